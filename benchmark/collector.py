@@ -1,0 +1,355 @@
+"""Phase 4.3: the dataset: every kernel and every model, at every level of load, with the device's metrics.
+
+Reads kernel_model/kernel_onnx/<flavour> (each kernel is timed alone, and among others in a carrier), the models' records
+and files (each model is timed whole and its kernels in it), and benchmark/config.yaml. Writes
+benchmark/dataset/<target>/: measurements.jsonl as it goes, and kernel_latency.csv and model_latency.csv from it.
+
+Levels are the outermost loop. Work goes in blocks: a window of metrics with the stressor alone, a canary, the block's
+runs with a second window around them, the canary again; a block whose canaries part is measured again. A block is
+written as one line, so a run that is killed resumes with no row lost or doubled: start the same command again.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmark import dataset
+from benchmark.collector_config import CollectorConfig
+from benchmark.dataset import Block, DatasetHeader, DatasetKernel, Measurement
+from benchmark.metrics import MetricSource, open_source
+from benchmark.protocol import Reply, Request
+from benchmark.stressor import Stress, stress
+from benchmark.worker_client import Worker, WorkerFailed
+from kernel_model.carrier import carrier_bytes
+from kernel_model.kernel_builder import built_kernel
+from kernel_model.kernel_sampler import SEED_FILE
+from ort_analysis.records import (
+    Kernel,
+    ModelRecord,
+    family,
+    index_path,
+    load_index,
+    load_records,
+    record_path,
+)
+from utils import cli, files
+from utils.config import load_config
+from utils.errors import UserError
+from utils.fingerprint import Target, local_target, machine, resolve_provider
+from utils.logger import get_logger
+from utils.paths import ROOT, Workspace, model_files
+
+log = get_logger("collector")
+CARRIER_BYTES = 512 << 20  # memory that the kernels of one carrier may take
+TABLES_EVERY_S = 30.0
+EXAMPLES = """
+python benchmark/collector.py
+python benchmark/collector.py --config my.yaml --workspace out/demo
+"""
+
+
+@dataclass(frozen=True)
+class KernelItem:
+    """A built kernel to measure."""
+
+    path: Path
+    kernel: Kernel
+
+
+@dataclass(frozen=True)
+class ModelItem:
+    """A model to measure, and whether its kernels are measured in it."""
+
+    path: Path
+    record_path: Path
+    record: ModelRecord
+    labels: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything to measure for one flavour."""
+
+    kernels: tuple[KernelItem, ...]
+    models: tuple[ModelItem, ...]
+    described: tuple[DatasetKernel, ...]
+
+
+def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> Work:
+    """The kernels and models of the target's flavour. Kernels that only held-out families hold are left out.
+
+    Raises:
+        UserError: no kernels were built, or a record's model file is gone.
+    """
+    folder = workspace.kernel_onnx / target.flavour.name
+    index = load_index(index_path(workspace, target.flavour))
+    models_of = {entry.kernel.id: entry.models for of_type in index.kernels.values() for entry in of_type.values()}
+    seeds = files.read_json(folder / SEED_FILE) if (folder / SEED_FILE).exists() else {}
+    fitted = {name: [model for model in models if family(model) not in held_out] for name, models in models_of.items()}
+    described = [DatasetKernel(kernel=entry.kernel, models=tuple(fitted[name])) for of_type in index.kernels.values()
+                 for name, entry in of_type.items() if fitted[name]]
+    items = []
+    for path in sorted(folder.glob("*.onnx")):
+        models = fitted.get(path.stem, [])
+        if path.stem in seeds and not models:
+            if seeds[path.stem] in held_out:
+                continue
+            described.append(DatasetKernel(kernel=built_kernel(path), models=(f"{dataset.SAMPLED}{seeds[path.stem]}",)))
+        elif not models:
+            continue
+        items.append(KernelItem(path, built_kernel(path)))
+    if not items:
+        raise UserError(f"{folder}: no kernels built for {target.flavour.name}; build them with: "
+                        "python kernel_model/kernel_builder.py")
+    by_stem = {path.stem: path for path in model_files([workspace.models])}
+    models_found = []
+    for record in load_records(workspace, target.flavour):
+        model_path = by_stem.get(record.model.partition("@")[0])
+        if model_path is None:
+            raise UserError(f"{workspace.models}: the model of record {record.model} is gone; export it again with "
+                            "model_zoo/torchvision_exporter.py, or remove the record")
+        models_found.append(ModelItem(model_path, record_path(workspace, target.flavour, record.model), record,
+                                      labels=family(record.model) not in held_out))
+    return Work(tuple(items), tuple(models_found), tuple(described))
+
+
+def prepare_dataset(folder: Path, header: DatasetHeader, described: Sequence[DatasetKernel]) -> DatasetHeader:
+    """Writes the dataset's header and kernels, joined with what is there.
+
+    Raises:
+        UserError: what is there is of another target, or was collected with other metrics or other held-out families.
+    """
+    if dataset.header_path(folder).exists():
+        there = dataset.load_header(folder)
+        for what, old, new in (("target", there.target, header.target), ("metrics", there.metrics, header.metrics),
+                               ("held_out", there.held_out, header.held_out)):
+            if old != new:
+                raise UserError(f"{folder}: this dataset was collected with another {what} ({old}, not {new}); "
+                                "move it away, or use another --workspace")
+        header = header.model_copy(update={"machines": there.machines | header.machines})
+    known = {entry.kernel.id: entry for entry in dataset.read_kernels(folder)} if folder.exists() else {}
+    known |= {entry.kernel.id: entry for entry in described}
+    files.write_json(dataset.header_path(folder), header)
+    files.write_text(dataset.kernels_path(folder),
+                     "".join(entry.model_dump_json() + "\n" for _, entry in sorted(known.items())))
+    return header
+
+
+def carriers(items: Sequence[KernelItem]) -> Iterator[list[KernelItem]]:
+    """Groups of kernels for one carrier each: bounded in memory, one operator-set version a domain."""
+    group: list[KernelItem] = []
+    used, opsets = 0, dict[str, int]()
+    for item in items:
+        kernel = item.kernel
+        if group and (used + carrier_bytes(kernel) > CARRIER_BYTES or opsets.get(kernel.domain, kernel.opset) != kernel.opset):
+            yield group
+            group, used, opsets = [], 0, {}
+        group.append(item)
+        used += carrier_bytes(kernel)
+        opsets[kernel.domain] = kernel.opset
+    if group:
+        yield group
+
+
+@dataclass
+class Collector:
+    """Measures blocks of work on one target through one worker process."""
+
+    config: CollectorConfig
+    target: Target
+    folder: Path
+    worker: Worker
+    source: MetricSource
+    uuid: str
+
+    @property
+    def provider(self) -> str:
+        return self.target.flavour.execution_provider
+
+    def canary_ms(self) -> float:
+        """The canary's median now.
+
+        Raises:
+            UserError: not even the canary runs.
+        """
+        try:
+            reply = self.worker.ask(Request(do="canary", execution_provider=self.provider, effort=self.config.kernel.effort()))
+        except WorkerFailed as error:
+            raise UserError(f"the canary, a plain product of matrices, does not run: {error}") from None
+        return float(np.median(reply.samples[0].samples_ms))
+
+    def ask(self, request: Request) -> tuple[Reply, str]:
+        """The worker's reply and a status; a worker that fails is replaced at the next request."""
+        try:
+            reply = self.worker.ask(request)
+        except WorkerFailed as error:
+            return Reply(error=str(error)), error.status
+        return reply, "failed" if reply.error else "ok"
+
+    def time_alone(self, item: KernelItem) -> list[Measurement]:
+        reply, status = self.ask(Request(do="alone", execution_provider=self.provider, paths=(str(item.path),),
+                                         effort=self.config.kernel.effort(), provider_options=self.target.provider_options))
+        return self._measurements("kernel", item.kernel.id, "run", "alone", reply, status)
+
+    def time_carrier(self, items: Sequence[KernelItem]) -> list[Measurement]:
+        """In-model-like labels of a group. A group that fails is halved until the one kernel at fault is alone."""
+        reply, status = self.ask(Request(
+            do="carrier", execution_provider=self.provider, paths=tuple(str(item.path) for item in items),
+            effort=self.config.kernel.effort(), provider_options=self.target.provider_options))
+        if status != "ok" and len(items) > 1:
+            half = len(items) // 2
+            return self.time_carrier(items[:half]) + self.time_carrier(items[half:])
+        return self._measurements("kernel", items[0].kernel.id, "kernel_time", "carrier", reply, status)
+
+    def time_model(self, item: ModelItem) -> list[Measurement]:
+        reply, status = self.ask(Request(
+            do="model", execution_provider=self.provider, paths=(str(item.path),), record=str(item.record_path),
+            dims=item.record.dims, labels=item.labels, effort=self.config.model.effort(),
+            provider_options=self.target.provider_options))
+        return self._measurements("model", item.record.model, "latency", item.record.model, reply, status)
+
+    @staticmethod
+    def _measurements(subject: str, name: str, label: str, context: str, reply: Reply, status: str) -> list[Measurement]:
+        """A reply as measurements; one that failed as a single measurement that says so."""
+        if status != "ok":
+            log.warning("%s: %s (%s)", name, reply.error, status)
+            return [Measurement(subject=subject, id=name, label=label, context=context, status=status, error=reply.error,
+                                started=reply.started, ended=reply.ended)]
+        return [Measurement(subject="model" if found.label == "latency" else "kernel", id=found.id, label=found.label,
+                            context=context, samples_ms=found.samples_ms, started=reply.started, ended=reply.ended)
+                for found in reply.samples]
+
+    def measure(self, kernels: Sequence[KernelItem], models: Sequence[ModelItem]) -> list[Measurement]:
+        """Every label of some kernels and models."""
+        found = [m for item in models for m in self.time_model(item)]
+        found += [m for item in kernels for m in self.time_alone(item)]
+        sound = {m.id for m in found if m.status == "ok"}
+        found += [m for group in carriers([item for item in kernels if item.kernel.id in sound])
+                  for m in self.time_carrier(group)]
+        return found
+
+    def block(self, level: float, key: str, kernels: Sequence[KernelItem], models: Sequence[ModelItem],
+              stressor: Stress) -> Block:
+        """One block, measured until its canaries agree or the attempts are used up; the steadiest attempt is kept."""
+        best: Block | None = None
+        for attempt in range(1, self.config.attempts + 1):
+            background = self.source.window(self.config.window_s)
+            before = self.canary_ms()
+            token = self.source.start()
+            measurements = self.measure(kernels, models)
+            during = self.source.stop(token)
+            made = Block(level=level, key=key, background=background, during=during, canary_before_ms=before,
+                         canary_after_ms=self.canary_ms(), attempts=attempt, stress=stressor.reached(), machine=self.uuid,
+                         measurements=tuple(measurements))
+            if best is None or made.drift < best.drift:
+                best = made.model_copy(update={"attempts": attempt})
+            if made.drift <= self.config.canary_drift:
+                return made
+            log.info("%s at level %g: the canary went from %.3f to %.3f ms (%.0f %%)%s", key, level, before,
+                     made.canary_after_ms, 100 * made.drift, "; measuring again" if attempt < self.config.attempts else "")
+        if best is None:
+            raise RuntimeError("a block was given no attempt")
+        return best
+
+
+def write_tables(folder: Path, header: DatasetHeader) -> tuple[int, int]:
+    """Derives both CSV tables from the journal; returns their numbers of rows."""
+    blocks = dataset.read_journal(folder)
+    described = {entry.kernel.id: entry for entry in dataset.read_kernels(folder)}
+    kernel_rows, model_rows = dataset.kernel_rows(blocks, described), dataset.model_rows(blocks)
+    files.write_csv(dataset.kernel_table_path(folder), dataset.kernel_columns(header.metrics), kernel_rows)
+    files.write_csv(dataset.model_table_path(folder), dataset.model_columns(header.metrics), model_rows)
+    return len(kernel_rows), len(model_rows)
+
+
+def chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for begin in range(0, len(items), size):
+        yield items[begin:begin + size]
+
+
+def plan(work: Work, level: float, blocks: Iterable[Block], uuid: str,
+         block_kernels: int) -> list[tuple[str, list[KernelItem], list[ModelItem]]]:
+    """The blocks still to be measured at a level on this machine: a name, kernels, models."""
+    done = {(m.subject, m.id) for block in blocks if block.level == level and block.machine == uuid
+            for m in block.measurements if m.label in ("run", "latency")}
+    models = [item for item in work.models if ("model", item.record.model) not in done]
+    kernels = [item for item in work.kernels if ("kernel", item.kernel.id) not in done]
+    shuffled = [kernels[i] for i in np.random.default_rng(0).permutation(len(kernels))]  # no type at one time of day only
+    planned: list[tuple[str, list[KernelItem], list[ModelItem]]] = [(item.record.model, [], [item]) for item in models]
+    planned += [(f"{len(chunk)} kernels from {chunk[0].kernel.type}", list(chunk), [])
+                for chunk in chunks(shuffled, block_kernels)]
+    order = np.random.default_rng(1).permutation(len(planned))  # models and kernels in turn
+    return [planned[i] for i in order]
+
+
+def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
+    """Measures all that is still missing and returns the totals.
+
+    Raises:
+        UserError: nothing to measure, a metric that is not there, or a dataset of another target.
+    """
+    provider = resolve_provider(config.device)
+    if config.device == "auto" and provider == "cpu":
+        log.info("no NVIDIA GPU here: measuring the CPU")
+    target, here = local_target(provider), machine(provider)
+    work = find_work(workspace, target, config.held_out)
+    source = open_source(provider, config.metrics)
+    folder = workspace.dataset(target.name)
+    header = prepare_dataset(folder, DatasetHeader(target=target, metrics=tuple(source.fields), held_out=config.held_out,
+                                                   machines={here.uuid: here}), work.described)
+    log.info("%s: %d kernels and %d models at levels %s into %s", target.name, len(work.kernels), len(work.models),
+             ", ".join(map(str, config.levels)), folder)
+    unsteady, tables_written = 0, time.monotonic()
+    with Worker(config.timeout_s) as worker:
+        for level in config.levels:
+            todo = plan(work, level, dataset.read_journal(folder), here.uuid, config.block_kernels)
+            if not todo:
+                continue
+            with stress(level, config.stress.kind, provider) as stressor:
+                time.sleep(config.stress.settle_s if level else 0.0)
+                collector = Collector(config, target, folder, worker, source, here.uuid)
+                for key, kernels, models in cli.track(todo, f"level {level:g}"):
+                    block = collector.block(level, key, kernels, models, stressor)
+                    unsteady += block.drift > config.canary_drift
+                    files.append_line(dataset.journal_path(folder), block.model_dump_json())
+                    if time.monotonic() - tables_written > TABLES_EVERY_S:
+                        write_tables(folder, header)
+                        tables_written = time.monotonic()
+    kernel_rows, model_rows = write_tables(folder, header)
+    failed = sorted({m.id for block in dataset.read_journal(folder) for m in block.measurements if m.status != "ok"})
+    if unsteady:
+        log.warning("%d blocks kept although their canaries part by more than %.0f %%: the machine was not steady",
+                    unsteady, 100 * config.canary_drift)
+    return {"target": target.name, "dataset": str(folder), "kernel_rows": kernel_rows, "model_rows": model_rows,
+            "unsteady_blocks": unsteady, "failed": failed}
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--config", type=Path, default=ROOT / "benchmark" / "config.yaml",
+                        help="default: benchmark/config.yaml")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    result = collect(workspace, load_config(args.config, CollectorConfig))
+    if args.json:
+        cli.print_json(result)
+    else:
+        cli.print_table([{**result, "failed": len(result["failed"])}])
+    if result["failed"]:
+        log.error("%d failed and are rows that say so: %s", len(result["failed"]), ", ".join(result["failed"]))
+    return 1 if result["failed"] else 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,51 @@
+"""The collector's config: benchmark/config.yaml, validated."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from benchmark.protocol import Effort
+from utils.config import Config
+
+Level = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class EffortConfig(Config):
+    warmup: int = Field(2, ge=0)
+    budget_s: float = Field(0.05, gt=0)
+    least_runs: int = Field(5, ge=2)
+    most_runs: int = Field(50, ge=2)
+
+    def effort(self) -> Effort:
+        return Effort(**self.model_dump())
+
+
+class StressConfig(Config):
+    kind: Literal["compute", "copy", "mixed"] = "compute"
+    settle_s: float = Field(1.0, ge=0)
+
+
+class CollectorConfig(Config):
+    """See the comments in benchmark/config.yaml."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    levels: tuple[Level, ...] = Field((0.0, 0.3, 0.6, 0.9), min_length=1)
+    stress: StressConfig = StressConfig()
+    metrics: tuple[str, ...] = ()
+    window_s: float = Field(0.5, gt=0)
+    kernel: EffortConfig = EffortConfig()
+    model: EffortConfig = EffortConfig(budget_s=2.0, least_runs=6, most_runs=200)
+    block_kernels: int = Field(32, ge=1)
+    canary_drift: float = Field(0.05, gt=0)
+    attempts: int = Field(2, ge=1)
+    timeout_s: float = Field(120.0, gt=0)
+    held_out: tuple[str, ...] = ()
+
+    @field_validator("levels")
+    @classmethod
+    def _levels_differ(cls, levels: tuple[float, ...]) -> tuple[float, ...]:
+        if len(set(levels)) != len(levels):
+            raise ValueError("a level stands twice")
+        return levels

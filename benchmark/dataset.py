@@ -1,0 +1,300 @@
+"""The dataset of one target: the collector's journal of raw samples, and the two tables derived from it.
+
+`measurements.jsonl` is the truth: one line a finished block, appended and forced to disk. `kernel_latency.csv` and
+`model_latency.csv` are derived from it. History of the schemas: version 1 is the first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from ort_analysis.records import Frozen, Kernel
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import Machine, Target
+from utils.paths import Workspace
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+DATASET_VERSION = 1
+LABELS = ("run", "kernel_time", "node_span")  # DESIGN's words; `gpu` joins them where CUPTI can be read
+COLLECT = "python benchmark/collector.py"
+NO_RUN = "no_run"  # status of a kernel that was timed in a model, but not (yet) alone
+SAMPLED = "sampled:"  # in column Models: no model holds this kernel; the family that seeded it follows
+
+
+class Measurement(Frozen):
+    """Raw samples of one kernel or model under one label.
+
+    Attributes:
+        subject: `kernel` or `model`.
+        id: the kernel's id, or the model record's name.
+        label: one of LABELS; `latency` for a whole model.
+        context: where it ran: `alone` (its own session), `carrier` (a graph of many kernels, so that caches are met as
+            in a model) or a model's name.
+        samples_ms: one a run.
+        status: `ok`, `failed`, `crashed` or `timeout`; `error` says why.
+        started, ended: UTC, ISO 8601.
+    """
+
+    subject: str
+    id: str
+    label: str
+    context: str
+    samples_ms: tuple[float, ...] = ()
+    status: str = "ok"
+    error: str = ""
+    started: str = ""
+    ended: str = ""
+
+
+class Block(Frozen):
+    """What the collector measures between two canaries; one line of the journal, kept or lost as a whole.
+
+    Attributes:
+        level: share of time that the stressor was asked to be busy, 0–1.
+        key: names the block's work within its level, for resuming.
+        background: metric means over a window with the stressor alone, by DCGM field name.
+        during: the same over a window of the block's own runs.
+        canary_before_ms, canary_after_ms: medians of the canary kernel.
+        attempts: how often the block was measured until canaries agreed (or attempts ran out).
+        stress: what the stressor reported to have reached.
+    """
+
+    version: int = DATASET_VERSION
+    level: float
+    key: str
+    background: dict[str, float]
+    during: dict[str, float]
+    canary_before_ms: float
+    canary_after_ms: float
+    attempts: int
+    stress: dict[str, float] = {}
+    machine: str
+    measurements: tuple[Measurement, ...]
+
+    @property
+    def drift(self) -> float:
+        """How far the canaries part, as a ratio of the first."""
+        return abs(self.canary_after_ms / self.canary_before_ms - 1.0) if self.canary_before_ms else 0.0
+
+
+class DatasetKernel(Frozen):
+    """A kernel of the dataset, and the models (by record name) that hold it, or `sampled:<family>`."""
+
+    kernel: Kernel
+    models: tuple[str, ...]
+
+
+class DatasetHeader(Frozen):
+    """`dataset.json`: what all rows of a dataset have in common, and the machines by uuid."""
+
+    version: int = DATASET_VERSION
+    target: Target
+    metrics: tuple[str, ...]
+    machines: dict[str, Machine]
+    held_out: tuple[str, ...] = ()  # model families measured for evaluation only: in no fit
+
+
+def header_path(folder: Path) -> Path:
+    return folder / "dataset.json"
+
+
+def journal_path(folder: Path) -> Path:
+    return folder / "measurements.jsonl"
+
+
+def kernels_path(folder: Path) -> Path:
+    """`kernels.jsonl`: a DatasetKernel for every id in the table, one a line."""
+    return folder / "kernels.jsonl"
+
+
+def kernel_table_path(folder: Path) -> Path:
+    return folder / "kernel_latency.csv"
+
+
+def model_table_path(folder: Path) -> Path:
+    return folder / "model_latency.csv"
+
+
+def load_header(folder: Path) -> DatasetHeader:
+    """The header of the dataset in `folder`; `UserError` where there is none."""
+    return files.read_record(header_path(folder), DatasetHeader, DATASET_VERSION, COLLECT)
+
+
+def read_journal(folder: Path) -> list[Block]:
+    """Every finished block, in the order measured.
+
+    Raises:
+        UserError: a line that is no block of this version.
+    """
+    blocks = []
+    for number, line in enumerate(files.read_lines(journal_path(folder)), 1):
+        try:
+            blocks.append(Block.model_validate_json(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UserError(f"{journal_path(folder)}, line {number}: not a block of version {DATASET_VERSION} "
+                            f"({first['loc']}: {first['msg']}); remove the line or start a new dataset") from None
+    return blocks
+
+
+def read_kernels(folder: Path) -> list[DatasetKernel]:
+    """Every kernel of the dataset, with the models that hold it.
+
+    Raises:
+        UserError: a line that is none.
+    """
+    try:
+        return [DatasetKernel.model_validate_json(line) for line in files.read_lines(kernels_path(folder))]
+    except ValidationError as error:
+        raise UserError(f"{kernels_path(folder)}: damaged ({error.errors()[0]['msg']}); measure anew: {COLLECT}") from None
+
+
+def input_shape(kernel: Kernel) -> str:
+    """The shapes of a kernel's inputs as text, `16x64x56x56;64x64x3x3`; an input left out is an empty part."""
+    return ";".join("x".join(map(str, tensor.shape)) for tensor in kernel.inputs)
+
+
+KERNEL_COLUMNS = ("Level", "Machine", "Context", "Models", "Canary_ms", "Drift", "Runs", "Started", "Ended", "Status", "Error")
+
+
+def kernel_columns(metrics: Iterable[str]) -> list[str]:
+    """The columns of `kernel_latency.csv`: the user's first, then the other labels, medians, windows and provenance."""
+    metrics = list(metrics)
+    return [
+        "Kernel_ID", "OpType", "Input_Shape", *metrics, "Latency_ms",
+        *(f"{label}_ms" for label in LABELS if label != "run"), "run_median_ms",
+        *(f"{metric}_during" for metric in metrics), *KERNEL_COLUMNS,
+    ]
+
+
+def model_columns(metrics: Iterable[str]) -> list[str]:
+    """The columns of `model_latency.csv`."""
+    metrics = list(metrics)
+    return ["Model", "Level", *metrics, "Latency_ms", "median_ms", "p95_ms", "std_ms", "Runs", "Canary_ms", "Drift",
+            *(f"{metric}_during" for metric in metrics), "Machine", "Started", "Ended", "Status", "Error"]
+
+
+def _metrics(block: Block) -> dict[str, float]:
+    """Both windows of a block as columns."""
+    return block.background | {f"{name}_during": value for name, value in block.during.items()}
+
+
+def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel]) -> list[dict[str, Any]]:
+    """One row a kernel and level (and machine). Labels of one kernel from several contexts are joined:
+
+    in-model times win over a carrier's, and the median over a label's samples is its figure; `Latency_ms` is the mean
+    of label `run`, as the user defined it.
+
+    Args:
+        blocks: the journal.
+        described: the dataset's kernels by id.
+    """
+    found: dict[tuple[str, float, str], list[tuple[Block, Measurement]]] = defaultdict(list)
+    for block in blocks:
+        for measurement in block.measurements:
+            if measurement.subject == "kernel":
+                found[measurement.id, block.level, block.machine].append((block, measurement))
+    rows = []
+    for (kernel_id, level, machine), parts in found.items():
+        if kernel_id not in described:
+            raise UserError(f"kernel {kernel_id} is measured but not described in kernels.jsonl: the dataset is damaged")
+        kernel = described[kernel_id].kernel
+        row: dict[str, Any] = {"Kernel_ID": kernel_id, "OpType": kernel.type, "Input_Shape": input_shape(kernel),
+                               "Level": level, "Machine": machine, "Models": "|".join(described[kernel_id].models)}
+        failures = [m for _, m in parts if m.status != "ok"]
+        by_label: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for _, m in parts:
+            if m.status == "ok":
+                by_label[m.label]["in_model" if m.context not in ("alone", "carrier") else m.context] += m.samples_ms
+        contexts = []
+        for label, contexts_of_label in by_label.items():
+            context = next(c for c in ("in_model", "carrier", "alone") if c in contexts_of_label)
+            samples = contexts_of_label[context]
+            contexts.append(f"{label}:{context}")
+            if label == "run":
+                row["Latency_ms"] = round(float(np.mean(samples)), 6)
+                row["run_median_ms"] = round(float(np.median(samples)), 6)
+                row["Runs"] = len(samples)
+            else:
+                row[f"{label}_ms"] = round(float(np.median(samples)), 6)
+        block = next((b for b, m in parts if m.label == "run"), parts[0][0])
+        row |= _metrics(block) | {
+            "Context": "|".join(sorted(contexts)), "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2,
+            "Drift": round(block.drift, 4),
+            "Started": min(m.started for _, m in parts), "Ended": max(m.ended for _, m in parts),
+            "Status": failures[0].status if failures else "ok" if "run" in by_label else NO_RUN, "Error": "; ".join(sorted({m.error for m in failures})),
+        }
+        rows.append(row)
+    return rows
+
+
+def model_rows(blocks: Iterable[Block]) -> list[dict[str, Any]]:
+    """One row a model, level and machine: statistics of its whole latency."""
+    from utils.timing import summarize
+
+    rows = {}
+    for block in blocks:
+        for m in block.measurements:
+            if m.subject != "model" or m.label != "latency":
+                continue
+            row: dict[str, Any] = {"Model": m.id, "Level": block.level, "Machine": block.machine, "Started": m.started,
+                                   "Ended": m.ended, "Status": m.status, "Error": m.error, "Drift": round(block.drift, 4),
+                                   "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2}
+            row |= _metrics(block)
+            if m.status == "ok":
+                s = summarize(m.samples_ms)
+                row |= {"Latency_ms": round(s.mean_ms, 6), "median_ms": round(s.median_ms, 6), "p95_ms": round(s.p95_ms, 6),
+                        "std_ms": round(s.std_ms, 6), "Runs": s.runs}
+            rows[m.id, block.level, block.machine] = row
+    return list(rows.values())
+
+
+def load_table(path: Path) -> pd.DataFrame:
+    """`kernel_latency.csv` or `model_latency.csv`, checked: times positive and finite, the user's columns there.
+
+    Raises:
+        UserError: no file, a column missing, or a NaN or non-positive time in a row whose status is ok (row named).
+    """
+    import pandas as pd
+
+    try:
+        table = pd.read_csv(path, keep_default_na=True, na_values=[""])
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such dataset; measure one with: {COLLECT}") from None
+    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a CSV dataset ({error})") from None
+    key = "Kernel_ID" if "Kernel_ID" in table.columns or "Model" not in table.columns else "Model"
+    needed = [key, "Latency_ms", "Level", "Status"] + (["OpType", "Input_Shape", "Models"] if key == "Kernel_ID" else [])
+    missing = [column for column in needed if column not in table.columns]
+    if missing:
+        raise UserError(f"{path}: column {', '.join(missing)} missing; make the dataset anew: {COLLECT}")
+    ok = table[table["Status"] == "ok"]
+    others = ("run_median_ms", "median_ms", *(f"{label}_ms" for label in LABELS))
+    for column in ["Latency_ms", *(name for name in others if name in table.columns)]:
+        values = pd.to_numeric(ok[column], errors="coerce")
+        bad = ok[(values <= 0) | ~np.isfinite(values)] if column == "Latency_ms" else ok[(values <= 0) | np.isinf(values)]
+        if len(bad):
+            row = bad.index[0]
+            raise UserError(f"{path}, line {row + 2}: {column} is {table.at[row, column]!s} for {table.at[row, key]!s}; "
+                            f"a time is a positive number (remove the row, or measure it anew: {COLLECT})")
+    return table
+
+
+def load_kernel_table(workspace: Workspace, target: str) -> pd.DataFrame:
+    """The kernel table of a target, checked."""
+    return load_table(kernel_table_path(workspace.dataset(target)))
+
+
+def load_model_table(workspace: Workspace, target: str) -> pd.DataFrame:
+    """The model table of a target, checked."""
+    return load_table(model_table_path(workspace.dataset(target)))
+

@@ -1,0 +1,165 @@
+"""GPU metrics from NVML: its performance counters (GPM) where the GPU has them, else what plain NVML shows.
+
+Sources: NVML API reference, "GPM"; DCGM field identifiers. A GPM sample is a snapshot of counters; two of them give the
+exact mean between. Power comes from the energy counter, exact likewise; where there is none, and for utilisation and
+clocks, NVML is polled while a window is open.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmark.metrics import MetricSource, Window
+from utils.fingerprint import gpu_facts
+
+MIB = 2**20
+GPM = {  # field -> (GPM metric, our unit over GPM's: per cent to ratio, MiB/s to bytes/s)
+    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": (1, 0.01),
+    "DCGM_FI_PROF_SM_ACTIVE": (2, 0.01),
+    "DCGM_FI_PROF_SM_OCCUPANCY": (3, 0.01),
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": (5, 0.01),
+    "DCGM_FI_PROF_DRAM_ACTIVE": (10, 0.01),
+    "DCGM_FI_PROF_PIPE_FP64_ACTIVE": (11, 0.01),
+    "DCGM_FI_PROF_PIPE_FP32_ACTIVE": (12, 0.01),
+    "DCGM_FI_PROF_PIPE_FP16_ACTIVE": (13, 0.01),
+    "DCGM_FI_PROF_PCIE_TX_BYTES": (20, MIB),
+    "DCGM_FI_PROF_PCIE_RX_BYTES": (21, MIB),
+}
+POWER = "DCGM_FI_DEV_POWER_USAGE"
+POLLED = ("DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_MEM_COPY_UTIL", "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_DEV_MEM_CLOCK")
+POLL_SECONDS = 0.1
+PROBE_SECONDS = 0.12  # a little over the shortest valid GPM window
+
+
+@dataclass
+class _Reading:
+    """Counters at one moment; what was not asked for is None."""
+
+    gpm: Any = None
+    energy_mj: int | None = None
+    polls: _Polls | None = None
+
+
+class NvmlSource(MetricSource):
+    """Metrics of the first GPU (the one that `utils.fingerprint` names)."""
+
+    name = "NVML"
+    minimum_window_s = 0.1  # GPM's own minimum
+
+    def __init__(self, fields: Sequence[str] | None = None) -> None:
+        import pynvml
+
+        self._nvml = pynvml
+        pynvml.nvmlInit()
+        self._device = pynvml.nvmlDeviceGetHandleByUUID(gpu_facts()["uuid"])
+        self._has_energy = self._works(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(self._device))
+        polled = [field for field in (*POLLED, POWER) if self._works(lambda field=field: self._poll_one(field))]
+        available = [*self._gpm_fields(), *polled]
+        super().__init__(available + ([POWER] if self._has_energy and POWER not in available else []), fields)
+        self._polled = [field for field in self.fields
+                        if field in POLLED or (field == POWER and not self._has_energy)]
+        self._gpm = [field for field in self.fields if field in GPM]
+
+    def _works(self, call: Any) -> bool:
+        try:
+            call()
+        except self._nvml.NVMLError:
+            return False
+        return True
+
+    def _gpm_fields(self) -> list[str]:
+        """The fields that this GPU's GPM really answers."""
+        try:
+            if not self._nvml.nvmlGpmQueryDeviceSupport(self._device).isSupportedDevice:
+                return []
+            before = self._gpm_sample()
+        except (self._nvml.NVMLError, AttributeError):  # an older GPU, driver or binding
+            return []
+        time.sleep(PROBE_SECONDS)
+        return list(self._gpm_values(before, self._gpm_sample(), list(GPM)))
+
+    def _gpm_sample(self) -> Any:
+        return self._nvml.nvmlGpmSampleGet(self._device, self._nvml.nvmlGpmSampleAlloc())
+
+    def _gpm_values(self, before: Any, after: Any, fields: Sequence[str]) -> dict[str, float]:
+        """Means between two samples, which are given back; a field that GPM does not answer is left out."""
+        request = self._nvml.c_nvmlGpmMetricsGet_t()
+        request.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
+        request.numMetrics = len(fields)
+        request.sample1, request.sample2 = before, after
+        for slot, field in enumerate(fields):
+            request.metrics[slot].metricId = GPM[field][0]
+        try:
+            self._nvml.nvmlGpmMetricsGet(request)
+        finally:
+            for sample in (before, after):
+                self._nvml.nvmlGpmSampleFree(sample)
+        return {field: request.metrics[slot].value * GPM[field][1] for slot, field in enumerate(fields)
+                if request.metrics[slot].nvmlReturn == self._nvml.NVML_SUCCESS}
+
+    def _poll_one(self, field: str) -> float:
+        nvml, device = self._nvml, self._device
+        if field == "DCGM_FI_DEV_GPU_UTIL":
+            return float(nvml.nvmlDeviceGetUtilizationRates(device).gpu)
+        if field == "DCGM_FI_DEV_MEM_COPY_UTIL":
+            return float(nvml.nvmlDeviceGetUtilizationRates(device).memory)
+        if field == POWER:
+            return nvml.nvmlDeviceGetPowerUsage(device) / 1e3  # mW
+        return float(nvml.nvmlDeviceGetClockInfo(
+            device, nvml.NVML_CLOCK_SM if field == "DCGM_FI_DEV_SM_CLOCK" else nvml.NVML_CLOCK_MEM))
+
+    def _read(self) -> _Reading:
+        energy = self._has_energy and POWER in self.fields
+        return _Reading(
+            gpm=self._gpm_sample() if self._gpm else None,
+            energy_mj=self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device) if energy else None,
+        )
+
+    def start(self) -> Window:
+        window = super().start()
+        if self._polled:
+            window.reading.polls = _Polls(lambda: {field: self._poll_one(field) for field in self._polled})
+        return window
+
+    def stop(self, window: Window) -> dict[str, float]:
+        if window.reading.polls is not None:
+            window.reading.polls.end()
+        return super().stop(window)
+
+    def _means(self, before: Window, after: Window) -> dict[str, float]:
+        means: dict[str, float] = dict.fromkeys(self.fields, float("nan"))
+        if self._gpm:
+            means |= self._gpm_values(before.reading.gpm, after.reading.gpm, self._gpm)
+        if after.reading.energy_mj is not None:
+            means[POWER] = (after.reading.energy_mj - before.reading.energy_mj) / 1e3 / (after.began_s - before.began_s)
+        return means | (before.reading.polls.means() if before.reading.polls else {})
+
+
+class _Polls:
+    """Polls a device on a thread of its own until told to end."""
+
+    def __init__(self, poll: Any) -> None:
+        self._poll = poll
+        self._seen: list[dict[str, float]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            self._seen.append(self._poll())
+            if self._over.wait(POLL_SECONDS):
+                return
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def means(self) -> dict[str, float]:
+        """The mean of what was seen, by field; nothing where the device never answered."""
+        fields = self._seen[0] if self._seen else {}
+        return {field: sum(seen[field] for seen in self._seen) / len(self._seen) for field in fields}

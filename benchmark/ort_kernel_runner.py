@@ -1,0 +1,216 @@
+"""Phase 4.1: how long ONNX Runtime takes to run an ONNX file, a kernel or a whole model.
+
+Reads the file; prints mean, median, p95, standard deviation, minimum and maximum in ms with start and end (UTC). Inputs
+are made up, on the device by default (IOBinding: host copies stay out; `--io host` takes them in). Writes nothing but,
+with `--raw`, the samples.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kernel_model.dummy_data import dummy_inputs, random_floats
+from kernel_model.kernel_builder import KERNEL_KEY
+from ort_analysis.ort_graph_parser import read_source
+from ort_analysis.records import Frozen, Kernel, numpy_dtype
+from utils import cli, files
+from utils.fingerprint import resolve_provider
+from utils.logger import get_logger
+from utils.ort_sessions import model_errors, open_session
+from utils.timing import LatencyStatistics, summarize
+
+if TYPE_CHECKING:
+    import onnx
+    import onnxruntime
+
+log = get_logger("runner")
+DEFAULT_WARMUP = 5
+DEFAULT_LOOPS = 50
+EXAMPLES = """
+python benchmark/ort_kernel_runner.py --model resnet18.onnx --dim batch=1
+python benchmark/ort_kernel_runner.py --model kernel_model/kernel_onnx/cpu-avx512-ort1.31-all/conv.onnx --loops 100
+python benchmark/ort_kernel_runner.py --model resnet18.onnx --budget-s 5 --io host --json
+"""
+
+
+class Timing(Frozen):
+    """One timed session: the raw samples (ms, in order), when (UTC, ISO 8601), and how."""
+
+    model: str
+    execution_provider: str
+    io: str
+    warmup: int
+    samples_ms: tuple[float, ...]
+    started: str
+    ended: str
+
+    @property
+    def statistics(self) -> LatencyStatistics:
+        return summarize(self.samples_ms)
+
+
+def now() -> str:
+    """This moment in UTC, ISO 8601 with microseconds."""
+    return datetime.now(UTC).isoformat()
+
+
+@dataclass
+class Runner:
+    """An open session with its inputs in place; `run_once` runs it and waits for the result."""
+
+    session: onnxruntime.InferenceSession
+    name: str
+    execution_provider: str
+    io: str
+    run_once: Callable[[], Any]
+
+    def time(self, *, warmup: int = DEFAULT_WARMUP, loops: int | None = None, budget_s: float | None = None,
+             least_runs: int = 3) -> Timing:
+        """Runs `warmup` times untimed, then `loops` times, or for `budget_s` seconds (at least `least_runs` runs).
+
+        Raises:
+            UserError: the model fails while running.
+        """
+        if loops is None and budget_s is None:
+            loops = DEFAULT_LOOPS
+        with model_errors(self.name):
+            for _ in range(warmup):
+                self.run_once()
+            started, began = now(), time.perf_counter()
+            samples: list[float] = []
+            while len(samples) < (loops or least_runs) or (loops is None and time.perf_counter() - began < (budget_s or 0)):
+                start = time.perf_counter()
+                self.run_once()
+                samples.append((time.perf_counter() - start) * 1000)
+        return Timing(model=self.name, execution_provider=self.execution_provider, io=self.io, warmup=warmup,
+                      samples_ms=tuple(round(sample, 6) for sample in samples), started=started, ended=now())
+
+
+def random_feed(session: onnxruntime.InferenceSession) -> dict[str, np.ndarray]:
+    """A value for every input of a session whose shapes are all known: random floats, zeros for whole numbers.
+
+    Zeros, since whole-number inputs of a whole model are indices or masks, of which 0 is always one.
+    """
+    feed = {}
+    for value in session.get_inputs():
+        inner = value.type[value.type.find("(") + 1:value.type.rfind(")")]
+        dtype = {"float": "float32", "double": "float64"}.get(inner, inner)
+        if "float" in dtype:
+            feed[value.name] = random_floats(tuple(value.shape), dtype)
+        else:
+            feed[value.name] = np.zeros(value.shape, numpy_dtype(dtype))
+    return feed
+
+
+def bind(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], execution_provider: str,
+         io: str) -> Callable[[], Any]:
+    """A function that runs the session once: inputs and outputs on the device (`device`), or as numpy arrays (`host`)."""
+    if io == "host":
+        fed = dict(feed)
+        return lambda: session.run(None, fed)
+    import onnxruntime
+
+    device = "cuda" if execution_provider == "cuda" else "cpu"
+    binding = session.io_binding()
+    for name, array in feed.items():
+        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0))
+    for output in session.get_outputs():
+        binding.bind_output(output.name, device)
+    return lambda: session.run_with_iobinding(binding)
+
+
+def kernel_in(proto: onnx.ModelProto) -> Kernel | None:
+    """The kernel that a built model describes in its metadata; None for any other model."""
+    found = [prop.value for prop in proto.metadata_props if prop.key == KERNEL_KEY]
+    return Kernel.model_validate_json(found[0]) if found else None
+
+
+def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[str, int] | None = None, io: str = "device",
+                profile_prefix: Path | None = None, provider_options: Mapping[str, str] | None = None) -> Runner:
+    """A file made ready to run: optimised as ORT does by default, or as it stands where it is a built kernel.
+
+    Args:
+        model: the ONNX file.
+        execution_provider: `auto`, `cpu` or `cuda`.
+        dims: sizes of dynamic dimensions.
+        io: `device` or `host`.
+        profile_prefix: turns ORT's profiler on.
+        provider_options: options of the CUDA provider.
+
+    Raises:
+        UserError: as `read_source`, or ORT can't load it.
+    """
+    provider = resolve_provider(execution_provider)
+    source = read_source(model, dims)
+    kernel = kernel_in(source.graph_only)
+    session = open_session(source.loadable, provider, optimize="none" if kernel else "all", dims=source.dims,
+                           profile_prefix=profile_prefix, provider_options=provider_options, name=str(model))
+    feed = dummy_inputs(kernel) if kernel else random_feed(session)
+    return Runner(session=session, name=model.stem, execution_provider=provider, io=io,
+                  run_once=bind(session, feed, provider, io))
+
+
+def measure(model: Path, execution_provider: str = "auto", *, dims: Mapping[str, int] | None = None,
+            warmup: int = DEFAULT_WARMUP, loops: int | None = None, budget_s: float | None = None,
+            io: str = "device") -> Timing:
+    """Times one ONNX file; see `open_runner` and `Runner.time` for the arguments."""
+    return open_runner(model, execution_provider, dims=dims, io=io).time(warmup=warmup, loops=loops, budget_s=budget_s)
+
+
+def row(timing: Timing) -> dict[str, Any]:
+    """A timing as one row of a table."""
+    statistics = timing.statistics
+    return {"model": timing.model, "device": timing.execution_provider, "io": timing.io,
+            **{key: value for key, value in statistics.model_dump().items() if key != "spread"},
+            "started": timing.started, "ended": timing.ended}
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--model", type=Path, required=True, help="an ONNX file; a bare name is also looked for in model_zoo")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--io", choices=("device", "host"), default="device",
+                        help="device: tensors stay on the device; host: numpy in and out (default: device)")
+    parser.add_argument("--warmup", type=int, default=DEFAULT_WARMUP, help="untimed runs first; 0 turns them off")
+    parser.add_argument("--no-warmup", action="store_const", const=0, dest="warmup", help="the same as --warmup 0")
+    parser.add_argument("--loops", type=int, help=f"timed runs (default: {DEFAULT_LOOPS})")
+    parser.add_argument("--budget-s", type=float, help="time for this many seconds instead of a number of runs")
+    parser.add_argument("--raw", type=Path, metavar="FILE", help="write the raw samples as JSON")
+    cli.add_dim(parser)
+    args = parser.parse_args()
+    if args.warmup < 0 or (args.loops is not None and args.loops < 1) or (args.budget_s is not None and args.budget_s <= 0):
+        parser.error("--warmup can't be negative; --loops and --budget-s must be positive")
+    if args.loops and args.budget_s:
+        parser.error("give --loops or --budget-s, not both")
+    workspace = cli.start(args)
+    provider = resolve_provider(args.device)
+    if args.device == "auto" and provider == "cpu":
+        log.info("no NVIDIA GPU here: running on the CPU")
+    timing = measure(workspace.find_model(args.model), provider, dims=cli.one_size_dims(args.dim), warmup=args.warmup,
+                     loops=args.loops, budget_s=args.budget_s, io=args.io)
+    if timing.statistics.unstable:
+        log.warning("unstable: half of the runs differ by %.0f %% of the median; close other work on this device, "
+                    "or run longer (--loops, --budget-s)", 100 * timing.statistics.spread)
+    if args.raw:
+        files.write_json(args.raw, timing)
+    if args.json:
+        cli.print_json(row(timing) | {"samples_ms": timing.samples_ms})
+    else:
+        cli.print_table([row(timing)])
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

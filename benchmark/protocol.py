@@ -1,0 +1,59 @@
+"""What the collector asks of its worker process and what it gets back: one JSON object a line, both ways."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ort_analysis.records import Frozen
+
+
+class Effort(Frozen):
+    """How long to measure one thing: untimed runs first, then for `budget_s` seconds, between the two numbers of runs."""
+
+    warmup: int = 2
+    budget_s: float = 0.05
+    least_runs: int = 5
+    most_runs: int = 50
+
+    def runs(self, one_run_s: float) -> int:
+        """The number of runs that fits the budget when one takes `one_run_s` seconds."""
+        return max(self.least_runs, min(self.most_runs, int(self.budget_s / max(one_run_s, 1e-6))))
+
+
+class Request(Frozen):
+    """One piece of work.
+
+    Attributes:
+        do: `alone` times a built kernel in its own session; `carrier` times several one after another in one graph;
+            `model` times a whole model and profiles its kernels; `canary` times a fixed product of matrices.
+        paths: the files of the kernels, or of the model.
+        record: for a model, its record.
+        dims: for a model, the sizes of its dynamic dimensions.
+        labels: for a model, whether its kernels are profiled besides.
+    """
+
+    do: Literal["alone", "carrier", "model", "canary"]
+    execution_provider: str
+    effort: Effort
+    paths: tuple[str, ...] = ()
+    record: str = ""
+    dims: dict[str, int] = {}
+    labels: bool = True
+    provider_options: dict[str, str] = {}
+
+
+class Samples(Frozen):
+    """Raw samples (ms) of one subject under one label."""
+
+    id: str
+    label: str
+    samples_ms: tuple[float, ...]
+
+
+class Reply(Frozen):
+    """What came of a request: samples, or an error that is the subject's own (the worker goes on)."""
+
+    samples: tuple[Samples, ...] = ()
+    error: str = ""
+    started: str = ""
+    ended: str = ""

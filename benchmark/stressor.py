@@ -1,0 +1,305 @@
+"""Phase 4.2: keeps the device busy for a share of the time, so that latency under load can be measured.
+
+`--intensity` is that share: in every period the stressor works for intensity × period and sleeps through the rest. On a
+GPU it multiplies matrices or copies within the GPU's memory (torch CUDA, in bursts of about 0.5 ms); on a CPU, one
+process a logical processor does the like (numpy, one thread each, their bursts spread over the period). It runs as its
+own process until its time is over, a signal ends it, or the process that started it ends; then it says what load was
+really reached, as the device's own metrics show it.
+
+Reads nothing and writes nothing but its report on stdout. With --json each line is one event:
+`ready` (the load is up), `load` (every --report-every seconds), `end`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmark.burners import KINDS, burn_core, bursts, cuda_step, die_with_parent
+from benchmark.metrics import MetricSource, open_source
+from utils import cli
+from utils.errors import UserError
+from utils.fingerprint import resolve_provider
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+EXAMPLES = """
+  python benchmark/stressor.py --kind compute --intensity 0.6 --duration 30
+  python benchmark/stressor.py --kind copy --intensity 0.3 --device cuda --report-every 1 --json
+"""
+PERIOD_MS = 20.0
+REPORT_SECONDS = 0.5  # how often a stressor that `stress` started reports
+READY_SECONDS = 120.0
+STOP_SECONDS = 5.0
+LONGEST_PERIOD_MS = 1000.0  # signals are heeded between two bursts
+ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+log = get_logger("stressor")
+
+
+class Burner(ABC):
+    """A load on a device."""
+
+    @abstractmethod
+    def turn(self, seconds: float) -> None:
+        """Keeps the load up for about `seconds`; `UserError` where it broke down."""
+
+    @abstractmethod
+    def busy_s(self) -> float:
+        """Seconds that the device was busy with this load so far (of a CPU: per processor)."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """Ends the load."""
+
+
+class GpuBurner(Burner):
+    """Bursts from this very process."""
+
+    def __init__(self, kind: str, intensity: float, period_s: float) -> None:
+        self._bursts = bursts(cuda_step(kind), intensity, period_s)
+        self._busy_s = 0.0
+
+    def turn(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._busy_s += next(self._bursts)
+
+    def busy_s(self) -> float:
+        return self._busy_s
+
+
+class CpuBurner(Burner):
+    """A process for every logical processor that this one may use."""
+
+    def __init__(self, kind: str, intensity: float, period_s: float) -> None:
+        os.environ.update(ONE_THREAD)  # before a worker loads numpy
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        context = multiprocessing.get_context("spawn")
+        self._workers, waiting = [], []
+        for core in range(cores):
+            ready, told = context.Pipe(duplex=False)
+            worker = context.Process(target=burn_core, daemon=True,
+                                     args=(kind, intensity, period_s, period_s * core / cores, told))
+            worker.start()
+            told.close()
+            self._workers.append(worker)
+            waiting.append(ready)
+        try:
+            for ready in waiting:
+                ready.recv()
+        except EOFError:
+            self.close()
+            raise UserError("a worker of the stressor ended before it began: see the message above") from None
+
+    def turn(self, seconds: float) -> None:
+        time.sleep(seconds)
+        if not all(worker.is_alive() for worker in self._workers):
+            raise UserError("a worker of the stressor has ended (killed for memory?): the load is not what was asked for")
+
+    def busy_s(self) -> float:
+        import psutil
+
+        times = [psutil.Process(worker.pid).cpu_times() for worker in self._workers]
+        return sum(one.user + one.system for one in times) / len(times)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()  # it ignores SIGTERM, and has nothing to tidy up
+        for worker in self._workers:
+            worker.join()
+
+
+class Meter:
+    """Measures the load from when it is made: the stressor's own share of the time (`duty`), and the device's metrics."""
+
+    def __init__(self, burner: Burner, source: MetricSource) -> None:
+        self._burner, self._source = burner, source
+        self._began, self._busy_s, self._window = time.monotonic(), burner.busy_s(), source.start()
+
+    def read(self) -> dict[str, float]:
+        """Seconds, duty, and metrics by DCGM field name (none where the window is too short for them)."""
+        seconds = time.monotonic() - self._began
+        load = {"seconds": round(seconds, 3), "duty": round((self._burner.busy_s() - self._busy_s) / seconds, 4)}
+        if seconds < self._source.minimum_window_s:
+            return load
+        return load | {field: round(value, 4) for field, value in self._source.stop(self._window).items()}
+
+
+def run(args: argparse.Namespace) -> dict[str, float]:
+    """Stresses the device as the arguments say until it is over, and returns the load of the whole time.
+
+    Raises:
+        UserError: no such device, or the load broke down.
+    """
+    parent = os.getppid()
+    die_with_parent(signal.SIGTERM)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    provider = resolve_provider(args.device)
+    source = open_source(provider)
+    if args.report_every is not None and args.report_every < source.minimum_window_s:
+        raise UserError(f"--report-every {args.report_every:g}: {source.name} needs {source.minimum_window_s:g} s at least")
+    if args.period_ms > LONGEST_PERIOD_MS:
+        raise UserError(f"--period-ms {args.period_ms:g}: {LONGEST_PERIOD_MS:g} at most")
+    if args.intensity == 0.0:
+        log.info("intensity 0: nothing to do")
+        return {"seconds": 0.0, "duty": 0.0}
+    period_s = args.period_ms / 1e3
+    burner = (GpuBurner if provider == "cuda" else CpuBurner)(args.kind, args.intensity, period_s)
+    try:
+        whole, latest = Meter(burner, source), Meter(burner, source)
+        began = reported = time.monotonic()
+        say(args, "ready", {"pid": os.getpid(), "device": provider, "kind": args.kind, "intensity": args.intensity})
+        while not stop.is_set() and os.getppid() == parent:
+            now = time.monotonic()
+            left = began + args.duration - now if args.duration is not None else period_s
+            if left <= 0:
+                break
+            burner.turn(min(left, max(period_s, 0.05)))
+            if args.report_every is not None and time.monotonic() - reported >= args.report_every:
+                reported = time.monotonic()
+                say(args, "load", latest.read())
+                latest = Meter(burner, source)
+        return whole.read()
+    finally:
+        burner.close()
+
+
+def say(args: argparse.Namespace, event: str, facts: dict[str, Any]) -> None:
+    """One event: a JSON line on stdout, or a line of the log."""
+    if args.json:
+        print(json.dumps({"event": event} | facts), flush=True)
+    else:
+        log.info("%s: %s", event, ", ".join(f"{name} {cli.cell(value)}" for name, value in facts.items()))
+
+
+class Stress:
+    """A stressor that runs as a process of its own. `stress` makes it."""
+
+    def __init__(self, intensity: float, process: subprocess.Popen[str] | None) -> None:
+        self.intensity = intensity
+        self._process = process
+        self._loads: list[dict[str, float]] = []
+        if process is not None:
+            threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        if self._process is None or self._process.stdout is None:
+            return
+        for line in self._process.stdout:
+            event = json.loads(line)
+            if event.pop("event") == "load":
+                self._loads[:] = [event]
+
+    def reached(self) -> dict[str, float]:
+        """The load in the latest half second or so: `duty`, and the device's metrics by DCGM field name.
+
+        Raises:
+            UserError: the stressor has ended.
+        """
+        if self._process is None:
+            return {"duty": 0.0}
+        if self._process.poll() is not None:
+            raise UserError(f"the stressor ended with exit code {self._process.returncode}: there is no load any more")
+        while not self._loads and self._process.poll() is None:
+            time.sleep(0.02)
+        return {name: value for name, value in (self._loads or [{"duty": 0.0}])[0].items() if name != "seconds"}
+
+
+@contextmanager
+def stress(intensity: float, kind: str = "compute", execution_provider: str = "auto", *, period_ms: float = PERIOD_MS,
+           workspace: Workspace | None = None) -> Iterator[Stress]:
+    """Keeps the device busy while the block runs; the load is up when it begins. Intensity 0 starts nothing.
+
+    Args:
+        intensity: share of the time, 0–1.
+        kind: one of KINDS.
+        execution_provider: `auto`, `cuda` or `cpu`.
+        period_ms: of one burst and one pause together.
+        workspace: whose log file it writes to.
+
+    Raises:
+        UserError: it did not start.
+    """
+    if intensity == 0.0:
+        yield Stress(0.0, None)
+        return
+    command = [sys.executable, str(Path(__file__).resolve()), "--json", "--quiet", "--intensity", str(intensity), "--kind",
+               kind, "--device", execution_provider, "--period-ms", str(period_ms), "--report-every", str(REPORT_SECONDS)]
+    if workspace is not None:
+        command += ["--workspace", str(workspace.root)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    try:
+        _wait_until_ready(process)
+        yield Stress(intensity, process)
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[str]) -> None:
+    if process.stdout is None:
+        raise RuntimeError("the stressor was started without a pipe")
+    answered, _, _ = select.select([process.stdout], [], [], READY_SECONDS)
+    if not answered:
+        raise UserError(f"the stressor was not ready within {READY_SECONDS:g} s")
+    if '"ready"' not in process.stdout.readline():
+        raise UserError(f"the stressor ended with exit code {process.wait()}: see its message above")
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--intensity", type=_share, required=True, metavar="0-1", help="share of the time to be busy")
+    parser.add_argument("--kind", choices=KINDS, default="compute", help="what to be busy with (default: compute)")
+    parser.add_argument("--duration", type=_positive, metavar="S", help="seconds (default: until a signal)")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: the GPU where there is one")
+    parser.add_argument("--period-ms", type=_positive, default=PERIOD_MS, metavar="MS",
+                        help=f"one burst and one pause together (default: {PERIOD_MS:g})")
+    parser.add_argument("--report-every", type=_positive, metavar="S", help="report the load this often while running")
+    args = parser.parse_args()
+    cli.start(args)
+    load = run(args)
+    if args.json:
+        say(args, "end", load)
+    else:
+        cli.print_table([{"asked for": args.intensity} | load], "load reached")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

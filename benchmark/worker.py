@@ -1,0 +1,181 @@
+"""The process that runs kernels and models for the collector, so that one that crashes or hangs takes nothing with it.
+
+Reads one Request a line on standard input, writes one Reply a line on standard output, and ends when its input does.
+Started by the collector; by hand:
+echo '{"do": "canary", "execution_provider": "cpu", "effort": {}}' | python -m benchmark.worker
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmark.ort_kernel_runner import Runner, bind, now, open_runner, random_feed
+from benchmark.ort_profile import kernel_times_ms, node_spans_ms, read_profile
+from benchmark.protocol import Effort, Reply, Request, Samples
+from kernel_model.carrier import build_carrier, node_name
+from kernel_model.dummy_data import random_floats
+from kernel_model.kernel_builder import built_kernel
+from ort_analysis.ort_graph_parser import name_nodes, optimize, read_source
+from ort_analysis.records import load_record
+from utils.errors import UserError
+from utils.fingerprint import flavour_of
+from utils.ort_sessions import model_errors, open_session
+
+CANARY_SIZE = {"cpu": 512, "cuda": 4096}  # side of the matrices: a few milliseconds on the CPU, half of one on a GPU
+CANARY_RUNS = 15
+
+
+def canary_samples(execution_provider: str) -> tuple[float, ...]:
+    """Times (ms) of a fixed product of two square matrices: what the machine is worth at this moment."""
+    return _canary(execution_provider).time(warmup=3, loops=CANARY_RUNS).samples_ms
+
+
+_canaries: dict[str, Runner] = {}
+
+
+def _canary(execution_provider: str) -> Runner:
+    if execution_provider not in _canaries:
+        from onnx import TensorProto, helper
+
+        side = [CANARY_SIZE[execution_provider]] * 2
+        values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, side) for name in "abc"]
+        graph = helper.make_graph([helper.make_node("MatMul", ["a", "b"], ["c"])], "canary", values[:2], values[2:])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+        session = open_session(model.SerializeToString(), execution_provider, name="canary")
+        feed = {name: random_floats(tuple(side), "float32") for name in "ab"}
+        _canaries[execution_provider] = Runner(session=session, name="canary", execution_provider=execution_provider,
+                                               io="device", run_once=bind(session, feed, execution_provider, "device"))
+    return _canaries[execution_provider]
+
+
+def time_alone(request: Request) -> list[Samples]:
+    """Label `run`: a kernel in a session of its own, wall time."""
+    path = Path(request.paths[0])
+    runner = open_runner(path, request.execution_provider, provider_options=request.provider_options)
+    effort = request.effort
+    first = runner.time(warmup=effort.warmup, loops=1).samples_ms[0]
+    timing = runner.time(warmup=0, loops=effort.runs(first / 1000))
+    return [Samples(id=path.stem, label="run", samples_ms=timing.samples_ms)]
+
+
+def profile_runs(run: Callable[[], Any], effort: Effort) -> list[bool]:
+    """Runs a profiled session as `effort` says; for each run, whether it counts (warm-up does not)."""
+    for _ in range(effort.warmup):
+        run()
+    start = time.perf_counter()
+    run()
+    counted = effort.runs(time.perf_counter() - start)
+    for _ in range(counted):
+        run()
+    return [False] * (effort.warmup + 1) + [True] * counted
+
+
+def labels_of(profile: str, counted: list[bool], ids: dict[str, str]) -> list[Samples]:
+    """Labels `kernel_time` and `node_span` from a profile, by kernel id; the profile's file is removed.
+
+    Args:
+        profile: the file that ORT wrote.
+        counted: for each run, whether it counts.
+        ids: the kernel's id by node name; nodes not in it are left out.
+    """
+    path = Path(profile)
+    runs = [run for run, keep in zip(read_profile(path), counted, strict=True) if keep]
+    path.unlink()
+    found = []
+    for label, times in (("kernel_time", kernel_times_ms(runs)), ("node_span", node_spans_ms(runs))):
+        by_kernel: dict[str, list[float]] = {}
+        for node, samples in times.items():
+            if node in ids:
+                by_kernel.setdefault(ids[node], []).extend(samples)
+        found += [Samples(id=kernel, label=label, samples_ms=tuple(round(s, 6) for s in samples))
+                  for kernel, samples in by_kernel.items()]
+    return found
+
+
+def time_carrier(request: Request) -> list[Samples]:
+    """Labels `kernel_time` and `node_span` of several kernels, one after another in one graph."""
+    kernels = [built_kernel(Path(path)) for path in request.paths]
+    model, feed = build_carrier(kernels, request.execution_provider)
+    with tempfile.TemporaryDirectory(prefix="hase-") as folder, model_errors("carrier"):
+        session = open_session(model.SerializeToString(), request.execution_provider, optimize="none", name="carrier",
+                               profile_prefix=Path(folder) / "carrier", provider_options=request.provider_options)
+        counted = profile_runs(bind(session, feed, request.execution_provider, "device"), request.effort)
+        ids = {node_name(number): kernel.id for number, kernel in enumerate(kernels)}
+        return labels_of(session.end_profiling(), counted, ids)
+
+
+def time_model(request: Request) -> list[Samples]:
+    """A whole model's latency and, taken in turn with it, its kernels' `kernel_time` and `node_span`.
+
+    Latency runs come in two halves, before and after the profiled runs, so that a drift of the machine's speed meets both.
+    """
+    path, provider, effort = Path(request.paths[0]), request.execution_provider, request.effort
+    record = load_record(Path(request.record))
+    runner = open_runner(path, provider, dims=request.dims, provider_options=request.provider_options)
+    first = runner.time(warmup=effort.warmup, loops=1).samples_ms[0]
+    half = max(2, effort.runs(first / 1000) // 2)
+    samples = list(runner.time(warmup=0, loops=half).samples_ms)
+    found: list[Samples] = []
+    if request.labels:
+        found = profile_model(path, request, {node.name: node.kernel_id for node in record.nodes})
+    samples += runner.time(warmup=effort.warmup, loops=half).samples_ms
+    return [Samples(id=record.model, label="latency", samples_ms=tuple(samples)), *found]
+
+
+def profile_model(path: Path, request: Request, ids: dict[str, str]) -> list[Samples]:
+    """The in-model labels of a model's kernels, from the graph that ORT optimised, its nodes named.
+
+    Raises:
+        UserError: the graph is not the one that the record describes.
+    """
+    import onnx
+
+    provider = request.execution_provider
+    source = read_source(path, request.dims)
+    with tempfile.TemporaryDirectory(prefix="hase-") as folder:
+        optimized = Path(folder) / "optimized.onnx"
+        optimize(source, flavour_of(provider), False, optimized)
+        proto = onnx.load(str(optimized), load_external_data=False)
+        name_nodes(proto.graph)
+        if {node.name for node in proto.graph.node} != set(ids):
+            raise UserError(f"{path}: ORT's graph is not the one in its record; make the record anew: "
+                            "python ort_analysis/fusion_detector.py")
+        onnx.save(proto, str(optimized))
+        session = open_session(optimized, provider, optimize="none", name=str(path),
+                               profile_prefix=Path(folder) / "model", provider_options=request.provider_options)
+        with model_errors(str(path)):
+            effort = request.effort.model_copy(update={"budget_s": request.effort.budget_s / 2})
+            counted = profile_runs(bind(session, random_feed(session), provider, "device"), effort)
+        return labels_of(session.end_profiling(), counted, ids)
+
+
+def answer(request: Request) -> Reply:
+    """Does one piece of work; what is wrong with the subject itself comes back as the reply's error."""
+    started = now()
+    try:
+        if request.do == "canary":
+            samples = [Samples(id="canary", label="run", samples_ms=canary_samples(request.execution_provider))]
+        else:
+            samples = {"alone": time_alone, "carrier": time_carrier, "model": time_model}[request.do](request)
+    except UserError as error:
+        return Reply(error=str(error), started=started, ended=now())
+    return Reply(samples=tuple(samples), started=started, ended=now())
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")  # a line of its own, whatever a library prints on stdout
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        reply = answer(Request.model_validate_json(line))
+        replies.write(reply.model_dump_json() + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Starts the worker process, asks it, and replaces it when it crashes or hangs."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from types import TracebackType
+
+from benchmark.protocol import Reply, Request
+from utils.logger import get_logger
+from utils.paths import ROOT
+
+log = get_logger("collector")
+
+
+class WorkerFailed(Exception):
+    """The worker died or ran out of time over a request; `status` is `crashed` or `timeout`."""
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Worker:
+    """A worker process, started when first asked. Use as a context manager: it never outlives the block."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the process; the next request starts another."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe:
+                    pipe.close()
+        self._process, self._unread = None, b""
+
+    def ask(self, request: Request) -> Reply:
+        """The worker's reply.
+
+        Raises:
+            WorkerFailed: it died or was too slow; it is gone then.
+        """
+        if self._process is None:
+            self._process = subprocess.Popen([sys.executable, "-m", "benchmark.worker"], cwd=ROOT,
+                                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=False)
+        process = self._process
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("the worker was started without pipes")
+        try:
+            process.stdin.write(request.model_dump_json().encode() + b"\n")
+            process.stdin.flush()
+            line = self._read_line(process)
+        except BrokenPipeError:
+            line = None
+        except TimeoutError:
+            self.stop()
+            raise WorkerFailed("timeout", f"no answer within {self.timeout_s:.0f} s") from None
+        if line is None:
+            code = process.wait()
+            self.stop()
+            cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise WorkerFailed("crashed", f"the process that ran it ended with {cause}")
+        return Reply.model_validate_json(line)
+
+    def _read_line(self, process: subprocess.Popen[bytes]) -> bytes | None:
+        """The next line, or None at the end of the stream; TimeoutError after `timeout_s`."""
+        if process.stdout is None:
+            return None
+        deadline = time.monotonic() + self.timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._unread:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError
+                chunk = os.read(process.stdout.fileno(), 1 << 20)
+                if not chunk:
+                    return None
+                self._unread += chunk
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line

@@ -1,0 +1,448 @@
+"""Phase 7.2: predicted against measured latency, model by model, and how far off the predictor is.
+
+Reads ONNX models (files or folders) and what training learned for the target. Measures the models here, or, with
+--recorded, takes the measurements that the target's dataset holds. Prints a row a model and the errors, and writes
+evaluation/<target>/evaluation.csv, .json and .png. Scores; fits nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ort_analysis.records import Frozen, ModelRecord, family
+from utils import cli, files
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.paths import Workspace
+from utils.timing import ErrorStatistics, error_statistics, summarize
+
+if TYPE_CHECKING:
+    from inference.prediction import Prediction
+    from inference.targets import Fitted
+
+log = get_logger("evaluator")
+
+EVALUATION_VERSION = 1
+WARMUP = 3
+LABELLED_POINTS = 40  # in the plot; more names would cover each other
+EXAMPLES = """
+python evaluator.py models/
+python evaluator.py resnet18.onnx --dim batch=1,4,16 --io host
+python evaluator.py --recorded --target nvidia-h200-cuda-ort1.31-all
+"""
+
+
+class Comparison(Frozen):
+    """One model's predicted and measured latency.
+
+    Attributes:
+        model: the record's name, with the sizes of dynamic dimensions.
+        level: share of time that the stressor was busy while the measurement was recorded; 0 is idle.
+        held_out: its family is in no fit.
+        predicted_ms, strict_ms: with measured kernels looked up, and with every kernel predicted.
+        measured_ms, mean_ms: median and mean of the samples.
+        error, strict_error: predicted / measured − 1, ratios.
+        spread: interquartile range over the median of the samples, a ratio.
+        runs: number of samples.
+        measured_share: part of predicted_ms's kernel time that was looked up, a ratio.
+        predicted_memory_mib, measured_memory_mib: what a run holds; measured is what opening and running took.
+    """
+
+    model: str
+    batch: int | None
+    level: float
+    held_out: bool
+    predicted_ms: float
+    strict_ms: float
+    measured_ms: float
+    mean_ms: float
+    error: float
+    strict_error: float
+    spread: float
+    runs: int
+    measured_share: float
+    fallback_share: float
+    predicted_memory_mib: float
+    measured_memory_mib: float | None = None
+
+
+class Summary(Frozen):
+    """Errors of a group of comparisons, with look-up and strict."""
+
+    group: str
+    level: float
+    lookup: ErrorStatistics
+    strict: ErrorStatistics
+
+
+class Evaluation(Frozen):
+    """What the evaluator writes and `--json` prints. Version 1 is the first.
+
+    Attributes:
+        source: `measured` here and now, or `recorded` in the dataset.
+        io: `device` or `host`; recorded measurements are `device`.
+        load: what the predictions were told: `idle`, or metrics; `recorded` where each level has its own.
+        failures: models that could not be evaluated, and why.
+    """
+
+    version: int = EVALUATION_VERSION
+    target: str
+    composition: dict[str, Any]
+    source: str
+    io: str
+    load: str | dict[str, float]
+    comparisons: tuple[Comparison, ...]
+    summaries: tuple[Summary, ...]
+    failures: dict[str, str]
+
+
+@dataclass
+class Case:
+    """One model to evaluate: its record, its file where it is to run, the load, and what was found; `failed` drops it."""
+
+    record: ModelRecord
+    path: Path | None = None
+    level: float = 0.0
+    load: Mapping[str, float] = field(default_factory=dict)
+    with_lookup: Prediction | None = None
+    strict: Prediction | None = None
+    samples_ms: list[float] = field(default_factory=list)
+    memory_mib: float | None = None
+    failed: bool = False
+
+
+class Failures(dict[str, str]):
+    """Why models failed, by name; each is told when it happens."""
+
+    def add(self, name: str, reason: UserError) -> None:
+        self[name] = str(reason)
+        log.error("%s", reason if name in str(reason) else f"{name}: {reason}")
+
+    def add_case(self, case: Case, reason: UserError) -> None:
+        case.failed = True
+        self.add(case.record.model, reason)
+
+
+def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], execution_provider: str,
+             failures: Failures) -> list[Case]:
+    """The models of `paths` made ready: a case a combination of those of `dims` that are dynamic in the model.
+
+    Raises:
+        UserError: one of `dims` is dynamic in none of the models.
+    """
+    from inference.sources import record_of
+
+    cases: list[Case] = []
+    unused = set(dims)
+    for path in cli.track(list(dict.fromkeys(paths)), "analysing"):
+        try:
+            own = {name: sizes for name, sizes in dims.items() if name in dynamic_dims(path)} if dims else {}
+            unused -= set(own)
+            for sizes in itertools.product(*own.values()):
+                record = record_of(path, execution_provider, dict(zip(own, sizes, strict=True)))
+                cases.append(Case(record=record, path=path))
+        except UserError as error:
+            failures.add(path.name, error)
+    if unused and cases:
+        raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")
+    return cases
+
+
+def dynamic_dims(path: Path) -> set[str]:
+    """Names of the dynamic dimensions of the model in `path`."""
+    import onnx
+
+    from ort_analysis.ort_graph_parser import open_dims
+    from utils.ort_sessions import model_errors
+
+    with model_errors(str(path)):
+        return set(open_dims(onnx.load(str(path), load_external_data=False)))
+
+
+def measure_here(cases: Sequence[Case], execution_provider: str, io: str, rounds: int, budget_s: float,
+                 failures: Failures) -> None:
+    """Times every case `rounds` times for `budget_s` seconds, all cases in each round, so that drift hits all alike."""
+    warmed = False
+    for case in cli.track([case for _ in range(rounds) for case in cases], "measuring"):
+        if case.failed:
+            continue
+        try:
+            if not warmed:  # the first session loads the runtime, whose time and memory are no model's
+                measure_once(Case(record=case.record, path=case.path), execution_provider, io, 0.0)
+                warmed = True
+            measure_once(case, execution_provider, io, budget_s)
+        except UserError as error:
+            failures.add_case(case, error)
+
+
+def measure_once(case: Case, execution_provider: str, io: str, budget_s: float) -> None:
+    """Adds one session's samples to a case, and what the first session took in memory."""
+    from benchmark.ort_kernel_runner import open_runner
+
+    if case.path is None:
+        raise UserError(f"{case.record.model}: no file to run")
+    before = memory_in_use_mib(execution_provider)
+    runner = open_runner(case.path, execution_provider, dims=case.record.dims, io=io)
+    case.samples_ms += runner.time(warmup=WARMUP, budget_s=budget_s).samples_ms
+    if case.memory_mib is None:
+        case.memory_mib = memory_in_use_mib(execution_provider) - before
+
+
+def memory_in_use_mib(execution_provider: str) -> float:
+    """Memory that this process holds on the CPU, or that the first GPU has given out, in MiB."""
+    if execution_provider == "cuda":
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used / 2**20
+    import ctypes
+
+    import psutil
+
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what earlier models left, or it hides what this one takes
+    except (OSError, AttributeError):
+        log.debug("no malloc_trim here: memory figures are rough")
+    return psutil.Process().memory_info().rss / 2**20
+
+
+def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str]) -> list[Case]:
+    """A case for every model of `records` and level that the dataset in `folder` holds a good measurement of."""
+    from benchmark.dataset import read_journal
+
+    cases: dict[tuple[str, float, str], Case] = {}
+    for block in read_journal(folder):
+        load = {name: block.background[name] for name in metrics if name in block.background} if block.level else {}
+        for found in block.measurements:
+            if found.subject == "model" and found.status == "ok" and found.samples_ms and found.id in records:
+                cases[found.id, block.level, block.machine] = Case(
+                    record=records[found.id], level=block.level, load=load, samples_ms=list(found.samples_ms))
+    return sorted(cases.values(), key=lambda case: (case.level, case.record.model))
+
+
+def predict_case(case: Case, target: str, workspace: Workspace, force: bool, failures: Failures) -> None:
+    """Fills in a case's predictions: with look-up, and strict."""
+    from inference.prediction import predict
+
+    try:
+        case.with_lookup, case.strict = (
+            predict(case.record, target=target, strict=strict, load=case.load, workspace=workspace, force=force)
+            for strict in (False, True))
+    except UserError as error:
+        failures.add_case(case, error)
+
+
+def compare(case: Case, held_out: Sequence[str]) -> Comparison | None:
+    """A case's predictions beside its samples; None where either is missing."""
+    if case.failed or case.with_lookup is None or case.strict is None or not case.samples_ms:
+        return None
+    statistics = summarize(case.samples_ms)
+    predicted_ms, strict_ms = case.with_lookup.latency_ms, case.strict.latency_ms
+    return Comparison(
+        model=case.record.model, batch=case.record.batch, level=case.level, held_out=family(case.record.model) in held_out,
+        predicted_ms=predicted_ms, strict_ms=strict_ms, measured_ms=statistics.median_ms, mean_ms=statistics.mean_ms,
+        error=predicted_ms / statistics.median_ms - 1, strict_error=strict_ms / statistics.median_ms - 1,
+        spread=statistics.spread, runs=statistics.runs, measured_share=case.with_lookup.time_share["measured"],
+        fallback_share=case.with_lookup.time_share["fallback"],
+        predicted_memory_mib=case.with_lookup.peak_memory_mib, measured_memory_mib=case.memory_mib,
+    )
+
+
+def summarise(comparisons: Sequence[Comparison]) -> tuple[Summary, ...]:
+    """Errors by level: of all models, and of the held-out ones and the others apart where there are both."""
+    groups: dict[tuple[float, str], list[Comparison]] = defaultdict(list)
+    for one in comparisons:
+        groups[one.level, "all models"].append(one)
+        groups[one.level, "held out" if one.held_out else "not held out"].append(one)
+    return tuple(
+        Summary(group=group, level=level,
+                lookup=error_statistics([c.predicted_ms for c in members], [c.measured_ms for c in members]),
+                strict=error_statistics([c.strict_ms for c in members], [c.measured_ms for c in members]))
+        for (level, group), members in groups.items()
+        if group == "all models" or len(members) < len(groups[level, "all models"]))
+
+
+def held_out_families(workspace: Workspace, target: str) -> tuple[str, ...]:
+    """Families that the target's dataset keeps out of every fit; none where there is no dataset."""
+    from benchmark.dataset import header_path, load_header
+
+    folder = workspace.dataset(target)
+    return load_header(folder).held_out if header_path(folder).exists() else ()
+
+
+def draw(evaluation: Evaluation, path: Path) -> None:
+    """Predicted against measured, both logarithmic, with the ±10 % band; held-out models stand out."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    points = evaluation.comparisons
+    values = [v for c in points for v in (c.measured_ms, c.predicted_ms)]
+    ends = [min(values) / 1.5, max(values) * 1.5]
+    figure, axes = plt.subplots(figsize=(8, 8), layout="constrained")
+    axes.fill_between(ends, [0.9 * e for e in ends], [1.1 * e for e in ends], color="0.9", label="±10 %")
+    axes.plot(ends, ends, color="0.5", linewidth=1)
+    for held_out, colour, label in ((False, "tab:blue", "not held out"), (True, "tab:orange", "held out of every fit")):
+        group = [c for c in points if c.held_out == held_out]
+        if group:
+            axes.scatter([c.measured_ms for c in group], [c.predicted_ms for c in group], color=colour, label=label,
+                         zorder=3)
+    if len(points) <= LABELLED_POINTS:
+        for c in points:
+            axes.annotate(c.model + (f" ({c.level:g})" if c.level else ""), (c.measured_ms, c.predicted_ms),
+                          xytext=(4, -8), textcoords="offset points", fontsize=6)
+    whole = evaluation.summaries[0]
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal", xlabel="measured latency (ms)",
+             ylabel="predicted latency (ms)",
+             title=f"{evaluation.target}\n{whole.lookup.count} models, MAPE {whole.lookup.mape:.1%}, "
+                   f"all kernels predicted {whole.strict.mape:.1%}")
+    axes.legend(loc="upper left")
+    with files.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150)
+    plt.close(figure)
+
+
+def write(evaluation: Evaluation, folder: Path) -> None:
+    """The CSV, the JSON and the plot of an evaluation."""
+    rows = [comparison.model_dump() for comparison in evaluation.comparisons]
+    files.write_csv(folder / "evaluation.csv", list(Comparison.model_fields), rows)
+    files.write_json(folder / "evaluation.json", evaluation)
+    draw(evaluation, folder / "evaluation.png")
+
+
+def percent(ratio: float) -> str:
+    return f"{100 * ratio:+.1f} %"
+
+
+def table(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """The comparisons as rows of a table."""
+    return [
+        {"model": c.model, **({"level": c.level} if any(o.level for o in comparisons) else {}),
+         "held out": "yes" if c.held_out else "", "measured (ms)": c.measured_ms, "spread": f"{100 * c.spread:.1f} %",
+         "predicted (ms)": c.predicted_ms, "error": percent(c.error), "strict (ms)": c.strict_ms,
+         "strict error": percent(c.strict_error), "memory (MiB)": c.predicted_memory_mib,
+         "measured (MiB)": c.measured_memory_mib}
+        for c in comparisons]
+
+
+def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
+    """The summaries as rows of a table: one with look-up and one strict for each group."""
+    return [
+        {"models": s.group, **({"level": s.level} if any(o.level for o in summaries) else {}), "kernels": kind,
+         "count": e.count, "MAPE": f"{e.mape:.1%}", "median": f"{e.median:.1%}", "within ±5 %": f"{e.within_5:.0%}",
+         "within ±10 %": f"{e.within_10:.0%}", "worst": f"{e.worst:.1%}"}
+        for s in summaries for kind, e in (("looked up", s.lookup), ("all predicted", s.strict))]
+
+
+def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str, Sequence[int]] | None = None,
+             target: str | None = None, recorded: bool = False, io: str = "device", metrics_file: Path | None = None,
+             rounds: int = 3, budget_s: float = 1.0, force: bool = False) -> Evaluation:
+    """Predicts and measures `models` (or takes recorded measurements); a model that fails costs only itself.
+
+    Raises:
+        UserError: no predictors, the target is another machine's and `recorded` is off, or not one model is left.
+    """
+    from inference.load import read_metrics
+    from inference.targets import fitted_for, local_targets
+
+    fitted = fitted_for(workspace, target)
+    name, provider = fitted.target.name, fitted.target.flavour.execution_provider
+    load = read_metrics(metrics_file) if metrics_file else {}
+    failures = Failures()
+    here = [local.name for local in local_targets()]
+    if not recorded and name not in here:
+        raise UserError(f"target {name} is not this machine ({', '.join(here)}): compare with the measurements in its "
+                        "dataset: --recorded")
+    if recorded:
+        cases = recorded_cases(workspace.dataset(name), recorded_records(workspace, models, dims or {}, fitted, failures),
+                               fitted.predictors.sidecar.metrics)
+    else:
+        cases = cases_of(workspace.find_models(models), dims or {}, provider, failures)
+        for case in cases:
+            case.load = load
+    for case in cases:
+        predict_case(case, name, workspace, force, failures)
+    if not recorded:
+        measure_here(cases, provider, io, rounds, budget_s, failures)
+    held_out = held_out_families(workspace, name)
+    comparisons = tuple(found for case in cases if (found := compare(case, held_out)))
+    if not comparisons:
+        raise UserError("no model could be evaluated" + (f": {', '.join(failures)} failed" if failures else
+                        f": the dataset of {name} holds no measurement of them" if recorded else ""))
+    return Evaluation(
+        target=name, composition=composition_facts(fitted), source="recorded" if recorded else "measured", io=io,
+        load="recorded" if recorded else load or "idle", comparisons=comparisons, summaries=summarise(comparisons),
+        failures=dict(failures))
+
+
+def composition_facts(fitted: Fitted) -> dict[str, Any]:
+    """How kernel times became model times."""
+    used = fitted.composition
+    return {"label": used.label, "kind": used.kind, "alpha": used.alpha, "beta_ms": used.beta_ms}
+
+
+def recorded_records(workspace: Workspace, models: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
+                     failures: Failures) -> dict[str, ModelRecord]:
+    """Records by name: of the models given, else all that the fusion detector wrote for the target's flavour."""
+    from ort_analysis.records import load_records
+
+    flavour = fitted.target.flavour
+    if models:
+        cases = cases_of(workspace.find_models(models), dims, flavour.execution_provider, failures)
+        return {case.record.model: case.record for case in cases}
+    return {record.model: record for record in load_records(workspace, flavour)}
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("models", nargs="*", type=Path, metavar="MODEL",
+                        help="ONNX files or folders of them; bare names are also looked for in model_zoo")
+    cli.add_dim(parser)
+    parser.add_argument("--target", help="whose predictors (default: this machine, or the only target with predictors)")
+    parser.add_argument("--recorded", action="store_true",
+                        help="compare with the measurements in the target's dataset (without MODEL: with all of them)")
+    parser.add_argument("--io", choices=("device", "host"), default="device",
+                        help="device: tensors stay on the device; host: numpy in and out (default: device)")
+    parser.add_argument("--metrics", type=Path, metavar="FILE",
+                        help="JSON of what else runs on the device meanwhile (default: idle)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each model is measured, in turn (default: 3)")
+    parser.add_argument("--budget-s", type=float, default=1.0, help="seconds for each model and round (default: 1)")
+    parser.add_argument("--force", action="store_true",
+                        help="predict although element type or ONNX Runtime version are not the predictors'")
+    args = parser.parse_args()
+    if args.rounds < 1 or not (args.budget_s > 0 and math.isfinite(args.budget_s)):
+        parser.error("--rounds must be at least 1 and --budget-s positive")
+    if not args.models and not args.recorded:
+        parser.error("name models (files or folders), or --recorded for all that the dataset holds")
+    if args.recorded and args.metrics:
+        parser.error("--recorded takes the load from the dataset: leave --metrics out")
+    if args.recorded and args.io == "host":
+        parser.error("--recorded measurements are with --io device")
+    workspace = cli.start(args)
+    evaluation = evaluate(workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target,
+                          recorded=args.recorded, io=args.io, metrics_file=args.metrics, rounds=args.rounds,
+                          budget_s=args.budget_s, force=args.force)
+    folder = workspace.evaluation / evaluation.target
+    write(evaluation, folder)
+    if args.json:
+        cli.print_json(evaluation)
+    else:
+        cli.print_table(table(evaluation.comparisons), f"{evaluation.target}, io {evaluation.io}, {evaluation.source}")
+        print()
+        cli.print_table(summary_table(evaluation.summaries), "errors")
+    log.info("io %s, load %s; written to %s: evaluation.csv, evaluation.json, evaluation.png", evaluation.io,
+             evaluation.load, folder)
+    if evaluation.failures:
+        log.error("%d failed: %s", len(evaluation.failures), ", ".join(evaluation.failures))
+    return 1 if evaluation.failures else 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,109 @@
+"""Phase 7.1: how long ONNX Runtime takes to run a model on a target, without running it there.
+
+Reads the model (any ONNX file; a bare name is also looked for in model_zoo), what training learned for the target, and
+inference/config.yaml. Prints the latency, where it comes from and which kernels dominate; with several sizes of a
+dynamic dimension a row for each, which is how to choose a batch. Writes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from utils import cli
+from utils.logger import get_logger
+
+if TYPE_CHECKING:
+    from inference.prediction import Prediction
+
+log = get_logger("predict")
+
+EXAMPLES = """
+python inference/predict_model_latency.py --model resnet18.onnx
+python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8
+python inference/predict_model_latency.py --model model.onnx --strict --top 10 --json
+"""
+
+
+def combinations(dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+    """Every combination of the sizes: `{"batch": [1, 2], "width": [224]}` gives two."""
+    return [dict(zip(dims, sizes, strict=True)) for sizes in itertools.product(*dims.values())]
+
+
+def summary(found: Prediction) -> dict[str, Any]:
+    """A prediction as one row of a table."""
+    return {
+        "model": found.model, "batch": found.batch, "latency (ms)": found.latency_ms,
+        "items/s": found.items_per_second, "peak memory (MiB)": found.peak_memory_mib,
+        "Σ kernels (ms)": found.kernel_sum_ms,
+        **{name: f"{share:.0%}" for name, share in found.time_share.items()},
+    }
+
+
+def kernel_rows(found: Prediction, top: int) -> list[dict[str, Any]]:
+    """The `top` kernels that take most of the time, as rows of a table."""
+    return [
+        {"kernel": kernel.id, "type": kernel.type, "runs": kernel.count, "each (ms)": kernel.latency_ms,
+         "total (ms)": kernel.total_ms, "share": f"{kernel.share:.1%}", "provenance": kernel.provenance}
+        for kernel in found.kernels[:top]]
+
+
+def print_predictions(found: Sequence[Prediction], top: int) -> None:
+    """A row a prediction on stdout, the dominating kernels where there is one, and on stderr what they hold for."""
+    first = found[0]
+    used = first.composition
+    base = "longest path" if used.kind == "critical_path" else "Σ"
+    log.info("target %s, load %s; latency = %.4g·%s %+.4g ms over kernels by label %s", first.target,
+             first.load if first.load == "idle" else ", ".join(f"{k}={v:g}" for k, v in dict(first.load).items()),
+             used.alpha, base, used.beta_ms, used.label)
+    cli.print_table([summary(one) for one in found], "predicted latency")
+    if len(found) == 1 and top:
+        print()
+        cli.print_table(kernel_rows(first, top), f"the kernels that take most of {first.kernel_sum_ms:.4g} ms")
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--model", type=Path, required=True,
+                        help="an ONNX file, or a kernel record's JSON; a bare name is also looked for in model_zoo")
+    cli.add_dim(parser)
+    parser.add_argument("--target", help="whose latency (default: this machine, or the only target with predictors)")
+    parser.add_argument("--config", type=Path, default=None, help="default: inference/config.yaml")
+    parser.add_argument("--metrics", type=Path, metavar="FILE",
+                        help="JSON of what else runs on the device, by DCGM field name (default: as the config says, idle)")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="show the N dominating kernels (default: 5)")
+    parser.add_argument("--strict", action="store_true", help="predict every kernel, even those that were measured")
+    parser.add_argument("--force", action="store_true",
+                        help="predict although element type or ONNX Runtime version are not the predictors'")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    if __name__ == "__main__":  # in a process of its own: xgboost would import it (0.9 s) for an API that is not used here
+        sys.modules["sklearn"] = None  # type: ignore[assignment]
+
+    from inference.load import CONFIG_FILE, InferenceConfig, current_load
+    from inference.prediction import predict
+    from utils.config import load_config
+
+    load = current_load(load_config(args.config or CONFIG_FILE, InferenceConfig), args.metrics)
+    found = [
+        predict(args.model, dims=dims, target=args.target, strict=args.strict, load=load, workspace=workspace,
+                force=args.force)
+        for dims in cli.track(combinations(cli.parse_dims(args.dim)), "predicting")]
+    for warning in dict.fromkeys(warning for one in found for warning in one.warnings):
+        log.warning("%s", warning)
+    if args.json:
+        cli.print_json(found[0] if len(found) == 1 else [one.model_dump(mode="json") for one in found])
+    else:
+        print_predictions(found, args.top)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,193 @@
+"""The latency of models on a target, from the times of their kernels.
+
+    from inference import predict
+    print(predict("model.onnx", dims={"batch": 16}).latency_ms)
+
+A model's time is α·Σ+β over its kernels' times, or that over the longest path through its graph, whichever the target's
+composition says. A kernel's time is the measured one where this very kernel was measured (and nothing else runs), else
+the predicted one, else an estimate from its FLOPs and bytes; the result says how much of it is which.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+from inference.memory import Memory, peak_memory
+from inference.sources import Source, record_of
+from inference.targets import Fitted, check_fit, fitted_for
+from ort_analysis.records import Frozen, ModelRecord
+from utils.paths import Workspace
+
+if TYPE_CHECKING:
+    from training.composition import Composition
+
+Provenance = Literal["measured", "predicted", "fallback"]
+PROVENANCES: tuple[Provenance, ...] = ("measured", "predicted", "fallback")
+PREDICTION_VERSION = 1
+
+
+class UsedComposition(Frozen):
+    """How kernel times became the model's: latency_ms = alpha · (Σ or longest path of the kernels) + beta_ms."""
+
+    label: str
+    kind: Literal["sum", "critical_path"]
+    alpha: float
+    beta_ms: float
+
+
+class KernelShare(Frozen):
+    """One kernel of the model: how often it runs, its time a run, and its part of the model's kernel time (a ratio)."""
+
+    id: str
+    type: str
+    count: int
+    latency_ms: float
+    total_ms: float
+    share: float
+    provenance: Provenance
+
+
+class Prediction(Frozen):
+    """A model's predicted latency and where it comes from. Printed as it is by `--json`. Version 1 is the first.
+
+    Attributes:
+        model: the record's name: the file's stem, with the sizes of dynamic dimensions.
+        target, flavour: names of what the prediction holds for, and of the graph.
+        composition: how the kernels' times were put together.
+        latency_ms: the prediction.
+        sum_latency_ms: α·Σ+β; the prediction itself, unless the composition uses the longest path.
+        kernel_sum_ms: Σ of the kernels' times.
+        critical_path_ms: the longest path, where the composition uses it.
+        load: `idle`, or the metrics of what else runs, by DCGM field name.
+        strict: no measured kernel time was looked up.
+        time_share, kernel_count: by provenance: ratios of kernel_sum_ms, and numbers of nodes.
+        kernels: each once, the dominating ones first.
+        types_without_predictor: kernel types that were estimated from FLOPs and bytes.
+        dims: sizes given to dynamic dimensions.
+        batch, items_per_second: of the first input; None where it has no dimension.
+        memory, peak_memory_mib: what a run holds at its fullest moment.
+        warnings: what the reader should know.
+    """
+
+    version: int = PREDICTION_VERSION
+    model: str
+    target: str
+    flavour: str
+    composition: UsedComposition
+    latency_ms: float
+    sum_latency_ms: float | None
+    kernel_sum_ms: float
+    critical_path_ms: float | None = None
+    load: Literal["idle"] | dict[str, float]
+    strict: bool
+    time_share: dict[Provenance, float]
+    kernel_count: dict[Provenance, int]
+    kernels: tuple[KernelShare, ...]
+    types_without_predictor: tuple[str, ...]
+    dims: dict[str, int]
+    batch: int | None
+    items_per_second: float | None
+    memory: Memory
+    peak_memory_mib: float
+    warnings: tuple[str, ...] = ()
+
+
+def predict(source: Source, *, dims: Mapping[str, int] | None = None,
+            target: str | None = None, strict: bool = False, load: Mapping[str, float] | None = None,
+            composition: Composition | None = None, workspace: Workspace | None = None, force: bool = False) -> Prediction:
+    """The latency of one model.
+
+    Args:
+        source: an ONNX file (or a record's JSON file), a model in memory, or a record.
+        dims: sizes of dynamic dimensions by name.
+        target: name of the target; by default this machine, or the only one that has predictors.
+        strict: predict every kernel, even those that were measured.
+        load: metrics of what else runs on the device, by DCGM field name; None or empty: nothing does.
+        composition: another than the target's own.
+        workspace: the folder that holds the predictors; by default the repository.
+        force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
+
+    Raises:
+        UserError: the model, the predictors or the load can't be used; the message says why.
+    """
+    return predict_many([source], dims=dims, target=target, strict=strict, load=load, composition=composition,
+                        workspace=workspace, force=force)[0]
+
+
+def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = None,
+                 target: str | None = None, strict: bool = False, load: Mapping[str, float] | None = None,
+                 composition: Composition | None = None, workspace: Workspace | None = None,
+                 force: bool = False) -> list[Prediction]:
+    """The latencies of many models in one go, in their order; a kernel that several share is predicted once.
+
+    Arguments and errors are those of `predict`.
+    """
+    workspace = workspace or Workspace()
+    fitted = fitted_for(workspace, target)
+    used = composition or fitted.composition
+    provider = fitted.target.flavour.execution_provider
+    records = [record_of(workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source, provider, dims)
+               for source in sources]
+    sidecar = fitted.predictors.sidecar
+    notices = fitted.notices
+    if unread := sorted(set(load or {}) - set(sidecar.metrics)):
+        notices = (*notices, f"the load's {', '.join(unread)} was in no training and is not looked at")
+    warnings = [(*notices, *check_fit(record, fitted.target, sidecar.dtypes, force)) for record in records]
+    kernels = {kernel.id: kernel for record in records for kernel in record.kernels.values()}
+    given = dict(load or {})
+    found = fitted.predictors.predict(list(kernels.values()), given, used.label, strict)
+    provenance = cast("list[Provenance]", found.provenance)
+    times = dict(zip(kernels, zip(found.latency_ms, provenance, strict=True), strict=True))
+    return [_compose(record, times, fitted, used, given, strict, warned)
+            for record, warned in zip(records, warnings, strict=True)]
+
+
+def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]], fitted: Fitted, used: Composition,
+             load: dict[str, float], strict: bool, warnings: tuple[str, ...]) -> Prediction:
+    """A model's time from its kernels' times."""
+    counts = Counter(node.kernel_id for node in record.nodes)
+    totals = {kernel_id: count * times[kernel_id][0] for kernel_id, count in counts.items()}
+    kernel_sum_ms = sum(totals.values())
+    critical_path_ms = None
+    if used.kind == "critical_path":
+        from graph_model.dag_critical_path import build_dag, calculate_latency
+
+        by_node = {node.name: times[node.kernel_id][0] for node in record.nodes}
+        critical_path_ms = calculate_latency(build_dag(record), by_node, "critical_path")
+    latency_ms = used.alpha * (kernel_sum_ms if critical_path_ms is None else critical_path_ms) + used.beta_ms
+    base_ms = kernel_sum_ms or 1.0  # a graph that is optimised away has no kernels
+    by_provenance: dict[Provenance, float] = dict.fromkeys(PROVENANCES, 0.0)
+    nodes_by_provenance: dict[Provenance, int] = dict.fromkeys(PROVENANCES, 0)
+    for kernel_id, total_ms in totals.items():
+        by_provenance[times[kernel_id][1]] += total_ms
+        nodes_by_provenance[times[kernel_id][1]] += counts[kernel_id]
+    shares = {name: part / base_ms for name, part in by_provenance.items()}
+    unknown = sorted({record.kernels[k].type for k in totals if times[k][1] == "fallback"})
+    if unknown:
+        warnings = (*warnings, f"no predictor for {', '.join(unknown)}: {shares['fallback']:.1%} of the kernel time "
+                               "is estimated from FLOPs and bytes")
+    memory = peak_memory(record)
+    return Prediction(
+        model=record.model, target=fitted.target.name, flavour=record.flavour.name,
+        composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms),
+        latency_ms=latency_ms, sum_latency_ms=_sum_latency_ms(used, kernel_sum_ms), kernel_sum_ms=kernel_sum_ms,
+        critical_path_ms=critical_path_ms,
+        load=load or "idle", strict=strict, time_share=shares, kernel_count=nodes_by_provenance,
+        kernels=tuple(
+            KernelShare(id=kernel_id, type=record.kernels[kernel_id].type, count=counts[kernel_id],
+                        latency_ms=times[kernel_id][0], total_ms=total_ms,
+                        share=total_ms / base_ms, provenance=times[kernel_id][1])
+            for kernel_id, total_ms in sorted(totals.items(), key=lambda item: -item[1])),
+        types_without_predictor=tuple(unknown), dims=record.dims, batch=record.batch,
+        items_per_second=record.batch / latency_ms * 1e3 if record.batch and latency_ms else None,
+        memory=memory, peak_memory_mib=memory.peak_mib, warnings=warnings,
+    )
+
+
+def _sum_latency_ms(used: Composition, kernel_sum_ms: float) -> float | None:
+    """α·Σ+β with the α and β that were fitted for the sum; None where none were."""
+    fits = [used] if used.kind == "sum" else [c for c in used.candidates if (c.label, c.kind) == (used.label, "sum")]
+    return fits[0].alpha * kernel_sum_ms + fits[0].beta_ms if fits else None

@@ -1,0 +1,98 @@
+"""A model's record from whatever the caller has: a file, a model in memory, a record. Files are analysed once.
+
+What is kept in a running process knows when a file changed: its size, times of change and inode, and those of the files
+that hold its weights, are looked at on every call.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ort_analysis.records import ModelRecord, load_record
+from utils.errors import UserError
+from utils.files import cached
+
+if TYPE_CHECKING:
+    import onnx
+
+Source: TypeAlias = "str | Path | onnx.ModelProto | ModelRecord"
+Signature = tuple[tuple[str, int, int, int, int], ...]
+KEPT_FILES = 256  # records held in a process: a few hundred KiB each
+_EXTERNAL_KEY = b"\x0a\x08location"  # how an ONNX file spells that a weight lies in another file
+_files: dict[Any, tuple[tuple[Path, ...], Signature, ModelRecord]] = {}
+
+
+def record_of(source: Source, execution_provider: str,
+              dims: Mapping[str, int] | None = None) -> ModelRecord:
+    """The record of `source` in the graph flavour of `execution_provider` (`cpu` or `cuda`).
+
+    Args:
+        source: an ONNX file, the JSON file of a record, a model in memory, or a record, which is taken as it is.
+        execution_provider: whose optimised graph.
+        dims: sizes of dynamic dimensions by name.
+
+    Raises:
+        UserError: the model can't be read or analysed, or `dims` are given for a record, whose shapes are fixed.
+    """
+    if isinstance(source, (str, Path)):
+        return _record_of_file(Path(source), execution_provider, dict(dims or {}))
+    if not isinstance(source, ModelRecord):
+        from ort_analysis.fusion_detector import analyze
+
+        return analyze(source, execution_provider, dims)
+    _refuse_other_dims(source, dims)
+    return source
+
+
+def _record_of_file(path: Path, execution_provider: str, dims: dict[str, int]) -> ModelRecord:
+    key = (str(path.absolute()), execution_provider, tuple(sorted(dims.items())))
+    if key in _files:
+        watched, before, record = _files[key]
+        if _signature(watched) == before:
+            return record
+        del _files[key]
+    before = _signature((path,))
+    if path.suffix == ".json":
+        record, watched = load_record(path), (path,)
+        _refuse_other_dims(record, dims)
+    else:
+        from ort_analysis.fusion_detector import analyze
+
+        record, watched = analyze(path, execution_provider, dims), (path, *_weight_files(path))
+    if before == _signature((path,)):  # else the file changed meanwhile: what was read is not kept
+        cached(_files, key, lambda: (watched, _signature(watched), record), KEPT_FILES)
+    return record
+
+
+def _refuse_other_dims(record: ModelRecord, dims: Mapping[str, int] | None) -> None:
+    other = {name: size for name, size in (dims or {}).items() if record.dims.get(name) != size}
+    if other:
+        raise UserError(f"{record.model}: a record's shapes are fixed, so {', '.join(sorted(other))} can't be set; "
+                        "give the model file instead")
+
+
+def _signature(paths: tuple[Path, ...]) -> Signature:
+    """Size, inode and times of change of each file (the second can't be set back); one that is missing has none."""
+    found = []
+    for path in paths:
+        try:
+            stat = path.stat()
+        except OSError:
+            continue
+        found.append((str(path), stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns))
+    return tuple(found)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The files beside `path` that hold its weights; the model is parsed only where it mentions any."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if content.find(_EXTERNAL_KEY) < 0:
+            return []
+    import onnx
+
+    from ort_analysis.ort_graph_parser import external_files
+
+    return external_files(path, onnx.load(str(path), load_external_data=False))

@@ -1,0 +1,292 @@
+"""Phase 3.2: further kernels around those of the models, so that predictors learn how time follows shape.
+
+Reads the index of every flavour in ort_analysis/ort_kernel_record. Draws kernels of the index at random and changes
+their sizes: batch, channels, height and width, kernel and stride, or rows, columns and depth of a product. ONNX Runtime
+says which are valid and what they put out; the others are counted. Writes them to kernel_model/kernel_onnx/<flavour>/
+beside the models' own, each with the model family that seeded it in its metadata.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kernel_model.kernel_builder import build_model, default_sources, kernel_build, shareable
+from ort_analysis.kernel_types import BASE_NAMES, VIEW_OPS, describe_kernel
+from ort_analysis.records import IndexEntry, Kernel, KernelInput, Tensor, family, load_index
+from utils import cli, files
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.ort_sessions import open_session
+
+log = get_logger("sampler")
+SEED_FILE = "sampled.json"  # beside the sampled kernels: the family that seeded each, by kernel id
+BLOCK = 16  # channels of a blocked tensor come in multiples of ORT's widest block
+MAX_MIB = 256
+TRIES = 20  # draws for each kernel asked for, at most
+SIDES = np.array([4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224])
+EXAMPLES = """
+python kernel_model/kernel_sampler.py --count 1000 --batch-sizes 1,2,4,8,16
+python kernel_model/kernel_sampler.py --count 5000 --most-gflop 200 --without vgg --seed 7
+"""
+
+
+def scaled(size: int, generator: np.random.Generator, multiple: int = 1, spread: float = 1.0) -> int:
+    """`size` times a random factor between 2^−spread and 2^spread, a multiple of `multiple`, at least that."""
+    wanted = size * 2.0 ** generator.uniform(-spread, spread)
+    return max(multiple, round(wanted / multiple) * multiple)
+
+
+def side(size: int, generator: np.random.Generator) -> int:
+    """A usual image side near `size`."""
+    near = SIDES[(size * 0.45 <= SIDES) & (size * 2.0 >= SIDES)]
+    return int(generator.choice(near)) if near.size else size
+
+
+def channel_multiple(kernel: Kernel) -> int:
+    return BLOCK if kernel.domain.endswith("nchwc") else 8
+
+
+def resize(tensor: KernelInput, shape: Sequence[int]) -> KernelInput:
+    """The same kind of tensor with another shape."""
+    return tensor.model_copy(update={"shape": tuple(int(size) for size in shape)})
+
+
+Draw = tuple[list[KernelInput], dict[str, Any]]
+
+
+def draw_conv(kernel: Kernel, batch: int, generator: np.random.Generator) -> Draw:
+    """A convolution with other sizes; depthwise stays depthwise, and groups keep their width."""
+    inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
+    multiple = channel_multiple(kernel)
+    x, w = inputs[0].shape, inputs[1].shape
+    group = int(attributes.get("group", 1))
+    height, width = side(x[2], generator), side(x[3], generator)
+    if x[2] == x[3] or generator.random() < 0.7:
+        width = height
+    if group == 1:
+        cin = x[1] if x[1] < 8 else scaled(x[1], generator, multiple)
+        cout = scaled(w[0], generator, multiple)
+    elif w[1] == 1:
+        cin = cout = group = scaled(group, generator, multiple)
+        attributes["group"] = group
+    else:
+        group = max(1, scaled(group, generator))
+        cin, cout = group * (x[1] // int(attributes["group"])), group * (w[0] // int(attributes["group"]))
+        attributes["group"] = group
+    kh, kw = w[2], w[3]
+    if generator.random() < 0.15 and kh == kw and kh > 1:
+        kh = kw = int(generator.choice([3, 5, 7]))
+        attributes["kernel_shape"], attributes["pads"] = [kh, kw], [kh // 2] * 4
+    if generator.random() < 0.1 and "strides" in attributes:
+        attributes["strides"] = [int(generator.choice([1, 2]))] * 2
+    inputs[0] = resize(inputs[0], (batch, cin, height, width))
+    inputs[1] = resize(inputs[1], (cout, cin // group, kh, kw))
+    if len(inputs) > 2 and inputs[2].present:
+        inputs[2] = resize(inputs[2], (cout,))
+    if len(inputs) > 3 and inputs[3].present:
+        steps, pads = attributes.get("strides", [1, 1]), attributes.get("pads", [0] * 4)
+        dilation = attributes.get("dilations", [1, 1])
+        out = [(size + pads[i] + pads[i + 2] - dilation[i] * (k - 1) - 1) // steps[i] + 1
+               for i, (size, k) in enumerate(((height, kh), (width, kw)))]
+        inputs[3] = resize(inputs[3], (batch, cout, *out))
+    return inputs, attributes
+
+
+def draw_gemm(kernel: Kernel, batch: int, generator: np.random.Generator) -> Draw:
+    """A matrix product with other rows, columns and depth."""
+    inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
+    a, b = inputs[0].shape, inputs[1].shape
+    rows, depth = (a[1], a[0]) if attributes.get("transA") else a
+    columns = b[0] if attributes.get("transB") else b[1]
+    rows = batch if rows <= 64 and generator.random() < 0.5 else scaled(rows, generator)
+    depth, columns = scaled(depth, generator, 8), scaled(columns, generator, 8)
+    inputs[0] = resize(inputs[0], (depth, rows) if attributes.get("transA") else (rows, depth))
+    inputs[1] = resize(inputs[1], (columns, depth) if attributes.get("transB") else (depth, columns))
+    if len(inputs) > 2 and inputs[2].present:
+        inputs[2] = resize(inputs[2], (columns,) if len(inputs[2].shape) <= 1 else (1, columns))
+    return inputs, attributes
+
+
+def draw_matmul(kernel: Kernel, batch: int, generator: np.random.Generator) -> Draw:
+    """A (batched) matrix product with other sizes; leading dimensions are shared where both have them."""
+    inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
+    a, b = list(inputs[0].shape), list(inputs[1].shape)
+    if len(a) < 2 or len(b) < 2:
+        return draw_axes(kernel, batch, generator)
+    left, right = int(bool(attributes.get("transA"))), int(bool(attributes.get("transB")))
+    rows, depth, columns = a[-1] if left else a[-2], a[-2] if left else a[-1], b[-2] if right else b[-1]
+    rows, depth, columns = scaled(rows, generator), scaled(depth, generator, 8), scaled(columns, generator, 1)
+    lead = [batch if axis == 0 else scaled(size, generator, spread=0.5) for axis, size in enumerate(a[:-2])]
+    shared = a[:-2] == b[:-2]
+    inputs[0] = resize(inputs[0], (*lead, *((depth, rows) if left else (rows, depth))))
+    inputs[1] = resize(inputs[1], (*(lead if shared else b[:-2]), *((columns, depth) if right else (depth, columns))))
+    return inputs, attributes
+
+
+def draw_axes(kernel: Kernel, batch: int, generator: np.random.Generator) -> Draw:
+    """Any other operator: every axis is scaled, the same for all inputs that have one size there; sizes of 1 stay.
+
+    Inputs are aligned at their last axis, as broadcasting does. The axis that an operator joins or splits stays.
+    """
+    inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
+    tensors = [tensor for tensor in inputs if tensor.present and tensor.values is None]
+    rank = max((len(tensor.shape) for tensor in tensors), default=0)
+    fixed = attributes.get("axis") if kernel.op_type in ("Concat", "Split") else None
+    fixed = fixed % rank if isinstance(fixed, int) and rank else None
+    image = rank == 4
+    new: dict[tuple[int, int], int] = {}
+    for axis in range(rank):
+        for size in {(1,) * (rank - len(t.shape)) + t.shape for t in tensors}:
+            old = size[axis]
+            if old == 1 and not (axis == 0 and image):
+                new[axis, old] = 1
+            elif axis == fixed:
+                new[axis, old] = old
+            elif axis == 0 and image:
+                new[axis, old] = batch if old != 1 or len({t.shape[0] for t in tensors if len(t.shape) == 4}) == 1 else 1
+            elif image and axis >= 2:
+                new[axis, old] = new.get((2, old)) or side(old, generator)
+            else:
+                new.setdefault((axis, old), scaled(old, generator, channel_multiple(kernel) if old % 8 == 0 else 1))
+    for position, tensor in enumerate(inputs):
+        if tensor.present and tensor.values is None:
+            offset = rank - len(tensor.shape)
+            inputs[position] = resize(tensor, [new[offset + axis, size] for axis, size in enumerate(tensor.shape)])
+    if "channels" in attributes and image:  # ReorderOutput: how many of the blocked channels are real
+        attributes["channels"] = inputs[0].shape[1]
+    return inputs, attributes
+
+
+DRAWS: dict[str, Callable[[Kernel, int, np.random.Generator], Draw]] = {
+    "Conv": draw_conv, "Gemm": draw_gemm, "MatMul": draw_matmul, "FusedMatMul": draw_matmul}
+
+
+def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dict[str, Any]) -> tuple[Tensor, ...]:
+    """What ORT says the changed kernel puts out.
+
+    Raises:
+        UserError: the sizes do not fit together.
+    """
+    free = tuple(tensor.model_copy(update={"constant": False}) if shareable(tensor) else tensor for tensor in inputs)
+    model = build_model(kernel.model_copy(update={"inputs": free, "attributes": attributes}))  # no large weight is made
+    for output in model.graph.output:
+        output.ClearField("type")
+    session = open_session(model.SerializeToString(), "cpu", optimize="none", name=kernel.id)
+    found = {}
+    for output in session.get_outputs():
+        inner = output.type[output.type.find("(") + 1:output.type.rfind(")")]
+        if any(not isinstance(size, int) or size < 1 for size in output.shape):
+            raise UserError(f"{kernel.id}: sizes {output.shape} are not fixed")
+        dtype = {"float": "float32", "double": "float64"}.get(inner, inner)
+        found[output.name] = Tensor(dtype=dtype, shape=tuple(output.shape))
+    return tuple(found.get(f"y{position}", Tensor(dtype="")) for position in range(len(kernel.outputs)))
+
+
+def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator) -> Kernel:
+    """A kernel of the same type with other sizes.
+
+    Raises:
+        UserError: the sizes drawn do not fit together.
+    """
+    base = BASE_NAMES.get(kernel.op_type, kernel.op_type)
+    inputs, attributes = DRAWS.get(base, draw_axes)(kernel, batch, generator)
+    outputs = infer_outputs(kernel, inputs, attributes)
+    return describe_kernel(kernel.op_type, kernel.domain, kernel.opset, attributes, inputs, outputs)
+
+
+def footprint_mib(kernel: Kernel) -> float:
+    return float(kernel.bytes_read + kernel.bytes_written) / 2**20
+
+
+def sample(entries: Sequence[IndexEntry], count: int, batches: Sequence[int], most_gflop: float,
+           generator: np.random.Generator, without: Sequence[str] = ()) -> tuple[dict[str, tuple[Kernel, str]], Counter[str]]:
+    """Up to `count` new kernels by id, each with the family that seeded it, and how many draws were refused and why.
+
+    A type is drawn as often as the square root of its number of kernels says; kernels of the families in `without`
+    seed nothing.
+    """
+    seeds: dict[str, list[tuple[Kernel, str]]] = {}
+    known = {entry.kernel.id for entry in entries}
+    for entry in entries:
+        families = sorted({family(model) for model in entry.models} - set(without))
+        if families and entry.kernel.op_type not in VIEW_OPS and not has_subgraph(entry.kernel):
+            seeds.setdefault(entry.kernel.type, []).append((entry.kernel, families[0]))
+    found: dict[str, tuple[Kernel, str]] = {}
+    refused: Counter[str] = Counter()
+    if not seeds:
+        return found, refused
+    types = sorted(seeds)
+    weights = np.sqrt([len(seeds[name]) for name in types])
+    for _ in cli.track(range(count * TRIES), "sampling"):
+        if len(found) >= count:
+            break
+        of_type = seeds[str(generator.choice(types, p=weights / weights.sum()))]
+        kernel, seed_family = of_type[int(generator.integers(len(of_type)))]
+        try:
+            drawn = draw_kernel(kernel, int(generator.choice(batches)), generator)
+        except (UserError, ValueError, IndexError, KeyError, ZeroDivisionError) as error:
+            log.debug("%s: %s", kernel.id, error)  # sizes that do not fit together are what drawing at random gives
+            refused["sizes do not fit"] += 1
+            continue
+        if drawn.flops > most_gflop * 1e9 or footprint_mib(drawn) > MAX_MIB:
+            refused["too large"] += 1
+        elif drawn.id in known or drawn.id in found:
+            refused["there already"] += 1
+        else:
+            found[drawn.id] = (drawn, seed_family)
+    return found, refused
+
+
+def has_subgraph(kernel: Kernel) -> bool:
+    return any(isinstance(value, dict) and "graph" in value for value in kernel.attributes.values())
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--count", type=int, default=1000, help="kernels in all, those of earlier calls too (default: 1000)")
+    parser.add_argument("--batch-sizes", default="1,2,4,8,16", metavar="N,…", help="batch sizes to draw from")
+    parser.add_argument("--most-gflop", type=float, default=2.0, help="largest kernel, in 10^9 operations (default: 2)")
+    parser.add_argument("--without", action="append", default=[], metavar="FAMILY",
+                        help="a model family whose kernels seed nothing (repeatable), e.g. vgg")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.count < 1:
+        parser.error("--count must be at least 1")
+    batches = cli.parse_dims([f"batch={args.batch_sizes}"])["batch"]
+    workspace = cli.start(args)
+    rows = []
+    for path in default_sources(workspace):
+        index = load_index(path)
+        folder = workspace.kernel_onnx / index.flavour.name
+        seeds_path = folder / SEED_FILE
+        there: dict[str, str] = files.read_json(seeds_path) if seeds_path.exists() else {}
+        entries = [entry for of_type in index.kernels.values() for entry in of_type.values()]
+        wanted = args.count - len(there)
+        found, refused = sample(entries, wanted, batches, args.most_gflop,
+                                np.random.default_rng([args.seed, len(there)]), args.without) if wanted > 0 else ({}, Counter())
+        for kernel, _ in cli.track(list(found.values()), "building"):
+            kernel_build(kernel, folder)
+        files.write_json(seeds_path, there | {name: seed_family for name, (_, seed_family) in found.items()})
+        rows.append({"flavour": index.flavour.name, "sampled": len(found), "there_before": len(there),
+                     **{f"refused: {why}": number for why, number in sorted(refused.items())}})
+        if len(found) < wanted:
+            log.warning("%s: only %d of %d kernels found in %d draws", index.flavour.name, len(found), wanted, wanted * TRIES)
+    if args.json:
+        cli.print_json(rows)
+    else:
+        cli.print_table(rows, "sampled kernels")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,100 @@
+"""Phase 1: exports torchvision classification models to ONNX, so that there is something to analyse and to measure.
+
+For every model × dtype × batch size × image size of the config it writes, to model_zoo/models/:
+  <model>_<dtype>_b<batch>_<H>x<W>.onnx                    the model as torch exports it
+  <model>_<dtype>_b<batch>_<H>x<W>.<flavour>.ort.onnx      the graph that ONNX Runtime makes of it (ORT_ENABLE_ALL)
+and, once a model and dtype, `<model>.onnx` (`<model>_fp16.onnx`) with batch, height and width left open. A model that
+works at one image size only gets an open batch alone. Open sizes have no optimised graph: the phases that read such a
+file fix its sizes first (--dim) and optimise then.
+
+Each file is checked: by onnx.checker, and by a run whose outputs agree with torch's. Weights are random (they do not
+change latency), so nothing is downloaded. Finished files are kept by the next run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from model_zoo.export_process import ExportProcess
+from model_zoo.zoo_config import CONFIG_FILE, ZooConfig, load_zoo_config
+from utils import cli
+from utils.config import validate
+from utils.errors import UserError
+from utils.fingerprint import flavour_of, resolve_provider
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+EXAMPLES = """
+  python model_zoo/torchvision_exporter.py
+  python model_zoo/torchvision_exporter.py --model mobilenet_v2 --model vgg11 --batch-size 1 --image-size 224
+  python model_zoo/torchvision_exporter.py --model resnet18 --dtype fp16 --device cuda --no-dynamic
+"""
+log = get_logger("exporter")
+
+
+def export_all(workspace: Workspace, config: ZooConfig, force: bool = False) -> list[dict[str, Any]]:
+    """Writes all that the config asks for; a row a file. A model that fails costs only its own files.
+
+    Raises:
+        UserError: an unknown model, or CUDA asked for where there is none.
+        OSError: the folder can't be written; nothing further would succeed.
+    """
+    provider = resolve_provider(config.device)
+    if config.device == "auto" and provider == "cpu":
+        log.info("no NVIDIA GPU here: the optimised graphs are those of the CPU provider (%s)", flavour_of("cpu").name)
+    workspace.models.mkdir(parents=True, exist_ok=True)
+    rows = []
+    with ExportProcess(workspace, provider, force) as process:
+        process.check_names(config.models)
+        for export in cli.track(list(config.exports()), "exporting"):
+            try:
+                rows += process.write(export)
+            except UserError as error:
+                log.error("%s: %s", export.stem, error)
+                rows.append({"model": export.model, "file": str(workspace.models / f"{export.stem}.onnx"),
+                             "status": "failed", "mb": None, "difference": None, "error": str(error)})
+    return rows
+
+
+def with_options(config: ZooConfig, args: argparse.Namespace) -> ZooConfig:
+    """The config with what the command line says in its place."""
+    said = {"models": args.model, "batch_sizes": args.batch_size, "image_sizes": args.image_size, "dtypes": args.dtype,
+            "device": args.device, "dynamic": args.dynamic}
+    return validate(config.model_dump() | {key: value for key, value in said.items() if value is not None}, ZooConfig,
+                    "command line")
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--config", type=Path, default=CONFIG_FILE, help="default: model_zoo/config.yaml")
+    parser.add_argument("--model", action="append", help="a torchvision classification model (repeatable)")
+    parser.add_argument("--batch-size", action="append", type=int, metavar="N", help="(repeatable)")
+    parser.add_argument("--image-size", action="append", metavar="H[xW]", help="(repeatable)")
+    parser.add_argument("--dtype", action="append", choices=("fp32", "fp16"), help="(repeatable)")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help="whose optimised graph to write")
+    parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction, default=None,
+                        help="also write <model>.onnx with open sizes")
+    parser.add_argument("--force", action="store_true", help="make files anew that are there")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    rows = export_all(workspace, with_options(load_zoo_config(args.config), args), args.force)
+    if args.json:
+        cli.print_json(rows)
+    else:
+        shown = ("model", "file", "status", "mb", "difference")
+        cli.print_table([{key: row[key] for key in shown} | {"file": Path(row["file"]).name} for row in rows], "models")
+    failed = [Path(row["file"]).stem for row in rows if row["status"] == "failed"]
+    counts = {status: sum(row["status"] == status for row in rows) for status in ("written", "kept", "failed")}
+    log.info("%s in %s%s", ", ".join(f"{count} {status}" for status, count in counts.items() if count), workspace.models,
+             f"; failed: {', '.join(failed)}" if failed else "")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,87 @@
+"""The exporter's config, model_zoo/config.yaml, and the files that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from utils.config import Config, load_config
+from utils.paths import ROOT
+
+CONFIG_FILE = ROOT / "model_zoo" / "config.yaml"
+SMALLEST_IMAGE = 32  # pixels a side; below, no classification model has anything left to pool
+
+Dtype = Literal["fp32", "fp16"]
+
+
+def _image_size(value: Any) -> Any:
+    """`224` as (224, 224) and `"224x320"` as (224, 320); anything else is left for pydantic to refuse."""
+    sides = str(value).lower().split("x")
+    if isinstance(value, (int, str)) and len(sides) <= 2 and all(side.isdigit() for side in sides):
+        return int(sides[0]), int(sides[-1])
+    if isinstance(value, (list, tuple)):
+        return value
+    raise ValueError("an image size is written 224 or 224x320 (height x width)")
+
+
+Side = Annotated[int, Field(ge=SMALLEST_IMAGE, le=8192)]
+ImageSize = Annotated[tuple[Side, Side], BeforeValidator(_image_size)]
+BatchSize = Annotated[int, Field(ge=1, le=65536)]
+
+
+class ZooConfig(Config):
+    """See the comments in model_zoo/config.yaml."""
+
+    models: tuple[str, ...] = Field(("resnet18",), min_length=1)
+    image_sizes: tuple[ImageSize, ...] = Field(((224, 224), (320, 320), (512, 512)), min_length=1)
+    batch_sizes: tuple[BatchSize, ...] = Field((16, 64, 128), min_length=1)
+    dtypes: tuple[Dtype, ...] = Field(("fp32",), min_length=1)
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    dynamic: bool = True
+
+    @property
+    def default_dims(self) -> dict[str, int]:
+        """The first combination: the sizes that a dynamic model is given where none are said."""
+        height, width = self.image_sizes[0]
+        return {"batch": self.batch_sizes[0], "height": height, "width": width}
+
+    def exports(self) -> Iterator[Export]:
+        """Every file asked for, once; the files of one model stand together."""
+        for model in dict.fromkeys(self.models):
+            for dtype in dict.fromkeys(self.dtypes):
+                if self.dynamic:
+                    yield Export(model, dtype, None, self.image_sizes[0])
+                for size in dict.fromkeys(self.image_sizes):
+                    for batch in dict.fromkeys(self.batch_sizes):
+                        yield Export(model, dtype, batch, size)
+
+
+@dataclass(frozen=True)
+class Export:
+    """One ONNX file to write.
+
+    Attributes:
+        batch: None for the dynamic file.
+        size: height and width in pixels; of a dynamic file, those it is traced with.
+    """
+
+    model: str
+    dtype: Dtype
+    batch: int | None
+    size: tuple[int, int]
+
+    @property
+    def stem(self) -> str:
+        """The file's name without `.onnx`."""
+        if self.batch is None:
+            return self.model if self.dtype == "fp32" else f"{self.model}_{self.dtype}"
+        return f"{self.model}_{self.dtype}_b{self.batch}_{self.size[0]}x{self.size[1]}"
+
+
+def load_zoo_config(path: Path | None = None) -> ZooConfig:
+    """The config in `path` (by default model_zoo/config.yaml); `UserError` where it does not fit."""
+    return load_config(path or CONFIG_FILE, ZooConfig)

@@ -1,0 +1,141 @@
+"""Names and costs of kernels: the canonical type, the readable id, floating-point operations and bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ort_analysis.records import SHORT_DTYPE, Kernel, KernelInput, Tensor
+
+# Operators that absorb an activation or an addition, and what they are without it.
+BASE_NAMES = {"FusedConv": "Conv", "FusedGemm": "Gemm"}
+SUM_INPUT = {"Conv": 3}  # the input that a fused Conv adds to its result (Z of FusedConv, Sum of the NCHWc Conv)
+
+# Operators that only give a tensor another shape: ORT lets the output share the input's memory.
+VIEW_OPS = {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}
+
+# Values that mean the same as leaving the attribute out.
+NEUTRAL = {"auto_pad": "NOTSET", "group": 1, "ceil_mode": 0, "storage_order": 0, "count_include_pad": 0}
+
+# Operations an element costs, where it is not one. Transcendental functions are counted as the ten or so operations
+# that polynomial implementations take; only their order matters, since such kernels are bound by memory.
+ELEMENT_FLOPS = {
+    "Sigmoid": 10, "Tanh": 10, "Exp": 10, "Log": 10, "Erf": 10, "Gelu": 15, "FastGelu": 15, "BiasGelu": 16,
+    "QuickGelu": 12, "HardSigmoid": 3, "HardSwish": 4, "Softmax": 13, "LogSoftmax": 14, "LayerNormalization": 8,
+    "SkipLayerNormalization": 9, "BatchNormalization": 2, "InstanceNormalization": 8, "GroupNorm": 8, "Pow": 10, "Sqrt": 4,
+    "BiasSoftmax": 14, "LRN": 12,
+}
+MOVE_OPS = VIEW_OPS | {"Transpose", "Concat", "Split", "Slice", "Gather", "Expand", "Cast", "Pad", "ReorderInput",
+                       "ReorderOutput", "MemcpyToHost", "MemcpyFromHost", "Shape", "Tile", "DepthToSpace", "SpaceToDepth"}
+TYPE_LIMIT = 3  # inputs spelled out in an id
+
+
+def kernel_type(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> str:
+    """The canonical name of what executes: operator, then an absorbed addition, then an absorbed activation."""
+    parts = [BASE_NAMES.get(op_type, op_type)]
+    position = SUM_INPUT.get(parts[0])
+    if position is not None and len(inputs) > position and inputs[position].present:
+        parts.append("Add")
+    if attributes.get("activation"):
+        parts.append(str(attributes["activation"]))
+    return "_".join(parts)
+
+
+def normalize(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes without those that hold a neutral value, so that one kernel has one description."""
+    kept = {}
+    for name, value in attributes.items():
+        if name in NEUTRAL and value == NEUTRAL[name]:
+            continue
+        if name == "dilations" and all(item == 1 for item in value):
+            continue
+        if name == "pads" and not any(value):
+            continue
+        kept[name] = value
+    if "kernel_shape" in kept:  # ids and features name the strides, so their default is spelled out
+        kept.setdefault("strides", [1] * len(kept["kernel_shape"]))
+    return kept
+
+
+def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput], outputs: Sequence[Tensor]) -> int:
+    """Floating-point operations of one run, a multiply-add counted as two. Data movement counts none."""
+    base = BASE_NAMES.get(op_type, op_type)
+    out = outputs[0].elements if outputs else 0
+    first = inputs[0] if inputs else Tensor(dtype="")
+    if base in ("Conv", "NhwcConv", "NhwcFusedConv"):
+        weights = inputs[1].shape
+        return out * (2 * math.prod(weights[1:]) + sum(tensor.present for tensor in inputs[2:4]))
+    if base == "ConvTranspose":
+        return 2 * first.elements * math.prod(inputs[1].shape[1:])
+    if base == "Gemm":
+        inner = first.shape[0] if attributes.get("transA") else first.shape[-1]
+        return out * (2 * inner + (1 if len(inputs) > 2 and inputs[2].present else 0))
+    if base in ("MatMul", "FusedMatMul", "MatMulInteger", "TransposeMatMul"):
+        inner = first.shape[-2] if attributes.get("transA") and len(first.shape) > 1 else first.shape[-1]
+        return 2 * out * inner
+    if base in ("Attention", "MultiHeadAttention"):
+        return _attention_flops(base, attributes, inputs)
+    if base in ("MaxPool", "AveragePool"):
+        return out * math.prod(attributes.get("kernel_shape", [1]))
+    if base.startswith(("Global", "Reduce", "Arg")):
+        return first.elements
+    if base in MOVE_OPS:
+        return 0
+    return max([out, *(tensor.elements for tensor in inputs[:1])]) * ELEMENT_FLOPS.get(base, 1)
+
+
+def _attention_flops(base: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> int:
+    """Two products over the sequence; the fused Attention also projects its input to query, key and value."""
+    batch, sequence, hidden = (*inputs[0].shape, 1, 1, 1)[:3]
+    other = inputs[1].shape[1] if base == "MultiHeadAttention" and len(inputs) > 1 and len(inputs[1].shape) > 1 else sequence
+    total = 4 * batch * sequence * other * hidden
+    if base == "Attention":
+        total += 2 * batch * sequence * math.prod(inputs[1].shape)
+    return total
+
+
+def spatial(inputs: Sequence[Tensor]) -> tuple[int, int]:
+    """Height and width that name a kernel: the last two dimensions of its first input (1 where it has fewer)."""
+    shape = next((tensor.shape for tensor in inputs if tensor.present), ())
+    return tuple((1, 1, *shape)[-2:])  # type: ignore[return-value]
+
+
+def kernel_id(type_name: str, op_type: str, domain: str, opset: int, attributes: Mapping[str, Any],
+              inputs: Sequence[KernelInput], outputs: Sequence[Tensor]) -> str:
+    """`<type>_<H>x<W>_<input shapes>_<kernel, stride, group>_<dtype>_<hash>`: readable first, unique by the hash."""
+    height, width = spatial(inputs)
+    shapes = ["x".join(map(str, tensor.shape)) or "scalar" for tensor in inputs if tensor.present]
+    text = "-".join(shapes[:TYPE_LIMIT]) + (f"-and{len(shapes) - TYPE_LIMIT}" if len(shapes) > TYPE_LIMIT else "")
+    marks = ""
+    for letter, name in (("k", "kernel_shape"), ("s", "strides"), ("g", "group")):
+        value = attributes.get(name)
+        if value is not None:
+            sizes = list(value) if isinstance(value, (list, tuple)) else [value]
+            marks += letter + "x".join(map(str, sizes[:1] if len(set(sizes)) == 1 else sizes))
+    dtype = next((SHORT_DTYPE.get(t.dtype, t.dtype) for t in (*inputs, *outputs) if t.present), "none")
+    description = json.dumps(
+        [op_type, domain, opset, dict(attributes), [t.model_dump(mode="json") for t in inputs],
+         [t.model_dump(mode="json") for t in outputs]], sort_keys=True, default=str)
+    digest = hashlib.sha256(description.encode()).hexdigest()[:8]
+    return "_".join(part for part in (type_name, f"{height}x{width}", f"in{text}"[:120], marks, dtype, digest) if part)
+
+
+def describe_kernel(op_type: str, domain: str, opset: int, attributes: Mapping[str, Any], inputs: Sequence[KernelInput],
+                    outputs: Sequence[Tensor]) -> Kernel:
+    """The kernel of one node: named, with its operations and bytes counted."""
+    if BASE_NAMES.get(op_type, op_type) == "Conv":
+        attributes = {"kernel_shape": list(inputs[1].shape[2:]), **attributes}  # a model may leave it to the weights
+    kept = normalize(attributes)
+    name = kernel_type(op_type, kept, inputs)
+    view = op_type in VIEW_OPS
+    return Kernel(
+        id=kernel_id(name, op_type, domain, opset, kept, inputs, outputs), type=name, op_type=op_type, domain=domain,
+        opset=opset, attributes=kept, inputs=tuple(inputs), outputs=tuple(outputs),
+        flops=flops(op_type, kept, inputs, outputs),
+        bytes_read=0 if view else sum(tensor.bytes for tensor in inputs),
+        bytes_written=0 if view else sum(tensor.bytes for tensor in outputs),
+        weight_bytes=sum(tensor.bytes for tensor in inputs if tensor.constant),
+    )

@@ -1,0 +1,416 @@
+"""Phase 2.1: the graph that ONNX Runtime really runs, node by node, with every shape known.
+
+Reads any ONNX file (or a model in memory). ORT optimises it and saves the result to a temporary file, which is read
+back; shapes come from ORT itself, since the saved graph has none and ONNX's own inference stops at ORT's operators.
+Prints the nodes; writes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ort_analysis.records import KernelInput, Tensor
+from utils import cli, files
+from utils.errors import UserError
+from utils.fingerprint import Flavour, flavour_of, has_cuda, resolve_provider
+from utils.logger import get_logger
+from utils.ort_sessions import CPU_ONLY_FUSIONS, PROVIDER_NAMES, model_errors, open_session
+
+if TYPE_CHECKING:
+    import onnx
+
+log = get_logger("parser")
+
+DEFAULT_DIMS_KEY = "hase.default_dims"  # metadata of a dynamic model: the sizes to take where the user gives none
+SMALL_INTS = 64  # whole-number constants up to this many elements are kept by value: shapes, axes, splits
+EXTERNAL_BYTES = 1024  # constants above this stay outside the proto while it is analysed
+FLOAT_VALUES_MATTER = {"Resize", "Upsample"}  # operators whose small floating constants set the output's shape
+EXAMPLES = """
+python ort_analysis/ort_graph_parser.py --model resnet18.onnx --dim batch=1
+python ort_analysis/ort_graph_parser.py --model model.onnx --device cuda --json
+"""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as given: its graph with large weights left out, and what ORT is to load."""
+
+    name: str
+    graph_only: onnx.ModelProto
+    loadable: Path | bytes
+    sha256: str
+    dims: dict[str, int]
+
+
+@dataclass(frozen=True)
+class ParsedNode:
+    """One node of the optimised graph; tensor names in order, "" where an optional one is left out."""
+
+    name: str
+    op_type: str
+    domain: str
+    provider: str
+    attributes: dict[str, Any]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ParsedGraph:
+    """The optimised graph of a model in one flavour.
+
+    Attributes:
+        source: the model as given.
+        derived: the flavour's provider is not on this machine; the graph comes from the CPU provider.
+        nodes: in execution order, named uniquely.
+        tensors: type and shape of every tensor by name, constants with their small values.
+        inputs, outputs: the graph's own.
+        opsets: operator-set versions by domain.
+        proto: the optimised graph itself, large weights left out.
+    """
+
+    source: Source
+    flavour: Flavour
+    derived: bool
+    nodes: tuple[ParsedNode, ...]
+    tensors: dict[str, KernelInput]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    opsets: dict[str, int]
+    proto: onnx.ModelProto
+
+
+def dtype_name(code: int) -> str:
+    """numpy's name of an ONNX element type (ONNX's own where numpy has none)."""
+    import onnx
+
+    name = onnx.TensorProto.DataType.Name(code).lower()
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
+def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
+    """The dynamic dimensions of the graph's inputs by name, each with the places it stands in.
+
+    A dimension without a name gets one: `<input>.<axis>` is written into `proto`.
+    """
+    found: dict[str, list[str]] = {}
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    for value in proto.graph.input:
+        if value.name in constants or not value.type.HasField("tensor_type"):
+            continue
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.HasField("dim_value") and dim.dim_value > 0:
+                continue
+            if not dim.dim_param:
+                dim.dim_param = f"{value.name}.{axis}"
+            found.setdefault(dim.dim_param, []).append(f"{value.name}, axis {axis}")
+    return found
+
+
+def default_dims(proto: onnx.ModelProto) -> dict[str, int]:
+    """The sizes that the exporter stamped into a dynamic model for use where the user gives none; else nothing."""
+    for prop in proto.metadata_props:
+        if prop.key == DEFAULT_DIMS_KEY:
+            return {str(name): int(size) for name, size in json.loads(prop.value).items()}
+    return {}
+
+
+def external_files(path: Path, proto: onnx.ModelProto) -> list[Path]:
+    """The files beside `path` that hold weights of `proto`."""
+    from onnx.external_data_helper import ExternalDataInfo, uses_external_data
+
+    names = {ExternalDataInfo(tensor).location for tensor in proto.graph.initializer if uses_external_data(tensor)}
+    return sorted(path.parent / name for name in names)
+
+
+def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> Source:
+    """A model made ready: readable, not empty, every dynamic dimension given a size.
+
+    Raises:
+        UserError: no such file, no ONNX, no nodes, weights missing, an unknown dimension, or one left open.
+    """
+    import onnx
+
+    given = dict(dims or {})
+    if isinstance(model, Path):
+        shown = str(model)
+        if not model.is_file():
+            raise UserError(f"{model}: no such file")
+        with model_errors(shown):
+            proto = onnx.load(str(model), load_external_data=False)
+        for external in external_files(model, proto):
+            if not external.is_file():
+                raise UserError(f"{model}: its weights lie in {external.name}, which is missing from {external.parent}")
+        digest, stem = files.sha256(model), model.stem
+    else:
+        proto, shown, stem = model, name or model.graph.name or "model", name or model.graph.name or "model"
+        digest = hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
+    if not proto.graph.node:
+        raise UserError(f"{shown}: no ONNX model with nodes in it (an empty graph)")
+    unnamed_before = proto.SerializeToString() if not isinstance(model, Path) else b""
+    dynamic = open_dims(proto)
+    unknown = sorted(set(given) - set(dynamic))
+    if unknown:
+        there = f"its dynamic dimensions are {', '.join(sorted(dynamic))}" if dynamic else "all its dimensions are fixed"
+        raise UserError(f"{shown}: no dynamic dimension {', '.join(unknown)}; {there}")
+    stamped = {dim: size for dim, size in default_dims(proto).items() if dim in dynamic and dim not in given}
+    if stamped:
+        log.info("%s: %s, as its file suggests (--dim says otherwise)", stem,
+                 ", ".join(f"{dim}={size}" for dim, size in stamped.items()))
+    given |= stamped
+    missing = [f"{dim} ({'; '.join(places)})" for dim, places in dynamic.items() if dim not in given]
+    if missing:
+        raise UserError(f"{shown}: dimension {', '.join(missing)} is open; give its size, for example "
+                        f"--dim {next(d for d in dynamic if d not in given)}=1")
+    renamed = any("." in dim for dim in dynamic)
+    if isinstance(model, Path) and not renamed:
+        loadable: Path | bytes = model
+    elif isinstance(model, Path):
+        with model_errors(shown):
+            whole = onnx.load(str(model))
+        open_dims(whole)
+        loadable = whole.SerializeToString()
+    else:
+        loadable = proto.SerializeToString() if renamed else unnamed_before
+    return Source(name=name or stem, graph_only=proto, loadable=loadable, sha256=digest, dims=given)
+
+
+def optimize(source: Source, flavour: Flavour, derived: bool, save_to: Path) -> None:
+    """Has ORT optimise `source` and save the graph to `save_to`, with weights over 1 KiB in a file beside it."""
+    entries = {
+        "session.optimized_model_external_initializers_file_name": save_to.name + ".weights",
+        "session.optimized_model_external_initializers_min_size_in_bytes": str(EXTERNAL_BYTES),
+    }
+    if derived:
+        open_session(source.loadable, "cpu", optimize="extended", disabled=CPU_ONLY_FUSIONS, dims=source.dims,
+                     save_to=save_to, name=source.name, entries=entries)
+    else:
+        open_session(source.loadable, flavour.execution_provider, optimize=flavour.optimization, dims=source.dims,
+                     save_to=save_to, name=source.name, entries=entries)
+
+
+def holds_half(graph: onnx.GraphProto) -> bool:
+    """Whether inputs or weights of a graph are of half precision."""
+    import onnx
+
+    types = [value.type.tensor_type.elem_type for value in graph.input] + [tensor.data_type for tensor in graph.initializer]
+    return onnx.TensorProto.FLOAT16 in types or onnx.TensorProto.BFLOAT16 in types
+
+
+def name_nodes(graph: onnx.GraphProto) -> None:
+    """Gives every node of `graph` a unique name; names that are already unique stay.
+
+    Except for ReorderOutput: ORT deals their names out in another order each time, so they are named after what they make.
+    """
+    seen: set[str] = set()
+    for number, node in enumerate(graph.node):
+        made = f"{node.op_type}_{node.output[0]}" if node.op_type == "ReorderOutput" else ""
+        name = made or node.name or f"{node.op_type}_{number}"
+        while name in seen:
+            name = f"{name}_{number}"
+        seen.add(name)
+        node.name = name
+
+
+def attribute_value(attribute: onnx.AttributeProto) -> Any:
+    """An attribute as plain data: a tensor is `{"dtype", "shape", "values"}`, a subgraph `{"graph": <hash>}`."""
+    import onnx
+    from onnx import helper, numpy_helper
+
+    if attribute.type == onnx.AttributeProto.GRAPH:
+        return {"graph": hashlib.sha256(attribute.g.SerializeToString(deterministic=True)).hexdigest()[:12]}
+    value = helper.get_attribute_value(attribute)
+    if isinstance(value, onnx.TensorProto):
+        array = numpy_helper.to_array(value)
+        return {"dtype": str(array.dtype), "shape": list(array.shape), "values": array.ravel().tolist()}
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, (list, tuple)):
+        return [item.decode() if isinstance(item, bytes) else item for item in value]
+    return value
+
+
+def constant_input(tensor: onnx.TensorProto, keep_floats: bool) -> KernelInput:
+    """An initializer as a constant tensor; its value is kept where it decides what the kernel does."""
+    from onnx import numpy_helper
+    from onnx.external_data_helper import uses_external_data
+
+    dtype, shape = dtype_name(tensor.data_type), tuple(tensor.dims)
+    plain = KernelInput(dtype=dtype, shape=shape, constant=True)
+    if uses_external_data(tensor) or dtype == "string":
+        return plain
+    whole = dtype.startswith(("int", "uint", "bool"))
+    if not (plain.elements <= SMALL_INTS if whole or keep_floats else plain.elements == 1):
+        return plain
+    return plain.model_copy(update={"values": tuple(numpy_helper.to_array(tensor).ravel().tolist())})
+
+
+def _small_values_by_use(graph: onnx.GraphProto) -> set[str]:
+    """Names of the tensors whose floating values set an output's shape."""
+    return {name for node in graph.node if node.op_type in FLOAT_VALUES_MATTER for name in node.input[1:] if name}
+
+
+def _ranges(folder: Path, graph: onnx.GraphProto) -> dict[str, tuple[int, int]]:
+    """Smallest and largest value of each large whole-number constant of `graph` (index tables)."""
+    from onnx import TensorProto, numpy_helper
+    from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
+
+    ranges = {}
+    for tensor in graph.initializer:
+        if tensor.data_type not in (TensorProto.INT32, TensorProto.INT64):
+            continue
+        copy = TensorProto()
+        copy.CopyFrom(tensor)
+        if uses_external_data(copy):
+            load_external_data_for_tensor(copy, str(folder))
+        array = numpy_helper.to_array(copy)
+        if array.size > SMALL_INTS:
+            ranges[tensor.name] = (int(array.min()), int(array.max()))
+    return ranges
+
+
+def infer_tensors(proto: onnx.ModelProto, execution_provider: str, name: str,
+                  folder: Path) -> tuple[dict[str, KernelInput], dict[str, str]]:
+    """Type and shape of every tensor of an optimised graph, and the provider of every node by name, as ORT knows them.
+
+    Every tensor is made an output of a copy of the graph, and large weights are made inputs, so that ORT's own shape
+    inference answers and no weight is loaded.
+
+    Raises:
+        UserError: a shape that depends on data; the tensor is named.
+    """
+    import onnx
+    from onnx import helper
+
+    graph = proto.graph
+    keep_floats = _small_values_by_use(graph)
+    ranges = _ranges(folder, graph)
+    tensors = {}
+    for tensor in graph.initializer:
+        made = constant_input(tensor, tensor.name in keep_floats)
+        tensors[tensor.name] = made.model_copy(update={"value_range": ranges.get(tensor.name)})
+    probe = onnx.ModelProto()
+    probe.CopyFrom(proto)
+    outside = [tensor for tensor in probe.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
+    for tensor in outside:
+        probe.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    kept = [tensor for tensor in probe.graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL]
+    del probe.graph.initializer[:]
+    probe.graph.initializer.extend(kept)
+    known = {value.name for value in probe.graph.output}
+    for node in graph.node:
+        probe.graph.output.extend(helper.ValueInfoProto(name=out) for out in node.output if out and out not in known)
+    session = open_session(probe.SerializeToString(), execution_provider, optimize="none", name=name,
+                           entries={"session.record_ep_graph_assignment_info": "1"})
+    for value in [*session.get_inputs(), *session.get_outputs()]:
+        if value.name in tensors:
+            continue
+        dims = value.shape or []
+        if any(not isinstance(dim, int) for dim in dims):
+            raise UserError(f"{name}: the shape of tensor {value.name} ({dims}) depends on data or on an open dimension")
+        tensors[value.name] = KernelInput(dtype=_session_dtype(value.type), shape=tuple(dims))
+    return tensors, dict(_assignments(session))
+
+
+def _session_dtype(text: str) -> str:
+    """`tensor(float)` as `float32`."""
+    inner = text[text.find("(") + 1:text.rfind(")")] if "(" in text else text
+    return {"float": "float32", "double": "float64"}.get(inner, inner)
+
+
+def _assignments(session: Any) -> Iterator[tuple[str, str]]:
+    """Pairs of node name and provider as ORT assigned them."""
+    for part in session.get_provider_graph_assignment_info():
+        for node in part.get_nodes():
+            yield node.name, PROVIDER_NAMES.get(part.ep_name, part.ep_name)
+
+
+def parse_graph(model: Path | onnx.ModelProto, execution_provider: str = "auto",
+                dims: Mapping[str, int] | None = None, name: str | None = None) -> ParsedGraph:
+    """The optimised graph of a model for `cpu` or `cuda` (`auto`: what this machine has).
+
+    Asked for `cuda` on a machine without it, the graph comes from the CPU provider with the CUDA provider's optimisers,
+    and is marked as derived.
+
+    Raises:
+        UserError: as `read_source`, where ORT can't load the model, and where a graph of half precision is to be derived.
+    """
+    import onnx
+
+    provider = resolve_provider(execution_provider) if execution_provider == "auto" else execution_provider
+    flavour = flavour_of(provider)
+    derived = provider == "cuda" and not has_cuda()
+    source = read_source(model, dims, name)
+    if derived and holds_half(source.graph_only.graph):
+        raise UserError(f"{source.name}: its CUDA graph can't be derived without a GPU: the CPU provider would cast its half "
+                        "precision to single; analyse it on a machine with a GPU, or for --device cpu")
+    with tempfile.TemporaryDirectory(prefix="hase-") as folder:
+        path = Path(folder) / "optimized.onnx"
+        optimize(source, flavour, derived, path)
+        proto = onnx.load(str(path), load_external_data=False)
+        name_nodes(proto.graph)
+        tensors, providers = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent)
+    tensors[""] = KernelInput(dtype="")
+    nodes = tuple(
+        ParsedNode(name=node.name, op_type=node.op_type, domain=node.domain, 
+                   provider=provider if derived else providers.get(node.name, provider),
+                   attributes={a.name: attribute_value(a) for a in sorted(node.attribute, key=lambda a: a.name)},
+                   inputs=tuple(node.input), outputs=tuple(node.output))
+        for node in proto.graph.node)
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    return ParsedGraph(
+        source=source, flavour=flavour, derived=derived, nodes=nodes, tensors=tensors,
+        inputs=tuple(value.name for value in proto.graph.input if value.name not in constants),
+        outputs=tuple(value.name for value in proto.graph.output),
+        opsets={entry.domain: entry.version for entry in proto.opset_import}, proto=proto,
+    )
+
+
+def shape_text(tensor: Tensor) -> str:
+    """`float32[16,64,56,56]`, or a dash for an input left out."""
+    return f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]" if tensor.present else "-"
+
+
+def node_rows(graph: ParsedGraph) -> list[dict[str, Any]]:
+    """One row a node: number, name, operator, provider, shapes of inputs and outputs, attributes."""
+    return [
+        {"#": number, "node": node.name, "op_type": (f"{node.domain}." if node.domain else "") + node.op_type,
+         "provider": node.provider, "inputs": " ".join(shape_text(graph.tensors[i]) for i in node.inputs),
+         "outputs": " ".join(shape_text(graph.tensors[o]) for o in node.outputs),
+         "attributes": " ".join(f"{k}={v}" for k, v in node.attributes.items())}
+        for number, node in enumerate(graph.nodes)]
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--model", type=Path, required=True, help="an ONNX file; a bare name is also looked for in model_zoo")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto",
+                        help="whose graph; cuda also works without a GPU (default: auto)")
+    cli.add_dim(parser)
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    graph = parse_graph(workspace.find_model(args.model), args.device, cli.one_size_dims(args.dim))
+    if graph.derived:
+        log.info("no GPU here: this is the graph that the CUDA provider would run, derived on the CPU provider")
+    rows = node_rows(graph)
+    if args.json:
+        cli.print_json({"model": graph.source.name, "flavour": graph.flavour.name, "derived": graph.derived,
+                        "dims": graph.source.dims, "nodes": rows})
+    else:
+        cli.print_table(rows, f"{graph.source.name} as {graph.flavour.name} runs it: {len(rows)} nodes")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

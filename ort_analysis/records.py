@@ -1,0 +1,239 @@
+"""The kernel records: what `fusion_detector` writes and every later phase reads.
+
+History of the schemas: version 1 is the first.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import Flavour
+from utils.paths import Workspace
+
+RECORD_VERSION = 1
+INDEX_VERSION = 1
+REMAKE = "python ort_analysis/fusion_detector.py"
+
+DTYPE_BYTES = {
+    "float32": 4, "float16": 2, "float64": 8, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1, "string": 16, "complex64": 8, "complex128": 16,
+    "float8e4m3fn": 1, "float8e5m2": 1, "int4": 0.5, "uint4": 0.5,
+}
+SHORT_DTYPE = {"float32": "fp32", "float16": "fp16", "float64": "fp64", "bfloat16": "bf16"}
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Tensor(Frozen):
+    """A tensor's element type (numpy's name) and shape. `dtype` "" stands for an optional input or output left out."""
+
+    dtype: str
+    shape: tuple[int, ...] = ()
+
+    @property
+    def present(self) -> bool:
+        return bool(self.dtype)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape) if self.dtype else 0
+
+    @property
+    def bytes(self) -> int:
+        return math.ceil(self.elements * DTYPE_BYTES.get(self.dtype, 4))
+
+
+class KernelInput(Tensor):
+    """An input of a kernel.
+
+    Attributes:
+        constant: the graph holds its value (a weight, or a shape, an axis, a scale, …).
+        values: the value itself, flat, where it is small and decides what the kernel does.
+        value_range: smallest and largest value of a large whole-number constant, such as an index table.
+    """
+
+    constant: bool = False
+    values: tuple[int | float | bool, ...] | None = None
+    value_range: tuple[int, int] | None = None
+
+
+class Kernel(Frozen):
+    """One fused operation with its attributes, types and shapes; complete enough to build it as a model of its own.
+
+    Attributes:
+        id: readable and unique, `<type>_<H>x<W>_<rest>`; the same kernel in two models has one id.
+        type: canonical name of what executes, e.g. `Conv_Add_Relu`; shapes are no part of it.
+        op_type, domain, opset: the ONNX operator.
+        attributes: by name; a tensor is `{"dtype", "shape", "values"}`.
+        flops: floating-point operations (a multiply-add is two).
+        bytes_read, bytes_written: of all inputs and outputs, each once; 0 for operations that only rename a tensor.
+        weight_bytes: the part of the inputs that is constant.
+    """
+
+    id: str
+    type: str
+    op_type: str
+    domain: str
+    opset: int
+    attributes: dict[str, Any]
+    inputs: tuple[KernelInput, ...]
+    outputs: tuple[Tensor, ...]
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    weight_bytes: int
+
+    @property
+    def activations(self) -> tuple[KernelInput, ...]:
+        """The inputs that change from run to run."""
+        return tuple(tensor for tensor in self.inputs if tensor.present and not tensor.constant)
+
+    @property
+    def dtype(self) -> str:
+        """The element type that the kernel computes in: that of its first floating input, else of its first input."""
+        tensors = [t for t in (*self.inputs, *self.outputs) if t.present]
+        floating = [t.dtype for t in tensors if "float" in t.dtype]
+        return floating[0] if floating else tensors[0].dtype if tensors else ""
+
+
+class Origin(Frozen):
+    """A node of the model as exported."""
+
+    name: str
+    op_type: str
+
+
+class Node(Frozen):
+    """One node of the optimised graph, in execution order.
+
+    Attributes:
+        name: unique in the graph; ORT's profile uses it.
+        provider: the execution provider that ORT assigned, `cpu` or `cuda`.
+        inputs, outputs: tensor names; "" where an optional one is left out.
+        origins: the original nodes that this one stands for (several nodes may share them, where ORT split a fusion).
+    """
+
+    name: str
+    kernel_id: str
+    provider: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    origins: tuple[Origin, ...] = ()
+
+
+class ModelRecord(Frozen):
+    """A model's optimised graph in one flavour, taken apart into kernels.
+
+    Attributes:
+        model: the file's stem, with the sizes of dynamic dimensions: `resnet18@batch=16,height=224,width=224`.
+        sha256: of the model file (of the serialised model where there was no file).
+        dims: the sizes given to dynamic dimensions.
+        derived: the flavour's provider was not there: the graph comes from another provider with the same optimisers.
+        inputs, outputs: of the graph, by tensor name.
+        weights: bytes of constants of the optimised graph.
+        opsets: the model's operator-set imports.
+        kernels: by id.
+        nodes: in execution order.
+    """
+
+    version: int = RECORD_VERSION
+    model: str
+    sha256: str
+    dims: dict[str, int]
+    flavour: Flavour
+    derived: bool
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    weight_bytes: int
+    opsets: dict[str, int]
+    kernels: dict[str, Kernel]
+    nodes: tuple[Node, ...]
+
+    def kernel_of(self, node: Node) -> Kernel:
+        return self.kernels[node.kernel_id]
+
+    @property
+    def batch(self) -> int | None:
+        """The first dimension of the first input, where it has one."""
+        first = next(iter(self.inputs.values()), None)
+        return first.shape[0] if first and first.shape else None
+
+
+class IndexEntry(Frozen):
+    """A kernel of the index: itself, and the models (by record name) that hold it."""
+
+    kernel: Kernel
+    models: tuple[str, ...]
+
+
+class KernelIndex(Frozen):
+    """All kernels of one flavour's records: by type, then by id, with every shape seen."""
+
+    version: int = INDEX_VERSION
+    flavour: Flavour
+    kernels: dict[str, dict[str, IndexEntry]]
+
+    def all_kernels(self) -> list[Kernel]:
+        return [entry.kernel for entries in self.kernels.values() for entry in entries.values()]
+
+
+def record_path(workspace: Workspace, flavour: Flavour, model: str) -> Path:
+    """Where the record of `model` (its name with dims) lies."""
+    return workspace.kernel_records / flavour.name / f"{model}.json"
+
+
+def index_path(workspace: Workspace, flavour: Flavour) -> Path:
+    """Where the index of a flavour lies."""
+    return workspace.kernel_records / flavour.name / "index.json"
+
+
+def record_name(stem: str, dims: dict[str, int]) -> str:
+    """A model's name with the sizes given to its dynamic dimensions."""
+    return stem if not dims else stem + "@" + ",".join(f"{name}={size}" for name, size in sorted(dims.items()))
+
+
+def load_record(path: Path) -> ModelRecord:
+    """A model's record; `UserError` where it is missing, damaged or of another version."""
+    return files.read_record(path, ModelRecord, RECORD_VERSION, REMAKE)
+
+
+def load_index(path: Path) -> KernelIndex:
+    """A flavour's index; `UserError` where it is missing, damaged or of another version."""
+    return files.read_record(path, KernelIndex, INDEX_VERSION, REMAKE)
+
+
+def load_records(workspace: Workspace, flavour: Flavour) -> list[ModelRecord]:
+    """All records of a flavour, sorted by name.
+
+    Raises:
+        UserError: there is none, or one can't be read.
+    """
+    folder = workspace.kernel_records / flavour.name
+    paths = sorted(path for path in folder.glob("*.json") if path.name != "index.json")
+    if not paths:
+        raise UserError(f"{folder}: no kernel records of flavour {flavour.name}; make them with: {REMAKE}")
+    return [load_record(path) for path in paths]
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy type of a tensor's `dtype`; `UserError` for one that numpy lacks."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        raise UserError(f"element type {name}: numpy has no such type, so no dummy tensor can be made") from None
+
+
+def family(model: str) -> str:
+    """The family of a model by its name, `resnet` for `wide_resnet50_2_fp32_b1_224x224`: what is held out as a whole."""
+    match = re.match(r"[a-zA-Z]+", model.removeprefix("wide_"))
+    return match.group(0).lower() if match else model

@@ -1,0 +1,244 @@
+"""Phase 6.2: whether ORT ran a model's kernels one after another, and what a run could take if they need not wait.
+
+Reads a profile that ORT wrote (--profile), or runs a model under ORT's profiler (--model). Prints how much node events
+overlap and how long the device's queue stands still between them; then, from the graph, the critical path: the chain of
+kernels that no overlap could shorten, against their sum. The graph of a profile is that of the kernel record whose nodes
+it names (--record, or the first one in ort_analysis/ort_kernel_record that fits). Writes nothing.
+
+On CUDA a node's event is the time that the host takes to dispatch it; the GPU works through one stream, in that order.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmark.ort_profile import NodeEvent, ProfiledRun, kernel_times_ms, read_profile
+from graph_model.dag_critical_path import build_dag, calculate_latency, longest_path, record_paths
+from ort_analysis.records import REMAKE, Frozen, ModelRecord, load_record
+from utils import cli
+from utils.errors import UserError
+from utils.logger import get_logger
+
+log = get_logger("overlap")
+ROUNDING_US = 1.5  # ORT writes start and duration in whole microseconds: neighbours may seem to overlap by this much
+CONTROL_FLOW = ("If", "Loop", "Scan")  # their events span those of the nodes inside
+WARMUP_RUNS = 3
+EXAMPLES = """
+python overlap_simulator.py --model resnet18.onnx --dim batch=1
+python overlap_simulator.py --profile onnxruntime_profile.json --record ort_analysis/ort_kernel_record/cpu/resnet18.json --json
+"""
+
+
+class Overlap(Frozen):
+    """How the kernels of a profile lie in time; means over its runs.
+
+    Attributes:
+        serial: no kernel began before the one ahead of it had ended.
+        busy_ms: time of a run in which at least one kernel ran.
+        overlap_ms: time that kernels spent beside others, beyond rounding.
+        gap_ms: time between kernels in which none ran.
+        run_ms: the whole run.
+        overlap_share, gap_share: of run_ms, ratios.
+        overlapping: the nodes that began while another ran.
+    """
+
+    runs: int
+    kernels: int
+    providers: tuple[str, ...]
+    serial: bool
+    busy_ms: float
+    overlap_ms: float
+    gap_ms: float
+    run_ms: float
+    overlap_share: float
+    gap_share: float
+    overlapping: tuple[str, ...]
+
+
+class PathNode(Frozen):
+    """A kernel on the critical path and its share of the path's length (a ratio)."""
+
+    node: str
+    type: str
+    latency_ms: float
+    share: float
+
+
+class CriticalPath(Frozen):
+    """What the graph allows: kernels one after another take sum_ms, with everything independent side by side path_ms.
+
+    Attributes:
+        possible_speedup: sum_ms / path_ms; 1 where every kernel waits for the one before.
+        path: the kernels on it, in order.
+    """
+
+    sum_ms: float
+    path_ms: float
+    possible_speedup: float
+    kernels: int
+    path: tuple[PathNode, ...]
+
+
+def innermost(nodes: Iterable[NodeEvent]) -> list[NodeEvent]:
+    """The events in order of start, without those inside a control-flow node, which its own event spans."""
+    kept: list[NodeEvent] = []
+    inside_until = float("-inf")
+    for node in sorted(nodes, key=lambda node: (node.start_us, -node.duration_us)):
+        if node.end_us <= inside_until + ROUNDING_US and node.start_us < inside_until:
+            continue
+        kept.append(node)
+        if node.op_type in CONTROL_FLOW:
+            inside_until = node.end_us
+    return kept
+
+
+def overlap_of(runs: Sequence[ProfiledRun]) -> Overlap:
+    """Whether and how long kernels ran side by side, and how long none did; at least one run."""
+    busy = overlapped = gaps = whole = 0.0
+    overlapping: dict[str, None] = {}
+    for run in runs:
+        whole += run.end_us - run.start_us
+        end = None
+        for node in innermost(run.nodes):
+            if end is None or node.start_us >= end - ROUNDING_US:
+                gaps += max(node.start_us - end, 0.0) if end is not None else 0.0
+                busy += node.duration_us
+                end = max(node.end_us, end or 0.0)
+                continue
+            overlapping[node.node] = None
+            overlapped += min(end, node.end_us) - node.start_us
+            busy += max(node.end_us - end, 0.0)
+            end = max(end, node.end_us)
+    count = 1000.0 * len(runs)  # µs of all runs to ms of one
+    return Overlap(
+        runs=len(runs), kernels=len({node.node for run in runs for node in run.nodes}), serial=not overlapping,
+        providers=tuple(sorted({node.provider for run in runs for node in run.nodes})), busy_ms=busy / count,
+        overlap_ms=overlapped / count, gap_ms=gaps / count, run_ms=whole / count,
+        overlap_share=overlapped / whole if whole else 0.0, gap_share=gaps / whole if whole else 0.0,
+        overlapping=tuple(overlapping))
+
+
+def critical_path(record: ModelRecord, latency_ms: Mapping[str, float]) -> CriticalPath:
+    """The critical path of a record's graph, given the time of each node.
+
+    Raises:
+        UserError: a node without a time.
+    """
+    dag = build_dag(record)
+    total = calculate_latency(dag, latency_ms, "sum")
+    length, path = longest_path(dag, latency_ms)
+    return CriticalPath(
+        sum_ms=total, path_ms=length, possible_speedup=total / length if length else 1.0, kernels=len(dag),
+        path=tuple(PathNode(node=node, type=dag.nodes[node]["type"], latency_ms=latency_ms[node],
+                            share=latency_ms[node] / length if length else 0.0) for node in path))
+
+
+def node_times_ms(runs: Sequence[ProfiledRun]) -> dict[str, float]:
+    """Each node's time in ms: the median over the runs, so that a slow first run does not count."""
+    return {node: median(samples) for node, samples in kernel_times_ms(list(runs)).items()}
+
+
+def matching_record(paths: Iterable[Path], nodes: set[str]) -> ModelRecord | None:
+    """The first record that names exactly `nodes`."""
+    for path in paths:
+        record = load_record(path)
+        if {node.name for node in record.nodes} == nodes:
+            return record
+    return None
+
+
+def profile_model(model: Path, device: str, dims: Mapping[str, int], loops: int) -> tuple[list[ProfiledRun], ModelRecord]:
+    """Runs a model `loops` times under ORT's profiler, its optimised graph with named nodes; and its record.
+
+    Raises:
+        UserError: ORT can't load or run it, or there is no such device.
+    """
+    import onnx
+
+    from benchmark.ort_kernel_runner import bind, random_feed
+    from ort_analysis.fusion_detector import record_of
+    from ort_analysis.ort_graph_parser import name_nodes, optimize, parse_graph
+    from utils.fingerprint import resolve_provider
+    from utils.ort_sessions import model_errors, open_session
+
+    provider = resolve_provider(device)
+    graph = parse_graph(model, provider, dims)
+    with tempfile.TemporaryDirectory(prefix="hase-") as folder:
+        optimized = Path(folder) / "optimized.onnx"
+        optimize(graph.source, graph.flavour, graph.derived, optimized)
+        proto = onnx.load(str(optimized), load_external_data=False)
+        name_nodes(proto.graph)
+        onnx.save(proto, str(optimized))
+        session = open_session(optimized, provider, optimize="none", name=str(model), profile_prefix=Path(folder) / "run")
+        run = bind(session, random_feed(session), provider, "device")
+        with model_errors(str(model)):
+            for _ in range(WARMUP_RUNS + loops):
+                run()
+        return read_profile(Path(session.end_profiling()))[WARMUP_RUNS:], record_of(graph)
+
+
+def print_report(overlap: Overlap, path: CriticalPath | None, rows: int) -> None:
+    """The findings as tables, with a sentence that says what they mean."""
+    cli.print_table([{
+        "kernels": overlap.kernels, "runs": overlap.runs, "run_ms": overlap.run_ms, "busy_ms": overlap.busy_ms,
+        "overlap_ms": overlap.overlap_ms, "overlap_%": 100 * overlap.overlap_share, "gap_ms": overlap.gap_ms,
+        "gap_%": 100 * overlap.gap_share}], "one run")
+    print("Kernels ran one after another." if overlap.serial else
+          f"{len(overlap.overlapping)} kernels ran beside others: {', '.join(overlap.overlapping[:5])}"
+          + (" …" if len(overlap.overlapping) > 5 else ""))
+    if path is None:
+        return
+    print(f"Critical path: {len(path.path)} of {path.kernels} kernels, {path.path_ms:.4g} ms of {path.sum_ms:.4g} ms; if all "
+          f"that is independent ran side by side, kernels would take {path.possible_speedup:.3g} times less.")
+    longest = sorted(path.path, key=lambda node: -node.latency_ms)[:rows]
+    cli.print_table([{"node": node.node, "type": node.type, "latency_ms": node.latency_ms, "share_%": 100 * node.share}
+                     for node in longest], "kernels that dominate the critical path")
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--profile", type=Path, metavar="FILE", help="a JSON profile that ORT wrote")
+    source.add_argument("--model", type=Path, help="an ONNX file to run; a bare name is also looked for in model_zoo")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="the kernel record of the profile's model")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where --model runs (default: auto)")
+    parser.add_argument("--loops", type=int, default=10, help="profiled runs of --model (default: 10)")
+    parser.add_argument("--rows", type=int, default=10, help="kernels to list (default: 10)")
+    cli.add_dim(parser)
+    args = parser.parse_args()
+    if args.loops < 1 or args.rows < 0:
+        parser.error("--loops must be positive, --rows not negative")
+    if args.model and args.record:
+        parser.error("--record goes with --profile; a model's graph is known")
+    workspace = cli.start(args)
+    record: ModelRecord | None
+    if args.model:
+        dims = cli.one_size_dims(args.dim)
+        runs, record = profile_model(workspace.find_model(args.model), args.device, dims, args.loops)
+    else:
+        runs = read_profile(args.profile)
+        named = set(node_times_ms(runs))
+        record = matching_record([args.record] if args.record else record_paths(workspace), named)
+        if record is None and args.record:
+            raise UserError(f"{args.record}: its nodes are not those of {args.profile}; give the record of the model and "
+                            "flavour that was profiled, or let --model profile it")
+        if record is None:
+            log.warning("no kernel record names this profile's nodes, so its graph and critical path are unknown; make the "
+                        "record (%s) and profile the graph that ORT saves, or use --model", REMAKE)
+    overlap = overlap_of(runs)
+    path = critical_path(record, node_times_ms(runs)) if record else None
+    if args.json:
+        result: dict[str, Any] = {"overlap": overlap.model_dump(mode="json"),
+                                  "critical_path": path.model_dump(mode="json") if path else None}
+        cli.print_json(result)
+    else:
+        print_report(overlap, path, args.rows)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,77 @@
+"""Fixtures shared by the tests: small real models, exported or built once a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from utils.paths import Workspace
+
+TORCH_MODELS = {"resnet18": 64, "mobilenet_v3_small": 64, "vit_tiny": 32}  # name: side of the image
+TORCH_BATCH = 2
+
+
+def torch_model(name: str) -> Any:
+    """One of TORCH_MODELS in evaluation mode: residual, squeeze-and-excite, or attention (a vision transformer, small)."""
+    import torch
+    import torchvision
+
+    torch.manual_seed(0)
+    if name == "vit_tiny":
+        model = torchvision.models.VisionTransformer(image_size=TORCH_MODELS[name], patch_size=16, num_layers=2, num_heads=2,
+                                                     hidden_dim=32, mlp_dim=64, num_classes=10)
+    else:
+        model = torchvision.models.get_model(name, weights=None)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def torch_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """TORCH_MODELS as ONNX files, batch TORCH_BATCH, input `input`, output `output`."""
+    import torch
+
+    folder = tmp_path_factory.mktemp("zoo")
+    made = {}
+    for name, size in TORCH_MODELS.items():
+        path = folder / f"{name}.onnx"
+        torch.onnx.export(torch_model(name), (torch.randn(TORCH_BATCH, 3, size, size),), str(path), dynamo=True,
+                          external_data=False, input_names=["input"], output_names=["output"], verbose=False)
+        made[name] = path
+    return made
+
+
+def small_model(channels: int = 8, side: int = 16, batch: int | str = 1, dtype: str = "float32") -> onnx.ModelProto:
+    """Conv, Relu, Conv, Add, Relu, GlobalAveragePool, Flatten, Gemm: a residual block with a head."""
+    code = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}[dtype]
+    generator = np.random.default_rng(0)
+
+    def weight(name: str, *shape: int) -> onnx.TensorProto:
+        return numpy_helper.from_array(generator.standard_normal(shape).astype(dtype) * np.asarray(0.1, dtype), name)
+
+    conv = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
+    nodes = [
+        helper.make_node("Conv", ["input", "w1"], ["c1"], name="conv1", **conv),
+        helper.make_node("Relu", ["c1"], ["r1"], name="relu1"),
+        helper.make_node("Conv", ["r1", "w2"], ["c2"], name="conv2", **conv),
+        helper.make_node("Add", ["c2", "r1"], ["a"], name="add"),
+        helper.make_node("Relu", ["a"], ["r2"], name="relu2"),
+        helper.make_node("GlobalAveragePool", ["r2"], ["p"], name="pool"),
+        helper.make_node("Flatten", ["p"], ["f"], name="flatten"),
+        helper.make_node("Gemm", ["f", "w3", "b3"], ["output"], name="head"),
+    ]
+    graph = helper.make_graph(
+        nodes, "small", [helper.make_tensor_value_info("input", code, [batch, 3, side, side])],
+        [helper.make_tensor_value_info("output", code, [batch, 4])],
+        [weight("w1", channels, 3, 3, 3), weight("w2", channels, channels, 3, 3), weight("w3", channels, 4), weight("b3", 4)])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    """An empty workspace."""
+    return Workspace(tmp_path)

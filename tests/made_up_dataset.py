@@ -1,0 +1,141 @@
+"""Kernels described by hand and a dataset whose times follow a known formula: stands in for a device with known errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmark import dataset
+from ort_analysis.kernel_types import describe_kernel
+from ort_analysis.records import Kernel, KernelInput, ModelRecord, Node, Tensor, record_path
+from utils import files
+from utils.fingerprint import Flavour, Machine, Target
+from utils.paths import Workspace
+
+FLAVOUR = Flavour(execution_provider="cpu", ort_version="1.31", instruction_set="avx2")
+TARGET = Target(device="Made Up", flavour=FLAVOUR, threads=2)
+MACHINE = Machine(device="Made Up", uuid="0", driver="", clocks="", cpu="Made Up", cores=2, memory_gib=1.0, versions={})
+METRIC = "DCGM_FI_DEV_GPU_UTIL"
+NOISE = 0.03
+
+
+def tensor(*shape: int, constant: bool = False, dtype: str = "float32") -> KernelInput:
+    return KernelInput(dtype=dtype, shape=shape, constant=constant)
+
+
+def conv(batch: int = 1, channels: int = 16, side: int = 32, out: int = 32, window: int = 3, stride: int = 1, group: int = 1,
+         domain: str = "", **attributes: Any) -> Kernel:
+    """A convolution with a bias and padding that keeps the side (divided by the stride)."""
+    attributes = {"kernel_shape": [window] * 2, "strides": [stride] * 2, "pads": [window // 2] * 4, "group": group,
+                  **attributes}
+    inputs = [tensor(batch, channels, side, side), tensor(out, channels // group, window, window, constant=True),
+              tensor(out, constant=True)]
+    made = Tensor(dtype="float32", shape=(batch, out, -(-side // stride), -(-side // stride)))
+    return describe_kernel("Conv", domain, 11, attributes, inputs, [made])
+
+
+def relu(batch: int = 1, channels: int = 16, side: int = 32) -> Kernel:
+    one = tensor(batch, channels, side, side)
+    return describe_kernel("Relu", "", 14, {}, [one], [Tensor(dtype="float32", shape=one.shape)])
+
+
+def gemm(rows: int = 1, depth: int = 128, columns: int = 64) -> Kernel:
+    inputs = [tensor(rows, depth), tensor(columns, depth, constant=True), tensor(columns, constant=True)]
+    return describe_kernel("Gemm", "", 13, {"transB": 1}, inputs, [Tensor(dtype="float32", shape=(rows, columns))])
+
+
+def true_ms(kernel: Kernel, metric: float = 0.0) -> float:
+    """The made-up device: a floor, arithmetic at a rate that small channel counts lower, memory, and a slowdown by load."""
+    slow = 1.0 + 8.0 / kernel.outputs[0].shape[1] if kernel.op_type == "Conv" else 1.0
+    time_ms = 0.004 + slow * kernel.flops / 5e7 + (kernel.bytes_read + kernel.bytes_written) / 1e7
+    return time_ms * (1.0 + metric / 100.0)
+
+
+def draw_kernels(count: int, seed: int = 0) -> list[Kernel]:
+    """Different kernels of three types: convolutions, activations and products."""
+    draw = np.random.default_rng(seed)
+    found: dict[str, Kernel] = {}
+
+    def one(*choices: int) -> int:
+        return int(draw.choice(choices))
+
+    makers: list[Callable[[], Kernel]] = [
+        lambda: conv(one(1, 2, 4), one(8, 16, 24, 32, 48, 64), one(8, 14, 16, 28, 32, 56), one(8, 16, 32, 64, 96), one(1, 3, 5),
+                     one(1, 2)),
+        lambda: relu(one(1, 2, 4), one(8, 16, 24, 32, 48, 64), one(8, 14, 16, 28, 32, 56)),
+        lambda: gemm(one(1, 2, 4, 8), one(64, 128, 256, 512), one(10, 100, 500, 1000)),
+    ]
+    while len(found) < count:
+        kernel = makers[int(draw.choice(3, p=[0.7, 0.2, 0.1]))]()
+        found[kernel.id] = kernel
+    return list(found.values())
+
+
+def chain(name: str, kernels: Sequence[Kernel]) -> ModelRecord:
+    """A model that runs `kernels` one after another."""
+    nodes = tuple(Node(name=f"n{place}", kernel_id=kernel.id, provider="cpu", inputs=(f"t{place}",), outputs=(f"t{place + 1}",))
+                  for place, kernel in enumerate(kernels))
+    return ModelRecord(
+        model=name, sha256="0" * 64, dims={}, flavour=FLAVOUR, derived=False, weight_bytes=0, opsets={"ai.onnx": 14},
+        inputs={"t0": Tensor(dtype="float32", shape=kernels[0].inputs[0].shape)},
+        outputs={f"t{len(kernels)}": kernels[-1].outputs[0]}, kernels={kernel.id: kernel for kernel in kernels}, nodes=nodes)
+
+
+def write_dataset(workspace: Workspace, kernels: Mapping[str, Kernel], owners: Mapping[str, Sequence[str]],
+                  models: Mapping[str, float], levels: Mapping[float, float], held_out: tuple[str, ...] = (),
+                  failed: Sequence[str] = (), noise: float = NOISE) -> None:
+    """The tables that the collector would write.
+
+    Args:
+        workspace: where.
+        kernels: by id.
+        owners: the models of each kernel id.
+        models: measured idle latency (ms) by record name.
+        levels: the metric's value at each level.
+        held_out: model families.
+        failed: ids of kernels that crashed.
+        noise: relative standard deviation of the times.
+    """
+    folder, draw = workspace.dataset(TARGET.name), np.random.default_rng(1)
+    stamps = {"Started": "2026-01-01T00:00:00+00:00", "Ended": "2026-01-01T00:00:01+00:00", "Machine": "0"}
+    rows: list[dict[str, Any]] = []
+    for level, metric in levels.items():
+        for name, kernel in kernels.items():
+            row = {"Kernel_ID": name, "OpType": kernel.type, "Input_Shape": dataset.input_shape(kernel), "Level": level,
+                   "Models": "|".join(owners.get(name, ())), "Status": "ok", METRIC: metric + draw.normal(0, 0.5), **stamps}
+            if name in failed:
+                row |= {"Status": "crashed", "Error": "signal 11"}
+            else:
+                time_ms = true_ms(kernel, metric) * float(np.exp(draw.normal(0, noise)))
+                row |= {"Latency_ms": 1.1 * time_ms, "run_median_ms": time_ms, "kernel_time_ms": 0.9 * time_ms}
+            rows.append(row)
+    header = dataset.DatasetHeader(target=TARGET, metrics=(METRIC,), machines={"0": MACHINE}, held_out=held_out)
+    files.write_json(dataset.header_path(folder), header)
+    described = (dataset.DatasetKernel(kernel=kernel, models=tuple(owners.get(name, ()))) for name, kernel in kernels.items())
+    files.write_text(dataset.kernels_path(folder), "".join(one.model_dump_json() + "\n" for one in described))
+    files.write_csv(dataset.kernel_table_path(folder), dataset.kernel_columns([METRIC]), rows)
+    files.write_csv(dataset.model_table_path(folder), dataset.model_columns([METRIC]), (
+        {"Model": name, "Level": 0.0, METRIC: 0.0, "Latency_ms": 1.1 * time_ms, "median_ms": time_ms, "Status": "ok", **stamps}
+        for name, time_ms in models.items()))
+
+
+def write_workspace(workspace: Workspace, families: Sequence[str] = ("anet", "bnet", "cnet"), each: int = 3,
+                    held_out: tuple[str, ...] = (), sampled: int = 250, levels: Mapping[float, float] | None = None,
+                    alpha: float = 1.2, beta_ms: float = 0.3) -> dict[str, ModelRecord]:
+    """Models of several families whose latency is α·Σ + β of their kernels' true times; records and dataset of them all."""
+    drawn = draw_kernels(sampled + 12 * each * len(families))
+    owners: dict[str, list[str]] = {kernel.id: ["sampled:othernet"] for kernel in drawn[:sampled]}
+    records, models = {}, {}
+    for place, name in enumerate(f"{family}{size}" for family in families for size in range(each)):
+        kernels = drawn[sampled + 12 * place:][:12 - place % 5]
+        record = chain(name, [*kernels, kernels[0]])
+        for kernel in kernels:
+            owners.setdefault(kernel.id, []).append(name)
+        files.write_json(record_path(workspace, FLAVOUR, name), record)
+        records[name] = record
+        models[name] = alpha * sum(true_ms(record.kernel_of(node)) for node in record.nodes) + beta_ms
+    kernels_by_id = {kernel.id: kernel for kernel in drawn if kernel.id in owners}
+    write_dataset(workspace, kernels_by_id, owners, models, levels or {0.0: 0.0, 0.5: 50.0}, held_out)
+    return records

@@ -1,0 +1,148 @@
+"""The evaluator: predicted against really measured and against recorded latencies, and how it scores them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trained_workspace import HELD_OUT, METRIC, conv_net, model_ms, trained
+
+import evaluator
+from inference import predict
+from ort_analysis.fusion_detector import analyze
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import Target, local_target
+from utils.paths import ROOT, Workspace
+
+TARGET = local_target("cpu").name
+QUICK = {"rounds": 2, "budget_s": 0.02}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return trained(tmp_path_factory.getbasetemp() / "trained")
+
+
+def shell(workspace: Workspace, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "evaluator.py", "--workspace", workspace.root, *arguments], cwd=ROOT,
+                          capture_output=True, text=True)
+
+
+def test_a_model_is_predicted_and_measured(workspace: Workspace) -> None:
+    names = [Path("anet_c16.onnx"), Path(f"{HELD_OUT}_c40.onnx")]
+    found = evaluator.evaluate(workspace, names, target=TARGET, **QUICK)  # type: ignore[arg-type]
+    assert [one.model for one in found.comparisons] == ["anet_c16", f"{HELD_OUT}_c40"]
+    assert [one.held_out for one in found.comparisons] == [False, True]
+    for one in found.comparisons:
+        assert one.predicted_ms == predict(f"{one.model}.onnx", target=TARGET, workspace=workspace).latency_ms
+        assert one.strict_ms == predict(f"{one.model}.onnx", target=TARGET, workspace=workspace, strict=True).latency_ms
+        assert one.measured_ms > 0
+        assert one.runs >= 2 * 3
+        assert one.error == pytest.approx(one.predicted_ms / one.measured_ms - 1)
+        assert one.strict_error == pytest.approx(one.strict_ms / one.measured_ms - 1)
+    assert (found.source, found.io, found.load, found.failures) == ("measured", "device", "idle", {})
+    assert {summary.group: summary.lookup.count for summary in found.summaries} == {
+        "all models": 2, "not held out": 1, "held out": 1}
+
+
+def test_host_copies_are_asked_for_and_told(workspace: Workspace) -> None:
+    found = evaluator.evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, io="host", **QUICK)  # type: ignore[arg-type]
+    assert found.io == "host"
+
+
+def test_dynamic_models_take_a_row_a_size(workspace: Workspace) -> None:
+    found = evaluator.evaluate(workspace, [Path("dynnet.onnx"), Path("anet_c16.onnx")], dims={"batch": [1, 4]},
+                               target=TARGET, **QUICK)  # type: ignore[arg-type]
+    assert [(one.model, one.batch) for one in found.comparisons] == [
+        ("dynnet@batch=1", 1), ("dynnet@batch=4", 4), ("anet_c16", 1)]
+    with pytest.raises(UserError, match="height"):
+        evaluator.evaluate(workspace, [Path("dynnet.onnx"), Path("anet_c16.onnx")], target=TARGET,
+                           dims={"batch": [1], "height": [3]})
+
+
+def test_a_failing_model_costs_only_itself(workspace: Workspace, tmp_path: Path) -> None:
+    conv_net(tmp_path / "good.onnx")
+    (tmp_path / "broken.onnx").write_text("no model")
+    conv_net(tmp_path / "open.onnx", batch="batch")
+    found = evaluator.evaluate(workspace, [tmp_path], target=TARGET, **QUICK)  # type: ignore[arg-type]
+    assert [one.model for one in found.comparisons] == ["good"]
+    assert set(found.failures) == {"broken.onnx", "open.onnx"}
+    (tmp_path / "good.onnx").unlink()
+    with pytest.raises(UserError, match=r"broken\.onnx, open\.onnx failed"):
+        evaluator.evaluate(workspace, [tmp_path], target=TARGET)
+
+
+def test_recorded_measurements_are_compared_level_by_level(workspace: Workspace) -> None:
+    found = evaluator.evaluate(workspace, [], target=TARGET, recorded=True)
+    assert len(found.comparisons) == 2 * 19
+    idle = next(one for one in found.comparisons if one.model == "bnet_c32" and one.level == 0)
+    loaded = next(one for one in found.comparisons if one.model == "bnet_c32" and one.level == 0.5)
+    record = analyze(workspace.models / "bnet_c32.onnx", "cpu")
+    assert idle.measured_ms == pytest.approx(model_ms(record), rel=1e-5)
+    assert idle.spread == pytest.approx(0.1)  # samples at 0.9, 1.0 and 1.1 of the median
+    assert abs(idle.error) < 0.03  # all kernels looked up, α and β found again
+    assert loaded.measured_ms == pytest.approx(model_ms(record, 50), rel=1e-5)
+    assert loaded.predicted_ms == predict(record, target=TARGET, workspace=workspace, load={METRIC: 50.0}).latency_ms
+    assert loaded.measured_share == 0
+    held_out = [one for one in found.comparisons if one.held_out]
+    assert {one.model for one in held_out} == {f"{HELD_OUT}_c40"}
+    assert all(one.measured_memory_mib is None for one in found.comparisons)
+    errors = [abs(one.error) for one in found.comparisons if one.level == 0]
+    whole = next(summary for summary in found.summaries if summary.group == "all models" and summary.level == 0)
+    assert whole.lookup.mape == pytest.approx(sum(errors) / len(errors))
+    assert whole.lookup.worst == pytest.approx(max(errors))
+    assert whole.lookup.within_5 == pytest.approx(sum(error <= 0.05 for error in errors) / len(errors))
+
+
+def test_recorded_measurements_of_named_models(workspace: Workspace) -> None:
+    found = evaluator.evaluate(workspace, [Path("anet_c8.onnx"), Path("dynnet.onnx")], dims={"batch": [1]}, target=TARGET,
+                               recorded=True)
+    assert {one.model for one in found.comparisons} == {"anet_c8"}  # dynnet was not recorded
+    with pytest.raises(UserError, match="holds no measurement"):
+        evaluator.evaluate(workspace, [Path("dynnet.onnx")], dims={"batch": [1]}, target=TARGET, recorded=True)
+
+
+def test_another_machine_is_compared_with_records_only(workspace: Workspace, tmp_path: Path) -> None:
+    there = Target.model_validate(local_target("cpu").model_dump() | {"device": "Some Other CPU"})
+    other = Workspace(tmp_path)
+    shutil.copytree(workspace.kernel_records, other.kernel_records)
+    shutil.copytree(workspace.predictors(TARGET), other.predictors(there.name))
+    shutil.copytree(workspace.dataset(TARGET), other.dataset(there.name))
+    for path in (other.predictors(there.name) / "predictors.json", other.dataset(there.name) / "dataset.json"):
+        files.write_json(path, json.loads(path.read_text()) | {"target": there.model_dump()})
+    with pytest.raises(UserError, match=r"is not this machine .*--recorded"):
+        evaluator.evaluate(other, [workspace.models / "anet_c8.onnx"])
+    assert len(evaluator.evaluate(other, [], recorded=True).comparisons) == 2 * 19
+
+
+def test_the_command_writes_table_json_and_plot(workspace: Workspace) -> None:
+    done = shell(workspace, "anet_c16.onnx", "bnet_c64.onnx", "--rounds", "1", "--budget-s", "0.02", "--json")
+    assert done.returncode == 0, done.stderr
+    folder = workspace.evaluation / TARGET
+    printed = json.loads(done.stdout)
+    assert printed == json.loads((folder / "evaluation.json").read_text())
+    rows = list(csv.DictReader((folder / "evaluation.csv").open()))
+    assert [row["model"] for row in rows] == ["anet_c16", "bnet_c64"]
+    assert float(rows[0]["predicted_ms"]) == printed["comparisons"][0]["predicted_ms"]
+    assert (folder / "evaluation.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "io device" in done.stderr
+
+
+def test_the_command_fails_at_the_end_where_a_model_fails(workspace: Workspace, tmp_path: Path) -> None:
+    conv_net(tmp_path / "good.onnx")
+    (tmp_path / "broken.onnx").write_text("no model")
+    done = shell(workspace, tmp_path, "--rounds", "1", "--budget-s", "0.02")
+    assert done.returncode == 1
+    assert "good" in done.stdout
+    assert "1 failed: broken.onnx" in done.stderr
+
+
+def test_wrong_usage_is_told(workspace: Workspace) -> None:
+    for arguments in ([], ["--recorded", "--io", "host"], ["anet_c8.onnx", "--rounds", "0"]):
+        assert shell(workspace, *arguments).returncode == 2

@@ -1,0 +1,107 @@
+"""Features: right numbers for known kernels, and some number for every kernel that ORT makes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from made_up_dataset import conv, gemm, relu, tensor
+
+from ort_analysis.fusion_detector import analyze
+from ort_analysis.kernel_types import describe_kernel
+from ort_analysis.records import Kernel, KernelInput, Tensor
+from training.features import FEATURES, kernel_features
+
+
+def named(kernel: Kernel) -> dict[str, float]:
+    return dict(zip(FEATURES, kernel_features(kernel), strict=True))
+
+
+def expect(kernel: Kernel, **values: float) -> None:
+    features = named(kernel)
+    assert {name: features[name] for name in values} == values
+
+
+def test_convolution() -> None:
+    expect(conv(batch=2, channels=16, side=32, out=64, window=3, stride=2), batch=2, channels=16, height=32, width=32,
+           out_channels=64, out_height=16, out_width=16, kernel_height=3, kernel_width=3, stride=4, padding=4, group=1,
+           group_channels=16, depthwise=0, matrices=1, m=2 * 16 * 16, n=64, k=16 * 9, channels_alignment=16,
+           out_channels_alignment=64, inputs=3, activation_inputs=1, constant_inputs=2, layout=0, bits=32)
+
+
+def test_tiles_say_how_well_a_product_fills_them() -> None:
+    features = named(conv(batch=1, channels=16, side=12, out=33, window=1))  # m = 144, n = 33: 2 × 1 tiles of 128
+    assert features["log_tiles_128"] == 1.0
+    assert features["fill_128"] == pytest.approx(144 * 33 / (2 * 128 * 128))
+
+
+def test_depthwise_and_fused_convolutions() -> None:
+    expect(conv(channels=32, out=32, group=32), depthwise=1, matrices=32, n=1, k=9, group_channels=1)
+    blocked = conv(domain="com.microsoft.nchwc", activation="Relu")
+    expect(blocked, layout=1, activation=1, channels=16, m=32 * 32, k=16 * 9)
+    assert named(conv())["activation"] == 0
+
+
+def test_convolution_with_channels_last() -> None:
+    inputs = [tensor(1, 20, 30, 8), tensor(16, 8, 3, 3, constant=True)]
+    kernel = describe_kernel("Conv", "com.ms.internal.nhwc", 11, {"kernel_shape": [3, 3]}, inputs,
+                             [Tensor(dtype="float32", shape=(1, 18, 28, 16))])
+    expect(kernel, channels=8, height=20, width=30, out_channels=16, out_height=18, out_width=28, layout=2, k=72)
+
+
+def test_products() -> None:
+    expect(gemm(rows=4, depth=128, columns=64), m=4, k=128, n=64, matrices=1, transposed=2)
+    attention = describe_kernel("MatMul", "", 13, {}, [tensor(2, 12, 50, 64), tensor(2, 12, 64, 50)],
+                                [Tensor(dtype="float32", shape=(2, 12, 50, 50))])
+    expect(attention, matrices=24, m=50, k=64, n=50)
+    shared_weights = describe_kernel("MatMul", "", 13, {}, [tensor(2, 50, 64), tensor(64, 10, constant=True)],
+                                     [Tensor(dtype="float32", shape=(2, 50, 10))])
+    expect(shared_weights, matrices=1, m=100, k=64, n=10)
+
+
+def transpose(shape: tuple[int, ...], perm: list[int]) -> Kernel:
+    return describe_kernel("Transpose", "", 13, {"perm": perm}, [tensor(*shape)],
+                           [Tensor(dtype="float32", shape=tuple(shape[axis] for axis in perm))])
+
+
+@pytest.mark.parametrize(("shape", "perm", "blocks", "inner"), [
+    ((2, 3, 4, 5), [0, 1, 2, 3], 1, 120),
+    ((2, 3, 4, 5), [0, 2, 3, 1], 3, 1),  # image to channels last: batch, pixels, channels
+    ((2, 3, 4, 5), [0, 2, 1, 3], 4, 5),  # attention's heads: rows of 5 stay whole
+    ((1, 3, 4, 5), [0, 2, 3, 1], 2, 1),  # an axis of size 1 moves nothing
+])
+def test_transposes(shape: tuple[int, ...], perm: list[int], blocks: int, inner: int) -> None:
+    expect(transpose(shape, perm), permutation=blocks, permutation_inner=inner)
+
+
+def test_axes() -> None:
+    softmax = describe_kernel("Softmax", "", 13, {"axis": 1}, [tensor(2, 10, 7)], [Tensor(dtype="float32", shape=(2, 10, 7))])
+    expect(softmax, reduced=10, axis_inner=7)
+    mean = describe_kernel("ReduceMean", "", 13, {"axes": [2, 3]}, [tensor(2, 8, 6, 5)],
+                           [Tensor(dtype="float32", shape=(2, 8, 1, 1))])
+    expect(mean, reduced=30)
+    concat = describe_kernel("Concat", "", 13, {"axis": 1}, [tensor(1, 8, 6, 5), tensor(1, 4, 6, 5)],
+                             [Tensor(dtype="float32", shape=(1, 12, 6, 5))])
+    expect(concat, axis_inner=30, activation_inputs=2)
+
+
+def test_element_wise_and_unknown_operations() -> None:
+    expect(relu(batch=2, channels=8, side=4), batch=2, channels=8, rank=4, m=0, k=0, op_class=0,
+           log_elements=math.log2(1 + 2 * 8 * 16))
+    scalar = describe_kernel("NobodyKnows", "org.example", 1, {"mode": "odd"}, [KernelInput(dtype="int64")], [])
+    assert all(math.isfinite(value) for value in kernel_features(scalar))
+    nothing = describe_kernel("NobodyKnows", "org.example", 1, {}, [], [])
+    assert all(math.isfinite(value) for value in kernel_features(nothing))
+
+
+@pytest.mark.parametrize("provider", ["cpu", "cuda"])
+def test_every_kernel_of_real_models(torch_models: dict[str, Path], provider: str) -> None:
+    seen: dict[tuple[float, ...], Kernel] = {}
+    for path in torch_models.values():
+        for kernel in analyze(path, provider).kernels.values():
+            features = kernel_features(kernel)
+            assert len(features) == len(FEATURES)
+            assert all(isinstance(value, (int, float)) and math.isfinite(value) for value in features), kernel.id
+            seen[(*features, hash(kernel.type))] = kernel
+    assert len(seen) > 60

@@ -1,0 +1,252 @@
+"""Saved predictors: what is predicted from them, and what happens to damaged, hostile and foreign files."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from made_up_dataset import METRIC, TARGET, chain, conv, draw_kernels, gemm, relu, tensor, true_ms, write_workspace
+
+from ort_analysis.kernel_types import describe_kernel
+from ort_analysis.records import Kernel, Tensor
+from training import estimators, predictor_files
+from training.predictor_files import load_predictors, sidecar_path
+from training.train_kernel_model import save, train_label
+from training.training_set import load_training_set
+from utils import files
+from utils.errors import UserError
+from utils.paths import ROOT, Workspace
+
+QUICK = estimators.TrainingConfig(
+    folds=2, threads=1, own_min_kernels=40, xgboost=estimators.XgboostSettings(trees=150, learning_rate=0.1, bins=64),
+    forest=estimators.ForestSettings(trees=3))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    workspace = Workspace(tmp_path_factory.mktemp("predictors"))
+    write_workspace(workspace, held_out=("cnet",))
+    rows = load_training_set(workspace, TARGET.name)
+    save(workspace, rows, [train_label(rows, label, QUICK) for label in rows.times_ms])
+    return workspace
+
+
+@pytest.fixture
+def folder(trained: Workspace, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(trained.predictors(TARGET.name), tmp_path / "copy"))
+
+
+def measured_kernels(workspace: Workspace) -> list[Kernel]:
+    from benchmark.dataset import read_kernels
+
+    return [described.kernel for described in read_kernels(workspace.dataset(TARGET.name))
+            if not all(name.startswith("cnet") for name in described.models)]
+
+
+NEW = [conv(channels=40, side=20, out=56), conv(channels=20, side=24, out=40, window=5), relu(channels=40, side=20),
+       gemm(rows=3, depth=300, columns=200)]
+
+
+def test_predicts_kernels_that_it_never_saw(trained: Workspace) -> None:
+    times = load_predictors(trained.predictors(TARGET.name)).predict(NEW, {})
+    assert times.provenance == ["predicted"] * len(NEW)
+    assert times.latency_ms == pytest.approx([true_ms(kernel) for kernel in NEW], rel=0.3)
+
+
+def test_looks_measured_times_up_unless_strict_or_under_load(trained: Workspace) -> None:
+    predictors = load_predictors(trained.predictors(TARGET.name))
+    known = measured_kernels(trained)[:5]
+    looked_up = predictors.predict(known, {}, "run")
+    assert looked_up.provenance == ["measured"] * 5
+    assert looked_up.latency_ms == [predictors.measured[kernel.id]["run"] for kernel in known]
+    assert predictors.predict(known, {}, "run", strict=True).provenance == ["predicted"] * 5
+    loaded = predictors.predict(known, {METRIC: 50.0}, "run")
+    assert loaded.provenance == ["predicted"] * 5
+    assert loaded.latency_ms == pytest.approx([1.5 * true_ms(kernel) for kernel in known], rel=0.3)
+
+
+def test_labels_differ(trained: Workspace) -> None:
+    predictors = load_predictors(trained.predictors(TARGET.name))
+    assert predictors.labels == ("run", "kernel_time")
+    run, inside = (sum(predictors.predict(NEW, {}, label).latency_ms) for label in predictors.labels)
+    assert inside / run == pytest.approx(0.9, rel=0.05)
+    with pytest.raises(UserError, match="label gpu: not measured"):
+        predictors.predict(NEW, {}, "gpu")
+
+
+def test_order_and_repeats(trained: Workspace) -> None:
+    predictors = load_predictors(trained.predictors(TARGET.name))
+    known = measured_kernels(trained)[0]
+    mixed = [NEW[1], known, NEW[0], NEW[1]]
+    times = predictors.predict(mixed, {})
+    assert times.provenance == ["predicted", "measured", "predicted", "predicted"]
+    assert times.latency_ms[0] == times.latency_ms[3]
+    apart = load_predictors(trained.predictors(TARGET.name))
+    assert times.latency_ms == [apart.predict([kernel], {}).latency_ms[0] for kernel in mixed]
+    assert predictors.predict(mixed, {}) == times  # remembered
+
+
+def test_a_type_without_predictor_falls_back_and_is_not_dropped(trained: Workspace) -> None:
+    one = tensor(1, 64, 32, 32)
+    unknown = describe_kernel("NobodyKnows", "org.example", 1, {}, [one], [Tensor(dtype="float32", shape=one.shape)])
+    times = load_predictors(trained.predictors(TARGET.name)).predict([unknown, NEW[0]], {})
+    assert times.provenance == ["fallback", "predicted"]
+    assert times.latency_ms[0] == pytest.approx(true_ms(unknown), rel=1.0)
+
+
+def test_load_must_be_complete(trained: Workspace, caplog: pytest.LogCaptureFixture) -> None:
+    predictors = load_predictors(trained.predictors(TARGET.name))
+    with pytest.raises(UserError, match=f"lacks {METRIC}"):
+        predictors.predict(NEW, {"SOMETHING": 1.0})
+    with pytest.raises(UserError, match=f"lacks {METRIC}"):
+        predictors.predict(NEW, {METRIC: float("nan")})
+    predictors.predict(NEW, {METRIC: 400.0})
+    assert "beyond what was measured" in caplog.text
+
+
+def test_predictors_of_an_idle_device_refuse_a_load(workspace: Workspace) -> None:
+    write_workspace(workspace, levels={0.0: 0.0}, sampled=20)
+    rows = load_training_set(workspace, TARGET.name)
+    save(workspace, rows, [train_label(rows, "run", QUICK)])
+    with pytest.raises(UserError, match="idle device alone"):
+        load_predictors(workspace.predictors(TARGET.name)).predict(NEW, {METRIC: 30.0})
+
+
+def test_the_sidecar_says_what_the_predictors_are(trained: Workspace) -> None:
+    sidecar = load_predictors(trained.predictors(TARGET.name)).sidecar
+    assert sidecar.target == TARGET
+    assert sidecar.dataset_sha256 == files.sha256(trained.dataset(TARGET.name) / "kernel_latency.csv")
+    assert sidecar.dtypes == ("float32",)
+    assert sidecar.held_out == ("cnet",)
+    assert sidecar.metrics == (METRIC,)
+    assert sidecar.idle_load[METRIC] == pytest.approx(0, abs=0.5)
+    assert sidecar.packages["xgboost"]
+    assert sidecar.labels["run"].errors[0].mape < 0.2
+
+
+@pytest.mark.parametrize("which", ["run-*.pkl", "kernel_time-*.pkl", "measured-*.json"])
+def test_one_changed_byte_is_noticed(folder: Path, which: str) -> None:
+    path = next(folder.glob(which))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=rf"{path.name}: damaged .*train_kernel_model"):
+        load_predictors(folder)
+
+
+def test_a_truncated_or_missing_file_is_noticed(folder: Path) -> None:
+    path = next(folder.glob("run-*.pkl"))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match="damaged"):
+        load_predictors(folder)
+    path.unlink()
+    with pytest.raises(UserError, match="missing"):
+        load_predictors(folder)
+
+
+def plant(folder: Path, data: bytes) -> None:
+    """Puts `data` in the place of a predictor, with a sidecar that vouches for it."""
+    import hashlib
+
+    sidecar = json.loads(sidecar_path(folder).read_text())
+    (folder / sidecar["labels"]["run"]["file"]).write_bytes(data)
+    sidecar["labels"]["run"]["sha256"] = hashlib.sha256(data).hexdigest()
+    sidecar_path(folder).write_text(json.dumps(sidecar))
+
+
+class _Attack:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        import os
+
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+def test_a_pickle_that_would_run_a_command_is_refused(folder: Path, protocol: int) -> None:
+    trace = folder / "was_here"
+    plant(folder, pickle.dumps({"shared": _Attack(trace)}, protocol=protocol))
+    with pytest.raises(UserError, match=r"refused: it holds (posix|os)\.system"):
+        load_predictors(folder).predict(NEW, {}, "run")
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("held", [{"shared": [1, 2]}, [1, 2], {}])
+def test_a_pickle_of_something_else_is_refused(folder: Path, held: object) -> None:
+    plant(folder, pickle.dumps(held))
+    with pytest.raises(UserError, match=r"not a saved predictor|is missing"):
+        load_predictors(folder).predict(NEW, {}, "run")
+
+
+def test_no_pickle_at_all_is_refused(folder: Path) -> None:
+    plant(folder, b"not a pickle")
+    with pytest.raises(UserError, match="not a saved predictor"):
+        load_predictors(folder).predict(NEW, {}, "run")
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    ({"features": ["batch"]}, "another version of Hase"), ({"version": 99}, "version 99"),
+    ({"packages": {"xgboost": "0.9.0"}}, "made with xgboost 0.9.0"), ({"target": "mine"}, "damaged at target"),
+])
+def test_foreign_sidecars_are_refused(folder: Path, change: dict[str, object], told: str) -> None:
+    sidecar = json.loads(sidecar_path(folder).read_text()) | change
+    sidecar_path(folder).write_text(json.dumps(sidecar))
+    with pytest.raises(UserError, match=rf"{told}.*train_kernel_model"):
+        load_predictors(folder)
+
+
+def test_no_predictors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no predictors.*train_kernel_model"):
+        load_predictors(tmp_path)
+
+
+def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
+        trained: Workspace, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    predictors = load_predictors(folder)
+    about = {name: getattr(predictors.sidecar, name) for name in (
+        "target", "created", "dataset_sha256", "metrics", "idle_load", "load_range", "loaded_rows", "dtypes", "held_out")}
+    models = {"run": predictors.kernel_model("kernel_time")}
+    before = predictors.predict(NEW, {}, "run").latency_ms
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(predictor_files.files, "write_json", full)  # a real full disk can't be had in a test
+        with pytest.raises(OSError, match="No space"):
+            predictor_files.save_predictors(folder, models, {"run": ()}, {}, about)
+    assert load_predictors(folder).predict(NEW, {}, "run").latency_ms == before
+    predictor_files.save_predictors(folder, models, {"run": ()}, {}, about)
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".json", ".pkl"]
+    assert load_predictors(folder).predict(NEW, {}, "run").latency_ms == predictors.predict(NEW, {}, "kernel_time").latency_ms
+
+
+def test_loading_imports_neither_pandas_nor_sklearn_nor_xgboost(trained: Workspace) -> None:
+    code = ("import sys; from pathlib import Path; from training.predictor_files import load_predictors; "
+            f"load_predictors(Path({str(trained.predictors(TARGET.name))!r})); "
+            "print([name for name in ('pandas', 'sklearn', 'xgboost', 'onnx', 'torch') if name in sys.modules])")
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == "[]"
+
+
+def test_predicting_a_model_is_quick(trained: Workspace) -> None:
+    predictors = load_predictors(trained.predictors(TARGET.name))
+    record = chain("big", draw_kernels(40, seed=9))
+    kernels = [record.kernel_of(node) for node in record.nodes]
+    predictors.predict(kernels, {}, strict=True)
+    fresh, seconds = load_predictors(trained.predictors(TARGET.name)), []
+    fresh.predict(NEW, {})  # unpickles
+    for attempt in range(5):
+        start = time.perf_counter()
+        fresh.predict(kernels, {METRIC: 40.0 + attempt})
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.01

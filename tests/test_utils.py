@@ -1,0 +1,450 @@
+"""The ground floor: files that are never half written, configs, command lines, statistics, and where things lie."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from pydantic import Field
+
+from utils import cli, files, logger, timing
+from utils.config import Config, load_config
+from utils.errors import UserError
+from utils.fingerprint import Flavour, Target, flavour_of, has_cuda, local_target, resolve_provider, slug
+from utils.paths import ROOT, Workspace, model_files
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
+
+
+# files -------------------------------------------------------------------------------------------------------------------
+
+def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    files.write_json(path, {"old": 1})
+
+    def write_half() -> None:
+        with files.replacing(path) as temporary:
+            temporary.write_text("half")
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        write_half()
+    assert files.read_json(path) == {"old": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_temporary_file_keeps_its_suffix_and_is_no_model(workspace: Workspace) -> None:
+    path = workspace.models / "net.onnx"
+    with files.replacing(path) as temporary:
+        assert temporary.suffix == ".onnx"
+        temporary.write_bytes(b"model")
+        assert model_files([workspace.models]) == []
+    assert path.read_bytes() == b"model"
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("existed", [True, False])
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existed: bool) -> None:
+    """The disk is full when the data are forced to it (simulated)."""
+    path = tmp_path / "table.csv"
+    if existed:
+        files.write_csv(path, ["a"], [{"a": 1}])
+
+    def full(_: int) -> None:
+        raise FULL
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_csv(path, ["a"], [{"a": 1}, {"a": 2}])
+    assert [p.name for p in tmp_path.iterdir()] == (["table.csv"] if existed else [])
+    assert not existed or path.read_text() == "a\n1\n"
+
+
+def test_append_to_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full when the second line is forced to it (simulated); the third is appended after space was freed."""
+    path = tmp_path / "journal.jsonl"
+    files.append_line(path, "one")
+    with monkeypatch.context() as patched:
+        def full(_: int) -> None:
+            raise FULL
+
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            files.append_line(path, "two")
+    assert path.read_text() == "one\n"
+    files.append_line(path, "three")
+    assert files.read_lines(path) == ["one", "three"]
+
+
+def test_append_to_a_disk_that_takes_half_a_line(tmp_path: Path) -> None:
+    """A limit on the file's size stands for the full disk: it too takes a part of the line before it refuses."""
+    path = tmp_path / "journal.jsonl"
+    script = f"""
+import resource
+from pathlib import Path
+from utils import files
+path = Path({str(path)!r})
+files.append_line(path, "a" * 40)
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (60, most))
+try:
+    files.append_line(path, "b" * 40)
+except OSError as error:
+    print(error.strerror, files.read_lines(path) == ["a" * 40])
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+files.append_line(path, "c" * 40)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("File too large True\n", "")
+    assert path.read_text() == "a" * 40 + "\n" + "c" * 40 + "\n"
+
+
+def test_lines_that_are_no_text_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b"fine\n\xff\xfe\n")
+    with pytest.raises(UserError, match="line 2: damaged"):
+        files.read_lines(path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_told_and_is_the_users_to_mend() -> None:
+    done = run_script("open('/dev/full', 'w').write('x' * 100000)")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "the disk is full" in done.stderr
+    assert "what was finished is kept" in done.stderr
+
+
+def test_a_torn_line_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": 2}\n{"a":')
+    assert files.read_lines(path) == ['{"a": 1}', '{"a": 2}']
+    files.append_line(path, '{"a": 3}')
+    assert path.read_bytes() == b'{"a": 1}\n{"a": 2}\n{"a": 3}\n'
+
+
+def test_a_torn_only_line_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b"torn within a c\xc3")
+    assert files.read_lines(path) == []
+    files.append_line(path, "whole")
+    assert files.read_lines(path) == ["whole"]
+    assert files.read_lines(tmp_path / "none") == []
+
+
+def test_csv_cells(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    files.write_csv(path, ["a", "b"], [{"a": 'x,"y"', "b": None}, {"b": 0.5}])
+    assert path.read_text() == 'a,b\n"x,""y""",\n,0.5\n'
+    with pytest.raises(ValueError, match="c"):
+        files.write_csv(path, ["a"], [{"c": 1}])
+
+
+def test_sha256(tmp_path: Path) -> None:
+    path = tmp_path / "abc"
+    path.write_bytes(b"abc")
+    assert files.sha256(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+class Thing(Config):
+    version: int = 1
+    size: int = Field(2, ge=1)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ('{"version": 1, "size": 3', "not valid JSON"),
+    ('{"version": 2, "size": 3}', "version 2, this Hase reads version 1; make it anew: make thing"),
+    ('{"size": 3}', "version None, this Hase reads version 1; make it anew: make thing"),
+    ("[1]", "version None"),
+    ('{"version": 1, "size": "many"}', "damaged at size: .*; make it anew: make thing"),
+    ('{"version": 1, "weight": 3}', "damaged at weight"),
+    (b"\xff\xfe{}", "not valid JSON"),
+])
+def test_records_that_do_not_fit(tmp_path: Path, text: str | bytes, message: str) -> None:
+    path = tmp_path / "thing.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=message) as raised:
+        files.read_record(path, Thing, 1, "make thing")
+    assert str(path) in str(raised.value)
+
+
+def test_record_read_back(tmp_path: Path) -> None:
+    files.write_json(tmp_path / "thing.json", Thing(size=7))
+    assert files.read_record(tmp_path / "thing.json", Thing, 1, "make thing") == Thing(size=7)
+    with pytest.raises(UserError, match="no such file"):
+        files.read_record(tmp_path / "none.json", Thing, 1, "make thing")
+
+
+def test_cache_forgets_the_oldest() -> None:
+    cache: dict[int, int] = {}
+    numbers = iter(range(10))
+    made = [files.cached(cache, key, lambda: next(numbers), limit=2) for key in (1, 2, 1, 3, 1)]
+    assert made == [0, 1, 0, 2, 3]
+
+
+# config ------------------------------------------------------------------------------------------------------------------
+
+class Inner(Config):
+    budget_s: float = Field(1.0, gt=0)
+
+
+class Outer(Config):
+    levels: tuple[float, ...] = (0.0,)
+    kernel: Inner = Inner()
+    device: str = Field("auto", pattern="^(auto|cpu|cuda)$")
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("levls: [0.5]", ["levls: unknown key; did you mean levels?", "allowed: levels, kernel, device"]),
+    ("kernel: {budgets: 1}", ["kernel.budgets: unknown key; did you mean budget_s?", "allowed: budget_s"]),
+    ("kernel: {budget_s: long}", ["kernel.budget_s", "valid number", "got 'long'"]),
+    ("kernel: {budget_s: -1}", ["kernel.budget_s", "greater than 0", "got -1"]),
+    ("levels: many", ["levels", "tuple", "got 'many'"]),
+    ("device: tpu\nlevls: 1", ["device", "auto|cpu|cuda", "levls: unknown key"]),
+    ("- 1", ["(the whole file)", "dictionary"]),
+    ("levels: [1\nkernel: }", ["line 2", "not valid YAML"]),
+])
+def test_config_errors_name_file_key_and_what_is_allowed(tmp_path: Path, text: str, expected: Sequence[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as raised:
+        load_config(path, Outer)
+    assert all(part in str(raised.value) for part in [str(path), *expected]), raised.value
+
+
+def test_config_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("levels: [0, 0.5]  # a comment\nkernel: {budget_s: 2}")
+    assert load_config(path, Outer) == Outer(levels=(0.0, 0.5), kernel=Inner(budget_s=2.0))
+    path.write_text("")
+    assert load_config(path, Outer) == Outer()
+    with pytest.raises(UserError, match="no such config file"):
+        load_config(tmp_path / "none.yaml", Outer)
+
+
+# command lines -----------------------------------------------------------------------------------------------------------
+
+def run_script(body: str, *arguments: str, workspace: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A script whose main parses the shared options and does `body`."""
+    lines = ["from utils import cli", "from utils.errors import UserError", "from pathlib import Path",
+             "def main():", "    parser = cli.parser('what', 'an example')", "    args = parser.parse_args()",
+             "    workspace = cli.start(args)", *(f"    {line}" for line in body.splitlines()), "cli.run(main)"]
+    where = ["--workspace", str(workspace)] if workspace else ["--workspace", os.devnull + "/none"]
+    return subprocess.run([sys.executable, "-c", "\n".join(lines), *where, *arguments], cwd=ROOT,
+                          capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("body", "arguments", "code", "message"), [
+    ("print('done')", (), 0, None),
+    ("return 1", (), 1, None),
+    ("raise UserError('mend this')", (), 1, "error: mend this"),
+    ("pass", ("--no-such",), 2, None),
+    ("raise KeyboardInterrupt", (), 130, "interrupted: what was finished is kept"),
+    ("(Path('/proc') / 'here').write_text('x')", (), 1, "error: /proc/here: "),
+])
+def test_exit_codes(body: str, arguments: tuple[str, ...], code: int, message: str | None) -> None:
+    done = run_script(body, *arguments)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert message is None or (message in done.stderr and len(done.stderr.splitlines()) == 1)
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    done = run_script("raise ValueError('a bug')")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+def test_an_unwritable_folder_is_told(tmp_path: Path) -> None:
+    """A file where a folder is needed: this holds for root too, whom permissions do not stop."""
+    (tmp_path / "models").write_text("a file")
+    done = run_script("from utils import files\nfiles.write_text(workspace.root / 'models' / 'x.json', '{}')",
+                      workspace=tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert f"error: {tmp_path / 'models'}" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not stop root")
+def test_a_folder_without_permission_is_told(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    done = run_script("from utils import files\nfiles.write_text(workspace.root / 'x.json', '{}')", workspace=tmp_path)
+    assert done.returncode == 1
+    assert "no permission" in done.stderr
+
+
+def test_a_reader_that_closed_its_pipe_is_no_error() -> None:
+    script = "from utils import cli\ncli.run(lambda: print('line\\n' * 100000))"
+    done = subprocess.run(f'"{sys.executable}" -c "{script}" | head -1; echo "${{PIPESTATUS[0]}}"', shell=True, cwd=ROOT,
+                          executable="/bin/bash", capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("line\n0\n", "")
+
+
+def test_dims() -> None:
+    assert cli.parse_dims(["batch=1,2", "height=224"]) == {"batch": [1, 2], "height": [224]}
+    assert cli.one_size_dims(["batch=16"]) == {"batch": 16}
+    assert cli.parse_dims([]) == {}
+
+
+@pytest.mark.parametrize("text", ["batch", "batch=", "=1", "batch=one", "batch=0", "batch=-1", "batch=1,,2", "batch=1.5"])
+def test_dims_that_are_none(text: str) -> None:
+    with pytest.raises(UserError, match=f"--dim {text}: write NAME=SIZE .*--dim batch=16"):
+        cli.parse_dims([text])
+
+
+def test_dims_given_twice_or_several_where_one_is_taken() -> None:
+    with pytest.raises(UserError, match="batch is given twice"):
+        cli.parse_dims(["batch=1", "batch=2"])
+    with pytest.raises(UserError, match="takes one size, not 2"):
+        cli.one_size_dims(["batch=1,2"])
+
+
+def test_table_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.print_table([{"a": 1.23456, "b": None}, {"a": 123456.7, "b": "x"}])
+    assert capsys.readouterr().out == "a\tb\n1.235\t-\n123457\tx\n"
+
+
+def test_json_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.print_json(Outer())
+    assert json.loads(capsys.readouterr().out) == {"levels": [0.0], "kernel": {"budget_s": 1.0}, "device": "auto"}
+
+
+def test_track_passes_all_on() -> None:
+    assert list(cli.track(iter(range(5)), "counting")) == list(range(5))
+
+
+# log ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def log_file(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "logs" / "hase.log"
+    logger.configure(None)
+
+
+def test_log_goes_to_stderr_and_whole_to_its_file(log_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger.configure(log_file)
+    log = logger.get_logger("test")
+    log.debug("detail")
+    log.info("going on")
+    log.warning("look")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "going on\nwarning: look\n"
+    lines = log_file.read_text().splitlines()
+    assert [line.partition(": ")[2] for line in lines] == ["detail", "going on", "look"]
+    assert f"WARNING hase.test[{os.getpid()}]" in lines[2]
+
+
+def test_log_rotates(log_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logger, "MAX_LOG_BYTES", 2000)
+    logger.configure(log_file, quiet=True)
+    for number in range(200):
+        logger.get_logger("test").info("line %d", number)
+    assert sorted(path.name for path in log_file.parent.iterdir()) == [
+        "hase.log", *(f"hase.log.{n}" for n in range(1, logger.KEPT_LOGS + 1))]
+    assert all(path.stat().st_size <= 2000 for path in log_file.parent.iterdir())
+
+
+def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").write_text("a file")
+    logger.configure(tmp_path / "logs" / "hase.log")
+    logger.get_logger("test").warning("still here")
+    assert "still here" in capsys.readouterr().err
+    assert logging.getLogger("hase").handlers
+    logger.configure(None)
+
+
+# statistics --------------------------------------------------------------------------------------------------------------
+
+def test_statistics_of_timings() -> None:
+    found = timing.summarize([4.0, 1.0, 2.0, 3.0, 10.0])
+    assert found.runs == 5
+    assert (found.mean_ms, found.median_ms, found.min_ms, found.max_ms) == (4.0, 3.0, 1.0, 10.0)
+    assert found.std_ms == pytest.approx(12.5 ** 0.5)  # of a sample: divided by n − 1
+    assert found.p95_ms == pytest.approx(8.8)
+    assert found.spread == pytest.approx((4.0 - 2.0) / 3.0)
+    assert found.unstable
+
+
+def test_statistics_of_one_and_of_steady_timings() -> None:
+    assert timing.summarize([2.0]).std_ms == 0.0
+    assert not timing.summarize([1.0] * 9 + [50.0]).unstable  # one outlier is told by p95 and max
+    assert not timing.summarize([1.0, 1.05, 1.1]).unstable
+
+
+def test_statistics_of_errors() -> None:
+    found = timing.error_statistics([1.0, 2.08, 0.92, 1.5], [1.0, 2.0, 1.0, 1.0])
+    assert found.count == 4
+    assert found.mape == pytest.approx((0.0 + 0.04 + 0.08 + 0.5) / 4)
+    assert found.median == pytest.approx(0.06)
+    assert found.worst == pytest.approx(0.5)
+    assert found.within_10 == 0.75
+    assert found.within_5 == 0.5
+
+
+# paths and fingerprints --------------------------------------------------------------------------------------------------
+
+def touch(*paths: Path) -> None:
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+
+
+def test_a_bare_name_is_looked_for_among_the_exported(workspace: Workspace, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(workspace.models / "net.onnx", workspace.models / "net.cpu-avx2-ort1.31-all.ort.onnx")
+    assert workspace.find_model(Path("net.onnx")) == workspace.models / "net.onnx"
+    monkeypatch.chdir(tmp_path)
+    touch(tmp_path / "net.onnx")
+    assert workspace.find_model(Path("net.onnx")).resolve() == tmp_path / "net.onnx"
+    with pytest.raises(UserError, match=r"other\.onnx: no such model, .*\(there: net\.onnx\)"):
+        workspace.find_model(Path("other.onnx"))
+
+
+def test_without_models_the_exporter_is_named(workspace: Workspace) -> None:
+    with pytest.raises(UserError, match="export some with: python model_zoo/torchvision_exporter"):
+        workspace.find_model(Path("net.onnx"))
+    workspace.models.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"no \.onnx models in this folder"):
+        workspace.find_models([workspace.models])
+
+
+def test_optimised_graphs_are_never_models(workspace: Workspace) -> None:
+    touch(*(workspace.models / name for name in (
+        "b.onnx", "a.onnx", "a.cpu-avx2-ort1.31-all.ort.onnx", "a.onnx.data", ".c.tmp.onnx", "notes.txt")))
+    wanted = [workspace.models / "a.onnx", workspace.models / "b.onnx"]
+    assert model_files([workspace.models]) == wanted
+    assert workspace.find_models([workspace.models]) == wanted
+    assert workspace.find_models([Path("models")]) == wanted  # as the plan types it: evaluator.py models/
+    assert workspace.find_models([Path("b.onnx"), Path("models")]) == [wanted[1], *wanted]
+
+
+def test_names_of_flavours_and_targets() -> None:
+    cpu = Flavour(execution_provider="cpu", ort_version="1.31", instruction_set="avx2")
+    assert cpu.name == "cpu-avx2-ort1.31-all"
+    assert Flavour(execution_provider="cuda", ort_version="1.31").name == "cuda-ort1.31-all"
+    assert Target(device="Some CPU @ 2.0GHz", flavour=cpu, threads=2).name == "some-cpu-2.0ghz-2t-cpu-avx2-ort1.31-all"
+    assert slug(" NVIDIA H200 / x ") == "nvidia-h200-x"
+
+
+def test_the_local_target_names_what_runs() -> None:
+    import onnxruntime
+
+    target = local_target("cpu")
+    assert target.flavour == flavour_of("cpu")
+    assert onnxruntime.__version__.startswith(target.flavour.ort_version + ".")
+    assert target.threads >= 1
+
+
+@pytest.mark.skipif(has_cuda(), reason="this machine has a GPU")
+def test_cuda_is_refused_without_a_gpu() -> None:
+    assert resolve_provider("auto") == "cpu"
+    with pytest.raises(UserError, match="no NVIDIA GPU"):
+        resolve_provider("cuda")

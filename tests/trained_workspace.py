@@ -1,0 +1,123 @@
+"""A workspace with small real models, a made-up dataset of their kernels, and predictors really trained on it."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from benchmark import dataset
+from ort_analysis.fusion_detector import analyze
+from ort_analysis.records import Kernel, ModelRecord
+from utils import files
+from utils.fingerprint import local_target, machine
+from utils.paths import ROOT, Workspace
+
+METRIC = "DCGM_FI_DEV_GPU_UTIL"
+LEVELS = {0.0: 0.0, 0.5: 50.0}  # stress level: the metric in the background
+HELD_OUT = "heldnet"
+TRAINING = """
+folds: 2
+threads: 1
+xgboost: {trees: 60, depth: 4}
+forest: {trees: 5}
+"""
+OPSETS = [helper.make_opsetid("", 17)]
+
+
+def conv_net(path: Path, batch: int | str = 1, channels: int = 16, size: int = 16, element: int = TensorProto.FLOAT,
+             extra: str = "") -> Path:
+    """x → Conv → Relu → Conv → Relu (→ `extra`, an operator of one input) → GlobalAveragePool → Flatten → Gemm → y."""
+    rng = np.random.default_rng(0)
+    dtype = helper.tensor_dtype_to_np_dtype(element)
+    weights = {"w1": (channels, 8, 3, 3), "w2": (channels, channels, 3, 3), "w3": (channels, 10), "b3": (10,)}
+    pads: Any = {"pads": [1, 1, 1, 1], "kernel_shape": [3, 3]}
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["c1"], **pads), helper.make_node("Relu", ["c1"], ["r1"]),
+        helper.make_node("Conv", ["r1", "w2"], ["c2"], **pads), helper.make_node("Relu", ["c2"], ["r2"]),
+        helper.make_node(extra or "Identity", ["r2"], ["e"]), helper.make_node("GlobalAveragePool", ["e"], ["p"]),
+        helper.make_node("Flatten", ["p"], ["f"]), helper.make_node("Gemm", ["f", "w3", "b3"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes, path.stem, [helper.make_tensor_value_info("x", element, [batch, 8, size, size])],
+        [helper.make_tensor_value_info("y", element, [batch, 10])],
+        [numpy_helper.from_array(rng.standard_normal(shape).astype(dtype) * np.array(0.1, dtype), name)
+         for name, shape in weights.items()])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(helper.make_model(graph, opset_imports=OPSETS, ir_version=10), path)
+    return path
+
+
+def made_up_ms(kernel: Kernel, metric: float = 0.0) -> float:
+    """The time that the made-up dataset gives a kernel."""
+    return (0.002 + kernel.flops / 2e8 + (kernel.bytes_read + kernel.bytes_written) / 5e7) * (1 + metric / 100)
+
+
+def model_ms(record: ModelRecord, metric: float = 0.0) -> float:
+    """The time that the made-up dataset gives a model: 1.2 · Σ + 0.05 ms."""
+    return 1.2 * sum(made_up_ms(record.kernel_of(node), metric) for node in record.nodes) + 0.05 * (1 + metric / 100)
+
+
+def make_dataset(workspace: Workspace, records: list[ModelRecord]) -> None:
+    """Writes the dataset of this machine's CPU: every kernel and model at every level, times made up."""
+    target = local_target("cpu")
+    folder = workspace.dataset(target.name)
+    kernels = {kernel.id: kernel for record in records for kernel in record.kernels.values()}
+    described = {
+        name: dataset.DatasetKernel(kernel=kernel, models=tuple(one.model for one in records if name in one.kernels))
+        for name, kernel in kernels.items()}
+    here = machine("cpu")
+    stamps = {"started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:00:01+00:00"}
+    blocks = []
+    for level, metric in LEVELS.items():
+        found = [dataset.Measurement(subject="kernel", id=name, label=label, context="alone",
+                                     samples_ms=(made_up_ms(kernel, metric),) * 3, **stamps)
+                 for name, kernel in kernels.items() for label in dataset.LABELS]
+        found += [dataset.Measurement(subject="model", id=record.model, label="latency", context="alone",
+                                      samples_ms=(0.9 * time_ms, time_ms, 1.1 * time_ms), **stamps)
+                  for record in records for time_ms in [model_ms(record, metric)]]
+        blocks.append(dataset.Block(level=level, key="all", background={METRIC: metric}, during={METRIC: metric},
+                                    canary_before_ms=1.0, canary_after_ms=1.0, attempts=1, machine=here.uuid,
+                                    measurements=tuple(found)))
+    files.write_json(dataset.header_path(folder), dataset.DatasetHeader(
+        target=target, metrics=(METRIC,), machines={here.uuid: here}, held_out=(HELD_OUT,)))
+    files.write_text(dataset.journal_path(folder), "".join(block.model_dump_json() + "\n" for block in blocks))
+    files.write_text(dataset.kernels_path(folder), "".join(one.model_dump_json() + "\n" for one in described.values()))
+    files.write_csv(dataset.kernel_table_path(folder), dataset.kernel_columns([METRIC]),
+                    dataset.kernel_rows(blocks, described))
+    files.write_csv(dataset.model_table_path(folder), dataset.model_columns([METRIC]), dataset.model_rows(blocks))
+
+
+def make_models(workspace: Workspace) -> list[ModelRecord]:
+    """Exports the small models and writes their records; `dynnet` has a dynamic batch and is in no dataset."""
+    from ort_analysis.records import record_path
+
+    paths = [conv_net(workspace.models / f"{name}_c{channels}.onnx", channels=channels, batch=batch)
+             for name, batch in (("anet", 1), ("bnet", 2), ("cnet", 4)) for channels in (8, 16, 24, 32, 48, 64)]
+    paths.append(conv_net(workspace.models / f"{HELD_OUT}_c40.onnx", channels=40))
+    records = [analyze(path, "cpu") for path in paths]
+    for record in records:
+        files.write_json(record_path(workspace, record.flavour, record.model), record)
+    conv_net(workspace.models / "dynnet.onnx", batch="batch", channels=16)
+    return records
+
+
+@functools.cache
+def trained(root: Path) -> Workspace:
+    """The workspace at `root`, made once a test session; the phases' own commands train on the dataset."""
+    workspace = Workspace(root)
+    make_dataset(workspace, make_models(workspace))
+    files.write_text(root / "training.yaml", TRAINING)
+    for script, *options in (["training/train_kernel_model.py", "--config", str(root / "training.yaml")],
+                             ["training/fit_composition.py"]):
+        done = subprocess.run([sys.executable, script, "--workspace", str(root), "--quiet", *options], cwd=ROOT,
+                              capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{script}: {done.stderr}")
+    return workspace

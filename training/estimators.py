@@ -1,0 +1,222 @@
+"""What learns a kernel's time: a roofline, XGBoost on log(time / roofline), and a random forest to compare with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from utils.config import Config
+
+if TYPE_CHECKING:
+    import xgboost
+
+    from training.training_set import TrainingSet
+
+Floats = npt.NDArray[np.float64]
+T = TypeVar("T")
+R = TypeVar("R")
+SHARED = "shared"  # the predictor of all types that have none of their own
+
+
+class XgboostSettings(Config):
+    """How boosters are trained; names as in training/config.yaml."""
+
+    trees: int = Field(400, ge=1)
+    depth: int = Field(6, ge=1, le=20)
+    learning_rate: float = Field(0.05, gt=0.0, le=1.0)
+    row_share: float = Field(0.8, gt=0.0, le=1.0)
+    column_share: float = Field(0.5, gt=0.0, le=1.0)
+    min_leaf_weight: float = Field(2.0, ge=0.0)
+    bins: int = Field(128, ge=2, le=1024)
+    objective: Literal["squarederror", "absoluteerror"] = "squarederror"
+
+
+class ForestSettings(Config):
+    """The random forest of the comparison."""
+
+    trees: int = Field(100, ge=1)
+    column_share: float = Field(0.33, gt=0.0, le=1.0)
+
+
+class TrainingConfig(Config):
+    """training/config.yaml."""
+
+    folds: int = Field(5, ge=2)
+    seed: int = 7
+    own_min_kernels: int = Field(60, ge=2)
+    short_ms: float = Field(0.02, ge=0.0)
+    threads: int = Field(0, ge=0)
+    xgboost: XgboostSettings = XgboostSettings()
+    forest: ForestSettings = ForestSettings()
+
+    @property
+    def workers(self) -> int:
+        return self.threads or os.cpu_count() or 1
+
+
+class Roofline(Config):
+    """The time of a kernel bound by arithmetic or by memory, plus what every kernel costs.
+
+    Attributes:
+        flops_per_ms, bytes_per_ms: the rates that well-running kernels reach.
+        floor_ms: the time of a kernel that does nothing.
+        scale: median of measured time over the bound; what a kernel of unknown type is multiplied by.
+    """
+
+    flops_per_ms: float
+    bytes_per_ms: float
+    floor_ms: float
+    scale: float
+
+    def bound_ms(self, flops: Floats, bytes_moved: Floats) -> Floats:
+        """The lower bound of each kernel's time."""
+        return np.maximum(flops / self.flops_per_ms, bytes_moved / self.bytes_per_ms) + self.floor_ms
+
+
+def fit_roofline(flops: Floats, bytes_moved: Floats, times_ms: Floats) -> Roofline:
+    """The roofline of measured idle kernels: rates that 2 % of them exceed, and the fastest 2 %'s time as the floor."""
+    rates = flops / times_ms, bytes_moved / times_ms
+    flops_per_ms, bytes_per_ms = (float(np.percentile(rate[rate > 0], 98)) if (rate > 0).any() else 1.0 for rate in rates)
+    bare = Roofline(flops_per_ms=flops_per_ms, bytes_per_ms=bytes_per_ms,
+                    floor_ms=float(np.percentile(times_ms, 2)), scale=1.0)
+    return bare.model_copy(update={"scale": float(np.median(times_ms / bare.bound_ms(flops, bytes_moved)))})
+
+
+@dataclass(frozen=True)
+class KernelModel:
+    """The predictors of one label.
+
+    Attributes:
+        roofline: of the label.
+        type_codes: kernel types as numbers, in the order of their median log(time / roofline).
+        predictor_of: for each kernel type the name of its booster.
+        boosters: by name; they hold log(time / roofline).
+    """
+
+    roofline: Roofline
+    type_codes: Mapping[str, float]
+    predictor_of: Mapping[str, str]
+    boosters: Mapping[str, xgboost.Booster]
+
+    def predict_ms(self, types: Iterable[str], features: Floats, load: Floats, flops: Floats,
+                   bytes_moved: Floats) -> Floats:
+        """The time of each row in ms, by the predictor of its kernel type; the scaled roofline where it has none.
+
+        Args:
+            types: kernel type of each row.
+            features: rows × FEATURES.
+            load: rows × metrics.
+            flops, bytes_moved: of each row.
+        """
+        types = list(types)
+        matrix = design_matrix(types, features, load, self.type_codes)
+        log_ratio = np.full(len(types), np.log(self.roofline.scale))
+        rows_of: dict[str, list[int]] = {}
+        for row, name in enumerate(types):
+            if name in self.predictor_of:
+                rows_of.setdefault(self.predictor_of[name], []).append(row)
+        for name, rows in rows_of.items():
+            log_ratio[rows] = self.boosters[name].inplace_predict(matrix[rows])
+        return self.roofline.bound_ms(flops, bytes_moved) * np.exp(log_ratio)
+
+
+def design_matrix(types: Iterable[str], features: Floats, load: Floats,
+                  codes: Mapping[str, float]) -> npt.NDArray[np.float32]:
+    """What the estimators see: FEATURES, the encoded kernel type (NaN: unknown) and the load."""
+    encoded = np.array([codes.get(name, np.nan) for name in types]).reshape(-1, 1)
+    return np.hstack([features, encoded, load]).astype(np.float32)
+
+
+def encode_types(types: Iterable[str], log_ratios: Floats) -> dict[str, float]:
+    """Kernel types numbered from the fastest to the slowest against the roofline, so that trees can split between."""
+    by_type: dict[str, list[float]] = {}
+    for name, ratio in zip(types, log_ratios, strict=True):
+        by_type.setdefault(str(name), []).append(float(ratio))
+    ordered = sorted(by_type, key=lambda name: (float(np.median(by_type[name])), name))
+    return {name: float(place) for place, name in enumerate(ordered)}
+
+
+def assign_folds(ids: Iterable[str], types: Iterable[str], folds: int, seed: int) -> npt.NDArray[np.int64]:
+    """A fold for each row: all rows of a kernel in one, and each type's kernels spread evenly over all."""
+    kernels = sorted(set(zip(map(str, types), map(str, ids), strict=True)))
+    shuffled = np.random.default_rng(seed).permutation(len(kernels))
+    by_type = sorted((kernels[place] for place in shuffled), key=lambda kernel: kernel[0])  # stable: shuffled within a type
+    fold = {name: place % folds for place, (_, name) in enumerate(by_type)}
+    return np.array([fold[str(name)] for name in ids], dtype=np.int64)
+
+
+def train_booster(matrix: npt.NDArray[np.float32], log_ratios: Floats, settings: XgboostSettings,
+                  seed: int) -> xgboost.Booster:
+    """XGBoost on log(time / roofline). One thread: fits run side by side, and busy cores stall its own threads."""
+    import xgboost
+
+    parameters = {
+        "objective": f"reg:{settings.objective}", "max_depth": settings.depth, "eta": settings.learning_rate,
+        "subsample": settings.row_share, "colsample_bytree": settings.column_share,
+        "min_child_weight": settings.min_leaf_weight, "max_bin": settings.bins, "tree_method": "hist", "seed": seed,
+        "nthread": 1, "verbosity": 0,
+    }
+    return xgboost.train(parameters, xgboost.DMatrix(matrix, log_ratios, nthread=1), settings.trees)
+
+
+def train_forest(matrix: npt.NDArray[np.float32], log_ratios: Floats, settings: ForestSettings, seed: int) -> Any:
+    """A random forest of unlimited depth on the same numbers."""
+    from sklearn.ensemble import RandomForestRegressor
+
+    forest = RandomForestRegressor(n_estimators=settings.trees, max_features=settings.column_share, random_state=seed, n_jobs=1)
+    return forest.fit(matrix, log_ratios)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the estimators of one label learn from: the roofline, type codes, matrix and log ratios of some rows."""
+
+    roofline: Roofline
+    type_codes: dict[str, float]
+    matrix: npt.NDArray[np.float32]
+    log_ratios: Floats
+
+
+def pose(rows: TrainingSet, label: str) -> Problem:
+    """The learning problem of `label` on `rows`, which all have that label; nothing of other rows enters."""
+    times = rows.times_ms[label]
+    base = rows.idle if rows.idle.any() else np.ones(len(rows), dtype=bool)
+    roofline = fit_roofline(rows.flops[base], rows.bytes_moved[base], times[base])
+    log_ratios = np.log(times / roofline.bound_ms(rows.flops, rows.bytes_moved))
+    codes = encode_types(rows.types, log_ratios)
+    return Problem(roofline, codes, design_matrix(rows.types, rows.features, rows.load, codes), log_ratios)
+
+
+def fit_kernel_model(rows: TrainingSet, label: str, own: Sequence[str], config: TrainingConfig,
+                     problem: Problem | None = None) -> KernelModel:
+    """Boosters for `label`: one for all rows, and one for each kernel type in `own` that has rows.
+
+    Every type keeps the shared booster as well; `predictor_of` says which one counts.
+    """
+    problem = problem or pose(rows, label)
+    boosters = {SHARED: train_booster(problem.matrix, problem.log_ratios, config.xgboost, config.seed)}
+    predictor_of = dict.fromkeys(problem.type_codes, SHARED)
+    for name in own:
+        mask = rows.types == name
+        if mask.any():
+            boosters[name] = train_booster(problem.matrix[mask], problem.log_ratios[mask], config.xgboost, config.seed)
+            predictor_of[name] = name
+    return KernelModel(problem.roofline, problem.type_codes, predictor_of, boosters)
+
+
+def predict_rows(model: KernelModel, rows: TrainingSet) -> Floats:
+    """`model`'s times in ms for rows of a dataset."""
+    return model.predict_ms(rows.types, rows.features, rows.load, rows.flops, rows.bytes_moved)
+
+
+def side_by_side(task: Callable[[T], R], items: Iterable[T], workers: int) -> list[R]:
+    """`task` of each item, in order, `workers` at a time. Threads will do: the estimators compute outside the interpreter."""
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(task, items))

@@ -1,0 +1,230 @@
+"""Phase 5, second half: fits how kernel times make a model's time on a target, latency = α·Σ + β.
+
+Reads the dataset, the kernel records and the predictors of each target (by default of all that have predictors). Writes
+training/predictors/<target>/composition.json. Run it after training/train_kernel_model.py.
+
+Σ is made of kernels predicted out of fold: what predicts a model's kernels saw none of its family's, just as with a model
+that nobody measured. Each label is tried as a sum and as a longest path; each family of models is left out of the fit of
+α and β in turn, and the candidate that errs least on what was left out is the target's composition.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from utils import cli
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.paths import ROOT, Workspace
+
+if TYPE_CHECKING:
+    from ort_analysis.records import ModelRecord
+    from training.composition import Composition
+    from training.estimators import TrainingConfig
+    from training.predictor_files import Sidecar
+    from training.training_set import TrainingSet
+
+log = get_logger("composition")
+CONFIG = ROOT / "training" / "config.yaml"
+LEAST_KERNELS = 20  # fewer left to learn from when a family is left out, and predictions would mean nothing
+EXAMPLES = """
+python training/fit_composition.py
+python training/fit_composition.py --target h200-cuda-ort1.31-all --json
+"""
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A model of the fit: its record, its family, and its idle latency in ms."""
+
+    record: ModelRecord
+    family: str
+    latency_ms: float
+
+
+def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list[MeasuredModel]:
+    """The models of the dataset that may enter the fit: measured idle, with a record, of no held-out family.
+
+    Raises:
+        UserError: there is none.
+    """
+    from benchmark.dataset import COLLECT, load_model_table
+    from ort_analysis.records import REMAKE, family, load_record, record_path
+
+    table = load_model_table(workspace, target)
+    idle = table[(table["Status"] == "ok") & (table["Level"] == 0)]
+    column = "median_ms" if "median_ms" in idle.columns else "Latency_ms"
+    found = []
+    for name, latency_ms in idle.groupby("Model", sort=True)[column].median().items():
+        if family(str(name)) in sidecar.held_out:
+            continue
+        path = record_path(workspace, sidecar.target.flavour, str(name))
+        if not path.is_file():
+            log.warning("%s: measured, but has no record (%s); left out. Make it with: %s", name, path, REMAKE)
+            continue
+        found.append(MeasuredModel(load_record(path), family(str(name)), float(latency_ms)))
+    if not found:
+        raise UserError(f"{target}: no idle latency of a model that may enter the fit; measure models with: {COLLECT}")
+    return found
+
+
+def left_out_groups(models: Sequence[MeasuredModel]) -> tuple[Literal["family", "model", "nothing"], list[str]]:
+    """What is left out at a time, and each model's group: its family, or itself where there is one family only."""
+    if len({model.family for model in models}) > 1:
+        return "family", [model.family for model in models]
+    return ("model" if len(models) > 1 else "nothing"), [model.record.model for model in models]
+
+
+def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: str, label: str,
+                        own: Sequence[str], config: TrainingConfig) -> dict[str, dict[str, float]]:
+    """For each model, its kernels' idle times in ms by id, predicted by a training that saw none of them.
+
+    With families left out, no kernel that was sampled near the family's shapes is seen either. At most `folds` trainings:
+    several groups share one where there are more.
+    """
+    import numpy as np
+
+    from training.estimators import fit_kernel_model, side_by_side
+    from training.features import kernel_features
+
+    rows = rows.rows(np.isfinite(rows.times_ms[label]))
+    names = sorted(set(groups))
+    idle_load = np.array(list(rows.idle_load.values()))
+
+    def one_fold(fold: int) -> dict[str, dict[str, float]]:
+        out = {name for place, name in enumerate(names) if place % config.folds == fold}
+        held = [model for model, group in zip(models, groups, strict=True) if group in out]
+        kernels = {kernel.id: kernel for model in held for kernel in model.record.kernels.values()}
+        seen = ~np.isin(rows.ids, list(kernels))
+        if left_out == "family":
+            seen &= np.array([not (families & out) for families in rows.families])
+        if len(set(rows.ids[seen])) < LEAST_KERNELS:
+            log.warning("%s: too few kernels are left to learn from without %s; its kernels stay in the training, so the "
+                        "errors below flatter", label, ", ".join(sorted(out)))
+            seen = np.ones(len(rows), dtype=bool)
+        fitted = fit_kernel_model(rows.rows(seen), label, own, config)
+        listed = list(kernels.values())
+        times = fitted.predict_ms(
+            [kernel.type for kernel in listed], np.array([kernel_features(kernel) for kernel in listed]),
+            np.tile(idle_load, (len(listed), 1)), np.array([float(kernel.flops) for kernel in listed]),
+            np.array([float(kernel.bytes_read + kernel.bytes_written) for kernel in listed]))
+        by_id = dict(zip(kernels, times.tolist(), strict=True))
+        return {model.record.model: {name: by_id[name] for name in model.record.kernels} for model in held}
+
+    folds = range(min(config.folds, len(names)))
+    return {name: times for part in side_by_side(one_fold, folds, config.workers) for name, times in part.items()}
+
+
+def compose(record: ModelRecord, times_ms: dict[str, float]) -> dict[str, float]:
+    """Σ and longest path (ms) of a model whose kernels take `times_ms` by id."""
+    from graph_model.dag_critical_path import build_dag, calculate_latency
+    from training.composition import KINDS
+
+    dag = build_dag(record)
+    by_node = {node.name: times_ms[node.kernel_id] for node in record.nodes}
+    return {kind: calculate_latency(dag, by_node, kind) for kind in KINDS}
+
+
+def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Composition:
+    """The composition of a target, from its dataset and predictors.
+
+    Raises:
+        UserError: no predictors, no dataset, no measured models, or predictors of another state of the dataset.
+    """
+    import numpy as np
+
+    from training.composition import KINDS, Composition, FittedModel, best, fit_candidate
+    from training.predictor_files import TRAIN, read_sidecar
+    from training.training_set import load_training_set
+
+    sidecar = read_sidecar(workspace.predictors(target))
+    rows = load_training_set(workspace, target)
+    if rows.sha256 != sidecar.dataset_sha256:
+        raise UserError(f"{target}: the dataset has changed since the predictors were trained; train again: {TRAIN}")
+    models = measured_models(workspace, target, sidecar)
+    left_out, groups = left_out_groups(models)
+    if left_out == "nothing":
+        log.warning("%s: one model measured; α is fitted on it, β is 0, and there is no cross-validation", target)
+    measured = np.array([model.latency_ms for model in models])
+    candidates, predictions = [], []
+    for label, about in cli.track(list(sidecar.labels.items()), f"composing {target}"):
+        own = [name for name, predictor in about.predictor_of.items() if predictor == name]
+        times = predict_out_of_fold(rows, models, groups, left_out, label, own, config)
+        composed = [compose(model.record, times[model.record.model]) for model in models]
+        for kind in KINDS:
+            candidate, predicted = fit_candidate(
+                label, kind, np.array([sums[kind] for sums in composed]), measured, None if left_out == "nothing" else groups)
+            candidates.append(candidate)
+            predictions.append(predicted)
+    chosen = best(candidates)
+    used = candidates[chosen]
+    return Composition(
+        label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms, left_out=left_out,
+        dataset_sha256=rows.sha256, candidates=tuple(candidates), models=tuple(
+            FittedModel(model=model.record.model, measured_ms=model.latency_ms, predicted_ms=float(predicted))
+            for model, predicted in zip(models, predictions[chosen], strict=True)))
+
+
+def candidate_table(composition: Composition) -> list[dict[str, Any]]:
+    """The candidates as rows to print, errors in per cent; the one used is marked."""
+    def percent(ratio: float | None) -> float | None:
+        return None if ratio is None else 100 * ratio
+
+    return [{"label": c.label, "composition": c.kind, "CV_MAPE_%": percent(c.cv_mape), "CV_max_%": percent(c.cv_max),
+             "alpha": c.alpha, "beta_ms": c.beta_ms, "fit_MAPE_%": percent(c.fit_mape), "plain_MAPE_%": percent(c.plain_mape),
+             "used": "yes" if (c.label, c.kind) == (composition.label, composition.kind) else ""}
+            for c in composition.candidates]
+
+
+def targets(workspace: Workspace) -> list[str]:
+    """Every target that has predictors.
+
+    Raises:
+        UserError: none has.
+    """
+    from training.predictor_files import TRAIN, sidecar_path
+
+    folder = workspace.predictors("")
+    found = sorted(path.name for path in folder.glob("*") if sidecar_path(path).is_file())
+    if not found:
+        raise UserError(f"{folder}: no predictors; train them with: {TRAIN}")
+    return found
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--target", help="name of a target in training/predictors (default: all)")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="settings (default: training/config.yaml)")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    from training.composition import composition_path
+    from training.estimators import TrainingConfig
+    from utils import files
+    from utils.config import load_config
+
+    config = load_config(args.config, TrainingConfig)
+    results = {}
+    for target in [args.target] if args.target else targets(workspace):
+        composition = fit_target(workspace, target, config)
+        path = composition_path(workspace.predictors(target))
+        files.write_json(path, composition)
+        log.info("saved %s", path)
+        results[target] = composition.model_dump(mode="json")
+        if not args.json:
+            cli.print_table(candidate_table(composition), f"{target}: {len(composition.models)} models, "
+                                                          f"each {composition.left_out} left out in turn")
+    if args.json:
+        cli.print_json(results)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,350 @@
+"""What training saves for a target and the predictor reads: boosters, a sidecar that describes them, measured times.
+
+In training/predictors/<target>/:
+- `predictors.json`, the sidecar: what the predictors hold for, what they read, how far off they are, and the files below
+  with their SHA-256.
+- `<label>-<hash>.pkl`: the boosters of one label, a pickle of xgboost's Booster and plain data.
+- `measured-<hash>.json`: idle times by kernel and label, for look-up.
+
+The hash guards against damage. Against attack, unpickling admits only the classes on a list. History of the schema:
+version 1 is the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ort_analysis.records import Frozen, Kernel
+from training.estimators import KernelModel, Roofline
+from training.features import FEATURES, kernel_features
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import Target, package_version
+from utils.logger import get_logger
+
+log = get_logger("predictors")
+SIDECAR_VERSION = 1
+TRAIN = "python training/train_kernel_model.py"
+ADMITTED = {("xgboost.core", "Booster")}  # all that unpickling may name
+REMEMBERED_KERNELS = 100_000
+REMEMBERED_LOADS = 64
+
+
+class TypeErrors(Frozen):
+    """Cross-validated errors of one kernel type (`all`: of every type) in one set of rows; ratios, not per cent.
+
+    Attributes:
+        rows_of: `idle`, `all levels`, or `idle, <n> µs and more`.
+        predictor: what predicts the type: `shared`, its own (the type's name), or `mixed` for all types.
+        within_10: share of rows predicted within ±10 %.
+        forest_mape, roofline_mape: of the two that the shipped predictor is compared with.
+    """
+
+    type: str
+    rows_of: str
+    predictor: str
+    kernels: int
+    mape: float
+    median: float
+    within_10: float
+    forest_mape: float
+    roofline_mape: float
+
+
+class LabelPredictors(Frozen):
+    """What the sidecar says of one label's predictors."""
+
+    file: str
+    sha256: str
+    roofline: Roofline
+    type_codes: dict[str, float]
+    predictor_of: dict[str, str]
+    errors: tuple[TypeErrors, ...]
+
+
+class Sidecar(Frozen):
+    """`predictors.json`.
+
+    Attributes:
+        target: what the predictors hold for.
+        dataset_sha256: of the kernel table they were trained on.
+        packages: versions of what made them.
+        features: that the boosters read, in order; the type's code and the load follow.
+        metrics: names of the load's features.
+        idle_load: the load that stands for an idle device.
+        load_range: least and greatest value of each metric in training; the same where only the idle device was measured.
+        dtypes: that the kernels of the training compute in.
+        held_out: model families that are in no fit.
+        measured, measured_sha256: the file of measured idle times.
+        labels: by name.
+    """
+
+    version: int = SIDECAR_VERSION
+    target: Target
+    created: str
+    dataset_sha256: str
+    packages: dict[str, str]
+    features: tuple[str, ...]
+    metrics: tuple[str, ...]
+    idle_load: dict[str, float]
+    load_range: dict[str, tuple[float, float]]
+    loaded_rows: int
+    dtypes: tuple[str, ...]
+    held_out: tuple[str, ...]
+    measured: str
+    measured_sha256: str
+    labels: dict[str, LabelPredictors]
+
+
+class KernelTimes(NamedTuple):
+    """The time of each kernel asked for (ms), and where it comes from: `measured`, `predicted` or `fallback`."""
+
+    latency_ms: list[float]
+    provenance: list[str]
+
+
+def sidecar_path(folder: Path) -> Path:
+    return folder / "predictors.json"
+
+
+def installed_packages() -> dict[str, str]:
+    """Versions of the packages that decide whether a saved predictor can be read."""
+    return {"xgboost": package_version("xgboost-cpu", "xgboost"), "numpy": package_version("numpy"),
+            "scikit-learn": package_version("scikit-learn")}
+
+
+def read_sidecar(folder: Path) -> Sidecar:
+    """The sidecar in `folder`.
+
+    Raises:
+        UserError: there is none, it is damaged, or made by another version of Hase or of xgboost.
+    """
+    path = sidecar_path(folder)
+    if not path.is_file():
+        raise UserError(f"{folder}: no predictors; train them with: {TRAIN}")
+    sidecar = files.read_record(path, Sidecar, SIDECAR_VERSION, TRAIN)
+    if sidecar.features != FEATURES:
+        raise UserError(f"{path}: made by another version of Hase, with other features; train again: {TRAIN}")
+    made, here = (packages["xgboost"] for packages in (sidecar.packages, installed_packages()))
+    if made.split(".")[:2] != here.split(".")[:2]:
+        raise UserError(f"{path}: made with xgboost {made}, here is {here}, which may not read it; train again: {TRAIN}")
+    return sidecar
+
+
+def read_checked(path: Path, sha256: str) -> bytes:
+    """The bytes of `path`.
+
+    Raises:
+        UserError: the file is missing, or its SHA-256 is not the one that the sidecar holds.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path}: named in {path.parent / 'predictors.json'} but missing; train again: {TRAIN}") from None
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise UserError(f"{path}: damaged or changed after training (its SHA-256 is not the one in predictors.json); "
+                        f"train again: {TRAIN}")
+    return data
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds only what ADMITTED lists: a pickle can otherwise name, and so run, anything that is installed."""
+
+    def __init__(self, data: bytes, where: Path) -> None:
+        super().__init__(io.BytesIO(data))
+        self.where = where
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ADMITTED:
+            raise UserError(f"{self.where}: refused: it holds {module}.{name}, which no saved predictor does; "
+                            f"don't use this file, train anew: {TRAIN}")
+        return super().find_class(module, name)
+
+
+def unpickle_boosters(data: bytes, where: Path) -> dict[str, Any]:
+    """The boosters in the bytes of a saved predictor, by name, set to predict with one thread.
+
+    Raises:
+        UserError: the bytes name a class that is not admitted, or are no pickled boosters.
+    """
+    try:
+        boosters = _Unpickler(data, where).load()
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a pickle that is none can fail in any way
+        raise UserError(f"{where}: not a saved predictor ({error}); train again: {TRAIN}") from None
+    import xgboost
+
+    if not isinstance(boosters, dict) or not all(isinstance(booster, xgboost.Booster) for booster in boosters.values()):
+        raise UserError(f"{where}: not a saved predictor; train again: {TRAIN}")
+    for booster in boosters.values():
+        booster.set_param({"nthread": 1})  # a few dozen rows: starting threads would take longer than predicting
+    return boosters
+
+
+@dataclass
+class Predictors:
+    """The predictors of a target, ready to predict. Boosters are unpickled at the first prediction that needs them.
+
+    Attributes:
+        folder: where they lie.
+        sidecar: what they are.
+        measured: idle times (ms) by kernel id and label.
+        pickles: the bytes of each label's boosters, checked.
+    """
+
+    folder: Path
+    sidecar: Sidecar
+    measured: dict[str, dict[str, float]]
+    pickles: dict[str, bytes]
+    _models: dict[str, KernelModel] = field(default_factory=dict, repr=False)
+    _features: dict[str, list[float]] = field(default_factory=dict, repr=False)
+    _times: dict[tuple[Any, ...], dict[str, tuple[float, str]]] = field(default_factory=dict, repr=False)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(self.sidecar.labels)
+
+    def kernel_model(self, label: str) -> KernelModel:
+        """The predictors of a label.
+
+        Raises:
+            UserError: no such label, or a file that holds something else.
+        """
+        if label not in self.sidecar.labels:
+            raise UserError(f"label {label}: not measured on {self.sidecar.target.name} (there: {', '.join(self.labels)})")
+        if label not in self._models:
+            about = self.sidecar.labels[label]
+            boosters = unpickle_boosters(self.pickles[label], self.folder / about.file)
+            absent = sorted(set(about.predictor_of.values()) - set(boosters))
+            if absent:
+                raise UserError(f"{self.folder / about.file}: predictor {absent[0]} is missing; train again: {TRAIN}")
+            self._models[label] = KernelModel(about.roofline, about.type_codes, about.predictor_of, boosters)
+        return self._models[label]
+
+    def load_vector(self, load: Mapping[str, float]) -> tuple[float, ...]:
+        """The load in the order of the sidecar's metrics; an empty mapping is the idle device.
+
+        Raises:
+            UserError: a metric is missing or no finite number, or nothing was measured under load.
+        """
+        sidecar = self.sidecar
+        if not load:
+            return tuple(sidecar.idle_load.values())
+        if not sidecar.loaded_rows:
+            raise UserError(f"{self.folder}: trained on an idle device alone, so it can't predict under load; measure "
+                            "more levels (benchmark/config.yaml) and train again")
+        missing = [name for name in sidecar.metrics if not math.isfinite(load.get(name, math.nan))]
+        if missing:
+            raise UserError(f"the load lacks {', '.join(missing)}; these predictors need {', '.join(sidecar.metrics)}, each "
+                            "a finite number")
+        outside = [f"{name} {load[name]:.4g} (measured: {low:.4g} to {high:.4g})"
+                   for name, (low, high) in sidecar.load_range.items() if not low <= load[name] <= high]
+        if outside:
+            log.warning("load beyond what was measured, taken as its edge: %s", "; ".join(outside))
+        return tuple(load[name] for name in sidecar.metrics)
+
+    def predict(self, kernels: Sequence[Kernel], load: Mapping[str, float], label: str | None = None,
+                strict: bool = False) -> KernelTimes:
+        """The time of each kernel.
+
+        Args:
+            kernels: in any number, also repeated.
+            load: background metrics by DCGM field name; empty: idle.
+            label: which time, as in DESIGN's words; by default the first that was trained.
+            strict: don't look up measured times.
+
+        Raises:
+            UserError: an unknown label, or a load that the predictors don't know.
+        """
+        label = label if label is not None else self.labels[0]
+        vector = self.load_vector(load)
+        known = files.cached(self._times, (label, vector, bool(load), strict), dict, REMEMBERED_LOADS)
+        new = {kernel.id: kernel for kernel in kernels if kernel.id not in known}
+        if new:
+            if len(known) > REMEMBERED_KERNELS:
+                known.clear()
+                new = {kernel.id: kernel for kernel in kernels}
+            known |= self._time(new, vector, label, look_up=not load and not strict)
+        pairs = [known[kernel.id] for kernel in kernels]
+        return KernelTimes([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+
+    def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
+              look_up: bool) -> dict[str, tuple[float, str]]:
+        """Time and provenance of each kernel by id, those of one predictor in one call."""
+        times: dict[str, tuple[float, str]] = {}
+        if look_up:
+            times = {name: (found[label], "measured") for name in kernels
+                     if (found := self.measured.get(name)) and label in found}
+        rest = [kernel for name, kernel in kernels.items() if name not in times]
+        if not rest:
+            return times
+        model = self.kernel_model(label)
+        rows = [files.cached(self._features, kernel.id, partial(kernel_features, kernel), REMEMBERED_KERNELS)
+                for kernel in rest]
+        predicted = model.predict_ms(
+            [kernel.type for kernel in rest], np.array(rows), np.tile(np.array(load), (len(rest), 1)),
+            np.array([kernel.flops for kernel in rest], dtype=float),
+            np.array([kernel.bytes_read + kernel.bytes_written for kernel in rest], dtype=float))
+        for kernel, time_ms in zip(rest, predicted.tolist(), strict=True):
+            times[kernel.id] = (time_ms, "predicted" if kernel.type in model.predictor_of else "fallback")
+        return times
+
+
+def load_predictors(folder: Path) -> Predictors:
+    """The predictors in `folder`, every file checked against the sidecar.
+
+    Raises:
+        UserError: none there, another version's, damaged.
+    """
+    sidecar = read_sidecar(folder)
+    measured = json.loads(read_checked(folder / sidecar.measured, sidecar.measured_sha256))
+    pickles = {label: read_checked(folder / about.file, about.sha256) for label, about in sidecar.labels.items()}
+    return Predictors(folder, sidecar, measured, pickles)
+
+
+def save_predictors(folder: Path, models: Mapping[str, KernelModel], errors: Mapping[str, Sequence[TypeErrors]],
+                    measured: Mapping[str, Mapping[str, float]], about: Mapping[str, Any]) -> Sidecar:
+    """Saves a target's predictors; the sidecar, written last, makes them count, so that the old ones hold until then.
+
+    Args:
+        folder: of the target.
+        models, errors: by label.
+        measured: idle times (ms) by kernel id and label.
+        about: the remaining fields of the sidecar.
+    """
+    labels = {}
+    for label, model in models.items():
+        used = {name: model.boosters[name] for name in sorted(set(model.predictor_of.values()))}
+        name, digest = _write_hashed(folder, label, "pkl", pickle.dumps(used, protocol=5))
+        labels[label] = LabelPredictors(
+            file=name, sha256=digest, roofline=model.roofline, type_codes=dict(model.type_codes),
+            predictor_of=dict(model.predictor_of), errors=tuple(errors[label]))
+    name, digest = _write_hashed(folder, "measured", "json", json.dumps(measured, separators=(",", ":")).encode())
+    sidecar = Sidecar(features=FEATURES, packages=installed_packages(), measured=name, measured_sha256=digest, labels=labels,
+                      **about)
+    files.write_json(sidecar_path(folder), sidecar)
+    kept = {name, *(about.file for about in labels.values())}
+    for old in [*folder.glob("*-*.pkl"), *folder.glob("measured-*.json")]:
+        if old.name not in kept:
+            old.unlink()
+    return sidecar
+
+
+def _write_hashed(folder: Path, stem: str, suffix: str, data: bytes) -> tuple[str, str]:
+    """Writes `data` under a name that holds a part of its SHA-256; returns the name and the whole hash."""
+    digest = hashlib.sha256(data).hexdigest()
+    name = f"{stem}-{digest[:8]}.{suffix}"
+    files.write_bytes(folder / name, data)
+    return name, digest

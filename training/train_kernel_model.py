@@ -1,0 +1,267 @@
+"""Phase 5: learns the time of a kernel from its shape and from what else runs on the device.
+
+Reads the datasets in benchmark/dataset (by default of every target) and training/config.yaml. Writes
+training/predictors/<target>/: boosters for each label, a sidecar that describes them, and the measured times for look-up.
+
+XGBoost learns log(time / roofline), once for all kernel types together and once for each type with enough kernels;
+cross-validation picks between the two for each type. A random forest and the bare roofline are reported beside it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from utils import cli
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.paths import ROOT, Workspace
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from training.estimators import KernelModel, TrainingConfig
+    from training.predictor_files import Sidecar, TypeErrors
+    from training.training_set import TrainingSet
+
+    Floats = npt.NDArray[np.float64]
+
+log = get_logger("training")
+CONFIG = ROOT / "training" / "config.yaml"
+OWN_MARGIN = 0.97  # a type's own predictor must err this much less than the shared one: each costs a call
+HEAD_COLUMNS = ("batch", "channels", "height", "width", "out_channels", "kernel_height", "stride", "log_flops", "log_bytes")
+EXAMPLES = """
+python training/train_kernel_model.py
+python training/train_kernel_model.py --target h200-cuda-ort1.31-all --json
+"""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One label's predictors, and how far off they are on kernels that they did not see."""
+
+    label: str
+    model: KernelModel
+    errors: tuple[TypeErrors, ...]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Times in ms that each estimator gives the rows of the fold it was not trained on; NaN where it gives none."""
+
+    shared: Floats
+    own: Floats
+    forest: Floats
+    roofline: Floats
+
+
+def cross_validate(rows: TrainingSet, label: str, own: list[str], config: TrainingConfig) -> LeftOut:
+    """Every row predicted by estimators that saw none of its kernel's rows."""
+    import numpy as np
+
+    from training import estimators
+
+    folds = estimators.assign_folds(rows.ids, rows.types, config.folds, config.seed)
+
+    def one_fold(fold: int) -> tuple[npt.NDArray[np.bool_], Floats]:
+        test = folds == fold
+        train, left = rows.rows(~test), rows.rows(test)
+        problem = estimators.pose(train, label)
+        model = estimators.fit_kernel_model(train, label, own, config, problem)
+        alone = estimators.KernelModel(problem.roofline, problem.type_codes,
+                                       dict.fromkeys(problem.type_codes, estimators.SHARED), model.boosters)
+        bound = problem.roofline.bound_ms(left.flops, left.bytes_moved)
+        seen = estimators.design_matrix(left.types, left.features, left.load, problem.type_codes)
+        forest = estimators.train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed)
+        has_own = np.array([model.predictor_of.get(name, estimators.SHARED) != estimators.SHARED for name in left.types])
+        return test, np.column_stack([
+            estimators.predict_rows(alone, left), np.where(has_own, estimators.predict_rows(model, left), np.nan),
+            bound * np.exp(forest.predict(seen)), bound * problem.roofline.scale])
+
+    predicted = np.full((len(rows), 4), np.nan)
+    for test, times in estimators.side_by_side(one_fold, sorted(set(folds.tolist())), config.workers):
+        predicted[test] = times
+    return LeftOut(*predicted.T)
+
+
+def choose_own(rows: TrainingSet, label: str, left_out: LeftOut, candidates: list[str]) -> list[str]:
+    """The kernel types whose own predictor errs clearly less than the shared one on idle rows."""
+    import numpy as np
+
+    measured, chosen = rows.times_ms[label], []
+    for name in candidates:
+        mask = (rows.types == name) & rows.idle & np.isfinite(left_out.own)
+        own, shared = (np.abs(times[mask] / measured[mask] - 1).mean() if mask.any() else np.inf
+                       for times in (left_out.own, left_out.shared))
+        if own < OWN_MARGIN * shared:
+            chosen.append(name)
+    return chosen
+
+
+def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own: list[str], short_ms: float) -> tuple[TypeErrors, ...]:
+    """Errors on left-out kernels, of all types and of each: idle, idle without the shortest, and at all levels."""
+    import numpy as np
+
+    from training.estimators import SHARED
+    from training.predictor_files import TypeErrors
+    from utils.timing import error_statistics
+
+    measured = rows.times_ms[label]
+    shipped = np.where(np.isin(rows.types, own) & np.isfinite(left_out.own), left_out.own, left_out.shared)
+    idle_time = dict(zip(rows.ids[rows.idle], measured[rows.idle], strict=True))
+    long = np.array([idle_time.get(name, time) >= short_ms for name, time in zip(rows.ids, measured, strict=True)])
+    sets = {"idle": rows.idle, f"idle, {short_ms * 1000:g} µs and more": rows.idle & long}
+    if not rows.idle.all():
+        sets |= {"all levels": np.ones(len(rows), dtype=bool), "under load": ~rows.idle}
+    found = []
+    for rows_of, chosen in sets.items():
+        counts = {name: len(set(rows.ids[chosen & (rows.types == name)])) for name in sorted(set(rows.types.tolist()))}
+        for name in ["all", *sorted((name for name in counts if counts[name]), key=lambda name: -counts[name])]:
+            mask = chosen if name == "all" else chosen & (rows.types == name)
+            if not mask.any():
+                continue
+            errors, forest, roofline = (error_statistics(times[mask], measured[mask])
+                                        for times in (shipped, left_out.forest, left_out.roofline))
+            found.append(TypeErrors(
+                type=name, rows_of=rows_of, kernels=len(set(rows.ids[mask])), mape=errors.mape, median=errors.median,
+                within_10=errors.within_10, forest_mape=forest.mape, roofline_mape=roofline.mape,
+                predictor=("mixed" if own else SHARED) if name == "all" else name if name in own else SHARED))
+    return tuple(found)
+
+
+def train_label(rows: TrainingSet, label: str, config: TrainingConfig) -> Trained:
+    """The predictors of one label, picked and judged by cross-validation, then trained on all of its rows.
+
+    Raises:
+        UserError: fewer kernels than folds.
+    """
+    import numpy as np
+
+    from training.estimators import fit_kernel_model
+
+    rows = rows.rows(np.isfinite(rows.times_ms[label]))
+    kernels = sorted(set(zip(rows.ids.tolist(), rows.types.tolist(), strict=True)))
+    if len(kernels) < config.folds:
+        raise UserError(f"{rows.header.target.name}, label {label}: {len(kernels)} kernels measured, but cross-validation in "
+                        f"{config.folds} folds needs as many; measure more, or set fewer folds in {CONFIG.name}")
+    counts: dict[str, int] = {}
+    for _, name in kernels:
+        counts[name] = counts.get(name, 0) + 1
+    candidates = [name for name, count in counts.items() if count >= config.own_min_kernels]
+    left_out = cross_validate(rows, label, candidates, config)
+    own = choose_own(rows, label, left_out, candidates)
+    log.info("%s: %d rows of %d kernels; predictors of their own: %s", label, len(rows), len(kernels), ", ".join(own) or "none")
+    return Trained(label, fit_kernel_model(rows, label, own, config),
+                   type_errors(rows, label, left_out, own, config.short_ms))
+
+
+def measured_times(rows: TrainingSet) -> dict[str, dict[str, float]]:
+    """Idle times in ms by kernel id and label: the median where several machines measured it."""
+    import numpy as np
+
+    collected: dict[str, dict[str, list[float]]] = {}
+    for label, times in rows.times_ms.items():
+        for place in np.flatnonzero(rows.idle & np.isfinite(times)):
+            collected.setdefault(str(rows.ids[place]), {}).setdefault(label, []).append(float(times[place]))
+    return {name: {label: float(np.median(found)) for label, found in by_label.items()}
+            for name, by_label in collected.items()}
+
+
+def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained]) -> Sidecar:
+    """Writes the predictors of a target with their sidecar."""
+    from datetime import UTC, datetime
+
+    import numpy as np
+
+    from training.predictor_files import save_predictors
+
+    header = rows.header
+    spans = {name: (float(low), float(high)) for name, low, high in zip(
+        rows.metrics, np.nanmin(rows.load, axis=0), np.nanmax(rows.load, axis=0), strict=True)}
+    about: Mapping[str, Any] = {
+        "target": header.target, "created": datetime.now(UTC).isoformat(timespec="seconds"), "dataset_sha256": rows.sha256,
+        "metrics": rows.metrics, "idle_load": rows.idle_load, "load_range": spans, "dtypes": rows.dtypes,
+        "loaded_rows": int((~rows.idle).sum()), "held_out": header.held_out}
+    return save_predictors(workspace.predictors(header.target.name), {one.label: one.model for one in trained},
+                           {one.label: one.errors for one in trained}, measured_times(rows), about)
+
+
+def head(rows: TrainingSet, label: str, count: int = 5) -> list[dict[str, Any]]:
+    """The first rows as the estimators see them: sizes, the encoded type, the load; and the time to learn."""
+    import numpy as np
+
+    from training.estimators import pose
+    from training.features import FEATURES
+
+    codes = pose(rows.rows(np.isfinite(rows.times_ms[label])), label).type_codes
+    table = []
+    for place in range(min(count, len(rows))):
+        row: dict[str, Any] = {name: float(rows.features[place, FEATURES.index(name)]) for name in HEAD_COLUMNS}
+        row["type_code"] = codes.get(str(rows.types[place]))
+        row |= {name: float(rows.load[place, column]) for column, name in enumerate(rows.metrics)}
+        table.append(row | {f"{label}_ms": float(rows.times_ms[label][place])})
+    return table
+
+
+def error_table(trained: Trained) -> list[dict[str, Any]]:
+    """The errors of one label as rows to print, in per cent."""
+    return [{"label": trained.label, "rows": e.rows_of, "type": e.type, "predictor": e.predictor, "kernels": e.kernels,
+             "MAPE_%": 100 * e.mape, "median_%": 100 * e.median, "within_10_%": 100 * e.within_10,
+             "forest_MAPE_%": 100 * e.forest_mape, "roofline_MAPE_%": 100 * e.roofline_mape} for e in trained.errors]
+
+
+def targets(workspace: Workspace) -> list[str]:
+    """Every target that has a dataset.
+
+    Raises:
+        UserError: none has.
+    """
+    from benchmark.dataset import COLLECT, header_path
+
+    folder = workspace.dataset("")
+    found = sorted(path.name for path in folder.glob("*") if header_path(path).is_file())
+    if not found:
+        raise UserError(f"{folder}: no datasets; measure one with: {COLLECT}")
+    return found
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--target", help="name of a dataset in benchmark/dataset (default: all)")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="settings (default: training/config.yaml)")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    from training.estimators import TrainingConfig
+    from training.predictor_files import sidecar_path
+    from training.training_set import load_training_set
+    from utils.config import load_config
+
+    config = load_config(args.config, TrainingConfig)
+    results = []
+    for target in [args.target] if args.target else targets(workspace):
+        rows = load_training_set(workspace, target)
+        log.info("%s: %d rows of %d kernels, %d idle", target, len(rows), len(set(rows.ids.tolist())), int(rows.idle.sum()))
+        if not args.json:
+            cli.print_table(head(rows, "run"), f"{target}: the first rows as numbers")
+        trained = [train_label(rows, label, config) for label in cli.track(list(rows.times_ms), f"training {target}")]
+        sidecar = save(workspace, rows, trained)
+        log.info("saved %s", sidecar_path(workspace.predictors(target)))
+        results.append({"target": target, "folder": str(workspace.predictors(target)), "errors": {
+            label: [errors.model_dump() for errors in about.errors] for label, about in sidecar.labels.items()}})
+        for one in trained if not args.json else []:
+            cli.print_table(error_table(one), f"{target}, label {one.label}: kernels left out of training")
+    if args.json:
+        cli.print_json(results)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,148 @@
+"""A target's dataset as the arrays that predictors are trained on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from benchmark import dataset
+from ort_analysis.records import Kernel, family
+from training.features import FEATURES, kernel_features
+from utils import files
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+log = get_logger("training")
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """Rows of the kernel table that may be learned from: measured well, and not of held-out families alone.
+
+    Attributes:
+        header: of the dataset.
+        sha256: of the kernel table, to tell what was learned from what.
+        ids, types: of each row's kernel.
+        families: of each row, the model families that hold its kernel (or near whose shapes it was sampled).
+        idle: rows without background load.
+        features: rows × FEATURES.
+        load: rows × `metrics`; idle rows all hold `idle_load`, so that noise of idle metrics is not learned.
+        metrics: names of the load's columns.
+        idle_load: median of each metric without background load.
+        times_ms: of each label that was measured, NaN where a row lacks it.
+        flops, bytes_moved: of each row's kernel.
+        dtypes: that the kernels compute in.
+    """
+
+    header: dataset.DatasetHeader
+    sha256: str
+    ids: npt.NDArray[np.str_]
+    types: npt.NDArray[np.str_]
+    families: tuple[frozenset[str], ...]
+    idle: npt.NDArray[np.bool_]
+    features: Floats
+    load: Floats
+    metrics: tuple[str, ...]
+    idle_load: dict[str, float]
+    times_ms: dict[str, Floats]
+    flops: Floats
+    bytes_moved: Floats
+    dtypes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, mask: npt.NDArray[np.bool_]) -> TrainingSet:
+        """The rows where `mask` is true."""
+        return replace(
+            self, ids=self.ids[mask], types=self.types[mask], idle=self.idle[mask], features=self.features[mask],
+            families=tuple(names for names, kept in zip(self.families, mask, strict=True) if kept), load=self.load[mask],
+            times_ms={label: times[mask] for label, times in self.times_ms.items()}, flops=self.flops[mask],
+            bytes_moved=self.bytes_moved[mask])
+
+
+def families_of(models: str) -> frozenset[str]:
+    """The families in a cell of the column Models, `resnet18_fp32_b1_224x224|sampled:vgg`."""
+    return frozenset(family(name.removeprefix(dataset.SAMPLED)) for name in models.split("|") if name)
+
+
+def load_training_set(workspace: Workspace, target: str) -> TrainingSet:
+    """The dataset of `target` as arrays.
+
+    Raises:
+        UserError: no dataset, a damaged one, or one without a row to learn from.
+    """
+    folder = workspace.dataset(target)
+    if not dataset.header_path(folder).is_file():
+        raise UserError(f"{folder}: no dataset of target {target}; measure it with: {dataset.COLLECT}")
+    header = dataset.load_header(folder)
+    table = dataset.load_kernel_table(workspace, target)
+    kernels = {described.kernel.id: described.kernel for described in dataset.read_kernels(folder)}
+    table = _measured(table)
+    owners = [families_of(models if isinstance(models, str) else "") for models in table["Models"]]
+    held_out = set(header.held_out)
+    learned = np.array([not names or bool(names - held_out) for names in owners], dtype=bool)
+    if held_out:
+        log.info("%d kernel rows belong to held-out families alone (%s) and are left out", int((~learned).sum()),
+                 ", ".join(sorted(held_out)))
+    table = table[learned]
+    owners = [names for names, kept in zip(owners, learned, strict=True) if kept]
+    unknown = sorted(set(table["Kernel_ID"]) - set(kernels))
+    if unknown:
+        raise UserError(f"{dataset.kernels_path(folder)}: kernel {unknown[0]} of the table is not described there; "
+                        f"the dataset is damaged, make it anew: {dataset.COLLECT}")
+    if not len(table):
+        raise UserError(f"{dataset.kernel_table_path(folder)}: no measured kernel to learn from; measure with: "
+                        f"{dataset.COLLECT}")
+    return _arrays(header, files.sha256(dataset.kernel_table_path(folder)), table, owners, kernels)
+
+
+def _measured(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows with status ok; the others are counted and named in the log."""
+    failed = table[table["Status"] != "ok"]
+    if len(failed):
+        counts = Counter(failed["Status"].fillna("without a status"))
+        names = sorted(set(failed["Kernel_ID"].astype(str)))
+        log.warning("%d rows were not measured and are left out (%s): %s%s", len(failed),
+                    ", ".join(f"{count} {status}" for status, count in counts.items()), ", ".join(names[:5]),
+                    f" and {len(names) - 5} more kernels" if len(names) > 5 else "")
+    return table[table["Status"] == "ok"]
+
+
+def _arrays(header: dataset.DatasetHeader, sha256: str, table: pd.DataFrame, owners: list[frozenset[str]],
+            kernels: dict[str, Kernel]) -> TrainingSet:
+    ids = table["Kernel_ID"].to_numpy(dtype=str)
+    described = {name: kernel_features(kernels[name]) for name in set(ids)}
+    idle = table["Level"].to_numpy(dtype=float) == 0.0
+    if not idle.any():
+        raise UserError(f"dataset {header.target.name}: no idle rows (Level 0); measure them with: {dataset.COLLECT}")
+    metrics = tuple(name for name in header.metrics if name in table.columns and table[name][idle].notna().any())
+    load = np.array(table[list(metrics)], dtype=float).reshape(len(table), len(metrics))
+    idle_load = {name: float(np.nanmedian(load[idle, column])) for column, name in enumerate(metrics)}
+    load[idle] = list(idle_load.values())
+    return TrainingSet(
+        header=header, sha256=sha256, ids=ids, types=np.array([kernels[name].type for name in ids]), families=tuple(owners),
+        idle=idle, features=np.array([described[name] for name in ids], dtype=float).reshape(len(ids), len(FEATURES)),
+        load=load, metrics=metrics, idle_load=idle_load, times_ms=_times(table),
+        flops=np.array([kernels[name].flops for name in ids], dtype=float),
+        bytes_moved=np.array([kernels[name].bytes_read + kernels[name].bytes_written for name in ids], dtype=float),
+        dtypes=tuple(sorted({kernels[name].dtype for name in set(ids)})),
+    )
+
+
+def _times(table: pd.DataFrame) -> dict[str, Floats]:
+    """The measured times by label. `run` is the median where it is there: the mean follows single disturbed runs."""
+    times = {"run": table["Latency_ms"].to_numpy(dtype=float)}
+    if "run_median_ms" in table.columns:
+        median = table["run_median_ms"].to_numpy(dtype=float)
+        times["run"] = np.where(np.isfinite(median), median, times["run"])
+    for label in dataset.LABELS:
+        if label != "run" and f"{label}_ms" in table.columns and table[f"{label}_ms"].notna().any():
+            times[label] = table[f"{label}_ms"].to_numpy(dtype=float)
+    return times

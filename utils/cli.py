@@ -1,0 +1,184 @@
+"""What every command line of Hase shares: arguments, tables, progress, and how errors reach the user."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from utils import logger
+from utils.errors import UserError
+from utils.paths import ROOT, Workspace
+
+T = TypeVar("T")
+_QUIET_SECONDS = 15.0  # between two progress lines where stderr is no terminal
+
+OS_ERROR_ADVICE = {
+    errno.ENOSPC: "the disk is full; free some space and run the same command again: what was finished is kept",
+    errno.EDQUOT: "the disk quota is used up; free some space and run the same command again",
+    errno.EACCES: "no permission; choose another --workspace or change the permissions",
+    errno.EPERM: "not permitted; choose another --workspace or change the permissions",
+    errno.EROFS: "the file system is read-only; choose another --workspace",
+    errno.EEXIST: "a file stands where a folder is needed",
+    errno.ENOTDIR: "a part of this path is a file, not a folder",
+    errno.ENOENT: "no such file or folder",
+    errno.EISDIR: "this is a folder, a file was expected",
+}
+
+
+def parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
+    """An argument parser that shows the script's own docstring first and `examples` last, and knows the shared options.
+
+    Args:
+        doc: the script's `__doc__`.
+        examples: shell lines to paste, one a line.
+    """
+    made = argparse.ArgumentParser(
+        description=doc, epilog=f"examples:\n{examples.strip()}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shared = made.add_argument_group("shared options")
+    shared.add_argument("--workspace", type=Path, default=ROOT, metavar="DIR",
+                        help="folder that holds what the phases write (default: the repository)")
+    shared.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
+    shared.add_argument("--verbose", action="store_true", help="debug lines on stderr too")
+    shared.add_argument("--quiet", action="store_true", help="only warnings and errors on stderr")
+    return made
+
+
+def start(args: argparse.Namespace) -> Workspace:
+    """Sets logging up as the shared options ask, and returns the workspace."""
+    workspace = Workspace(Path(args.workspace).resolve())
+    logger.configure(workspace.log_file, verbose=args.verbose, quiet=args.quiet)
+    return workspace
+
+
+def add_dim(made: argparse.ArgumentParser) -> None:
+    """Adds `--dim NAME=SIZE[,SIZE…]` (repeatable): the sizes of a model's dynamic dimensions."""
+    made.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE",
+                      help="size of a dynamic dimension, e.g. --dim batch=16 (repeat for others)")
+
+
+def parse_dims(texts: Sequence[str]) -> dict[str, list[int]]:
+    """`["batch=1,2", "height=224"]` as `{"batch": [1, 2], "height": [224]}`.
+
+    Raises:
+        UserError: a text that is no NAME=SIZE, a size that is no positive whole number, or a name given twice.
+    """
+    dims: dict[str, list[int]] = {}
+    for text in texts:
+        name, _, sizes = text.partition("=")
+        try:
+            values = [int(size) for size in sizes.split(",")]
+        except ValueError:
+            values = []
+        if not name or not values or min(values) < 1:
+            raise UserError(f"--dim {text}: write NAME=SIZE with positive whole numbers, for example --dim batch=16")
+        if name in dims:
+            raise UserError(f"--dim {text}: {name} is given twice; give several sizes as {name}=1,2,4")
+        dims[name] = values
+    return dims
+
+
+def one_size_dims(texts: Sequence[str]) -> dict[str, int]:
+    """Like `parse_dims`, for commands that take one size a dimension."""
+    dims = parse_dims(texts)
+    for name, sizes in dims.items():
+        if len(sizes) > 1:
+            raise UserError(f"--dim {name}: this command takes one size, not {len(sizes)}")
+    return {name: sizes[0] for name, sizes in dims.items()}
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout; pydantic models are dumped by field name."""
+    if hasattr(value, "model_dump"):
+        value = value.model_dump(mode="json")
+    print(json.dumps(value, indent=2, default=str))
+
+
+def cell(value: Any) -> str:
+    """A table cell: four significant digits for floats, a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return str(value)
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
+    """Rows as a table on a terminal, and as tab-separated lines with a header in a pipe."""
+    if not rows:
+        return
+    columns = list(rows[0])
+    if not sys.stdout.isatty():
+        print("\t".join(columns))
+        for row in rows:
+            print("\t".join(cell(row.get(column)) for column in columns))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", header_style="bold")
+    for column in columns:
+        numeric = all(isinstance(row.get(column), (int, float, type(None))) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell(row.get(column)) for column in columns))
+    Console().print(table)
+
+
+def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
+    """Passes `items` on while a bar with its ETA stands on stderr (a line every 15 s where that is no terminal)."""
+    if total is None:
+        total = len(items) if hasattr(items, "__len__") else None  # type: ignore[arg-type]
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import track as rich_track
+
+        yield from rich_track(items, description, total=total, console=Console(stderr=True), transient=True)
+        return
+    log = logger.get_logger("progress")
+    began = said = time.monotonic()
+    for done, item in enumerate(items):
+        now = time.monotonic()
+        if now - said > _QUIET_SECONDS and done:
+            said = now
+            eta = f", {(now - began) / done * (total - done):.0f} s left" if total else ""
+            log.info("%s: %d%s%s", description, done, f" of {total}" if total else "", eta)
+        yield item
+
+
+def explain(error: OSError) -> str:
+    """An operating-system error in the user's words: the file, what is wrong, what to do."""
+    where = f"{error.filename}: " if error.filename else ""
+    return where + OS_ERROR_ADVICE.get(error.errno or 0, error.strerror or str(error))
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Runs a script's `main` and exits: 0 done, 1 the user's to mend (one line on stderr), 2 usage, 130 interrupted.
+
+    Bugs keep their traceback: only `UserError` and file-system errors that a user can mend are turned into a line.
+    """
+    try:
+        code = main() or 0
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    except BrokenPipeError:  # the reader (`| head`) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except OSError as error:
+        if error.errno not in OS_ERROR_ADVICE:
+            raise
+        print(f"error: {explain(error)}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        print("interrupted: what was finished is kept; run the same command again to go on", file=sys.stderr)
+        code = 130
+    sys.exit(code)

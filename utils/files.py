@@ -1,0 +1,163 @@
+"""Files that are never half written, and the errors of reading them in the user's words."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from utils.errors import UserError
+
+M = TypeVar("M", bound=BaseModel)
+_CHUNK = 1 << 20
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a temporary path beside `path`; when the block ends well it replaces `path` at once, else it is removed.
+
+    The temporary name keeps the suffix, for writers that look at it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=f".tmp{path.suffix}", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes `data` to `path`, whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes `text` (UTF-8) to `path`, whole or not at all."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a pydantic model or plain data as indented JSON, whole or not at all."""
+    if isinstance(value, BaseModel):
+        write_text(path, value.model_dump_json(indent=1) + "\n")
+    else:
+        write_text(path, json.dumps(value, indent=1, default=str) + "\n")
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes rows under a header, whole or not at all; a missing or None value is an empty cell."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(columns), extrasaction="raise", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def append_line(path: Path, line: str) -> None:
+    """Appends one line and forces it to disk. A line torn by a kill is dropped by `read_lines` and here, before the next."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as log:
+        end = log.seek(0, os.SEEK_END)
+        if end:
+            log.seek(end - 1)
+            if log.read(1) != b"\n":
+                log.seek(0)
+                keep = log.read().rfind(b"\n") + 1
+                log.truncate(keep)
+                end = keep
+        try:
+            log.write(line.encode() + b"\n")
+            log.flush()
+            os.fsync(log.fileno())
+        except OSError:
+            log.truncate(end)  # a full disk must not leave half a line
+            raise
+
+
+def read_lines(path: Path) -> list[str]:
+    """The whole lines of `path`; a torn last line (no newline) is left out. No file: no lines.
+
+    Raises:
+        UserError: a whole line that is no text.
+    """
+    if not path.exists():
+        return []
+    whole = path.read_bytes().rpartition(b"\n")[0]  # cut first: a line may be torn within a character
+    try:
+        return [line for line in whole.decode().split("\n") if line]
+    except UnicodeDecodeError as error:
+        number = whole.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}, line {number}: damaged (not UTF-8 text); remove the line") from None
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of the file's bytes, in hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """The JSON document in `path`.
+
+    Raises:
+        UserError: no such file, or no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+
+
+def read_record(path: Path, schema: type[M], version: int, remake: str) -> M:
+    """A versioned JSON record.
+
+    Args:
+        path: the file.
+        schema: its class; the record's `version` field must equal `version`.
+        version: the only version this code reads.
+        remake: the command that makes a new one, named in the error.
+
+    Raises:
+        UserError: missing, damaged, of another version, or not of this kind.
+    """
+    data = read_json(path)
+    found = data.get("version") if isinstance(data, dict) else None
+    if found != version:
+        raise UserError(f"{path}: version {found}, this Hase reads version {version}; make it anew: {remake}")
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{path}: damaged at {where}: {first['msg']}; make it anew: {remake}") from None
+
+
+def cached(cache: dict[Any, Any], key: Any, make: Callable[[], Any], limit: int = 256) -> Any:
+    """`cache[key]`, made on a miss; the oldest entry goes when more than `limit` are held."""
+    if key not in cache:
+        value = make()
+        while len(cache) >= limit:
+            cache.pop(next(iter(cache)))
+        cache[key] = value
+    return cache[key]

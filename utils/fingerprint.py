@@ -1,0 +1,201 @@
+"""What produced a number: the flavour of graph, the target it holds for, and the very machine it was measured on."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from utils.errors import UserError
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Flavour(_Frozen):
+    """What shaped an optimised graph. Two machines with one flavour get the same graph of a model.
+
+    Attributes:
+        execution_provider: `cpu` or `cuda`.
+        ort_version: major and minor, e.g. `1.31`.
+        optimization: ORT's graph optimisation level.
+        instruction_set: the CPU's vector width class, which sets the block size of NCHWc layouts; "" on CUDA.
+    """
+
+    execution_provider: str
+    ort_version: str
+    optimization: str = "all"
+    instruction_set: str = ""
+
+    @property
+    def name(self) -> str:
+        parts = [self.execution_provider, self.instruction_set, f"ort{self.ort_version}", self.optimization]
+        return "-".join(part for part in parts if part)
+
+
+class Machine(_Frozen):
+    """The very device and software a measurement was taken on."""
+
+    device: str
+    uuid: str
+    driver: str
+    clocks: str
+    cpu: str
+    cores: int
+    memory_gib: float
+    versions: dict[str, str]
+
+
+class Target(_Frozen):
+    """What a predictor holds for: device model, flavour, provider options, threads and sharing mode."""
+
+    device: str
+    flavour: Flavour
+    provider_options: dict[str, str] = {}
+    threads: int = 0  # intra-op threads; 0 on CUDA
+    sharing: str = "exclusive"
+
+    @property
+    def name(self) -> str:
+        parts = [slug(self.device)]
+        if self.flavour.execution_provider == "cpu":
+            parts.append(f"{self.threads}t")
+        return "-".join([*parts, self.flavour.name])
+
+
+def slug(text: str) -> str:
+    """`text` in lower case with runs of anything but letters, digits and dots as one dash."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+def has_cuda() -> bool:
+    """Whether this machine has an NVIDIA GPU that its driver can talk to."""
+    return bool(gpu_facts())
+
+
+@functools.cache
+def gpu_facts() -> dict[str, str]:
+    """Name, uuid, driver and clocks of the first NVIDIA GPU; empty where there is none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    except pynvml.NVMLError:
+        return {}
+    clocks = [pynvml.nvmlDeviceGetMaxClockInfo(handle, kind) for kind in (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM)]
+    return {
+        "name": pynvml.nvmlDeviceGetName(handle),
+        "uuid": pynvml.nvmlDeviceGetUUID(handle),
+        "driver": pynvml.nvmlSystemGetDriverVersion(),
+        "clocks": f"SM {clocks[0]} MHz, memory {clocks[1]} MHz at most",
+    }
+
+
+@functools.cache
+def _cpu_info() -> tuple[str, frozenset[str]]:
+    """The CPU's model name and its feature flags."""
+    name, flags = platform.processor() or platform.machine(), frozenset[str]()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                name = value.strip()
+            elif key.strip() in ("flags", "Features"):
+                flags = frozenset(value.split())
+                break
+    return name, flags
+
+
+def instruction_set() -> str:
+    """The widest vector class of this CPU that ORT's CPU kernels tell apart."""
+    flags = _cpu_info()[1]
+    for name, flag in (("avx512", "avx512f"), ("avx2", "avx2"), ("avx", "avx"), ("neon", "asimd")):
+        if flag in flags:
+            return name
+    return platform.machine()
+
+
+def package_version(*names: str) -> str:
+    """The version of the first installed distribution among `names`, or ""."""
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+@functools.cache
+def ort_version() -> str:
+    """ONNX Runtime's full version, without importing it where its metadata is there."""
+    found = package_version("onnxruntime-gpu", "onnxruntime")
+    import_path = None
+    try:
+        from importlib.util import find_spec
+
+        spec = find_spec("onnxruntime")
+        import_path = Path(spec.origin).parent if spec and spec.origin else None
+    except (ImportError, ValueError):
+        pass
+    if import_path is not None:  # the package that `import` finds is the one that runs
+        text = (import_path / "__init__.py").read_text(encoding="utf-8")
+        match = re.search(r'__version__ = "([^"]+)"', text)
+        if match:
+            return match.group(1)
+    return found
+
+
+def resolve_provider(device: str) -> str:
+    """`auto`, `cuda` or `cpu` as the execution provider to use: `cuda` or `cpu`.
+
+    Raises:
+        UserError: CUDA is asked for and this machine has none.
+    """
+    if device == "auto":
+        return "cuda" if has_cuda() else "cpu"
+    if device == "cuda" and not has_cuda():
+        raise UserError("device cuda: no NVIDIA GPU that the driver can talk to on this machine "
+                        "(nvidia-smi should list one); use --device cpu or auto")
+    return device
+
+
+def flavour_of(execution_provider: str) -> Flavour:
+    """The flavour that this machine's ORT gives graphs for `cpu` or `cuda`."""
+    return Flavour(
+        execution_provider=execution_provider, ort_version=".".join(ort_version().split(".")[:2]),
+        instruction_set=instruction_set() if execution_provider == "cpu" else "",
+    )
+
+
+def local_target(execution_provider: str) -> Target:
+    """The target that this machine is, with ORT's default provider options and threads."""
+    flavour = flavour_of(execution_provider)
+    if execution_provider == "cuda":
+        return Target(device=gpu_facts()["name"], flavour=flavour)
+    return Target(device=_cpu_info()[0], flavour=flavour, threads=psutil.cpu_count(logical=False) or 1)
+
+
+def machine(execution_provider: str) -> Machine:
+    """The machine this process runs on, as the device of `execution_provider`."""
+    cpu, _ = _cpu_info()
+    gpu = gpu_facts() if execution_provider == "cuda" else {}
+    boot = Path("/etc/machine-id")
+    frequency = psutil.cpu_freq()
+    return Machine(
+        device=gpu.get("name", cpu), uuid=gpu.get("uuid") or (boot.read_text().strip() if boot.exists() else platform.node()),
+        driver=gpu.get("driver", platform.release()),
+        clocks=gpu.get("clocks") or (f"{frequency.max or frequency.current:.0f} MHz" if frequency else "unknown"),
+        cpu=cpu, cores=psutil.cpu_count() or 1, memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
+        versions={
+            "python": platform.python_version(), "onnxruntime": ort_version(), "onnx": package_version("onnx"),
+            "torch": package_version("torch"), "cudnn": package_version("nvidia-cudnn-cu13"),
+        },
+    )

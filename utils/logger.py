@@ -1,0 +1,76 @@
+"""Logging for every phase: short lines on stderr, full lines in a rotating file."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import sys
+from pathlib import Path
+from typing import Any
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s"
+MAX_LOG_BYTES = 5_000_000
+KEPT_LOGS = 3
+
+
+class _Colour(logging.Formatter):
+    """Console lines: the bare message, with the level named (in colour on a terminal) from WARNING up."""
+
+    COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        if record.exc_info:
+            message += "\n" + self.formatException(record.exc_info)
+        if record.levelno < logging.WARNING:
+            return message
+        label = record.levelname.lower()
+        if sys.stderr.isatty():
+            label = f"{self.COLOURS[record.levelno]}{label}\033[0m"
+        return f"{label}: {message}"
+
+
+class _CurrentStderr(logging.StreamHandler):
+    """Writes to whatever `sys.stderr` is now, so that a progress display that took it over keeps the lines in order."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger `hase.<name>`; silent about DEBUG until `configure` says otherwise."""
+    return logging.getLogger(f"hase.{name}")
+
+
+def configure(log_file: Path | None, *, verbose: bool = False, quiet: bool = False) -> None:
+    """Sends Hase's log to stderr and, where it can be written, to `log_file` (rotated at 5 MB, three kept).
+
+    Args:
+        log_file: the file for full lines, or None for the console only.
+        verbose: DEBUG lines on the console too.
+        quiet: only warnings and errors on the console.
+    """
+    root = logging.getLogger("hase")
+    root.setLevel(logging.DEBUG)
+    root.propagate = False
+    for old in list(root.handlers):
+        root.removeHandler(old)
+        old.close()
+    console = _CurrentStderr()
+    console.setLevel(logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO)
+    console.setFormatter(_Colour())
+    root.addHandler(console)
+    if log_file is None:
+        return
+    try:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.handlers.RotatingFileHandler(log_file, maxBytes=MAX_LOG_BYTES, backupCount=KEPT_LOGS, delay=True)
+    except OSError as error:  # a read-only checkout must not stop a prediction
+        root.debug("no log file: %s", error)
+        return
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    root.addHandler(handler)

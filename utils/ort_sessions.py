@@ -1,0 +1,119 @@
+"""Opens ONNX Runtime sessions: one place for providers, options, and the errors of bad models in the user's words."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from utils.errors import UserError
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
+FATAL = 4  # ORT's number for the log level above errors
+PROVIDER_NAMES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
+
+# The CPU provider fuses activations into these; the CUDA provider does not. With them off, level EXTENDED on a machine
+# without a GPU gives the graph that the CUDA provider runs (the README says how that was checked).
+CPU_ONLY_FUSIONS = ("ConvActivationFusion", "GemmActivationFusion", "MatMulActivationFusion")
+
+
+@functools.cache
+def _load_runtime(execution_provider: str) -> Any:
+    import onnxruntime
+
+    onnxruntime.set_default_logger_severity(FATAL)  # errors come as exceptions
+    if execution_provider == "cuda":
+        onnxruntime.preload_dlls()  # finds the CUDA libraries that torch's wheels brought
+    return onnxruntime
+
+
+def open_session(
+    model: Path | bytes, execution_provider: str, *, optimize: str = "all", disabled: Sequence[str] = (),
+    dims: Mapping[str, int] | None = None, save_to: Path | None = None, profile_prefix: Path | None = None,
+    provider_options: Mapping[str, str] | None = None, name: str = "", entries: Mapping[str, str] | None = None,
+) -> onnxruntime.InferenceSession:
+    """An inference session with ORT's defaults but for what the arguments say.
+
+    Args:
+        model: a file, or a serialised model.
+        execution_provider: `cpu` or `cuda`.
+        optimize: `all`, `extended` or `none`.
+        disabled: optimisers to leave out, by ORT's name.
+        dims: sizes of dynamic dimensions, fixed before optimising.
+        save_to: where ORT writes the optimised graph.
+        profile_prefix: turns ORT's profiler on; its file begins with this path.
+        provider_options: options of the CUDA provider.
+        name: what errors call the model; by default its path.
+        entries: further session config entries.
+
+    Raises:
+        UserError: the model can't be loaded, or the CUDA provider is asked for and does not come up.
+    """
+    runtime = _load_runtime(execution_provider)
+    options = runtime.SessionOptions()
+    levels = runtime.GraphOptimizationLevel
+    options.graph_optimization_level = {
+        "all": levels.ORT_ENABLE_ALL, "extended": levels.ORT_ENABLE_EXTENDED, "none": levels.ORT_DISABLE_ALL}[optimize]
+    options.log_severity_level = FATAL
+    for dim, size in (dims or {}).items():
+        options.add_free_dimension_override_by_name(dim, size)
+    for key, value in (entries or {}).items():
+        options.add_session_config_entry(key, value)
+    if save_to is not None:
+        options.optimized_model_filepath = str(save_to)
+    if profile_prefix is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(profile_prefix)
+    providers: list[Any] = list(PROVIDERS[execution_provider])
+    if provider_options and execution_provider == "cuda":
+        providers[0] = (providers[0], dict(provider_options))
+    source = model if isinstance(model, bytes) else str(model)
+    with model_errors(name or (str(model) if isinstance(model, Path) else "the model")):
+        session = runtime.InferenceSession(source, options, providers=providers, disabled_optimizers=list(disabled))
+    if execution_provider == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
+        raise UserError("the CUDA provider of ONNX Runtime did not come up, only the CPU's; "
+                        "it needs the CUDA 13 libraries that torch's wheels bring and a driver that knows CUDA 13")
+    return session
+
+
+class model_errors:  # lower case, since it reads as a statement: `with model_errors(path):`
+    """Turns ORT's and onnx's complaints about the model called `name` into a `UserError`; other exceptions pass."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None or error is None or issubclass(kind, UserError):
+            return
+        module = kind.__module__ or ""
+        running = kind is RuntimeError and str(error).startswith("Error in execution")  # what IOBinding's runs raise
+        if running or module.startswith("onnxruntime.") or module.startswith("google.protobuf") or (
+                module.startswith("onnx") and kind.__name__ in ("ValidationError", "InferenceError", "Fail")):
+            raise UserError(f"{self.name}: {advise(str(error))}") from None
+
+
+def advise(message: str) -> str:
+    """ORT's message, shortened to its last sentence and preceded by what it means for the user, where that is known."""
+    short = " ".join(message.split())
+    short = short.split(" : ")[-1] if short.startswith("[ONNXRuntimeError]") else short
+    short = short if len(short) <= 300 else short[:300] + " …"
+    meanings = (
+        (("Protobuf parsing failed", "Error parsing message", "INVALID_PROTOBUF"), "not an ONNX model, or cut short"),
+        (("NOT_IMPLEMENTED", "Could not find an implementation", "not a registered function/op", "No Op registered",
+          "No opset import"), "holds an operator that this ONNX Runtime can't run"),
+        (("External data", "external data", "External initializer", "GetFileLength", "ReadExternal", "file_size: No such file",
+          "external_data", "filesystem error"), "its weights lie in a separate file that is missing or too short"),
+        (("INVALID_GRAPH", "This is an invalid model"), "not a valid graph"),
+        (("Failed to allocate memory", "out of memory", "CUDA_ERROR_OUT_OF_MEMORY"), "does not fit in the memory"),
+    )
+    for needles, meaning in meanings:
+        if any(needle in message for needle in needles):
+            return f"{meaning} ({short})"
+    return short

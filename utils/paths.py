@@ -1,0 +1,97 @@
+"""Where everything lies: each artifact once, with the one script that writes it and those that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from utils.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+OPTIMIZED_SUFFIX = ".ort.onnx"  # ORT's optimised graph of a model: `<model>.<flavour>.ort.onnx`; never taken for a model
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A folder that holds what the phases write, laid out as the repository itself is (by default it is the repository)."""
+
+    root: Path = ROOT
+
+    @property
+    def log_file(self) -> Path:
+        return self.root / "logs" / "hase.log"
+
+    @property
+    def models(self) -> Path:
+        """Exported models and ORT's optimised graphs. Written by torchvision_exporter; read by every later phase."""
+        return self.root / "model_zoo" / "models"
+
+    @property
+    def kernel_records(self) -> Path:
+        """`<flavour>/<model>.json` and `<flavour>/index.json`. Written by fusion_detector; read by every later phase."""
+        return self.root / "ort_analysis" / "ort_kernel_record"
+
+    @property
+    def kernel_onnx(self) -> Path:
+        """`<flavour>/<kernel id>.onnx` with `<kernel id>.json`. Written by kernel_builder; read by runner and collector."""
+        return self.root / "kernel_model" / "kernel_onnx"
+
+    def dataset(self, target: str) -> Path:
+        """Measurements of one target. Written by collector; read by training, predictor and evaluator."""
+        return self.root / "benchmark" / "dataset" / target
+
+    def model_dag(self, flavour: str) -> Path:
+        """DAG files of one flavour. Written by dag_critical_path; read by overlap_simulator and by people."""
+        return self.root / "graph_model" / "model_DAG" / flavour
+
+    def predictors(self, target: str) -> Path:
+        """What is learned for one target. Written by train_kernel_model and fit_composition; read by the predictor."""
+        return self.root / "training" / "predictors" / target
+
+    @property
+    def evaluation(self) -> Path:
+        """Predicted against measured: CSV, JSON, plot. Written by evaluator; read by people."""
+        return self.root / "evaluation"
+
+    def find_model(self, name: Path) -> Path:
+        """The model file `name`; a bare name is also looked for among the exported models.
+
+        Raises:
+            UserError: it is in neither place; the models that are there are listed.
+        """
+        for candidate in (name, self.models / name):
+            if candidate.is_file():
+                return candidate
+        there = ", ".join(path.name for path in model_files([self.models])) if self.models.is_dir() else ""
+        raise UserError(
+            f"{name}: no such model, here or in {self.models}"
+            + (f" (there: {there})" if there else "; export some with: python model_zoo/torchvision_exporter.py")
+        )
+
+    def find_models(self, names: Iterable[Path]) -> list[Path]:
+        """The model files that `names` (files or folders) stand for; a bare `models` is also looked for in model_zoo.
+
+        Raises:
+            UserError: a name that is nowhere, or a folder without models.
+        """
+        found: list[Path] = []
+        for name in names:
+            folder = next((p for p in (name, self.root / "model_zoo" / name) if p.is_dir()), None)
+            if folder is None:
+                found.append(self.find_model(name))
+                continue
+            inside = model_files([folder])
+            if not inside:
+                raise UserError(f"{folder}: no .onnx models in this folder; export some with: "
+                                "python model_zoo/torchvision_exporter.py")
+            found += inside
+        return found
+
+
+def model_files(folders: Iterable[Path]) -> list[Path]:
+    """The `.onnx` models directly in `folders`, sorted; ORT's optimised graphs and files being written are left out."""
+    return sorted(
+        path for folder in folders for path in folder.glob("*.onnx")
+        if not path.name.endswith(OPTIMIZED_SUFFIX) and not path.name.startswith(".")
+    )

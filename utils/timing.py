@@ -1,0 +1,63 @@
+"""Statistics of repeated timings and of prediction errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+UNSTABLE_SPREAD = 0.10  # (p75 − p25) / median above which a timing is called unstable; the advice says what to do
+
+
+class LatencyStatistics(BaseModel):
+    """Statistics of one timing's samples, all in milliseconds."""
+
+    model_config = ConfigDict(frozen=True)
+
+    runs: int
+    mean_ms: float
+    median_ms: float
+    p95_ms: float
+    std_ms: float
+    min_ms: float
+    max_ms: float
+    spread: float  # interquartile range over the median, a ratio
+
+    @property
+    def unstable(self) -> bool:
+        return self.spread > UNSTABLE_SPREAD
+
+
+def summarize(samples_ms: Sequence[float]) -> LatencyStatistics:
+    """The statistics of at least one sample (milliseconds)."""
+    samples = np.asarray(samples_ms, dtype=float)
+    low, median, high = np.percentile(samples, [25, 50, 75])
+    return LatencyStatistics(
+        runs=samples.size, mean_ms=float(samples.mean()), median_ms=float(median),
+        p95_ms=float(np.percentile(samples, 95)), std_ms=float(samples.std(ddof=1)) if samples.size > 1 else 0.0,
+        min_ms=float(samples.min()), max_ms=float(samples.max()),
+        spread=float((high - low) / median) if median > 0 else 0.0,
+    )
+
+
+class ErrorStatistics(BaseModel):
+    """How far predictions are from measurements; ratios, not per cent."""
+
+    model_config = ConfigDict(frozen=True)
+
+    count: int
+    mape: float
+    median: float
+    within_5: float
+    within_10: float
+    worst: float
+
+
+def error_statistics(predicted: Sequence[float], measured: Sequence[float]) -> ErrorStatistics:
+    """Relative errors |predicted − measured| / measured, summed up; both in the same unit, measured > 0, at least one."""
+    errors = np.abs(np.asarray(predicted, float) / np.asarray(measured, float) - 1.0)
+    return ErrorStatistics(
+        count=errors.size, mape=float(errors.mean()), median=float(np.median(errors)),
+        within_5=float((errors <= 0.05).mean()), within_10=float((errors <= 0.10).mean()), worst=float(errors.max()),
+    )
