@@ -27,7 +27,8 @@ import numpy as np
 from benchmark import dataset
 from benchmark.collector_config import CollectorConfig
 from benchmark.dataset import Block, DatasetHeader, DatasetKernel, Measurement
-from benchmark.metrics import MetricSource, open_source
+from benchmark.metrics import MetricSource, Window, open_source
+from benchmark.ort_kernel_runner import now
 from benchmark.protocol import Reply, Request
 from benchmark.stressor import Stress, stress
 from benchmark.worker_client import Worker, WorkerFailed
@@ -99,6 +100,7 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
     fitted = {name: [model for model in models if family(model) not in held_out] for name, models in models_of.items()}
     described = [DatasetKernel(kernel=entry.kernel, models=tuple(fitted[name])) for of_type in index.kernels.values()
                  for name, entry in of_type.items() if fitted[name]]
+    kernels = {kernel.id: kernel for kernel in index.all_kernels()}
     items = []
     for path in sorted(folder.glob("*.onnx")):
         models = fitted.get(path.stem, [])
@@ -108,7 +110,7 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
             described.append(DatasetKernel(kernel=built_kernel(path), models=(f"{dataset.SAMPLED}{seeds[path.stem]}",)))
         elif not models:
             continue
-        items.append(KernelItem(path, built_kernel(path)))
+        items.append(KernelItem(path, kernels.get(path.stem) or built_kernel(path)))
     if not items:
         raise UserError(f"{folder}: no kernels built for {target.flavour.name}; build them with: "
                         "python kernel_model/kernel_builder.py")
@@ -191,10 +193,11 @@ class Collector:
 
     def ask(self, request: Request) -> tuple[Reply, str]:
         """The worker's reply and a status; a worker that fails is replaced at the next request."""
+        started = now()
         try:
             reply = self.worker.ask(request)
         except WorkerFailed as error:
-            return Reply(error=str(error)), error.status
+            return Reply(error=str(error), started=started, ended=now()), error.status
         return reply, "failed" if reply.error else "ok"
 
     def time_alone(self, item: KernelItem) -> list[Measurement]:
@@ -239,6 +242,12 @@ class Collector:
                   for m in self.time_carrier(group)]
         return found
 
+    def close(self, window: Window) -> dict[str, float]:
+        """The means over a window of runs; none where the runs were over too soon for the window to be valid."""
+        if time.monotonic() - window.began_s < self.source.minimum_window_s:
+            return {}
+        return self.source.stop(window)
+
     def block(self, level: float, key: str, kernels: Sequence[KernelItem], models: Sequence[ModelItem],
               stressor: Stress) -> Block:
         """One block, measured until its canaries agree or the attempts are used up; the steadiest attempt is kept."""
@@ -248,7 +257,7 @@ class Collector:
             before = self.canary_ms()
             token = self.source.start()
             measurements = self.measure(kernels, models)
-            during = self.source.stop(token)
+            during = self.close(token)
             made = Block(level=level, key=key, background=background, during=during, canary_before_ms=before,
                          canary_after_ms=self.canary_ms(), attempts=attempt, stress=stressor.reached(), machine=self.uuid,
                          measurements=tuple(measurements))
@@ -305,6 +314,8 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
     target, here = local_target(provider), machine(provider)
     work = find_work(workspace, target, config.held_out)
     source = open_source(provider, config.metrics)
+    if config.window_s < source.minimum_window_s:
+        raise UserError(f"window_s {config.window_s:g}: {source.name} needs at least {source.minimum_window_s:g} s")
     folder = workspace.dataset(target.name)
     header = prepare_dataset(folder, DatasetHeader(target=target, metrics=tuple(source.fields), held_out=config.held_out,
                                                    machines={here.uuid: here}), work.described)

@@ -62,7 +62,7 @@ class Block(Frozen):
         level: share of time that the stressor was asked to be busy, 0–1.
         key: names the block's work within its level, for resuming.
         background: metric means over a window with the stressor alone, by DCGM field name.
-        during: the same over a window of the block's own runs.
+        during: the same over a window of the block's own runs; empty where they were over too soon to tell.
         canary_before_ms, canary_after_ms: medians of the canary kernel.
         attempts: how often the block was measured until canaries agreed (or attempts ran out).
         stress: what the stressor reported to have reached.
@@ -231,7 +231,8 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel]) ->
             "Context": "|".join(sorted(contexts)), "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2,
             "Drift": round(block.drift, 4),
             "Started": min(m.started for _, m in parts), "Ended": max(m.ended for _, m in parts),
-            "Status": failures[0].status if failures else "ok" if "run" in by_label else NO_RUN, "Error": "; ".join(sorted({m.error for m in failures})),
+            "Status": failures[0].status if failures else "ok" if "run" in by_label else NO_RUN,
+            "Error": "; ".join(sorted({m.error for m in failures})),
         }
         rows.append(row)
     return rows
@@ -281,7 +282,8 @@ def load_table(path: Path) -> pd.DataFrame:
     others = ("run_median_ms", "median_ms", *(f"{label}_ms" for label in LABELS))
     for column in ["Latency_ms", *(name for name in others if name in table.columns)]:
         values = pd.to_numeric(ok[column], errors="coerce")
-        bad = ok[(values <= 0) | ~np.isfinite(values)] if column == "Latency_ms" else ok[(values <= 0) | np.isinf(values)]
+        required = ok[column].notna() | (column == "Latency_ms")  # another label may not have been taken
+        bad = ok[(values <= 0) | np.isinf(values) | (values.isna() & required)]
         if len(bad):
             row = bad.index[0]
             raise UserError(f"{path}, line {row + 2}: {column} is {table.at[row, column]!s} for {table.at[row, key]!s}; "

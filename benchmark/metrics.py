@@ -96,7 +96,8 @@ class MetricSource(ABC):
         return Window(time.monotonic(), self._read())
 
     def stop(self, window: Window) -> dict[str, float]:
-        """Closes `window`: the mean of each field since it was opened, in the units of FIELDS.
+        """Closes `window`: the mean of each field since it was opened, in the units of FIELDS. May take a moment, until the
+        device shows what it did up to now.
 
         Raises:
             UserError: it is shorter than `minimum_window_s`, or a value is not a number within its limits.

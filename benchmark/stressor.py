@@ -13,6 +13,7 @@ Reads nothing and writes nothing but its report on stdout. With --json each line
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -24,7 +25,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ class CpuBurner(Burner):
         os.environ.update(ONE_THREAD)  # before a worker loads numpy
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         context = multiprocessing.get_context("spawn")
+        self._busy_s = 0.0
         self._workers, waiting = [], []
         for core in range(cores):
             ready, told = context.Pipe(duplex=False)
@@ -115,8 +116,10 @@ class CpuBurner(Burner):
     def busy_s(self) -> float:
         import psutil
 
-        times = [psutil.Process(worker.pid).cpu_times() for worker in self._workers]
-        return sum(one.user + one.system for one in times) / len(times)
+        with contextlib.suppress(psutil.NoSuchProcess):  # `turn` tells of a worker that has ended
+            times = [psutil.Process(worker.pid).cpu_times() for worker in self._workers]
+            self._busy_s = sum(one.user + one.system for one in times) / len(times)
+        return self._busy_s
 
     def close(self) -> None:
         for worker in self._workers:
@@ -164,22 +167,45 @@ def run(args: argparse.Namespace) -> dict[str, float]:
     period_s = args.period_ms / 1e3
     burner = (GpuBurner if provider == "cuda" else CpuBurner)(args.kind, args.intensity, period_s)
     try:
-        whole, latest = Meter(burner, source), Meter(burner, source)
-        began = reported = time.monotonic()
+        whole = Meter(burner, source)
+        began = time.monotonic()
         say(args, "ready", {"pid": os.getpid(), "device": provider, "kind": args.kind, "intensity": args.intensity})
-        while not stop.is_set() and os.getppid() == parent:
-            now = time.monotonic()
-            left = began + args.duration - now if args.duration is not None else period_s
-            if left <= 0:
-                break
-            burner.turn(min(left, max(period_s, 0.05)))
-            if args.report_every is not None and time.monotonic() - reported >= args.report_every:
-                reported = time.monotonic()
-                say(args, "load", latest.read())
-                latest = Meter(burner, source)
-        return whole.read()
+        with reporting(args, burner, source):
+            while not stop.is_set() and os.getppid() == parent:
+                left = float("inf") if args.duration is None else began + args.duration - time.monotonic()
+                if left <= 0:
+                    break
+                burner.turn(min(left, max(period_s, 0.05)))
+            return whole.read()
     finally:
         burner.close()
+
+
+@contextlib.contextmanager
+def reporting(args: argparse.Namespace, burner: Burner, source: MetricSource) -> Iterator[None]:
+    """Reports the load every `--report-every` seconds while the block runs, beside it: reading metrics takes a while."""
+    over = threading.Event()
+
+    def report() -> None:
+        meter = Meter(burner, source)
+        while not over.wait(args.report_every):
+            try:
+                say(args, "load", meter.read())
+            except BrokenPipeError:  # nobody listens any more
+                return
+            except UserError as error:
+                log.warning("%s", error)
+            meter = Meter(burner, source)
+
+    reporter = threading.Thread(target=report, daemon=True)
+    if args.report_every is not None:
+        reporter.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if args.report_every is not None:
+            reporter.join()
 
 
 def say(args: argparse.Namespace, event: str, facts: dict[str, Any]) -> None:
@@ -223,7 +249,7 @@ class Stress:
         return {name: value for name, value in (self._loads or [{"duty": 0.0}])[0].items() if name != "seconds"}
 
 
-@contextmanager
+@contextlib.contextmanager
 def stress(intensity: float, kind: str = "compute", execution_provider: str = "auto", *, period_ms: float = PERIOD_MS,
            workspace: Workspace | None = None) -> Iterator[Stress]:
     """Keeps the device busy while the block runs; the load is up when it begins. Intensity 0 starts nothing.

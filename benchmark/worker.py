@@ -8,23 +8,25 @@ echo '{"do": "canary", "execution_provider": "cpu", "effort": {}}' | python -m b
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmark.burners import die_with_parent
 from benchmark.ort_kernel_runner import Runner, bind, now, open_runner, random_feed
 from benchmark.ort_profile import kernel_times_ms, node_spans_ms, read_profile
 from benchmark.protocol import Effort, Reply, Request, Samples
 from kernel_model.carrier import build_carrier, node_name
 from kernel_model.dummy_data import random_floats
 from kernel_model.kernel_builder import built_kernel
-from ort_analysis.ort_graph_parser import name_nodes, optimize, read_source
+from ort_analysis.fusion_detector import kernel_of
+from ort_analysis.ort_graph_parser import parse_into
 from ort_analysis.records import load_record
 from utils.errors import UserError
-from utils.fingerprint import flavour_of
 from utils.ort_sessions import model_errors, open_session
 
 CANARY_SIZE = {"cpu": 512, "cuda": 4096}  # side of the matrices: a few milliseconds on the CPU, half of one on a GPU
@@ -123,30 +125,30 @@ def time_model(request: Request) -> list[Samples]:
     samples = list(runner.time(warmup=0, loops=half).samples_ms)
     found: list[Samples] = []
     if request.labels:
-        found = profile_model(path, request, {node.name: node.kernel_id for node in record.nodes})
+        found = profile_model(path, request, [node.kernel_id for node in record.nodes])
     samples += runner.time(warmup=effort.warmup, loops=half).samples_ms
     return [Samples(id=record.model, label="latency", samples_ms=tuple(samples)), *found]
 
 
-def profile_model(path: Path, request: Request, ids: dict[str, str]) -> list[Samples]:
+def profile_model(path: Path, request: Request, expected: Sequence[str]) -> list[Samples]:
     """The in-model labels of a model's kernels, from the graph that ORT optimised, its nodes named.
+
+    Args:
+        path: the model.
+        request: how.
+        expected: the kernel ids of the model's record, one a node.
 
     Raises:
         UserError: the graph is not the one that the record describes.
     """
-    import onnx
-
     provider = request.execution_provider
-    source = read_source(path, request.dims)
     with tempfile.TemporaryDirectory(prefix="hase-") as folder:
         optimized = Path(folder) / "optimized.onnx"
-        optimize(source, flavour_of(provider), False, optimized)
-        proto = onnx.load(str(optimized), load_external_data=False)
-        name_nodes(proto.graph)
-        if {node.name for node in proto.graph.node} != set(ids):
+        graph = parse_into(optimized, path, provider, request.dims)
+        ids = {node.name: kernel_of(graph, node).id for node in graph.nodes}
+        if sorted(ids.values()) != sorted(expected):
             raise UserError(f"{path}: ORT's graph is not the one in its record; make the record anew: "
                             "python ort_analysis/fusion_detector.py")
-        onnx.save(proto, str(optimized))
         session = open_session(optimized, provider, optimize="none", name=str(path),
                                profile_prefix=Path(folder) / "model", provider_options=request.provider_options)
         with model_errors(str(path)):
@@ -169,6 +171,7 @@ def answer(request: Request) -> Reply:
 
 
 def main() -> None:
+    die_with_parent(signal.SIGKILL)  # a kernel that hangs never comes to read the end of the input
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")  # a line of its own, whatever a library prints on stdout
     os.dup2(2, 1)
     for line in sys.stdin:

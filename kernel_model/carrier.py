@@ -58,7 +58,7 @@ def build_carrier(kernels: Sequence[Kernel], execution_provider: str) -> tuple[o
                 continue
             value = dummy_tensor(kernel, position, number)
             if tensor.constant:
-                constants.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
+                constants.append(numpy_helper.from_array(np.asarray(value, order="C"), name))
             elif tensor.dtype in WRITTEN_BEFORE[execution_provider]:
                 shared = f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
                 inputs[shared] = helper.make_tensor_value_info(shared, tensor_code(tensor.dtype), tensor.shape)

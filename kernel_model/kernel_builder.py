@@ -98,7 +98,7 @@ def build_model(kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None,
         [helper.make_tensor_value_info(outs[i], tensor_code(t.dtype), t.shape)
          for i, t in enumerate(kernel.outputs) if t.present],
         [shared(names[i], t) if shared and shareable(t)
-         else numpy_helper.from_array(np.ascontiguousarray(weight_value(kernel, i, weights)), names[i])
+         else numpy_helper.from_array(np.asarray(weight_value(kernel, i, weights), order="C"), names[i])
          for i, t in enumerate(kernel.inputs) if t.present and t.constant],
     )
     opsets = {kernel.domain: kernel.opset} | ({} if kernel.domain == "" else {"": 20})

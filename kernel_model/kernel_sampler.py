@@ -15,7 +15,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -209,14 +209,15 @@ def footprint_mib(kernel: Kernel) -> float:
 
 
 def sample(entries: Sequence[IndexEntry], count: int, batches: Sequence[int], most_gflop: float,
-           generator: np.random.Generator, without: Sequence[str] = ()) -> tuple[dict[str, tuple[Kernel, str]], Counter[str]]:
+           generator: np.random.Generator, without: Sequence[str] = (),
+           there: Collection[str] = ()) -> tuple[dict[str, tuple[Kernel, str]], Counter[str]]:
     """Up to `count` new kernels by id, each with the family that seeded it, and how many draws were refused and why.
 
     A type is drawn as often as the square root of its number of kernels says; kernels of the families in `without`
-    seed nothing.
+    seed nothing, and the ids in `there` were sampled before.
     """
     seeds: dict[str, list[tuple[Kernel, str]]] = {}
-    known = {entry.kernel.id for entry in entries}
+    known = {entry.kernel.id for entry in entries} | set(there)
     for entry in entries:
         families = sorted({family(model) for model in entry.models} - set(without))
         if families and entry.kernel.op_type not in VIEW_OPS and not has_subgraph(entry.kernel):
@@ -271,9 +272,9 @@ def main() -> int:
         seeds_path = folder / SEED_FILE
         there: dict[str, str] = files.read_json(seeds_path) if seeds_path.exists() else {}
         entries = [entry for of_type in index.kernels.values() for entry in of_type.values()]
-        wanted = args.count - len(there)
-        found, refused = sample(entries, wanted, batches, args.most_gflop,
-                                np.random.default_rng([args.seed, len(there)]), args.without) if wanted > 0 else ({}, Counter())
+        wanted = max(0, args.count - len(there))
+        generator = np.random.default_rng([args.seed, len(there)])
+        found, refused = sample(entries, wanted, batches, args.most_gflop, generator, args.without, there)
         for kernel, _ in cli.track(list(found.values()), "building"):
             kernel_build(kernel, folder)
         files.write_json(seeds_path, there | {name: seed_family for name, (_, seed_family) in found.items()})

@@ -14,6 +14,7 @@ from utils.paths import ROOT
 
 CONFIG_FILE = ROOT / "model_zoo" / "config.yaml"
 SMALLEST_IMAGE = 32  # pixels a side; below, no classification model has anything left to pool
+DEFAULT_DIMS_KEY = "hase.default_dims"  # metadata of a dynamic model: the sizes to take where the user gives none
 
 Dtype = Literal["fp32", "fp16"]
 
@@ -43,18 +44,12 @@ class ZooConfig(Config):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dynamic: bool = True
 
-    @property
-    def default_dims(self) -> dict[str, int]:
-        """The first combination: the sizes that a dynamic model is given where none are said."""
-        height, width = self.image_sizes[0]
-        return {"batch": self.batch_sizes[0], "height": height, "width": width}
-
     def exports(self) -> Iterator[Export]:
         """Every file asked for, once; the files of one model stand together."""
         for model in dict.fromkeys(self.models):
             for dtype in dict.fromkeys(self.dtypes):
                 if self.dynamic:
-                    yield Export(model, dtype, None, self.image_sizes[0])
+                    yield Export(model, dtype, None, self.image_sizes[0], self.batch_sizes[0])
                 for size in dict.fromkeys(self.image_sizes):
                     for batch in dict.fromkeys(self.batch_sizes):
                         yield Export(model, dtype, batch, size)
@@ -67,12 +62,19 @@ class Export:
     Attributes:
         batch: None for the dynamic file.
         size: height and width in pixels; of a dynamic file, those it is traced with.
+        default_batch: of a dynamic file, the batch that later phases take where the user gives none.
     """
 
     model: str
     dtype: Dtype
     batch: int | None
     size: tuple[int, int]
+    default_batch: int = 1
+
+    @property
+    def default_dims(self) -> dict[str, int]:
+        """The sizes that later phases give a dynamic file where the user gives none: the config's first combination."""
+        return {"batch": self.default_batch, "height": self.size[0], "width": self.size[1]}
 
     @property
     def stem(self) -> str:

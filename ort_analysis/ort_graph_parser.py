@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from model_zoo.zoo_config import DEFAULT_DIMS_KEY
 from ort_analysis.records import KernelInput, Tensor
 from utils import cli, files
 from utils.errors import UserError
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 log = get_logger("parser")
 
-DEFAULT_DIMS_KEY = "hase.default_dims"  # metadata of a dynamic model: the sizes to take where the user gives none
 SMALL_INTS = 64  # whole-number constants up to this many elements are kept by value: shapes, axes, splits
 EXTERNAL_BYTES = 1024  # constants above this stay outside the proto while it is analysed
 FLOAT_VALUES_MATTER = {"Resize", "Upsample"}  # operators whose small floating constants set the output's shape
@@ -336,12 +336,25 @@ def _assignments(session: Any) -> Iterator[tuple[str, str]]:
             yield node.name, PROVIDER_NAMES.get(part.ep_name, part.ep_name)
 
 
-def parse_graph(model: Path | onnx.ModelProto, execution_provider: str = "auto",
-                dims: Mapping[str, int] | None = None, name: str | None = None) -> ParsedGraph:
+def parse_graph(model: Path | onnx.ModelProto, execution_provider: str = "auto", dims: Mapping[str, int] | None = None,
+                name: str | None = None) -> ParsedGraph:
     """The optimised graph of a model for `cpu` or `cuda` (`auto`: what this machine has).
 
     Asked for `cuda` on a machine without it, the graph comes from the CPU provider with the CUDA provider's optimisers,
     and is marked as derived.
+
+    Raises:
+        UserError: as `read_source`, and where ORT can't load the model.
+    """
+    with tempfile.TemporaryDirectory(prefix="hase-") as folder:
+        return parse_into(Path(folder) / "optimized.onnx", model, execution_provider, dims, name)
+
+
+def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: str = "auto",
+               dims: Mapping[str, int] | None = None, name: str | None = None) -> ParsedGraph:
+    """Like `parse_graph`, and leaves the optimised graph in `path` (its weights beside it), nodes named as in the result.
+
+    ORT makes up other names for the nodes it inserts each time, so a graph and its description must come together.
 
     Raises:
         UserError: as `read_source`, where ORT can't load the model, and where a graph of half precision is to be derived.
@@ -355,12 +368,11 @@ def parse_graph(model: Path | onnx.ModelProto, execution_provider: str = "auto",
     if derived and holds_half(source.graph_only.graph):
         raise UserError(f"{source.name}: its CUDA graph can't be derived without a GPU: the CPU provider would cast its half "
                         "precision to single; analyse it on a machine with a GPU, or for --device cpu")
-    with tempfile.TemporaryDirectory(prefix="hase-") as folder:
-        path = Path(folder) / "optimized.onnx"
-        optimize(source, flavour, derived, path)
-        proto = onnx.load(str(path), load_external_data=False)
-        name_nodes(proto.graph)
-        tensors, providers = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent)
+    optimize(source, flavour, derived, path)
+    proto = onnx.load(str(path), load_external_data=False)
+    name_nodes(proto.graph)
+    onnx.save(proto, str(path))
+    tensors, providers = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent)
     tensors[""] = KernelInput(dtype="")
     nodes = tuple(
         ParsedNode(name=node.name, op_type=node.op_type, domain=node.domain, 

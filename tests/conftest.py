@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from kernel_model.kernel_builder import kernel_build
+from ort_analysis.fusion_detector import analyze, update_index
+from ort_analysis.records import record_path
+from utils import files
+from utils.fingerprint import Flavour, flavour_of
 from utils.paths import Workspace
 
 TORCH_MODELS = {"resnet18": 64, "mobilenet_v3_small": 64, "vit_tiny": 32}  # name: side of the image
@@ -53,7 +59,7 @@ def small_model(channels: int = 8, side: int = 16, batch: int | str = 1, dtype: 
     def weight(name: str, *shape: int) -> onnx.TensorProto:
         return numpy_helper.from_array(generator.standard_normal(shape).astype(dtype) * np.asarray(0.1, dtype), name)
 
-    conv = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
+    conv: dict[str, Any] = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
     nodes = [
         helper.make_node("Conv", ["input", "w1"], ["c1"], name="conv1", **conv),
         helper.make_node("Relu", ["c1"], ["r1"], name="relu1"),
@@ -69,6 +75,18 @@ def small_model(channels: int = 8, side: int = 16, batch: int | str = 1, dtype: 
         [helper.make_tensor_value_info("output", code, [batch, 4])],
         [weight("w1", channels, 3, 3, 3), weight("w2", channels, channels, 3, 3), weight("w3", channels, 4), weight("b3", 4)])
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def build_workspace(workspace: Workspace, models: Mapping[str, onnx.ModelProto]) -> Flavour:
+    """Models as files with their CPU records, index and kernels, as the first three phases write them."""
+    for name, proto in models.items():
+        files.write_bytes(workspace.models / f"{name}.onnx", proto.SerializeToString())
+        record = analyze(workspace.models / f"{name}.onnx", "cpu")
+        files.write_json(record_path(workspace, record.flavour, record.model), record)
+    flavour = flavour_of("cpu")
+    for kernel in update_index(workspace, flavour).all_kernels():
+        kernel_build(kernel, workspace.kernel_onnx / flavour.name)
+    return flavour
 
 
 @pytest.fixture

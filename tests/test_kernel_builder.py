@@ -154,7 +154,8 @@ def odd_model() -> onnx.ModelProto:
         helper.make_node("Mul", ["w", "both"], ["y"], name="scale"),
     ]
     generator = np.random.default_rng(0)
-    weights = {"embedding": generator.uniform(0.1, 1.0, (9, 16)).astype(np.float32), "table": table}
+    weights: dict[str, np.ndarray] = {
+        "embedding": generator.uniform(0.1, 1.0, (9, 16)).astype(np.float32), "table": table}
     inputs = {"tokens": (TensorProto.INT64, [2, 6]), "which": (TensorProto.INT32, [3]), "mask": (TensorProto.BOOL, [2, 6, 16]),
               "wide": (TensorProto.FLOAT, [50, 2])}
     graph = helper.make_graph(

@@ -35,7 +35,7 @@ class XgboostSettings(Config):
     column_share: float = Field(0.5, gt=0.0, le=1.0)
     min_leaf_weight: float = Field(2.0, ge=0.0)
     bins: int = Field(128, ge=2, le=1024)
-    objective: Literal["squarederror", "absoluteerror"] = "squarederror"
+    objective: Literal["squarederror", "absoluteerror"] = "absoluteerror"
 
 
 class ForestSettings(Config):
@@ -97,17 +97,22 @@ class KernelModel:
         roofline: of the label.
         type_codes: kernel types as numbers, in the order of their median log(time / roofline).
         predictor_of: for each kernel type the name of its booster.
-        boosters: by name; they hold log(time / roofline).
+        boosters: by name, the shared one always among them; they hold log(time / roofline).
+        idle_load: the load that stands for an idle device.
     """
 
     roofline: Roofline
     type_codes: Mapping[str, float]
     predictor_of: Mapping[str, str]
     boosters: Mapping[str, xgboost.Booster]
+    idle_load: Sequence[float]
 
     def predict_ms(self, types: Iterable[str], features: Floats, load: Floats, flops: Floats,
                    bytes_moved: Floats) -> Floats:
-        """The time of each row in ms, by the predictor of its kernel type; the scaled roofline where it has none.
+        """The time of each row in ms, by the predictor of its kernel type.
+
+        A type that has none gets the scaled roofline, slowed down as the shared predictor says that such a kernel is by
+        the load.
 
         Args:
             types: kernel type of each row.
@@ -120,10 +125,15 @@ class KernelModel:
         log_ratio = np.full(len(types), np.log(self.roofline.scale))
         rows_of: dict[str, list[int]] = {}
         for row, name in enumerate(types):
-            if name in self.predictor_of:
-                rows_of.setdefault(self.predictor_of[name], []).append(row)
-        for name, rows in rows_of.items():
-            log_ratio[rows] = self.boosters[name].inplace_predict(matrix[rows])
+            rows_of.setdefault(self.predictor_of.get(name, ""), []).append(row)
+        for predictor, rows in rows_of.items():
+            if predictor:
+                log_ratio[rows] = self.boosters[predictor].inplace_predict(matrix[rows])
+                continue
+            idle = matrix[rows]
+            idle[:, idle.shape[1] - len(self.idle_load):] = self.idle_load
+            shared = self.boosters[SHARED]
+            log_ratio[rows] += shared.inplace_predict(matrix[rows]) - shared.inplace_predict(idle)
         return self.roofline.bound_ms(flops, bytes_moved) * np.exp(log_ratio)
 
 
@@ -208,7 +218,7 @@ def fit_kernel_model(rows: TrainingSet, label: str, own: Sequence[str], config: 
         if mask.any():
             boosters[name] = train_booster(problem.matrix[mask], problem.log_ratios[mask], config.xgboost, config.seed)
             predictor_of[name] = name
-    return KernelModel(problem.roofline, problem.type_codes, predictor_of, boosters)
+    return KernelModel(problem.roofline, problem.type_codes, predictor_of, boosters, tuple(rows.idle_load.values()))
 
 
 def predict_rows(model: KernelModel, rows: TrainingSet) -> Floats:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ort_analysis.records import Frozen, Kernel
-from training.estimators import KernelModel, Roofline
+from training.estimators import SHARED, KernelModel, Roofline
 from training.features import FEATURES, kernel_features
 from utils import files
 from utils.errors import UserError
@@ -227,10 +227,11 @@ class Predictors:
         if label not in self._models:
             about = self.sidecar.labels[label]
             boosters = unpickle_boosters(self.pickles[label], self.folder / about.file)
-            absent = sorted(set(about.predictor_of.values()) - set(boosters))
+            absent = sorted({SHARED, *about.predictor_of.values()} - set(boosters))
             if absent:
                 raise UserError(f"{self.folder / about.file}: predictor {absent[0]} is missing; train again: {TRAIN}")
-            self._models[label] = KernelModel(about.roofline, about.type_codes, about.predictor_of, boosters)
+            self._models[label] = KernelModel(about.roofline, about.type_codes, about.predictor_of, boosters,
+                                              tuple(self.sidecar.idle_load.values()))
         return self._models[label]
 
     def load_vector(self, load: Mapping[str, float]) -> tuple[float, ...]:
@@ -326,7 +327,7 @@ def save_predictors(folder: Path, models: Mapping[str, KernelModel], errors: Map
     """
     labels = {}
     for label, model in models.items():
-        used = {name: model.boosters[name] for name in sorted(set(model.predictor_of.values()))}
+        used = {name: model.boosters[name] for name in sorted({SHARED, *model.predictor_of.values()})}
         name, digest = _write_hashed(folder, label, "pkl", pickle.dumps(used, protocol=5))
         labels[label] = LabelPredictors(
             file=name, sha256=digest, roofline=model.roofline, type_codes=dict(model.type_codes),

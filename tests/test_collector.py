@@ -1,0 +1,478 @@
+"""The collector: one row a kernel and level whatever happens: kills, crashes, hangs, other machines' datasets."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pandas as pd
+import psutil
+import pytest
+import yaml
+from conftest import build_workspace, small_model
+from onnx import TensorProto, helper, numpy_helper
+
+from benchmark import dataset
+from benchmark.collector import Collector, KernelItem, carriers, collect, find_work, prepare_dataset
+from benchmark.collector_config import CollectorConfig
+from benchmark.metrics import open_source
+from benchmark.protocol import Effort, Request
+from benchmark.stressor import Stress
+from benchmark.worker_client import Worker, WorkerFailed
+from kernel_model.kernel_builder import KERNEL_KEY, build_model, kernel_build
+from kernel_model.kernel_sampler import SEED_FILE
+from ort_analysis.kernel_types import describe_kernel
+from ort_analysis.records import Kernel, KernelInput, Tensor, index_path, load_index, load_records
+from utils import files
+from utils.config import load_config
+from utils.errors import UserError
+from utils.fingerprint import Flavour, instruction_set, local_target, machine
+from utils.paths import ROOT, Workspace
+
+METRICS = ["DCGM_FI_DEV_CPU_UTIL_TOTAL", "DCGM_FI_DEV_CPU_UTIL_SYS"]
+LEVELS = (0.0, 0.5)
+KILLS = 4
+SMALLEST = -2**31  # divided by -1, its quotient is no 32-bit number: x86 raises SIGFPE, and the process dies
+TINY = {
+    "device": "cpu", "levels": list(LEVELS), "stress": {"settle_s": 0.1}, "metrics": METRICS, "window_s": 0.2,
+    "kernel": {"warmup": 1, "budget_s": 0.005, "least_runs": 3, "most_runs": 5},
+    "model": {"warmup": 1, "budget_s": 0.02, "least_runs": 4, "most_runs": 6}, "block_kernels": 4, "canary_drift": 100.0,
+    "attempts": 1, "timeout_s": 60, "held_out": ["heldnet"],
+}
+needs_x86 = pytest.mark.skipif(not instruction_set().startswith("avx"), reason="only x86 traps this division")
+
+
+def division(numerators: tuple[int, ...], divisor: int) -> Kernel:
+    """A kernel that divides whole numbers, all of them constants."""
+    inputs = [KernelInput(dtype="int32", shape=(len(values),), constant=True, values=values)
+              for values in (numerators, (divisor,))]
+    return describe_kernel("Div", "", 20, {}, inputs, [Tensor(dtype="int32", shape=(len(numerators),))])
+
+
+CRASHES = division((SMALLEST,), -1)
+CRASHES_IN_A_CARRIER = division((SMALLEST, SMALLEST), -1)
+
+
+def add_sampled(workspace: Workspace, flavour: Flavour) -> None:
+    """Three kernels that no model holds: one kills the process that runs it, one only the process that runs its carrier
+
+    (the file holds a harmless graph, its description the deadly one), and one was seeded by the family held out."""
+    folder = workspace.kernel_onnx / flavour.name
+    kernel_build(CRASHES, folder)
+    harmless = build_model(division((8, 8), 2))
+    for prop in harmless.metadata_props:
+        prop.value = CRASHES_IN_A_CARRIER.model_dump_json() if prop.key == KERNEL_KEY else prop.value
+    files.write_bytes(folder / f"{CRASHES_IN_A_CARRIER.id}.onnx", harmless.SerializeToString())
+    held = division((9, 9, 9), 3)
+    kernel_build(held, folder)
+    files.write_json(folder / SEED_FILE, {CRASHES.id: "anet", CRASHES_IN_A_CARRIER.id: "anet", held.id: "heldnet"})
+
+
+@dataclass
+class Collected:
+    """A dataset that was collected with kills in between."""
+
+    workspace: Workspace
+    flavour: Flavour
+    folder: Path
+    config: Path
+    final: subprocess.CompletedProcess[str]
+    killed: int = 0
+    orphans: list[str] = field(default_factory=list)
+    blocks_after: list[int] = field(default_factory=list)  # in the journal, after each kill
+
+    def command(self) -> list[str]:
+        return [sys.executable, "benchmark/collector.py", "--config", str(self.config), "--workspace",
+                str(self.workspace.root), "--json"]
+
+    def kernels(self) -> pd.DataFrame:
+        return dataset.load_table(dataset.kernel_table_path(self.folder))
+
+
+def kill_once(collected: Collected, after_s: float, new_block: bool) -> None:
+    """Starts the collector, kills it without warning, and waits for the processes that it had started.
+
+    The kill comes `after_s` seconds after the start, or after the first new block, so that every run gets somewhere.
+    """
+    before = collected.blocks_after[-1] if collected.blocks_after else 0
+    process = psutil.Popen(collected.command(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while new_block and process.poll() is None and len(files.read_lines(dataset.journal_path(collected.folder))) == before:
+        time.sleep(0.01)
+    try:
+        process.wait(after_s)
+    except psutil.TimeoutExpired:
+        children = process.children(recursive=True)
+        process.kill()
+        process.wait()
+        collected.killed += 1
+        _, alive = psutil.wait_procs(children, timeout=10)
+        collected.orphans += [" ".join(child.cmdline()) for child in alive if child.is_running()]
+        for child in alive:
+            child.kill()
+    collected.blocks_after.append(len(files.read_lines(dataset.journal_path(collected.folder))))
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory: pytest.TempPathFactory) -> Collected:
+    workspace = Workspace(tmp_path_factory.mktemp("collector"))
+    flavour = build_workspace(workspace, {
+        "anet_b1": small_model(), "bnet_b1": small_model(channels=16), "heldnet_b1": small_model(side=24)})
+    if instruction_set().startswith("avx"):
+        add_sampled(workspace, flavour)
+    config = workspace.root / "config.yaml"
+    config.write_text(yaml.safe_dump(TINY))
+    found = Collected(workspace, flavour, workspace.dataset(local_target("cpu").name), config,
+                      subprocess.CompletedProcess([], -1))
+    moments = random.Random(7)
+    for number in range(KILLS):
+        kill_once(found, moments.uniform(0.0, 0.6 if number else 3.0), new_block=number > 0)
+    found.final = subprocess.run(found.command(), cwd=ROOT, capture_output=True, text=True)
+    return found
+
+
+# a run that was killed several times -------------------------------------------------------------------------------------
+
+def test_kills_leave_no_process_behind(collected: Collected) -> None:
+    assert collected.killed == KILLS
+    assert collected.orphans == []
+    assert collected.blocks_after == sorted(collected.blocks_after)
+    assert collected.blocks_after[-1] > 0
+
+
+def test_no_row_is_lost_or_doubled(collected: Collected) -> None:
+    index = load_index(index_path(collected.workspace, collected.flavour))
+    of_models = {name for of_type in index.kernels.values() for name, entry in of_type.items()
+                 if set(entry.models) != {"heldnet_b1"}}
+    sampled = {CRASHES.id, CRASHES_IN_A_CARRIER.id} if instruction_set().startswith("avx") else set()
+    wanted = {(name, level): 1 for name in of_models | sampled for level in LEVELS}
+    table = collected.kernels()
+    assert Counter(zip(table["Kernel_ID"], table["Level"], strict=True)) == wanted
+    models = dataset.load_table(dataset.model_table_path(collected.folder))
+    assert Counter(zip(models["Model"], models["Level"], strict=True)) == {
+        (name, level): 1 for name in ("anet_b1", "bnet_b1", "heldnet_b1") for level in LEVELS}
+    blocks = dataset.read_journal(collected.folder)
+    measured = Counter((m.subject, m.id, m.label, m.context, block.level) for block in blocks for m in block.measurements)
+    assert set(measured.values()) == {1}
+
+
+def test_columns(collected: Collected) -> None:
+    header = dataset.kernel_table_path(collected.folder).read_text().splitlines()[0].split(",")
+    assert header[:6] == ["Kernel_ID", "OpType", "Input_Shape", *METRICS, "Latency_ms"]
+    assert header[6:] == ["kernel_time_ms", "node_span_ms", "run_median_ms", *(f"{metric}_during" for metric in METRICS),
+                          "Level", "Machine", "Context", "Models", "Canary_ms", "Drift", "Runs", "Started", "Ended",
+                          "Status", "Error"]
+    model_header = dataset.model_table_path(collected.folder).read_text().splitlines()[0].split(",")
+    assert model_header[:5] == ["Model", "Level", *METRICS, "Latency_ms"]
+
+
+def test_rows_say_what_was_measured(collected: Collected) -> None:
+    table = collected.kernels()
+    good = table[table["Status"] == "ok"]
+    times = ["Latency_ms", "run_median_ms", "kernel_time_ms", "node_span_ms"]
+    assert (good[times] > 0).all().all()
+    assert good[METRICS].notna().all().all()
+    assert ((good[METRICS] >= 0) & (good[METRICS] <= 1)).all().all()
+    assert set(table["Machine"]) == {machine("cpu").uuid}
+    assert (good["Started"] < good["Ended"]).all()
+    assert (good["Runs"] >= 3).all()
+    assert good[[f"{metric}_during" for metric in METRICS]].notna().any().all()
+    for block in dataset.read_journal(collected.folder):
+        assert (block.stress["duty"] > 0.2) is (block.level > 0.0)
+    described = {entry.kernel.id: entry for entry in dataset.read_kernels(collected.folder)}
+    for _, row in good.iterrows():
+        entry = described[row["Kernel_ID"]]
+        assert row["OpType"] == entry.kernel.type
+        assert row["Input_Shape"] == dataset.input_shape(entry.kernel)
+        assert row["Models"] == "|".join(entry.models)
+    in_models = good[good["Context"].str.contains("kernel_time:in_model")]
+    assert set(in_models["Kernel_ID"]) == set(good["Kernel_ID"])
+
+
+def test_the_table_follows_from_the_journal(collected: Collected) -> None:
+    blocks = dataset.read_journal(collected.folder)
+    runs = {(m.id, block.level): m.samples_ms for block in blocks for m in block.measurements if m.label == "run"}
+    latencies = {(m.id, block.level): m.samples_ms for block in blocks for m in block.measurements if m.label == "latency"}
+    for _, row in collected.kernels().iterrows():
+        if row["Status"] == "ok":
+            samples = runs[row["Kernel_ID"], row["Level"]]
+            assert row["Latency_ms"] == pytest.approx(np.mean(samples), abs=1e-6)
+            assert row["run_median_ms"] == pytest.approx(np.median(samples), abs=1e-6)
+    for _, row in dataset.load_table(dataset.model_table_path(collected.folder)).iterrows():
+        assert row["Latency_ms"] == pytest.approx(np.mean(latencies[row["Model"], row["Level"]]), abs=1e-6)
+
+
+def test_held_out_families_are_measured_whole_and_not_their_kernels(collected: Collected) -> None:
+    records = load_records(collected.workspace, collected.flavour)
+    held = next(set(record.kernels) for record in records if record.model == "heldnet_b1")
+    others = {name for record in records if record.model != "heldnet_b1" for name in record.kernels}
+    table = collected.kernels()
+    assert held - others
+    assert not (held - others) & set(table["Kernel_ID"])
+    assert not table["Models"].str.contains("heldnet").any()
+    assert held & others <= set(table["Kernel_ID"])
+    assert dataset.load_header(collected.folder).held_out == ("heldnet",)
+
+
+@needs_x86
+def test_a_kernel_that_crashes_costs_only_its_row(collected: Collected) -> None:
+    table = collected.kernels().set_index("Kernel_ID")
+    crashed = table.loc[CRASHES.id]
+    assert set(crashed["Status"]) == {"crashed"}
+    assert crashed["Error"].str.contains("SIGFPE").all()
+    assert crashed["Latency_ms"].isna().all()
+    in_carrier = table.loc[CRASHES_IN_A_CARRIER.id]
+    assert set(in_carrier["Status"]) == {"crashed"}
+    assert (in_carrier["Latency_ms"] > 0).all()  # alone it runs
+    assert set(table.drop([CRASHES.id, CRASHES_IN_A_CARRIER.id])["Status"]) == {"ok"}
+    result = json.loads(collected.final.stdout)
+    assert collected.final.returncode == 1
+    assert set(result["failed"]) == {CRASHES.id, CRASHES_IN_A_CARRIER.id}
+    assert set(crashed["Models"]) == {"sampled:anet"}
+    assert "Traceback" not in collected.final.stderr
+
+
+def test_a_second_run_has_nothing_to_do(collected: Collected) -> None:
+    paths = [dataset.journal_path(collected.folder), dataset.kernel_table_path(collected.folder),
+             dataset.model_table_path(collected.folder)]
+    before = [path.read_bytes() for path in paths]
+    result = collect(collected.workspace, load_config(collected.config, CollectorConfig))
+    assert [path.read_bytes() for path in paths] == before
+    assert result["kernel_rows"] == len(collected.kernels())
+
+
+# refusals ----------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"held_out": ["heldnet", "bnet"]}, "another held_out"), ({"metrics": METRICS[:1]}, "another metrics"),
+    ({"metrics": ["DCGM_FI_DEV_SM_CLOCK"]}, "can't read it here; it has .*CPU_UTIL_TOTAL"),
+    ({"window_s": 0.01}, r"window_s 0\.01: psutil needs at least 0\.2 s")])
+def test_another_config_is_refused(collected: Collected, change: dict[str, object], message: str) -> None:
+    before = dataset.journal_path(collected.folder).read_bytes()
+    with pytest.raises(UserError, match=message):
+        collect(collected.workspace, CollectorConfig.model_validate(TINY | change))
+    assert dataset.journal_path(collected.folder).read_bytes() == before
+
+
+def test_a_dataset_of_another_target_is_refused(collected: Collected, tmp_path: Path) -> None:
+    header = dataset.load_header(collected.folder)
+    other = header.model_copy(update={"target": header.target.model_copy(update={"threads": 96})})
+    files.write_json(dataset.header_path(tmp_path), other)
+    before = dataset.header_path(tmp_path).read_bytes()
+    with pytest.raises(UserError, match="collected with another target"):
+        prepare_dataset(tmp_path, header, [])
+    assert dataset.header_path(tmp_path).read_bytes() == before
+
+
+def test_another_machine_of_the_target_joins_the_dataset(collected: Collected, tmp_path: Path) -> None:
+    header = dataset.load_header(collected.folder)
+    (here,) = header.machines.values()
+    files.write_json(dataset.header_path(tmp_path), header)
+    entries = dataset.read_kernels(collected.folder)
+    other = here.model_copy(update={"uuid": "another"})
+    joined = prepare_dataset(tmp_path, header.model_copy(update={"machines": {"another": other}}), entries[:2])
+    assert set(joined.machines) == {here.uuid, "another"}
+    prepare_dataset(tmp_path, header, entries[1:4])
+    assert {entry.kernel.id for entry in dataset.read_kernels(tmp_path)} == {entry.kernel.id for entry in entries[:4]}
+
+
+def test_without_kernels_or_models_the_command_before_is_named(workspace: Workspace) -> None:
+    config = CollectorConfig.model_validate(TINY)
+    with pytest.raises(UserError, match=r"no such file|fusion_detector\.py"):
+        collect(workspace, config)
+    flavour = build_workspace(workspace, {"anet_b1": small_model()})
+    (workspace.models / "anet_b1.onnx").unlink()
+    with pytest.raises(UserError, match="the model of record anet_b1 is gone"):
+        collect(workspace, config)
+    for path in (workspace.kernel_onnx / flavour.name).glob("*.onnx"):
+        path.unlink()
+    with pytest.raises(UserError, match=r"no kernels built for .*python kernel_model/kernel_builder\.py"):
+        collect(workspace, config)
+
+
+def test_a_damaged_file_of_a_models_kernel_is_still_a_row(workspace: Workspace) -> None:
+    """Its description comes from the index; that it does not load is what its row will say."""
+    flavour = build_workspace(workspace, {"anet_b1": small_model()})
+    path = next((workspace.kernel_onnx / flavour.name).glob("*.onnx"))
+    path.write_bytes(b"no model")
+    work = find_work(workspace, local_target("cpu"), ())
+    assert path.stem in {item.kernel.id for item in work.kernels}
+
+
+# blocks ------------------------------------------------------------------------------------------------------------------
+
+def test_canaries_that_part_have_their_block_measured_again(collected: Collected, tmp_path: Path) -> None:
+    """No drift is small enough here: every attempt is used up, the steadiest is kept and told."""
+    config = CollectorConfig.model_validate(TINY | {"canary_drift": 1e-9, "attempts": 2, "window_s": 0.2})
+    target = local_target("cpu")
+    item = find_work(collected.workspace, target, ()).kernels[-1]
+    with Worker(60) as worker:
+        collector = Collector(config, target, tmp_path, worker, open_source("cpu", METRICS), "here")
+        block = collector.block(0.0, "one", [item], [], Stress(0.0, None))
+    assert block.attempts == 2
+    assert block.drift > 0
+    assert {m.label for m in block.measurements} == {"run", "kernel_time", "node_span"}
+    assert set(block.background) == set(METRICS)
+    assert block.during == {} or set(block.during) == set(METRICS)  # a window too short to be valid is left empty
+
+
+def test_drift() -> None:
+    block = dataset.Block(level=0, key="", background={}, during={}, canary_before_ms=2.0, canary_after_ms=2.5, attempts=1,
+                          machine="", measurements=())
+    assert block.drift == 0.25
+
+
+def test_carriers_are_bounded_and_hold_one_version_of_a_domain() -> None:
+    def item(opset: int, mib: int = 0) -> KernelItem:
+        x = KernelInput(dtype="float32", shape=(mib << 18,) if mib else (4,))
+        return KernelItem(Path(), describe_kernel("Relu", "", opset, {}, [x], [x]))
+
+    groups = [[(i.kernel.opset, i.kernel.inputs[0].elements >> 18) for i in group]
+              for group in carriers([item(20), item(20), item(18), item(20, 150), item(20, 100), item(20, 400)])]
+    assert groups == [[(20, 0), (20, 0)], [(18, 0)], [(20, 150)], [(20, 100)], [(20, 400)]]
+
+
+# the worker process ------------------------------------------------------------------------------------------------------
+
+def endless(path: Path) -> None:
+    """A model whose loop runs for ever."""
+    value = helper.make_tensor_value_info
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["go_on"]), helper.make_node("Identity", ["state"], ["next"])], "body",
+        [value("number", TensorProto.INT64, []), value("go", TensorProto.BOOL, []), value("state", TensorProto.FLOAT, [1])],
+        [value("go_on", TensorProto.BOOL, []), value("next", TensorProto.FLOAT, [1])])
+    graph = helper.make_graph(
+        [helper.make_node("Loop", ["times", "go_in", "x"], ["y"], body=body)], "endless",
+        [value("x", TensorProto.FLOAT, [1])], [value("y", TensorProto.FLOAT, [1])],
+        [numpy_helper.from_array(np.array(2**62, np.int64), "times"), numpy_helper.from_array(np.array(True), "go_in")])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+
+
+def test_a_worker_that_hangs_or_crashes_is_replaced(tmp_path: Path) -> None:
+    canary = Request(do="canary", execution_provider="cpu", effort=Effort())
+    hangs, crashes = tmp_path / "hangs.onnx", kernel_build(CRASHES, tmp_path)
+    endless(hangs)
+    children = psutil.Process().children
+    with Worker(timeout_s=60) as worker:
+        assert min(worker.ask(canary).samples[0].samples_ms) > 0
+        worker.timeout_s = 1
+        with pytest.raises(WorkerFailed, match="no answer within 1 s") as raised:
+            worker.ask(Request(do="alone", execution_provider="cpu", effort=Effort(), paths=(str(hangs),)))
+        assert raised.value.status == "timeout"
+        assert not children()
+        worker.timeout_s = 60
+        if instruction_set().startswith("avx"):
+            with pytest.raises(WorkerFailed, match="SIGFPE") as raised:
+                worker.ask(Request(do="alone", execution_provider="cpu", effort=Effort(), paths=(str(crashes),)))
+            assert raised.value.status == "crashed"
+        reply = worker.ask(Request(do="alone", execution_provider="cpu", effort=Effort(), paths=(str(tmp_path / "none.onnx"),)))
+        assert "no such file" in reply.error
+        assert len(children()) == 1
+    time.sleep(0.05)
+    assert not children()
+
+
+def test_a_worker_that_hangs_dies_with_the_collector(tmp_path: Path) -> None:
+    """Even where the collector is killed without warning and the worker never comes to read the end of its input."""
+    endless(tmp_path / "hangs.onnx")
+    script = f"""
+from benchmark.protocol import Effort, Request
+from benchmark.worker_client import Worker
+with Worker(60) as worker:
+    worker.ask(Request(do="canary", execution_provider="cpu", effort=Effort()))
+    print("ready", flush=True)
+    worker.ask(Request(do="alone", execution_provider="cpu", effort=Effort(), paths=({str(tmp_path / "hangs.onnx")!r},)))
+"""
+    parent = psutil.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout.readline() == "ready\n"
+    (worker,) = parent.children()
+    busy = worker.cpu_times().user
+    while worker.cpu_times().user < busy + 0.5:  # it is in the loop
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    _, alive = psutil.wait_procs([worker], timeout=5)
+    for process in alive:
+        process.kill()
+    assert not alive
+
+
+# tables ------------------------------------------------------------------------------------------------------------------
+
+def write_table(path: Path, **last_row: object) -> None:
+    """A small kernel table whose last row is changed."""
+    rows = [{"Kernel_ID": f"k{number}", "OpType": "Conv", "Input_Shape": "1x3", "Latency_ms": 0.5, "kernel_time_ms": 0.4,
+             "Level": 0.0, "Models": "anet", "Status": "ok"} for number in range(3)]
+    files.write_csv(path, list(rows[0]), [*rows[:2], rows[2] | last_row])
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"Latency_ms": float("nan")}, "line 4: Latency_ms is nan for k2"),
+    ({"Latency_ms": None}, "line 4: Latency_ms is nan for k2"),
+    ({"Latency_ms": -0.25}, "line 4: Latency_ms is -0.25 for k2"),
+    ({"Latency_ms": 0}, "line 4: Latency_ms is 0.0 for k2"),
+    ({"Latency_ms": "inf"}, "line 4: Latency_ms is inf for k2"),
+    ({"Latency_ms": "fast"}, "line 4: Latency_ms is fast for k2"),
+    ({"kernel_time_ms": -1}, "line 4: kernel_time_ms is -1.0 for k2"),
+    ({"kernel_time_ms": "slow"}, "line 4: kernel_time_ms is slow for k2"),
+])
+def test_times_that_are_none_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "kernel_latency.csv"
+    write_table(path, **change)
+    with pytest.raises(UserError, match=message) as raised:
+        dataset.load_table(path)
+    assert str(path) in str(raised.value)
+    assert "python benchmark/collector.py" in str(raised.value)
+
+
+def test_rows_that_failed_need_no_time(tmp_path: Path) -> None:
+    write_table(tmp_path / "t.csv", Latency_ms=None, kernel_time_ms=None, Status="crashed")
+    assert list(dataset.load_table(tmp_path / "t.csv")["Status"]) == ["ok", "ok", "crashed"]
+    write_table(tmp_path / "t.csv", kernel_time_ms=None)
+    assert dataset.load_table(tmp_path / "t.csv")["kernel_time_ms"].isna().sum() == 1  # a label that was not taken
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "not a CSV dataset"),
+    ("Kernel_ID,Latency_ms\nk,1\n", "column Level, Status, OpType, Input_Shape, Models missing"),
+    ("a,b\n1,2,3\n", "missing|not a CSV")])
+def test_files_that_are_no_table(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(UserError, match=message):
+        dataset.load_table(tmp_path / "t.csv")
+    with pytest.raises(UserError, match="no such dataset"):
+        dataset.load_table(tmp_path / "none.csv")
+
+
+def test_a_damaged_journal_is_told(tmp_path: Path) -> None:
+    dataset.journal_path(tmp_path).write_text('{"version": 1}\n')
+    with pytest.raises(UserError, match=r"line 1: not a block of version 1"):
+        dataset.read_journal(tmp_path)
+
+
+# config ------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("levls: [0]", "levls: unknown key; did you mean levels?"), ("levels: [1.5]", "levels.0: .*less than or equal to 1"),
+    ("levels: []", "levels: "), ("levels: [0.3, 0.3]", "a level stands twice"),
+    ("stress: {kind: heat}", "stress.kind: .*compute"), ("kernel: {warmup: -1}", "kernel.warmup: .*0"),
+    ("device: tpu", "device: .*auto")])
+def test_config_errors(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message) as raised:
+        load_config(path, CollectorConfig)
+    assert str(path) in str(raised.value)
+
+
+def test_the_shipped_config_is_the_plans() -> None:
+    config = load_config(ROOT / "benchmark" / "config.yaml", CollectorConfig)
+    assert config.levels == (0.0, 0.3, 0.6, 0.9)
+    assert config.held_out == ()

@@ -1,0 +1,110 @@
+"""Every command of the README runs as it stands, in a copy of the repository whose configs ask for very little."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from utils.paths import ROOT
+
+TINY = {
+    "model_zoo/config.yaml": "models: [resnet18]\nimage_sizes: [32]\nbatch_sizes: [1]\ndtypes: [fp32]\ndynamic: true\n",
+    "benchmark/config.yaml": (
+        "levels: [0.0, 0.5]\nstress: {settle_s: 0.2}\nwindow_s: 0.2\nattempts: 1\n"
+        "kernel: {warmup: 1, budget_s: 0.005, least_runs: 3, most_runs: 5}\n"
+        "model: {warmup: 1, budget_s: 0.1, least_runs: 4, most_runs: 10}\n"),
+    "demo/model_zoo.yaml": (
+        "models: [resnet18, mnasnet1_0]\nimage_sizes: [32]\nbatch_sizes: [1, 8]\ndtypes: [fp32]\ndynamic: true\n"),
+    "demo/collector.yaml": (
+        "levels: [0.0]\nwindow_s: 0.2\nattempts: 1\nheld_out: [mnasnet]\n"
+        "kernel: {warmup: 1, budget_s: 0.005, least_runs: 3, most_runs: 5}\n"
+        "model: {warmup: 1, budget_s: 0.1, least_runs: 4, most_runs: 10}\n"),
+}
+SMALLER = (("224x224", "32x32"), ("--count 1000", "--count 20"), ("--duration 10", "--duration 2"))
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PHASE = re.compile(r"^\|[^|]*\| `(python [^`]+)` \|", re.MULTILINE)
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def fenced(language: str) -> list[str]:
+    """The README's code blocks of a language."""
+    return [code for found, code in FENCE.findall(readme()) if found == language]
+
+
+def smaller(text: str) -> str:
+    for old, new in SMALLER:
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository's files as git would hand them on, with tiny configs."""
+    folder = tmp_path_factory.mktemp("copy") / "hase"
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+                            capture_output=True, check=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    for name, text in TINY.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    script = folder / "demo" / "run.sh"
+    script.write_text(smaller(script.read_text(encoding="utf-8")), encoding="utf-8")
+    return folder
+
+
+def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a line of the README with this environment's python first on the path."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
+                          check=False)
+
+
+def run(command: str, folder: Path) -> str:
+    done = shell(command, folder)
+    assert done.returncode == 0, f"$ {command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def test_the_demo_then_the_first_prediction(copy: Path) -> None:
+    """What `make demo` runs after its install ends in the table; then the commands and the Python of `A first prediction`."""
+    table = run("bash demo/run.sh out/demo", copy)
+    assert "MAPE" in table
+    assert "mnasnet1_0_fp32_b8_32x32" in table
+    again = run("bash demo/run.sh out/demo", copy)
+    assert "MAPE" in again
+    for block in fenced("bash"):
+        for line in block.splitlines():
+            if line.startswith("python "):
+                run(smaller(line), copy)
+
+
+def test_every_phase_of_the_table_in_its_order(copy: Path) -> None:
+    commands = PHASE.findall(readme())
+    assert len(commands) >= 14
+    for command in commands:
+        assert run(smaller(command), copy).strip(), command
+
+
+def test_the_python_example(copy: Path) -> None:
+    """After the table's commands: `predict` on the exporter's dynamic model."""
+    (code,) = fenced("python")
+    program = code.replace('"model.onnx"', '"resnet18.onnx"')
+    assert float(run(f"python - <<'END'\n{program}\nEND", copy).split()[0]) > 0
+
+
+def test_make_names_the_demo_and_the_tests() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for line in "\n".join(fenced("sh")).splitlines():
+        target = line.split()[1]
+        assert re.search(rf"^{target}: ", makefile, re.MULTILINE), target
