@@ -10,17 +10,18 @@ On CUDA a node's event is the time that the host takes to dispatch it; the GPU w
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmark.ort_profile import NodeEvent, ProfiledRun, kernel_times_ms, read_profile
+from benchmark.protocol import Effort
 from graph_model.dag_critical_path import build_dag, calculate_latency, longest_path, record_paths
 from ort_analysis.records import REMAKE, Frozen, ModelRecord, load_record
 from utils import cli
 from utils.errors import UserError
+from utils.fingerprint import resolve_provider
 from utils.logger import get_logger
 
 log = get_logger("overlap")
@@ -151,36 +152,6 @@ def matching_record(paths: Iterable[Path], nodes: set[str]) -> ModelRecord | Non
     return None
 
 
-def profile_model(model: Path, device: str, dims: Mapping[str, int], loops: int) -> tuple[list[ProfiledRun], ModelRecord]:
-    """Runs a model `loops` times under ORT's profiler, its optimised graph with named nodes; and its record.
-
-    Raises:
-        UserError: ORT can't load or run it, or there is no such device.
-    """
-    import onnx
-
-    from benchmark.ort_kernel_runner import bind, random_feed
-    from ort_analysis.fusion_detector import record_of
-    from ort_analysis.ort_graph_parser import name_nodes, optimize, parse_graph
-    from utils.fingerprint import resolve_provider
-    from utils.ort_sessions import model_errors, open_session
-
-    provider = resolve_provider(device)
-    graph = parse_graph(model, provider, dims)
-    with tempfile.TemporaryDirectory(prefix="hase-") as folder:
-        optimized = Path(folder) / "optimized.onnx"
-        optimize(graph.source, graph.flavour, graph.derived, optimized)
-        proto = onnx.load(str(optimized), load_external_data=False)
-        name_nodes(proto.graph)
-        onnx.save(proto, str(optimized))
-        session = open_session(optimized, provider, optimize="none", name=str(model), profile_prefix=Path(folder) / "run")
-        run = bind(session, random_feed(session), provider, "device")
-        with model_errors(str(model)):
-            for _ in range(WARMUP_RUNS + loops):
-                run()
-        return read_profile(Path(session.end_profiling()))[WARMUP_RUNS:], record_of(graph)
-
-
 def print_report(overlap: Overlap, path: CriticalPath | None, rows: int) -> None:
     """The findings as tables, with a sentence that says what they mean."""
     cli.print_table([{
@@ -218,7 +189,12 @@ def main() -> int:
     record: ModelRecord | None
     if args.model:
         dims = cli.one_size_dims(args.dim)
-        runs, record = profile_model(workspace.find_model(args.model), args.device, dims, args.loops)
+        from benchmark.model_profile import profile_model
+        from ort_analysis.fusion_detector import record_of
+
+        effort = Effort(warmup=WARMUP_RUNS, least_runs=args.loops, most_runs=args.loops)
+        runs, graph = profile_model(workspace.find_model(args.model), resolve_provider(args.device), dims, effort)
+        record = record_of(graph)
     else:
         runs = read_profile(args.profile)
         named = set(node_times_ms(runs))

@@ -262,14 +262,15 @@ class Collector:
                          canary_after_ms=self.canary_ms(), attempts=attempt, stress=stressor.reached(), machine=self.uuid,
                          measurements=tuple(measurements))
             if best is None or made.drift < best.drift:
-                best = made.model_copy(update={"attempts": attempt})
+                best = made
             if made.drift <= self.config.canary_drift:
                 return made
-            log.info("%s at level %g: the canary went from %.3f to %.3f ms (%.0f %%)%s", key, level, before,
-                     made.canary_after_ms, 100 * made.drift, "; measuring again" if attempt < self.config.attempts else "")
+            log.info("%s at level %g: the machine's speed drifted by %.0f %% (canary %.3f to %.3f ms)%s", key, level,
+                     100 * made.drift, before, made.canary_after_ms,
+                     "; measuring again" if attempt < self.config.attempts else "")
         if best is None:
             raise RuntimeError("a block was given no attempt")
-        return best
+        return best.model_copy(update={"attempts": self.config.attempts})
 
 
 def write_tables(folder: Path, header: DatasetHeader) -> tuple[int, int]:
@@ -327,7 +328,7 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
             todo = plan(work, level, dataset.read_journal(folder), here.uuid, config.block_kernels)
             if not todo:
                 continue
-            with stress(level, config.stress.kind, provider) as stressor:
+            with stress(level, config.stress.kind, provider, workspace=workspace) as stressor:
                 time.sleep(config.stress.settle_s if level else 0.0)
                 collector = Collector(config, target, folder, worker, source, here.uuid)
                 for key, kernels, models in cli.track(todo, f"level {level:g}"):
@@ -340,7 +341,7 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
     kernel_rows, model_rows = write_tables(folder, header)
     failed = sorted({m.id for block in dataset.read_journal(folder) for m in block.measurements if m.status != "ok"})
     if unsteady:
-        log.warning("%d blocks kept although their canaries part by more than %.0f %%: the machine was not steady",
+        log.warning("%d blocks kept although the machine's speed drifted by more than %.0f %% within them",
                     unsteady, 100 * config.canary_drift)
     return {"target": target.name, "dataset": str(folder), "kernel_rows": kernel_rows, "model_rows": model_rows,
             "unsteady_blocks": unsteady, "failed": failed}

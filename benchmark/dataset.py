@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,8 +82,16 @@ class Block(Frozen):
 
     @property
     def drift(self) -> float:
-        """How far the canaries part, as a ratio of the first."""
-        return abs(self.canary_after_ms / self.canary_before_ms - 1.0) if self.canary_before_ms else 0.0
+        """How far the machine's speed parted within the block, as a ratio: between the canaries, or between the two halves
+        of a whole model's latencies, which its profile lies between; the larger of the two."""
+        canaries = abs(self.canary_after_ms / self.canary_before_ms - 1.0) if self.canary_before_ms else 0.0
+        return max([canaries, *(halves_drift(m.samples_ms) for m in self.measurements if m.label == "latency")])
+
+
+def halves_drift(samples: Sequence[float]) -> float:
+    """How far the median of the second half of `samples` is from the first's, as a ratio; 0 for fewer than four."""
+    half = len(samples) // 2
+    return abs(float(np.median(samples[half:]) / np.median(samples[:half])) - 1.0) if half >= 2 else 0.0
 
 
 class DatasetKernel(Frozen):

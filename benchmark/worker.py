@@ -11,20 +11,18 @@ import os
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmark.burners import die_with_parent
-from benchmark.ort_kernel_runner import Runner, bind, now, open_runner, random_feed
-from benchmark.ort_profile import kernel_times_ms, node_spans_ms, read_profile
-from benchmark.protocol import Effort, Reply, Request, Samples
+from benchmark.model_profile import counted_runs, profile_model, profile_runs
+from benchmark.ort_kernel_runner import Runner, bind, now, open_runner
+from benchmark.ort_profile import ProfiledRun, kernel_times_ms, node_spans_ms
+from benchmark.protocol import Reply, Request, Samples
 from kernel_model.carrier import build_carrier, node_name
 from kernel_model.dummy_data import random_floats
 from kernel_model.kernel_builder import built_kernel
 from ort_analysis.fusion_detector import kernel_of
-from ort_analysis.ort_graph_parser import parse_into
 from ort_analysis.records import load_record
 from utils.errors import UserError
 from utils.ort_sessions import model_errors, open_session
@@ -66,29 +64,13 @@ def time_alone(request: Request) -> list[Samples]:
     return [Samples(id=path.stem, label="run", samples_ms=timing.samples_ms)]
 
 
-def profile_runs(run: Callable[[], Any], effort: Effort) -> list[bool]:
-    """Runs a profiled session as `effort` says; for each run, whether it counts (warm-up does not)."""
-    for _ in range(effort.warmup):
-        run()
-    start = time.perf_counter()
-    run()
-    counted = effort.runs(time.perf_counter() - start)
-    for _ in range(counted):
-        run()
-    return [False] * (effort.warmup + 1) + [True] * counted
-
-
-def labels_of(profile: str, counted: list[bool], ids: dict[str, str]) -> list[Samples]:
-    """Labels `kernel_time` and `node_span` from a profile, by kernel id; the profile's file is removed.
+def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str]) -> list[Samples]:
+    """Labels `kernel_time` and `node_span` of profiled runs, by kernel id.
 
     Args:
-        profile: the file that ORT wrote.
-        counted: for each run, whether it counts.
+        runs: the runs that count.
         ids: the kernel's id by node name; nodes not in it are left out.
     """
-    path = Path(profile)
-    runs = [run for run, keep in zip(read_profile(path), counted, strict=True) if keep]
-    path.unlink()
     found = []
     for label, times in (("kernel_time", kernel_times_ms(runs)), ("node_span", node_spans_ms(runs))):
         by_kernel: dict[str, list[float]] = {}
@@ -109,7 +91,7 @@ def time_carrier(request: Request) -> list[Samples]:
                                profile_prefix=Path(folder) / "carrier", provider_options=request.provider_options)
         counted = profile_runs(bind(session, feed, request.execution_provider, "device"), request.effort)
         ids = {node_name(number): kernel.id for number, kernel in enumerate(kernels)}
-        return labels_of(session.end_profiling(), counted, ids)
+        return labels_of(counted_runs(session.end_profiling(), counted), ids)
 
 
 def time_model(request: Request) -> list[Samples]:
@@ -125,13 +107,13 @@ def time_model(request: Request) -> list[Samples]:
     samples = list(runner.time(warmup=0, loops=half).samples_ms)
     found: list[Samples] = []
     if request.labels:
-        found = profile_model(path, request, [node.kernel_id for node in record.nodes])
+        found = model_labels(path, request, [node.kernel_id for node in record.nodes])
     samples += runner.time(warmup=effort.warmup, loops=half).samples_ms
     return [Samples(id=record.model, label="latency", samples_ms=tuple(samples)), *found]
 
 
-def profile_model(path: Path, request: Request, expected: Sequence[str]) -> list[Samples]:
-    """The in-model labels of a model's kernels, from the graph that ORT optimised, its nodes named.
+def model_labels(path: Path, request: Request, expected: Sequence[str]) -> list[Samples]:
+    """The in-model labels of a model's kernels, in half the time that its whole latency takes.
 
     Args:
         path: the model.
@@ -141,20 +123,13 @@ def profile_model(path: Path, request: Request, expected: Sequence[str]) -> list
     Raises:
         UserError: the graph is not the one that the record describes.
     """
-    provider = request.execution_provider
-    with tempfile.TemporaryDirectory(prefix="hase-") as folder:
-        optimized = Path(folder) / "optimized.onnx"
-        graph = parse_into(optimized, path, provider, request.dims)
-        ids = {node.name: kernel_of(graph, node).id for node in graph.nodes}
-        if sorted(ids.values()) != sorted(expected):
-            raise UserError(f"{path}: ORT's graph is not the one in its record; make the record anew: "
-                            "python ort_analysis/fusion_detector.py")
-        session = open_session(optimized, provider, optimize="none", name=str(path),
-                               profile_prefix=Path(folder) / "model", provider_options=request.provider_options)
-        with model_errors(str(path)):
-            effort = request.effort.model_copy(update={"budget_s": request.effort.budget_s / 2})
-            counted = profile_runs(bind(session, random_feed(session), provider, "device"), effort)
-        return labels_of(session.end_profiling(), counted, ids)
+    effort = request.effort.model_copy(update={"budget_s": request.effort.budget_s / 2})
+    runs, graph = profile_model(path, request.execution_provider, request.dims, effort, request.provider_options)
+    ids = {node.name: kernel_of(graph, node).id for node in graph.nodes}
+    if sorted(ids.values()) != sorted(expected):
+        raise UserError(f"{path}: ORT's graph is not the one in its record; make the record anew: "
+                        "python ort_analysis/fusion_detector.py")
+    return labels_of(runs, ids)
 
 
 def answer(request: Request) -> Reply:

@@ -56,6 +56,11 @@ def channel_multiple(kernel: Kernel) -> int:
     return BLOCK if kernel.domain.endswith("nchwc") else 8
 
 
+def axis_multiple(kernel: Kernel, size: int) -> int:
+    """What a new size of an axis is a multiple of: blocks stay whole, and sizes of whole vectors stay so."""
+    return channel_multiple(kernel) if size % 8 == 0 or kernel.op_type == "ReorderInput" else 1
+
+
 def resize(tensor: KernelInput, shape: Sequence[int]) -> KernelInput:
     """The same kind of tensor with another shape."""
     return tensor.model_copy(update={"shape": tuple(int(size) for size in shape)})
@@ -157,7 +162,7 @@ def draw_axes(kernel: Kernel, batch: int, generator: np.random.Generator) -> Dra
             elif image and axis >= 2:
                 new[axis, old] = new.get((2, old)) or side(old, generator)
             else:
-                new.setdefault((axis, old), scaled(old, generator, channel_multiple(kernel) if old % 8 == 0 else 1))
+                new.setdefault((axis, old), scaled(old, generator, axis_multiple(kernel, old)))
     for position, tensor in enumerate(inputs):
         if tensor.present and tensor.values is None:
             offset = rank - len(tensor.shape)

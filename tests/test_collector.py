@@ -327,6 +327,8 @@ def test_drift() -> None:
     block = dataset.Block(level=0, key="", background={}, during={}, canary_before_ms=2.0, canary_after_ms=2.5, attempts=1,
                           machine="", measurements=())
     assert block.drift == 0.25
+    disturbed = dataset.Measurement(subject="model", id="m", label="latency", context="m", samples_ms=(2.0, 2.0, 1.0, 1.0))
+    assert block.model_copy(update={"measurements": (disturbed,)}).drift == 0.5
 
 
 def test_carriers_are_bounded_and_hold_one_version_of_a_domain() -> None:
@@ -359,7 +361,11 @@ def test_a_worker_that_hangs_or_crashes_is_replaced(tmp_path: Path) -> None:
     canary = Request(do="canary", execution_provider="cpu", effort=Effort())
     hangs, crashes = tmp_path / "hangs.onnx", kernel_build(CRASHES, tmp_path)
     endless(hangs)
-    children = psutil.Process().children
+    before = set(psutil.Process().children())
+
+    def children() -> set[psutil.Process]:
+        return set(psutil.Process().children()) - before
+
     with Worker(timeout_s=60) as worker:
         assert min(worker.ask(canary).samples[0].samples_ms) > 0
         worker.timeout_s = 1

@@ -12,10 +12,12 @@ import pytest
 from conftest import small_model
 from onnx import TensorProto, helper
 
+from benchmark.model_profile import profile_model
 from benchmark.ort_profile import NodeEvent, ProfiledRun
-from ort_analysis.fusion_detector import analyze
+from benchmark.protocol import Effort
+from ort_analysis.fusion_detector import analyze, record_of
 from ort_analysis.records import record_path
-from overlap_simulator import critical_path, matching_record, node_times_ms, overlap_of, profile_model
+from overlap_simulator import critical_path, matching_record, node_times_ms, overlap_of
 from utils import files
 from utils.paths import ROOT, Workspace
 
@@ -90,7 +92,8 @@ def test_critical_path_of_branches() -> None:
 def test_a_real_run_is_serial(tmp_path: Path) -> None:
     path = tmp_path / "branches.onnx"
     onnx.save(branches(), path)
-    runs, record = profile_model(path, "cpu", {}, loops=4)
+    runs, graph = profile_model(path, "cpu", {}, Effort(least_runs=4, most_runs=4))
+    record = record_of(graph)
     assert len(runs) == 4
     assert set(node_times_ms(runs)) == {node.name for node in record.nodes}
     assert overlap_of(runs).serial

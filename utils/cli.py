@@ -40,7 +40,7 @@ def parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
         examples: shell lines to paste, one a line.
     """
     made = argparse.ArgumentParser(
-        description=doc, epilog=f"examples:\n{examples.strip()}", formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, epilog="examples:\n" + examples.strip("\n"), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     shared = made.add_argument_group("shared options")
     shared.add_argument("--workspace", type=Path, default=ROOT, metavar="DIR",

@@ -1,0 +1,59 @@
+"""Runs a whole model under ONNX Runtime's profiler, with nodes that can be told apart."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmark.ort_kernel_runner import bind, random_feed
+from benchmark.ort_profile import ProfiledRun, read_profile
+from benchmark.protocol import Effort
+from ort_analysis.ort_graph_parser import ParsedGraph, parse_into
+from utils.ort_sessions import model_errors, open_session
+
+
+def profile_runs(run: Callable[[], Any], effort: Effort) -> list[bool]:
+    """Runs a profiled session as `effort` says; for each run, whether it counts (warm-up does not)."""
+    for _ in range(effort.warmup):
+        run()
+    start = time.perf_counter()
+    run()
+    counted = effort.runs(time.perf_counter() - start)
+    for _ in range(counted):
+        run()
+    return [False] * (effort.warmup + 1) + [True] * counted
+
+
+def counted_runs(profile: str, counted: list[bool]) -> list[ProfiledRun]:
+    """The runs that count, from the profile that ORT wrote; its file is removed."""
+    path = Path(profile)
+    runs = [run for run, keep in zip(read_profile(path), counted, strict=True) if keep]
+    path.unlink()
+    return runs
+
+
+def profile_model(model: Path, execution_provider: str, dims: Mapping[str, int], effort: Effort,
+                  provider_options: Mapping[str, str] | None = None) -> tuple[list[ProfiledRun], ParsedGraph]:
+    """Profiled runs of a model, and the graph that ran; the nodes of both have the same names.
+
+    Args:
+        model: the ONNX file.
+        execution_provider: `cpu` or `cuda`.
+        dims: sizes of dynamic dimensions.
+        effort: how many runs.
+        provider_options: options of the CUDA provider.
+
+    Raises:
+        UserError: ORT can't load or run it.
+    """
+    with tempfile.TemporaryDirectory(prefix="hase-") as folder:
+        optimized = Path(folder) / "optimized.onnx"
+        graph = parse_into(optimized, model, execution_provider, dims)
+        session = open_session(optimized, execution_provider, optimize="none", name=str(model),
+                               profile_prefix=Path(folder) / "model", provider_options=provider_options)
+        with model_errors(str(model)):
+            counted = profile_runs(bind(session, random_feed(session), execution_provider, "device"), effort)
+        return counted_runs(session.end_profiling(), counted), graph
