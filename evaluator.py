@@ -30,6 +30,8 @@ log = get_logger("evaluator")
 
 EVALUATION_VERSION = 1
 WARMUP = 3
+STEADY = 0.10  # how much slower than its best the canary may be before a measurement
+PATIENCE_S = 15.0  # how long to wait for that
 LABELLED_POINTS = 40  # in the plot; more names would cover each other
 EXAMPLES = """
 python evaluator.py models/
@@ -51,6 +53,7 @@ class Comparison(Frozen):
         spread: interquartile range over the median of the samples, a ratio.
         runs: number of samples.
         measured_share: part of predicted_ms's kernel time that was looked up, a ratio.
+        canary: how long the canary took before its measurements over its best in the dataset, a ratio: 1 is steady.
         predicted_memory_mib, measured_memory_mib: what a run holds; measured is what opening and running took.
     """
 
@@ -68,6 +71,7 @@ class Comparison(Frozen):
     runs: int
     measured_share: float
     fallback_share: float
+    canary: float | None
     predicted_memory_mib: float
     measured_memory_mib: float | None = None
 
@@ -114,6 +118,7 @@ class Case:
     strict: Prediction | None = None
     samples_ms: list[float] = field(default_factory=list)
     memory_mib: float | None = None
+    canaries: list[float] = field(default_factory=list)
     failed: bool = False
 
 
@@ -166,8 +171,17 @@ def dynamic_dims(path: Path) -> set[str]:
 
 
 def measure_here(cases: Sequence[Case], execution_provider: str, io: str, rounds: int, budget_s: float,
-                 failures: Failures) -> None:
-    """Times every case `rounds` times for `budget_s` seconds, all cases in each round, so that drift hits all alike."""
+                 best_canary_ms: float, patience_s: float, failures: Failures) -> None:
+    """Times every case `rounds` times for `budget_s` seconds, all cases in each round, so that drift hits all alike.
+
+    Before each it waits a while for the machine to be as fast as it was when the dataset was measured, by the canary.
+
+    Args:
+        patience_s: how long to wait at most.
+        best_canary_ms: the canary then; 0 where that is not known, or where the device is not idle: no waiting.
+    """
+    from benchmark.canary import canary_ms, wait_until_steady
+
     warmed = False
     for case in cli.track([case for _ in range(rounds) for case in cases], "measuring"):
         if case.failed:
@@ -176,6 +190,9 @@ def measure_here(cases: Sequence[Case], execution_provider: str, io: str, rounds
             if not warmed:  # the first session loads the runtime, whose time and memory are no model's
                 measure_once(Case(record=case.record, path=case.path), execution_provider, io, 0.0)
                 warmed = True
+            canary = wait_until_steady(lambda: canary_ms(execution_provider), best_canary_ms, STEADY, patience_s)
+            if best_canary_ms:
+                case.canaries.append(canary / best_canary_ms)
             measure_once(case, execution_provider, io, budget_s)
         except UserError as error:
             failures.add_case(case, error)
@@ -250,6 +267,7 @@ def compare(case: Case, held_out: Sequence[str]) -> Comparison | None:
         error=predicted_ms / statistics.median_ms - 1, strict_error=strict_ms / statistics.median_ms - 1,
         spread=statistics.spread, runs=statistics.runs, measured_share=case.with_lookup.time_share["measured"],
         fallback_share=case.with_lookup.time_share["fallback"],
+        canary=sum(case.canaries) / len(case.canaries) if case.canaries else None,
         predicted_memory_mib=case.with_lookup.peak_memory_mib, measured_memory_mib=case.memory_mib,
     )
 
@@ -274,6 +292,18 @@ def held_out_families(workspace: Workspace, target: str) -> tuple[str, ...]:
 
     folder = workspace.dataset(target)
     return load_header(folder).held_out if header_path(folder).exists() else ()
+
+
+def recorded_canary_ms(workspace: Workspace, target: str, execution_provider: str) -> float:
+    """The canary's shortest time in the idle blocks of the target's dataset, if it was measured on this machine; else 0."""
+    from benchmark.dataset import load_model_table, model_table_path
+    from utils.fingerprint import machine
+
+    if not model_table_path(workspace.dataset(target)).exists():
+        return 0.0
+    rows = load_model_table(workspace, target)
+    here = rows[(rows["Level"] == 0) & (rows["Machine"] == machine(execution_provider).uuid)]
+    return float(here["Canary_ms"].min()) if len(here) else 0.0
 
 
 def draw(evaluation: Evaluation, path: Path) -> None:
@@ -326,7 +356,7 @@ def table(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     return [
         {"model": c.model, **({"level": c.level} if any(o.level for o in comparisons) else {}),
          "held out": "yes" if c.held_out else "", "measured (ms)": c.measured_ms, "spread": f"{100 * c.spread:.1f} %",
-         "predicted (ms)": c.predicted_ms, "error": percent(c.error), "strict (ms)": c.strict_ms,
+         "canary": c.canary, "predicted (ms)": c.predicted_ms, "error": percent(c.error), "strict (ms)": c.strict_ms,
          "strict error": percent(c.strict_error), "memory (MiB)": c.predicted_memory_mib,
          "measured (MiB)": c.measured_memory_mib}
         for c in comparisons]
@@ -343,7 +373,7 @@ def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
 
 def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str, Sequence[int]] | None = None,
              target: str | None = None, recorded: bool = False, io: str = "device", metrics_file: Path | None = None,
-             rounds: int = 3, budget_s: float = 1.0, force: bool = False) -> Evaluation:
+             rounds: int = 3, budget_s: float = 1.0, patience_s: float = PATIENCE_S, force: bool = False) -> Evaluation:
     """Predicts and measures `models` (or takes recorded measurements); a model that fails costs only itself.
 
     Raises:
@@ -370,7 +400,8 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
     for case in cases:
         predict_case(case, name, workspace, force, failures)
     if not recorded:
-        measure_here(cases, provider, io, rounds, budget_s, failures)
+        best_canary_ms = 0.0 if load else recorded_canary_ms(workspace, name, provider)
+        measure_here(cases, provider, io, rounds, budget_s, best_canary_ms, patience_s, failures)
     held_out = held_out_families(workspace, name)
     comparisons = tuple(found for case in cases if (found := compare(case, held_out)))
     if not comparisons:
@@ -385,7 +416,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
 def composition_facts(fitted: Fitted) -> dict[str, Any]:
     """How kernel times became model times."""
     used = fitted.composition
-    return {"label": used.label, "kind": used.kind, "alpha": used.alpha, "beta_ms": used.beta_ms}
+    return {"label": used.label, "kind": used.kind, "alpha": used.alpha, "beta_ms": used.beta_ms, "node_ms": used.node_ms}
 
 
 def recorded_records(workspace: Workspace, models: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
@@ -412,11 +443,16 @@ def main() -> int:
                         help="device: tensors stay on the device; host: numpy in and out (default: device)")
     parser.add_argument("--metrics", type=Path, metavar="FILE",
                         help="JSON of what else runs on the device meanwhile (default: idle)")
+    parser.add_argument("--patience-s", type=float, default=PATIENCE_S, metavar="S",
+                        help="how long to wait, before each measurement, for the machine to be as fast as when its dataset "
+                             f"was measured (default: {PATIENCE_S:g})")
     parser.add_argument("--rounds", type=int, default=3, help="how often each model is measured, in turn (default: 3)")
     parser.add_argument("--budget-s", type=float, default=1.0, help="seconds for each model and round (default: 1)")
     parser.add_argument("--force", action="store_true",
                         help="predict although element type or ONNX Runtime version are not the predictors'")
     args = parser.parse_args()
+    if args.patience_s < 0:
+        parser.error("--patience-s can't be negative")
     if args.rounds < 1 or not (args.budget_s > 0 and math.isfinite(args.budget_s)):
         parser.error("--rounds must be at least 1 and --budget-s positive")
     if not args.models and not args.recorded:
@@ -427,7 +463,8 @@ def main() -> int:
         parser.error("--recorded measurements are with --io device")
     workspace = cli.start(args)
     evaluation = evaluate(workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target,
-                          recorded=args.recorded, io=args.io, metrics_file=args.metrics, rounds=args.rounds,
+                          recorded=args.recorded, io=args.io, metrics_file=args.metrics, patience_s=args.patience_s,
+                          rounds=args.rounds,
                           budget_s=args.budget_s, force=args.force)
     folder = workspace.evaluation / evaluation.target
     write(evaluation, folder)

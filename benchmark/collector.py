@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 
 from benchmark import dataset
+from benchmark.canary import wait_until_steady
 from benchmark.collector_config import CollectorConfig
 from benchmark.dataset import Block, DatasetHeader, DatasetKernel, Measurement
 from benchmark.metrics import MetricSource, Window, open_source
 from benchmark.ort_kernel_runner import now
-from benchmark.protocol import Reply, Request
+from benchmark.protocol import Effort, Reply, Request
 from benchmark.stressor import Stress, stress
 from benchmark.worker_client import Worker, WorkerFailed
 from kernel_model.carrier import carrier_bytes
@@ -52,6 +53,8 @@ from utils.logger import get_logger
 from utils.paths import ROOT, Workspace, model_files
 
 log = get_logger("collector")
+IDLE_CANARY = Effort(warmup=3, warmup_s=0.02, budget_s=0.03, least_runs=15, most_runs=15)
+LOADED_CANARY = Effort(warmup=3, warmup_s=0.02, budget_s=0.3, least_runs=15, most_runs=300)
 CARRIER_BYTES = 512 << 20  # memory that the kernels of one carrier may take
 TABLES_EVERY_S = 30.0
 EXAMPLES = """
@@ -174,22 +177,37 @@ class Collector:
     worker: Worker
     source: MetricSource
     uuid: str
+    level: float = 0.0
+    best_canary_ms: float = 0.0
 
     @property
     def provider(self) -> str:
         return self.target.flavour.execution_provider
 
     def canary_ms(self) -> float:
-        """The canary's median now.
+        """The canary's time now: the median of a few runs; under load the mean of more, since the load comes in bursts.
 
         Raises:
             UserError: not even the canary runs.
         """
         try:
-            reply = self.worker.ask(Request(do="canary", execution_provider=self.provider, effort=self.config.kernel.effort()))
+            reply = self.worker.ask(Request(do="canary", execution_provider=self.provider,
+                                            effort=LOADED_CANARY if self.level else IDLE_CANARY))
         except WorkerFailed as error:
             raise UserError(f"the canary, a plain product of matrices, does not run: {error}") from None
-        return float(np.median(reply.samples[0].samples_ms))
+        samples = reply.samples[0].samples_ms
+        if self.level:
+            return float(np.mean(samples))
+        found = float(np.median(samples))
+        self.best_canary_ms = min(found, self.best_canary_ms or found)
+        return found
+
+    def steady_canary_ms(self) -> float:
+        """The canary's time, at an idle level after waiting for the machine to be as fast as it was at its best."""
+        if self.level:
+            return self.canary_ms()
+        return wait_until_steady(self.canary_ms, self.best_canary_ms, self.config.canary_drift + dataset.BELOW_BEST,
+                                 self.config.patience_s)
 
     def ask(self, request: Request) -> tuple[Reply, str]:
         """The worker's reply and a status; a worker that fails is replaced at the next request."""
@@ -248,29 +266,30 @@ class Collector:
             return {}
         return self.source.stop(window)
 
-    def block(self, level: float, key: str, kernels: Sequence[KernelItem], models: Sequence[ModelItem],
+    def block(self, key: str, kernels: Sequence[KernelItem], models: Sequence[ModelItem],
               stressor: Stress) -> Block:
         """One block, measured until its canaries agree or the attempts are used up; the steadiest attempt is kept."""
         best: Block | None = None
-        for attempt in range(1, self.config.attempts + 1):
+        attempts = self.config.attempts_under_load if self.level else self.config.attempts
+        for attempt in range(1, attempts + 1):
             background = self.source.window(self.config.window_s)
-            before = self.canary_ms()
+            before = self.steady_canary_ms()
             token = self.source.start()
             measurements = self.measure(kernels, models)
             during = self.close(token)
-            made = Block(level=level, key=key, background=background, during=during, canary_before_ms=before,
-                         canary_after_ms=self.canary_ms(), attempts=attempt, stress=stressor.reached(), machine=self.uuid,
-                         measurements=tuple(measurements))
+            made = Block(level=self.level, key=key, background=background, during=during, canary_before_ms=before,
+                         canary_after_ms=self.canary_ms(), canary_best_ms=0.0 if self.level else self.best_canary_ms,
+                         attempts=attempt, stress=stressor.reached(), machine=self.uuid, measurements=tuple(measurements))
             if best is None or made.drift < best.drift:
                 best = made
             if made.drift <= self.config.canary_drift:
                 return made
-            log.info("%s at level %g: the machine's speed drifted by %.0f %% (canary %.3f to %.3f ms)%s", key, level,
+            log.info("%s at level %g: the machine was unsteady by %.0f %% (canary %.3f to %.3f ms)%s", key, self.level,
                      100 * made.drift, before, made.canary_after_ms,
-                     "; measuring again" if attempt < self.config.attempts else "")
+                     "; measuring again" if attempt < attempts else "")
         if best is None:
             raise RuntimeError("a block was given no attempt")
-        return best.model_copy(update={"attempts": self.config.attempts})
+        return best.model_copy(update={"attempts": attempts})
 
 
 def write_tables(folder: Path, header: DatasetHeader) -> tuple[int, int]:
@@ -288,11 +307,14 @@ def chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
         yield items[begin:begin + size]
 
 
-def plan(work: Work, level: float, blocks: Iterable[Block], uuid: str,
-         block_kernels: int) -> list[tuple[str, list[KernelItem], list[ModelItem]]]:
-    """The blocks still to be measured at a level on this machine: a name, kernels, models."""
-    done = {(m.subject, m.id) for block in blocks if block.level == level and block.machine == uuid
-            for m in block.measurements if m.label in ("run", "latency")}
+def best_canary_ms(blocks: Iterable[Block]) -> float:
+    """The shortest the canary took in some blocks; 0 where there are none."""
+    return min((min(block.canary_before_ms, block.canary_after_ms) for block in blocks), default=0.0)
+
+
+def plan(work: Work, there: Iterable[Block], block_kernels: int) -> list[tuple[str, list[KernelItem], list[ModelItem]]]:
+    """The blocks still to be measured where `there` are measured: a name, kernels, models."""
+    done = {(m.subject, m.id) for block in there for m in block.measurements if m.label in ("run", "latency")}
     models = [item for item in work.models if ("model", item.record.model) not in done]
     kernels = [item for item in work.kernels if ("kernel", item.kernel.id) not in done]
     shuffled = [kernels[i] for i in np.random.default_rng(0).permutation(len(kernels))]  # no type at one time of day only
@@ -325,14 +347,15 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
     unsteady, tables_written = 0, time.monotonic()
     with Worker(config.timeout_s) as worker:
         for level in config.levels:
-            todo = plan(work, level, dataset.read_journal(folder), here.uuid, config.block_kernels)
+            there = [block for block in dataset.read_journal(folder) if block.level == level and block.machine == here.uuid]
+            todo = plan(work, there, config.block_kernels)
             if not todo:
                 continue
             with stress(level, config.stress.kind, provider, workspace=workspace) as stressor:
                 time.sleep(config.stress.settle_s if level else 0.0)
-                collector = Collector(config, target, folder, worker, source, here.uuid)
+                collector = Collector(config, target, folder, worker, source, here.uuid, level, best_canary_ms(there))
                 for key, kernels, models in cli.track(todo, f"level {level:g}"):
-                    block = collector.block(level, key, kernels, models, stressor)
+                    block = collector.block(key, kernels, models, stressor)
                     unsteady += block.drift > config.canary_drift
                     files.append_line(dataset.journal_path(folder), block.model_dump_json())
                     if time.monotonic() - tables_written > TABLES_EVERY_S:
@@ -341,7 +364,7 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
     kernel_rows, model_rows = write_tables(folder, header)
     failed = sorted({m.id for block in dataset.read_journal(folder) for m in block.measurements if m.status != "ok"})
     if unsteady:
-        log.warning("%d blocks kept although the machine's speed drifted by more than %.0f %% within them",
+        log.warning("%d blocks kept although the machine was unsteady by more than %.0f %%",
                     unsteady, 100 * config.canary_drift)
     return {"target": target.name, "dataset": str(folder), "kernel_rows": kernel_rows, "model_rows": model_rows,
             "unsteady_blocks": unsteady, "failed": failed}

@@ -14,6 +14,7 @@ Level = Annotated[float, Field(ge=0.0, le=1.0)]
 
 class EffortConfig(Config):
     warmup: int = Field(2, ge=0)
+    warmup_s: float = Field(0.02, ge=0)
     budget_s: float = Field(0.05, gt=0)
     least_runs: int = Field(5, ge=2)
     most_runs: int = Field(50, ge=2)
@@ -40,6 +41,8 @@ class CollectorConfig(Config):
     block_kernels: int = Field(32, ge=1)
     canary_drift: float = Field(0.05, gt=0)
     attempts: int = Field(2, ge=1)
+    attempts_under_load: int = Field(2, ge=1)
+    patience_s: float = Field(15.0, ge=0)
     timeout_s: float = Field(120.0, gt=0)
     held_out: tuple[str, ...] = ()
 

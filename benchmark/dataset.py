@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 DATASET_VERSION = 1
 LABELS = ("run", "kernel_time", "node_span")  # DESIGN's words; `gpu` joins them where CUPTI can be read
 COLLECT = "python benchmark/collector.py"
+BELOW_BEST = 0.05  # how much slower than its best the canary may be beyond what drift is admitted
 NO_RUN = "no_run"  # status of a kernel that was timed in a model, but not (yet) alone
 SAMPLED = "sampled:"  # in column Models: no model holds this kernel; the family that seeded it follows
 
@@ -63,7 +64,8 @@ class Block(Frozen):
         key: names the block's work within its level, for resuming.
         background: metric means over a window with the stressor alone, by DCGM field name.
         during: the same over a window of the block's own runs; empty where they were over too soon to tell.
-        canary_before_ms, canary_after_ms: medians of the canary kernel.
+        canary_before_ms, canary_after_ms: the canary's times around the block.
+        canary_best_ms: the shortest it took on this machine at this level so far; 0 under load, where it varies.
         attempts: how often the block was measured until canaries agreed (or attempts ran out).
         stress: what the stressor reported to have reached.
     """
@@ -75,6 +77,7 @@ class Block(Frozen):
     during: dict[str, float]
     canary_before_ms: float
     canary_after_ms: float
+    canary_best_ms: float = 0.0
     attempts: int
     stress: dict[str, float] = {}
     machine: str
@@ -82,10 +85,12 @@ class Block(Frozen):
 
     @property
     def drift(self) -> float:
-        """How far the machine's speed parted within the block, as a ratio: between the canaries, or between the two halves
-        of a whole model's latencies, which its profile lies between; the larger of the two."""
+        """How unsteady the machine was, as a ratio, the largest of: how far the canaries part; how far they are from the
+        best, less what is admitted; how far the halves of a whole model's latencies part, which its profile lies between."""
         canaries = abs(self.canary_after_ms / self.canary_before_ms - 1.0) if self.canary_before_ms else 0.0
-        return max([canaries, *(halves_drift(m.samples_ms) for m in self.measurements if m.label == "latency")])
+        slowest = max(self.canary_before_ms, self.canary_after_ms)
+        excess = slowest / self.canary_best_ms - 1.0 - BELOW_BEST if self.canary_best_ms else 0.0
+        return max([canaries, excess, *(halves_drift(m.samples_ms) for m in self.measurements if m.label == "latency")])
 
 
 def halves_drift(samples: Sequence[float]) -> float:

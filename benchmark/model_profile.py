@@ -17,14 +17,16 @@ from utils.ort_sessions import model_errors, open_session
 
 def profile_runs(run: Callable[[], Any], effort: Effort) -> list[bool]:
     """Runs a profiled session as `effort` says; for each run, whether it counts (warm-up does not)."""
-    for _ in range(effort.warmup):
+    began, warmed, one_run_s = time.perf_counter(), 0, 0.0
+    while warmed <= effort.warmup or time.perf_counter() - began < effort.warmup_s:
+        start = time.perf_counter()
         run()
-    start = time.perf_counter()
-    run()
-    counted = effort.runs(time.perf_counter() - start)
+        one_run_s = time.perf_counter() - start
+        warmed += 1
+    counted = effort.runs(one_run_s)
     for _ in range(counted):
         run()
-    return [False] * (effort.warmup + 1) + [True] * counted
+    return [False] * warmed + [True] * counted
 
 
 def counted_runs(profile: str, counted: list[bool]) -> list[ProfiledRun]:

@@ -76,6 +76,21 @@ class Runner:
     io: str
     run_once: Callable[[], Any]
 
+    def warm_up(self, runs: int, seconds: float = 0.0) -> float:
+        """Runs untimed, `runs` times and for `seconds` at least; what the last run took, in seconds (0 where none was).
+
+        Raises:
+            UserError: the model fails while running.
+        """
+        began, done, last_s = time.perf_counter(), 0, 0.0
+        with model_errors(self.name):
+            while done < runs or time.perf_counter() - began < seconds:
+                start = time.perf_counter()
+                self.run_once()
+                last_s = time.perf_counter() - start
+                done += 1
+        return last_s
+
     def time(self, *, warmup: int = DEFAULT_WARMUP, loops: int | None = None, budget_s: float | None = None,
              least_runs: int = 3) -> Timing:
         """Runs `warmup` times untimed, then `loops` times, or for `budget_s` seconds (at least `least_runs` runs).
@@ -85,9 +100,8 @@ class Runner:
         """
         if loops is None and budget_s is None:
             loops = DEFAULT_LOOPS
+        self.warm_up(warmup)
         with model_errors(self.name):
-            for _ in range(warmup):
-                self.run_once()
             started, began = now(), time.perf_counter()
             samples: list[float] = []
             while len(samples) < (loops or least_runs) or (loops is None and time.perf_counter() - began < (budget_s or 0)):

@@ -8,9 +8,11 @@ from ort_analysis.records import Frozen
 
 
 class Effort(Frozen):
-    """How long to measure one thing: untimed runs first, then for `budget_s` seconds, between the two numbers of runs."""
+    """How long to measure one thing: untimed runs first, `warmup` of them and for `warmup_s` seconds at least (threads that
+    slept take a while to spread over the processors), then for `budget_s` seconds, between the two numbers of runs."""
 
     warmup: int = 2
+    warmup_s: float = 0.0
     budget_s: float = 0.05
     least_runs: int = 5
     most_runs: int = 50
@@ -25,7 +27,7 @@ class Request(Frozen):
 
     Attributes:
         do: `alone` times a built kernel in its own session; `carrier` times several one after another in one graph;
-            `model` times a whole model and profiles its kernels; `canary` times a fixed product of matrices.
+            `model` times a whole model and profiles its kernels; `canary` times a fixed piece of work.
         paths: the files of the kernels, or of the model.
         record: for a model, its record.
         dims: for a model, the sizes of its dynamic dimensions.

@@ -11,56 +11,37 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from benchmark import canary
 from benchmark.burners import die_with_parent
 from benchmark.model_profile import counted_runs, profile_model, profile_runs
-from benchmark.ort_kernel_runner import Runner, bind, now, open_runner
+from benchmark.ort_kernel_runner import bind, now, open_runner
 from benchmark.ort_profile import ProfiledRun, kernel_times_ms, node_spans_ms
 from benchmark.protocol import Reply, Request, Samples
 from kernel_model.carrier import build_carrier, node_name
-from kernel_model.dummy_data import random_floats
 from kernel_model.kernel_builder import built_kernel
 from ort_analysis.fusion_detector import kernel_of
 from ort_analysis.records import load_record
 from utils.errors import UserError
 from utils.ort_sessions import model_errors, open_session
 
-CANARY_SIZE = {"cpu": 512, "cuda": 4096}  # side of the matrices: a few milliseconds on the CPU, half of one on a GPU
-CANARY_RUNS = 15
 
-
-def canary_samples(execution_provider: str) -> tuple[float, ...]:
-    """Times (ms) of a fixed product of two square matrices: what the machine is worth at this moment."""
-    return _canary(execution_provider).time(warmup=3, loops=CANARY_RUNS).samples_ms
-
-
-_canaries: dict[str, Runner] = {}
-
-
-def _canary(execution_provider: str) -> Runner:
-    if execution_provider not in _canaries:
-        from onnx import TensorProto, helper
-
-        side = [CANARY_SIZE[execution_provider]] * 2
-        values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, side) for name in "abc"]
-        graph = helper.make_graph([helper.make_node("MatMul", ["a", "b"], ["c"])], "canary", values[:2], values[2:])
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-        session = open_session(model.SerializeToString(), execution_provider, name="canary")
-        feed = {name: random_floats(tuple(side), "float32") for name in "ab"}
-        _canaries[execution_provider] = Runner(session=session, name="canary", execution_provider=execution_provider,
-                                               io="device", run_once=bind(session, feed, execution_provider, "device"))
-    return _canaries[execution_provider]
+def time_canary(request: Request) -> list[Samples]:
+    """The canary, as often as the effort says."""
+    runner = canary.canary(request.execution_provider)
+    one_run_s = runner.warm_up(request.effort.warmup + 1, request.effort.warmup_s)
+    timing = runner.time(warmup=0, loops=request.effort.runs(one_run_s))
+    return [Samples(id=canary.NAME, label="run", samples_ms=timing.samples_ms)]
 
 
 def time_alone(request: Request) -> list[Samples]:
     """Label `run`: a kernel in a session of its own, wall time."""
     path = Path(request.paths[0])
     runner = open_runner(path, request.execution_provider, provider_options=request.provider_options)
-    effort = request.effort
-    first = runner.time(warmup=effort.warmup, loops=1).samples_ms[0]
-    timing = runner.time(warmup=0, loops=effort.runs(first / 1000))
+    one_run_s = runner.warm_up(request.effort.warmup + 1, request.effort.warmup_s)
+    timing = runner.time(warmup=0, loops=request.effort.runs(one_run_s))
     return [Samples(id=path.stem, label="run", samples_ms=timing.samples_ms)]
 
 
@@ -102,13 +83,14 @@ def time_model(request: Request) -> list[Samples]:
     path, provider, effort = Path(request.paths[0]), request.execution_provider, request.effort
     record = load_record(Path(request.record))
     runner = open_runner(path, provider, dims=request.dims, provider_options=request.provider_options)
-    first = runner.time(warmup=effort.warmup, loops=1).samples_ms[0]
-    half = max(2, effort.runs(first / 1000) // 2)
+    one_run_s = runner.warm_up(effort.warmup + 1, effort.warmup_s)
+    half = max(2, effort.runs(one_run_s) // 2)
     samples = list(runner.time(warmup=0, loops=half).samples_ms)
     found: list[Samples] = []
     if request.labels:
         found = model_labels(path, request, [node.kernel_id for node in record.nodes])
-    samples += runner.time(warmup=effort.warmup, loops=half).samples_ms
+    runner.warm_up(effort.warmup, effort.warmup_s)
+    samples += runner.time(warmup=0, loops=half).samples_ms
     return [Samples(id=record.model, label="latency", samples_ms=tuple(samples)), *found]
 
 
@@ -132,14 +114,15 @@ def model_labels(path: Path, request: Request, expected: Sequence[str]) -> list[
     return labels_of(runs, ids)
 
 
+WORK: dict[str, Callable[[Request], list[Samples]]] = {
+    "alone": time_alone, "carrier": time_carrier, "model": time_model, "canary": time_canary}
+
+
 def answer(request: Request) -> Reply:
     """Does one piece of work; what is wrong with the subject itself comes back as the reply's error."""
     started = now()
     try:
-        if request.do == "canary":
-            samples = [Samples(id="canary", label="run", samples_ms=canary_samples(request.execution_provider))]
-        else:
-            samples = {"alone": time_alone, "carrier": time_carrier, "model": time_model}[request.do](request)
+        samples = WORK[request.do](request)
     except UserError as error:
         return Reply(error=str(error), started=started, ended=now())
     return Reply(samples=tuple(samples), started=started, ended=now())

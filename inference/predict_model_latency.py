@@ -60,6 +60,8 @@ def print_predictions(found: Sequence[Prediction], top: int) -> None:
     first = found[0]
     used = first.composition
     base = "longest path" if used.kind == "critical_path" else "Σ"
+    if used.kind == "sum_nodes":
+        base += f" {1000 * used.node_ms:+.3g} µs a node"
     log.info("target %s, load %s; latency = %.4g·%s %+.4g ms over kernels by label %s", first.target,
              first.load if first.load == "idle" else ", ".join(f"{k}={v:g}" for k, v in dict(first.load).items()),
              used.alpha, base, used.beta_ms, used.label)

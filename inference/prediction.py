@@ -30,12 +30,14 @@ PREDICTION_VERSION = 1
 
 
 class UsedComposition(Frozen):
-    """How kernel times became the model's: latency_ms = alpha · (Σ or longest path of the kernels) + beta_ms."""
+    """How kernel times became the model's: latency_ms = alpha · (Σ or longest path of the kernels) + beta_ms, and in
+    kind `sum_nodes` + node_ms for each node that moves data."""
 
     label: str
-    kind: Literal["sum", "critical_path"]
+    kind: Literal["sum", "sum_nodes", "critical_path"]
     alpha: float
     beta_ms: float
+    node_ms: float = 0.0
 
 
 class KernelShare(Frozen):
@@ -148,6 +150,8 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
 def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]], fitted: Fitted, used: Composition,
              load: dict[str, float], strict: bool, warnings: tuple[str, ...]) -> Prediction:
     """A model's time from its kernels' times."""
+    from training.composition import latency_ms, working_nodes
+
     counts = Counter(node.kernel_id for node in record.nodes)
     totals = {kernel_id: count * times[kernel_id][0] for kernel_id, count in counts.items()}
     kernel_sum_ms = sum(totals.values())
@@ -157,7 +161,8 @@ def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]],
 
         by_node = {node.name: times[node.kernel_id][0] for node in record.nodes}
         critical_path_ms = calculate_latency(build_dag(record), by_node, "critical_path")
-    latency_ms = used.alpha * (kernel_sum_ms if critical_path_ms is None else critical_path_ms) + used.beta_ms
+    nodes = working_nodes(record)
+    latency = float(latency_ms(used, kernel_sum_ms if critical_path_ms is None else critical_path_ms, nodes))
     base_ms = kernel_sum_ms or 1.0  # a graph that is optimised away has no kernels
     by_provenance: dict[Provenance, float] = dict.fromkeys(PROVENANCES, 0.0)
     nodes_by_provenance: dict[Provenance, int] = dict.fromkeys(PROVENANCES, 0)
@@ -172,8 +177,9 @@ def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]],
     memory = peak_memory(record)
     return Prediction(
         model=record.model, target=fitted.target.name, flavour=record.flavour.name,
-        composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms),
-        latency_ms=latency_ms, sum_latency_ms=_sum_latency_ms(used, kernel_sum_ms), kernel_sum_ms=kernel_sum_ms,
+        composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
+                                    node_ms=used.node_ms),
+        latency_ms=latency, sum_latency_ms=_sum_latency_ms(used, kernel_sum_ms), kernel_sum_ms=kernel_sum_ms,
         critical_path_ms=critical_path_ms,
         load=load or "idle", strict=strict, time_share=shares, kernel_count=nodes_by_provenance,
         kernels=tuple(
@@ -182,7 +188,7 @@ def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]],
                         share=total_ms / base_ms, provenance=times[kernel_id][1])
             for kernel_id, total_ms in sorted(totals.items(), key=lambda item: -item[1])),
         types_without_predictor=tuple(unknown), dims=record.dims, batch=record.batch,
-        items_per_second=record.batch / latency_ms * 1e3 if record.batch and latency_ms else None,
+        items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
         memory=memory, peak_memory_mib=memory.peak_mib, warnings=warnings,
     )
 

@@ -45,6 +45,7 @@ TINY = {
     "device": "cpu", "levels": list(LEVELS), "stress": {"settle_s": 0.1}, "metrics": METRICS, "window_s": 0.2,
     "kernel": {"warmup": 1, "budget_s": 0.005, "least_runs": 3, "most_runs": 5},
     "model": {"warmup": 1, "budget_s": 0.02, "least_runs": 4, "most_runs": 6}, "block_kernels": 4, "canary_drift": 100.0,
+    "patience_s": 0,
     "attempts": 1, "timeout_s": 60, "held_out": ["heldnet"],
 }
 needs_x86 = pytest.mark.skipif(not instruction_set().startswith("avx"), reason="only x86 traps this division")
@@ -315,7 +316,7 @@ def test_canaries_that_part_have_their_block_measured_again(collected: Collected
     item = find_work(collected.workspace, target, ()).kernels[-1]
     with Worker(60) as worker:
         collector = Collector(config, target, tmp_path, worker, open_source("cpu", METRICS), "here")
-        block = collector.block(0.0, "one", [item], [], Stress(0.0, None))
+        block = collector.block("one", [item], [], Stress(0.0, None))
     assert block.attempts == 2
     assert block.drift > 0
     assert {m.label for m in block.measurements} == {"run", "kernel_time", "node_span"}

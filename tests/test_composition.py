@@ -11,7 +11,7 @@ import pytest
 from made_up_dataset import TARGET, chain, draw_kernels, true_ms, write_workspace
 
 from training import estimators
-from training.composition import best, composition_path, fit_candidate, fit_line, leave_out, load_composition
+from training.composition import best, composition_path, fit_candidate, fit_line, latency_ms, leave_out, load_composition
 from training.fit_composition import MeasuredModel, fit_target, left_out_groups, measured_models, predict_out_of_fold
 from training.predictor_files import read_sidecar, sidecar_path
 from training.train_kernel_model import save, train_label
@@ -41,27 +41,36 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 def test_finds_the_line() -> None:
     sums = np.array([1.0, 2.0, 5.0, 20.0])
-    assert fit_line(sums, 1.3 * sums + 0.4) == pytest.approx((1.3, 0.4))
+    assert fit_line(sums, 1.3 * sums + 0.4) == pytest.approx((1.3, 0.4, 0.0))
 
 
 def test_short_models_count_as_much_as_long_ones() -> None:
     sums = np.array([1.0, 1.0, 1000.0])
     measured = np.array([2.0, 2.0, 1000.0])
-    alpha, beta = fit_line(sums, measured)
+    alpha, beta, _ = fit_line(sums, measured)
     assert alpha * 1.0 + beta == pytest.approx(2.0, rel=0.01)
     assert alpha * 1000 + beta == pytest.approx(1000, rel=0.01)
 
 
 def test_the_line_stays_physical() -> None:
     sums = np.array([1.0, 2.0, 4.0])
-    alpha, beta = fit_line(sums, 2 * sums - 0.5)  # would want a negative β
+    alpha, beta, _ = fit_line(sums, 2 * sums - 0.5)  # would want a negative β
     assert beta == 0.0
     assert alpha > 0
-    assert fit_line(np.array([3.0]), np.array([4.5])) == (1.5, 0.0)  # one model: no β
-    assert fit_line(np.array([3.0, 3.0]), np.array([4.5, 4.5])) == pytest.approx((1.5, 0.0))
-    alpha, beta = fit_line(np.array([1.0, 2.0]), np.array([2.0, 1.0]))  # the longer one is faster
+    assert fit_line(np.array([3.0]), np.array([4.5])) == (1.5, 0.0, 0.0)  # one model: no β
+    assert fit_line(np.array([3.0, 3.0]), np.array([4.5, 4.5])) == pytest.approx((1.5, 0.0, 0.0))
+    alpha, beta, _ = fit_line(np.array([1.0, 2.0]), np.array([2.0, 1.0]))  # the longer one is faster
     assert alpha > 0
     assert beta >= 0
+
+
+def test_what_a_node_costs_is_recovered_and_bounded() -> None:
+    sums, nodes = np.array([1.0, 2.0, 5.0, 10.0, 20.0, 40.0]), np.array([100.0, 20.0, 60.0, 100.0, 30.0, 80.0])
+    line = fit_line(sums, 1.1 * sums - 0.004 * nodes + 0.2, nodes)
+    assert line == pytest.approx((1.1, 0.2, -0.004))
+    assert latency_ms(line, 1.0, 100) == pytest.approx(0.9)
+    assert latency_ms(line, 1.0, 100_000) == pytest.approx(0.11)  # never below a tenth of α·Σ
+    assert fit_line(sums[:4], 2 * sums[:4], nodes[:4]).node_ms == 0.0  # four models can't tell
 
 
 def test_leaving_out_leaves_out() -> None:
@@ -72,8 +81,8 @@ def test_leaving_out_leaves_out() -> None:
 
 def test_the_best_errs_least_in_cross_validation() -> None:
     sums, measured, groups = np.array([1.0, 2.0, 3.0]), np.array([2.0, 4.0, 6.0]), ["a", "b", "c"]
-    good, _ = fit_candidate("run", "sum", sums, measured, groups)
-    bad, _ = fit_candidate("kernel_time", "sum", sums[::-1], measured, groups)
+    good, _ = fit_candidate("run", "sum", sums, measured, np.ones(3), groups)
+    bad, _ = fit_candidate("kernel_time", "sum", sums[::-1], measured, np.ones(3), groups)
     assert best([bad, good]) == 1
     assert best([good, good]) == 0
     assert good.plain_mape == pytest.approx(0.5)
@@ -189,7 +198,7 @@ def test_the_command(trained: Workspace) -> None:
     command = [sys.executable, "training/fit_composition.py", "--workspace", str(trained.root)]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert shown.splitlines()[0].split("\t") == [
-        "label", "composition", "CV_MAPE_%", "CV_max_%", "alpha", "beta_ms", "fit_MAPE_%", "plain_MAPE_%", "used"]
+        "label", "composition", "CV_MAPE_%", "CV_max_%", "alpha", "beta_ms", "node_us", "fit_MAPE_%", "plain_MAPE_%", "used"]
     printed = json.loads(subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
     assert printed[TARGET.name]["label"] == "run"
     assert load_composition(trained.predictors(TARGET.name)).alpha == printed[TARGET.name]["alpha"]

@@ -16,13 +16,13 @@ from utils.paths import ROOT
 TINY = {
     "model_zoo/config.yaml": "models: [resnet18]\nimage_sizes: [32]\nbatch_sizes: [1]\ndtypes: [fp32]\ndynamic: true\n",
     "benchmark/config.yaml": (
-        "levels: [0.0, 0.5]\nstress: {settle_s: 0.2}\nwindow_s: 0.2\nattempts: 1\n"
+        "levels: [0.0, 0.5]\nstress: {settle_s: 0.2}\nwindow_s: 0.2\nattempts: 1\npatience_s: 0\n"
         "kernel: {warmup: 1, budget_s: 0.005, least_runs: 3, most_runs: 5}\n"
         "model: {warmup: 1, budget_s: 0.1, least_runs: 4, most_runs: 10}\n"),
     "demo/model_zoo.yaml": (
         "models: [resnet18, mnasnet1_0]\nimage_sizes: [32]\nbatch_sizes: [1, 8]\ndtypes: [fp32]\ndynamic: true\n"),
     "demo/collector.yaml": (
-        "levels: [0.0]\nwindow_s: 0.2\nattempts: 1\nheld_out: [mnasnet]\n"
+        "levels: [0.0]\nwindow_s: 0.2\nattempts: 1\npatience_s: 0\nheld_out: [mnasnet]\n"
         "kernel: {warmup: 1, budget_s: 0.005, least_runs: 3, most_runs: 5}\n"
         "model: {warmup: 1, budget_s: 0.1, least_runs: 4, most_runs: 10}\n"),
 }

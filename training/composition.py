@@ -1,8 +1,9 @@
-"""How kernel times make a model's time: latency = α·Σ + β, fitted for a target.
+"""How kernel times make a model's time: latency = α·Σ + β, or α·Σ + γ·nodes + β, fitted for a target.
 
 Σ is the sum of the kernels' times under one label, or their longest path through the graph. α stands for what kernels
-meet in a model and not alone (caches, layouts), β for what a run costs besides its kernels. Both are fitted on relative
-errors, so that short models count as much as long ones, and β is never negative, so that no model takes less than nothing.
+meet in a model and not alone (caches, layouts), β for what a run costs besides its kernels, and γ for what a node costs
+besides its kernel's time: the host's dispatch, or, where it is negative, what the profiler added to a label. All are
+fitted on relative errors, so that short models count as much as long ones; α is positive and β not negative.
 History of the schema: version 1 is the first.
 """
 
@@ -10,19 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records import Frozen
+from ort_analysis.records import Frozen, ModelRecord
 from utils import files
 from utils.errors import UserError
 
 COMPOSITION_VERSION = 1
 FIT = "python training/fit_composition.py"
-Kind = Literal["sum", "critical_path"]
-KINDS: tuple[Kind, ...] = ("sum", "critical_path")
+Kind = Literal["sum", "sum_nodes", "critical_path"]
+KINDS: tuple[Kind, ...] = ("sum", "sum_nodes", "critical_path")
+LEAST_SHARE = 0.1  # of α·Σ: a negative γ never takes more than the rest
+MODELS_FOR_NODES = 5  # fewer can't tell γ from α and β
 Floats = npt.NDArray[np.float64]
 
 
@@ -32,13 +35,15 @@ class Candidate(Frozen):
     Attributes:
         cv_mape, cv_max: of models that were left out of the fit; None where there are too few models to leave one out.
         fit_mape: of the models of the fit.
-        plain_mape: with α = 1 and β = 0, for reference.
+        plain_mape: with α = 1, β = 0 and γ = 0, for reference.
+        node_ms: γ, 0 but for kind `sum_nodes`.
     """
 
     label: str
     kind: Kind
     alpha: float
     beta_ms: float
+    node_ms: float = 0.0
     cv_mape: float | None
     cv_max: float | None
     fit_mape: float
@@ -67,6 +72,7 @@ class Composition(Frozen):
     kind: Kind
     alpha: float
     beta_ms: float
+    node_ms: float = 0.0
     left_out: Literal["family", "model", "nothing"]
     dataset_sha256: str
     candidates: tuple[Candidate, ...]
@@ -93,43 +99,75 @@ def load_composition(folder: Path) -> Composition:
     return composition
 
 
-def fit_line(sums_ms: Floats, measured_ms: Floats) -> tuple[float, float]:
-    """α and β that minimise Σ((α·Σ + β) / measured − 1)², with α > 0 and β ≥ 0.
+class Line(NamedTuple):
+    """latency = alpha · Σ + node_ms · nodes + beta_ms."""
 
-    β is 0 where fewer than two different sums are there to tell it from α.
+    alpha: float
+    beta_ms: float
+    node_ms: float = 0.0
+
+
+def working_nodes(record: ModelRecord) -> int:
+    """The nodes that move data; the others only rename a tensor, and cost next to nothing."""
+    return sum(1 for node in record.nodes if record.kernel_of(node).bytes_read + record.kernel_of(node).bytes_written)
+
+
+def latency_ms(line: Line | Candidate | Composition, base_ms: Floats | float, nodes: Floats | float) -> Floats:
+    """The latency of models (ms) from their Σ or longest path (ms) and their number of working nodes."""
+    total = line.alpha * np.asarray(base_ms) + line.node_ms * np.asarray(nodes) + line.beta_ms
+    return np.maximum(total, LEAST_SHARE * line.alpha * np.asarray(base_ms))
+
+
+def fit_line(sums_ms: Floats, measured_ms: Floats, nodes: Floats | None = None) -> Line:
+    """The line that minimises Σ(latency / measured − 1)², with α > 0 and β ≥ 0.
+
+    β and γ are 0 where too few different models are there to tell them from α.
 
     Args:
         sums_ms: Σ of each model, positive.
         measured_ms: its latency, positive.
+        nodes: its number of working nodes; None for a line without γ.
     """
     ratio, inverse = sums_ms / measured_ms, 1.0 / measured_ms
+    ones = np.ones(len(sums_ms))
+    if nodes is not None and len(set(sums_ms.tolist())) >= MODELS_FOR_NODES:
+        per_node = nodes / measured_ms
+        (alpha, gamma, beta), *_ = np.linalg.lstsq(np.column_stack([ratio, per_node, inverse]), ones, rcond=None)
+        if beta < 0:
+            (alpha, gamma), *_ = np.linalg.lstsq(np.column_stack([ratio, per_node]), ones, rcond=None)
+            beta = 0.0
+        if alpha > 0:
+            return Line(float(alpha), float(beta), float(gamma))
     if len(set(sums_ms.tolist())) > 1:
-        (alpha, beta), *_ = np.linalg.lstsq(np.column_stack([ratio, inverse]), np.ones(len(sums_ms)), rcond=None)
+        (alpha, beta), *_ = np.linalg.lstsq(np.column_stack([ratio, inverse]), ones, rcond=None)
         if alpha > 0 and beta >= 0:
-            return float(alpha), float(beta)
-    return float(ratio.sum() / (ratio @ ratio)), 0.0
+            return Line(float(alpha), float(beta))
+    return Line(float(ratio.sum() / (ratio @ ratio)), 0.0)
 
 
-def leave_out(sums_ms: Floats, measured_ms: Floats, groups: Sequence[str]) -> Floats:
+def leave_out(sums_ms: Floats, measured_ms: Floats, groups: Sequence[str], nodes: Floats | None = None) -> Floats:
     """Each model's latency by a line fitted without its group."""
     labels = np.array(groups)
     predicted = np.empty(len(labels))
+    counts = np.zeros(len(labels)) if nodes is None else nodes
     for group in set(groups):
         out = labels == group
-        alpha, beta = fit_line(sums_ms[~out], measured_ms[~out])
-        predicted[out] = alpha * sums_ms[out] + beta
+        line = fit_line(sums_ms[~out], measured_ms[~out], None if nodes is None else nodes[~out])
+        predicted[out] = latency_ms(line, sums_ms[out], counts[out])
     return predicted
 
 
-def fit_candidate(label: str, kind: Kind, sums_ms: Floats, measured_ms: Floats,
+def fit_candidate(label: str, kind: Kind, sums_ms: Floats, measured_ms: Floats, nodes: Floats,
                   groups: Sequence[str] | None) -> tuple[Candidate, Floats]:
     """One candidate with its errors, and the latency that it gives each model (left out, where `groups` says how)."""
-    alpha, beta = fit_line(sums_ms, measured_ms)
-    fitted = alpha * sums_ms + beta
-    predicted = fitted if groups is None else leave_out(sums_ms, measured_ms, groups)
+    counted = nodes if kind == "sum_nodes" else None
+    line = fit_line(sums_ms, measured_ms, counted)
+    fitted = latency_ms(line, sums_ms, nodes)
+    predicted = fitted if groups is None else leave_out(sums_ms, measured_ms, groups, counted)
     errors = np.abs(predicted / measured_ms - 1)
     return Candidate(
-        label=label, kind=kind, alpha=alpha, beta_ms=beta, cv_mape=float(errors.mean()) if groups is not None else None,
+        label=label, kind=kind, alpha=line.alpha, beta_ms=line.beta_ms, node_ms=line.node_ms,
+        cv_mape=float(errors.mean()) if groups is not None else None,
         cv_max=float(errors.max()) if groups is not None else None,
         fit_mape=float(np.abs(fitted / measured_ms - 1).mean()), plain_mape=float(np.abs(sums_ms / measured_ms - 1).mean()),
     ), predicted

@@ -130,7 +130,7 @@ def compose(record: ModelRecord, times_ms: dict[str, float]) -> dict[str, float]
 
     dag = build_dag(record)
     by_node = {node.name: times_ms[node.kernel_id] for node in record.nodes}
-    return {kind: calculate_latency(dag, by_node, kind) for kind in KINDS}
+    return {kind: calculate_latency(dag, by_node, "critical_path" if kind == "critical_path" else "sum") for kind in KINDS}
 
 
 def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Composition:
@@ -141,7 +141,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     """
     import numpy as np
 
-    from training.composition import KINDS, Composition, FittedModel, best, fit_candidate
+    from training.composition import KINDS, Composition, FittedModel, best, fit_candidate, working_nodes
     from training.predictor_files import TRAIN, read_sidecar
     from training.training_set import load_training_set
 
@@ -154,20 +154,21 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     if left_out == "nothing":
         log.warning("%s: one model measured; α is fitted on it, β is 0, and there is no cross-validation", target)
     measured = np.array([model.latency_ms for model in models])
+    nodes = np.array([working_nodes(model.record) for model in models], dtype=float)
     candidates, predictions = [], []
     for label, about in cli.track(list(sidecar.labels.items()), f"composing {target}"):
         own = [name for name, predictor in about.predictor_of.items() if predictor == name]
         times = predict_out_of_fold(rows, models, groups, left_out, label, own, config)
         composed = [compose(model.record, times[model.record.model]) for model in models]
         for kind in KINDS:
-            candidate, predicted = fit_candidate(
-                label, kind, np.array([sums[kind] for sums in composed]), measured, None if left_out == "nothing" else groups)
+            bases = np.array([sums[kind] for sums in composed])
+            candidate, predicted = fit_candidate(label, kind, bases, measured, nodes, None if left_out == "nothing" else groups)
             candidates.append(candidate)
             predictions.append(predicted)
     chosen = best(candidates)
     used = candidates[chosen]
     return Composition(
-        label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms, left_out=left_out,
+        label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms, node_ms=used.node_ms, left_out=left_out,
         dataset_sha256=rows.sha256, candidates=tuple(candidates), models=tuple(
             FittedModel(model=model.record.model, measured_ms=model.latency_ms, predicted_ms=float(predicted))
             for model, predicted in zip(models, predictions[chosen], strict=True)))
@@ -179,7 +180,8 @@ def candidate_table(composition: Composition) -> list[dict[str, Any]]:
         return None if ratio is None else 100 * ratio
 
     return [{"label": c.label, "composition": c.kind, "CV_MAPE_%": percent(c.cv_mape), "CV_max_%": percent(c.cv_max),
-             "alpha": c.alpha, "beta_ms": c.beta_ms, "fit_MAPE_%": percent(c.fit_mape), "plain_MAPE_%": percent(c.plain_mape),
+             "alpha": c.alpha, "beta_ms": c.beta_ms, "node_us": 1000 * c.node_ms,
+             "fit_MAPE_%": percent(c.fit_mape), "plain_MAPE_%": percent(c.plain_mape),
              "used": "yes" if (c.label, c.kind) == (composition.label, composition.kind) else ""}
             for c in composition.candidates]
 

@@ -1,0 +1,69 @@
+"""A fixed piece of work that shows what the machine is worth at this moment.
+
+It multiplies two matrices, and then transposes and negates the product several times, so that it is slow both when
+arithmetic is and when threads are slow to pass data to each other. The second matters on virtual machines: where the
+host puts two virtual processors decides whether they share a cache, and memory-bound models differ by half between the
+two states, while a product alone shows nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+
+from benchmark.ort_kernel_runner import Runner, bind
+from kernel_model.dummy_data import random_floats
+from utils.ort_sessions import open_session
+
+SIDE = {"cpu": 512, "cuda": 4096}  # of the matrices: two milliseconds on a CPU, one on a GPU
+EXCHANGES = 4  # transposes
+WARMUP = 3
+WARMUP_S = 0.02
+RUNS = 15
+PAUSE_S = 0.5
+NAME = "canary"
+
+
+@cache
+def canary(execution_provider: str) -> Runner:
+    """The canary as an open session on `cpu` or `cuda`."""
+    from onnx import TensorProto, helper
+
+    side = [SIDE[execution_provider]] * 2
+    nodes, last = [helper.make_node("MatMul", ["a", "b"], ["c"])], "c"
+    for number in range(EXCHANGES):
+        nodes += [helper.make_node("Transpose", [last], [f"t{number}"], perm=[1, 0]),
+                  helper.make_node("Neg", [f"t{number}"], [f"n{number}"])]
+        last = f"n{number}"
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, side) for name in ("a", "b", last)]
+    graph = helper.make_graph(nodes, NAME, values[:2], values[2:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    session = open_session(model.SerializeToString(), execution_provider, optimize="none", name=NAME)
+    feed = {name: random_floats(tuple(side), "float32") for name in "ab"}
+    return Runner(session=session, name=NAME, execution_provider=execution_provider, io="device",
+                  run_once=bind(session, feed, execution_provider, "device"))
+
+
+def canary_ms(execution_provider: str) -> float:
+    """The median of a few runs of the canary, in milliseconds."""
+    runner = canary(execution_provider)
+    runner.warm_up(WARMUP, WARMUP_S)
+    return runner.time(warmup=0, loops=RUNS).statistics.median_ms
+
+
+def wait_until_steady(probe: Callable[[], float], reference_ms: float, tolerance: float, patience_s: float) -> float:
+    """Probes until the machine is as fast as it can be, or patience ends; the last reading (ms).
+
+    Args:
+        probe: gives the canary's time.
+        reference_ms: the canary on the machine at its best; 0 where that is not known.
+        tolerance: how much slower still counts as steady, a ratio.
+        patience_s: how long to wait at most.
+    """
+    until = time.monotonic() + patience_s
+    reading = probe()
+    while reference_ms and reading > reference_ms * (1 + tolerance) and time.monotonic() < until:
+        time.sleep(PAUSE_S)
+        reading = probe()
+    return reading

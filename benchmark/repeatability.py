@@ -1,0 +1,116 @@
+"""Phase 4.4: how far a second measurement is from the first: no predictor can err less than the machine itself does.
+
+Reads the dataset of this machine and its kernels and models; measures a random sample of them once more, at each level
+that was collected, and compares medians. Prints the difference; writes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from collections.abc import Sequence
+from typing import Any
+
+from utils import cli
+from utils.errors import UserError
+from utils.paths import ROOT, Workspace
+
+SHORT_MS = 0.02  # kernels that take less are left out of the second row: their times are mostly overhead
+EXAMPLES = """
+python benchmark/repeatability.py
+python benchmark/repeatability.py --workspace out/demo --config demo/collector.yaml --count 200
+"""
+
+
+def differences(first_ms: dict[str, float], second_ms: dict[str, float], least_ms: float = 0.0) -> dict[str, Any]:
+    """Statistics of |second − first| / first over what both have, of `least_ms` and more; no figures where none is left."""
+    from utils.timing import error_statistics
+
+    both = [name for name in second_ms if first_ms.get(name, 0.0) > max(least_ms, 0.0)]
+    if not both:
+        return {"count": 0, "mean_%": None, "median_%": None, "within_10_%": None}
+    found = error_statistics([second_ms[name] for name in both], [first_ms[name] for name in both])
+    return {"count": found.count, "mean_%": 100 * found.mape, "median_%": 100 * found.median,
+            "within_10_%": 100 * found.within_10}
+
+
+def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> list[dict[str, Any]]:
+    """A row a level for kernels (label `run`), for those of 20 µs and more, and for whole models.
+
+    Raises:
+        UserError: there is no dataset of this machine.
+    """
+    import numpy as np
+
+    from benchmark import collector, dataset
+    from benchmark.collector_config import CollectorConfig
+    from benchmark.metrics import open_source
+    from benchmark.stressor import stress
+    from benchmark.worker_client import Worker
+    from utils.config import load_config
+    from utils.fingerprint import local_target, machine, resolve_provider
+
+    config = load_config(config_path, CollectorConfig)
+    provider = resolve_provider(config.device)
+    target, here = local_target(provider), machine(provider)
+    folder = workspace.dataset(target.name)
+    blocks = [block for block in dataset.read_journal(folder) if block.machine == here.uuid]
+    if not blocks:
+        raise UserError(f"{folder}: no measurements of this machine; measure first: {dataset.COLLECT}")
+    work = collector.find_work(workspace, target, config.held_out)
+    chosen = [work.kernels[i] for i in np.random.default_rng(seed).permutation(len(work.kernels))[:count]]
+    rows = []
+    with Worker(config.timeout_s) as worker:
+        for level in sorted({block.level for block in blocks}):
+            first = medians([block for block in blocks if block.level == level])
+            with stress(level, config.stress.kind, provider, workspace=workspace) as stressor:
+                best_ms = collector.best_canary_ms(block for block in blocks if block.level == level)
+                source = open_source(provider, config.metrics)
+                measuring = collector.Collector(config, target, folder, worker, source, here.uuid, level, best_ms)
+                parts: list[tuple[list[collector.KernelItem], list[collector.ModelItem]]] = [([], [m]) for m in work.models]
+                parts += [(list(chunk), []) for chunk in collector.chunks(chosen, config.block_kernels)]
+                again = [measuring.block(f"repeat {number}", kernels, models, stressor)
+                         for number, (kernels, models) in enumerate(cli.track(parts, f"level {level:g}"))]
+            second = medians(again)
+            for what, least_ms in (("kernel", 0.0), ("kernel", SHORT_MS), ("model", 0.0)):
+                found = differences(first[what], second[what], least_ms)
+                rows.append({"level": level, "what": what + ("s of 20 µs and more" if least_ms else "s"), **found})
+    return rows
+
+
+def medians(blocks: Sequence[Any]) -> dict[str, dict[str, float]]:
+    """The median of label `run` by kernel, and of the latency by model (ms)."""
+    import numpy as np
+
+    found: dict[str, dict[str, float]] = {"kernel": {}, "model": {}}
+    for block in blocks:
+        for m in block.measurements:
+            if m.status == "ok" and m.label in ("run", "latency"):
+                found[m.subject][m.id] = float(np.median(m.samples_ms))
+    return found
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--config", type=Path, default=ROOT / "benchmark" / "config.yaml",
+                        help="the collector's config that the dataset was measured with (default: benchmark/config.yaml)")
+    parser.add_argument("--count", type=int, default=200, help="kernels to measure again (default: 200)")
+    parser.add_argument("--seed", type=int, default=0, help="which ones")
+    args = parser.parse_args()
+    if args.count < 1:
+        parser.error("--count must be at least 1")
+    workspace = cli.start(args)
+    rows = repeat(workspace, args.config, args.count, args.seed)
+    if args.json:
+        cli.print_json(rows)
+    else:
+        cli.print_table(rows, "a second measurement against the first")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
