@@ -27,7 +27,7 @@ QUICK = estimators.TrainingConfig(
 
 def train(workspace: Workspace, label: str = "run") -> TrainingSet:
     rows = load_training_set(workspace, TARGET.name)
-    save(workspace, rows, [train_label(rows, label, QUICK)])
+    save(workspace, rows, [train_label(rows, label, QUICK)], QUICK)
     return rows
 
 
@@ -85,6 +85,9 @@ def test_the_best_errs_least_in_cross_validation() -> None:
     bad, _ = fit_candidate("kernel_time", "sum", sums[::-1], measured, np.ones(3), groups)
     assert best([bad, good]) == 1
     assert best([good, good]) == 0
+    close = bad.model_copy(update={"kind": "sum_nodes", "cv_mape": 0.95 * (bad.cv_mape or 0.0)})
+    assert best([bad, close]) == 0  # a further constant must earn its keep
+    assert best([bad, close.model_copy(update={"cv_mape": 0.5 * (bad.cv_mape or 0.0)})]) == 1
     assert good.plain_mape == pytest.approx(0.5)
     assert good.cv_mape == pytest.approx(0.0, abs=1e-9)
 
@@ -99,7 +102,8 @@ def test_recovers_alpha_and_beta(trained: Workspace) -> None:
     assert used.cv_mape is not None
     assert used.cv_mape < 0.15
     assert used.plain_mape > used.cv_mape
-    assert {(c.label, c.kind) for c in composition.candidates} == {("run", "sum"), ("run", "critical_path")}
+    assert {(c.label, c.kind) for c in composition.candidates} == {
+        ("run", "sum"), ("run", "sum_nodes"), ("run", "critical_path")}
 
 
 def test_kernels_of_the_left_out_family_are_in_no_training(trained: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     workspace = Workspace(tmp_path_factory.mktemp("predictors"))
     write_workspace(workspace, held_out=("cnet",))
     rows = load_training_set(workspace, TARGET.name)
-    save(workspace, rows, [train_label(rows, label, QUICK) for label in rows.times_ms])
+    save(workspace, rows, [train_label(rows, label, QUICK) for label in rows.times_ms], QUICK)
     return workspace
 
 
@@ -114,7 +114,7 @@ def test_load_must_be_complete(trained: Workspace, caplog: pytest.LogCaptureFixt
 def test_predictors_of_an_idle_device_refuse_a_load(workspace: Workspace) -> None:
     write_workspace(workspace, levels={0.0: 0.0}, sampled=20)
     rows = load_training_set(workspace, TARGET.name)
-    save(workspace, rows, [train_label(rows, "run", QUICK)])
+    save(workspace, rows, [train_label(rows, "run", QUICK)], QUICK)
     with pytest.raises(UserError, match="idle device alone"):
         load_predictors(workspace.predictors(TARGET.name)).predict(NEW, {METRIC: 30.0})
 
@@ -213,7 +213,7 @@ def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
         trained: Workspace, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     predictors = load_predictors(folder)
     about = {name: getattr(predictors.sidecar, name) for name in (
-        "target", "created", "dataset_sha256", "metrics", "idle_load", "load_range", "loaded_rows", "dtypes", "held_out")}
+        "target", "created", "dataset_sha256", "metrics", "idle_load", "load_range", "loaded_rows", "dtypes", "held_out", "config")}
     models = {"run": predictors.kernel_model("kernel_time")}
     before = predictors.predict(NEW, {}, "run").latency_ms
 

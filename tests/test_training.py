@@ -197,3 +197,19 @@ def test_the_command(workspace: Workspace) -> None:
     printed = json.loads(subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
     assert printed[0]["target"] == TARGET.name
     assert printed[0]["errors"]["run"][0]["mape"] > 0
+
+
+def test_a_second_training_on_the_same_rows_is_kept(workspace: Workspace) -> None:
+    write_workspace(workspace)
+    config = workspace.root / "training.yaml"
+    config.write_text("folds: 3\nthreads: 1\nxgboost: {trees: 20}\nforest: {trees: 3}\n")
+    command = [sys.executable, "training/train_kernel_model.py", "--workspace", str(workspace.root), "--config", str(config)]
+
+    def told(*more: str) -> str:
+        return subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, check=True).stderr
+
+    assert "saved" in told()
+    assert "nothing changed since" in told()
+    assert "saved" in told("--force")
+    config.write_text(config.read_text().replace("trees: 20", "trees: 25"))
+    assert "saved" in told()

@@ -25,6 +25,7 @@ FIT = "python training/fit_composition.py"
 Kind = Literal["sum", "sum_nodes", "critical_path"]
 KINDS: tuple[Kind, ...] = ("sum", "sum_nodes", "critical_path")
 LEAST_SHARE = 0.1  # of α·Σ: a negative γ never takes more than the rest
+NODE_MARGIN = 0.9  # with γ, a candidate must err this much less than without: few models fit three constants too well
 MODELS_FOR_NODES = 5  # fewer can't tell γ from α and β
 Floats = npt.NDArray[np.float64]
 
@@ -64,6 +65,8 @@ class Composition(Frozen):
     Attributes:
         left_out: what was left out at a time: `family`, `model`, or `nothing` where only one model was measured.
         dataset_sha256: of the kernel table behind the predictors.
+        models_sha256: of the table of models' latencies.
+        predictors_created: when the predictors were trained whose choices it shares.
         models: of the fit.
     """
 
@@ -75,6 +78,8 @@ class Composition(Frozen):
     node_ms: float = 0.0
     left_out: Literal["family", "model", "nothing"]
     dataset_sha256: str
+    models_sha256: str
+    predictors_created: str
     candidates: tuple[Candidate, ...]
     models: tuple[FittedModel, ...]
 
@@ -176,7 +181,12 @@ def fit_candidate(label: str, kind: Kind, sums_ms: Floats, measured_ms: Floats, 
 def best(candidates: Sequence[Candidate]) -> int:
     """The position of the candidate that errs least in cross-validation (in the fit, where there was none).
 
-    Between equals the first wins: the longest path of a chain is its sum, and the sum is what serial execution means.
+    One with a constant more must err less by NODE_MARGIN. Between equals the first wins: the longest path of a chain is
+    its sum, and the sum is what serial execution means.
     """
-    return min(range(len(candidates)), key=lambda place: (
-        round(candidates[place].fit_mape if candidates[place].cv_mape is None else candidates[place].cv_mape or 0.0, 6), place))
+    def error(place: int) -> tuple[float, int]:
+        candidate = candidates[place]
+        found = candidate.fit_mape if candidate.cv_mape is None else candidate.cv_mape
+        return round(found / NODE_MARGIN if candidate.kind == "sum_nodes" else found, 6), place
+
+    return min(range(len(candidates)), key=error)

@@ -169,9 +169,34 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     used = candidates[chosen]
     return Composition(
         label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms, node_ms=used.node_ms, left_out=left_out,
-        dataset_sha256=rows.sha256, candidates=tuple(candidates), models=tuple(
+        dataset_sha256=rows.sha256, models_sha256=models_sha256(workspace, target), predictors_created=sidecar.created,
+        candidates=tuple(candidates), models=tuple(
             FittedModel(model=model.record.model, measured_ms=model.latency_ms, predicted_ms=float(predicted))
             for model, predicted in zip(models, predictions[chosen], strict=True)))
+
+
+def models_sha256(workspace: Workspace, target: str) -> str:
+    """The hash of the table of models' latencies of a target."""
+    from benchmark.dataset import model_table_path
+    from utils import files
+
+    return files.sha256(model_table_path(workspace.dataset(target)))
+
+
+def kept_composition(workspace: Workspace, target: str) -> Composition | None:
+    """The composition that was fitted to these very predictors and models; None where there is none."""
+    from training.composition import composition_path, load_composition
+    from training.predictor_files import read_sidecar
+
+    folder = workspace.predictors(target)
+    if not composition_path(folder).is_file():
+        return None
+    try:
+        there, sidecar = load_composition(folder), read_sidecar(folder)
+    except UserError:  # of another version, or of other predictors: fitted anew
+        return None
+    same = (there.predictors_created, there.models_sha256) == (sidecar.created, models_sha256(workspace, target))
+    return there if same else None
 
 
 def candidate_table(composition: Composition) -> list[dict[str, Any]]:
@@ -205,6 +230,7 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--target", help="name of a target in training/predictors (default: all)")
     parser.add_argument("--config", type=Path, default=CONFIG, help="settings (default: training/config.yaml)")
+    parser.add_argument("--force", action="store_true", help="fit again although nothing changed since the last time")
     args = parser.parse_args()
     workspace = cli.start(args)
     from training.composition import composition_path
@@ -215,10 +241,14 @@ def main() -> int:
     config = load_config(args.config, TrainingConfig)
     results = {}
     for target in [args.target] if args.target else targets(workspace):
-        composition = fit_target(workspace, target, config)
         path = composition_path(workspace.predictors(target))
-        files.write_json(path, composition)
-        log.info("saved %s", path)
+        composition = None if args.force else kept_composition(workspace, target)
+        if composition is None:
+            composition = fit_target(workspace, target, config)
+            files.write_json(path, composition)
+            log.info("saved %s", path)
+        else:
+            log.info("kept %s: nothing changed since", path)
         results[target] = composition.model_dump(mode="json")
         if not args.json:
             cli.print_table(candidate_table(composition), f"{target}: {len(composition.models)} models, "

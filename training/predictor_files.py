@@ -86,6 +86,7 @@ class Sidecar(Frozen):
         load_range: least and greatest value of each metric in training; the same where only the idle device was measured.
         dtypes: that the kernels of the training compute in.
         held_out: model families that are in no fit.
+        config: the settings of the training.
         measured, measured_sha256: the file of measured idle times.
         labels: by name.
     """
@@ -102,6 +103,7 @@ class Sidecar(Frozen):
     loaded_rows: int
     dtypes: tuple[str, ...]
     held_out: tuple[str, ...]
+    config: dict[str, Any]
     measured: str
     measured_sha256: str
     labels: dict[str, LabelPredictors]

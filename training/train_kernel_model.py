@@ -15,7 +15,7 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -177,7 +177,24 @@ def measured_times(rows: TrainingSet) -> dict[str, dict[str, float]]:
             for name, by_label in collected.items()}
 
 
-def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained]) -> Sidecar:
+def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig) -> Sidecar | None:
+    """The sidecar of predictors that were trained on these very rows, with these settings, features and packages; or None."""
+    from training.features import FEATURES
+    from training.predictor_files import installed_packages, read_sidecar, sidecar_path
+
+    folder = workspace.predictors(rows.header.target.name)
+    if not sidecar_path(folder).is_file():
+        return None
+    try:
+        there = read_sidecar(folder)
+    except UserError:  # of another version, or damaged: made anew
+        return None
+    same = (there.dataset_sha256, there.config, there.features, there.packages, there.held_out) == (
+        rows.sha256, config.model_dump(mode="json"), FEATURES, installed_packages(), rows.header.held_out)
+    return there if same else None
+
+
+def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config: TrainingConfig) -> Sidecar:
     """Writes the predictors of a target with their sidecar."""
     from datetime import UTC, datetime
 
@@ -191,7 +208,8 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained]) -> Sid
     about: Mapping[str, Any] = {
         "target": header.target, "created": datetime.now(UTC).isoformat(timespec="seconds"), "dataset_sha256": rows.sha256,
         "metrics": rows.metrics, "idle_load": rows.idle_load, "load_range": spans, "dtypes": rows.dtypes,
-        "loaded_rows": int((~rows.idle).sum()), "held_out": header.held_out}
+        "loaded_rows": int((~rows.idle).sum()), "held_out": header.held_out,
+        "config": config.model_dump(mode="json")}
     return save_predictors(workspace.predictors(header.target.name), {one.label: one.model for one in trained},
                            {one.label: one.errors for one in trained}, measured_times(rows), about)
 
@@ -213,11 +231,11 @@ def head(rows: TrainingSet, label: str, count: int = 5) -> list[dict[str, Any]]:
     return table
 
 
-def error_table(trained: Trained) -> list[dict[str, Any]]:
+def error_table(label: str, errors: Sequence[TypeErrors]) -> list[dict[str, Any]]:
     """The errors of one label as rows to print, in per cent."""
-    return [{"label": trained.label, "rows": e.rows_of, "type": e.type, "predictor": e.predictor, "kernels": e.kernels,
+    return [{"label": label, "rows": e.rows_of, "type": e.type, "predictor": e.predictor, "kernels": e.kernels,
              "MAPE_%": 100 * e.mape, "median_%": 100 * e.median, "within_10_%": 100 * e.within_10,
-             "forest_MAPE_%": 100 * e.forest_mape, "roofline_MAPE_%": 100 * e.roofline_mape} for e in trained.errors]
+             "forest_MAPE_%": 100 * e.forest_mape, "roofline_MAPE_%": 100 * e.roofline_mape} for e in errors]
 
 
 def targets(workspace: Workspace) -> list[str]:
@@ -239,6 +257,7 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--target", help="name of a dataset in benchmark/dataset (default: all)")
     parser.add_argument("--config", type=Path, default=CONFIG, help="settings (default: training/config.yaml)")
+    parser.add_argument("--force", action="store_true", help="train again although nothing changed since the last time")
     args = parser.parse_args()
     workspace = cli.start(args)
     from training.estimators import TrainingConfig
@@ -253,13 +272,17 @@ def main() -> int:
         log.info("%s: %d rows of %d kernels, %d idle", target, len(rows), len(set(rows.ids.tolist())), int(rows.idle.sum()))
         if not args.json:
             cli.print_table(head(rows, "run"), f"{target}: the first rows as numbers")
-        trained = [train_label(rows, label, config) for label in cli.track(list(rows.times_ms), f"training {target}")]
-        sidecar = save(workspace, rows, trained)
-        log.info("saved %s", sidecar_path(workspace.predictors(target)))
+        sidecar = None if args.force else kept_sidecar(workspace, rows, config)
+        if sidecar is None:
+            trained = [train_label(rows, label, config) for label in cli.track(list(rows.times_ms), f"training {target}")]
+            sidecar = save(workspace, rows, trained, config)
+            log.info("saved %s", sidecar_path(workspace.predictors(target)))
+        else:
+            log.info("kept %s: nothing changed since", sidecar_path(workspace.predictors(target)))
         results.append({"target": target, "folder": str(workspace.predictors(target)), "errors": {
             label: [errors.model_dump() for errors in about.errors] for label, about in sidecar.labels.items()}})
-        for one in trained if not args.json else []:
-            cli.print_table(error_table(one), f"{target}, label {one.label}: kernels left out of training")
+        for label, about in sidecar.labels.items() if not args.json else ():
+            cli.print_table(error_table(label, about.errors), f"{target}, label {label}: kernels left out of training")
     if args.json:
         cli.print_json(results)
     return 0

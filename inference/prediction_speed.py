@@ -1,0 +1,95 @@
+"""Phase 7.3: how long a prediction takes: from the shell, at first sight of a file, again, and from a kernel record.
+
+Reads a model and what training learned for the target, as the predictor does. Prints a row a case; writes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+from utils import cli
+from utils.errors import UserError
+from utils.paths import ROOT, Workspace
+
+MANY = 1000
+EXAMPLES = """
+python inference/prediction_speed.py --model resnet18.onnx
+python inference/prediction_speed.py --workspace out/demo --model resnet18_fp32_b1_224x224.onnx --repeats 20
+"""
+
+
+def milliseconds(work: Callable[[], Any], repeats: int) -> float:
+    """The median time of `work` over `repeats` calls, in milliseconds."""
+    from utils.timing import summarize
+
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        samples.append((time.perf_counter() - start) * 1000)
+    return summarize(samples).median_ms
+
+
+def from_the_shell(model: Path, workspace: Workspace, strict: bool) -> None:
+    """One prediction by the command.
+
+    Raises:
+        UserError: it failed; its own message.
+    """
+    command = [sys.executable, "inference/predict_model_latency.py", "--workspace", str(workspace.root), "--model", str(model)]
+    done = subprocess.run([*command, "--strict"] if strict else command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(done.stderr.strip().removeprefix("error: "))
+
+
+def cases(model: Path, workspace: Workspace, repeats: int) -> list[dict[str, Any]]:
+    """A row a case: what is predicted from what, and the median time in ms."""
+    cold = milliseconds(lambda: from_the_shell(model, workspace, False), 3)
+    cold_strict = milliseconds(lambda: from_the_shell(model, workspace, True), 3)
+
+    from inference import predict, predict_many
+    from inference.sources import record_of
+    from inference.targets import fitted_for
+
+    provider = fitted_for(workspace).target.flavour.execution_provider
+    first = milliseconds(lambda: predict(model, workspace=workspace), 1)
+    again = milliseconds(lambda: predict(model, workspace=workspace), repeats)
+    record = record_of(model, provider)
+    from_record = milliseconds(lambda: predict(record, workspace=workspace), repeats)
+    strict_first = milliseconds(lambda: predict(record, workspace=workspace, strict=True), 1)
+    strict_again = milliseconds(lambda: predict(record, workspace=workspace, strict=True), repeats)
+    many = milliseconds(lambda: predict_many([record] * MANY, workspace=workspace), 1)
+    return [{"case": case, "median_ms": found} for case, found in (
+        ("from the shell", cold), ("from the shell, --strict", cold_strict),
+        ("in a running process, first prediction of all", first), ("the same file again", again),
+        ("from its record", from_record), ("from its record, strict, first", strict_first),
+        ("from its record, strict, again", strict_again), (f"{MANY} records in one call", many))]
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--model", type=Path, required=True, help="an ONNX file; a bare name is also looked for in model_zoo")
+    parser.add_argument("--repeats", type=int, default=20, help="calls of the cases that can be repeated (default: 20)")
+    args = parser.parse_args()
+    if args.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    workspace = cli.start(args)
+    rows = cases(workspace.find_model(args.model).resolve(), workspace, args.repeats)
+    if args.json:
+        cli.print_json(rows)
+    else:
+        cli.print_table(rows, "how long a prediction takes")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
