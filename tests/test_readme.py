@@ -26,6 +26,7 @@ TINY = {
         "kernel: {warmup: 1, budget_s: 0.005, least_runs: 3, most_runs: 5}\n"
         "model: {warmup: 1, budget_s: 0.1, least_runs: 4, most_runs: 10}\n"),
 }
+TINY["training/config.yaml"] = "folds: 2\nxgboost: {trees: 40}\nforest: {trees: 3}\n"
 SMALLER = (("224x224", "32x32"), ("--count 1000", "--count 20"), ("--duration 10", "--duration 2"))
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PHASE = re.compile(r"^\|[^|]*\| `(python [^`]+)` \|", re.MULTILINE)
