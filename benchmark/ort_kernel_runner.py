@@ -23,7 +23,7 @@ import numpy as np
 
 from kernel_model.dummy_data import dummy_inputs, random_floats
 from kernel_model.kernel_builder import KERNEL_KEY
-from ort_analysis.ort_graph_parser import read_source
+from ort_analysis.ort_graph_parser import read_source, session_dtype
 from ort_analysis.records import Frozen, Kernel, numpy_dtype
 from utils import cli, files
 from utils.fingerprint import resolve_provider
@@ -119,8 +119,7 @@ def random_feed(session: onnxruntime.InferenceSession) -> dict[str, np.ndarray]:
     """
     feed = {}
     for value in session.get_inputs():
-        inner = value.type[value.type.find("(") + 1:value.type.rfind(")")]
-        dtype = {"float": "float32", "double": "float64"}.get(inner, inner)
+        dtype = session_dtype(value.type)
         if "float" in dtype:
             feed[value.name] = random_floats(tuple(value.shape), dtype)
         else:

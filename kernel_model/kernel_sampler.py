@@ -22,6 +22,7 @@ import numpy as np
 
 from kernel_model.kernel_builder import build_model, default_sources, kernel_build, shareable
 from ort_analysis.kernel_types import BASE_NAMES, VIEW_OPS, describe_kernel
+from ort_analysis.ort_graph_parser import session_dtype
 from ort_analysis.records import IndexEntry, Kernel, KernelInput, Tensor, family, load_index
 from utils import cli, files
 from utils.errors import UserError
@@ -189,11 +190,9 @@ def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dic
     session = open_session(model.SerializeToString(), "cpu", optimize="none", name=kernel.id)
     found = {}
     for output in session.get_outputs():
-        inner = output.type[output.type.find("(") + 1:output.type.rfind(")")]
         if any(not isinstance(size, int) or size < 1 for size in output.shape):
             raise UserError(f"{kernel.id}: sizes {output.shape} are not fixed")
-        dtype = {"float": "float32", "double": "float64"}.get(inner, inner)
-        found[output.name] = Tensor(dtype=dtype, shape=tuple(output.shape))
+        found[output.name] = Tensor(dtype=session_dtype(output.type), shape=tuple(output.shape))
     return tuple(found.get(f"y{position}", Tensor(dtype="")) for position in range(len(kernel.outputs)))
 
 

@@ -319,11 +319,11 @@ def infer_tensors(proto: onnx.ModelProto, execution_provider: str, name: str,
         dims = value.shape or []
         if any(not isinstance(dim, int) for dim in dims):
             raise UserError(f"{name}: the shape of tensor {value.name} ({dims}) depends on data or on an open dimension")
-        tensors[value.name] = KernelInput(dtype=_session_dtype(value.type), shape=tuple(dims))
+        tensors[value.name] = KernelInput(dtype=session_dtype(value.type), shape=tuple(dims))
     return tensors, dict(_assignments(session))
 
 
-def _session_dtype(text: str) -> str:
+def session_dtype(text: str) -> str:
     """`tensor(float)` as `float32`."""
     inner = text[text.find("(") + 1:text.rfind(")")] if "(" in text else text
     return {"float": "float32", "double": "float64"}.get(inner, inner)
