@@ -194,7 +194,7 @@ class Collector:
             reply = self.worker.ask(Request(do="canary", execution_provider=self.provider,
                                             effort=LOADED_CANARY if self.level else IDLE_CANARY))
         except WorkerFailed as error:
-            raise UserError(f"the canary, a plain product of matrices, does not run: {error}") from None
+            raise UserError(f"the canary, a fixed piece of work, does not run: {error}") from None
         samples = reply.samples[0].samples_ms
         if self.level:
             return float(np.mean(samples))
