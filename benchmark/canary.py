@@ -13,14 +13,14 @@ from collections.abc import Callable
 from functools import cache
 
 from benchmark.ort_kernel_runner import Runner, bind
+from benchmark.protocol import Effort
 from kernel_model.dummy_data import random_floats
 from utils.ort_sessions import open_session
 
 SIDE = {"cpu": 512, "cuda": 4096}  # of the matrices: two milliseconds on a CPU, one on a GPU
 EXCHANGES = 4  # transposes
-WARMUP = 3
-WARMUP_S = 0.02
-RUNS = 15
+IDLE_EFFORT = Effort(warmup=2, warmup_s=0.02, budget_s=0.03, least_runs=15, most_runs=15)
+LOADED_EFFORT = Effort(warmup=2, warmup_s=0.02, budget_s=0.3, least_runs=15, most_runs=300)
 PAUSE_S = 0.5
 NAME = "canary"
 
@@ -48,8 +48,8 @@ def canary(execution_provider: str) -> Runner:
 def canary_ms(execution_provider: str) -> float:
     """The median of a few runs of the canary, in milliseconds."""
     runner = canary(execution_provider)
-    runner.warm_up(WARMUP, WARMUP_S)
-    return runner.time(warmup=0, loops=RUNS).statistics.median_ms
+    one_run_s = runner.warm_up(IDLE_EFFORT.warmup + 1, IDLE_EFFORT.warmup_s)
+    return runner.time(warmup=0, loops=IDLE_EFFORT.runs(one_run_s)).statistics.median_ms
 
 
 def wait_until_steady(probe: Callable[[], float], reference_ms: float, tolerance: float, patience_s: float) -> float:

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 
 from benchmark import dataset
-from benchmark.canary import wait_until_steady
+from benchmark.canary import IDLE_EFFORT, LOADED_EFFORT, wait_until_steady
 from benchmark.collector_config import CollectorConfig
 from benchmark.dataset import Block, DatasetHeader, DatasetKernel, Measurement
 from benchmark.metrics import MetricSource, Window, open_source
 from benchmark.ort_kernel_runner import now
-from benchmark.protocol import Effort, Reply, Request
+from benchmark.protocol import Reply, Request
 from benchmark.stressor import Stress, stress
 from benchmark.worker_client import Worker, WorkerFailed
 from kernel_model.carrier import carrier_bytes
@@ -53,8 +53,6 @@ from utils.logger import get_logger
 from utils.paths import ROOT, Workspace, model_files
 
 log = get_logger("collector")
-IDLE_CANARY = Effort(warmup=3, warmup_s=0.02, budget_s=0.03, least_runs=15, most_runs=15)
-LOADED_CANARY = Effort(warmup=3, warmup_s=0.02, budget_s=0.3, least_runs=15, most_runs=300)
 CARRIER_BYTES = 512 << 20  # memory that the kernels of one carrier may take
 TABLES_EVERY_S = 30.0
 EXAMPLES = """
@@ -192,7 +190,7 @@ class Collector:
         """
         try:
             reply = self.worker.ask(Request(do="canary", execution_provider=self.provider,
-                                            effort=LOADED_CANARY if self.level else IDLE_CANARY))
+                                            effort=LOADED_EFFORT if self.level else IDLE_EFFORT))
         except WorkerFailed as error:
             raise UserError(f"the canary, a fixed piece of work, does not run: {error}") from None
         samples = reply.samples[0].samples_ms

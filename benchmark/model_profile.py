@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmark.ort_kernel_runner import bind, random_feed
+from benchmark.affinity import off_the_workers_cores
+from benchmark.ort_kernel_runner import bind, random_feed, warm_up
 from benchmark.ort_profile import ProfiledRun, read_profile
 from benchmark.protocol import Effort
 from ort_analysis.ort_graph_parser import ParsedGraph, parse_into
@@ -17,15 +17,11 @@ from utils.ort_sessions import model_errors, open_session
 
 def profile_runs(run: Callable[[], Any], effort: Effort) -> list[bool]:
     """Runs a profiled session as `effort` says; for each run, whether it counts (warm-up does not)."""
-    began, warmed, one_run_s = time.perf_counter(), 0, 0.0
-    while warmed <= effort.warmup or time.perf_counter() - began < effort.warmup_s:
-        start = time.perf_counter()
-        run()
-        one_run_s = time.perf_counter() - start
-        warmed += 1
-    counted = effort.runs(one_run_s)
-    for _ in range(counted):
-        run()
+    with off_the_workers_cores():
+        warmed, one_run_s = warm_up(run, effort.warmup + 1, effort.warmup_s)
+        counted = effort.runs(one_run_s)
+        for _ in range(counted):
+            run()
     return [False] * warmed + [True] * counted
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmark.affinity import off_the_workers_cores
 from kernel_model.dummy_data import dummy_inputs, random_floats
 from kernel_model.kernel_builder import KERNEL_KEY
 from ort_analysis.ort_graph_parser import read_source, session_dtype
@@ -66,6 +67,21 @@ def now() -> str:
     return datetime.now(UTC).isoformat()
 
 
+def warm_up(run_once: Callable[[], Any], runs: int, seconds: float = 0.0) -> tuple[int, float]:
+    """Runs untimed, `runs` times and for `seconds` at least.
+
+    Returns:
+        How often it ran, and what the last run took, in seconds (0 where none was).
+    """
+    began, done, last_s = time.perf_counter(), 0, 0.0
+    while done < runs or time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        run_once()
+        last_s = time.perf_counter() - start
+        done += 1
+    return done, last_s
+
+
 @dataclass
 class Runner:
     """An open session with its inputs in place; `run_once` runs it and waits for the result."""
@@ -77,19 +93,13 @@ class Runner:
     run_once: Callable[[], Any]
 
     def warm_up(self, runs: int, seconds: float = 0.0) -> float:
-        """Runs untimed, `runs` times and for `seconds` at least; what the last run took, in seconds (0 where none was).
+        """See `warm_up`; what the last run took, in seconds (0 where none was).
 
         Raises:
             UserError: the model fails while running.
         """
-        began, done, last_s = time.perf_counter(), 0, 0.0
-        with model_errors(self.name):
-            while done < runs or time.perf_counter() - began < seconds:
-                start = time.perf_counter()
-                self.run_once()
-                last_s = time.perf_counter() - start
-                done += 1
-        return last_s
+        with model_errors(self.name), off_the_workers_cores():
+            return warm_up(self.run_once, runs, seconds)[1]
 
     def time(self, *, warmup: int = DEFAULT_WARMUP, loops: int | None = None, budget_s: float | None = None,
              least_runs: int = 3) -> Timing:
@@ -101,7 +111,7 @@ class Runner:
         if loops is None and budget_s is None:
             loops = DEFAULT_LOOPS
         self.warm_up(warmup)
-        with model_errors(self.name):
+        with model_errors(self.name), off_the_workers_cores():
             started, began = now(), time.perf_counter()
             samples: list[float] = []
             while len(samples) < (loops or least_runs) or (loops is None and time.perf_counter() - began < (budget_s or 0)):

@@ -17,9 +17,9 @@ from pathlib import Path
 from benchmark import canary
 from benchmark.burners import die_with_parent
 from benchmark.model_profile import counted_runs, profile_model, profile_runs
-from benchmark.ort_kernel_runner import bind, now, open_runner
+from benchmark.ort_kernel_runner import Runner, bind, now, open_runner
 from benchmark.ort_profile import ProfiledRun, kernel_times_ms, node_spans_ms
-from benchmark.protocol import Reply, Request, Samples
+from benchmark.protocol import Effort, Reply, Request, Samples
 from kernel_model.carrier import build_carrier, node_name
 from kernel_model.kernel_builder import built_kernel
 from ort_analysis.fusion_detector import kernel_of
@@ -30,19 +30,20 @@ from utils.ort_sessions import model_errors, open_session
 
 def time_canary(request: Request) -> list[Samples]:
     """The canary, as often as the effort says."""
-    runner = canary.canary(request.execution_provider)
-    one_run_s = runner.warm_up(request.effort.warmup + 1, request.effort.warmup_s)
-    timing = runner.time(warmup=0, loops=request.effort.runs(one_run_s))
-    return [Samples(id=canary.NAME, label="run", samples_ms=timing.samples_ms)]
+    return [run_samples(canary.canary(request.execution_provider), canary.NAME, request.effort)]
 
 
 def time_alone(request: Request) -> list[Samples]:
     """Label `run`: a kernel in a session of its own, wall time."""
     path = Path(request.paths[0])
     runner = open_runner(path, request.execution_provider, provider_options=request.provider_options)
-    one_run_s = runner.warm_up(request.effort.warmup + 1, request.effort.warmup_s)
-    timing = runner.time(warmup=0, loops=request.effort.runs(one_run_s))
-    return [Samples(id=path.stem, label="run", samples_ms=timing.samples_ms)]
+    return [run_samples(runner, path.stem, request.effort)]
+
+
+def run_samples(runner: Runner, name: str, effort: Effort) -> Samples:
+    """Label `run` of an open session, as often as `effort` says."""
+    one_run_s = runner.warm_up(effort.warmup + 1, effort.warmup_s)
+    return Samples(id=name, label="run", samples_ms=runner.time(warmup=0, loops=effort.runs(one_run_s)).samples_ms)
 
 
 def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str]) -> list[Samples]:

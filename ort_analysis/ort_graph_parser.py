@@ -17,10 +17,12 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from model_zoo.zoo_config import DEFAULT_DIMS_KEY
+from ort_analysis.cuda_rewrites import rewrite_for_cuda
+from ort_analysis.half_precision import as_single, holds_half, in_half
 from ort_analysis.records import KernelInput, Tensor
 from utils import cli, files
 from utils.errors import UserError
@@ -200,14 +202,6 @@ def optimize(source: Source, flavour: Flavour, derived: bool, save_to: Path) -> 
                      save_to=save_to, name=source.name, entries=entries)
 
 
-def holds_half(graph: onnx.GraphProto) -> bool:
-    """Whether inputs or weights of a graph are of half precision."""
-    import onnx
-
-    types = [value.type.tensor_type.elem_type for value in graph.input] + [tensor.data_type for tensor in graph.initializer]
-    return onnx.TensorProto.FLOAT16 in types or onnx.TensorProto.BFLOAT16 in types
-
-
 def name_nodes(graph: onnx.GraphProto) -> None:
     """Gives every node of `graph` a unique name; names that are already unique stay.
 
@@ -357,7 +351,8 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
     ORT makes up other names for the nodes it inserts each time, so a graph and its description must come together.
 
     Raises:
-        UserError: as `read_source`, where ORT can't load the model, and where a graph of half precision is to be derived.
+        UserError: as `read_source`, where ORT can't load the model, and where a graph that mixes half precision with others
+            is to be derived.
     """
     import onnx
 
@@ -365,14 +360,16 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
     flavour = flavour_of(provider)
     derived = provider == "cuda" and not has_cuda()
     source = read_source(model, dims, name)
-    if derived and holds_half(source.graph_only.graph):
-        raise UserError(f"{source.name}: its CUDA graph can't be derived without a GPU: the CPU provider would cast its half "
-                        "precision to single; analyse it on a machine with a GPU, or for --device cpu")
-    optimize(source, flavour, derived, path)
+    half = derived and holds_half(source.graph_only.graph)
+    optimize(replace(source, loadable=as_single(source.loadable, source.name)) if half else source, flavour, derived, path)
     proto = onnx.load(str(path), load_external_data=False)
     name_nodes(proto.graph)
     onnx.save(proto, str(path))
     tensors, providers = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent)
+    if derived:
+        rewrite_for_cuda(proto, source.graph_only.graph, tensors)
+        onnx.save(proto, str(path))
+        tensors = in_half(tensors) if half else tensors
     tensors[""] = KernelInput(dtype="")
     nodes = tuple(
         ParsedNode(name=node.name, op_type=node.op_type, domain=node.domain, 

@@ -187,10 +187,11 @@ def machine(execution_provider: str) -> Machine:
     """The machine this process runs on, as the device of `execution_provider`."""
     cpu, _ = _cpu_info()
     gpu = gpu_facts() if execution_provider == "cuda" else {}
-    boot = Path("/etc/machine-id")
+    id_file = Path("/etc/machine-id")
+    identity = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else ""  # may be there and empty
     frequency = psutil.cpu_freq()
     return Machine(
-        device=gpu.get("name", cpu), uuid=gpu.get("uuid") or (boot.read_text().strip() if boot.exists() else platform.node()),
+        device=gpu.get("name", cpu), uuid=gpu.get("uuid") or identity or platform.node() or "unknown",
         driver=gpu.get("driver", platform.release()),
         clocks=gpu.get("clocks") or (f"{frequency.max or frequency.current:.0f} MHz" if frequency else "unknown"),
         cpu=cpu, cores=psutil.cpu_count() or 1, memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
