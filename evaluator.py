@@ -243,6 +243,13 @@ def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Se
     return sorted(cases.values(), key=lambda case: (case.level, case.record.model))
 
 
+def name_missing(records: Mapping[str, ModelRecord], found: set[str], folder: Path, failures: Failures) -> None:
+    """Names the models that a record tells of and the dataset in `folder` does not."""
+    for name in sorted(set(records) - found):
+        failures.add(name, UserError(f"{name}: {folder} holds no good measurement of it; measure it with: "
+                                     "python benchmark/collector.py"))
+
+
 def predict_case(case: Case, target: str, workspace: Workspace, force: bool, failures: Failures) -> None:
     """Fills in a case's predictions: with look-up, and strict."""
     from inference.prediction import predict
@@ -391,8 +398,10 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
         raise UserError(f"target {name} is not this machine ({', '.join(here)}): compare with the measurements in its "
                         "dataset: --recorded")
     if recorded:
-        cases = recorded_cases(workspace.dataset(name), recorded_records(workspace, models, dims or {}, fitted, failures),
-                               fitted.predictors.sidecar.metrics)
+        records = recorded_records(workspace, models, dims or {}, fitted, failures)
+        cases = recorded_cases(workspace.dataset(name), records, fitted.predictors.sidecar.metrics)
+        if models:  # else all that the dataset holds is asked for
+            name_missing(records, {case.record.model for case in cases}, workspace.dataset(name), failures)
     else:
         cases = cases_of(workspace.find_models(models), dims or {}, provider, failures)
         for case in cases:

@@ -105,10 +105,7 @@ def main() -> int:
         parser.error("--count must be at least 1")
     workspace = cli.start(args)
     rows = repeat(workspace, args.config, args.count, args.seed)
-    if args.json:
-        cli.print_json(rows)
-    else:
-        cli.print_table(rows, "a second measurement against the first")
+    cli.print_rows(rows, args.json, "a second measurement against the first")
     return 0
 
 

@@ -184,10 +184,7 @@ def main() -> int:
         written = workspace.model_dag(dag.flavour) / f"{dag.model}.json"
         files.write_json(written, dag)
         rows.append(summary(dag_of(dag)) | {"file": str(written)})
-    if args.json:
-        cli.print_json(rows)
-    else:
-        cli.print_table(rows, "DAGs")
+    cli.print_rows(rows, args.json, "DAGs")
     return 0
 
 

@@ -84,10 +84,7 @@ def main() -> int:
         parser.error("--repeats must be at least 1")
     workspace = cli.start(args)
     rows = cases(workspace.find_model(args.model).resolve(), workspace, args.repeats)
-    if args.json:
-        cli.print_json(rows)
-    else:
-        cli.print_table(rows, "how long a prediction takes")
+    cli.print_rows(rows, args.json, "how long a prediction takes")
     return 0
 
 

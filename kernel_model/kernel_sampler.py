@@ -286,10 +286,7 @@ def main() -> int:
                      **{f"refused: {why}": number for why, number in sorted(refused.items())}})
         if len(found) < wanted:
             log.warning("%s: only %d of %d kernels found in %d draws", index.flavour.name, len(found), wanted, wanted * TRIES)
-    if args.json:
-        cli.print_json(rows)
-    else:
-        cli.print_table(rows, "sampled kernels")
+    cli.print_rows(rows, args.json, "sampled kernels")
     return 0
 
 

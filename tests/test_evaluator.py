@@ -103,8 +103,9 @@ def test_recorded_measurements_are_compared_level_by_level(workspace: Workspace)
 def test_recorded_measurements_of_named_models(workspace: Workspace) -> None:
     found = evaluator.evaluate(workspace, [Path("anet_c8.onnx"), Path("dynnet.onnx")], dims={"batch": [1]}, target=TARGET,
                                recorded=True)
-    assert {one.model for one in found.comparisons} == {"anet_c8"}  # dynnet was not recorded
-    with pytest.raises(UserError, match="holds no measurement"):
+    assert {one.model for one in found.comparisons} == {"anet_c8"}
+    assert "holds no good measurement" in found.failures["dynnet@batch=1"]
+    with pytest.raises(UserError, match="dynnet@batch=1 failed"):
         evaluator.evaluate(workspace, [Path("dynnet.onnx")], dims={"batch": [1]}, target=TARGET, recorded=True)
 
 

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ort_analysis.fusion_detector import analyze, build_index
 from ort_analysis.records import Kernel, ModelRecord, family, index_path, load_index, load_record, load_records, record_path
 from utils.errors import UserError
-from utils.fingerprint import flavour_of, has_cuda
+from utils.fingerprint import flavour_of
 from utils.paths import ROOT, Workspace
 
 PROVIDERS = ("cpu", "cuda")
@@ -175,12 +175,6 @@ def test_half_precision_is_another_kernel() -> None:
     record = analyze(small_model(dtype="float16"), "cpu")
     assert origins(record, "Cast")
     assert {tensor.dtype for tensor in record.inputs.values()} == {"float16"}
-
-
-@pytest.mark.skipif(has_cuda(), reason="with a GPU the graph is its own")
-def test_half_precision_is_not_derived_without_a_gpu() -> None:
-    with pytest.raises(UserError, match="can't be derived without a GPU"):
-        analyze(small_model(dtype="float16"), "cuda")
 
 
 def test_families() -> None:

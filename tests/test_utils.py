@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from utils import cli, files, logger, timing
+from utils import cli, files, fingerprint, logger, timing
 from utils.config import Config, load_config
 from utils.errors import UserError
 from utils.fingerprint import Flavour, Target, flavour_of, has_cuda, local_target, resolve_provider, slug
@@ -448,3 +449,12 @@ def test_cuda_is_refused_without_a_gpu() -> None:
     assert resolve_provider("auto") == "cpu"
     with pytest.raises(UserError, match="no NVIDIA GPU"):
         resolve_provider("cuda")
+
+
+@pytest.mark.parametrize("found", ["", "\n", None])
+def test_a_machine_without_an_id_still_has_a_name(found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty id would make all such machines one, and reads as a missing value from the dataset."""
+    if found is not None:
+        (tmp_path / "machine-id").write_text(found)
+    monkeypatch.setattr(fingerprint, "MACHINE_ID", tmp_path / "machine-id")
+    assert fingerprint.machine("cpu").uuid == (platform.node() or "unknown")

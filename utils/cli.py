@@ -132,6 +132,14 @@ def print_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
     Console().print(table)
 
 
+def print_rows(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = "") -> None:
+    """Rows as one JSON document, or as a table."""
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(rows, title)
+
+
 def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
     """Passes `items` on while a bar with its ETA stands on stderr (a line every 15 s where that is no terminal)."""
     if total is None:

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict
 
 from utils.errors import UserError
 
+MACHINE_ID = Path("/etc/machine-id")
+
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -187,8 +189,7 @@ def machine(execution_provider: str) -> Machine:
     """The machine this process runs on, as the device of `execution_provider`."""
     cpu, _ = _cpu_info()
     gpu = gpu_facts() if execution_provider == "cuda" else {}
-    id_file = Path("/etc/machine-id")
-    identity = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else ""  # may be there and empty
+    identity = MACHINE_ID.read_text(encoding="utf-8").strip() if MACHINE_ID.exists() else ""  # may be there and empty
     frequency = psutil.cpu_freq()
     return Machine(
         device=gpu.get("name", cpu), uuid=gpu.get("uuid") or identity or platform.node() or "unknown",

@@ -1,0 +1,110 @@
+"""The graph that the CUDA provider runs, made without a GPU. Ids and shapes named here are from graphs saved on an H200."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from ort_analysis import ort_graph_parser
+from ort_analysis.cuda_rewrites import bias_alignment
+from ort_analysis.fusion_detector import analyze
+from tests.conftest import small_model
+from utils.errors import UserError
+from utils.fingerprint import has_cuda
+
+without_gpu = pytest.mark.skipif(has_cuda(), reason="with a GPU the graph is its own")
+
+
+def model(nodes: Sequence[onnx.NodeProto], inputs: dict[str, Sequence[int]], output: tuple[str, Sequence[int]],
+          weights: dict[str, Sequence[int]] | None = None) -> onnx.ModelProto:
+    made = [numpy_helper.from_array(np.ones(shape, np.float32), name) for name, shape in (weights or {}).items()]
+    graph = helper.make_graph(
+        list(nodes), "model", [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()],
+        [helper.make_tensor_value_info(output[0], TensorProto.FLOAT, output[1])], made)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+@pytest.mark.parametrize(("left", "right", "axis", "opset", "found"), [
+    ((128, 3, 49, 49), (1, 3, 49, 49), -1, 20, (False, 3, False)),  # swin: one bias for all windows
+    ((2, 64, 2, 49, 49), (1, 2, 49, 49), -1, 20, (False, 4, False)),  # maxvit: of a lower rank
+    ((1, 3, 49, 49), (128, 3, 49, 49), -1, 20, (True, 3, False)),  # the bias on the left
+    ((8, 12, 128, 128), (8, 1, 1, 128), -1, 20, (False, 3, True)),  # a mask a sentence
+    ((8, 12, 128), (8, 12, 128), None, 20, (False, 2, True)),  # nothing to broadcast
+    ((8, 12, 128), (8, 12, 128), 1, 20, None),  # another axis than the last
+    ((8, 12, 128), (8, 12, 128), None, 11, (False, 1, True)),  # before operator set 13: over all from axis 1 on
+    ((8, 12, 128), (8, 1, 128), None, 11, None),
+    ((8, 12, 128), (1,), -1, 20, None),
+    ((4, 3, 5, 7), (4, 1, 5, 7), -1, 20, None),  # neither inner nor outer
+])
+def test_when_a_sum_and_a_softmax_run_as_one(left: tuple[int, ...], right: tuple[int, ...], axis: int | None, opset: int,
+                                             found: tuple[bool, int, bool] | None) -> None:
+    assert bias_alignment(left, right, axis, opset) == found
+
+
+@without_gpu
+def test_a_biased_softmax_is_the_kernel_of_the_gpu() -> None:
+    shape = [128, 3, 49, 49]
+    nodes = [helper.make_node("Neg", ["x"], ["n"]), helper.make_node("Add", ["n", "bias"], ["a"], name="add"),
+             helper.make_node("Softmax", ["a"], ["s"], axis=-1, name="softmax"), helper.make_node("Neg", ["s"], ["y"])]
+    record = analyze(model(nodes, {"x": shape}, ("y", shape), {"bias": [1, 3, 49, 49]}), "cuda")
+    assert [node.kernel_id.partition("_")[0] for node in record.nodes] == ["Neg", "BiasSoftmax", "Neg"]
+    fused = record.nodes[1]
+    assert fused.kernel_id == "BiasSoftmax_49x49_in128x3x49x49-1x3x49x49_fp32_f9bab575"
+    assert [origin.op_type for origin in fused.origins] == ["Add", "Softmax"]
+
+
+@without_gpu
+def test_a_sum_that_others_read_too_stays() -> None:
+    nodes = [helper.make_node("Add", ["x", "z"], ["a"]), helper.make_node("Softmax", ["a"], ["s"], axis=-1),
+             helper.make_node("Mul", ["s", "a"], ["y"])]
+    record = analyze(model(nodes, {"x": [4, 8], "z": [4, 8]}, ("y", [4, 8])), "cuda")
+    assert Counter(kernel.type for kernel in record.kernels.values()) == {"Add": 1, "Softmax": 1, "Mul": 1}
+
+
+@without_gpu
+def test_hard_swish_is_one_kernel_where_the_model_has_it() -> None:
+    shape = [2, 240, 28, 28]
+    nodes = [helper.make_node("HardSwish", ["x"], ["h"], name="swish"), helper.make_node("HardSigmoid", ["h"], ["g"]),
+             helper.make_node("Mul", ["g", "h"], ["y"])]
+    record = analyze(model(nodes, {"x": shape}, ("y", shape)), "cuda")
+    assert record.nodes[0].kernel_id == "HardSwish_28x28_in2x240x28x28_fp32_60a26842"
+    assert [record.kernels[node.kernel_id].type for node in record.nodes] == ["HardSwish", "HardSigmoid", "Mul"]
+    assert [origin.name for origin in record.nodes[0].origins] == ["swish"]
+
+
+@without_gpu
+def test_half_precision_runs_what_single_precision_runs() -> None:
+    half, single = analyze(small_model(dtype="float16"), "cuda"), analyze(small_model(), "cuda")
+    assert half.derived
+    assert [half.kernels[node.kernel_id].type for node in half.nodes] == [
+        single.kernels[node.kernel_id].type for node in single.nodes]
+    assert {kernel.dtype for kernel in half.kernels.values()} == {"float16"}
+    assert 2 * half.weight_bytes == single.weight_bytes
+    assert {tensor.dtype for tensor in (*half.inputs.values(), *half.outputs.values())} == {"float16"}
+
+
+@without_gpu
+def test_half_and_single_precision_mixed_are_not_derived() -> None:
+    proto = small_model(dtype="float16")
+    proto.graph.node.append(helper.make_node("Cast", ["output"], ["wide"], to=TensorProto.FLOAT))
+    proto.graph.output[0].CopyFrom(helper.make_tensor_value_info("wide", TensorProto.FLOAT, [1, 4]))
+    with pytest.raises(UserError, match="mixes half precision with float"):
+        analyze(proto, "cuda")
+
+
+@pytest.mark.skipif(not has_cuda(), reason="needs a GPU: compares its own graphs with derived ones")
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "vit_tiny"])
+def test_the_derived_graph_is_the_gpus_own(torch_models: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = analyze(torch_models[name], "cuda")
+    monkeypatch.setattr(ort_graph_parser, "has_cuda", lambda: False)
+    derived = analyze(torch_models[name], "cuda")
+    assert derived.derived
+    assert not own.derived
+    assert [(node.kernel_id, node.inputs, node.outputs) for node in derived.nodes] == [
+        (node.kernel_id, node.inputs, node.outputs) for node in own.nodes]
