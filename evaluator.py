@@ -48,7 +48,7 @@ class Comparison(Frozen):
         level: share of time that the stressor was busy while the measurement was recorded; 0 is idle.
         held_out: its family is in no fit.
         predicted_ms, strict_ms: with measured kernels looked up, and with every kernel predicted.
-        measured_ms, mean_ms: median and mean of the samples.
+        measured_ms: what is compared with: the median of the samples, under load their mean.
         error, strict_error: predicted / measured − 1, ratios.
         spread: interquartile range over the median of the samples, a ratio.
         runs: number of samples.
@@ -64,6 +64,7 @@ class Comparison(Frozen):
     predicted_ms: float
     strict_ms: float
     measured_ms: float
+    median_ms: float
     mean_ms: float
     error: float
     strict_error: float
@@ -268,10 +269,11 @@ def compare(case: Case, held_out: Sequence[str]) -> Comparison | None:
         return None
     statistics = summarize(case.samples_ms)
     predicted_ms, strict_ms = case.with_lookup.latency_ms, case.strict.latency_ms
+    measured_ms = statistics.mean_ms if case.level or case.load else statistics.median_ms
     return Comparison(
         model=case.record.model, batch=case.record.batch, level=case.level, held_out=family(case.record.model) in held_out,
-        predicted_ms=predicted_ms, strict_ms=strict_ms, measured_ms=statistics.median_ms, mean_ms=statistics.mean_ms,
-        error=predicted_ms / statistics.median_ms - 1, strict_error=strict_ms / statistics.median_ms - 1,
+        predicted_ms=predicted_ms, strict_ms=strict_ms, measured_ms=measured_ms, median_ms=statistics.median_ms,
+        mean_ms=statistics.mean_ms, error=predicted_ms / measured_ms - 1, strict_error=strict_ms / measured_ms - 1,
         spread=statistics.spread, runs=statistics.runs, measured_share=case.with_lookup.time_share["measured"],
         fallback_share=case.with_lookup.time_share["fallback"],
         canary=sum(case.canaries) / len(case.canaries) if case.canaries else None,

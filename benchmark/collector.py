@@ -53,8 +53,10 @@ from utils.logger import get_logger
 from utils.paths import ROOT, Workspace, model_files
 
 log = get_logger("collector")
-CARRIER_BYTES = 512 << 20  # memory that the kernels of one carrier may take
+CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # memory that the kernels of one carrier may take
+CARRIER_WEIGHTS = 1 << 30  # bytes of weights of one carrier: they lie in its file, which may not reach 2 GiB
 TABLES_EVERY_S = 30.0
+IN_MODEL = ("kernel_time", "node_span")
 EXAMPLES = """
 python benchmark/collector.py
 python benchmark/collector.py --config my.yaml --workspace out/demo
@@ -131,12 +133,12 @@ def prepare_dataset(folder: Path, header: DatasetHeader, described: Sequence[Dat
     """Writes the dataset's header and kernels, joined with what is there.
 
     Raises:
-        UserError: what is there is of another target, or was collected with other metrics or other held-out families.
+        UserError: what is there is of another target, or was collected with other metrics, labels or held-out families.
     """
     if dataset.header_path(folder).exists():
         there = dataset.load_header(folder)
         for what, old, new in (("target", there.target, header.target), ("metrics", there.metrics, header.metrics),
-                               ("held_out", there.held_out, header.held_out)):
+                               ("held_out", there.held_out, header.held_out), ("labels", there.labels, header.labels)):
             if old != new:
                 raise UserError(f"{folder}: this dataset was collected with another {what} ({old}, not {new}); "
                                 "move it away, or use another --workspace")
@@ -149,17 +151,20 @@ def prepare_dataset(folder: Path, header: DatasetHeader, described: Sequence[Dat
     return header
 
 
-def carriers(items: Sequence[KernelItem]) -> Iterator[list[KernelItem]]:
+def carriers(items: Sequence[KernelItem], execution_provider: str) -> Iterator[list[KernelItem]]:
     """Groups of kernels for one carrier each: bounded in memory, one operator-set version a domain."""
     group: list[KernelItem] = []
-    used, opsets = 0, dict[str, int]()
+    used, weights, opsets = 0, 0, dict[str, int]()
     for item in items:
         kernel = item.kernel
-        if group and (used + carrier_bytes(kernel) > CARRIER_BYTES or opsets.get(kernel.domain, kernel.opset) != kernel.opset):
+        if group and (used + carrier_bytes(kernel) > CARRIER_BYTES[execution_provider]
+                      or weights + kernel.weight_bytes > CARRIER_WEIGHTS
+                      or opsets.get(kernel.domain, kernel.opset) != kernel.opset):
             yield group
-            group, used, opsets = [], 0, {}
+            group, used, weights, opsets = [], 0, 0, {}
         group.append(item)
         used += carrier_bytes(kernel)
+        weights += kernel.weight_bytes
         opsets[kernel.domain] = kernel.opset
     if group:
         yield group
@@ -167,12 +172,17 @@ def carriers(items: Sequence[KernelItem]) -> Iterator[list[KernelItem]]:
 
 @dataclass
 class Collector:
-    """Measures blocks of work on one target through one worker process."""
+    """Measures blocks of work on one target.
+
+    Wall times come from `worker`; what is profiled or traced runs in `tracer`, since a process that CUPTI has looked into
+    launches more slowly ever after.
+    """
 
     config: CollectorConfig
     target: Target
     folder: Path
     worker: Worker
+    tracer: Worker
     source: MetricSource
     uuid: str
     level: float = 0.0
@@ -207,11 +217,15 @@ class Collector:
         return wait_until_steady(self.canary_ms, self.best_canary_ms, self.config.canary_drift + dataset.BELOW_BEST,
                                  self.config.patience_s)
 
-    def ask(self, request: Request) -> tuple[Reply, str]:
-        """The worker's reply and a status; a worker that fails is replaced at the next request."""
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self.config.labels_on(self.provider)
+
+    def ask(self, request: Request, worker: Worker | None = None) -> tuple[Reply, str]:
+        """A worker's reply and a status; a worker that fails is replaced at the next request."""
         started = now()
         try:
-            reply = self.worker.ask(request)
+            reply = (worker or self.worker).ask(request)
         except WorkerFailed as error:
             return Reply(error=str(error), started=started, ended=now()), error.status
         return reply, "failed" if reply.error else "ok"
@@ -222,21 +236,29 @@ class Collector:
         return self._measurements("kernel", item.kernel.id, "run", "alone", reply, status)
 
     def time_carrier(self, items: Sequence[KernelItem]) -> list[Measurement]:
-        """In-model-like labels of a group. A group that fails is halved until the one kernel at fault is alone."""
+        """The labels of a group that a carrier gives. A group that fails is halved until the one kernel at fault is alone."""
+        wanted = tuple(label for label in self.labels if label != "run")
         reply, status = self.ask(Request(
-            do="carrier", execution_provider=self.provider, paths=tuple(str(item.path) for item in items),
-            effort=self.config.kernel.effort(), provider_options=self.target.provider_options))
+            do="carrier", execution_provider=self.provider, paths=tuple(str(item.path) for item in items), labels=wanted,
+            effort=self.config.kernel.effort(), provider_options=self.target.provider_options), self.tracer)
         if status != "ok" and len(items) > 1:
             half = len(items) // 2
             return self.time_carrier(items[:half]) + self.time_carrier(items[half:])
-        return self._measurements("kernel", items[0].kernel.id, "kernel_time", "carrier", reply, status)
+        return self._measurements("kernel", items[0].kernel.id, wanted[0], "carrier", reply, status)
 
     def time_model(self, item: ModelItem) -> list[Measurement]:
-        reply, status = self.ask(Request(
+        wanted = IN_MODEL if item.labels and self.config.model_labels else ()
+        in_model = tuple(label for label in self.labels if label in wanted)
+        request = Request(
             do="model", execution_provider=self.provider, paths=(str(item.path),), record=str(item.record_path),
-            dims=item.record.dims, labels=item.labels, effort=self.config.model.effort(),
-            provider_options=self.target.provider_options))
-        return self._measurements("model", item.record.model, "latency", item.record.model, reply, status)
+            dims=item.record.dims, labels=in_model, host=dataset.GPU_LABEL in self.labels, effort=self.config.model.effort(),
+            provider_options=self.target.provider_options)
+        name = item.record.model
+        found = self._measurements("model", name, "latency", name, *self.ask(request))
+        if request.host and self.config.model_labels and not self.level and found[0].status == "ok":
+            traced = self.ask(request.model_copy(update={"do": "model_gpu"}), self.tracer)
+            found += self._measurements("model", name, dataset.GPU_LABEL, name, *traced)
+        return found
 
     @staticmethod
     def _measurements(subject: str, name: str, label: str, context: str, reply: Reply, status: str) -> list[Measurement]:
@@ -245,17 +267,20 @@ class Collector:
             log.warning("%s: %s (%s)", name, reply.error, status)
             return [Measurement(subject=subject, id=name, label=label, context=context, status=status, error=reply.error,
                                 started=reply.started, ended=reply.ended)]
-        return [Measurement(subject="model" if found.label == "latency" else "kernel", id=found.id, label=found.label,
-                            context=context, samples_ms=found.samples_ms, started=reply.started, ended=reply.ended)
+        return [Measurement(subject="model" if subject == "model" and found.id == name else "kernel", id=found.id,
+                            label=found.label, context=context, samples_ms=found.samples_ms, launches=found.launches,
+                            cuda_kernels=found.cuda_kernels, started=reply.started, ended=reply.ended)
                 for found in reply.samples]
 
     def measure(self, kernels: Sequence[KernelItem], models: Sequence[ModelItem]) -> list[Measurement]:
         """Every label of some kernels and models."""
         found = [m for item in models for m in self.time_model(item)]
-        found += [m for item in kernels for m in self.time_alone(item)]
-        sound = {m.id for m in found if m.status == "ok"}
-        found += [m for group in carriers([item for item in kernels if item.kernel.id in sound])
-                  for m in self.time_carrier(group)]
+        if "run" in self.labels:
+            found += [m for item in kernels for m in self.time_alone(item)]
+        at_fault = {m.id for m in found if m.status != "ok"}
+        if set(self.labels) != {"run"}:
+            found += [m for group in carriers([item for item in kernels if item.kernel.id not in at_fault], self.provider)
+                      for m in self.time_carrier(group)]
         return found
 
     def close(self, window: Window) -> dict[str, float]:
@@ -294,9 +319,9 @@ def write_tables(folder: Path, header: DatasetHeader) -> tuple[int, int]:
     """Derives both CSV tables from the journal; returns their numbers of rows."""
     blocks = dataset.read_journal(folder)
     described = {entry.kernel.id: entry for entry in dataset.read_kernels(folder)}
-    kernel_rows, model_rows = dataset.kernel_rows(blocks, described), dataset.model_rows(blocks)
-    files.write_csv(dataset.kernel_table_path(folder), dataset.kernel_columns(header.metrics), kernel_rows)
-    files.write_csv(dataset.model_table_path(folder), dataset.model_columns(header.metrics), model_rows)
+    kernel_rows, model_rows = dataset.kernel_rows(blocks, described, header.labels[0]), dataset.model_rows(blocks)
+    files.write_csv(dataset.kernel_table_path(folder), dataset.kernel_columns(header.metrics, header.labels), kernel_rows)
+    files.write_csv(dataset.model_table_path(folder), dataset.model_columns(header.metrics, header.labels), model_rows)
     return len(kernel_rows), len(model_rows)
 
 
@@ -310,13 +335,20 @@ def best_canary_ms(blocks: Iterable[Block]) -> float:
     return min((min(block.canary_before_ms, block.canary_after_ms) for block in blocks), default=0.0)
 
 
-def plan(work: Work, there: Iterable[Block], block_kernels: int) -> list[tuple[str, list[KernelItem], list[ModelItem]]]:
-    """The blocks still to be measured where `there` are measured: a name, kernels, models."""
-    done = {(m.subject, m.id) for block in there for m in block.measurements if m.label in ("run", "latency")}
+def plan(work: Work, there: Iterable[Block], block_kernels: int, first_label: str = "run",
+         block_models: int = 1) -> list[tuple[str, list[KernelItem], list[ModelItem]]]:
+    """The blocks still to be measured where `there` are measured: a name, kernels, models.
+
+    A kernel is measured once it has label `first_label` (or failed to get it) from a block of kernels.
+    """
+    done = {(m.subject, m.id) for block in there for m in block.measurements
+            if (m.label == first_label and m.context in ("alone", "carrier")) or m.label == "latency"}
     models = [item for item in work.models if ("model", item.record.model) not in done]
     kernels = [item for item in work.kernels if ("kernel", item.kernel.id) not in done]
     shuffled = [kernels[i] for i in np.random.default_rng(0).permutation(len(kernels))]  # no type at one time of day only
-    planned: list[tuple[str, list[KernelItem], list[ModelItem]]] = [(item.record.model, [], [item]) for item in models]
+    planned: list[tuple[str, list[KernelItem], list[ModelItem]]] = [
+        (chunk[0].record.model + (f" and {len(chunk) - 1} more" if len(chunk) > 1 else ""), [], list(chunk))
+        for chunk in chunks(models, block_models)]
     planned += [(f"{len(chunk)} kernels from {chunk[0].kernel.type}", list(chunk), [])
                 for chunk in chunks(shuffled, block_kernels)]
     order = np.random.default_rng(1).permutation(len(planned))  # models and kernels in turn
@@ -337,21 +369,23 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
     source = open_source(provider, config.metrics)
     if config.window_s < source.minimum_window_s:
         raise UserError(f"window_s {config.window_s:g}: {source.name} needs at least {source.minimum_window_s:g} s")
-    folder = workspace.dataset(target.name)
+    folder, labels = workspace.dataset(target.name), config.labels_on(provider)
     header = prepare_dataset(folder, DatasetHeader(target=target, metrics=tuple(source.fields), held_out=config.held_out,
-                                                   machines={here.uuid: here}), work.described)
+                                                   labels=labels, machines={here.uuid: here}), work.described)
     log.info("%s: %d kernels and %d models at levels %s into %s", target.name, len(work.kernels), len(work.models),
              ", ".join(map(str, config.levels)), folder)
     unsteady, tables_written = 0, time.monotonic()
-    with Worker(config.timeout_s) as worker:
+    with Worker(config.timeout_s) as worker, Worker(config.timeout_s) as second:
+        tracer = second if dataset.GPU_LABEL in labels else worker  # on a CPU there is nothing to trace
         for level in config.levels:
             there = [block for block in dataset.read_journal(folder) if block.level == level and block.machine == here.uuid]
-            todo = plan(work, there, config.block_kernels)
+            todo = plan(work, there, config.block_kernels, labels[0], config.block_models)
             if not todo:
                 continue
             with stress(level, config.stress.kind, provider, workspace=workspace) as stressor:
                 time.sleep(config.stress.settle_s if level else 0.0)
-                collector = Collector(config, target, folder, worker, source, here.uuid, level, best_canary_ms(there))
+                collector = Collector(config, target, folder, worker, tracer, source, here.uuid, level,
+                                      best_canary_ms(there))
                 for key, kernels, models in cli.track(todo, f"level {level:g}"):
                     block = collector.block(key, kernels, models, stressor)
                     unsteady += block.drift > config.canary_drift

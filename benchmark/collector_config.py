@@ -6,8 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from benchmark.dataset import GPU_LABEL, LABELS
 from benchmark.protocol import Effort
 from utils.config import Config
+from utils.errors import UserError
 
 Level = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -32,6 +34,8 @@ class CollectorConfig(Config):
     """See the comments in benchmark/config.yaml."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
+    labels: tuple[Literal["run", "kernel_time", "node_span", "gpu"], ...] = ()
+    model_labels: bool = True
     levels: tuple[Level, ...] = Field((0.0, 0.3, 0.6, 0.9), min_length=1)
     stress: StressConfig = StressConfig()
     metrics: tuple[str, ...] = ()
@@ -39,6 +43,7 @@ class CollectorConfig(Config):
     kernel: EffortConfig = EffortConfig()
     model: EffortConfig = EffortConfig(budget_s=2.0, least_runs=6, most_runs=200)
     block_kernels: int = Field(32, ge=1)
+    block_models: int = Field(1, ge=1)
     canary_drift: float = Field(0.05, gt=0)
     attempts: int = Field(2, ge=1)
     attempts_under_load: int = Field(2, ge=1)
@@ -46,9 +51,19 @@ class CollectorConfig(Config):
     timeout_s: float = Field(120.0, gt=0)
     held_out: tuple[str, ...] = ()
 
-    @field_validator("levels")
+    @field_validator("levels", "labels")
     @classmethod
-    def _levels_differ(cls, levels: tuple[float, ...]) -> tuple[float, ...]:
-        if len(set(levels)) != len(levels):
-            raise ValueError("a level stands twice")
-        return levels
+    def _all_differ(cls, values: tuple[float | str, ...]) -> tuple[float | str, ...]:
+        if len(set(values)) != len(values):
+            raise ValueError("one stands twice")
+        return values
+
+    def labels_on(self, execution_provider: str) -> tuple[str, ...]:
+        """The labels that every kernel gets on `cpu` or `cuda`, the first above all.
+
+        Raises:
+            UserError: `gpu` is asked for on a CPU.
+        """
+        if execution_provider == "cpu" and GPU_LABEL in self.labels:
+            raise UserError("labels: gpu: only a GPU has this label, and this is a CPU target")
+        return self.labels or tuple(label for label in LABELS if label != GPU_LABEL or execution_provider == "cuda")

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 DATASET_VERSION = 1
-LABELS = ("run", "kernel_time", "node_span")  # DESIGN's words; `gpu` joins them where CUPTI can be read
+GPU_LABEL = "gpu"
+LABELS = ("run", "kernel_time", "node_span", GPU_LABEL)
+DEFAULT_LABELS = LABELS[:3]  # those that every device has
 COLLECT = "python benchmark/collector.py"
 BELOW_BEST = 0.05  # how much slower than its best the canary may be beyond what drift is admitted
-NO_RUN = "no_run"  # status of a kernel that was timed in a model, but not (yet) alone
+UNFINISHED = "unfinished"  # status of a kernel whose first label was not (yet) taken, only others
 SAMPLED = "sampled:"  # in column Models: no model holds this kernel; the family that seeded it follows
 
 
@@ -37,10 +39,12 @@ class Measurement(Frozen):
     Attributes:
         subject: `kernel` or `model`.
         id: the kernel's id, or the model record's name.
-        label: one of LABELS; `latency` for a whole model.
+        label: one of LABELS; for a whole model `latency`, `host` (dispatch alone, without waiting for the GPU) or `gpu`.
         context: where it ran: `alone` (its own session), `carrier` (a graph of many kernels, so that caches are met as
             in a model) or a model's name.
         samples_ms: one a run.
+        launches: label `gpu`: kernels, copies and fills on the GPU in a run.
+        cuda_kernels: label `gpu` of a kernel: their names in order.
         status: `ok`, `failed`, `crashed` or `timeout`; `error` says why.
         started, ended: UTC, ISO 8601.
     """
@@ -50,6 +54,8 @@ class Measurement(Frozen):
     label: str
     context: str
     samples_ms: tuple[float, ...] = ()
+    launches: int | None = None
+    cuda_kernels: tuple[str, ...] = ()
     status: str = "ok"
     error: str = ""
     started: str = ""
@@ -114,6 +120,7 @@ class DatasetHeader(Frozen):
     metrics: tuple[str, ...]
     machines: dict[str, Machine]
     held_out: tuple[str, ...] = ()  # model families measured for evaluation only: in no fit
+    labels: tuple[str, ...] = DEFAULT_LABELS  # that every kernel is to have, the first above all
 
 
 def header_path(folder: Path) -> Path:
@@ -176,23 +183,25 @@ def input_shape(kernel: Kernel) -> str:
     return ";".join("x".join(map(str, tensor.shape)) for tensor in kernel.inputs)
 
 
+GPU_COLUMNS = ("gpu_launches", "gpu_kernels")
 KERNEL_COLUMNS = ("Level", "Machine", "Context", "Models", "Canary_ms", "Drift", "Runs", "Started", "Ended", "Status", "Error")
 
 
-def kernel_columns(metrics: Iterable[str]) -> list[str]:
+def kernel_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS) -> list[str]:
     """The columns of `kernel_latency.csv`: the user's first, then the other labels, medians, windows and provenance."""
     metrics = list(metrics)
     return [
         "Kernel_ID", "OpType", "Input_Shape", *metrics, "Latency_ms",
-        *(f"{label}_ms" for label in LABELS if label != "run"), "run_median_ms",
-        *(f"{metric}_during" for metric in metrics), *KERNEL_COLUMNS,
+        *(f"{label}_ms" for label in LABELS if label != "run" and label in labels), "run_median_ms",
+        *(GPU_COLUMNS if GPU_LABEL in labels else ()), *(f"{metric}_during" for metric in metrics), *KERNEL_COLUMNS,
     ]
 
 
-def model_columns(metrics: Iterable[str]) -> list[str]:
+def model_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS) -> list[str]:
     """The columns of `model_latency.csv`."""
     metrics = list(metrics)
-    return ["Model", "Level", *metrics, "Latency_ms", "median_ms", "p95_ms", "std_ms", "Runs", "Canary_ms", "Drift",
+    return ["Model", "Level", *metrics, "Latency_ms", "median_ms", "p95_ms", "std_ms", "Runs",
+            *(("host_ms", "gpu_ms", "gpu_launches") if GPU_LABEL in labels else ()), "Canary_ms", "Drift",
             *(f"{metric}_during" for metric in metrics), "Machine", "Started", "Ended", "Status", "Error"]
 
 
@@ -201,15 +210,18 @@ def _metrics(block: Block) -> dict[str, float]:
     return block.background | {f"{name}_during": value for name, value in block.during.items()}
 
 
-def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel]) -> list[dict[str, Any]]:
+def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
+                first_label: str = "run") -> list[dict[str, Any]]:
     """One row a kernel and level (and machine). Labels of one kernel from several contexts are joined:
 
-    in-model times win over a carrier's, and the median over a label's samples is its figure; `Latency_ms` is the mean
+    in-model times win over a carrier's. A label's figure is the median of its samples at an idle level and their mean under
+    load, where medians of short runs see nothing of a load that comes and goes, and do not add up. `Latency_ms` is the mean
     of label `run`, as the user defined it.
 
     Args:
         blocks: the journal.
         described: the dataset's kernels by id.
+        first_label: the label without which a row is unfinished.
     """
     found: dict[tuple[str, float, str], list[tuple[Block, Measurement]]] = defaultdict(list)
     for block in blocks:
@@ -238,13 +250,16 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel]) ->
                 row["run_median_ms"] = round(float(np.median(samples)), 6)
                 row["Runs"] = len(samples)
             else:
-                row[f"{label}_ms"] = round(float(np.median(samples)), 6)
-        block = next((b for b, m in parts if m.label == "run"), parts[0][0])
+                row[f"{label}_ms"] = round(float(np.mean(samples) if level else np.median(samples)), 6)
+        traced = [m for _, m in parts if m.launches is not None]
+        if traced:
+            row |= {"gpu_launches": traced[-1].launches, "gpu_kernels": "|".join(traced[-1].cuda_kernels)}
+        block = next((b for b, m in parts if m.label == first_label), parts[0][0])
         row |= _metrics(block) | {
             "Context": "|".join(sorted(contexts)), "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2,
             "Drift": round(block.drift, 4),
             "Started": min(m.started for _, m in parts), "Ended": max(m.ended for _, m in parts),
-            "Status": failures[0].status if failures else "ok" if "run" in by_label else NO_RUN,
+            "Status": failures[0].status if failures else "ok" if first_label in by_label else UNFINISHED,
             "Error": "; ".join(sorted({m.error for m in failures})),
         }
         rows.append(row)
@@ -252,13 +267,20 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel]) ->
 
 
 def model_rows(blocks: Iterable[Block]) -> list[dict[str, Any]]:
-    """One row a model, level and machine: statistics of its whole latency."""
+    """One row a model, level and machine: statistics of its whole latency, and the medians of its other labels."""
     from utils.timing import summarize
 
-    rows = {}
+    rows: dict[tuple[str, float, str], dict[str, Any]] = {}
+    others: dict[tuple[str, float, str], dict[str, Any]] = defaultdict(dict)
     for block in blocks:
         for m in block.measurements:
-            if m.subject != "model" or m.label != "latency":
+            if m.subject != "model":
+                continue
+            if m.label != "latency":
+                if m.status == "ok":
+                    others[m.id, block.level, block.machine][f"{m.label}_ms"] = round(float(np.median(m.samples_ms)), 6)
+                    if m.launches is not None:
+                        others[m.id, block.level, block.machine]["gpu_launches"] = m.launches
                 continue
             row: dict[str, Any] = {"Model": m.id, "Level": block.level, "Machine": block.machine, "Started": m.started,
                                    "Ended": m.ended, "Status": m.status, "Error": m.error, "Drift": round(block.drift, 4),
@@ -269,7 +291,7 @@ def model_rows(blocks: Iterable[Block]) -> list[dict[str, Any]]:
                 row |= {"Latency_ms": round(s.mean_ms, 6), "median_ms": round(s.median_ms, 6), "p95_ms": round(s.p95_ms, 6),
                         "std_ms": round(s.std_ms, 6), "Runs": s.runs}
             rows[m.id, block.level, block.machine] = row
-    return list(rows.values())
+    return [row | others[key] for key, row in rows.items()]
 
 
 def load_table(path: Path) -> pd.DataFrame:
@@ -295,8 +317,12 @@ def load_table(path: Path) -> pd.DataFrame:
     others = ("run_median_ms", "median_ms", *(f"{label}_ms" for label in LABELS))
     for column in ["Latency_ms", *(name for name in others if name in table.columns)]:
         values = pd.to_numeric(ok[column], errors="coerce")
-        required = ok[column].notna() | (column == "Latency_ms")  # another label may not have been taken
-        bad = ok[(values <= 0) | np.isinf(values) | (values.isna() & required)]
+        required = ok[column].notna()  # a label may not have been taken …
+        if column == "Latency_ms":  # … but where `run` was, as the row's context says, its figure is there
+            context = ok["Context"] if "Context" in ok.columns else ok["Status"].map(lambda _: None)
+            required |= context.isna() | context.astype(str).str.contains("run:")
+        too_small = values < 0 if column == f"{GPU_LABEL}_ms" else values <= 0  # some kernels leave the GPU nothing to do
+        bad = ok[too_small | np.isinf(values) | (values.isna() & required)]
         if len(bad):
             row = bad.index[0]
             raise UserError(f"{path}, line {row + 2}: {column} is {table.at[row, column]!s} for {table.at[row, key]!s}; "

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmark.affinity import off_the_workers_cores
+from benchmark.protocol import Effort
 from kernel_model.dummy_data import dummy_inputs, random_floats
 from kernel_model.kernel_builder import KERNEL_KEY
 from ort_analysis.ort_graph_parser import read_source, session_dtype
@@ -143,15 +144,42 @@ def bind(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], 
     if io == "host":
         fed = dict(feed)
         return lambda: session.run(None, fed)
+    binding = device_binding(session, feed, "cuda" if execution_provider == "cuda" else "cpu")
+    return lambda: session.run_with_iobinding(binding)
+
+
+def device_binding(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray],
+                   device: str) -> onnxruntime.IOBinding:
+    """A session's inputs on `device`, its outputs to be left there."""
     import onnxruntime
 
-    device = "cuda" if execution_provider == "cuda" else "cpu"
     binding = session.io_binding()
     for name, array in feed.items():
         binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0))
     for output in session.get_outputs():
         binding.bind_output(output.name, device)
-    return lambda: session.run_with_iobinding(binding)
+    return binding
+
+
+def dispatch_ms(session: onnxruntime.InferenceSession, effort: Effort) -> list[float]:
+    """Label `host`: how long the host takes to dispatch a whole run to a GPU that is idle, without waiting for it (ms)."""
+    import onnxruntime
+
+    binding = device_binding(session, random_feed(session), "cuda")
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+
+    def dispatch() -> float:
+        binding.synchronize_outputs()
+        start = time.perf_counter()
+        session.run_with_iobinding(binding, options)
+        return time.perf_counter() - start
+
+    for _ in range(effort.warmup + 1):
+        one_s = dispatch()
+    samples = [1000 * dispatch() for _ in range(effort.runs(2 * one_s))]
+    binding.synchronize_outputs()
+    return [round(sample, 6) for sample in samples]
 
 
 def kernel_in(proto: onnx.ModelProto) -> Kernel | None:

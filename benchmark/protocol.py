@@ -27,29 +27,35 @@ class Request(Frozen):
 
     Attributes:
         do: `alone` times a built kernel in its own session; `carrier` times several one after another in one graph;
-            `model` times a whole model and profiles its kernels; `canary` times a fixed piece of work.
+            `model` times a whole model and profiles its kernels; `model_gpu` traces a whole model on the GPU; `canary`
+            times a fixed piece of work.
         paths: the files of the kernels, or of the model.
         record: for a model, its record.
         dims: for a model, the sizes of its dynamic dimensions.
-        labels: for a model, whether its kernels are profiled besides.
+        labels: which labels of its kernels a carrier or a model gives, of `kernel_time`, `node_span` and (a carrier) `gpu`.
+        host: for a model on a GPU, whether the host's dispatch is timed too.
     """
 
-    do: Literal["alone", "carrier", "model", "canary"]
+    do: Literal["alone", "carrier", "model", "model_gpu", "canary"]
     execution_provider: str
     effort: Effort
     paths: tuple[str, ...] = ()
     record: str = ""
     dims: dict[str, int] = {}
-    labels: bool = True
+    labels: tuple[str, ...] = ()
+    host: bool = False
     provider_options: dict[str, str] = {}
 
 
 class Samples(Frozen):
-    """Raw samples (ms) of one subject under one label."""
+    """Raw samples (ms) of one subject under one label; for label `gpu` also how many launches a run takes, and a kernel's
+    CUDA kernels by name, in order."""
 
     id: str
     label: str
     samples_ms: tuple[float, ...]
+    launches: int | None = None
+    cuda_kernels: tuple[str, ...] = ()
 
 
 class Reply(Frozen):

@@ -7,6 +7,7 @@ echo '{"do": "canary", "execution_provider": "cpu", "effort": {}}' | python -m b
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -16,16 +17,21 @@ from pathlib import Path
 
 from benchmark import canary
 from benchmark.burners import die_with_parent
+from benchmark.dataset import GPU_LABEL
+from benchmark.gpu_trace import GpuRun, split_carrier, trace
 from benchmark.model_profile import counted_runs, profile_model, profile_runs
-from benchmark.ort_kernel_runner import Runner, bind, now, open_runner
+from benchmark.ort_kernel_runner import Runner, bind, dispatch_ms, now, open_runner
 from benchmark.ort_profile import ProfiledRun, kernel_times_ms, node_spans_ms
 from benchmark.protocol import Effort, Reply, Request, Samples
-from kernel_model.carrier import build_carrier, node_name
+from benchmark.shared_memory import SharedMemory
+from kernel_model.carrier import WRITER, build_carrier, node_name
 from kernel_model.kernel_builder import built_kernel
 from ort_analysis.fusion_detector import kernel_of
 from ort_analysis.records import load_record
 from utils.errors import UserError
 from utils.ort_sessions import model_errors, open_session
+
+TRACED_RUNS = 5
 
 
 def time_canary(request: Request) -> list[Samples]:
@@ -64,16 +70,53 @@ def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str]) -> list[Samples]:
     return found
 
 
+@functools.cache
+def shared_memory() -> SharedMemory:
+    """The block on the GPU that all carriers read from."""
+    return SharedMemory()
+
+
 def time_carrier(request: Request) -> list[Samples]:
-    """Labels `kernel_time` and `node_span` of several kernels, one after another in one graph."""
+    """Several kernels one after another in one graph: their in-model-like labels, and `gpu` where it is asked for.
+
+    Raises:
+        UserError: the GPU's work can't be told apart by kernel; fewer kernels in a carrier can.
+    """
     kernels = [built_kernel(Path(path)) for path in request.paths]
-    model, feed = build_carrier(kernels, request.execution_provider)
+    on_gpu = request.execution_provider == "cuda"
+    model, feed = build_carrier(kernels, request.execution_provider, with_floats=not on_gpu)
     with tempfile.TemporaryDirectory(prefix="hase-") as folder, model_errors("carrier"):
         session = open_session(model.SerializeToString(), request.execution_provider, optimize="none", name="carrier",
                                profile_prefix=Path(folder) / "carrier", provider_options=request.provider_options)
-        counted = profile_runs(bind(session, feed, request.execution_provider, "device"), request.effort)
-        ids = {node_name(number): kernel.id for number, kernel in enumerate(kernels)}
-        return labels_of(counted_runs(session.end_profiling(), counted), ids)
+        run = shared_memory().bind(session, feed) if on_gpu else bind(session, feed, "cpu", "device")
+        counted = profile_runs(run, request.effort)
+        traced = trace([run] * TRACED_RUNS) if GPU_LABEL in request.labels else []
+        runs = counted_runs(session.end_profiling(), [*counted, *[False] * len(traced)])
+    ids = {node_name(number): kernel.id for number, kernel in enumerate(kernels)}
+    found = [samples for samples in labels_of(runs, ids) if samples.label in request.labels]
+    return found + gpu_samples(traced, [node.node for node in runs[-1].nodes], ids)
+
+
+def gpu_samples(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[str, str]) -> list[Samples]:
+    """Label `gpu` of a carrier's kernels.
+
+    Args:
+        traced: runs of the carrier on the GPU.
+        executed: the names of its nodes in the order of a run.
+        ids: the kernels' ids by node name.
+
+    Raises:
+        UserError: the work can't be told apart by kernel.
+    """
+    order = [name for name in executed if name in ids or name.startswith(WRITER)]
+    by_node = [split_carrier(run, order, WRITER) for run in traced]
+    told_apart = [work for work in by_node if work is not None]
+    if len(told_apart) < len(traced):
+        raise UserError("carrier: what the GPU did can't be told apart by kernel")
+    return [Samples(id=ids[name], label=GPU_LABEL, launches=len(told_apart[0][name]),
+                    samples_ms=tuple(round(sum(one.duration_us for one in work[name]) / 1000, 6) for work in told_apart),
+                    cuda_kernels=tuple(one.name for one in told_apart[0][name]))
+            for name in (told_apart[0] if told_apart else ())]
 
 
 def time_model(request: Request) -> list[Samples]:
@@ -88,11 +131,23 @@ def time_model(request: Request) -> list[Samples]:
     half = max(2, effort.runs(one_run_s) // 2)
     samples = list(runner.time(warmup=0, loops=half).samples_ms)
     found: list[Samples] = []
+    if request.host:
+        found.append(Samples(id=record.model, label="host", samples_ms=tuple(dispatch_ms(runner.session, effort))))
     if request.labels:
-        found = model_labels(path, request, [node.kernel_id for node in record.nodes])
+        found += model_labels(path, request, [node.kernel_id for node in record.nodes])
     runner.warm_up(effort.warmup, effort.warmup_s)
     samples += runner.time(warmup=0, loops=half).samples_ms
     return [Samples(id=record.model, label="latency", samples_ms=tuple(samples)), *found]
+
+
+def time_model_on_gpu(request: Request) -> list[Samples]:
+    """Label `gpu` of a whole model: the GPU's own time of a run, and how many launches it takes."""
+    record = load_record(Path(request.record))
+    runner = open_runner(Path(request.paths[0]), "cuda", dims=request.dims, provider_options=request.provider_options)
+    runner.warm_up(request.effort.warmup + 1, request.effort.warmup_s)
+    traced = trace([runner.run_once] * (TRACED_RUNS + 1))[1:]
+    return [Samples(id=record.model, label=GPU_LABEL, launches=len(traced[0].work),
+                    samples_ms=tuple(round(run.busy_us / 1000, 6) for run in traced))]
 
 
 def model_labels(path: Path, request: Request, expected: Sequence[str]) -> list[Samples]:
@@ -116,7 +171,8 @@ def model_labels(path: Path, request: Request, expected: Sequence[str]) -> list[
 
 
 WORK: dict[str, Callable[[Request], list[Samples]]] = {
-    "alone": time_alone, "carrier": time_carrier, "model": time_model, "canary": time_canary}
+    "alone": time_alone, "carrier": time_carrier, "model": time_model, "model_gpu": time_model_on_gpu,
+    "canary": time_canary}
 
 
 def answer(request: Request) -> Reply:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16"}}  # types that Abs takes
 
+WRITER = "abs_"  # how the names of the nodes that write a kernel's inputs begin
+
 
 def node_name(position: int) -> str:
     """The name of the carrier's kernel number `position`."""
@@ -34,10 +36,16 @@ def carrier_bytes(kernel: Kernel) -> int:
     return kernel.weight_bytes + 2 * activations + sum(tensor.bytes for tensor in kernel.outputs)
 
 
-def build_carrier(kernels: Sequence[Kernel], execution_provider: str) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+def build_carrier(kernels: Sequence[Kernel], execution_provider: str,
+                  with_floats: bool = True) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     """The carrier of `kernels`, in order, and values for its inputs.
 
     Node number i is called `node_name(i)`. Opsets are those of the first kernel of each domain.
+
+    Args:
+        kernels: what to carry.
+        execution_provider: `cpu` or `cuda`: whose `Abs` writes the inputs.
+        with_floats: whether there are values for inputs that an `Abs` reads too; any numbers will do for them.
 
     Raises:
         UserError: a kernel that can't be built.
@@ -56,17 +64,18 @@ def build_carrier(kernels: Sequence[Kernel], execution_provider: str) -> tuple[o
             if not tensor.present:
                 names.append("")
                 continue
-            value = dummy_tensor(kernel, position, number)
             if tensor.constant:
+                value = dummy_tensor(kernel, position, number)
                 constants.append(numpy_helper.from_array(np.asarray(value, order="C"), name))
             elif tensor.dtype in WRITTEN_BEFORE[execution_provider]:
                 shared = f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
                 inputs[shared] = helper.make_tensor_value_info(shared, tensor_code(tensor.dtype), tensor.shape)
-                feed.setdefault(shared, value)
-                nodes.append(helper.make_node("Abs", [shared], [name], name=f"abs_{number}_{position}"))
+                if with_floats and shared not in feed:
+                    feed[shared] = dummy_tensor(kernel, position, number)
+                nodes.append(helper.make_node("Abs", [shared], [name], name=f"{WRITER}{number}_{position}"))
             else:
                 inputs[name] = helper.make_tensor_value_info(name, tensor_code(tensor.dtype), tensor.shape)
-                feed[name] = value
+                feed[name] = dummy_tensor(kernel, position, number)
             names.append(name)
         made = [f"k{number}_y{position}" if tensor.present else "" for position, tensor in enumerate(kernel.outputs)]
         nodes.append(kernel_node(kernel, names, made, node_name(number)))

@@ -18,17 +18,17 @@ POOL_ELEMENTS = 1 << 22
 
 @functools.cache
 def _pool() -> np.ndarray:
-    """Random numbers in [-1, 1), none of them smaller than 1e-3 in size, that tensors are cut from."""
+    """Random numbers in [-1, 1), none of them smaller than 1e-3 in size, that tensors are cut from; twice in a row."""
     values = np.random.default_rng(0).uniform(1e-3, 1.0, POOL_ELEMENTS).astype(np.float32)
     values[1::2] *= -1
-    return values
+    return np.tile(values, 2)
 
 
 def random_floats(shape: tuple[int, ...], dtype: str, offset: int = 0, positive: bool = False) -> np.ndarray:
     """Random numbers in [-1, 1), or (0, 1) when `positive`; the same for the same arguments."""
     count = int(np.prod(shape, dtype=np.int64))
-    pool = np.roll(_pool(), -offset) if offset else _pool()
-    values = np.resize(pool, count).reshape(shape)
+    start = offset % POOL_ELEMENTS
+    values = np.resize(_pool()[start:start + min(max(count, 1), POOL_ELEMENTS)], count).reshape(shape)
     return (np.abs(values) if positive else values).astype(numpy_dtype(dtype))
 
 

@@ -16,6 +16,8 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,12 @@ EXAMPLES = """
 python kernel_model/kernel_sampler.py --count 1000 --batch-sizes 1,2,4,8,16
 python kernel_model/kernel_sampler.py --count 5000 --most-gflop 200 --without vgg --seed 7
 """
+
+
+# Operators with one output, of the first input's shape: no session is needed to know it, nor could the CPU provider open
+# one for all of them.
+LIKE_FIRST_INPUT = {"Relu", "Sigmoid", "HardSigmoid", "HardSwish", "Clip", "Gelu", "QuickGelu", "BiasGelu", "FastGelu", "Tanh",
+                    "Softmax", "BiasSoftmax", "Sqrt", "Erf", "Neg", "Abs", "Exp", "Log"}
 
 
 def scaled(size: int, generator: np.random.Generator, multiple: int = 1, spread: float = 1.0) -> int:
@@ -183,6 +191,8 @@ def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dic
     Raises:
         UserError: the sizes do not fit together.
     """
+    if kernel.op_type in LIKE_FIRST_INPUT:
+        return (Tensor(dtype=kernel.outputs[0].dtype, shape=inputs[0].shape),)
     free = tuple(tensor.model_copy(update={"constant": False}) if shareable(tensor) else tensor for tensor in inputs)
     model = build_model(kernel.model_copy(update={"inputs": free, "attributes": attributes}))  # no large weight is made
     for output in model.graph.output:
@@ -256,6 +266,25 @@ def has_subgraph(kernel: Kernel) -> bool:
     return any(isinstance(value, dict) and "graph" in value for value in kernel.attributes.values())
 
 
+def sample_side_by_side(entries: Sequence[IndexEntry], count: int, batches: Sequence[int], most_gflop: float,
+                        seed: Sequence[int], without: Sequence[str], there: Collection[str],
+                        jobs: int) -> tuple[dict[str, tuple[Kernel, str]], Counter[str]]:
+    """`sample` in `jobs` processes, each with a seed of its own; what several found counts once."""
+    if jobs == 1:
+        return sample(entries, count, batches, most_gflop, np.random.default_rng(seed), without, there)
+    found: dict[str, tuple[Kernel, str]] = {}
+    refused: Counter[str] = Counter()
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:  # a forked ORT would hang
+        parts = [pool.submit(sample, entries, -(-count // jobs), batches, most_gflop, np.random.default_rng([*seed, job]),
+                             without, there) for job in range(jobs)]
+        for part in parts:
+            drawn, why = part.result()
+            refused["there already"] += len(found.keys() & drawn.keys())
+            found |= drawn
+            refused += why
+    return dict(list(found.items())[:count]), refused
+
+
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--count", type=int, default=1000, help="kernels in all, those of earlier calls too (default: 1000)")
@@ -264,9 +293,10 @@ def main() -> int:
     parser.add_argument("--without", action="append", default=[], metavar="FAMILY",
                         help="a model family whose kernels seed nothing (repeatable), e.g. vgg")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that draw side by side (default: 1)")
     args = parser.parse_args()
-    if args.count < 1:
-        parser.error("--count must be at least 1")
+    if args.count < 1 or args.jobs < 1:
+        parser.error("--count and --jobs must be at least 1")
     batches = cli.parse_dims([f"batch={args.batch_sizes}"])["batch"]
     workspace = cli.start(args)
     rows = []
@@ -277,8 +307,8 @@ def main() -> int:
         there: dict[str, str] = files.read_json(seeds_path) if seeds_path.exists() else {}
         entries = [entry for of_type in index.kernels.values() for entry in of_type.values()]
         wanted = max(0, args.count - len(there))
-        generator = np.random.default_rng([args.seed, len(there)])
-        found, refused = sample(entries, wanted, batches, args.most_gflop, generator, args.without, there)
+        found, refused = sample_side_by_side(entries, wanted, batches, args.most_gflop, [args.seed, len(there)], args.without,
+                                             there, args.jobs)
         for kernel, _ in cli.track(list(found.values()), "building"):
             kernel_build(kernel, folder)
         files.write_json(seeds_path, there | {name: seed_family for name, (_, seed_family) in found.items()})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from utils.config import Config, load_config
 from utils.paths import ROOT
@@ -43,6 +43,13 @@ class ZooConfig(Config):
     dtypes: tuple[Dtype, ...] = Field(("fp32",), min_length=1)
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dynamic: bool = True
+    fixed: bool = True
+
+    @model_validator(mode="after")
+    def _something_to_write(self) -> ZooConfig:
+        if not (self.dynamic or self.fixed):
+            raise ValueError("dynamic and fixed are both false: nothing would be written")
+        return self
 
     def exports(self) -> Iterator[Export]:
         """Every file asked for, once; the files of one model stand together."""
@@ -50,7 +57,7 @@ class ZooConfig(Config):
             for dtype in dict.fromkeys(self.dtypes):
                 if self.dynamic:
                     yield Export(model, dtype, None, self.image_sizes[0], self.batch_sizes[0])
-                for size in dict.fromkeys(self.image_sizes):
+                for size in dict.fromkeys(self.image_sizes) if self.fixed else ():
                     for batch in dict.fromkeys(self.batch_sizes):
                         yield Export(model, dtype, batch, size)
 

@@ -13,8 +13,11 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 from ort_analysis.kernel_types import SUM_INPUT, describe_kernel
@@ -46,7 +49,7 @@ BLOCKED_DOMAIN = "com.microsoft.nchwc"  # ORT's blocked CPU layout; its nodes ar
 BLOCKED_SUFFIX = "_nchwc"
 EXAMPLES = """
 python ort_analysis/fusion_detector.py
-python ort_analysis/fusion_detector.py --model resnet18.onnx --dim batch=8
+python ort_analysis/fusion_detector.py --model resnet18.onnx --dim batch=1,8,64
 python ort_analysis/fusion_detector.py --model model.onnx --device cuda --json
 """
 
@@ -226,6 +229,26 @@ def fusion_rows(record: ModelRecord) -> list[dict[str, Any]]:
             for node in record.nodes]
 
 
+def write_record(workspace: Workspace, path: Path, device: str, dims: dict[str, int]) -> ModelRecord | UserError:
+    """Analyses one model and writes its record; what is wrong with the model comes back."""
+    try:
+        record = analyze(path, device, dims)
+    except UserError as error:
+        return error
+    files.write_json(record_path(workspace, record.flavour, record.model), record)
+    return record
+
+
+def write_records(workspace: Workspace, work: Sequence[tuple[Path, dict[str, int]]], device: str,
+                  jobs: int) -> list[ModelRecord | UserError]:
+    """`write_record` for models and sizes of their dynamic dimensions, `jobs` at a time, in the order of `work`."""
+    if jobs == 1:
+        return [write_record(workspace, path, device, dims) for path, dims in cli.track(work, "analysing")]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:  # a forked ORT would hang
+        pending = [pool.submit(write_record, workspace, path, device, dims) for path, dims in work]
+        return [done.result() for done in cli.track(pending, "analysing")]
+
+
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--model", type=Path, action="append",
@@ -233,22 +256,21 @@ def main() -> int:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto",
                         help="whose graph; cuda also works without a GPU (default: auto)")
     cli.add_dim(parser)
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="models analysed at a time (default: 1)")
     args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error("--jobs must be at least 1")
     workspace = cli.start(args)
     paths = workspace.find_models(args.model) if args.model else model_files([workspace.models])
     if not paths:
         raise UserError(f"{workspace.models}: no models; export some with: python model_zoo/torchvision_exporter.py")
-    dims = cli.one_size_dims(args.dim)
-    records, failed = [], []
-    for path in cli.track(paths, "analysing"):
-        try:
-            record = analyze(path, args.device, dims)
-        except UserError as error:
-            log.error("%s", error)
-            failed.append(path.name)
-            continue
-        files.write_json(record_path(workspace, record.flavour, record.model), record)
-        records.append(record)
+    sizes = cli.parse_dims(args.dim)
+    work = [(path, dict(zip(sizes, chosen, strict=True))) for path in paths for chosen in itertools.product(*sizes.values())]
+    done = write_records(workspace, work, args.device, args.jobs)
+    records = [record for record in done if isinstance(record, ModelRecord)]
+    failed = [path.name for (path, _), found in zip(work, done, strict=True) if isinstance(found, UserError)]
+    for error in (found for found in done if isinstance(found, UserError)):
+        log.error("%s", error)
     for flavour in {record.flavour.name: record.flavour for record in records}.values():
         index = update_index(workspace, flavour)
         log.info("%s: %d kernels of %d types in the index", index_path(workspace, flavour),
@@ -261,7 +283,7 @@ def main() -> int:
     else:
         cli.print_table(rows, "kernel records")
     if failed:
-        log.error("%d of %d models failed: %s", len(failed), len(paths), ", ".join(failed))
+        log.error("%d of %d models failed: %s", len(failed), len(work), ", ".join(failed))
     return 1 if failed else 0
 
 

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -197,6 +198,50 @@ def test_rows_say_what_was_measured(collected: Collected) -> None:
     assert set(in_models["Kernel_ID"]) == set(good["Kernel_ID"])
 
 
+def test_labels_are_a_choice(tmp_path: Path) -> None:
+    """One label alone makes whole rows; what was not asked for is no column; other labels are another dataset."""
+    workspace = Workspace(tmp_path)
+    build_workspace(workspace, {"anet_b1": small_model()})
+    wanted = TINY | {"held_out": [], "levels": [0.0], "labels": ["node_span"], "model_labels": False, "block_models": 4}
+    collect(workspace, CollectorConfig.model_validate(wanted))
+    folder = workspace.dataset(local_target("cpu").name)
+    table = dataset.load_table(dataset.kernel_table_path(folder))
+    assert set(table["Status"]) == {"ok"}
+    assert set(table["Context"]) == {"node_span:carrier"}
+    assert table["Latency_ms"].isna().all()
+    assert (table["node_span_ms"] > 0).all()
+    assert not {"kernel_time_ms", "gpu_ms", "gpu_launches"} & set(table.columns)
+    assert dataset.load_header(folder).labels == ("node_span",)
+    with pytest.raises(UserError, match="another labels"):
+        collect(workspace, CollectorConfig.model_validate(wanted | {"labels": ["run"]}))
+
+
+def test_the_gpu_s_own_time_needs_a_gpu() -> None:
+    with pytest.raises(UserError, match="labels: gpu: only a GPU has this label"):
+        CollectorConfig(labels=("gpu",)).labels_on("cpu")
+    assert CollectorConfig().labels_on("cpu") == ("run", "kernel_time", "node_span")
+    assert CollectorConfig().labels_on("cuda") == ("run", "kernel_time", "node_span", "gpu")
+
+
+def test_gpu_columns_of_a_kernel_and_a_model() -> None:
+    """Measurements as a GPU's worker gives them, made up here: zero is a time where the GPU has nothing to do."""
+    kernel = division((1,), 1)
+    common: dict[str, Any] = {"started": "2026-01-01", "ended": "2026-01-02"}
+    block = dataset.Block(
+        level=0.0, key="k", background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0, attempts=1, machine="m",
+        measurements=(
+            dataset.Measurement(subject="kernel", id=kernel.id, label="gpu", context="carrier", samples_ms=(0.0, 0.0, 0.0),
+                                launches=0, **common),
+            dataset.Measurement(subject="model", id="net", label="host", context="net", samples_ms=(0.5, 0.7, 0.6), **common),
+            dataset.Measurement(subject="model", id="net", label="latency", context="net", samples_ms=(1.0, 1.0), **common),
+            dataset.Measurement(subject="model", id="net", label="gpu", context="net", samples_ms=(0.8,), launches=7,
+                                **common)))
+    row = dataset.kernel_rows([block], {kernel.id: dataset.DatasetKernel(kernel=kernel, models=())}, "gpu")[0]
+    assert (row["gpu_ms"], row["gpu_launches"], row["gpu_kernels"], row["Status"]) == (0.0, 0, "", "ok")
+    model = dataset.model_rows([block])[0]
+    assert (model["Latency_ms"], model["host_ms"], model["gpu_ms"], model["gpu_launches"]) == (1.0, 0.6, 0.8, 7)
+
+
 def test_the_table_follows_from_the_journal(collected: Collected) -> None:
     blocks = dataset.read_journal(collected.folder)
     runs = {(m.id, block.level): m.samples_ms for block in blocks for m in block.measurements if m.label == "run"}
@@ -315,7 +360,7 @@ def test_canaries_that_part_have_their_block_measured_again(collected: Collected
     target = local_target("cpu")
     item = find_work(collected.workspace, target, ()).kernels[-1]
     with Worker(60) as worker:
-        collector = Collector(config, target, tmp_path, worker, open_source("cpu", METRICS), "here")
+        collector = Collector(config, target, tmp_path, worker, worker, open_source("cpu", METRICS), "here")
         block = collector.block("one", [item], [], Stress(0.0, None))
     assert block.attempts == 2
     assert block.drift > 0
@@ -338,7 +383,8 @@ def test_carriers_are_bounded_and_hold_one_version_of_a_domain() -> None:
         return KernelItem(Path(), describe_kernel("Relu", "", opset, {}, [x], [x]))
 
     groups = [[(i.kernel.opset, i.kernel.inputs[0].elements >> 18) for i in group]
-              for group in carriers([item(20), item(20), item(18), item(20, 150), item(20, 100), item(20, 400)])]
+              for group in carriers([item(20), item(20), item(18), item(20, 150), item(20, 100), item(20, 400)],
+                                                                              "cpu")]
     assert groups == [[(20, 0), (20, 0)], [(18, 0)], [(20, 150)], [(20, 100)], [(20, 400)]]
 
 
@@ -468,7 +514,7 @@ def test_a_damaged_journal_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "message"), [
     ("levls: [0]", "levls: unknown key; did you mean levels?"), ("levels: [1.5]", "levels.0: .*less than or equal to 1"),
-    ("levels: []", "levels: "), ("levels: [0.3, 0.3]", "a level stands twice"),
+    ("levels: []", "levels: "), ("levels: [0.3, 0.3]", "levels: one stands twice"),
     ("stress: {kind: heat}", "stress.kind: .*compute"), ("kernel: {warmup: -1}", "kernel.warmup: .*0"),
     ("device: tpu", "device: .*auto")])
 def test_config_errors(tmp_path: Path, text: str, message: str) -> None:

@@ -19,8 +19,8 @@ from onnx import TensorProto, helper, numpy_helper
 from kernel_model.carrier import build_carrier, carrier_bytes, node_name
 from kernel_model.dummy_data import dummy_inputs, dummy_tensor, input_name, output_name
 from kernel_model.kernel_builder import INLINE_BYTES, build_model, built_kernel, check_kernel, kernel_build
-from ort_analysis.fusion_detector import analyze, build_index
-from ort_analysis.ort_graph_parser import name_nodes, optimize, read_source
+from ort_analysis.fusion_detector import analyze, build_index, record_of
+from ort_analysis.ort_graph_parser import parse_into
 from ort_analysis.records import Kernel, KernelInput, ModelRecord, Node
 from utils import files
 from utils.errors import UserError
@@ -44,11 +44,9 @@ class Traced:
 
 def trace(path: Path, provider: str, folder: Path) -> Traced:
     """Runs the optimised graph as it stands, with every tensor an output."""
-    record = analyze(path, provider)
     saved = folder / "optimized.onnx"
-    optimize(read_source(path), record.flavour, record.derived, saved)
+    record = record_of(parse_into(saved, path, provider))
     proto = onnx.load(str(saved))
-    name_nodes(proto.graph)
     assert [node.name for node in proto.graph.node] == [node.name for node in record.nodes]
     values = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
     there = {value.name for value in proto.graph.output}

@@ -271,7 +271,7 @@ def main() -> int:
         rows = load_training_set(workspace, target)
         log.info("%s: %d rows of %d kernels, %d idle", target, len(rows), len(set(rows.ids.tolist())), int(rows.idle.sum()))
         if not args.json:
-            cli.print_table(head(rows, "run"), f"{target}: the first rows as numbers")
+            cli.print_table(head(rows, next(iter(rows.times_ms))), f"{target}: the first rows as numbers")
         sidecar = None if args.force else kept_sidecar(workspace, rows, config)
         if sidecar is None:
             trained = [train_label(rows, label, config) for label in cli.track(list(rows.times_ms), f"training {target}")]

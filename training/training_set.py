@@ -137,12 +137,15 @@ def _arrays(header: dataset.DatasetHeader, sha256: str, table: pd.DataFrame, own
 
 
 def _times(table: pd.DataFrame) -> dict[str, Floats]:
-    """The measured times by label. `run` is the median where it is there: the mean follows single disturbed runs."""
+    """The measured times by label. `run` idle is the median where it is there, since the mean follows single disturbed runs;
+    under load it is the mean, which adds up (see `dataset.kernel_rows`)."""
     times = {"run": table["Latency_ms"].to_numpy(dtype=float)}
     if "run_median_ms" in table.columns:
         median = table["run_median_ms"].to_numpy(dtype=float)
-        times["run"] = np.where(np.isfinite(median), median, times["run"])
+        idle = table["Level"].to_numpy(dtype=float) == 0.0
+        times["run"] = np.where(np.isfinite(median) & idle, median, times["run"])
     for label in dataset.LABELS:
         if label != "run" and f"{label}_ms" in table.columns and table[f"{label}_ms"].notna().any():
-            times[label] = table[f"{label}_ms"].to_numpy(dtype=float)
-    return times
+            found = table[f"{label}_ms"].to_numpy(dtype=float)
+            times[label] = np.where(found > 0, found, np.nan)  # what leaves the GPU nothing to do is no matter of learning
+    return {label: found for label, found in times.items() if np.isfinite(found).any()}
