@@ -230,7 +230,8 @@ def test_alone(kernels: list[Path]) -> None:
 
 
 def test_a_carrier_times_every_kernel(kernels: list[Path]) -> None:
-    reply = answer(Request(do="carrier", execution_provider="cpu", effort=FEW, paths=tuple(map(str, kernels))))
+    reply = answer(Request(do="carrier", execution_provider="cpu", effort=FEW, paths=tuple(map(str, kernels)),
+                           labels=("kernel_time", "node_span")))
     assert reply.error == ""
     found = samples_of(reply)
     assert set(found) == {"kernel_time", "node_span"}
@@ -243,7 +244,8 @@ def test_a_model_and_its_kernels_in_it(built: tuple[Workspace, Flavour], model: 
     workspace, flavour = built
     record_file = record_path(workspace, flavour, "anet_b1")
     record = load_record(record_file)
-    request = Request(do="model", execution_provider="cpu", effort=FEW, paths=(str(model),), record=str(record_file))
+    request = Request(do="model", execution_provider="cpu", effort=FEW, paths=(str(model),), record=str(record_file),
+                      labels=("kernel_time", "node_span"))
     found = samples_of(answer(request))
     assert set(found) == {"latency", "kernel_time", "node_span"}
     assert set(found["latency"]) == {"anet_b1"}
@@ -257,7 +259,7 @@ def test_a_model_and_its_kernels_in_it(built: tuple[Workspace, Flavour], model: 
     assert slowest == max(convs, key=lambda name: record.kernels[name].flops)
     whole = sum(least["node_span"][node.kernel_id] for node in record.nodes)
     assert 0.25 < whole / least["latency"]["anet_b1"] < 4
-    only = answer(request.model_copy(update={"labels": False}))
+    only = answer(request.model_copy(update={"labels": ()}))
     assert set(samples_of(only)) == {"latency"}
 
 
@@ -266,7 +268,8 @@ def test_a_model_that_is_not_its_records(built: tuple[Workspace, Flavour], model
     record = load_record(record_path(workspace, flavour, "anet_b1"))
     other = tmp_path / "record.json"
     other.write_text(record.model_copy(update={"nodes": record.nodes[1:]}).model_dump_json())
-    reply = answer(Request(do="model", execution_provider="cpu", effort=FEW, paths=(str(model),), record=str(other)))
+    reply = answer(Request(do="model", execution_provider="cpu", effort=FEW, paths=(str(model),), record=str(other),
+                           labels=("kernel_time",)))
     assert "ORT's graph is not the one in its record; make the record anew" in reply.error
 
 

@@ -146,7 +146,7 @@ def test_what_was_sampled_before_is_not_drawn_again() -> None:
 
 
 @pytest.mark.parametrize(("options", "code", "message"), [
-    (("--count", "0"), 2, "--count must be at least 1"),
+    (("--count", "0"), 2, "--count and --jobs must be at least 1"),
     (("--batch-sizes", "1,x"), 1, "positive whole numbers"),
     ((), 1, "python ort_analysis/fusion_detector.py"),
 ])

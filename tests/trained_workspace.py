@@ -78,7 +78,7 @@ def make_dataset(workspace: Workspace, records: list[ModelRecord]) -> None:
     for level, metric in LEVELS.items():
         found = [dataset.Measurement(subject="kernel", id=name, label=label, context="alone",
                                      samples_ms=(made_up_ms(kernel, metric),) * 3, **stamps)
-                 for name, kernel in kernels.items() for label in dataset.LABELS]
+                 for name, kernel in kernels.items() for label in dataset.DEFAULT_LABELS]
         found += [dataset.Measurement(subject="model", id=record.model, label="latency", context="alone",
                                       samples_ms=(0.9 * time_ms, time_ms, 1.1 * time_ms), **stamps)
                   for record in records for time_ms in [model_ms(record, metric)]]
