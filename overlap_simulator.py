@@ -15,6 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from benchmark.ort_profile import NodeEvent, ProfiledRun, kernel_times_ms, read_profile
 from benchmark.protocol import Effort
 from graph_model.dag_critical_path import build_dag, calculate_latency, longest_path, record_paths
@@ -24,6 +27,7 @@ from utils.errors import UserError
 from utils.fingerprint import resolve_provider
 from utils.logger import get_logger
 
+Floats = npt.NDArray[np.float64]
 log = get_logger("overlap")
 ROUNDING_US = 1.5  # ORT writes start and duration in whole microseconds: neighbours may seem to overlap by this much
 CONTROL_FLOW = ("If", "Loop", "Scan")  # their events span those of the nodes inside
@@ -82,6 +86,61 @@ class CriticalPath(Frozen):
     possible_speedup: float
     kernels: int
     path: tuple[PathNode, ...]
+
+
+class PipelineCosts(Frozen):
+    """What a run costs on the host, which dispatches node after node, and between it and the GPU, which follows; all ms.
+
+    Attributes:
+        node_ms, view_ms, launch_ms: the host's time for a node that moves data, for one that only renames a tensor, and
+            for each launch.
+        start_ms: the host's time before the first node.
+        gap_ms: how long the GPU stands still between the work of two launches.
+        lead_ms: from the end of a node's dispatch to the start of its work on an idle GPU; negative, since its first
+            launch comes before its dispatch ends.
+        end_ms: from the end of both tracks to the caller's knowing of it.
+    """
+
+    node_ms: float
+    view_ms: float
+    launch_ms: float
+    start_ms: float
+    gap_ms: float
+    lead_ms: float
+    end_ms: float
+
+
+def dispatched_ms(launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts) -> Floats:
+    """When the host has dispatched each node, in ms from the start of the run.
+
+    Args:
+        launches: of each node, in order.
+        moves: whether it moves data.
+        costs: of the target.
+    """
+    return costs.start_ms + np.cumsum(np.where(moves, costs.node_ms, costs.view_ms) + costs.launch_ms * launches)
+
+
+def pipeline_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts) -> float:
+    """A run's latency where the host dispatches node after node and the GPU does their work in that order.
+
+    The GPU begins a node's work when the node is dispatched and the work before it is done, so that it ends with the
+    latest of: some node's dispatch and all the work from there on.
+
+    Args:
+        gpu_ms: the GPU's own time of each node, in order.
+        launches: of each node; one without any leaves the GPU nothing to do.
+        moves: whether a node moves data.
+        costs: of the target.
+    """
+    at = dispatched_ms(launches, moves, costs)
+    if not len(at):
+        return costs.start_ms + costs.end_ms
+    working = launches > 0
+    work = np.where(working, gpu_ms + costs.gap_ms * launches, 0.0)
+    left = np.cumsum(work[::-1])[::-1]  # from each node on
+    ends = (at + costs.lead_ms + left)[working]
+    return float(max(at[-1], ends.max(initial=0.0)) + costs.end_ms)
 
 
 def innermost(nodes: Iterable[NodeEvent]) -> list[NodeEvent]:

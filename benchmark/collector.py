@@ -319,7 +319,8 @@ def write_tables(folder: Path, header: DatasetHeader) -> tuple[int, int]:
     """Derives both CSV tables from the journal; returns their numbers of rows."""
     blocks = dataset.read_journal(folder)
     described = {entry.kernel.id: entry for entry in dataset.read_kernels(folder)}
-    kernel_rows, model_rows = dataset.kernel_rows(blocks, described, header.labels[0]), dataset.model_rows(blocks)
+    kernel_rows, model_rows = dataset.kernel_rows(
+        blocks, described, header.labels[0], header.target.flavour.execution_provider), dataset.model_rows(blocks)
     files.write_csv(dataset.kernel_table_path(folder), dataset.kernel_columns(header.metrics, header.labels), kernel_rows)
     files.write_csv(dataset.model_table_path(folder), dataset.model_columns(header.metrics, header.labels), model_rows)
     return len(kernel_rows), len(model_rows)

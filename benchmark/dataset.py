@@ -210,18 +210,33 @@ def _metrics(block: Block) -> dict[str, float]:
     return block.background | {f"{name}_during": value for name, value in block.during.items()}
 
 
+def means_add_up(level: float, execution_provider: str) -> bool:
+    """Whether kernels' times under a load are to be their means: on a CPU.
+
+    There the load takes a part of each kernel's time, and the median of short runs sees nothing of a load that comes and
+    goes. On a GPU a kernel run alone now and then waits for a whole time slice of the other process, which a model waits
+    for once, not once a kernel: means of kernels do not add up, medians err less.
+    """
+    return level > 0 and execution_provider == "cpu"
+
+
+def typical(samples: Sequence[float], level: float, execution_provider: str) -> float:
+    """The figure of a label's samples: their median, or their mean where `means_add_up`."""
+    return float(np.mean(samples) if means_add_up(level, execution_provider) else np.median(samples))
+
+
 def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
-                first_label: str = "run") -> list[dict[str, Any]]:
+                first_label: str = "run", execution_provider: str = "cpu") -> list[dict[str, Any]]:
     """One row a kernel and level (and machine). Labels of one kernel from several contexts are joined:
 
-    in-model times win over a carrier's. A label's figure is the median of its samples at an idle level and their mean under
-    load, where medians of short runs see nothing of a load that comes and goes, and do not add up. `Latency_ms` is the mean
-    of label `run`, as the user defined it.
+    in-model times win over a carrier's, and a label's figure is the `typical` of its samples. `Latency_ms` is the mean of
+    label `run`, as the user defined it.
 
     Args:
         blocks: the journal.
         described: the dataset's kernels by id.
         first_label: the label without which a row is unfinished.
+        execution_provider: the target's.
     """
     found: dict[tuple[str, float, str], list[tuple[Block, Measurement]]] = defaultdict(list)
     for block in blocks:
@@ -250,7 +265,7 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
                 row["run_median_ms"] = round(float(np.median(samples)), 6)
                 row["Runs"] = len(samples)
             else:
-                row[f"{label}_ms"] = round(float(np.mean(samples) if level else np.median(samples)), 6)
+                row[f"{label}_ms"] = round(typical(samples, level, execution_provider), 6)
         traced = [m for _, m in parts if m.launches is not None]
         if traced:
             row |= {"gpu_launches": traced[-1].launches, "gpu_kernels": "|".join(traced[-1].cuda_kernels)}

@@ -19,6 +19,7 @@ from inference.memory import Memory, peak_memory
 from inference.sources import Source, record_of
 from inference.targets import Fitted, check_fit, fitted_for
 from ort_analysis.records import Frozen, ModelRecord
+from overlap_simulator import PipelineCosts
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
@@ -31,13 +32,15 @@ PREDICTION_VERSION = 1
 
 class UsedComposition(Frozen):
     """How kernel times became the model's: latency_ms = alpha · (Σ or longest path of the kernels) + beta_ms, and in
-    kind `sum_nodes` + node_ms for each node that moves data."""
+    kind `sum_nodes` + node_ms for each node that moves data. Kind `pipeline` lets host and GPU wait for each other at the
+    costs given, and takes no alpha or beta."""
 
     label: str
-    kind: Literal["sum", "sum_nodes", "critical_path"]
+    kind: Literal["sum", "sum_nodes", "critical_path", "pipeline"]
     alpha: float
     beta_ms: float
     node_ms: float = 0.0
+    costs: PipelineCosts | None = None
 
 
 class KernelShare(Frozen):
@@ -143,13 +146,20 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
     found = fitted.predictors.predict(list(kernels.values()), given, used.label, strict)
     provenance = cast("list[Provenance]", found.provenance)
     times = dict(zip(kernels, zip(found.latency_ms, provenance, strict=True), strict=True))
-    return [_compose(record, times, fitted, used, given, strict, warned)
+    launches: dict[str, float] = {}
+    if used.kind == "pipeline":
+        from training.estimators import LAUNCHES
+
+        counts = fitted.predictors.predict(list(kernels.values()), given, LAUNCHES, strict).latency_ms
+        launches = {name: max(round(count), 1) if count else 0.0 for name, count in zip(kernels, counts, strict=True)}
+    return [_compose(record, times, launches, fitted, used, given, strict, warned)
             for record, warned in zip(records, warnings, strict=True)]
 
 
-def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]], fitted: Fitted, used: Composition,
-             load: dict[str, float], strict: bool, warnings: tuple[str, ...]) -> Prediction:
-    """A model's time from its kernels' times."""
+def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]], launches: Mapping[str, float],
+             fitted: Fitted, used: Composition, load: dict[str, float], strict: bool,
+             warnings: tuple[str, ...]) -> Prediction:
+    """A model's time from its kernels' times, and in a pipeline their launches, by id."""
     from training.composition import latency_ms, working_nodes
 
     counts = Counter(node.kernel_id for node in record.nodes)
@@ -162,7 +172,10 @@ def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]],
         by_node = {node.name: times[node.kernel_id][0] for node in record.nodes}
         critical_path_ms = calculate_latency(build_dag(record), by_node, "critical_path")
     nodes = working_nodes(record)
-    latency = float(latency_ms(used, kernel_sum_ms if critical_path_ms is None else critical_path_ms, nodes))
+    if used.kind == "pipeline" and used.costs is not None:
+        latency = _pipeline_ms(record, times, launches, used.costs)
+    else:
+        latency = float(latency_ms(used, kernel_sum_ms if critical_path_ms is None else critical_path_ms, nodes))
     base_ms = kernel_sum_ms or 1.0  # a graph that is optimised away has no kernels
     by_provenance: dict[Provenance, float] = dict.fromkeys(PROVENANCES, 0.0)
     nodes_by_provenance: dict[Provenance, int] = dict.fromkeys(PROVENANCES, 0)
@@ -178,7 +191,7 @@ def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]],
     return Prediction(
         model=record.model, target=fitted.target.name, flavour=record.flavour.name,
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
-                                    node_ms=used.node_ms),
+                                    node_ms=used.node_ms, costs=used.costs),
         latency_ms=latency, sum_latency_ms=_sum_latency_ms(used, kernel_sum_ms), kernel_sum_ms=kernel_sum_ms,
         critical_path_ms=critical_path_ms,
         load=load or "idle", strict=strict, time_share=shares, kernel_count=nodes_by_provenance,
@@ -191,6 +204,18 @@ def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]],
         items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
         memory=memory, peak_memory_mib=memory.peak_mib, warnings=warnings,
     )
+
+
+def _pipeline_ms(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]], launches: Mapping[str, float],
+                 costs: PipelineCosts) -> float:
+    """The latency of host and GPU as two tracks."""
+    import numpy as np
+
+    from overlap_simulator import pipeline_ms
+
+    ids = [node.kernel_id for node in record.nodes]
+    return pipeline_ms(np.array([times[name][0] for name in ids]), np.array([launches[name] for name in ids]),
+                       np.array([record.kernels[name].moves_data for name in ids], dtype=bool), costs)
 
 
 def _sum_latency_ms(used: Composition, kernel_sum_ms: float) -> float | None:

@@ -94,6 +94,11 @@ class Kernel(Frozen):
     weight_bytes: int
 
     @property
+    def moves_data(self) -> bool:
+        """Whether it reads or writes anything; what does not only renames a tensor, and takes next to no time."""
+        return self.bytes_read + self.bytes_written > 0
+
+    @property
     def activations(self) -> tuple[KernelInput, ...]:
         """The inputs that change from run to run."""
         return tuple(tensor for tensor in self.inputs if tensor.present and not tensor.constant)

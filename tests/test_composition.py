@@ -202,7 +202,8 @@ def test_the_command(trained: Workspace) -> None:
     command = [sys.executable, "training/fit_composition.py", "--workspace", str(trained.root)]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert shown.splitlines()[0].split("\t") == [
-        "label", "composition", "CV_MAPE_%", "CV_max_%", "alpha", "beta_ms", "node_us", "fit_MAPE_%", "plain_MAPE_%", "used"]
+        "label", "composition", "CV_MAPE_%", "CV_max_%", "alpha", "beta_ms", "node_us", "fit_MAPE_%", "plain_MAPE_%",
+        "alone_MAPE_%", "used"]
     printed = json.loads(subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
     assert printed[TARGET.name]["label"] == "run"
     assert load_composition(trained.predictors(TARGET.name)).alpha == printed[TARGET.name]["alpha"]

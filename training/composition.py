@@ -17,13 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ort_analysis.records import Frozen, ModelRecord
+from overlap_simulator import PipelineCosts
 from utils import files
 from utils.errors import UserError
 
 COMPOSITION_VERSION = 1
 FIT = "python training/fit_composition.py"
-Kind = Literal["sum", "sum_nodes", "critical_path"]
-KINDS: tuple[Kind, ...] = ("sum", "sum_nodes", "critical_path")
+Kind = Literal["sum", "sum_nodes", "critical_path", "pipeline"]
+KINDS: tuple[Kind, ...] = ("sum", "sum_nodes", "critical_path")  # those that are a line over Σ or over the longest path
 LEAST_SHARE = 0.1  # of α·Σ: a negative γ never takes more than the rest
 NODE_MARGIN = 0.9  # with γ, a candidate must err this much less than without: few models fit three constants too well
 MODELS_FOR_NODES = 5  # fewer can't tell γ from α and β
@@ -38,6 +39,8 @@ class Candidate(Frozen):
         fit_mape: of the models of the fit.
         plain_mape: with α = 1, β = 0 and γ = 0, for reference.
         node_ms: γ, 0 but for kind `sum_nodes`.
+        costs: of kind `pipeline`, which takes these and no line.
+        measured_cv_mape: of kind `pipeline`, with measured kernels in place of predicted ones: the composition alone.
     """
 
     label: str
@@ -45,6 +48,8 @@ class Candidate(Frozen):
     alpha: float
     beta_ms: float
     node_ms: float = 0.0
+    costs: PipelineCosts | None = None
+    measured_cv_mape: float | None = None
     cv_mape: float | None
     cv_max: float | None
     fit_mape: float
@@ -76,6 +81,7 @@ class Composition(Frozen):
     alpha: float
     beta_ms: float
     node_ms: float = 0.0
+    costs: PipelineCosts | None = None
     left_out: Literal["family", "model", "nothing"]
     dataset_sha256: str
     models_sha256: str
@@ -114,7 +120,7 @@ class Line(NamedTuple):
 
 def working_nodes(record: ModelRecord) -> int:
     """The nodes that move data; the others only rename a tensor, and cost next to nothing."""
-    return sum(1 for node in record.nodes if record.kernel_of(node).bytes_read + record.kernel_of(node).bytes_written)
+    return sum(1 for node in record.nodes if record.kernel_of(node).moves_data)
 
 
 def latency_ms(line: Line | Candidate | Composition, base_ms: Floats | float, nodes: Floats | float) -> Floats:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 T = TypeVar("T")
 R = TypeVar("R")
+LAUNCHES = "launches"  # learned as a label's times are: how many kernels and copies the GPU is given for one of ours
 SHARED = "shared"  # the predictor of all types that have none of their own
 
 
@@ -78,6 +79,9 @@ class Roofline(Config):
     def bound_ms(self, flops: Floats, bytes_moved: Floats) -> Floats:
         """The lower bound of each kernel's time."""
         return np.maximum(flops / self.flops_per_ms, bytes_moved / self.bytes_per_ms) + self.floor_ms
+
+
+FLAT = Roofline(flops_per_ms=1e300, bytes_per_ms=1e300, floor_ms=1.0, scale=1.0)  # 1, whatever the kernel
 
 
 def fit_roofline(flops: Floats, bytes_moved: Floats, times_ms: Floats) -> Roofline:
@@ -198,7 +202,7 @@ def pose(rows: TrainingSet, label: str) -> Problem:
     """The learning problem of `label` on `rows`, which all have that label; nothing of other rows enters."""
     times = rows.times_ms[label]
     base = rows.idle if rows.idle.any() else np.ones(len(rows), dtype=bool)
-    roofline = fit_roofline(rows.flops[base], rows.bytes_moved[base], times[base])
+    roofline = FLAT if label == LAUNCHES else fit_roofline(rows.flops[base], rows.bytes_moved[base], times[base])
     log_ratios = np.log(times / roofline.bound_ms(rows.flops, rows.bytes_moved))
     codes = encode_types(rows.types, log_ratios)
     return Problem(roofline, codes, design_matrix(rows.types, rows.features, rows.load, codes), log_ratios)

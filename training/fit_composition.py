@@ -16,7 +16,8 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,8 +28,10 @@ from utils.paths import ROOT, Workspace
 
 if TYPE_CHECKING:
     from ort_analysis.records import ModelRecord
-    from training.composition import Composition
+    from overlap_simulator import Floats, PipelineCosts
+    from training.composition import Candidate, Composition
     from training.estimators import TrainingConfig
+    from training.pipeline import Tracks
     from training.predictor_files import Sidecar
     from training.training_set import TrainingSet
 
@@ -43,11 +46,12 @@ python training/fit_composition.py --target h200-cuda-ort1.31-all --json
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model of the fit: its record, its family, and its idle latency in ms."""
+    """A model of the fit: its record, its family, its idle latency, and on a GPU the host's time of a run (ms; else NaN)."""
 
     record: ModelRecord
     family: str
     latency_ms: float
+    host_ms: float = float("nan")
 
 
 def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list[MeasuredModel]:
@@ -62,6 +66,9 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
     table = load_model_table(workspace, target)
     idle = table[(table["Status"] == "ok") & (table["Level"] == 0)]
     column = "median_ms" if "median_ms" in idle.columns else "Latency_ms"
+    host: dict[str, float] = {}
+    if "host_ms" in idle.columns:
+        host = {str(model): float(time_ms) for model, time_ms in idle.groupby("Model")["host_ms"].median().items()}
     found = []
     for name, latency_ms in idle.groupby("Model", sort=True)[column].median().items():
         if family(str(name)) in sidecar.held_out:
@@ -70,7 +77,7 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
         if not path.is_file():
             log.warning("%s: measured, but has no record (%s); left out. Make it with: %s", name, path, REMAKE)
             continue
-        found.append(MeasuredModel(load_record(path), family(str(name)), float(latency_ms)))
+        found.append(MeasuredModel(load_record(path), family(str(name)), float(latency_ms), host.get(str(name), math.nan)))
     if not found:
         raise UserError(f"{target}: no idle latency of a model that may enter the fit; measure models with: {COLLECT}")
     return found
@@ -123,13 +130,15 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
     return {name: times for part in side_by_side(one_fold, folds, config.workers) for name, times in part.items()}
 
 
-def compose(record: ModelRecord, times_ms: dict[str, float]) -> dict[str, float]:
-    """Σ and longest path (ms) of a model whose kernels take `times_ms` by id."""
+def compose(record: ModelRecord, times_ms: dict[str, float], label: str) -> dict[str, float]:
+    """Σ and longest path (ms) of a model whose kernels take `times_ms` by id; on the GPU, renaming a tensor takes none."""
     from graph_model.dag_critical_path import build_dag, calculate_latency
     from training.composition import KINDS
+    from training.predictor_files import ON_GPU
 
     dag = build_dag(record)
-    by_node = {node.name: times_ms[node.kernel_id] for node in record.nodes}
+    by_node = {node.name: 0.0 if label in ON_GPU and not record.kernel_of(node).moves_data else times_ms[node.kernel_id]
+               for node in record.nodes}
     return {kind: calculate_latency(dag, by_node, "critical_path" if kind == "critical_path" else "sum") for kind in KINDS}
 
 
@@ -141,8 +150,11 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     """
     import numpy as np
 
+    from benchmark.dataset import GPU_LABEL
     from training.composition import KINDS, Composition, FittedModel, best, fit_candidate, working_nodes
+    from training.estimators import LAUNCHES
     from training.predictor_files import TRAIN, read_sidecar
+    from training.train_kernel_model import measured_times
     from training.training_set import load_training_set
 
     sidecar = read_sidecar(workspace.predictors(target))
@@ -155,24 +167,102 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
         log.warning("%s: one model measured; α is fitted on it, β is 0, and there is no cross-validation", target)
     measured = np.array([model.latency_ms for model in models])
     nodes = np.array([working_nodes(model.record) for model in models], dtype=float)
-    candidates, predictions = [], []
+    candidates, predictions, by_label = [], [], {}
     for label, about in cli.track(list(sidecar.labels.items()), f"composing {target}"):
         own = [name for name, predictor in about.predictor_of.items() if predictor == name]
-        times = predict_out_of_fold(rows, models, groups, left_out, label, own, config)
-        composed = [compose(model.record, times[model.record.model]) for model in models]
+        times = by_label[label] = predict_out_of_fold(rows, models, groups, left_out, label, own, config)
+        if label == LAUNCHES:
+            continue
+        composed = [compose(model.record, times[model.record.model], label) for model in models]
         for kind in KINDS:
             bases = np.array([sums[kind] for sums in composed])
             candidate, predicted = fit_candidate(label, kind, bases, measured, nodes, None if left_out == "nothing" else groups)
             candidates.append(candidate)
             predictions.append(predicted)
+    if {GPU_LABEL, LAUNCHES} <= set(by_label) and left_out != "nothing":
+        found = pipeline_candidate(models, groups, by_label, measured_times(rows))
+        if found is not None:
+            candidates.append(found[0])
+            predictions.append(found[1])
     chosen = best(candidates)
     used = candidates[chosen]
     return Composition(
-        label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms, node_ms=used.node_ms, left_out=left_out,
+        label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms, node_ms=used.node_ms, costs=used.costs,
+        left_out=left_out,
         dataset_sha256=rows.sha256, models_sha256=models_sha256(workspace, target), predictors_created=sidecar.created,
         candidates=tuple(candidates), models=tuple(
             FittedModel(model=model.record.model, measured_ms=model.latency_ms, predicted_ms=float(predicted))
             for model, predicted in zip(models, predictions[chosen], strict=True)))
+
+
+def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[str, float]) -> Tracks:
+    """A model's two tracks from its kernels' GPU times (ms) and launches by id."""
+    import numpy as np
+
+    from training.pipeline import Tracks
+
+    kernels = [model.record.kernel_of(node) for node in model.record.nodes]
+    moves = np.array([kernel.moves_data for kernel in kernels], dtype=bool)
+    return Tracks(
+        gpu_ms=np.array([gpu_ms[kernel.id] if kernel.moves_data else 0.0 for kernel in kernels]),
+        launches=np.array([launches[kernel.id] if kernel.moves_data else 0.0 for kernel in kernels]), moves=moves,
+        host_ms=model.host_ms, latency_ms=model.latency_ms)
+
+
+def pipeline_candidate(models: Sequence[MeasuredModel], groups: Sequence[str],
+                       out_of_fold: Mapping[str, Mapping[str, Mapping[str, float]]],
+                       measured: Mapping[str, Mapping[str, float]]) -> tuple[Candidate, Floats] | None:
+    """The host and the GPU as two tracks, each group left out of the fit in turn; None where too few models tell of both.
+
+    Args:
+        models, groups: of the fit, and what each is left out with.
+        out_of_fold: GPU times (ms) and launches by label, model and kernel id, predicted without the model's group.
+        measured: the same as measured, by kernel id and label, for the composition alone.
+
+    Returns:
+        The candidate, and each model's latency (ms) when it is left out.
+    """
+    import numpy as np
+
+    from benchmark.dataset import GPU_LABEL
+    from overlap_simulator import pipeline_ms
+    from training.composition import Candidate
+    from training.estimators import LAUNCHES
+    from training.pipeline import LEAST_MODELS, fit_pipeline
+
+    if len(models) < LEAST_MODELS or not all(np.isfinite(model.host_ms) for model in models):
+        return None
+    latency = np.array([model.latency_ms for model in models])
+    names = np.array(groups)
+
+    def known(model: MeasuredModel, label: str) -> dict[str, float]:
+        predicted = out_of_fold[label][model.record.model]
+        return {name: measured.get(name, {}).get(label, time) for name, time in predicted.items()}
+
+    def errors(shown: Sequence[Tracks]) -> tuple[PipelineCosts, Floats, Floats]:
+        """The costs fitted to all, and each model's latency fitted and left out."""
+        def latencies(costs: PipelineCosts, some: Sequence[Tracks]) -> list[float]:
+            return [pipeline_ms(one.gpu_ms, one.launches, one.moves, costs) for one in some]
+
+        out = np.empty(len(shown))
+        for group in set(groups):
+            costs = fit_pipeline([one for one, name in zip(shown, names, strict=True) if name != group])
+            out[names == group] = latencies(costs, [one for one, name in zip(shown, names, strict=True) if name == group])
+        costs = fit_pipeline(shown)
+        return costs, np.array(latencies(costs, shown)), out
+
+    _, _, alone = errors([tracks(model, known(model, GPU_LABEL), known(model, LAUNCHES)) for model in models])
+    costs, fitted, left_out = errors([
+        tracks(model, out_of_fold[GPU_LABEL][model.record.model], out_of_fold[LAUNCHES][model.record.model])
+        for model in models])
+    wrong = np.abs(left_out / latency - 1)
+    plain = np.array([sum(known(model, GPU_LABEL)[node.kernel_id] for node in model.record.nodes
+                          if model.record.kernel_of(node).moves_data) for model in models])
+    return Candidate(
+        label=GPU_LABEL, kind="pipeline", alpha=1.0, beta_ms=0.0, costs=costs, cv_mape=float(wrong.mean()),
+        cv_max=float(wrong.max()), fit_mape=float(np.abs(fitted / latency - 1).mean()),
+        plain_mape=float(np.abs(plain / latency - 1).mean()),
+        measured_cv_mape=float(np.abs(alone / latency - 1).mean())), left_out
 
 
 def models_sha256(workspace: Workspace, target: str) -> str:
@@ -207,6 +297,7 @@ def candidate_table(composition: Composition) -> list[dict[str, Any]]:
     return [{"label": c.label, "composition": c.kind, "CV_MAPE_%": percent(c.cv_mape), "CV_max_%": percent(c.cv_max),
              "alpha": c.alpha, "beta_ms": c.beta_ms, "node_us": 1000 * c.node_ms,
              "fit_MAPE_%": percent(c.fit_mape), "plain_MAPE_%": percent(c.plain_mape),
+             "alone_MAPE_%": percent(c.measured_cv_mape),
              "used": "yes" if (c.label, c.kind) == (composition.label, composition.kind) else ""}
             for c in composition.candidates]
 

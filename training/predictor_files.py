@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmark.dataset import GPU_LABEL
 from ort_analysis.records import Frozen, Kernel
-from training.estimators import SHARED, KernelModel, Roofline
+from training.estimators import LAUNCHES, SHARED, KernelModel, Roofline
 from training.features import FEATURES, kernel_features
 from utils import files
 from utils.errors import UserError
@@ -37,6 +38,7 @@ log = get_logger("predictors")
 SIDECAR_VERSION = 1
 TRAIN = "python training/train_kernel_model.py"
 ADMITTED = {("xgboost.core", "Booster")}  # all that unpickling may name
+ON_GPU = (GPU_LABEL, LAUNCHES)
 REMEMBERED_KERNELS = 100_000
 REMEMBERED_LOADS = 64
 
@@ -273,6 +275,8 @@ class Predictors:
         """
         label = label if label is not None else self.labels[0]
         vector = self.load_vector(load)
+        if label in ON_GPU and any(not kernel.moves_data for kernel in kernels):
+            return self._without_views(kernels, load, label, strict)
         known = files.cached(self._times, (label, vector, bool(load), strict), dict, REMEMBERED_LOADS)
         new = {kernel.id: kernel for kernel in kernels if kernel.id not in known}
         if new:
@@ -282,6 +286,14 @@ class Predictors:
             known |= self._time(new, vector, label, look_up=not load and not strict)
         pairs = [known[kernel.id] for kernel in kernels]
         return KernelTimes([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+
+    def _without_views(self, kernels: Sequence[Kernel], load: Mapping[str, float], label: str, strict: bool) -> KernelTimes:
+        """`predict` where some kernels only rename a tensor, and leave the GPU nothing to do."""
+        moving = [kernel for kernel in kernels if kernel.moves_data]
+        found = self.predict(moving, load, label, strict)
+        pairs = iter(zip(found.latency_ms, found.provenance, strict=True))
+        both = [next(pairs) if kernel.moves_data else (0.0, "measured") for kernel in kernels]
+        return KernelTimes([pair[0] for pair in both], [pair[1] for pair in both])
 
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:

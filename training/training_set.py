@@ -11,6 +11,7 @@ import pandas as pd
 
 from benchmark import dataset
 from ort_analysis.records import Kernel, family
+from training.estimators import LAUNCHES
 from training.features import FEATURES, kernel_features
 from utils import files
 from utils.errors import UserError
@@ -35,7 +36,7 @@ class TrainingSet:
         load: rows × `metrics`; idle rows all hold `idle_load`, so that noise of idle metrics is not learned.
         metrics: names of the load's columns.
         idle_load: median of each metric without background load.
-        times_ms: of each label that was measured, NaN where a row lacks it.
+        times_ms: of each label that was measured, NaN where a row lacks it; under LAUNCHES their number.
         flops, bytes_moved: of each row's kernel.
         dtypes: that the kernels compute in.
     """
@@ -129,23 +130,26 @@ def _arrays(header: dataset.DatasetHeader, sha256: str, table: pd.DataFrame, own
     return TrainingSet(
         header=header, sha256=sha256, ids=ids, types=np.array([kernels[name].type for name in ids]), families=tuple(owners),
         idle=idle, features=np.array([described[name] for name in ids], dtype=float).reshape(len(ids), len(FEATURES)),
-        load=load, metrics=metrics, idle_load=idle_load, times_ms=_times(table),
+        load=load, metrics=metrics, idle_load=idle_load, times_ms=_times(table, header.target.flavour.execution_provider),
         flops=np.array([kernels[name].flops for name in ids], dtype=float),
         bytes_moved=np.array([kernels[name].bytes_read + kernels[name].bytes_written for name in ids], dtype=float),
         dtypes=tuple(sorted({kernels[name].dtype for name in set(ids)})),
     )
 
 
-def _times(table: pd.DataFrame) -> dict[str, Floats]:
-    """The measured times by label. `run` idle is the median where it is there, since the mean follows single disturbed runs;
-    under load it is the mean, which adds up (see `dataset.kernel_rows`)."""
+def _times(table: pd.DataFrame, execution_provider: str) -> dict[str, Floats]:
+    """The measured times by label. `run` is the median where it is there, since the mean follows single disturbed runs, but
+    for levels at which means add up (see `dataset.means_add_up`)."""
     times = {"run": table["Latency_ms"].to_numpy(dtype=float)}
     if "run_median_ms" in table.columns:
         median = table["run_median_ms"].to_numpy(dtype=float)
-        idle = table["Level"].to_numpy(dtype=float) == 0.0
-        times["run"] = np.where(np.isfinite(median) & idle, median, times["run"])
+        by_mean = np.array([dataset.means_add_up(level, execution_provider) for level in table["Level"]], dtype=bool)
+        times["run"] = np.where(np.isfinite(median) & ~by_mean, median, times["run"])
     for label in dataset.LABELS:
         if label != "run" and f"{label}_ms" in table.columns and table[f"{label}_ms"].notna().any():
             found = table[f"{label}_ms"].to_numpy(dtype=float)
             times[label] = np.where(found > 0, found, np.nan)  # what leaves the GPU nothing to do is no matter of learning
+    if "gpu_launches" in table.columns:
+        launches = table["gpu_launches"].to_numpy(dtype=float)
+        times[LAUNCHES] = np.where(launches > 0, launches, np.nan)
     return {label: found for label, found in times.items() if np.isfinite(found).any()}

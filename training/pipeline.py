@@ -1,0 +1,66 @@
+"""Fits what a run costs on a GPU's two tracks: the host that dispatches, and the GPU that follows.
+
+First the host's pace, from the host times of whole models (dispatched without waiting for the GPU); then, with that pace,
+what lies between the tracks and at their ends, from whole latencies. Both on relative errors, with a loss that lets single
+odd models pull less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from overlap_simulator import PipelineCosts, pipeline_ms
+
+Floats = npt.NDArray[np.float64]
+LEAST_MODELS = 8  # fewer can't tell seven constants apart
+ODD = 0.03  # relative error from which a model counts as odd
+US = 1e-3  # milliseconds
+
+
+@dataclass(frozen=True)
+class Tracks:
+    """A model of the fit: per node the GPU's time (ms), launches and whether it moves data; measured host and latency."""
+
+    gpu_ms: Floats
+    launches: Floats
+    moves: npt.NDArray[np.bool_]
+    host_ms: float
+    latency_ms: float
+
+
+def fit_host(models: Sequence[Tracks]) -> tuple[float, float, float, float]:
+    """Host time in ms for a node that moves data, for one that does not, for a launch, and for a run besides."""
+    from scipy.optimize import least_squares, nnls
+
+    counts = np.array([[model.moves.sum(), (~model.moves).sum(), model.launches.sum(), 1.0] for model in models])
+    relative = counts / np.array([[model.host_ms] for model in models])
+    start, _ = nnls(relative, np.ones(len(models)))
+    found = least_squares(lambda costs: relative @ costs - 1.0, start, bounds=(0.0, np.inf), loss="soft_l1", f_scale=ODD)
+    node, view, launch, run = (float(cost) for cost in found.x)
+    return node, view, launch, run
+
+
+def fit_pipeline(models: Sequence[Tracks]) -> PipelineCosts:
+    """The costs of a run on both tracks, from at least LEAST_MODELS models."""
+    from scipy.optimize import least_squares
+
+    node, view, launch, _ = fit_host(models)
+
+    def costs(values: Sequence[float]) -> PipelineCosts:
+        pace, start, gap, lead, end = values
+        return PipelineCosts(node_ms=pace * node, view_ms=pace * view, launch_ms=pace * launch, start_ms=start, gap_ms=gap,
+                             lead_ms=lead, end_ms=end)
+
+    def errors(values: Sequence[float]) -> Floats:
+        tried = costs(values)
+        return np.array([pipeline_ms(model.gpu_ms, model.launches, model.moves, tried) / model.latency_ms - 1.0
+                         for model in models])
+
+    found = least_squares(errors, [1.0, 30 * US, 1.0 * US, -5 * US, 5 * US], loss="soft_l1", f_scale=ODD,
+                          x_scale=[0.1, 10 * US, 0.5 * US, 5 * US, 5 * US],
+                          bounds=([0.5, 0.0, 0.0, -100 * US, 0.0], [1.5, 200 * US, 5 * US, 50 * US, 100 * US]))
+    return costs(found.x)
