@@ -379,14 +379,15 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
     with Worker(config.timeout_s) as worker, Worker(config.timeout_s) as second:
         tracer = second if dataset.GPU_LABEL in labels else worker  # on a CPU there is nothing to trace
         for level in config.levels:
-            there = [block for block in dataset.read_journal(folder) if block.level == level and block.machine == here.uuid]
+            there = [block for block in dataset.read_journal(folder) if block.level == level
+                     and (block.machine == here.uuid or not config.each_machine)]
             todo = plan(work, there, config.block_kernels, labels[0], config.block_models)
             if not todo:
                 continue
             with stress(level, config.stress.kind, provider, workspace=workspace) as stressor:
                 time.sleep(config.stress.settle_s if level else 0.0)
                 collector = Collector(config, target, folder, worker, tracer, source, here.uuid, level,
-                                      best_canary_ms(there))
+                                      best_canary_ms(block for block in there if block.machine == here.uuid))
                 for key, kernels, models in cli.track(todo, f"level {level:g}"):
                     block = collector.block(key, kernels, models, stressor)
                     unsteady += block.drift > config.canary_drift

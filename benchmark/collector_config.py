@@ -48,6 +48,7 @@ class CollectorConfig(Config):
     attempts: int = Field(2, ge=1)
     attempts_under_load: int = Field(2, ge=1)
     patience_s: float = Field(15.0, ge=0)
+    each_machine: bool = True
     timeout_s: float = Field(120.0, gt=0)
     held_out: tuple[str, ...] = ()
 

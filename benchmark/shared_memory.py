@@ -52,6 +52,6 @@ class SharedMemory:
                 binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(feed[name], "cuda", 0))
             else:
                 binding.bind_input(name, "cuda", 0, numpy_dtype(dtype), shape, addresses[dtype])
-        for output in session.get_outputs():
-            binding.bind_output(output.name, "cuda")
+        for output in session.get_outputs():  # a carrier's are shapes: on the GPU each would cost a copy that no kernel made
+            binding.bind_output(output.name, "cpu")
         return lambda: session.run_with_iobinding(binding)

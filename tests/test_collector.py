@@ -216,6 +216,20 @@ def test_labels_are_a_choice(tmp_path: Path) -> None:
         collect(workspace, CollectorConfig.model_validate(wanted | {"labels": ["run"]}))
 
 
+@pytest.mark.parametrize(("each_machine", "blocks"), [(True, 4), (False, 2)])
+def test_what_another_machine_measured(tmp_path: Path, each_machine: bool, blocks: int) -> None:
+    """Measured here too, or left as it is: two blocks, one of the model and one of its kernels."""
+    workspace = Workspace(tmp_path)
+    build_workspace(workspace, {"anet_b1": small_model()})
+    config = CollectorConfig.model_validate(TINY | {"held_out": [], "levels": [0.0], "each_machine": each_machine,
+                                                    "block_kernels": 99})
+    collect(workspace, config)
+    journal = dataset.journal_path(workspace.dataset(local_target("cpu").name))
+    journal.write_text(journal.read_text().replace(f'"machine":"{machine("cpu").uuid}"', '"machine":"elsewhere"'))
+    collect(workspace, config)
+    assert len(dataset.read_journal(journal.parent)) == blocks
+
+
 def test_the_gpu_s_own_time_needs_a_gpu() -> None:
     with pytest.raises(UserError, match="labels: gpu: only a GPU has this label"):
         CollectorConfig(labels=("gpu",)).labels_on("cpu")
