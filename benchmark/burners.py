@@ -10,23 +10,15 @@ import math
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
+from utils.processes import die_with_parent
+
 KINDS = ("compute", "copy", "mixed")
 STEP_SECONDS = 5e-4  # of a GPU step between two synchronisations
 Step = Callable[[], object]
-
-
-def die_with_parent(by: signal.Signals) -> None:
-    """Asks Linux to send the signal `by` to this process when its parent ends (elsewhere, compare `os.getppid()`)."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1  # linux/prctl.h
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, by)
 
 
 def alternate(compute: Step, copy: Step, kind: str) -> Step:
@@ -100,7 +92,7 @@ def burn_core(kind: str, intensity: float, period_s: float, offset_s: float, rea
     """What a worker process of the CPU stressor does until its parent ends it or ends itself."""
     for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)
-    die_with_parent(signal.SIGKILL)
+    die_with_parent()
     parent = multiprocessing.parent_process()
     step = cpu_step(kind)
     step()

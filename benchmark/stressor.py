@@ -31,13 +31,14 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmark.burners import KINDS, burn_core, bursts, cuda_step, die_with_parent
+from benchmark.burners import KINDS, burn_core, bursts, cuda_step
 from benchmark.metrics import MetricSource, open_source
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import resolve_provider
 from utils.logger import get_logger
 from utils.paths import Workspace
+from utils.processes import die_with_parent
 
 EXAMPLES = """
   python benchmark/stressor.py --kind compute --intensity 0.6 --duration 30

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmark import canary
-from benchmark.burners import die_with_parent
 from benchmark.dataset import GPU_LABEL
 from benchmark.gpu_trace import GpuRun, split_carrier, trace
 from benchmark.model_profile import counted_runs, profile_model, profile_runs
@@ -30,6 +28,7 @@ from ort_analysis.fusion_detector import kernel_of
 from ort_analysis.records import load_record
 from utils.errors import UserError
 from utils.ort_sessions import model_errors, open_session
+from utils.processes import die_with_parent
 
 TRACED_RUNS = 5
 
@@ -186,7 +185,7 @@ def answer(request: Request) -> Reply:
 
 
 def main() -> None:
-    die_with_parent(signal.SIGKILL)  # a kernel that hangs never comes to read the end of the input
+    die_with_parent()  # a kernel that hangs never comes to read the end of the input
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")  # a line of its own, whatever a library prints on stdout
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -16,8 +16,6 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -30,6 +28,7 @@ from utils import cli, files
 from utils.errors import UserError
 from utils.logger import get_logger
 from utils.ort_sessions import open_session
+from utils.processes import process_pool
 
 log = get_logger("sampler")
 SEED_FILE = "sampled.json"  # beside the sampled kernels: the family that seeded each, by kernel id
@@ -274,7 +273,7 @@ def sample_side_by_side(entries: Sequence[IndexEntry], count: int, batches: Sequ
         return sample(entries, count, batches, most_gflop, np.random.default_rng(seed), without, there)
     found: dict[str, tuple[Kernel, str]] = {}
     refused: Counter[str] = Counter()
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:  # a forked ORT would hang
+    with process_pool(jobs) as pool:
         parts = [pool.submit(sample, entries, -(-count // jobs), batches, most_gflop, np.random.default_rng([*seed, job]),
                              without, there) for job in range(jobs)]
         for part in parts:

@@ -16,8 +16,6 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 from ort_analysis.kernel_types import SUM_INPUT, describe_kernel
@@ -40,6 +38,7 @@ from utils.errors import UserError
 from utils.fingerprint import Flavour
 from utils.logger import get_logger
 from utils.paths import Workspace, model_files
+from utils.processes import process_pool
 
 if TYPE_CHECKING:
     import onnx
@@ -244,7 +243,7 @@ def write_records(workspace: Workspace, work: Sequence[tuple[Path, dict[str, int
     """`write_record` for models and sizes of their dynamic dimensions, `jobs` at a time, in the order of `work`."""
     if jobs == 1:
         return [write_record(workspace, path, device, dims) for path, dims in cli.track(work, "analysing")]
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:  # a forked ORT would hang
+    with process_pool(jobs) as pool:
         pending = [pool.submit(write_record, workspace, path, device, dims) for path, dims in work]
         return [done.result() for done in cli.track(pending, "analysing")]
 

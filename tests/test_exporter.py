@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+import psutil
 import pytest
 
 from model_zoo import onnx_export
@@ -226,3 +227,19 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
+def test_the_exporting_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    """Also in the middle of an export, and when the parent had no time to say so."""
+    script = ("import sys; from model_zoo.export_process import ExportProcess; from utils.paths import Workspace; "
+              f"from pathlib import Path; process = ExportProcess(Workspace(Path({str(tmp_path)!r})), 'cpu', False); "
+              "process.check_names(['resnet18']); print(process._process.pid, flush=True); sys.stdin.read()")
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    child.wait(20)
+    assert not child.is_running()

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ort_analysis.fusion_detector import analyze, build_index
 from ort_analysis.records import Kernel, ModelRecord, family, index_path, load_index, load_record, load_records, record_path
+from utils import files
 from utils.errors import UserError
 from utils.fingerprint import flavour_of
 from utils.paths import ROOT, Workspace
@@ -274,3 +275,15 @@ def test_one_kernel_in_a_thousand_nodes_is_one_entry() -> None:
     record = analyze(small_model(), "cpu", name="one")
     index = build_index(record.flavour, [record, record.model_copy(update={"model": "two"})])
     assert all(entry.models == ("one", "two") for entries in index.kernels.values() for entry in entries.values())
+
+
+def test_several_models_and_sizes_side_by_side(workspace: Workspace) -> None:
+    """One record a combination of sizes, whatever process made it; a model that fails costs only its own."""
+    files.write_bytes(workspace.models / "net.onnx", small_model(batch="batch").SerializeToString())
+    (workspace.models / "broken.onnx").write_text("no model")
+    command = [sys.executable, "ort_analysis/fusion_detector.py", "--workspace", str(workspace.root), "--device", "cpu"]
+    done = subprocess.run([*command, "--dim", "batch=1,3", "--jobs", "2"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "2 of 4 models failed: broken.onnx, broken.onnx" in done.stderr
+    records = load_records(workspace, flavour_of("cpu"))
+    assert [record.dims for record in records] == [{"batch": 1}, {"batch": 3}]
