@@ -238,7 +238,8 @@ def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Se
     for block in read_journal(folder):
         load = {name: block.background[name] for name in metrics if name in block.background} if block.level else {}
         for found in block.measurements:
-            if found.subject == "model" and found.status == "ok" and found.samples_ms and found.id in records:
+            whole = found.subject == "model" and found.label == "latency"
+            if whole and found.status == "ok" and found.samples_ms and found.id in records:
                 cases[found.id, block.level, block.machine] = Case(
                     record=records[found.id], level=block.level, load=load, samples_ms=list(found.samples_ms))
     return sorted(cases.values(), key=lambda case: (case.level, case.record.model))

@@ -13,11 +13,13 @@ import pytest
 from trained_workspace import HELD_OUT, METRIC, conv_net, model_ms, trained
 
 import evaluator
+from benchmark import dataset
 from inference import predict
 from ort_analysis.fusion_detector import analyze
+from ort_analysis.records import load_records
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import Target, local_target
+from utils.fingerprint import Target, flavour_of, local_target
 from utils.paths import ROOT, Workspace
 
 TARGET = local_target("cpu").name
@@ -98,6 +100,20 @@ def test_recorded_measurements_are_compared_level_by_level(workspace: Workspace)
     assert whole.lookup.mape == pytest.approx(sum(errors) / len(errors))
     assert whole.lookup.worst == pytest.approx(max(errors))
     assert whole.lookup.within_5 == pytest.approx(sum(error <= 0.05 for error in errors) / len(errors))
+
+
+def test_other_labels_of_a_model_are_not_its_latency(workspace: Workspace) -> None:
+    """On a GPU a block holds the host's time of a model too."""
+    folder = workspace.dataset(TARGET)
+    block = dataset.read_journal(folder)[0]
+    name = next(m.id for m in block.measurements if m.subject == "model")
+    host = dataset.Measurement(subject="model", id=name, label="host", context=name, samples_ms=(1e-6,) * 5)
+    with_host = block.model_copy(update={"measurements": (*block.measurements, host)})
+    records = {record.model: record for record in load_records(workspace, flavour_of("cpu"))}
+    files.write_text(dataset.journal_path(workspace.root / "other"), with_host.model_dump_json() + "\n")
+    found = evaluator.recorded_cases(workspace.root / "other", {name: records[name]}, ())
+    assert [case.record.model for case in found] == [name]
+    assert min(found[0].samples_ms) > 1e-3
 
 
 def test_recorded_measurements_of_named_models(workspace: Workspace) -> None:
