@@ -174,8 +174,8 @@ def carriers(items: Sequence[KernelItem], execution_provider: str) -> Iterator[l
 class Collector:
     """Measures blocks of work on one target.
 
-    Wall times come from `worker`; what is profiled or traced runs in `tracer`, since a process that CUPTI has looked into
-    launches more slowly ever after.
+    `worker` takes every label but `gpu`, which is `tracer`'s: a process that CUPTI has looked into launches more slowly ever
+    after.
     """
 
     config: CollectorConfig
@@ -235,16 +235,15 @@ class Collector:
                                          effort=self.config.kernel.effort(), provider_options=self.target.provider_options))
         return self._measurements("kernel", item.kernel.id, "run", "alone", reply, status)
 
-    def time_carrier(self, items: Sequence[KernelItem]) -> list[Measurement]:
-        """The labels of a group that a carrier gives. A group that fails is halved until the one kernel at fault is alone."""
-        wanted = tuple(label for label in self.labels if label != "run")
+    def time_carrier(self, items: Sequence[KernelItem], labels: tuple[str, ...], worker: Worker) -> list[Measurement]:
+        """Some labels of a group, in a carrier. A group that fails is halved until the one kernel at fault is alone."""
         reply, status = self.ask(Request(
-            do="carrier", execution_provider=self.provider, paths=tuple(str(item.path) for item in items), labels=wanted,
-            effort=self.config.kernel.effort(), provider_options=self.target.provider_options), self.tracer)
+            do="carrier", execution_provider=self.provider, paths=tuple(str(item.path) for item in items), labels=labels,
+            effort=self.config.kernel.effort(), provider_options=self.target.provider_options), worker)
         if status != "ok" and len(items) > 1:
             half = len(items) // 2
-            return self.time_carrier(items[:half]) + self.time_carrier(items[half:])
-        return self._measurements("kernel", items[0].kernel.id, wanted[0], "carrier", reply, status)
+            return self.time_carrier(items[:half], labels, worker) + self.time_carrier(items[half:], labels, worker)
+        return self._measurements("kernel", items[0].kernel.id, labels[0], "carrier", reply, status)
 
     def time_model(self, item: ModelItem) -> list[Measurement]:
         wanted = IN_MODEL if item.labels and self.config.model_labels else ()
@@ -278,9 +277,10 @@ class Collector:
         if "run" in self.labels:
             found += [m for item in kernels for m in self.time_alone(item)]
         at_fault = {m.id for m in found if m.status != "ok"}
-        if set(self.labels) != {"run"}:
-            found += [m for group in carriers([item for item in kernels if item.kernel.id not in at_fault], self.provider)
-                      for m in self.time_carrier(group)]
+        groups = list(carriers([item for item in kernels if item.kernel.id not in at_fault], self.provider))
+        for possible, worker in ((IN_MODEL, self.worker), ((dataset.GPU_LABEL,), self.tracer)):
+            labels = tuple(label for label in self.labels if label in possible)
+            found += [m for group in groups if labels for m in self.time_carrier(group, labels, worker)]
         return found
 
     def close(self, window: Window) -> dict[str, float]:
@@ -376,8 +376,7 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
     log.info("%s: %d kernels and %d models at levels %s into %s", target.name, len(work.kernels), len(work.models),
              ", ".join(map(str, config.levels)), folder)
     unsteady, tables_written = 0, time.monotonic()
-    with Worker(config.timeout_s) as worker, Worker(config.timeout_s) as second:
-        tracer = second if dataset.GPU_LABEL in labels else worker  # on a CPU there is nothing to trace
+    with Worker(config.timeout_s) as worker, Worker(config.timeout_s) as tracer:
         for level in config.levels:
             there = [block for block in dataset.read_journal(folder) if block.level == level
                      and (block.machine == here.uuid or not config.each_machine)]
