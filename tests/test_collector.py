@@ -187,7 +187,7 @@ def test_rows_say_what_was_measured(collected: Collected) -> None:
     assert (good["Runs"] >= 3).all()
     assert good[[f"{metric}_during" for metric in METRICS]].notna().any().all()
     for block in dataset.read_journal(collected.folder):
-        assert (block.stress["duty"] > 0.2) is (block.level > 0.0)
+        assert (block.stress["duty"] > 0.02) is (block.level > 0.0)  # little, where the machine is busy
     described = {entry.kernel.id: entry for entry in dataset.read_kernels(collected.folder)}
     for _, row in good.iterrows():
         entry = described[row["Kernel_ID"]]
