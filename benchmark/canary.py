@@ -47,9 +47,7 @@ def canary(execution_provider: str) -> Runner:
 
 def canary_ms(execution_provider: str) -> float:
     """The median of a few runs of the canary, in milliseconds."""
-    runner = canary(execution_provider)
-    one_run_s = runner.warm_up(IDLE_EFFORT.warmup + 1, IDLE_EFFORT.warmup_s)
-    return runner.time(warmup=0, loops=IDLE_EFFORT.runs(one_run_s)).statistics.median_ms
+    return canary(execution_provider).time_as(IDLE_EFFORT).statistics.median_ms
 
 
 def wait_until_steady(probe: Callable[[], float], reference_ms: float, tolerance: float, patience_s: float) -> float:

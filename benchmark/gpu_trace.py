@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from utils import files
+from utils.timing import Interval
 
 RANGE_PREFIX = "hase:"
 WRITER_KERNEL = "OP_Abs"  # part of the name of the CUDA kernel that ONNX Runtime runs for Abs
@@ -23,16 +24,12 @@ LAUNCHES = ("cuda_runtime", "cuda_driver")  # and of the host's calls
 
 
 @dataclass(frozen=True)
-class GpuWork:
+class GpuWork(Interval):
     """One kernel, copy or fill on the GPU; times in microseconds on the trace's clock."""
 
     name: str
     start_us: float
     duration_us: float
-
-    @property
-    def end_us(self) -> float:
-        return self.start_us + self.duration_us
 
 
 @dataclass(frozen=True)

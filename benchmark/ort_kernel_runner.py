@@ -122,6 +122,15 @@ class Runner:
         return Timing(model=self.name, execution_provider=self.execution_provider, io=self.io, warmup=warmup,
                       samples_ms=tuple(round(sample, 6) for sample in samples), started=started, ended=now())
 
+    def time_as(self, effort: Effort) -> Timing:
+        """Warms up and runs as often as `effort` says.
+
+        Raises:
+            UserError: the model fails while running.
+        """
+        one_run_s = self.warm_up(effort.warmup + 1, effort.warmup_s)
+        return self.time(warmup=0, loops=effort.runs(one_run_s))
+
 
 def random_feed(session: onnxruntime.InferenceSession) -> dict[str, np.ndarray]:
     """A value for every input of a session whose shapes are all known: random floats, zeros for whole numbers.
@@ -148,16 +157,16 @@ def bind(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], 
     return lambda: session.run_with_iobinding(binding)
 
 
-def device_binding(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray],
-                   device: str) -> onnxruntime.IOBinding:
-    """A session's inputs on `device`, its outputs to be left there."""
+def device_binding(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], device: str,
+                   outputs_on: str | None = None) -> onnxruntime.IOBinding:
+    """A session's inputs on `device`, its outputs to be left there, or on the device that `outputs_on` names."""
     import onnxruntime
 
     binding = session.io_binding()
     for name, array in feed.items():
         binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0))
     for output in session.get_outputs():
-        binding.bind_output(output.name, device)
+        binding.bind_output(output.name, outputs_on or device)
     return binding
 
 

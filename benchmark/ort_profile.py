@@ -11,13 +11,14 @@ from pathlib import Path
 
 from utils import files
 from utils.errors import UserError
+from utils.timing import Interval
 
 TRUNCATION_US = 0.5
 SUFFIX = "_kernel_time"
 
 
 @dataclass(frozen=True)
-class NodeEvent:
+class NodeEvent(Interval):
     """One node in one run; times in microseconds since the session began."""
 
     node: str
@@ -25,10 +26,6 @@ class NodeEvent:
     provider: str
     start_us: float
     duration_us: float
-
-    @property
-    def end_us(self) -> float:
-        return self.start_us + self.duration_us
 
 
 @dataclass(frozen=True)

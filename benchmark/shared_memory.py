@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmark.ort_kernel_runner import device_binding
 from kernel_model.dummy_data import random_floats
 from ort_analysis.ort_graph_parser import session_dtype
 from ort_analysis.records import numpy_dtype
@@ -38,20 +39,14 @@ class SharedMemory:
 
     def bind(self, session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray]) -> Callable[[], Any]:
         """A function that runs the session once. Inputs that `feed` lacks are read from the block, all from its start."""
-        import onnxruntime
-
-        binding = session.io_binding()
-        sizes = {value.name: (session_dtype(value.type), list(value.shape)) for value in session.get_inputs()}
+        # the outputs of a carrier are shapes: on the GPU each would cost a copy that no kernel made
+        binding = device_binding(session, feed, "cuda", outputs_on="cpu")
+        shared = {value.name: (session_dtype(value.type), list(value.shape)) for value in session.get_inputs()
+                  if value.name not in feed}
         largest: dict[str, int] = {}
-        for name, (dtype, shape) in sizes.items():
-            if name not in feed:
-                largest[dtype] = max(largest.get(dtype, 0), int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        for dtype, shape in shared.values():
+            largest[dtype] = max(largest.get(dtype, 0), int(np.prod(shape)) * np.dtype(dtype).itemsize)
         addresses = {dtype: self.address(dtype, size) for dtype, size in largest.items()}
-        for name, (dtype, shape) in sizes.items():
-            if name in feed:
-                binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(feed[name], "cuda", 0))
-            else:
-                binding.bind_input(name, "cuda", 0, numpy_dtype(dtype), shape, addresses[dtype])
-        for output in session.get_outputs():  # a carrier's are shapes: on the GPU each would cost a copy that no kernel made
-            binding.bind_output(output.name, "cpu")
+        for name, (dtype, shape) in shared.items():
+            binding.bind_input(name, "cuda", 0, numpy_dtype(dtype), shape, addresses[dtype])
         return lambda: session.run_with_iobinding(binding)

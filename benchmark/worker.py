@@ -18,9 +18,9 @@ from benchmark import canary
 from benchmark.dataset import GPU_LABEL
 from benchmark.gpu_trace import GpuRun, split_carrier, trace
 from benchmark.model_profile import counted_runs, profile_model, profile_runs
-from benchmark.ort_kernel_runner import Runner, bind, dispatch_ms, now, open_runner
+from benchmark.ort_kernel_runner import bind, dispatch_ms, now, open_runner
 from benchmark.ort_profile import ProfiledRun, kernel_times_ms, node_spans_ms
-from benchmark.protocol import Effort, Reply, Request, Samples
+from benchmark.protocol import Reply, Request, Samples
 from benchmark.shared_memory import SharedMemory
 from kernel_model.carrier import WRITER, build_carrier, node_name
 from kernel_model.kernel_builder import built_kernel
@@ -35,20 +35,15 @@ TRACED_RUNS = 5
 
 def time_canary(request: Request) -> list[Samples]:
     """The canary, as often as the effort says."""
-    return [run_samples(canary.canary(request.execution_provider), canary.NAME, request.effort)]
+    timing = canary.canary(request.execution_provider).time_as(request.effort)
+    return [Samples(id=canary.NAME, label="run", samples_ms=timing.samples_ms)]
 
 
 def time_alone(request: Request) -> list[Samples]:
     """Label `run`: a kernel in a session of its own, wall time."""
     path = Path(request.paths[0])
     runner = open_runner(path, request.execution_provider, provider_options=request.provider_options)
-    return [run_samples(runner, path.stem, request.effort)]
-
-
-def run_samples(runner: Runner, name: str, effort: Effort) -> Samples:
-    """Label `run` of an open session, as often as `effort` says."""
-    one_run_s = runner.warm_up(effort.warmup + 1, effort.warmup_s)
-    return Samples(id=name, label="run", samples_ms=runner.time(warmup=0, loops=effort.runs(one_run_s)).samples_ms)
+    return [Samples(id=path.stem, label="run", samples_ms=runner.time_as(request.effort).samples_ms)]
 
 
 def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str]) -> list[Samples]:

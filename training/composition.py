@@ -9,7 +9,7 @@ History of the schema: version 1 is the first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -29,6 +29,7 @@ LEAST_SHARE = 0.1  # of α·Σ: a negative γ never takes more than the rest
 NODE_MARGIN = 0.9  # with γ, a candidate must err this much less than without: few models fit three constants too well
 MODELS_FOR_NODES = 5  # fewer can't tell γ from α and β
 Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 
 
 class Candidate(Frozen):
@@ -156,16 +157,30 @@ def fit_line(sums_ms: Floats, measured_ms: Floats, nodes: Floats | None = None) 
     return Line(float(ratio.sum() / (ratio @ ratio)), 0.0)
 
 
-def leave_out(sums_ms: Floats, measured_ms: Floats, groups: Sequence[str], nodes: Floats | None = None) -> Floats:
-    """Each model's latency by a line fitted without its group."""
+def each_left_out(groups: Sequence[str], fit_and_predict: Callable[[Mask, Mask], Floats | Sequence[float]]) -> Floats:
+    """Each model's latency by what was fitted without its group.
+
+    Args:
+        groups: of each model.
+        fit_and_predict: given which models to fit to and which to predict, the latencies of the latter.
+    """
     labels = np.array(groups)
     predicted = np.empty(len(labels))
-    counts = np.zeros(len(labels)) if nodes is None else nodes
     for group in set(groups):
         out = labels == group
-        line = fit_line(sums_ms[~out], measured_ms[~out], None if nodes is None else nodes[~out])
-        predicted[out] = latency_ms(line, sums_ms[out], counts[out])
+        predicted[out] = fit_and_predict(~out, out)
     return predicted
+
+
+def leave_out(sums_ms: Floats, measured_ms: Floats, groups: Sequence[str], nodes: Floats | None = None) -> Floats:
+    """Each model's latency by a line fitted without its group."""
+    counts = np.zeros(len(groups)) if nodes is None else nodes
+
+    def fit_and_predict(fit: Mask, out: Mask) -> Floats:
+        line = fit_line(sums_ms[fit], measured_ms[fit], None if nodes is None else nodes[fit])
+        return latency_ms(line, sums_ms[out], counts[out])
+
+    return each_left_out(groups, fit_and_predict)
 
 
 def fit_candidate(label: str, kind: Kind, sums_ms: Floats, measured_ms: Floats, nodes: Floats,

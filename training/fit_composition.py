@@ -28,8 +28,7 @@ from utils.paths import ROOT, Workspace
 
 if TYPE_CHECKING:
     from ort_analysis.records import ModelRecord
-    from overlap_simulator import Floats, PipelineCosts
-    from training.composition import Candidate, Composition
+    from training.composition import Composition
     from training.estimators import TrainingConfig
     from training.pipeline import Tracks
     from training.predictor_files import Sidecar
@@ -101,6 +100,7 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
 
     from training.estimators import fit_kernel_model, side_by_side
     from training.features import kernel_features
+    from training.predictor_files import leaves_gpu_idle
 
     rows = rows.rows(np.isfinite(rows.times_ms[label]))
     names = sorted(set(groups))
@@ -123,22 +123,21 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
             [kernel.type for kernel in listed], np.array([kernel_features(kernel) for kernel in listed]),
             np.tile(idle_load, (len(listed), 1)), np.array([float(kernel.flops) for kernel in listed]),
             np.array([float(kernel.bytes_read + kernel.bytes_written) for kernel in listed]))
-        by_id = dict(zip(kernels, times.tolist(), strict=True))
+        by_id = {kernel.id: 0.0 if leaves_gpu_idle(kernel, label) else float(time)
+                 for kernel, time in zip(listed, times, strict=True)}
         return {model.record.model: {name: by_id[name] for name in model.record.kernels} for model in held}
 
     folds = range(min(config.folds, len(names)))
     return {name: times for part in side_by_side(one_fold, folds, config.workers) for name, times in part.items()}
 
 
-def compose(record: ModelRecord, times_ms: dict[str, float], label: str) -> dict[str, float]:
-    """Σ and longest path (ms) of a model whose kernels take `times_ms` by id; on the GPU, renaming a tensor takes none."""
+def compose(record: ModelRecord, times_ms: dict[str, float]) -> dict[str, float]:
+    """Σ and longest path (ms) of a model whose kernels take `times_ms` by id."""
     from graph_model.dag_critical_path import build_dag, calculate_latency
     from training.composition import KINDS
-    from training.predictor_files import ON_GPU
 
     dag = build_dag(record)
-    by_node = {node.name: 0.0 if label in ON_GPU and not record.kernel_of(node).moves_data else times_ms[node.kernel_id]
-               for node in record.nodes}
+    by_node = {node.name: times_ms[node.kernel_id] for node in record.nodes}
     return {kind: calculate_latency(dag, by_node, "critical_path" if kind == "critical_path" else "sum") for kind in KINDS}
 
 
@@ -150,10 +149,10 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     """
     import numpy as np
 
-    from benchmark.dataset import GPU_LABEL
     from training.composition import KINDS, Composition, FittedModel, best, fit_candidate, working_nodes
     from training.estimators import LAUNCHES
-    from training.predictor_files import TRAIN, read_sidecar
+    from training.pipeline import can_fit, fit_pipeline_candidate
+    from training.predictor_files import ON_GPU, TRAIN, read_sidecar
     from training.train_kernel_model import measured_times
     from training.training_set import load_training_set
 
@@ -173,17 +172,20 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
         times = by_label[label] = predict_out_of_fold(rows, models, groups, left_out, label, own, config)
         if label == LAUNCHES:
             continue
-        composed = [compose(model.record, times[model.record.model], label) for model in models]
+        composed = [compose(model.record, times[model.record.model]) for model in models]
         for kind in KINDS:
             bases = np.array([sums[kind] for sums in composed])
             candidate, predicted = fit_candidate(label, kind, bases, measured, nodes, None if left_out == "nothing" else groups)
             candidates.append(candidate)
             predictions.append(predicted)
-    if {GPU_LABEL, LAUNCHES} <= set(by_label) and left_out != "nothing":
-        found = pipeline_candidate(models, groups, by_label, measured_times(rows))
-        if found is not None:
-            candidates.append(found[0])
-            predictions.append(found[1])
+    if set(ON_GPU) <= set(by_label) and left_out != "nothing":
+        known = known_times(by_label, measured_times(rows))
+        strict, looked_up = ([tracks(model, *(times[label][model.record.model] for label in ON_GPU)) for model in models]
+                             for times in (by_label, known))
+        if can_fit(strict):
+            candidate, latencies = fit_pipeline_candidate(strict, looked_up, groups)
+            candidates.append(candidate)
+            predictions.append(latencies)
     chosen = best(candidates)
     used = candidates[chosen]
     return Composition(
@@ -195,6 +197,17 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
             for model, predicted in zip(models, predictions[chosen], strict=True)))
 
 
+TimesOfModels = Mapping[str, Mapping[str, float]]  # by model and kernel id
+
+
+def known_times(out_of_fold: Mapping[str, TimesOfModels], measured: TimesOfModels) -> dict[str, TimesOfModels]:
+    """The times by label, model and kernel id that were predicted out of fold, measured ones (by kernel id and label) in
+    their place; a kernel that leaves the GPU idle keeps its zero."""
+    return {label: {model: {name: measured.get(name, {}).get(label, time) if time else time for name, time in times.items()}
+                    for model, times in models.items()}
+            for label, models in out_of_fold.items()}
+
+
 def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[str, float]) -> Tracks:
     """A model's two tracks from its kernels' GPU times (ms) and launches by id."""
     import numpy as np
@@ -202,67 +215,11 @@ def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[
     from training.pipeline import Tracks
 
     kernels = [model.record.kernel_of(node) for node in model.record.nodes]
-    moves = np.array([kernel.moves_data for kernel in kernels], dtype=bool)
     return Tracks(
-        gpu_ms=np.array([gpu_ms[kernel.id] if kernel.moves_data else 0.0 for kernel in kernels]),
-        launches=np.array([launches[kernel.id] if kernel.moves_data else 0.0 for kernel in kernels]), moves=moves,
+        gpu_ms=np.array([gpu_ms[kernel.id] for kernel in kernels]),
+        launches=np.array([launches[kernel.id] for kernel in kernels]),
+        moves=np.array([kernel.moves_data for kernel in kernels], dtype=bool),
         host_ms=model.host_ms, latency_ms=model.latency_ms)
-
-
-def pipeline_candidate(models: Sequence[MeasuredModel], groups: Sequence[str],
-                       out_of_fold: Mapping[str, Mapping[str, Mapping[str, float]]],
-                       measured: Mapping[str, Mapping[str, float]]) -> tuple[Candidate, Floats] | None:
-    """The host and the GPU as two tracks, each group left out of the fit in turn; None where too few models tell of both.
-
-    Args:
-        models, groups: of the fit, and what each is left out with.
-        out_of_fold: GPU times (ms) and launches by label, model and kernel id, predicted without the model's group.
-        measured: the same as measured, by kernel id and label, for the composition alone.
-
-    Returns:
-        The candidate, and each model's latency (ms) when it is left out.
-    """
-    import numpy as np
-
-    from benchmark.dataset import GPU_LABEL
-    from overlap_simulator import pipeline_ms
-    from training.composition import Candidate
-    from training.estimators import LAUNCHES
-    from training.pipeline import LEAST_MODELS, fit_pipeline
-
-    if len(models) < LEAST_MODELS or not all(np.isfinite(model.host_ms) for model in models):
-        return None
-    latency = np.array([model.latency_ms for model in models])
-    names = np.array(groups)
-
-    def known(model: MeasuredModel, label: str) -> dict[str, float]:
-        predicted = out_of_fold[label][model.record.model]
-        return {name: measured.get(name, {}).get(label, time) for name, time in predicted.items()}
-
-    def errors(shown: Sequence[Tracks]) -> tuple[PipelineCosts, Floats, Floats]:
-        """The costs fitted to all, and each model's latency fitted and left out."""
-        def latencies(costs: PipelineCosts, some: Sequence[Tracks]) -> list[float]:
-            return [pipeline_ms(one.gpu_ms, one.launches, one.moves, costs) for one in some]
-
-        out = np.empty(len(shown))
-        for group in set(groups):
-            costs = fit_pipeline([one for one, name in zip(shown, names, strict=True) if name != group])
-            out[names == group] = latencies(costs, [one for one, name in zip(shown, names, strict=True) if name == group])
-        costs = fit_pipeline(shown)
-        return costs, np.array(latencies(costs, shown)), out
-
-    _, _, alone = errors([tracks(model, known(model, GPU_LABEL), known(model, LAUNCHES)) for model in models])
-    costs, fitted, left_out = errors([
-        tracks(model, out_of_fold[GPU_LABEL][model.record.model], out_of_fold[LAUNCHES][model.record.model])
-        for model in models])
-    wrong = np.abs(left_out / latency - 1)
-    plain = np.array([sum(known(model, GPU_LABEL)[node.kernel_id] for node in model.record.nodes
-                          if model.record.kernel_of(node).moves_data) for model in models])
-    return Candidate(
-        label=GPU_LABEL, kind="pipeline", alpha=1.0, beta_ms=0.0, costs=costs, cv_mape=float(wrong.mean()),
-        cv_max=float(wrong.max()), fit_mape=float(np.abs(fitted / latency - 1).mean()),
-        plain_mape=float(np.abs(plain / latency - 1).mean()),
-        measured_cv_mape=float(np.abs(alone / latency - 1).mean())), left_out
 
 
 def models_sha256(workspace: Workspace, target: str) -> str:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from benchmark.dataset import GPU_LABEL
 from overlap_simulator import PipelineCosts, pipeline_ms
+from training.composition import Candidate, Mask, each_left_out
 
 Floats = npt.NDArray[np.float64]
 LEAST_MODELS = 8  # fewer can't tell seven constants apart
@@ -55,12 +57,53 @@ def fit_pipeline(models: Sequence[Tracks]) -> PipelineCosts:
         return PipelineCosts(node_ms=pace * node, view_ms=pace * view, launch_ms=pace * launch, start_ms=start, gap_ms=gap,
                              lead_ms=lead, end_ms=end)
 
+    latency = np.array([model.latency_ms for model in models])
+
     def errors(values: Sequence[float]) -> Floats:
-        tried = costs(values)
-        return np.array([pipeline_ms(model.gpu_ms, model.launches, model.moves, tried) / model.latency_ms - 1.0
-                         for model in models])
+        return latencies_ms(models, costs(values)) / latency - 1.0
 
     found = least_squares(errors, [1.0, 30 * US, 1.0 * US, -5 * US, 5 * US], loss="soft_l1", f_scale=ODD,
                           x_scale=[0.1, 10 * US, 0.5 * US, 5 * US, 5 * US],
                           bounds=([0.5, 0.0, 0.0, -100 * US, 0.0], [1.5, 200 * US, 5 * US, 50 * US, 100 * US]))
     return costs(found.x)
+
+
+def can_fit(models: Sequence[Tracks]) -> bool:
+    """Whether enough models tell of both tracks."""
+    return len(models) >= LEAST_MODELS and all(np.isfinite(model.host_ms) for model in models)
+
+
+def latencies_ms(models: Sequence[Tracks], costs: PipelineCosts) -> Floats:
+    """The latency of each model (ms) at some costs."""
+    return np.array([pipeline_ms(model.gpu_ms, model.launches, model.moves, costs) for model in models])
+
+
+def left_out_ms(models: Sequence[Tracks], groups: Sequence[str]) -> Floats:
+    """Each model's latency (ms) at costs fitted without its group."""
+    def fit_and_predict(fit: Mask, out: Mask) -> Floats:
+        costs = fit_pipeline([model for model, kept in zip(models, fit, strict=True) if kept])
+        return latencies_ms([model for model, kept in zip(models, out, strict=True) if kept], costs)
+
+    return each_left_out(groups, fit_and_predict)
+
+
+def fit_pipeline_candidate(predicted: Sequence[Tracks], measured: Sequence[Tracks],
+                           groups: Sequence[str]) -> tuple[Candidate, Floats]:
+    """The two tracks as a way of composing, each group left out of the fit in turn, and each model's latency then (ms).
+
+    Args:
+        predicted: the models with kernels predicted without their group.
+        measured: the same with measured kernels where there are any, for the composition alone.
+        groups: what each model is left out with.
+    """
+    latency = np.array([model.latency_ms for model in predicted])
+
+    def errors(found: Floats) -> Floats:
+        return np.abs(found / latency - 1)
+
+    costs, left_out = fit_pipeline(predicted), left_out_ms(predicted, groups)
+    return Candidate(
+        label=GPU_LABEL, kind="pipeline", alpha=1.0, beta_ms=0.0, costs=costs, cv_mape=float(errors(left_out).mean()),
+        cv_max=float(errors(left_out).max()), fit_mape=float(errors(latencies_ms(predicted, costs)).mean()),
+        plain_mape=float(errors(np.array([model.gpu_ms.sum() for model in measured])).mean()),
+        measured_cv_mape=float(errors(left_out_ms(measured, groups)).mean())), left_out

@@ -118,6 +118,11 @@ class KernelTimes(NamedTuple):
     provenance: list[str]
 
 
+def leaves_gpu_idle(kernel: Kernel, label: str) -> bool:
+    """Whether `label` tells of the GPU and the kernel gives it nothing to do, so that its time is zero and not learned."""
+    return label in ON_GPU and not kernel.moves_data
+
+
 def sidecar_path(folder: Path) -> Path:
     return folder / "predictors.json"
 
@@ -275,8 +280,6 @@ class Predictors:
         """
         label = label if label is not None else self.labels[0]
         vector = self.load_vector(load)
-        if label in ON_GPU and any(not kernel.moves_data for kernel in kernels):
-            return self._without_views(kernels, load, label, strict)
         known = files.cached(self._times, (label, vector, bool(load), strict), dict, REMEMBERED_LOADS)
         new = {kernel.id: kernel for kernel in kernels if kernel.id not in known}
         if new:
@@ -287,21 +290,14 @@ class Predictors:
         pairs = [known[kernel.id] for kernel in kernels]
         return KernelTimes([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
-    def _without_views(self, kernels: Sequence[Kernel], load: Mapping[str, float], label: str, strict: bool) -> KernelTimes:
-        """`predict` where some kernels only rename a tensor, and leave the GPU nothing to do."""
-        moving = [kernel for kernel in kernels if kernel.moves_data]
-        found = self.predict(moving, load, label, strict)
-        pairs = iter(zip(found.latency_ms, found.provenance, strict=True))
-        both = [next(pairs) if kernel.moves_data else (0.0, "measured") for kernel in kernels]
-        return KernelTimes([pair[0] for pair in both], [pair[1] for pair in both])
-
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:
         """Time and provenance of each kernel by id, those of one predictor in one call."""
-        times: dict[str, tuple[float, str]] = {}
+        times: dict[str, tuple[float, str]] = {
+            name: (0.0, "measured") for name, kernel in kernels.items() if leaves_gpu_idle(kernel, label)}
         if look_up:
-            times = {name: (found[label], "measured") for name in kernels
-                     if (found := self.measured.get(name)) and label in found}
+            times |= {name: (found[label], "measured") for name in kernels
+                      if name not in times and (found := self.measured.get(name)) and label in found}
         rest = [kernel for name, kernel in kernels.items() if name not in times]
         if not rest:
             return times

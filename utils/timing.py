@@ -10,6 +10,17 @@ from pydantic import BaseModel, ConfigDict
 UNSTABLE_SPREAD = 0.10  # (p75 − p25) / median above which a timing is called unstable; the advice says what to do
 
 
+class Interval:
+    """What has a start and a duration, in microseconds on some clock; dataclasses take their end from it."""
+
+    start_us: float
+    duration_us: float
+
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.duration_us
+
+
 class LatencyStatistics(BaseModel):
     """Statistics of one timing's samples, all in milliseconds."""
 
