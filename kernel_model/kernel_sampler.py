@@ -2,8 +2,8 @@
 
 Reads the index of every flavour in ort_analysis/ort_kernel_record. Draws kernels of the index at random and changes
 their sizes: batch, channels, height and width, kernel and stride, or rows, columns and depth of a product. ONNX Runtime
-says which are valid and what they put out; the others are counted. Writes them to kernel_model/kernel_onnx/<flavour>/
-beside the models' own, each with the model family that seeded it in its metadata.
+says which are valid and what they put out; the others are counted. With --free, draws kernels of no model besides. Writes
+all to kernel_model/kernel_onnx/<flavour>/ beside the models' own, and to sampled.json there which family seeded each.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from kernel_model.free_shapes import draw_free_kernel
 from kernel_model.kernel_builder import build_model, default_sources, kernel_build, shareable
 from ort_analysis.kernel_types import BASE_NAMES, VIEW_OPS, describe_kernel
 from ort_analysis.ort_graph_parser import session_dtype
@@ -31,14 +33,16 @@ from utils.ort_sessions import open_session
 from utils.processes import process_pool
 
 log = get_logger("sampler")
-SEED_FILE = "sampled.json"  # beside the sampled kernels: the family that seeded each, by kernel id
+SEED_FILE = "sampled.json"  # beside the sampled kernels: the family that seeded each ("": none), by kernel id
 BLOCK = 16  # channels of a blocked tensor come in multiples of ORT's widest block
 MAX_MIB = 256
+FREE = ""  # in place of a family: no model's kernel seeded this one
 TRIES = 20  # draws for each kernel asked for, at most
 SIDES = np.array([4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224])
 EXAMPLES = """
 python kernel_model/kernel_sampler.py --count 1000 --batch-sizes 1,2,4,8,16
 python kernel_model/kernel_sampler.py --count 5000 --most-gflop 200 --without vgg --seed 7
+python kernel_model/kernel_sampler.py --count 0 --free 20000 --most-gflop 300 --jobs 8
 """
 
 
@@ -221,8 +225,8 @@ def footprint_mib(kernel: Kernel) -> float:
     return float(kernel.bytes_read + kernel.bytes_written) / 2**20
 
 
-def sample(entries: Sequence[IndexEntry], count: int, batches: Sequence[int], most_gflop: float,
-           generator: np.random.Generator, without: Sequence[str] = (),
+def sample(entries: Sequence[IndexEntry], count: int, generator: np.random.Generator, batches: Sequence[int],
+           most_gflop: float, without: Sequence[str] = (),
            there: Collection[str] = ()) -> tuple[dict[str, tuple[Kernel, str]], Counter[str]]:
     """Up to `count` new kernels by id, each with the family that seeded it, and how many draws were refused and why.
 
@@ -230,26 +234,40 @@ def sample(entries: Sequence[IndexEntry], count: int, batches: Sequence[int], mo
     seed nothing, and the ids in `there` were sampled before.
     """
     seeds: dict[str, list[tuple[Kernel, str]]] = {}
-    known = {entry.kernel.id for entry in entries} | set(there)
     for entry in entries:
         families = sorted({family(model) for model in entry.models} - set(without))
         if families and entry.kernel.op_type not in VIEW_OPS and not has_subgraph(entry.kernel):
             seeds.setdefault(entry.kernel.type, []).append((entry.kernel, families[0]))
-    found: dict[str, tuple[Kernel, str]] = {}
-    refused: Counter[str] = Counter()
-    if not seeds:
-        return found, refused
     types = sorted(seeds)
     weights = np.sqrt([len(seeds[name]) for name in types])
+
+    def draw(batch: int) -> tuple[Kernel, str]:
+        of_type = seeds[str(generator.choice(types, p=weights / weights.sum()))]
+        kernel, seed_family = of_type[int(generator.integers(len(of_type)))]
+        return draw_kernel(kernel, batch, generator), seed_family
+
+    known = {entry.kernel.id for entry in entries} | set(there)
+    return collect_draws(draw, count if seeds else 0, batches, most_gflop, generator, known)
+
+
+def sample_free(count: int, generator: np.random.Generator, batches: Sequence[int], most_gflop: float,
+                there: Collection[str] = ()) -> tuple[dict[str, tuple[Kernel, str]], Counter[str]]:
+    """Up to `count` new kernels of no model by id, each with FREE, and how many draws were refused and why."""
+    return collect_draws(lambda batch: (draw_free_kernel(batch, generator), FREE), count, batches, most_gflop, generator, there)
+
+
+def collect_draws(draw: Callable[[int], tuple[Kernel, str]], count: int, batches: Sequence[int], most_gflop: float,
+                  generator: np.random.Generator, known: Collection[str]) -> tuple[dict[str, tuple[Kernel, str]], Counter[str]]:
+    """Draws until `count` new kernels that are small enough are found; them by id, and how many were refused and why."""
+    found: dict[str, tuple[Kernel, str]] = {}
+    refused: Counter[str] = Counter()
     for _ in cli.track(range(count * TRIES), "sampling"):
         if len(found) >= count:
             break
-        of_type = seeds[str(generator.choice(types, p=weights / weights.sum()))]
-        kernel, seed_family = of_type[int(generator.integers(len(of_type)))]
         try:
-            drawn = draw_kernel(kernel, int(generator.choice(batches)), generator)
+            drawn, seed_family = draw(int(generator.choice(batches)))
         except (UserError, ValueError, IndexError, KeyError, ZeroDivisionError) as error:
-            log.debug("%s: %s", kernel.id, error)  # sizes that do not fit together are what drawing at random gives
+            log.debug("%s", error)  # sizes that do not fit together are what drawing at random gives
             refused["sizes do not fit"] += 1
             continue
         if drawn.flops > most_gflop * 1e9 or footprint_mib(drawn) > MAX_MIB:
@@ -265,28 +283,42 @@ def has_subgraph(kernel: Kernel) -> bool:
     return any(isinstance(value, dict) and "graph" in value for value in kernel.attributes.values())
 
 
-def sample_side_by_side(entries: Sequence[IndexEntry], count: int, batches: Sequence[int], most_gflop: float,
-                        seed: Sequence[int], without: Sequence[str], there: Collection[str],
-                        jobs: int) -> tuple[dict[str, tuple[Kernel, str]], Counter[str]]:
-    """`sample` in `jobs` processes, each with a seed of its own; what several found counts once."""
+Sampler = Callable[[int, np.random.Generator], tuple[dict[str, tuple[Kernel, str]], Counter[str]]]
+
+
+def draw_and_build(sampler: Sampler, count: int, generator: np.random.Generator,
+                   folder: Path) -> tuple[dict[str, str], Counter[str]]:
+    """Samples and builds `count` kernels; the family that seeded each by id, and how many draws were refused and why."""
+    found, refused = sampler(count, generator)
+    for kernel, _ in cli.track(list(found.values()), "building"):
+        kernel_build(kernel, folder)
+    return {name: seed_family for name, (_, seed_family) in found.items()}, refused
+
+
+def side_by_side(sampler: Sampler, count: int, seed: Sequence[int], folder: Path,
+                 jobs: int) -> tuple[dict[str, str], Counter[str]]:
+    """`draw_and_build` in `jobs` processes, each with a seed of its own; what several found counts once."""
     if jobs == 1:
-        return sample(entries, count, batches, most_gflop, np.random.default_rng(seed), without, there)
-    found: dict[str, tuple[Kernel, str]] = {}
+        return draw_and_build(sampler, count, np.random.default_rng(seed), folder)
+    families: dict[str, str] = {}
     refused: Counter[str] = Counter()
     with process_pool(jobs) as pool:
-        parts = [pool.submit(sample, entries, -(-count // jobs), batches, most_gflop, np.random.default_rng([*seed, job]),
-                             without, there) for job in range(jobs)]
+        parts = [pool.submit(draw_and_build, sampler, (count + job) // jobs, np.random.default_rng([*seed, job]), folder)
+                 for job in range(jobs)]
         for part in parts:
             drawn, why = part.result()
-            refused["there already"] += len(found.keys() & drawn.keys())
-            found |= drawn
+            refused["there already"] += len(families.keys() & drawn.keys())
+            families |= drawn
             refused += why
-    return dict(list(found.items())[:count]), refused
+    return families, refused
 
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--count", type=int, default=1000, help="kernels in all, those of earlier calls too (default: 1000)")
+    parser.add_argument("--count", type=int, default=1000,
+                        help="kernels around those of models, those of earlier calls too (default: 1000)")
+    parser.add_argument("--free", type=int, default=0, metavar="N",
+                        help="kernels of no model, sizes drawn from the usual ranges, those of earlier calls too (default: 0)")
     parser.add_argument("--batch-sizes", default="1,2,4,8,16", metavar="N,…", help="batch sizes to draw from")
     parser.add_argument("--most-gflop", type=float, default=2.0, help="largest kernel, in 10^9 operations (default: 2)")
     parser.add_argument("--without", action="append", default=[], metavar="FAMILY",
@@ -294,8 +326,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that draw side by side (default: 1)")
     args = parser.parse_args()
-    if args.count < 1 or args.jobs < 1:
-        parser.error("--count and --jobs must be at least 1")
+    if args.count < 0 or args.free < 0 or args.count + args.free < 1 or args.jobs < 1:
+        parser.error("--count and --free can't be negative, nor both 0; --jobs must be at least 1")
     batches = cli.parse_dims([f"batch={args.batch_sizes}"])["batch"]
     workspace = cli.start(args)
     rows = []
@@ -305,16 +337,23 @@ def main() -> int:
         seeds_path = folder / SEED_FILE
         there: dict[str, str] = files.read_json(seeds_path) if seeds_path.exists() else {}
         entries = [entry for of_type in index.kernels.values() for entry in of_type.values()]
-        wanted = max(0, args.count - len(there))
-        found, refused = sample_side_by_side(entries, wanted, batches, args.most_gflop, [args.seed, len(there)], args.without,
-                                             there, args.jobs)
-        for kernel, _ in cli.track(list(found.values()), "building"):
-            kernel_build(kernel, folder)
-        files.write_json(seeds_path, there | {name: seed_family for name, (_, seed_family) in found.items()})
-        rows.append({"flavour": index.flavour.name, "sampled": len(found), "there_before": len(there),
-                     **{f"refused: {why}": number for why, number in sorted(refused.items())}})
-        if len(found) < wanted:
-            log.warning("%s: only %d of %d kernels found in %d draws", index.flavour.name, len(found), wanted, wanted * TRIES)
+        row: dict[str, Any] = {"flavour": index.flavour.name, "sampled": 0, "free": 0, "there_before": len(there)}
+        refusals: Counter[str] = Counter()
+        free_before = sum(seeded_by == FREE for seeded_by in there.values())
+        limits: dict[str, Any] = {"batches": batches, "most_gflop": args.most_gflop, "there": frozenset(there)}
+        near, free = partial(sample, entries, without=args.without, **limits), partial(sample_free, **limits)
+        for what, sampler, wanted in (("sampled", near, args.count - len(there) + free_before),
+                                      ("free", free, args.free - free_before)):
+            if wanted <= 0:
+                continue
+            drawn, refused = side_by_side(sampler, wanted, [args.seed, len(there), what == "free"], folder, args.jobs)
+            there |= drawn
+            files.write_json(seeds_path, there)
+            row[what] = len(drawn)
+            refusals += refused
+            if len(drawn) < wanted:
+                log.warning("%s: only %d of %d kernels (%s) found", index.flavour.name, len(drawn), wanted, what)
+        rows.append(row | {f"refused: {why}": number for why, number in sorted(refusals.items())})
     cli.print_rows(rows, args.json, "sampled kernels")
     return 0
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import onnx
     import torch
 
-EXPORTER_VERSION = 1  # of what is made here; files of another version are made anew
+EXPORTER_VERSION = 2  # of what is made here; files of another version are made anew
 LARGEST_FILE = 2**31 - 2**20  # bytes: protobuf's limit, less what the graph itself takes
 LIMITS = {"batch": (1, 65536), "height": (SMALLEST_IMAGE, 8192), "width": (SMALLEST_IMAGE, 8192)}  # of open dimensions
 
@@ -57,7 +57,8 @@ def stamp(export: Export) -> dict[str, str]:
     dims = {DEFAULT_DIMS_KEY: json.dumps(export.default_dims)} if export.batch is None else {}
     return dims | {
         "hase.exporter": str(EXPORTER_VERSION), "hase.model": export.model, "hase.dtype": export.dtype,
-        "hase.batch": "open" if export.batch is None else str(export.batch), "hase.size": "x".join(map(str, export.size)),
+        "hase.batch": ("alone open" if export.batch_alone else "open") if export.batch is None else str(export.batch),
+        "hase.size": "x".join(map(str, export.size)),
         "hase.torch": package_version("torch"), "hase.torchvision": package_version("torchvision"),
     }
 
@@ -226,6 +227,8 @@ class Exporter:
 
         if export.batch is not None:
             return self._save_checked(trace(self._models.get(export), export, {}), export, path, [(export.batch, export.size)])
+        if export.batch_alone:
+            return self._write_open(export, path, {0: "batch"})
         why = f"{export.model} is built for one size"
         if not is_sized(export.model):
             try:

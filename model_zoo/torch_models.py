@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 SEED = 0
 CALIBRATION_SIZE = 224
+SMALL = 0.02  # standard deviation of what torchvision starts at zero
 CHUNK = 8  # images that torch computes at a time for a reference
 
 # Families built for one image size, and what their constructor calls it.
@@ -45,9 +46,9 @@ def is_sized(name: str) -> bool:
 def build(name: str, dtype: str, size: tuple[int, int]) -> torch.nn.Module:
     """The model in eval mode, without auxiliary heads, its weights random but the same every time.
 
-    Weights do not change latency, so none are downloaded. They must keep activations in range, though, as trained ones
-    do, or fp16 overflows and a comparison of outputs says nothing: BatchNorms are set by a random batch, and
-    layers that torchvision starts at zero get small weights.
+    Values do not change latency, so none are downloaded, as long as they are like trained ones. None may be all zero: a
+    bias of zeros, as layers start with, is dropped on export, and the kernel that would add it with it. Activations
+    must stay in range, or fp16 overflows and a comparison of outputs says nothing: BatchNorms are set by a random batch.
 
     Args:
         name: a torchvision classification model.
@@ -77,8 +78,8 @@ def build(name: str, dtype: str, size: tuple[int, int]) -> torch.nn.Module:
         raise UserError(f"{name} can't be built for {size[0]}x{size[1]}: {error}") from None
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim > 1 and not parameter.any():
-                parameter.normal_(std=0.02)
+            if not parameter.any():
+                parameter.normal_(std=SMALL)
         _calibrate(model, size if is_sized(name) else (CALIBRATION_SIZE, CALIBRATION_SIZE))
     return model.eval().half() if dtype == "fp16" else model.eval()
 

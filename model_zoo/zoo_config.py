@@ -42,7 +42,7 @@ class ZooConfig(Config):
     batch_sizes: tuple[BatchSize, ...] = Field((16, 64, 128), min_length=1)
     dtypes: tuple[Dtype, ...] = Field(("fp32",), min_length=1)
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    dynamic: bool = True
+    dynamic: bool | Literal["batch"] = True
     fixed: bool = True
 
     @model_validator(mode="after")
@@ -55,8 +55,10 @@ class ZooConfig(Config):
         """Every file asked for, once; the files of one model stand together."""
         for model in dict.fromkeys(self.models):
             for dtype in dict.fromkeys(self.dtypes):
-                if self.dynamic:
+                if self.dynamic is True:
                     yield Export(model, dtype, None, self.image_sizes[0], self.batch_sizes[0])
+                for place, size in enumerate(dict.fromkeys(self.image_sizes) if self.dynamic == "batch" else ()):
+                    yield Export(model, dtype, None, size, self.batch_sizes[0], batch_alone=True, names_size=place > 0)
                 for size in dict.fromkeys(self.image_sizes) if self.fixed else ():
                     for batch in dict.fromkeys(self.batch_sizes):
                         yield Export(model, dtype, batch, size)
@@ -70,6 +72,8 @@ class Export:
         batch: None for the dynamic file.
         size: height and width in pixels; of a dynamic file, those it is traced with.
         default_batch: of a dynamic file, the batch that later phases take where the user gives none.
+        batch_alone: of a dynamic file, leave the batch open and no more, although the model may allow it.
+        names_size: of a dynamic file, whether its name tells its image size.
     """
 
     model: str
@@ -77,6 +81,8 @@ class Export:
     batch: int | None
     size: tuple[int, int]
     default_batch: int = 1
+    batch_alone: bool = False
+    names_size: bool = False
 
     @property
     def default_dims(self) -> dict[str, int]:
@@ -86,9 +92,10 @@ class Export:
     @property
     def stem(self) -> str:
         """The file's name without `.onnx`."""
+        size = f"_{self.size[0]}x{self.size[1]}"
         if self.batch is None:
-            return self.model if self.dtype == "fp32" else f"{self.model}_{self.dtype}"
-        return f"{self.model}_{self.dtype}_b{self.batch}_{self.size[0]}x{self.size[1]}"
+            return (self.model if self.dtype == "fp32" else f"{self.model}_{self.dtype}") + (size if self.names_size else "")
+        return f"{self.model}_{self.dtype}_b{self.batch}{size}"
 
 
 def load_zoo_config(path: Path | None = None) -> ZooConfig:

@@ -149,9 +149,30 @@ def test_random_models_behave_like_trained_ones(name: str) -> None:
     assert 1e-3 < np.abs(found).max() < 1e3
 
 
+@pytest.mark.parametrize("name", ["vit_b_32", "resnet18"])
+def test_nothing_stays_zero(name: str) -> None:
+    """A bias of zeros would be dropped on export, and with it the kernel that adds it."""
+    model = build(name, "fp32", (32, 32))
+    assert all(bool(parameter.any()) for parameter in model.parameters())
+
+
 def test_zero_heads_get_weights() -> None:
     head = build("vit_b_32", "fp32", (32, 32)).get_parameter("heads.head.weight")
     assert 0.01 < float(head.detach().std()) < 0.03
+
+
+def test_convolutions_keep_their_bias(exported: tuple[Workspace, list[dict[str, Any]]]) -> None:
+    """As in a trained model, where the batch normalisation folded into a convolution leaves one."""
+    nodes = onnx.load(exported[0].models / f"{FIXED[0]}.onnx").graph.node
+    assert {len(node.input) for node in nodes if node.op_type == "Conv"} == {3}
+
+
+def test_the_batch_alone(tmp_path: Path) -> None:
+    config = ZooConfig(models=(MODEL,), image_sizes=((64, 64), (64, 96)), batch_sizes=(2,), dynamic="batch", fixed=False)
+    rows = export_all(Workspace(tmp_path), config)
+    assert [Path(row["file"]).stem for row in rows] == [MODEL, f"{MODEL}_64x96"]
+    shape = onnx.load(rows[1]["file"]).graph.input[0].type.tensor_type.shape
+    assert [dim.dim_param or dim.dim_value for dim in shape.dim] == ["batch", 3, 64, 96]
 
 
 def test_the_same_weights_every_time() -> None:

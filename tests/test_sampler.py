@@ -7,15 +7,16 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from conftest import TORCH_MODELS, build_workspace, small_model
 
 from kernel_model.kernel_builder import build_model, built_kernel, check_kernel
-from kernel_model.kernel_sampler import MAX_MIB, SEED_FILE, draw_kernel, footprint_mib, sample
+from kernel_model.kernel_sampler import FREE, MAX_MIB, SEED_FILE, draw_kernel, footprint_mib, sample, sample_free
 from ort_analysis.fusion_detector import analyze, build_index
-from ort_analysis.records import IndexEntry, ModelRecord, index_path, load_index
+from ort_analysis.records import IndexEntry, Kernel, ModelRecord, index_path, load_index
 from utils.errors import UserError
 from utils.fingerprint import Flavour
 from utils.ort_sessions import open_session
@@ -35,12 +36,12 @@ def entries(torch_models: dict[str, Path]) -> list[IndexEntry]:
 
 def draw(entries: list[IndexEntry], count: int = 60, seed: int = 0, gflop: float = 0.2, without: tuple[str, ...] = (),
          known: frozenset[str] = frozenset()) -> dict[str, str]:
-    found, _ = sample(entries, count, [1, 4], gflop, np.random.default_rng(seed), without, known)
+    found, _ = sample(entries, count, np.random.default_rng(seed), [1, 4], gflop, without, known)
     return {name: family for name, (_, family) in found.items()}
 
 
 def test_sampled_kernels_are_new_valid_and_within_limits(entries: list[IndexEntry]) -> None:
-    found, refused = sample(entries, 60, [1, 4], 0.05, np.random.default_rng(0))
+    found, refused = sample(entries, 60, np.random.default_rng(0), [1, 4], 0.05)
     assert len(found) == 60
     known = {entry.kernel.id for entry in entries}
     types = {entry.kernel.type for entry in entries}
@@ -92,7 +93,7 @@ def test_families_left_out_seed_nothing(entries: list[IndexEntry]) -> None:
 
 def test_sizes_spread_around_the_seed() -> None:
     record = analyze(small_model(channels=64, side=56), "cpu")
-    found, _ = sample(entries_of(record), 60, [1, 2, 8], 2.0, np.random.default_rng(0))
+    found, _ = sample(entries_of(record), 60, np.random.default_rng(0), [1, 2, 8], 2.0)
     convs = [kernel for kernel, _ in found.values() if kernel.op_type == "Conv"]
     assert {kernel.inputs[0].shape[0] for kernel in convs} == {1, 2, 8}
     sides = {kernel.inputs[0].shape[2] for kernel in convs}
@@ -100,6 +101,39 @@ def test_sizes_spread_around_the_seed() -> None:
     assert all(kernel.inputs[1].shape[0] % 8 == 0 for kernel in convs)
     products = [math.prod(kernel.inputs[1].shape) for kernel in convs]
     assert max(products) > 4 * min(products)
+
+
+def test_free_kernels_are_what_onnx_runtime_makes_of_them() -> None:
+    """ONNX Runtime opens each, and puts out the shapes that were worked out; all kinds of operators come up."""
+    found, refused = sample_free(250, np.random.default_rng(3), [1, 2], 0.5)
+    assert len(found) == 250
+    assert refused["there already"] < 25
+    assert {kernel.op_type for kernel, _ in found.values()} >= {
+        "Conv", "Gemm", "MatMul", "FusedMatMul", "Transpose", "LayerNormalization", "Relu", "Add", "ReduceMean", "Concat"}
+    assert {family for _, family in found.values()} == {FREE}
+    checked = 0
+    for kernel, _ in found.values():
+        if kernel.dtype != "float32":  # the CPU provider lacks many operators in half precision
+            continue
+        model = build_model(kernel)
+        for output in model.graph.output:
+            output.ClearField("type")
+        session = open_session(model.SerializeToString(), "cpu", optimize="none", name=kernel.id)
+        assert [tuple(output.shape) for output in session.get_outputs()] == [output.shape for output in kernel.outputs]
+        checked += 1
+    assert checked > 100
+
+
+def test_free_kernels_are_described_as_those_of_models_are(torch_models: dict[str, Path]) -> None:
+    """Attributes by name and inputs by rank are those of models' kernels, so that a kernel found in both has one id."""
+    def form(kernel: Kernel) -> Any:
+        return (kernel.op_type, kernel.domain, kernel.opset, *sorted(set(kernel.attributes) - {"pads", "group"}),
+                *((len(tensor.shape), tensor.constant, tensor.values is not None) for tensor in kernel.inputs))
+
+    models = [analyze(torch_models[name], "cuda") for name in TORCH_MODELS]
+    known = {form(kernel) for model in models for kernel in model.kernels.values()}
+    free = {form(kernel) for kernel, _ in sample_free(400, np.random.default_rng(0), [1, 4], 1.0)[0].values()}
+    assert {name for name, *_ in known & free} >= {"Conv", "Relu", "Add", "Gemm", "ReduceMean"}
 
 
 # the command -------------------------------------------------------------------------------------------------------------
@@ -131,6 +165,12 @@ def test_a_second_call_tops_up(workspace: Workspace) -> None:
         assert built_kernel(folder / f"{name}.onnx").id == name
     third = run_sampler(workspace, "--count", "40")
     assert json.loads(third.stdout)[0]["sampled"] == 0
+    free = run_sampler(workspace, "--count", "40", "--free", "30", "--batch-sizes", "1,2", "--jobs", "2")
+    assert {key: json.loads(free.stdout)[0][key] for key in ("sampled", "free", "there_before")} == {
+        "sampled": 0, "free": 30, "there_before": 40}
+    everything = json.loads((folder / SEED_FILE).read_text())
+    assert list(everything.values()).count(FREE) == 30
+    assert {path.stem for path in folder.glob("*.onnx")} == own | set(everything)
     assert_index_unchanged(workspace, flavour, own)
 
 
@@ -146,7 +186,7 @@ def test_what_was_sampled_before_is_not_drawn_again() -> None:
 
 
 @pytest.mark.parametrize(("options", "code", "message"), [
-    (("--count", "0"), 2, "--count and --jobs must be at least 1"),
+    (("--count", "0"), 2, "nor both 0; --jobs must be"),
     (("--batch-sizes", "1,x"), 1, "positive whole numbers"),
     ((), 1, "python ort_analysis/fusion_detector.py"),
 ])

@@ -1,0 +1,260 @@
+"""Kernels of no model: the operators that image models are made of, their sizes drawn from the ranges that people use.
+
+A sampled kernel near those of a model family tells little of a family unlike it: without RegNet no grouped convolution of
+24 channels a group is near anything. These kernels name no family, and nothing measured steers how they are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ort_analysis.kernel_types import describe_kernel
+from ort_analysis.records import Kernel, KernelInput, Tensor
+
+SIDES = np.array([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 16, 17, 18, 20, 24, 27, 28, 32, 35, 36, 40, 48, 55, 56, 64, 72, 75,
+                  80, 96, 109, 112, 128, 144, 149, 150, 160, 192, 224, 256, 288, 320])
+CHANNEL_MULTIPLES, MULTIPLE_WEIGHTS = (2, 8, 16, 32, 64), (0.1, 0.35, 0.2, 0.15, 0.2)
+WINDOWS, WINDOW_WEIGHTS = ((1, 1), (3, 3), (5, 5), (7, 7), (1, 7), (7, 1), (1, 3), (3, 1), (2, 2), (11, 11)), (
+    0.36, 0.4, 0.07, 0.05, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02)
+GROUP_WIDTHS = (4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128, 168, 232, 264)
+ROWS = (16, 49, 50, 64, 144, 196, 197, 256, 784, 3136)  # tokens of an image, or pixels
+OPSET = 20  # of the operators below, as torch exports them now
+CONTRIB = "com.microsoft"
+FLOATS = ("float32", "float16")
+Generator = np.random.Generator
+
+
+def _log_uniform(low: float, high: float, generator: Generator) -> float:
+    return float(np.exp(generator.uniform(np.log(low), np.log(high))))
+
+
+def channels(generator: Generator, low: int = 8, high: int = 2560) -> int:
+    """A number of channels: a multiple of a small number, all magnitudes alike."""
+    multiple = int(generator.choice(CHANNEL_MULTIPLES, p=MULTIPLE_WEIGHTS))
+    return max(multiple, round(_log_uniform(low, high, generator) / multiple) * multiple)
+
+
+def side(generator: Generator) -> int:
+    """An image side, small ones as often as large ones."""
+    return int(generator.choice(SIDES))
+
+
+def _float32(value: float) -> float:
+    """As a model's file holds it, so that the same kernel has one id."""
+    return float(np.float32(value))
+
+
+def _tensor(dtype: str, *shape: int, constant: bool = False) -> KernelInput:
+    return KernelInput(dtype=dtype, shape=shape, constant=constant)
+
+
+def _numbers(*values: int) -> KernelInput:
+    return KernelInput(dtype="int64", shape=(len(values),), constant=True, values=values)
+
+
+def _kernel(op_type: str, inputs: Sequence[KernelInput], outputs: Sequence[Sequence[int]], domain: str = "",
+            **attributes: Any) -> Kernel:
+    return describe_kernel(op_type, domain, 1 if domain == CONTRIB else OPSET, attributes, inputs,
+                           [Tensor(dtype=inputs[0].dtype, shape=tuple(shape)) for shape in outputs])
+
+
+def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Dense, depthwise, grouped, the first of a network, or one that cuts an image into patches; mostly with a bias."""
+    kind = generator.choice(["dense", "depthwise", "grouped", "first", "patches"], p=[0.5, 0.2, 0.18, 0.06, 0.06])
+    height = width = side(generator)
+    if generator.random() < 0.15:
+        width = side(generator)
+    window = [int(size) for size in WINDOWS[int(generator.choice(len(WINDOWS), p=WINDOW_WEIGHTS))]]
+    stride = int(generator.choice([1, 2], p=[0.78, 0.22]))
+    cin, cout, group = channels(generator), channels(generator), 1
+    if kind == "depthwise":
+        cin = cout = group = channels(generator)
+        window = [int(generator.choice([3, 5, 7], p=[0.5, 0.25, 0.25]))] * 2
+    elif kind == "grouped":
+        wide, group = int(generator.choice(GROUP_WIDTHS)), int(generator.integers(2, 33))
+        cin = cout = wide * group
+        window = [int(generator.choice([1, 3, 5], p=[0.1, 0.8, 0.1]))] * 2
+    elif kind == "first":
+        cin, cout = 3, channels(generator, 8, 128)
+        height = width = int(generator.choice(SIDES[SIDES >= 96]))
+        window = [int(generator.choice([3, 4, 7, 11]))] * 2
+        stride = int(generator.choice([1, 2, 4]))
+    elif kind == "patches":
+        patch = int(generator.choice([2, 4, 8, 14, 16, 32]))
+        cin = 3 if patch > 2 and generator.random() < 0.7 else cin
+        height = width = patch * int(generator.integers(2, 25))
+        window, stride = [patch, patch], patch
+    pads = [0, 0] if kind == "patches" or generator.random() < 0.06 else [size // 2 for size in window]
+    out = [max((size + 2 * pad - k) // stride + 1, 0) for size, pad, k in zip((height, width), pads, window, strict=True)]
+    inputs = [_tensor(dtype, batch, cin, height, width), _tensor(dtype, cout, cin // group, *window, constant=True)]
+    if generator.random() < 0.85:
+        inputs.append(_tensor(dtype, cout, constant=True))
+    return _kernel("Conv", inputs, [(batch, cout, *out)], kernel_shape=window, strides=[stride] * 2, pads=[*pads, *pads],
+                   dilations=[1, 1], group=group, auto_pad="NOTSET")
+
+
+def gemm(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """A matrix product with a constant matrix: a classifier's, with a row an image, or a transformer's, a row a token."""
+    rows = batch * (1 if generator.random() < 0.25 else int(generator.choice(ROWS)))
+    depth, columns = channels(generator, 16, 5120), channels(generator, 16, 5120)
+    if generator.random() < 0.1:
+        columns = 1000
+    transposed = generator.random() < 0.4
+    inputs = [_tensor(dtype, rows, depth),
+              _tensor(dtype, *((columns, depth) if transposed else (depth, columns)), constant=True)]
+    if generator.random() < 0.85:
+        inputs.append(_tensor(dtype, columns, constant=True))
+    return _kernel("Gemm", inputs, [(rows, columns)], alpha=1.0, beta=1.0, transA=0, transB=int(transposed))
+
+
+def tokens(batch: int, generator: Generator) -> tuple[int, int, int, int]:
+    """Images or windows, heads, tokens of each, and the width of a head, as attention takes them."""
+    windows = int(generator.choice([1, 1, 1, 4, 16, 64]))
+    count = int(generator.choice([16, 32, 49, 50, 64, 65, 100, 144, 145, 196, 197, 256, 257, 400]))
+    return batch * windows, int(generator.choice([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])), count, int(
+        generator.choice([16, 24, 32, 48, 64, 80, 96, 128]))
+
+
+def batched_product(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Attention's products: queries by keys (scaled, as ORT fuses it), or weights by values."""
+    images, heads, count, width = tokens(batch, generator)
+    lead = (images, heads)
+    if generator.random() < 0.5:
+        return _kernel("FusedMatMul", [_tensor(dtype, *lead, count, width), _tensor(dtype, *lead, width, count)],
+                       [(*lead, count, count)], CONTRIB, alpha=_float32(width ** -0.5),
+                       transA=0, transB=0, transBatchA=0, transBatchB=0)
+    return _kernel("MatMul", [_tensor(dtype, *lead, count, count), _tensor(dtype, *lead, count, width)],
+                   [(*lead, count, width)])
+
+
+def softmax(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Over the keys of attention."""
+    images, heads, count, _ = tokens(batch, generator)
+    shape = (images, heads, count, count)
+    return _kernel("Softmax", [_tensor(dtype, *shape)], [shape], axis=-1)
+
+
+def layer_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Over the channels of tokens, or of an image whose channels come last; also with the addition before it."""
+    wide = channels(generator, 32, 2048)
+    near = side(generator)
+    shape = (batch, near, near, wide) if generator.random() < 0.5 else (batch, tokens(1, generator)[2], wide)
+    x, scale = _tensor(dtype, *shape), _tensor(dtype, wide, constant=True)
+    if len(shape) == 3 and generator.random() < 0.4:
+        return _kernel("SkipLayerNormalization", [x, x, scale, scale], [shape], CONTRIB, epsilon=_float32(1e-6))
+    return _kernel("LayerNormalization", [x, scale, scale], [shape], axis=-1, epsilon=_float32(1e-6), stash_type=1)
+
+
+def activation(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """One value in, one out; of an image or of tokens."""
+    near = side(generator)
+    image = (batch, channels(generator), near, near)
+    shape = image if generator.random() < 0.75 else (batch, tokens(1, generator)[2], channels(generator, 64, 5120))
+    x = _tensor(dtype, *shape)
+    op = str(generator.choice(["Relu", "Clip", "QuickGelu", "Gelu", "Sigmoid", "HardSigmoid", "HardSwish"],
+                              p=[0.25, 0.2, 0.2, 0.15, 0.1, 0.05, 0.05]))
+    if op == "Clip":
+        bounds = [KernelInput(dtype=dtype, shape=(), constant=True, values=(value,)) for value in (0.0, 6.0)]
+        return _kernel(op, [x, *bounds], [shape])
+    if op == "QuickGelu":
+        return _kernel(op, [x], [shape], CONTRIB, alpha=1.0)
+    attributes: dict[str, Any] = {"Gelu": {"approximate": "none"}, "HardSigmoid": {"alpha": _float32(1 / 6), "beta": 0.5}}.get(op, {})
+    return _kernel(op, [x], [shape], **attributes)
+
+
+def arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Two tensors in: of one shape, a scale for each channel of each image, or a constant for each of the last channels."""
+    near, wide = side(generator), channels(generator)
+    shape: tuple[int, ...] = (batch, wide, near, near)
+    op, kind = str(generator.choice(["Add", "Mul"])), generator.choice(["same", "scale", "last"], p=[0.5, 0.3, 0.2])
+    other = _tensor(dtype, *shape)
+    if kind == "scale":
+        other = _tensor(dtype, batch, wide, 1, 1)
+    elif kind == "last":
+        shape = (batch, near, near, wide)
+        other = _tensor(dtype, *((wide,) if op == "Add" else (1, 1, 1, wide)), constant=True)
+    operands = [_tensor(dtype, *shape), other]
+    return _kernel(op, operands[::-1] if generator.random() < 0.5 else operands, [shape])
+
+
+def pool(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """The largest or the mean of a window."""
+    near, wide, k = side(generator), channels(generator), int(generator.choice([2, 3]))
+    pad, stride = (1 if k == 3 and generator.random() < 0.5 else 0), int(generator.choice([1, 2]))
+    out = max((near + 2 * pad - k) // stride + 1, 0)
+    op = str(generator.choice(["MaxPool", "AveragePool"]))
+    more = {"count_include_pad": 1} if op == "AveragePool" else {"storage_order": 0, "dilations": [1, 1]}
+    return _kernel(op, [_tensor(dtype, batch, wide, near, near)], [(batch, wide, out, out)], kernel_shape=[k, k],
+                   strides=[stride] * 2, pads=[pad] * 4, ceil_mode=0, auto_pad="NOTSET", **more)
+
+
+def mean(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """The mean of an image, or of tokens."""
+    near, wide = side(generator), channels(generator)
+    if generator.random() < 0.85:
+        return _kernel("ReduceMean", [_tensor(dtype, batch, wide, near, near), _numbers(-1, -2)], [(batch, wide, 1, 1)],
+                       keepdims=1, noop_with_empty_axes=0)
+    return _kernel("ReduceMean", [_tensor(dtype, batch, near, near, wide), _numbers(1, 2)], [(batch, 1, 1, wide)],
+                   keepdims=1, noop_with_empty_axes=0)
+
+
+def transpose(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Channels first to last and back, heads before tokens, the windows of an image, shuffled channels."""
+    near, wide = side(generator), channels(generator)
+    images, heads, count, width = tokens(batch, generator)
+    window = int(generator.choice([7, 8]))
+    tiles = max(near // window, 1)
+    groups = int(generator.choice([2, 3, 4]))
+    shape, order = [
+        ((batch, wide, near, near), (0, 2, 3, 1)), ((batch, near, near, wide), (0, 3, 1, 2)),
+        ((batch, wide, count), (0, 2, 1)), ((batch, count, wide), (1, 0, 2)), ((images, count, heads, width), (0, 2, 1, 3)),
+        ((images, heads, count, width), (0, 1, 3, 2)), ((count, images * heads, width), (1, 0, 2)),
+        ((images, count, 3, heads, width), (2, 0, 3, 1, 4)), ((batch, groups, wide, near, near), (0, 2, 1, 3, 4)),
+        ((batch, tiles, window, tiles, window, wide), (0, 1, 3, 2, 4, 5)),
+    ][int(generator.integers(10))]
+    return _kernel("Transpose", [_tensor(dtype, *shape)], [[shape[axis] for axis in order]], perm=list(order))
+
+
+def join(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Concat of images along their channels."""
+    near = side(generator)
+    parts = [channels(generator, 8, 768) for _ in range(int(generator.integers(2, 9)))]
+    return _kernel("Concat", [_tensor(dtype, batch, part, near, near) for part in parts], [(batch, sum(parts), near, near)],
+                   axis=1)
+
+
+def cut(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Split of an image's channels into halves."""
+    near, half = side(generator), channels(generator, 8, 768)
+    halves = [(batch, half, near, near)] * 2
+    return _kernel("Split", [_tensor(dtype, batch, 2 * half, near, near)], halves, axis=1, num_outputs=2)
+
+
+def batch_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """A normalisation that no convolution before it could take in."""
+    near, wide = side(generator), channels(generator)
+    return _kernel("BatchNormalization", [_tensor(dtype, batch, wide, near, near), *[_tensor(dtype, wide, constant=True)] * 4],
+                   [(batch, wide, near, near)], epsilon=_float32(1e-5), momentum=_float32(0.9), training_mode=0)
+
+
+Draw = Callable[[str, int, Generator], Kernel]
+DRAWS: dict[Draw, float] = {  # how often; convolutions' times follow their shapes least simply
+    convolution: 0.52, gemm: 0.1, batched_product: 0.06, activation: 0.06, arithmetic: 0.05, transpose: 0.05,
+    layer_norm: 0.03, softmax: 0.02, pool: 0.03, mean: 0.03, join: 0.02, cut: 0.01, batch_norm: 0.02}
+
+
+def draw_free_kernel(batch: int, generator: Generator) -> Kernel:
+    """A kernel of no model.
+
+    Raises:
+        ValueError: the sizes drawn leave nothing to put out.
+    """
+    draws = list(DRAWS)
+    draw = draws[int(generator.choice(len(draws), p=list(DRAWS.values())))]
+    kernel = draw(str(generator.choice(FLOATS, p=[0.6, 0.4])), batch, generator)
+    if not all(output.elements for output in kernel.outputs):
+        raise ValueError(f"{kernel.id}: no output")
+    return kernel
