@@ -110,10 +110,11 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
         if path.stem in seeds and not models:
             if seeds[path.stem] in held_out:
                 continue
-            described.append(DatasetKernel(kernel=built_kernel(path), models=(f"{dataset.SAMPLED}{seeds[path.stem]}",)))
+            kernels[path.stem] = built_kernel(path)
+            described.append(DatasetKernel(kernel=kernels[path.stem], models=(f"{dataset.SAMPLED}{seeds[path.stem]}",)))
         elif not models:
             continue
-        items.append(KernelItem(path, kernels.get(path.stem) or built_kernel(path)))
+        items.append(KernelItem(path, kernels[path.stem]))
     if not items:
         raise UserError(f"{folder}: no kernels built for {target.flavour.name}; build them with: "
                         "python kernel_model/kernel_builder.py")

@@ -161,8 +161,9 @@ def activation(dtype: str, batch: int, generator: Generator) -> Kernel:
         return _kernel(op, [x, *bounds], [shape])
     if op == "QuickGelu":
         return _kernel(op, [x], [shape], CONTRIB, alpha=1.0)
-    attributes: dict[str, Any] = {"Gelu": {"approximate": "none"}, "HardSigmoid": {"alpha": _float32(1 / 6), "beta": 0.5}}.get(op, {})
-    return _kernel(op, [x], [shape], **attributes)
+    attributes: dict[str, dict[str, Any]] = {
+        "Gelu": {"approximate": "none"}, "HardSigmoid": {"alpha": _float32(1 / 6), "beta": 0.5}}
+    return _kernel(op, [x], [shape], **attributes.get(op, {}))
 
 
 def arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel:

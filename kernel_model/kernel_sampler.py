@@ -35,7 +35,7 @@ from utils.processes import process_pool
 log = get_logger("sampler")
 SEED_FILE = "sampled.json"  # beside the sampled kernels: the family that seeded each ("": none), by kernel id
 BLOCK = 16  # channels of a blocked tensor come in multiples of ORT's widest block
-MAX_MIB = 256
+MOST_MIB = 256
 FREE = ""  # in place of a family: no model's kernel seeded this one
 TRIES = 20  # draws for each kernel asked for, at most
 SIDES = np.array([4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224])
@@ -226,7 +226,7 @@ def footprint_mib(kernel: Kernel) -> float:
 
 
 def sample(entries: Sequence[IndexEntry], count: int, generator: np.random.Generator, batches: Sequence[int],
-           most_gflop: float, without: Sequence[str] = (),
+           most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (),
            there: Collection[str] = ()) -> tuple[dict[str, tuple[Kernel, str]], Counter[str]]:
     """Up to `count` new kernels by id, each with the family that seeded it, and how many draws were refused and why.
 
@@ -247,17 +247,19 @@ def sample(entries: Sequence[IndexEntry], count: int, generator: np.random.Gener
         return draw_kernel(kernel, batch, generator), seed_family
 
     known = {entry.kernel.id for entry in entries} | set(there)
-    return collect_draws(draw, count if seeds else 0, batches, most_gflop, generator, known)
+    return collect_draws(draw, count if seeds else 0, batches, most_gflop, most_mib, generator, known)
 
 
 def sample_free(count: int, generator: np.random.Generator, batches: Sequence[int], most_gflop: float,
-                there: Collection[str] = ()) -> tuple[dict[str, tuple[Kernel, str]], Counter[str]]:
+                most_mib: float = MOST_MIB, there: Collection[str] = ()) -> tuple[dict[str, tuple[Kernel, str]], Counter[str]]:
     """Up to `count` new kernels of no model by id, each with FREE, and how many draws were refused and why."""
-    return collect_draws(lambda batch: (draw_free_kernel(batch, generator), FREE), count, batches, most_gflop, generator, there)
+    return collect_draws(lambda batch: (draw_free_kernel(batch, generator), FREE), count, batches, most_gflop, most_mib,
+                         generator, there)
 
 
 def collect_draws(draw: Callable[[int], tuple[Kernel, str]], count: int, batches: Sequence[int], most_gflop: float,
-                  generator: np.random.Generator, known: Collection[str]) -> tuple[dict[str, tuple[Kernel, str]], Counter[str]]:
+                  most_mib: float, generator: np.random.Generator,
+                  known: Collection[str]) -> tuple[dict[str, tuple[Kernel, str]], Counter[str]]:
     """Draws until `count` new kernels that are small enough are found; them by id, and how many were refused and why."""
     found: dict[str, tuple[Kernel, str]] = {}
     refused: Counter[str] = Counter()
@@ -270,7 +272,7 @@ def collect_draws(draw: Callable[[int], tuple[Kernel, str]], count: int, batches
             log.debug("%s", error)  # sizes that do not fit together are what drawing at random gives
             refused["sizes do not fit"] += 1
             continue
-        if drawn.flops > most_gflop * 1e9 or footprint_mib(drawn) > MAX_MIB:
+        if drawn.flops > most_gflop * 1e9 or footprint_mib(drawn) > most_mib:
             refused["too large"] += 1
         elif drawn.id in known or drawn.id in found:
             refused["there already"] += 1
@@ -321,6 +323,8 @@ def main() -> int:
                         help="kernels of no model, sizes drawn from the usual ranges, those of earlier calls too (default: 0)")
     parser.add_argument("--batch-sizes", default="1,2,4,8,16", metavar="N,…", help="batch sizes to draw from")
     parser.add_argument("--most-gflop", type=float, default=2.0, help="largest kernel, in 10^9 operations (default: 2)")
+    parser.add_argument("--most-mib", type=float, default=MOST_MIB,
+                        help=f"largest kernel, all that it reads and writes (default: {MOST_MIB})")
     parser.add_argument("--without", action="append", default=[], metavar="FAMILY",
                         help="a model family whose kernels seed nothing (repeatable), e.g. vgg")
     parser.add_argument("--seed", type=int, default=0)
@@ -340,7 +344,8 @@ def main() -> int:
         row: dict[str, Any] = {"flavour": index.flavour.name, "sampled": 0, "free": 0, "there_before": len(there)}
         refusals: Counter[str] = Counter()
         free_before = sum(seeded_by == FREE for seeded_by in there.values())
-        limits: dict[str, Any] = {"batches": batches, "most_gflop": args.most_gflop, "there": frozenset(there)}
+        limits: dict[str, Any] = {"batches": batches, "most_gflop": args.most_gflop, "most_mib": args.most_mib,
+                                  "there": frozenset(there)}
         near, free = partial(sample, entries, without=args.without, **limits), partial(sample_free, **limits)
         for what, sampler, wanted in (("sampled", near, args.count - len(there) + free_before),
                                       ("free", free, args.free - free_before)):

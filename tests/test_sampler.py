@@ -14,7 +14,7 @@ import pytest
 from conftest import TORCH_MODELS, build_workspace, small_model
 
 from kernel_model.kernel_builder import build_model, built_kernel, check_kernel
-from kernel_model.kernel_sampler import FREE, MAX_MIB, SEED_FILE, draw_kernel, footprint_mib, sample, sample_free
+from kernel_model.kernel_sampler import FREE, MOST_MIB, SEED_FILE, draw_kernel, footprint_mib, sample, sample_free
 from ort_analysis.fusion_detector import analyze, build_index
 from ort_analysis.records import IndexEntry, Kernel, ModelRecord, index_path, load_index
 from utils.errors import UserError
@@ -36,7 +36,7 @@ def entries(torch_models: dict[str, Path]) -> list[IndexEntry]:
 
 def draw(entries: list[IndexEntry], count: int = 60, seed: int = 0, gflop: float = 0.2, without: tuple[str, ...] = (),
          known: frozenset[str] = frozenset()) -> dict[str, str]:
-    found, _ = sample(entries, count, np.random.default_rng(seed), [1, 4], gflop, without, known)
+    found, _ = sample(entries, count, np.random.default_rng(seed), [1, 4], gflop, without=without, there=known)
     return {name: family for name, (_, family) in found.items()}
 
 
@@ -51,7 +51,7 @@ def test_sampled_kernels_are_new_valid_and_within_limits(entries: list[IndexEntr
         assert name not in known
         assert kernel.type in types
         assert kernel.flops <= 0.05e9
-        assert footprint_mib(kernel) <= MAX_MIB
+        assert footprint_mib(kernel) <= MOST_MIB
         session = open_session(build_model(kernel).SerializeToString(), "cpu", optimize="none")
         assert [tuple(output.shape) for output in session.get_outputs()] == [
             tensor.shape for tensor in kernel.outputs if tensor.present]
