@@ -20,6 +20,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from benchmark.metrics import MetricSource, Window, open_source
 from benchmark.ort_kernel_runner import now
 from benchmark.protocol import Reply, Request
 from benchmark.stressor import Stress, stress
+from benchmark.tracers import Tracers
 from benchmark.worker_client import Worker, WorkerFailed
 from kernel_model.carrier import carrier_bytes
 from kernel_model.kernel_builder import built_kernel
@@ -55,7 +57,7 @@ from utils.paths import ROOT, Workspace, model_files
 log = get_logger("collector")
 CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # memory that the kernels of one carrier may take
 CARRIER_WEIGHTS = 1 << 30  # bytes of weights of one carrier: they lie in its file, which may not reach 2 GiB
-TABLES_EVERY_S = 30.0
+TABLES_EVERY_S = 30.0  # at least; and never more than a tenth of the time goes into writing them
 IN_MODEL = ("kernel_time", "node_span")
 EXAMPLES = """
 python benchmark/collector.py
@@ -152,13 +154,14 @@ def prepare_dataset(folder: Path, header: DatasetHeader, described: Sequence[Dat
     return header
 
 
-def carriers(items: Sequence[KernelItem], execution_provider: str) -> Iterator[list[KernelItem]]:
-    """Groups of kernels for one carrier each: bounded in memory, one operator-set version a domain."""
+def carriers(items: Sequence[KernelItem], execution_provider: str, side_by_side: int = 1) -> Iterator[list[KernelItem]]:
+    """Groups of kernels for one carrier each: one operator-set version a domain, and so little memory that `side_by_side` of
+    them fit."""
     group: list[KernelItem] = []
     used, weights, opsets = 0, 0, dict[str, int]()
     for item in items:
         kernel = item.kernel
-        if group and (used + carrier_bytes(kernel) > CARRIER_BYTES[execution_provider]
+        if group and (used + carrier_bytes(kernel) > CARRIER_BYTES[execution_provider] / side_by_side
                       or weights + kernel.weight_bytes > CARRIER_WEIGHTS
                       or opsets.get(kernel.domain, kernel.opset) != kernel.opset):
             yield group
@@ -175,15 +178,14 @@ def carriers(items: Sequence[KernelItem], execution_provider: str) -> Iterator[l
 class Collector:
     """Measures blocks of work on one target.
 
-    `worker` takes every label but `gpu`, which is `tracer`'s: a process that CUPTI has looked into launches more slowly ever
-    after.
+    `worker` takes every label but `gpu`, which is the tracers'.
     """
 
     config: CollectorConfig
     target: Target
     folder: Path
     worker: Worker
-    tracer: Worker
+    tracers: Tracers
     source: MetricSource
     uuid: str
     level: float = 0.0
@@ -240,7 +242,8 @@ class Collector:
         """Some labels of a group, in a carrier. A group that fails is halved until the one kernel at fault is alone."""
         reply, status = self.ask(Request(
             do="carrier", execution_provider=self.provider, paths=tuple(str(item.path) for item in items), labels=labels,
-            effort=self.config.kernel.effort(), provider_options=self.target.provider_options), worker)
+            effort=self.config.kernel.effort(), provider_options=self.target.provider_options,
+            turns="" if worker is self.worker else self.tracers.turns), worker)
         if status != "ok" and len(items) > 1:
             half = len(items) // 2
             return self.time_carrier(items[:half], labels, worker) + self.time_carrier(items[half:], labels, worker)
@@ -256,7 +259,8 @@ class Collector:
         name = item.record.model
         found = self._measurements("model", name, "latency", name, *self.ask(request))
         if request.host and self.config.model_labels and not self.level and found[0].status == "ok":
-            traced = self.ask(request.model_copy(update={"do": "model_gpu"}), self.tracer)
+            on_gpu = request.model_copy(update={"do": "model_gpu"})
+            [traced] = self.tracers.each([lambda tracer: self.ask(on_gpu, tracer)])
             found += self._measurements("model", name, dataset.GPU_LABEL, name, *traced)
         return found
 
@@ -278,11 +282,21 @@ class Collector:
         if "run" in self.labels:
             found += [m for item in kernels for m in self.time_alone(item)]
         at_fault = {m.id for m in found if m.status != "ok"}
-        groups = list(carriers([item for item in kernels if item.kernel.id not in at_fault], self.provider))
-        for possible, worker in ((IN_MODEL, self.worker), ((dataset.GPU_LABEL,), self.tracer)):
-            labels = tuple(label for label in self.labels if label in possible)
-            found += [m for group in groups if labels for m in self.time_carrier(group, labels, worker)]
+        sound = [item for item in kernels if item.kernel.id not in at_fault]
+        in_model = tuple(label for label in self.labels if label in IN_MODEL)
+        if in_model:
+            found += [m for group in carriers(sound, self.provider) for m in self.time_carrier(group, in_model, self.worker)]
+        if dataset.GPU_LABEL in self.labels:
+            found += self.trace_kernels(sound)
         return found
+
+    def trace_kernels(self, items: Sequence[KernelItem]) -> list[Measurement]:
+        """Label `gpu` of some kernels, in carriers that the tracers share out."""
+        share = -(-len(items) // self.tracers.count)
+        groups = [group for part in chunks(items, max(share, 1))
+                  for group in carriers(part, self.provider, self.tracers.count)]
+        tasks = [partial(self.time_carrier, group, (dataset.GPU_LABEL,)) for group in groups]
+        return [m for part in self.tracers.each(tasks) for m in part]
 
     def close(self, window: Window) -> dict[str, float]:
         """The means over a window of runs; none where the runs were over too soon for the window to be valid."""
@@ -376,8 +390,8 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
                                                    labels=labels, machines={here.uuid: here}), work.described)
     log.info("%s: %d kernels and %d models at levels %s into %s", target.name, len(work.kernels), len(work.models),
              ", ".join(map(str, config.levels)), folder)
-    unsteady, tables_written = 0, time.monotonic()
-    with Worker(config.timeout_s) as worker, Worker(config.timeout_s) as tracer:
+    unsteady, tables_due = 0, time.monotonic() + TABLES_EVERY_S
+    with Worker(config.timeout_s) as worker, Tracers(config.tracers, config.timeout_s) as tracers:
         for level in config.levels:
             there = [block for block in dataset.read_journal(folder) if block.level == level
                      and (block.machine == here.uuid or not config.each_machine)]
@@ -386,15 +400,16 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
                 continue
             with stress(level, config.stress.kind, provider, workspace=workspace) as stressor:
                 time.sleep(config.stress.settle_s if level else 0.0)
-                collector = Collector(config, target, folder, worker, tracer, source, here.uuid, level,
+                collector = Collector(config, target, folder, worker, tracers, source, here.uuid, level,
                                       best_canary_ms(block for block in there if block.machine == here.uuid))
                 for key, kernels, models in cli.track(todo, f"level {level:g}"):
                     block = collector.block(key, kernels, models, stressor)
                     unsteady += block.drift > config.canary_drift
                     files.append_line(dataset.journal_path(folder), block.model_dump_json())
-                    if time.monotonic() - tables_written > TABLES_EVERY_S:
+                    if time.monotonic() > tables_due:
+                        began = time.monotonic()
                         write_tables(folder, header)
-                        tables_written = time.monotonic()
+                        tables_due = time.monotonic() + max(TABLES_EVERY_S, 9 * (time.monotonic() - began))
     kernel_rows, model_rows = write_tables(folder, header)
     failed = sorted({m.id for block in dataset.read_journal(folder) for m in block.measurements if m.status != "ok"})
     if unsteady:

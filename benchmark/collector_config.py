@@ -44,6 +44,7 @@ class CollectorConfig(Config):
     model: EffortConfig = EffortConfig(budget_s=2.0, least_runs=6, most_runs=200)
     block_kernels: int = Field(32, ge=1)
     block_models: int = Field(1, ge=1)
+    tracers: int = Field(1, ge=1, le=16)
     canary_drift: float = Field(0.05, gt=0)
     attempts: int = Field(2, ge=1)
     attempts_under_load: int = Field(2, ge=1)

@@ -30,7 +30,7 @@ DEFAULT_LABELS = LABELS[:3]  # those that every device has
 COLLECT = "python benchmark/collector.py"
 BELOW_BEST = 0.05  # how much slower than its best the canary may be beyond what drift is admitted
 UNFINISHED = "unfinished"  # status of a kernel whose first label was not (yet) taken, only others
-SAMPLED = "sampled:"  # in column Models: no model holds this kernel; the family that seeded it follows
+SAMPLED = "sampled:"  # in column Models: no model holds this kernel; the family that seeded it follows, if any did
 
 
 class Measurement(Frozen):
@@ -92,11 +92,13 @@ class Block(Frozen):
     @property
     def drift(self) -> float:
         """How unsteady the machine was, as a ratio, the largest of: how far the canaries part; how far they are from the
-        best, less what is admitted; how far the halves of a whole model's latencies part, which its profile lies between."""
+        best, less what is admitted; how far the halves of a whole model's latencies part (or of its host times), which are
+        taken before and after its profile."""
         canaries = abs(self.canary_after_ms / self.canary_before_ms - 1.0) if self.canary_before_ms else 0.0
         slowest = max(self.canary_before_ms, self.canary_after_ms)
         excess = slowest / self.canary_best_ms - 1.0 - BELOW_BEST if self.canary_best_ms else 0.0
-        return max([canaries, excess, *(halves_drift(m.samples_ms) for m in self.measurements if m.label == "latency")])
+        return max([canaries, excess, *(halves_drift(m.samples_ms) for m in self.measurements
+                                          if m.label == "latency" or (m.subject, m.label) == ("model", "host"))])
 
 
 def halves_drift(samples: Sequence[float]) -> float:

@@ -34,6 +34,7 @@ class Request(Frozen):
         dims: for a model, the sizes of its dynamic dimensions.
         labels: which labels of its kernels a carrier or a model gives, of `kernel_time`, `node_span` and (a carrier) `gpu`.
         host: for a model on a GPU, whether the host's dispatch is timed too.
+        turns: the folder through which workers take turns on the GPU (see gpu_turns.py); "" for one that is alone.
     """
 
     do: Literal["alone", "carrier", "model", "model_gpu", "canary"]
@@ -45,6 +46,7 @@ class Request(Frozen):
     labels: tuple[str, ...] = ()
     host: bool = False
     provider_options: dict[str, str] = {}
+    turns: str = ""
 
 
 class Samples(Frozen):

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmark import canary
+from benchmark import canary, gpu_turns
 from benchmark.dataset import GPU_LABEL
 from benchmark.gpu_trace import GpuRun, split_carrier, trace
 from benchmark.model_profile import counted_runs, profile_model, profile_runs
@@ -80,11 +80,13 @@ def time_carrier(request: Request) -> list[Samples]:
     on_gpu = request.execution_provider == "cuda"
     model, feed = build_carrier(kernels, request.execution_provider, with_floats=not on_gpu)
     with tempfile.TemporaryDirectory(prefix="hase-") as folder, model_errors("carrier"):
-        session = open_session(model.SerializeToString(), request.execution_provider, optimize="none", name="carrier",
-                               profile_prefix=Path(folder) / "carrier", provider_options=request.provider_options)
-        run = shared_memory().bind(session, feed) if on_gpu else bind(session, feed, "cpu", "device")
-        counted = profile_runs(run, request.effort)
-        traced = trace([run] * TRACED_RUNS) if GPU_LABEL in request.labels else []
+        with gpu_turns.preparing(request.turns):
+            session = open_session(model.SerializeToString(), request.execution_provider, optimize="none", name="carrier",
+                                   profile_prefix=Path(folder) / "carrier", provider_options=request.provider_options)
+            run = shared_memory().bind(session, feed) if on_gpu else bind(session, feed, "cpu", "device")
+            counted = profile_runs(run, request.effort)
+        with gpu_turns.alone(request.turns):
+            traced = trace([run] * TRACED_RUNS) if GPU_LABEL in request.labels else []
         runs = counted_runs(session.end_profiling(), [*counted, *[False] * len(traced)])
     ids = {node_name(number): kernel.id for number, kernel in enumerate(kernels)}
     found = [samples for samples in labels_of(runs, ids) if samples.label in request.labels]
@@ -116,21 +118,24 @@ def gpu_samples(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[
 def time_model(request: Request) -> list[Samples]:
     """A whole model's latency and, taken in turn with it, its kernels' `kernel_time` and `node_span`.
 
-    Latency runs come in two halves, before and after the profiled runs, so that a drift of the machine's speed meets both.
+    Latency runs (and the host's) come in two halves, before and after the profiled runs, so that a drift of the machine's
+    speed meets both.
     """
     path, provider, effort = Path(request.paths[0]), request.execution_provider, request.effort
     record = load_record(Path(request.record))
     runner = open_runner(path, provider, dims=request.dims, provider_options=request.provider_options)
     one_run_s = runner.warm_up(effort.warmup + 1, effort.warmup_s)
     half = max(2, effort.runs(one_run_s) // 2)
-    samples = list(runner.time(warmup=0, loops=half).samples_ms)
-    found: list[Samples] = []
+    half_effort = effort.model_copy(update={"budget_s": effort.budget_s / 2})
+    samples, host_ms = list(runner.time(warmup=0, loops=half).samples_ms), list[float]()
     if request.host:
-        found.append(Samples(id=record.model, label="host", samples_ms=tuple(dispatch_ms(runner.session, effort))))
-    if request.labels:
-        found += model_labels(path, request, [node.kernel_id for node in record.nodes])
+        host_ms += dispatch_ms(runner.session, half_effort)
+    found = model_labels(path, request, [node.kernel_id for node in record.nodes]) if request.labels else []
     runner.warm_up(effort.warmup, effort.warmup_s)
     samples += runner.time(warmup=0, loops=half).samples_ms
+    if request.host:
+        host_ms += dispatch_ms(runner.session, half_effort)
+        found.append(Samples(id=record.model, label="host", samples_ms=tuple(host_ms)))
     return [Samples(id=record.model, label="latency", samples_ms=tuple(samples)), *found]
 
 

@@ -14,13 +14,16 @@ import numpy as np
 from ort_analysis.kernel_types import describe_kernel
 from ort_analysis.records import Kernel, KernelInput, Tensor
 
-SIDES = np.array([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 16, 17, 18, 20, 24, 27, 28, 32, 35, 36, 40, 48, 55, 56, 64, 72, 75,
-                  80, 96, 109, 112, 128, 144, 149, 150, 160, 192, 224, 256, 288, 320])
-CHANNEL_MULTIPLES, MULTIPLE_WEIGHTS = (2, 8, 16, 32, 64), (0.1, 0.35, 0.2, 0.15, 0.2)
+SIDES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 16, 17, 18, 20, 24, 27, 28, 32, 35, 36, 40, 48, 55, 56, 64, 72, 75, 80, 96,
+         109, 112, 128, 144, 149, 150, 160, 192, 224, 256, 288, 320)
+HALVED = (7, 14, 28, 56, 112, 224)  # an image of 224, halved again and again
+CHANNEL_MULTIPLES, MULTIPLE_WEIGHTS = (2, 8, 16, 32, 64), (0.08, 0.34, 0.2, 0.18, 0.2)
+POWERS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 WINDOWS, WINDOW_WEIGHTS = ((1, 1), (3, 3), (5, 5), (7, 7), (1, 7), (7, 1), (1, 3), (3, 1), (2, 2), (11, 11)), (
-    0.36, 0.4, 0.07, 0.05, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02)
-GROUP_WIDTHS = (4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128, 168, 232, 264)
+    0.38, 0.42, 0.06, 0.04, 0.02, 0.02, 0.02, 0.02, 0.01, 0.01)
+GROUP_WIDTHS = (2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128, 168, 232, 264)
 ROWS = (16, 49, 50, 64, 144, 196, 197, 256, 784, 3136)  # tokens of an image, or pixels
+WIDTH_SIDE = 3584  # channels × side of a typical image inside a network: 64 at 56, 512 at 7
 OPSET = 20  # of the operators below, as torch exports them now
 CONTRIB = "com.microsoft"
 FLOATS = ("float32", "float16")
@@ -31,15 +34,26 @@ def _log_uniform(low: float, high: float, generator: Generator) -> float:
     return float(np.exp(generator.uniform(np.log(low), np.log(high))))
 
 
-def channels(generator: Generator, low: int = 8, high: int = 2560) -> int:
-    """A number of channels: a multiple of a small number, all magnitudes alike."""
+def channels(generator: Generator, low: float = 8, high: float = 2560) -> int:
+    """A number of channels: a power of two or a multiple of a small number, all magnitudes alike."""
+    size = _log_uniform(low, high, generator)
+    if generator.random() < 0.25:
+        return min(POWERS, key=lambda power: abs(np.log(power / size)))
     multiple = int(generator.choice(CHANNEL_MULTIPLES, p=MULTIPLE_WEIGHTS))
-    return max(multiple, round(_log_uniform(low, high, generator) / multiple) * multiple)
+    return max(multiple, round(size / multiple) * multiple)
+
+
+def channels_at(near: int, generator: Generator) -> int:
+    """Channels of an image of that side: networks give small images many and large ones few; some draws heed nothing."""
+    if generator.random() < 0.2:
+        return channels(generator)
+    usual = WIDTH_SIDE / max(near, 2)
+    return channels(generator, min(max(usual / 8, 8), 512), min(max(usual * 6, 64), 2560))
 
 
 def side(generator: Generator) -> int:
     """An image side, small ones as often as large ones."""
-    return int(generator.choice(SIDES))
+    return int(generator.choice(HALVED if generator.random() < 0.4 else SIDES))
 
 
 def _float32(value: float) -> float:
@@ -63,29 +77,32 @@ def _kernel(op_type: str, inputs: Sequence[KernelInput], outputs: Sequence[Seque
 
 def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Dense, depthwise, grouped, the first of a network, or one that cuts an image into patches; mostly with a bias."""
-    kind = generator.choice(["dense", "depthwise", "grouped", "first", "patches"], p=[0.5, 0.2, 0.18, 0.06, 0.06])
+    kind = generator.choice(["dense", "depthwise", "grouped", "first", "patches"], p=[0.52, 0.18, 0.2, 0.05, 0.05])
     height = width = side(generator)
-    if generator.random() < 0.15:
+    if generator.random() < 0.1:
         width = side(generator)
     window = [int(size) for size in WINDOWS[int(generator.choice(len(WINDOWS), p=WINDOW_WEIGHTS))]]
-    stride = int(generator.choice([1, 2], p=[0.78, 0.22]))
-    cin, cout, group = channels(generator), channels(generator), 1
+    stride = int(generator.choice([1, 2], p=[0.8, 0.2]))
+    cin, cout, group = channels_at(height, generator), channels_at(height // stride, generator), 1
     if kind == "depthwise":
-        cin = cout = group = channels(generator)
+        cin = cout = group = channels_at(height, generator)
         window = [int(generator.choice([3, 5, 7], p=[0.5, 0.25, 0.25]))] * 2
     elif kind == "grouped":
-        wide, group = int(generator.choice(GROUP_WIDTHS)), int(generator.integers(2, 33))
+        wide = int(generator.choice(GROUP_WIDTHS))
+        group = max(2, round(channels_at(height // stride, generator) / wide))
         cin = cout = wide * group
-        window = [int(generator.choice([1, 3, 5], p=[0.1, 0.8, 0.1]))] * 2
+        window = [int(generator.choice([1, 3, 5], p=[0.05, 0.9, 0.05]))] * 2
     elif kind == "first":
         cin, cout = 3, channels(generator, 8, 128)
-        height = width = int(generator.choice(SIDES[SIDES >= 96]))
-        window = [int(generator.choice([3, 4, 7, 11]))] * 2
-        stride = int(generator.choice([1, 2, 4]))
+        height = width = int(generator.choice([size for size in SIDES if size >= 96]))
+        window = [int(generator.choice([3, 4, 7, 11], p=[0.4, 0.15, 0.35, 0.1]))] * 2
+        stride = int(generator.choice([1, 2, 4], p=[0.2, 0.55, 0.25]))
     elif kind == "patches":
         patch = int(generator.choice([2, 4, 8, 14, 16, 32]))
-        cin = 3 if patch > 2 and generator.random() < 0.7 else cin
-        height = width = patch * int(generator.integers(2, 25))
+        cells = int(generator.integers(2, 25)) if patch > 2 else side(generator) // 2 + 1
+        height = width = patch * cells
+        cin, cout = (3, channels(generator, 32, 1280)) if patch > 2 else (channels_at(height, generator),
+                                                                         channels_at(cells, generator))
         window, stride = [patch, patch], patch
     pads = [0, 0] if kind == "patches" or generator.random() < 0.06 else [size // 2 for size in window]
     out = [max((size + 2 * pad - k) // stride + 1, 0) for size, pad, k in zip((height, width), pads, window, strict=True)]
@@ -99,7 +116,7 @@ def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
 def gemm(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A matrix product with a constant matrix: a classifier's, with a row an image, or a transformer's, a row a token."""
     rows = batch * (1 if generator.random() < 0.25 else int(generator.choice(ROWS)))
-    depth, columns = channels(generator, 16, 5120), channels(generator, 16, 5120)
+    depth, columns = channels(generator, 32, 4096), channels(generator, 32, 4096)
     if generator.random() < 0.1:
         columns = 1000
     transposed = generator.random() < 0.4
@@ -139,8 +156,8 @@ def softmax(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 def layer_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Over the channels of tokens, or of an image whose channels come last; also with the addition before it."""
-    wide = channels(generator, 32, 2048)
     near = side(generator)
+    wide = channels_at(near, generator)
     shape = (batch, near, near, wide) if generator.random() < 0.5 else (batch, tokens(1, generator)[2], wide)
     x, scale = _tensor(dtype, *shape), _tensor(dtype, wide, constant=True)
     if len(shape) == 3 and generator.random() < 0.4:
@@ -151,7 +168,7 @@ def layer_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
 def activation(dtype: str, batch: int, generator: Generator) -> Kernel:
     """One value in, one out; of an image or of tokens."""
     near = side(generator)
-    image = (batch, channels(generator), near, near)
+    image = (batch, channels_at(near, generator), near, near)
     shape = image if generator.random() < 0.75 else (batch, tokens(1, generator)[2], channels(generator, 64, 5120))
     x = _tensor(dtype, *shape)
     op = str(generator.choice(["Relu", "Clip", "QuickGelu", "Gelu", "Sigmoid", "HardSigmoid", "HardSwish"],
@@ -168,7 +185,8 @@ def activation(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 def arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Two tensors in: of one shape, a scale for each channel of each image, or a constant for each of the last channels."""
-    near, wide = side(generator), channels(generator)
+    near = side(generator)
+    wide = channels_at(near, generator)
     shape: tuple[int, ...] = (batch, wide, near, near)
     op, kind = str(generator.choice(["Add", "Mul"])), generator.choice(["same", "scale", "last"], p=[0.5, 0.3, 0.2])
     other = _tensor(dtype, *shape)
@@ -183,7 +201,8 @@ def arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 def pool(dtype: str, batch: int, generator: Generator) -> Kernel:
     """The largest or the mean of a window."""
-    near, wide, k = side(generator), channels(generator), int(generator.choice([2, 3]))
+    near, k = side(generator), int(generator.choice([2, 3]))
+    wide = channels_at(near, generator)
     pad, stride = (1 if k == 3 and generator.random() < 0.5 else 0), int(generator.choice([1, 2]))
     out = max((near + 2 * pad - k) // stride + 1, 0)
     op = str(generator.choice(["MaxPool", "AveragePool"]))
@@ -194,7 +213,8 @@ def pool(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 def mean(dtype: str, batch: int, generator: Generator) -> Kernel:
     """The mean of an image, or of tokens."""
-    near, wide = side(generator), channels(generator)
+    near = side(generator)
+    wide = channels_at(near, generator)
     if generator.random() < 0.85:
         return _kernel("ReduceMean", [_tensor(dtype, batch, wide, near, near), _numbers(-1, -2)], [(batch, wide, 1, 1)],
                        keepdims=1, noop_with_empty_axes=0)
@@ -204,7 +224,8 @@ def mean(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 def transpose(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Channels first to last and back, heads before tokens, the windows of an image, shuffled channels."""
-    near, wide = side(generator), channels(generator)
+    near = side(generator)
+    wide = channels_at(near, generator)
     images, heads, count, width = tokens(batch, generator)
     window = int(generator.choice([7, 8]))
     tiles = max(near // window, 1)
@@ -222,21 +243,23 @@ def transpose(dtype: str, batch: int, generator: Generator) -> Kernel:
 def join(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Concat of images along their channels."""
     near = side(generator)
-    parts = [channels(generator, 8, 768) for _ in range(int(generator.integers(2, 9)))]
+    parts = [max(channels_at(near, generator) // 2, 8) for _ in range(int(generator.integers(2, 9)))]
     return _kernel("Concat", [_tensor(dtype, batch, part, near, near) for part in parts], [(batch, sum(parts), near, near)],
                    axis=1)
 
 
 def cut(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Split of an image's channels into halves."""
-    near, half = side(generator), channels(generator, 8, 768)
+    near = side(generator)
+    half = max(channels_at(near, generator) // 2, 8)
     halves = [(batch, half, near, near)] * 2
     return _kernel("Split", [_tensor(dtype, batch, 2 * half, near, near)], halves, axis=1, num_outputs=2)
 
 
 def batch_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
     """A normalisation that no convolution before it could take in."""
-    near, wide = side(generator), channels(generator)
+    near = side(generator)
+    wide = channels_at(near, generator)
     return _kernel("BatchNormalization", [_tensor(dtype, batch, wide, near, near), *[_tensor(dtype, wide, constant=True)] * 4],
                    [(batch, wide, near, near)], epsilon=_float32(1e-5), momentum=_float32(0.9), training_mode=0)
 

@@ -27,6 +27,7 @@ from benchmark.collector_config import CollectorConfig
 from benchmark.metrics import open_source
 from benchmark.protocol import Effort, Request
 from benchmark.stressor import Stress
+from benchmark.tracers import Tracers
 from benchmark.worker_client import Worker, WorkerFailed
 from kernel_model.kernel_builder import KERNEL_KEY, build_model, kernel_build
 from kernel_model.kernel_sampler import SEED_FILE
@@ -374,7 +375,7 @@ def test_canaries_that_part_have_their_block_measured_again(collected: Collected
     target = local_target("cpu")
     item = find_work(collected.workspace, target, ()).kernels[-1]
     with Worker(60) as worker:
-        collector = Collector(config, target, tmp_path, worker, worker, open_source("cpu", METRICS), "here")
+        collector = Collector(config, target, tmp_path, worker, Tracers(1, 60.0), open_source("cpu", METRICS), "here")
         block = collector.block("one", [item], [], Stress(0.0, None))
     assert block.attempts == 2
     assert block.drift > 0
@@ -451,6 +452,7 @@ def test_a_worker_that_hangs_dies_with_the_collector(tmp_path: Path) -> None:
     endless(tmp_path / "hangs.onnx")
     script = f"""
 from benchmark.protocol import Effort, Request
+from benchmark.tracers import Tracers
 from benchmark.worker_client import Worker
 with Worker(60) as worker:
     worker.ask(Request(do="canary", execution_provider="cpu", effort=Effort()))

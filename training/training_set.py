@@ -69,8 +69,9 @@ class TrainingSet:
 
 
 def families_of(models: str) -> frozenset[str]:
-    """The families in a cell of the column Models, `resnet18_fp32_b1_224x224|sampled:vgg`."""
-    return frozenset(family(name.removeprefix(dataset.SAMPLED)) for name in models.split("|") if name)
+    """The families in a cell of the column Models, `resnet18_fp32_b1_224x224|sampled:vgg`; `sampled:` alone names none."""
+    names = [name.removeprefix(dataset.SAMPLED) for name in models.split("|")]
+    return frozenset(family(name) for name in names if name)
 
 
 def load_training_set(workspace: Workspace, target: str) -> TrainingSet:
