@@ -30,6 +30,7 @@ log = get_logger("evaluator")
 
 EVALUATION_VERSION = 1
 WARMUP = 3
+LEAST_RUNS, MOST_RUNS = 10, 500  # of a session on an idle GPU
 STEADY = 0.10  # how much slower than its best the canary may be before a measurement
 PATIENCE_S = 15.0  # how long to wait for that
 LABELLED_POINTS = 40  # in the plot; more names would cover each other
@@ -189,25 +190,33 @@ def measure_here(cases: Sequence[Case], execution_provider: str, io: str, rounds
             continue
         try:
             if not warmed:  # the first session loads the runtime, whose time and memory are no model's
-                measure_once(Case(record=case.record, path=case.path), execution_provider, io, 0.0)
+                measure_once(Case(record=case.record, path=case.path), execution_provider, io, 0.0, watch_host=False)
                 warmed = True
             canary = wait_until_steady(lambda: canary_ms(execution_provider), best_canary_ms, STEADY, patience_s)
             if best_canary_ms:
                 case.canaries.append(canary / best_canary_ms)
-            measure_once(case, execution_provider, io, budget_s)
+            measure_once(case, execution_provider, io, budget_s, watch_host=execution_provider == "cuda" and not case.load)
         except UserError as error:
             failures.add_case(case, error)
 
 
-def measure_once(case: Case, execution_provider: str, io: str, budget_s: float) -> None:
-    """Adds one session's samples to a case, and what the first session took in memory."""
+def measure_once(case: Case, execution_provider: str, io: str, budget_s: float, watch_host: bool) -> None:
+    """Adds one session's samples to a case (with `watch_host`, those of moments in which the host was undisturbed), and what
+    the first session took in memory."""
     from benchmark.ort_kernel_runner import open_runner
+    from benchmark.protocol import Effort
+    from benchmark.quiet_host import host_probe, quiet_samples_ms
 
     if case.path is None:
         raise UserError(f"{case.record.model}: no file to run")
     before = memory_in_use_mib(execution_provider)
     runner = open_runner(case.path, execution_provider, dims=case.record.dims, io=io)
-    case.samples_ms += runner.time(warmup=WARMUP, budget_s=budget_s).samples_ms
+    if watch_host:
+        runner.warm_up(WARMUP)
+        effort = Effort(budget_s=budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)
+        case.samples_ms += quiet_samples_ms(host_probe(execution_provider), {"latency": runner.run_s}, effort)["latency"][0]
+    else:
+        case.samples_ms += runner.time(warmup=WARMUP, budget_s=budget_s).samples_ms
     if case.memory_mib is None:
         case.memory_mib = memory_in_use_mib(execution_provider) - before
 

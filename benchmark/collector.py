@@ -255,7 +255,7 @@ class Collector:
         request = Request(
             do="model", execution_provider=self.provider, paths=(str(item.path),), record=str(item.record_path),
             dims=item.record.dims, labels=in_model, host=dataset.GPU_LABEL in self.labels, effort=self.config.model.effort(),
-            provider_options=self.target.provider_options)
+            watch_host=self.provider == "cuda" and not self.level, provider_options=self.target.provider_options)
         name = item.record.model
         found = self._measurements("model", name, "latency", name, *self.ask(request))
         if request.host and self.config.model_labels and not self.level and found[0].status == "ok":
@@ -273,7 +273,8 @@ class Collector:
                                 started=reply.started, ended=reply.ended)]
         return [Measurement(subject="model" if subject == "model" and found.id == name else "kernel", id=found.id,
                             label=found.label, context=context, samples_ms=found.samples_ms, launches=found.launches,
-                            cuda_kernels=found.cuda_kernels, started=reply.started, ended=reply.ended)
+                            cuda_kernels=found.cuda_kernels, quiet_share=found.quiet_share,
+                            started=reply.started, ended=reply.ended)
                 for found in reply.samples]
 
     def measure(self, kernels: Sequence[KernelItem], models: Sequence[ModelItem]) -> list[Measurement]:

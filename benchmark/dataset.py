@@ -45,6 +45,7 @@ class Measurement(Frozen):
         samples_ms: one a run.
         launches: label `gpu`: kernels, copies and fills on the GPU in a run.
         cuda_kernels: label `gpu` of a kernel: their names in order.
+        quiet_share: of a model on an idle GPU: in which share of its windows the host was undisturbed.
         status: `ok`, `failed`, `crashed` or `timeout`; `error` says why.
         started, ended: UTC, ISO 8601.
     """
@@ -56,6 +57,7 @@ class Measurement(Frozen):
     samples_ms: tuple[float, ...] = ()
     launches: int | None = None
     cuda_kernels: tuple[str, ...] = ()
+    quiet_share: float | None = None
     status: str = "ok"
     error: str = ""
     started: str = ""

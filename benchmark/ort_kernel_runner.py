@@ -93,6 +93,12 @@ class Runner:
     io: str
     run_once: Callable[[], Any]
 
+    def run_s(self) -> float:
+        """Runs once; the seconds that took."""
+        start = time.perf_counter()
+        self.run_once()
+        return time.perf_counter() - start
+
     def warm_up(self, runs: int, seconds: float = 0.0) -> float:
         """See `warm_up`; what the last run took, in seconds (0 where none was).
 
@@ -116,9 +122,7 @@ class Runner:
             started, began = now(), time.perf_counter()
             samples: list[float] = []
             while len(samples) < (loops or least_runs) or (loops is None and time.perf_counter() - began < (budget_s or 0)):
-                start = time.perf_counter()
-                self.run_once()
-                samples.append((time.perf_counter() - start) * 1000)
+                samples.append(1000 * self.run_s())
         return Timing(model=self.name, execution_provider=self.execution_provider, io=self.io, warmup=warmup,
                       samples_ms=tuple(round(sample, 6) for sample in samples), started=started, ended=now())
 
@@ -170,25 +174,20 @@ def device_binding(session: onnxruntime.InferenceSession, feed: Mapping[str, np.
     return binding
 
 
-def dispatch_ms(session: onnxruntime.InferenceSession, effort: Effort) -> list[float]:
-    """Label `host`: how long the host takes to dispatch a whole run to a GPU that is idle, without waiting for it (ms)."""
+def dispatcher(session: onnxruntime.InferenceSession, binding: onnxruntime.IOBinding) -> Callable[[], float]:
+    """A function that dispatches one run to an idle GPU, without waiting for it, and gives the seconds that took."""
     import onnxruntime
 
-    binding = device_binding(session, random_feed(session), "cuda")
     options = onnxruntime.RunOptions()
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
-    def dispatch() -> float:
+    def dispatch_s() -> float:
         binding.synchronize_outputs()
         start = time.perf_counter()
         session.run_with_iobinding(binding, options)
         return time.perf_counter() - start
 
-    for _ in range(effort.warmup + 1):
-        one_s = dispatch()
-    samples = [1000 * dispatch() for _ in range(effort.runs(2 * one_s))]
-    binding.synchronize_outputs()
-    return [round(sample, 6) for sample in samples]
+    return dispatch_s
 
 
 def kernel_in(proto: onnx.ModelProto) -> Kernel | None:

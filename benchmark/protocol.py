@@ -34,6 +34,7 @@ class Request(Frozen):
         dims: for a model, the sizes of its dynamic dimensions.
         labels: which labels of its kernels a carrier or a model gives, of `kernel_time`, `node_span` and (a carrier) `gpu`.
         host: for a model on a GPU, whether the host's dispatch is timed too.
+        watch_host: for a model on an idle GPU: only what was timed while the host was undisturbed counts.
         turns: the folder through which workers take turns on the GPU (see gpu_turns.py); "" for one that is alone.
     """
 
@@ -45,19 +46,21 @@ class Request(Frozen):
     dims: dict[str, int] = {}
     labels: tuple[str, ...] = ()
     host: bool = False
+    watch_host: bool = False
     provider_options: dict[str, str] = {}
     turns: str = ""
 
 
 class Samples(Frozen):
     """Raw samples (ms) of one subject under one label; for label `gpu` also how many launches a run takes, and a kernel's
-    CUDA kernels by name, in order."""
+    CUDA kernels by name, in order; for what was timed beside a probe of the host, which share of it was undisturbed."""
 
     id: str
     label: str
     samples_ms: tuple[float, ...]
     launches: int | None = None
     cuda_kernels: tuple[str, ...] = ()
+    quiet_share: float | None = None
 
 
 class Reply(Frozen):

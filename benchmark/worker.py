@@ -15,12 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmark import canary, gpu_turns
+from benchmark.affinity import off_the_workers_cores
 from benchmark.dataset import GPU_LABEL
 from benchmark.gpu_trace import GpuRun, split_carrier, trace
 from benchmark.model_profile import counted_runs, profile_model, profile_runs
-from benchmark.ort_kernel_runner import bind, dispatch_ms, now, open_runner
+from benchmark.ort_kernel_runner import Runner, bind, device_binding, dispatcher, now, open_runner, random_feed
 from benchmark.ort_profile import ProfiledRun, kernel_times_ms, node_spans_ms
-from benchmark.protocol import Reply, Request, Samples
+from benchmark.protocol import Effort, Reply, Request, Samples
+from benchmark.quiet_host import host_probe, quiet_samples_ms
 from benchmark.shared_memory import SharedMemory
 from kernel_model.carrier import WRITER, build_carrier, node_name
 from kernel_model.kernel_builder import built_kernel
@@ -116,27 +118,39 @@ def gpu_samples(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[
 
 
 def time_model(request: Request) -> list[Samples]:
-    """A whole model's latency and, taken in turn with it, its kernels' `kernel_time` and `node_span`.
-
-    Latency runs (and the host's) come in two halves, before and after the profiled runs, so that a drift of the machine's
-    speed meets both.
-    """
+    """A whole model's latency (and, on a GPU, the host's dispatch) and its kernels' `kernel_time` and `node_span`."""
     path, provider, effort = Path(request.paths[0]), request.execution_provider, request.effort
     record = load_record(Path(request.record))
     runner = open_runner(path, provider, dims=request.dims, provider_options=request.provider_options)
     one_run_s = runner.warm_up(effort.warmup + 1, effort.warmup_s)
-    half = max(2, effort.runs(one_run_s) // 2)
-    half_effort = effort.model_copy(update={"budget_s": effort.budget_s / 2})
-    samples, host_ms = list(runner.time(warmup=0, loops=half).samples_ms), list[float]()
+    timed = {"latency": runner.run_s}
     if request.host:
-        host_ms += dispatch_ms(runner.session, half_effort)
-    found = model_labels(path, request, [node.kernel_id for node in record.nodes]) if request.labels else []
-    runner.warm_up(effort.warmup, effort.warmup_s)
-    samples += runner.time(warmup=0, loops=half).samples_ms
-    if request.host:
-        host_ms += dispatch_ms(runner.session, half_effort)
-        found.append(Samples(id=record.model, label="host", samples_ms=tuple(host_ms)))
-    return [Samples(id=record.model, label="latency", samples_ms=tuple(samples)), *found]
+        binding = device_binding(runner.session, random_feed(runner.session), "cuda")
+        timed["host"] = dispatcher(runner.session, binding)
+
+    def in_model() -> list[Samples]:
+        return model_labels(path, request, [node.kernel_id for node in record.nodes]) if request.labels else []
+
+    if request.watch_host:
+        found = quiet_samples_ms(host_probe(provider), timed, effort)
+        return [*(Samples(id=record.model, label=label, samples_ms=samples, quiet_share=share)
+                  for label, (samples, share) in found.items()), *in_model()]
+    return in_halves(record.model, runner, timed, effort.runs(one_run_s), effort, in_model)
+
+
+def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float]], runs: int, effort: Effort,
+              between: Callable[[], list[Samples]]) -> list[Samples]:
+    """Runs of a model in two halves, before and after something else, so that a drift of the machine's speed meets both."""
+    samples: dict[str, list[float]] = {label: [] for label in timed}
+    meanwhile: list[Samples] = []
+    for second in (False, True):
+        with model_errors(model), off_the_workers_cores():
+            for label, run_s in timed.items():
+                samples[label] += [round(1000 * run_s(), 6) for _ in range(max(2, runs // 2))]
+        if not second:
+            meanwhile = between()
+            runner.warm_up(effort.warmup, effort.warmup_s)
+    return [*(Samples(id=model, label=label, samples_ms=tuple(found)) for label, found in samples.items()), *meanwhile]
 
 
 def time_model_on_gpu(request: Request) -> list[Samples]:

@@ -1,0 +1,116 @@
+"""Times what a GPU runs while the host beside it is undisturbed.
+
+A virtual machine shares its cores with others: for tenths of a second at a time the host dispatches 1.4 to 1.7 times more
+slowly, on every core alike, and a short model with it, while the GPU's own times stay. So a model is timed in windows of
+some hundredths of a second, each between two readings of a probe, a fixed graph that is all dispatch, and the windows count
+in which the probe was as fast as at its best.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+from benchmark.affinity import off_the_workers_cores
+from benchmark.ort_kernel_runner import device_binding, dispatcher, random_feed
+from benchmark.protocol import Effort
+from utils.ort_sessions import open_session
+
+PROBE_NODES = 60  # of the probe: some 0.2 ms
+READINGS = 3  # the shortest of which counts
+WINDOW_S = 0.02
+TOLERANCE = 0.08  # by which a probe may exceed the best and still count as undisturbed
+PATIENCE = 4.0  # times the budget that is spent on waiting for enough undisturbed windows
+FIRST_LOOK_S = 0.3  # how long the first probe looks for its best
+
+
+@dataclass
+class HostProbe:
+    """A probe of the host's pace: what one dispatch of a fixed graph takes now, and took at its best (seconds)."""
+
+    dispatch_s: Callable[[], float]
+    best_s: float = field(default=float("inf"))
+
+    def reading_s(self) -> float:
+        """The shortest of a few dispatches."""
+        found = min(self.dispatch_s() for _ in range(READINGS))
+        self.best_s = min(self.best_s, found)
+        return found
+
+
+@dataclass(frozen=True)
+class Window:
+    """Runs between two readings of the probe: their times in ms, and the slower reading in seconds."""
+
+    samples_ms: tuple[float, ...]
+    probe_s: float
+
+
+@cache
+def host_probe(execution_provider: str) -> HostProbe:
+    """The probe of this process, after a first look for its best. `execution_provider` is `cuda`, or `cpu` in tests."""
+    from onnx import TensorProto, helper
+
+    shape = [1, 16, 14, 14]
+    nodes = [helper.make_node("Relu", [f"x{place}"], [f"x{place + 1}"]) for place in range(PROBE_NODES)]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("x0", f"x{PROBE_NODES}")]
+    graph = helper.make_graph(nodes, "probe", values[:1], values[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    session = open_session(model.SerializeToString(), execution_provider, optimize="none", name="probe")
+    probe = HostProbe(dispatcher(session, device_binding(session, random_feed(session), execution_provider)))
+    until = time.monotonic() + FIRST_LOOK_S
+    while time.monotonic() < until:
+        probe.reading_s()
+    return probe
+
+
+def quiet_samples_ms(probe: HostProbe, timed: Mapping[str, Callable[[], float]],
+                     effort: Effort) -> dict[str, tuple[tuple[float, ...], float]]:
+    """Samples (ms) of several functions, their windows in turn, and the share of each one's windows that were undisturbed.
+
+    Args:
+        probe: of the host.
+        timed: by label, what runs once and gives the seconds it took.
+        effort: undisturbed time and runs wanted of each; where PATIENCE ends first, the least disturbed windows make up for
+            what is missing.
+    """
+    windows: dict[str, list[Window]] = {label: [] for label in timed}
+    with off_the_workers_cores():
+        until = time.monotonic() + PATIENCE * effort.budget_s * len(timed)
+        missing = list(timed)
+        while missing:
+            for label in missing:
+                windows[label].append(_window(probe, timed[label]))
+            late = time.monotonic() > until
+            missing = [label for label in timed if not _enough(windows[label], probe, effort, late)]
+    found = {}
+    for label, of_label in windows.items():
+        quiet = [window for window in of_label if _is_quiet(window, probe)]
+        samples = [sample for window in quiet for sample in window.samples_ms]
+        for window in sorted((w for w in of_label if not _is_quiet(w, probe)), key=lambda window: window.probe_s):
+            if len(samples) >= effort.least_runs:
+                break
+            samples += window.samples_ms
+        found[label] = (tuple(round(sample, 6) for sample in samples[:effort.most_runs]), len(quiet) / len(of_label))
+    return found
+
+
+def _window(probe: HostProbe, run_s: Callable[[], float]) -> Window:
+    before, began, samples = probe.reading_s(), time.monotonic(), list[float]()
+    while not samples or time.monotonic() - began < WINDOW_S:
+        samples.append(1000 * run_s())
+    return Window(tuple(samples), max(before, probe.reading_s()))
+
+
+def _is_quiet(window: Window, probe: HostProbe) -> bool:
+    return window.probe_s <= probe.best_s * (1 + TOLERANCE)
+
+
+def _enough(windows: list[Window], probe: HostProbe, effort: Effort, late: bool) -> bool:
+    """Whether the windows that count, all of them when it is late, hold the runs and the time that are wanted."""
+    samples = [sample for window in windows if late or _is_quiet(window, probe) for sample in window.samples_ms]
+    if late or len(samples) < effort.least_runs:
+        return len(samples) >= effort.least_runs
+    return len(samples) >= effort.most_runs or sum(samples) >= 1000 * effort.budget_s
