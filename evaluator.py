@@ -214,7 +214,8 @@ def measure_once(case: Case, execution_provider: str, io: str, budget_s: float, 
     if watch_host:
         runner.warm_up(WARMUP)
         effort = Effort(budget_s=budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)
-        case.samples_ms += quiet_samples_ms(host_probe(execution_provider), {"latency": runner.run_s}, effort)["latency"][0]
+        probe = host_probe(execution_provider)
+        case.samples_ms += quiet_samples_ms(probe, {"latency": runner.run_s}, effort)["latency"].samples_ms
     else:
         case.samples_ms += runner.time(warmup=WARMUP, budget_s=budget_s).samples_ms
     if case.memory_mib is None:

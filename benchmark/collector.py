@@ -32,6 +32,7 @@ from benchmark.dataset import Block, DatasetHeader, DatasetKernel, Measurement
 from benchmark.metrics import MetricSource, Window, open_source
 from benchmark.ort_kernel_runner import now
 from benchmark.protocol import Reply, Request
+from benchmark.quiet_host import TOLERANCE
 from benchmark.stressor import Stress, stress
 from benchmark.tracers import Tracers
 from benchmark.worker_client import Worker, WorkerFailed
@@ -273,7 +274,7 @@ class Collector:
                                 started=reply.started, ended=reply.ended)]
         return [Measurement(subject="model" if subject == "model" and found.id == name else "kernel", id=found.id,
                             label=found.label, context=context, samples_ms=found.samples_ms, launches=found.launches,
-                            cuda_kernels=found.cuda_kernels, quiet_share=found.quiet_share,
+                            cuda_kernels=found.cuda_kernels, disturbance=found.disturbance,
                             started=reply.started, ended=reply.ended)
                 for found in reply.samples]
 
@@ -356,10 +357,12 @@ def plan(work: Work, there: Iterable[Block], block_kernels: int, first_label: st
          block_models: int = 1) -> list[tuple[str, list[KernelItem], list[ModelItem]]]:
     """The blocks still to be measured where `there` are measured: a name, kernels, models.
 
-    A kernel is measured once it has label `first_label` (or failed to get it) from a block of kernels.
+    A kernel is measured once it has label `first_label` (or failed to get it) from a block of kernels, a model once it has
+    its latency; one that was timed beside a disturbed host is timed again.
     """
     done = {(m.subject, m.id) for block in there for m in block.measurements
-            if (m.label == first_label and m.context in ("alone", "carrier")) or m.label == "latency"}
+            if (m.label == first_label and m.context in ("alone", "carrier"))
+            or (m.label == "latency" and (m.disturbance or 0.0) <= TOLERANCE)}
     models = [item for item in work.models if ("model", item.record.model) not in done]
     kernels = [item for item in work.kernels if ("kernel", item.kernel.id) not in done]
     shuffled = [kernels[i] for i in np.random.default_rng(0).permutation(len(kernels))]  # no type at one time of day only

@@ -45,7 +45,7 @@ class Measurement(Frozen):
         samples_ms: one a run.
         launches: label `gpu`: kernels, copies and fills on the GPU in a run.
         cuda_kernels: label `gpu` of a kernel: their names in order.
-        quiet_share: of a model on an idle GPU: in which share of its windows the host was undisturbed.
+        disturbance: of a model on an idle GPU: by how much other work slowed the host down meanwhile, a ratio (quiet_host).
         status: `ok`, `failed`, `crashed` or `timeout`; `error` says why.
         started, ended: UTC, ISO 8601.
     """
@@ -57,7 +57,7 @@ class Measurement(Frozen):
     samples_ms: tuple[float, ...] = ()
     launches: int | None = None
     cuda_kernels: tuple[str, ...] = ()
-    quiet_share: float | None = None
+    disturbance: float | None = None
     status: str = "ok"
     error: str = ""
     started: str = ""
@@ -205,7 +205,7 @@ def model_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS
     """The columns of `model_latency.csv`."""
     metrics = list(metrics)
     return ["Model", "Level", *metrics, "Latency_ms", "median_ms", "p95_ms", "std_ms", "Runs",
-            *(("host_ms", "gpu_ms", "gpu_launches") if GPU_LABEL in labels else ()), "Canary_ms", "Drift",
+            *(("host_ms", "gpu_ms", "gpu_launches", "Disturbance") if GPU_LABEL in labels else ()), "Canary_ms", "Drift",
             *(f"{metric}_during" for metric in metrics), "Machine", "Started", "Ended", "Status", "Error"]
 
 
@@ -286,31 +286,39 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
 
 
 def model_rows(blocks: Iterable[Block]) -> list[dict[str, Any]]:
-    """One row a model, level and machine: statistics of its whole latency, and the medians of its other labels."""
+    """One row a model, level and machine: statistics of its whole latency, and the medians of its other labels.
+
+    What was timed several times, since the host was disturbed, counts as it was when that was least; else the last time.
+    """
     from utils.timing import summarize
 
-    rows: dict[tuple[str, float, str], dict[str, Any]] = {}
-    others: dict[tuple[str, float, str], dict[str, Any]] = defaultdict(dict)
+    chosen: dict[tuple[str, float, str], dict[str, tuple[Block, Measurement]]] = defaultdict(dict)
     for block in blocks:
         for m in block.measurements:
-            if m.subject != "model":
-                continue
-            if m.label != "latency":
-                if m.status == "ok":
-                    others[m.id, block.level, block.machine][f"{m.label}_ms"] = round(float(np.median(m.samples_ms)), 6)
-                    if m.launches is not None:
-                        others[m.id, block.level, block.machine]["gpu_launches"] = m.launches
-                continue
-            row: dict[str, Any] = {"Model": m.id, "Level": block.level, "Machine": block.machine, "Started": m.started,
-                                   "Ended": m.ended, "Status": m.status, "Error": m.error, "Drift": round(block.drift, 4),
-                                   "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2}
-            row |= _metrics(block)
-            if m.status == "ok":
-                s = summarize(m.samples_ms)
-                row |= {"Latency_ms": round(s.mean_ms, 6), "median_ms": round(s.median_ms, 6), "p95_ms": round(s.p95_ms, 6),
-                        "std_ms": round(s.std_ms, 6), "Runs": s.runs}
-            rows[m.id, block.level, block.machine] = row
-    return [row | others[key] for key, row in rows.items()]
+            of_model = chosen[m.id, block.level, block.machine] if m.subject == "model" else {}
+            before = of_model.get(m.label)
+            if before is None or (m.disturbance or 0.0) <= (before[1].disturbance or 0.0):
+                of_model[m.label] = block, m
+    rows = []
+    for (model, level, machine), labels in chosen.items():
+        if "latency" not in labels:
+            continue
+        block, m = labels["latency"]
+        row: dict[str, Any] = {"Model": model, "Level": level, "Machine": machine, "Started": m.started, "Ended": m.ended,
+                               "Status": m.status, "Error": m.error, "Drift": round(block.drift, 4),
+                               "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2}
+        row |= _metrics(block)
+        if m.status == "ok":
+            s = summarize(m.samples_ms)
+            row |= {"Latency_ms": round(s.mean_ms, 6), "median_ms": round(s.median_ms, 6), "p95_ms": round(s.p95_ms, 6),
+                    "std_ms": round(s.std_ms, 6), "Runs": s.runs, "Disturbance": m.disturbance}
+        for label, (_, other) in labels.items():
+            if label != "latency" and other.status == "ok":
+                row[f"{label}_ms"] = round(float(np.median(other.samples_ms)), 6)
+                if other.launches is not None:
+                    row["gpu_launches"] = other.launches
+        rows.append(row)
+    return rows
 
 
 def load_table(path: Path) -> pd.DataFrame:

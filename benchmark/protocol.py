@@ -53,14 +53,14 @@ class Request(Frozen):
 
 class Samples(Frozen):
     """Raw samples (ms) of one subject under one label; for label `gpu` also how many launches a run takes, and a kernel's
-    CUDA kernels by name, in order; for what was timed beside a probe of the host, which share of it was undisturbed."""
+    CUDA kernels by name, in order; for what was timed beside a probe of the host, how disturbed that was (see quiet_host)."""
 
     id: str
     label: str
     samples_ms: tuple[float, ...]
     launches: int | None = None
     cuda_kernels: tuple[str, ...] = ()
-    quiet_share: float | None = None
+    disturbance: float | None = None
 
 
 class Reply(Frozen):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 from benchmark.affinity import off_the_workers_cores
 from benchmark.ort_kernel_runner import device_binding, dispatcher, random_feed
@@ -21,7 +22,7 @@ from utils.ort_sessions import open_session
 PROBE_NODES = 60  # of the probe: some 0.2 ms
 READINGS = 3  # the shortest of which counts
 WINDOW_S = 0.02
-TOLERANCE = 0.08  # by which a probe may exceed the best and still count as undisturbed
+TOLERANCE = 0.12  # by which a probe may exceed the best and still count as undisturbed; disturbed, it exceeds it by 0.4
 PATIENCE = 4.0  # times the budget that is spent on waiting for enough undisturbed windows
 FIRST_LOOK_S = 0.3  # how long the first probe looks for its best
 
@@ -66,9 +67,15 @@ def host_probe(execution_provider: str) -> HostProbe:
     return probe
 
 
-def quiet_samples_ms(probe: HostProbe, timed: Mapping[str, Callable[[], float]],
-                     effort: Effort) -> dict[str, tuple[tuple[float, ...], float]]:
-    """Samples (ms) of several functions, their windows in turn, and the share of each one's windows that were undisturbed.
+class Timed(NamedTuple):
+    """Samples in ms, and how disturbed the host was beside the worst of them: the probe's reading over its best, less 1."""
+
+    samples_ms: tuple[float, ...]
+    disturbance: float
+
+
+def quiet_samples_ms(probe: HostProbe, timed: Mapping[str, Callable[[], float]], effort: Effort) -> dict[str, Timed]:
+    """Samples of several functions, their windows in turn, from the moments in which the host was least disturbed.
 
     Args:
         probe: of the host.
@@ -85,16 +92,19 @@ def quiet_samples_ms(probe: HostProbe, timed: Mapping[str, Callable[[], float]],
                 windows[label].append(_window(probe, timed[label]))
             late = time.monotonic() > until
             missing = [label for label in timed if not _enough(windows[label], probe, effort, late)]
-    found = {}
-    for label, of_label in windows.items():
-        quiet = [window for window in of_label if _is_quiet(window, probe)]
-        samples = [sample for window in quiet for sample in window.samples_ms]
-        for window in sorted((w for w in of_label if not _is_quiet(w, probe)), key=lambda window: window.probe_s):
-            if len(samples) >= effort.least_runs:
-                break
-            samples += window.samples_ms
-        found[label] = (tuple(round(sample, 6) for sample in samples[:effort.most_runs]), len(quiet) / len(of_label))
-    return found
+    return {label: _least_disturbed(of_label, probe, effort) for label, of_label in windows.items()}
+
+
+def _least_disturbed(windows: list[Window], probe: HostProbe, effort: Effort) -> Timed:
+    """The samples of all undisturbed windows, in order, and of as few others as make up for missing runs."""
+    counted = [window for window in windows if _is_quiet(window, probe)]
+    for window in sorted((w for w in windows if not _is_quiet(w, probe)), key=lambda window: window.probe_s):
+        if sum(len(one.samples_ms) for one in counted) >= effort.least_runs:
+            break
+        counted.append(window)
+    samples = [sample for window in counted for sample in window.samples_ms]
+    worst = max(window.probe_s for window in counted) / probe.best_s - 1.0
+    return Timed(tuple(round(sample, 6) for sample in samples[:effort.most_runs]), round(max(worst, 0.0), 4))
 
 
 def _window(probe: HostProbe, run_s: Callable[[], float]) -> Window:

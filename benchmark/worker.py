@@ -133,8 +133,8 @@ def time_model(request: Request) -> list[Samples]:
 
     if request.watch_host:
         found = quiet_samples_ms(host_probe(provider), timed, effort)
-        return [*(Samples(id=record.model, label=label, samples_ms=samples, quiet_share=share)
-                  for label, (samples, share) in found.items()), *in_model()]
+        return [*(Samples(id=record.model, label=label, samples_ms=one.samples_ms, disturbance=one.disturbance)
+                  for label, one in found.items()), *in_model()]
     return in_halves(record.model, runner, timed, effort.runs(one_run_s), effort, in_model)
 
 

@@ -29,6 +29,7 @@ EXAMPLES = """
 python inference/predict_model_latency.py --model resnet18.onnx
 python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8
 python inference/predict_model_latency.py --model model.onnx --strict --top 10 --json
+python inference/predict_model_latency.py --model model.onnx --target nvidia-h200
 """
 
 
@@ -76,7 +77,8 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True,
                         help="an ONNX file, or a kernel record's JSON; a bare name is also looked for in model_zoo")
     cli.add_dim(parser)
-    parser.add_argument("--target", help="whose latency (default: this machine, or the only target with predictors)")
+    parser.add_argument("--target", help="whose latency, by name or its beginning, e.g. nvidia-h200, whose predictors come "
+                        "with Hase (default: this machine, or the only target with predictors)")
     parser.add_argument("--config", type=Path, default=None, help="default: inference/config.yaml")
     parser.add_argument("--metrics", type=Path, metavar="FILE",
                         help="JSON of what else runs on the device, by DCGM field name (default: as the config says, idle)")

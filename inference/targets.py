@@ -5,23 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ort_analysis.records import ModelRecord
 from utils.errors import UserError
 from utils.files import cached
-from utils.fingerprint import Target, has_cuda, local_target
-from utils.paths import Workspace
+from utils.fingerprint import CUDNN, Target, has_cuda, local_target, package_version
+from utils.paths import SHIPPED, Workspace
 
 if TYPE_CHECKING:
     from training.composition import Composition
-    from training.predictor_files import Predictors
+    from training.predictor_files import Predictors, Sidecar
 
 MAKE_PREDICTORS = (
     "python benchmark/collector.py", "python training/train_kernel_model.py", "python training/fit_composition.py")
 SIDECAR = "predictors.json"  # written last by training: a folder without it holds nothing that counts
 FLOATING = ("float16", "bfloat16", "float32", "float64")
-_fitted: dict[tuple[Any, ...], Fitted] = {}
+_fitted: dict[tuple[Any, ...], tuple[Predictors, Composition]] = {}
 
 
 @dataclass(frozen=True)
@@ -40,29 +41,68 @@ def local_targets() -> tuple[Target, ...]:
     return tuple(local_target(provider) for provider in (("cuda", "cpu") if has_cuda() else ("cpu",)))
 
 
+def predictor_folders(workspace: Workspace) -> dict[str, Path]:
+    """Every target that something was learned for, and where: in the workspace, or else shipped with Hase."""
+    roots = (SHIPPED, workspace.predictors(""))
+    return {path.parent.name: path.parent for root in roots for path in sorted(root.glob(f"*/{SIDECAR}"))}
+
+
 def choose_target(workspace: Workspace, name: str | None) -> tuple[str, tuple[str, ...]]:
     """The target's name, and notices about the choice.
 
-    Without a name: this machine's own, if there are predictors for it; else the only one that has any.
+    Args:
+        workspace: whose predictors, beside those that are shipped.
+        name: the target's, or how only one target's begins (`nvidia-h200`); without one it is this machine, if there are
+            predictors for it; else the only one of the workspace.
 
     Raises:
-        UserError: no predictors, none for `name`, or several of other devices to choose from.
+        UserError: no predictors, none or several for `name`, or several of other devices to choose from.
     """
-    folder = workspace.predictors("")
-    there = sorted(path.parent.name for path in folder.glob(f"*/{SIDECAR}"))
-    if not there:
-        raise UserError(f"no predictors in {folder}; make them with: {'; '.join(MAKE_PREDICTORS)}")
+    there = predictor_folders(workspace)
     if name is not None:
-        if name not in there:
-            raise UserError(f"target {name}: no predictors for it in {folder} (there: {', '.join(there)})")
-        return name, ()
+        found = [name] if name in there else [target for target in sorted(there) if target.startswith(name)]
+        if len(found) == 1:
+            return found[0], ()
+        if found:
+            raise UserError(f"target {name}: {', '.join(found)} begin so; say which")
+        raise UserError(f"target {name}: no predictors for it in {workspace.predictors('')} or shipped with Hase "
+                        f"(there: {', '.join(sorted(there)) or 'none'})")
     own = [target.name for target in local_targets()]
     for target in own:
         if target in there:
             return target, ()
-    if len(there) > 1:
-        raise UserError(f"no predictors for this machine ({own[0]}); choose a target with --target: {', '.join(there)}")
-    return there[0], (f"predictors of another device are used, {there[0]}: this machine is {own[0]}",)
+    in_workspace = sorted(target for target, folder in there.items() if folder.parent != SHIPPED)
+    shipped = sorted(target for target, folder in there.items() if folder.parent == SHIPPED)
+    offer = f"; or predict for a target that Hase ships, with --target: {', '.join(shipped)}" if shipped else ""
+    if not in_workspace:
+        raise UserError(f"no predictors for this machine ({own[0]}) in {workspace.predictors('')}; make them with: "
+                        f"{'; '.join(MAKE_PREDICTORS)}{offer}")
+    if len(in_workspace) > 1:
+        raise UserError(f"no predictors for this machine ({own[0]}); choose a target with --target: {', '.join(in_workspace)}"
+                        f"{offer}")
+    return in_workspace[0], (f"predictors of another device are used, {in_workspace[0]}: this machine is {own[0]}",)
+
+
+def version_notice(sidecar: Sidecar) -> str:
+    """What to know about the versions that predictors hold for: here, where this machine is such a device, those that differ;
+    elsewhere, those that were measured. Empty where there is nothing to tell."""
+    measured = sidecar.machines[-1] if sidecar.machines else None
+    if measured is None:
+        return ""
+    about = [f"{what} {measured.versions[key]}" for what, key in (("ONNX Runtime", "onnxruntime"), ("cuDNN", "cudnn"))
+             if measured.versions.get(key)]
+    if sidecar.target.name not in {target.name for target in local_targets()}:
+        return f"the predictions hold for {measured.device} with {', '.join(about)}, driver {measured.driver}"
+    if sidecar.target.flavour.execution_provider == "cuda":
+        then, now = (minor(version) for version in (measured.versions.get("cudnn", ""), package_version(CUDNN)))
+        if then and now and then != now:
+            return f"measured with cuDNN {then}, here is {now}: convolutions may run other kernels and take other times"
+    return ""
+
+
+def minor(version: str) -> str:
+    """`9.19` of `9.19.0.56`."""
+    return ".".join(version.split(".")[:2])
 
 
 def fitted_for(workspace: Workspace, name: str | None = None) -> Fitted:
@@ -72,17 +112,18 @@ def fitted_for(workspace: Workspace, name: str | None = None) -> Fitted:
         UserError: as `choose_target`, and where the files can't be read.
     """
     name, notices = choose_target(workspace, name)
-    folder = workspace.predictors(name)
+    folder = predictor_folders(workspace)[name]
     key = (str(folder), *sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in folder.iterdir()))
 
-    def load() -> Fitted:
+    def load() -> tuple[Predictors, Composition]:
         from training.composition import load_composition
         from training.predictor_files import load_predictors
 
-        predictors = load_predictors(folder)
-        return Fitted(predictors.sidecar.target, predictors, load_composition(folder), notices)
+        return load_predictors(folder), load_composition(folder)
 
-    return cached(_fitted, key, load, limit=4)
+    predictors, composition = cached(_fitted, key, load, limit=4)
+    versions = version_notice(predictors.sidecar)
+    return Fitted(predictors.sidecar.target, predictors, composition, (*notices, versions) if versions else notices)
 
 
 def check_fit(record: ModelRecord, target: Target, dtypes: Sequence[str], force: bool) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper
 from trained_workspace import METRIC, conv_net, made_up_ms, model_ms, trained
 
-from inference import predict, predict_many
+from inference import predict, predict_many, targets
 from inference.load import InferenceConfig, current_load
 from inference.targets import choose_target, fitted_for
 from ort_analysis.fusion_detector import analyze
@@ -207,6 +207,24 @@ def test_another_element_type_or_version_is_refused_unless_forced(workspace: Wor
     other = record.model_copy(update={"flavour": record.flavour.model_copy(update={"execution_provider": "cuda"})})
     with pytest.raises(UserError, match="cuda graph"):
         predict(other, target=TARGET, workspace=workspace, force=True)
+
+
+def test_shipped_targets(tmp_path: Path, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictors that come with Hase are taken when they are named, also by how only one of them begins."""
+    shipped, elsewhere = tmp_path / "shipped", Workspace(tmp_path / "elsewhere")
+    monkeypatch.setattr(targets, "SHIPPED", shipped)
+    another = fitted_for(workspace, TARGET).target.model_copy(update={"device": "another"})
+    monkeypatch.setattr(targets, "local_targets", lambda: (another,))  # this machine is none of them
+    for name in ("gpu-a-cuda", "gpu-b-cuda"):
+        shutil.copytree(workspace.predictors(TARGET), shipped / name)
+    assert choose_target(elsewhere, "gpu-a") == ("gpu-a-cuda", ())
+    with pytest.raises(UserError, match="target gpu-: gpu-a-cuda, gpu-b-cuda begin so"):
+        choose_target(elsewhere, "gpu-")
+    with pytest.raises(UserError, match=r"collector\.py.*or predict for a target that Hase ships.*gpu-a-cuda, gpu-b-cuda"):
+        choose_target(elsewhere, None)
+    found = fitted_for(elsewhere, "gpu-a")
+    assert any(f"hold for {found.predictors.sidecar.machines[-1].device} with ONNX Runtime" in text for text in found.notices)
+    assert fitted_for(workspace, TARGET).predictors.sidecar == found.predictors.sidecar
 
 
 def test_the_target_is_this_machine_or_the_only_one(tmp_path: Path) -> None:

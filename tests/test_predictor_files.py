@@ -131,7 +131,7 @@ def test_the_sidecar_says_what_the_predictors_are(trained: Workspace) -> None:
     assert sidecar.labels["run"].errors[0].mape < 0.2
 
 
-@pytest.mark.parametrize("which", ["run-*.pkl", "kernel_time-*.pkl", "measured-*.json"])
+@pytest.mark.parametrize("which", ["run-*.pkl.xz", "kernel_time-*.pkl.xz", "measured-*.json.xz"])
 def test_one_changed_byte_is_noticed(folder: Path, which: str) -> None:
     path = next(folder.glob(which))
     data = bytearray(path.read_bytes())
@@ -142,7 +142,7 @@ def test_one_changed_byte_is_noticed(folder: Path, which: str) -> None:
 
 
 def test_a_truncated_or_missing_file_is_noticed(folder: Path) -> None:
-    path = next(folder.glob("run-*.pkl"))
+    path = next(folder.glob("run-*.pkl.xz"))
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match="damaged"):
         load_predictors(folder)
@@ -154,7 +154,9 @@ def test_a_truncated_or_missing_file_is_noticed(folder: Path) -> None:
 def plant(folder: Path, data: bytes) -> None:
     """Puts `data` in the place of a predictor, with a sidecar that vouches for it."""
     import hashlib
+    import lzma
 
+    data = lzma.compress(data)
     sidecar = json.loads(sidecar_path(folder).read_text())
     (folder / sidecar["labels"]["run"]["file"]).write_bytes(data)
     sidecar["labels"]["run"]["sha256"] = hashlib.sha256(data).hexdigest()
@@ -214,7 +216,7 @@ def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
     predictors = load_predictors(folder)
     about = {name: getattr(predictors.sidecar, name) for name in (
         "target", "created", "dataset_sha256", "metrics", "idle_load", "load_range", "loaded_rows", "dtypes", "held_out",
-        "config")}
+        "config", "machines")}
     models = {"run": predictors.kernel_model("kernel_time")}
     before = predictors.predict(NEW, {}, "run").latency_ms
 
@@ -227,7 +229,7 @@ def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
             predictor_files.save_predictors(folder, models, {"run": ()}, {}, about)
     assert load_predictors(folder).predict(NEW, {}, "run").latency_ms == before
     predictor_files.save_predictors(folder, models, {"run": ()}, {}, about)
-    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".json", ".pkl"]
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".xz", ".xz"]
     assert load_predictors(folder).predict(NEW, {}, "run").latency_ms == predictors.predict(NEW, {}, "kernel_time").latency_ms
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from benchmark.dataset import GPU_LABEL
 from utils.config import Config
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class XgboostSettings(Config):
     min_leaf_weight: float = Field(2.0, ge=0.0)
     bins: int = Field(128, ge=2, le=1024)
     objective: Literal["squarederror", "absoluteerror"] = "absoluteerror"
+    own_predictors: bool = True
 
 
 class ForestSettings(Config):
@@ -55,11 +57,16 @@ class TrainingConfig(Config):
     short_ms: float = Field(0.02, ge=0.0)
     threads: int = Field(0, ge=0)
     xgboost: XgboostSettings = XgboostSettings()
+    xgboost_gpu: XgboostSettings = XgboostSettings(depth=9, objective="squarederror", own_predictors=False)
     forest: ForestSettings = ForestSettings()
 
     @property
     def workers(self) -> int:
         return self.threads or os.cpu_count() or 1
+
+    def booster(self, label: str) -> XgboostSettings:
+        """How boosters of a label are trained."""
+        return self.xgboost_gpu if label in (GPU_LABEL, LAUNCHES) else self.xgboost
 
 
 class Roofline(Config):
@@ -214,13 +221,13 @@ def fit_kernel_model(rows: TrainingSet, label: str, own: Sequence[str], config: 
 
     Every type keeps the shared booster as well; `predictor_of` says which one counts.
     """
-    problem = problem or pose(rows, label)
-    boosters = {SHARED: train_booster(problem.matrix, problem.log_ratios, config.xgboost, config.seed)}
+    problem, settings = problem or pose(rows, label), config.booster(label)
+    boosters = {SHARED: train_booster(problem.matrix, problem.log_ratios, settings, config.seed)}
     predictor_of = dict.fromkeys(problem.type_codes, SHARED)
     for name in own:
         mask = rows.types == name
         if mask.any():
-            boosters[name] = train_booster(problem.matrix[mask], problem.log_ratios[mask], config.xgboost, config.seed)
+            boosters[name] = train_booster(problem.matrix[mask], problem.log_ratios[mask], settings, config.seed)
             predictor_of[name] = name
     return KernelModel(problem.roofline, problem.type_codes, predictor_of, boosters, tuple(rows.idle_load.values()))
 

@@ -3,8 +3,8 @@
 In training/predictors/<target>/:
 - `predictors.json`, the sidecar: what the predictors hold for, what they read, how far off they are, and the files below
   with their SHA-256.
-- `<label>-<hash>.pkl`: the boosters of one label, a pickle of xgboost's Booster and plain data.
-- `measured-<hash>.json`: idle times by kernel and label, for look-up.
+- `<label>-<hash>.pkl.xz`: the boosters of one label, a compressed pickle of xgboost's Booster and plain data.
+- `measured-<hash>.json.xz`: idle times by kernel and label, for look-up.
 
 The hash guards against damage. Against attack, unpickling admits only the classes on a list. History of the schema:
 version 1 is the first.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import lzma
 import math
 import pickle
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from training.estimators import LAUNCHES, SHARED, KernelModel, Roofline
 from training.features import FEATURES, kernel_features
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import Target, package_version
+from utils.fingerprint import Machine, Target, package_version
 from utils.logger import get_logger
 
 log = get_logger("predictors")
@@ -41,6 +42,7 @@ ADMITTED = {("xgboost.core", "Booster")}  # all that unpickling may name
 ON_GPU = (GPU_LABEL, LAUNCHES)
 REMEMBERED_KERNELS = 100_000
 REMEMBERED_LOADS = 64
+COMPRESSION = 3  # of lzma's presets: higher ones gain little and take long
 
 
 class TypeErrors(Frozen):
@@ -89,6 +91,7 @@ class Sidecar(Frozen):
         dtypes: that the kernels of the training compute in.
         held_out: model families that are in no fit.
         config: the settings of the training.
+        machines: that were measured.
         measured, measured_sha256: the file of measured idle times.
         labels: by name.
     """
@@ -106,6 +109,7 @@ class Sidecar(Frozen):
     dtypes: tuple[str, ...]
     held_out: tuple[str, ...]
     config: dict[str, Any]
+    machines: tuple[Machine, ...]
     measured: str
     measured_sha256: str
     labels: dict[str, LabelPredictors]
@@ -188,7 +192,7 @@ def unpickle_boosters(data: bytes, where: Path) -> dict[str, Any]:
         UserError: the bytes name a class that is not admitted, or are no pickled boosters.
     """
     try:
-        boosters = _Unpickler(data, where).load()
+        boosters = _Unpickler(lzma.decompress(data), where).load()
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - a pickle that is none can fail in any way
@@ -320,7 +324,7 @@ def load_predictors(folder: Path) -> Predictors:
         UserError: none there, another version's, damaged.
     """
     sidecar = read_sidecar(folder)
-    measured = json.loads(read_checked(folder / sidecar.measured, sidecar.measured_sha256))
+    measured = json.loads(lzma.decompress(read_checked(folder / sidecar.measured, sidecar.measured_sha256)))
     pickles = {label: read_checked(folder / about.file, about.sha256) for label, about in sidecar.labels.items()}
     return Predictors(folder, sidecar, measured, pickles)
 
@@ -338,24 +342,25 @@ def save_predictors(folder: Path, models: Mapping[str, KernelModel], errors: Map
     labels = {}
     for label, model in models.items():
         used = {name: model.boosters[name] for name in sorted({SHARED, *model.predictor_of.values()})}
-        name, digest = _write_hashed(folder, label, "pkl", pickle.dumps(used, protocol=5))
+        name, digest = _write_hashed(folder, label, "pkl.xz", pickle.dumps(used, protocol=5))
         labels[label] = LabelPredictors(
             file=name, sha256=digest, roofline=model.roofline, type_codes=dict(model.type_codes),
             predictor_of=dict(model.predictor_of), errors=tuple(errors[label]))
-    name, digest = _write_hashed(folder, "measured", "json", json.dumps(measured, separators=(",", ":")).encode())
+    name, digest = _write_hashed(folder, "measured", "json.xz", json.dumps(measured, separators=(",", ":")).encode())
     sidecar = Sidecar(features=FEATURES, packages=installed_packages(), measured=name, measured_sha256=digest, labels=labels,
                       **about)
     files.write_json(sidecar_path(folder), sidecar)
     kept = {name, *(about.file for about in labels.values())}
-    for old in [*folder.glob("*-*.pkl"), *folder.glob("measured-*.json")]:
+    for old in [*folder.glob("*-*.pkl.xz"), *folder.glob("measured-*.json.xz")]:
         if old.name not in kept:
             old.unlink()
     return sidecar
 
 
 def _write_hashed(folder: Path, stem: str, suffix: str, data: bytes) -> tuple[str, str]:
-    """Writes `data` under a name that holds a part of its SHA-256; returns the name and the whole hash."""
-    digest = hashlib.sha256(data).hexdigest()
+    """Writes `data`, compressed, under a name that holds a part of the file's SHA-256; returns the name and the whole hash."""
+    compressed = lzma.compress(data, preset=COMPRESSION)
+    digest = hashlib.sha256(compressed).hexdigest()
     name = f"{stem}-{digest[:8]}.{suffix}"
-    files.write_bytes(folder / name, data)
+    files.write_bytes(folder / name, compressed)
     return name, digest

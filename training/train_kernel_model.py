@@ -154,7 +154,8 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig) -> Traine
     counts: dict[str, int] = {}
     for _, name in kernels:
         counts[name] = counts.get(name, 0) + 1
-    candidates = [name for name, count in counts.items() if count >= config.own_min_kernels]
+    may_own = config.booster(label).own_predictors
+    candidates = [name for name, count in counts.items() if may_own and count >= config.own_min_kernels]
     left_out = cross_validate(rows, label, candidates, config)
     own = choose_own(rows, label, left_out, candidates)
     log.info("%s: %d rows of %d kernels; predictors of their own: %s", label, len(rows), len(kernels), ", ".join(own) or "none")
@@ -209,7 +210,7 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config
         "target": header.target, "created": datetime.now(UTC).isoformat(timespec="seconds"), "dataset_sha256": rows.sha256,
         "metrics": rows.metrics, "idle_load": rows.idle_load, "load_range": spans, "dtypes": rows.dtypes,
         "loaded_rows": int((~rows.idle).sum()), "held_out": header.held_out,
-        "config": config.model_dump(mode="json")}
+        "machines": tuple(header.machines.values()), "config": config.model_dump(mode="json")}
     return save_predictors(workspace.predictors(header.target.name), {one.label: one.model for one in trained},
                            {one.label: one.errors for one in trained}, measured_times(rows), about)
 

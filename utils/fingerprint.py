@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from utils.errors import UserError
 
+CUDNN = "nvidia-cudnn-cu13"  # the package that brings it
 MACHINE_ID = Path("/etc/machine-id")
 
 
@@ -198,6 +199,6 @@ def machine(execution_provider: str) -> Machine:
         cpu=cpu, cores=psutil.cpu_count() or 1, memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
         versions={
             "python": platform.python_version(), "onnxruntime": ort_version(), "onnx": package_version("onnx"),
-            "torch": package_version("torch"), "cudnn": package_version("nvidia-cudnn-cu13"),
+            "torch": package_version("torch"), "cudnn": package_version(CUDNN),
         },
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = ROOT / "training" / "shipped"  # predictors of targets that come with Hase, laid out as those of a workspace
 OPTIMIZED_SUFFIX = ".ort.onnx"  # ORT's optimised graph of a model: `<model>.<flavour>.ort.onnx`; never taken for a model
 
 
