@@ -205,8 +205,8 @@ def model_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS
     """The columns of `model_latency.csv`."""
     metrics = list(metrics)
     return ["Model", "Level", *metrics, "Latency_ms", "median_ms", "p95_ms", "std_ms", "Runs",
-            *(("host_ms", "gpu_ms", "gpu_launches", "Disturbance") if GPU_LABEL in labels else ()), "Canary_ms", "Drift",
-            *(f"{metric}_during" for metric in metrics), "Machine", "Started", "Ended", "Status", "Error"]
+            *(("host_ms", "gpu_ms", "gpu_launches") if GPU_LABEL in labels else ()), "Canary_ms", "Drift",
+            "Disturbance", *(f"{metric}_during" for metric in metrics), "Machine", "Started", "Ended", "Status", "Error"]
 
 
 def _metrics(block: Block) -> dict[str, float]:
