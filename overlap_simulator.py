@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -141,6 +141,47 @@ def pipeline_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], 
     left = np.cumsum(work[::-1])[::-1]  # from each node on
     ends = (at + costs.lead_ms + left)[working]
     return float(max(at[-1], ends.max(initial=0.0)) + costs.end_ms)
+
+
+class NodeSpan(NamedTuple):
+    """When the host dispatches a node and when the GPU works on it, in ms from the start of a run; the latter None for a node
+    that leaves the GPU nothing to do."""
+
+    host: tuple[float, float]
+    gpu: tuple[float, float] | None
+
+
+def timeline(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts) -> list[NodeSpan]:
+    """The two tracks node by node; what `pipeline_ms` gives is the end of the later one, and costs.end_ms.
+
+    Arguments are those of `pipeline_ms`.
+    """
+    spans, host, gpu = [], costs.start_ms, 0.0
+    for dispatched, time, count in zip(dispatched_ms(launches, moves, costs).tolist(), gpu_ms, launches, strict=True):
+        work = None
+        if count > 0:
+            begins = max(gpu, dispatched + costs.lead_ms, 0.0)
+            gpu = begins + float(time) + costs.gap_ms * float(count)
+            work = begins, begins + float(time)
+        spans.append(NodeSpan((host, dispatched), work))
+        host = dispatched
+    return spans
+
+
+def chrome_trace(names: Sequence[str], spans: Sequence[NodeSpan]) -> dict[str, Any]:
+    """A timeline in Chrome's trace-event format, which Perfetto (ui.perfetto.dev) opens: a track for the host, one for the GPU.
+
+    The format: "Trace Event Format", Google, 2016; times are in microseconds.
+    """
+    tracks = {1: "host", 2: "GPU"}
+    events: list[dict[str, Any]] = [{"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": track}}
+                                    for number, track in tracks.items()]
+    for name, span in zip(names, spans, strict=True):
+        for number, when in ((1, span.host), (2, span.gpu)):
+            if when is not None:
+                events.append({"name": name, "ph": "X", "pid": 1, "tid": number, "ts": round(1000 * when[0], 3),
+                               "dur": round(1000 * (when[1] - when[0]), 3)})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def innermost(nodes: Iterable[NodeEvent]) -> list[NodeEvent]:

@@ -2,7 +2,7 @@
 
 Reads the model (any ONNX file; a bare name is also looked for in model_zoo), what training learned for the target, and
 inference/config.yaml. Prints the latency, where it comes from and which kernels dominate; with several sizes of a
-dynamic dimension a row for each, which is how to choose a batch. Writes nothing.
+dynamic dimension a row for each, which is how to choose a batch. Writes nothing but, with --trace, the predicted timeline.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXAMPLES = """
 python inference/predict_model_latency.py --model resnet18.onnx
 python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8
 python inference/predict_model_latency.py --model model.onnx --strict --top 10 --json
-python inference/predict_model_latency.py --model model.onnx --target nvidia-h200
+python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace timeline.json
 """
 
 
@@ -42,6 +42,7 @@ def summary(found: Prediction) -> dict[str, Any]:
     """A prediction as one row of a table."""
     return {
         "model": found.model, "batch": found.batch, "latency (ms)": found.latency_ms,
+        **({"90 % between (ms)": "{:.4g} and {:.4g}".format(*found.interval_ms)} if found.interval_ms else {}),
         "items/s": found.items_per_second, "peak memory (MiB)": found.peak_memory_mib,
         "Σ kernels (ms)": found.kernel_sum_ms,
         **{name: f"{share:.0%}" for name, share in found.time_share.items()},
@@ -83,10 +84,15 @@ def main() -> int:
     parser.add_argument("--metrics", type=Path, metavar="FILE",
                         help="JSON of what else runs on the device, by DCGM field name (default: as the config says, idle)")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="show the N dominating kernels (default: 5)")
+    parser.add_argument("--trace", type=Path, metavar="FILE",
+                        help="write the predicted timeline, to be opened at ui.perfetto.dev or chrome://tracing")
     parser.add_argument("--strict", action="store_true", help="predict every kernel, even those that were measured")
     parser.add_argument("--force", action="store_true",
                         help="predict although element type or ONNX Runtime version are not the predictors'")
     args = parser.parse_args()
+    sizes = combinations(cli.parse_dims(args.dim))
+    if args.trace and len(sizes) > 1:
+        parser.error("--trace draws one run: give each --dim one size")
     workspace = cli.start(args)
     if __name__ == "__main__":  # in a process of its own: xgboost would import it (0.9 s) for an API that is not used here
         sys.modules["sklearn"] = None  # type: ignore[assignment]
@@ -99,7 +105,15 @@ def main() -> int:
     found = [
         predict(args.model, dims=dims, target=args.target, strict=args.strict, load=load, workspace=workspace,
                 force=args.force)
-        for dims in cli.track(combinations(cli.parse_dims(args.dim)), "predicting")]
+        for dims in cli.track(sizes, "predicting")]
+    if args.trace:
+        from inference.sources import record_of
+        from inference.timeline import trace_of
+        from utils.files import write_json
+
+        provider = "cuda" if "-cuda-" in found[0].target else "cpu"
+        record = record_of(workspace.find_model(args.model), provider, found[0].dims)
+        write_json(args.trace, trace_of(found[0], record))
     for warning in dict.fromkeys(warning for one in found for warning in one.warnings):
         log.warning("%s", warning)
     if args.json:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Provenance = Literal["measured", "predicted", "fallback"]
 PROVENANCES: tuple[Provenance, ...] = ("measured", "predicted", "fallback")
 PREDICTION_VERSION = 1
+NEARLY_ALL = 0.95  # of the kernel time measured: then the errors are those of models whose kernels are known
 
 
 class UsedComposition(Frozen):
@@ -44,7 +45,11 @@ class UsedComposition(Frozen):
 
 
 class KernelShare(Frozen):
-    """One kernel of the model: how often it runs, its time a run, and its part of the model's kernel time (a ratio)."""
+    """One kernel of the model: how often it runs, its time a run, and its part of the model's kernel time (a ratio).
+
+    Attributes:
+        launches: how many launches it takes, where the composition asks.
+    """
 
     id: str
     type: str
@@ -53,6 +58,7 @@ class KernelShare(Frozen):
     total_ms: float
     share: float
     provenance: Provenance
+    launches: float | None = None
 
 
 class Prediction(Frozen):
@@ -63,6 +69,8 @@ class Prediction(Frozen):
         target, flavour: names of what the prediction holds for, and of the graph.
         composition: how the kernels' times were put together.
         latency_ms: the prediction.
+        interval_ms: between which latencies nine of ten models lay; None under load, where a kernel is estimated from
+            FLOPs and bytes, or where too few models were measured to tell.
         sum_latency_ms: α·Σ+β; the prediction itself, unless the composition uses the longest path.
         kernel_sum_ms: Σ of the kernels' times.
         critical_path_ms: the longest path, where the composition uses it.
@@ -83,6 +91,7 @@ class Prediction(Frozen):
     flavour: str
     composition: UsedComposition
     latency_ms: float
+    interval_ms: tuple[float, float] | None = None
     sum_latency_ms: float | None
     kernel_sum_ms: float
     critical_path_ms: float | None = None
@@ -146,12 +155,15 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
     found = fitted.predictors.predict(list(kernels.values()), given, used.label, strict)
     provenance = cast("list[Provenance]", found.provenance)
     times = dict(zip(kernels, zip(found.latency_ms, provenance, strict=True), strict=True))
+    predicted = [kernel for kernel in kernels.values() if times[kernel.id][1] == "predicted"]
+    beyond = set(fitted.predictors.beyond_range(predicted))
+    warnings = [(*warned, *_range_warning(record, times, beyond)) for record, warned in zip(records, warnings, strict=True)]
     launches: dict[str, float] = {}
     if used.kind == "pipeline":
         from training.estimators import LAUNCHES
 
         counts = fitted.predictors.predict(list(kernels.values()), given, LAUNCHES, strict).latency_ms
-        launches = {name: max(round(count), 1) if count else 0.0 for name, count in zip(kernels, counts, strict=True)}
+        launches = dict(zip(kernels, counts, strict=True))
     return [_compose(record, times, launches, fitted, used, given, strict, warned)
             for record, warned in zip(records, warnings, strict=True)]
 
@@ -192,18 +204,36 @@ def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]],
         model=record.model, target=fitted.target.name, flavour=record.flavour.name,
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
                                     node_ms=used.node_ms, costs=used.costs),
-        latency_ms=latency, sum_latency_ms=_sum_latency_ms(used, kernel_sum_ms), kernel_sum_ms=kernel_sum_ms,
+        latency_ms=latency, interval_ms=None if load or unknown else _interval_ms(latency, used, shares["measured"]),
+        sum_latency_ms=_sum_latency_ms(used, kernel_sum_ms), kernel_sum_ms=kernel_sum_ms,
         critical_path_ms=critical_path_ms,
         load=load or "idle", strict=strict, time_share=shares, kernel_count=nodes_by_provenance,
         kernels=tuple(
             KernelShare(id=kernel_id, type=record.kernels[kernel_id].type, count=counts[kernel_id],
                         latency_ms=times[kernel_id][0], total_ms=total_ms,
-                        share=total_ms / base_ms, provenance=times[kernel_id][1])
+                        share=total_ms / base_ms, provenance=times[kernel_id][1], launches=launches.get(kernel_id))
             for kernel_id, total_ms in sorted(totals.items(), key=lambda item: -item[1])),
         types_without_predictor=tuple(unknown), dims=record.dims, batch=record.batch,
         items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
         memory=memory, peak_memory_mib=memory.peak_mib, warnings=warnings,
     )
+
+
+def _range_warning(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]], beyond: set[str]) -> tuple[str, ...]:
+    """What to know about a model's kernels that are smaller or larger than any measured; nothing where there are none."""
+    found = [kernel for kernel in record.kernels if kernel in beyond]
+    if not found:
+        return ()
+    counts = Counter(node.kernel_id for node in record.nodes)
+    part, total = (sum(counts[name] * times[name][0] for name in names) for names in (found, record.kernels))
+    return (f"{len(found)} of its kernels, {part / total if total else 0.0:.1%} of the kernel time, are beyond what was "
+            f"measured in some size, and less sure: {', '.join(found[:2])}{' …' if len(found) > 2 else ''}",)
+
+
+def _interval_ms(latency: float, used: Composition, measured_share: float) -> tuple[float, float] | None:
+    """The interval around a latency: that of measured kernels where nearly all are, else that of predicted ones."""
+    interval = used.interval_measured if used.interval_measured and measured_share >= NEARLY_ALL else used.interval
+    return (interval.low * latency, interval.high * latency) if interval else None
 
 
 def _pipeline_ms(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]], launches: Mapping[str, float],

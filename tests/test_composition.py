@@ -11,7 +11,16 @@ import pytest
 from made_up_dataset import TARGET, chain, draw_kernels, true_ms, write_workspace
 
 from training import estimators
-from training.composition import best, composition_path, fit_candidate, fit_line, latency_ms, leave_out, load_composition
+from training.composition import (
+    best,
+    composition_path,
+    fit_candidate,
+    fit_line,
+    interval_of,
+    latency_ms,
+    leave_out,
+    load_composition,
+)
 from training.fit_composition import MeasuredModel, fit_target, left_out_groups, measured_models, predict_out_of_fold
 from training.predictor_files import read_sidecar, sidecar_path
 from training.train_kernel_model import save, train_label
@@ -207,3 +216,25 @@ def test_the_command(trained: Workspace) -> None:
     printed = json.loads(subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
     assert printed[TARGET.name]["label"] == "run"
     assert load_composition(trained.predictors(TARGET.name)).alpha == printed[TARGET.name]["alpha"]
+
+
+def test_an_interval_holds_nine_of_ten() -> None:
+    """Errors drawn from one distribution: the interval is its outer twentieths, and covers what was left out."""
+    draw = np.random.default_rng(2)
+    predicted = draw.uniform(1.0, 20.0, 400)
+    measured = predicted * draw.normal(1.02, 0.05, 400)
+    found = interval_of(predicted, measured, [f"family{place % 10}" for place in range(400)])
+    assert found is not None
+    assert (found.low, found.high) == pytest.approx((1.02 - 1.645 * 0.05, 1.02 + 1.645 * 0.05), abs=0.015)
+    assert 0.85 <= found.coverage <= 0.95
+
+
+def test_too_few_models_tell_no_interval() -> None:
+    assert interval_of(np.ones(19), np.ones(19), ["a", *["b"] * 18]) is None
+
+
+def test_a_family_unlike_the_others_lowers_the_coverage() -> None:
+    predicted, measured = np.ones(40), np.where(np.arange(40) < 10, 2.0, 1.0)
+    found = interval_of(predicted, measured, ["odd"] * 10 + [f"usual{place % 3}" for place in range(30)])
+    assert found is not None
+    assert found.coverage == 0.75

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from overlap_simulator import PipelineCosts, dispatched_ms, pipeline_ms
+from overlap_simulator import NodeSpan, PipelineCosts, chrome_trace, dispatched_ms, pipeline_ms, timeline
 from training.pipeline import Tracks, fit_host, fit_pipeline
 
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0003, launch_ms=0.004, start_ms=0.03, gap_ms=0.001, lead_ms=-0.004, end_ms=0.006)
@@ -50,6 +51,28 @@ def test_by_hand() -> None:
     assert pipeline_ms(gpu, launches, moves, costs) == 14.0 - 1.0 + 20.0 + 2 * 0.25 + 5.0 + 0.25 + 4.0
     assert pipeline_ms(gpu / 100, launches, moves, costs) == 17.5 + 4.0  # the host is the slower track
     assert pipeline_ms(gpu[:0], launches[:0], moves[:0], costs) == 14.0  # a graph that is optimised away
+
+
+@pytest.mark.parametrize("scale", [0.0001, 0.01, 1.0])
+def test_the_timeline_ends_with_the_prediction(scale: float) -> None:
+    """No overlap on either track, and the same end as the formula gives."""
+    draw = np.random.default_rng(8)
+    model = made_up(draw, scale)
+    spans = timeline(model.gpu_ms, model.launches, model.moves, COSTS)
+    assert spans[0].host[0] == COSTS.start_ms
+    assert all(before.host[1] == after.host[0] for before, after in itertools.pairwise(spans))
+    work = [span.gpu for span in spans if span.gpu]
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(work))
+    last = max(spans[-1].host[1], work[-1][1] + COSTS.gap_ms * model.launches[model.launches > 0][-1])
+    assert last + COSTS.end_ms == pytest.approx(model.latency_ms, rel=1e-9)
+
+
+def test_a_trace_has_both_tracks() -> None:
+    found = chrome_trace(["a", "view"], [NodeSpan((0.0, 0.5), (0.25, 2.0)), NodeSpan((0.5, 0.75), None)])
+    assert [event["args"]["name"] for event in found["traceEvents"] if event["ph"] == "M"] == ["host", "GPU"]
+    spans = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    assert [(span["name"], span["tid"], span["ts"], span["dur"]) for span in spans] == [
+        ("a", 1, 0.0, 500.0), ("a", 2, 250.0, 1750.0), ("view", 1, 500.0, 250.0)]
 
 
 def test_costs_are_found_again() -> None:

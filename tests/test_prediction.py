@@ -209,6 +209,20 @@ def test_another_element_type_or_version_is_refused_unless_forced(workspace: Wor
         predict(other, target=TARGET, workspace=workspace, force=True)
 
 
+def test_a_kernel_beyond_the_data_is_told(workspace: Workspace, record: ModelRecord) -> None:
+    """Far larger a batch than any that was measured: the warning says which kernels, and how much of the time they are."""
+    name, kernel = next((name, kernel) for name, kernel in record.kernels.items() if kernel.op_type == "Conv")
+    batch, *sizes = kernel.inputs[0].shape
+    wide = kernel.inputs[0].model_copy(update={"shape": (5000 * batch, *sizes)})
+    larger = kernel.model_copy(update={"id": "larger", "inputs": (wide, *kernel.inputs[1:])})
+    nodes = tuple(node.model_copy(update={"kernel_id": "larger"}) if node.kernel_id == name else node for node in record.nodes)
+    kernels = {"larger" if key == name else key: larger if key == name else value for key, value in record.kernels.items()}
+    usual, odd = (predict(one, target=TARGET, workspace=workspace, strict=True)
+                  for one in (record, record.model_copy(update={"kernels": kernels, "nodes": nodes})))
+    assert not any("beyond what was measured" in text for text in usual.warnings)
+    assert any(text.startswith("1 of its kernels, ") and text.endswith("less sure: larger") for text in odd.warnings)
+
+
 def test_shipped_targets(tmp_path: Path, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Predictors that come with Hase are taken when they are named, also by how only one of them begins."""
     shipped, elsewhere = tmp_path / "shipped", Workspace(tmp_path / "elsewhere")

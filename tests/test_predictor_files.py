@@ -216,7 +216,7 @@ def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
     predictors = load_predictors(folder)
     about = {name: getattr(predictors.sidecar, name) for name in (
         "target", "created", "dataset_sha256", "metrics", "idle_load", "load_range", "loaded_rows", "dtypes", "held_out",
-        "config", "machines")}
+        "config", "machines", "feature_range")}
     models = {"run": predictors.kernel_model("kernel_time")}
     before = predictors.predict(NEW, {}, "run").latency_ms
 

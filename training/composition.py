@@ -25,6 +25,8 @@ COMPOSITION_VERSION = 1
 FIT = "python training/fit_composition.py"
 Kind = Literal["sum", "sum_nodes", "critical_path", "pipeline"]
 KINDS: tuple[Kind, ...] = ("sum", "sum_nodes", "critical_path")  # those that are a line over Σ or over the longest path
+COVERAGE = 0.9  # of an interval
+LEAST_FOR_INTERVAL = 20  # left-out models; with fewer, the outermost error is no 95th percentile
 LEAST_SHARE = 0.1  # of α·Σ: a negative γ never takes more than the rest
 NODE_MARGIN = 0.9  # with γ, a candidate must err this much less than without: few models fit three constants too well
 MODELS_FOR_NODES = 5  # fewer can't tell γ from α and β
@@ -65,6 +67,19 @@ class FittedModel(Frozen):
     predicted_ms: float
 
 
+class Interval(Frozen):
+    """Between which multiples of the prediction a model's latency lies, in COVERAGE of all cases.
+
+    Attributes:
+        low, high: the multiples.
+        coverage: the share of models that lay in an interval drawn from the other families' errors alone; a ratio.
+    """
+
+    low: float
+    high: float
+    coverage: float
+
+
 class Composition(Frozen):
     """`composition.json`: the composition used for a target, and the candidates that it was chosen from.
 
@@ -74,6 +89,8 @@ class Composition(Frozen):
         models_sha256: of the table of models' latencies.
         predictors_created: when the predictors were trained whose choices it shares.
         models: of the fit.
+        interval: of predictions with kernels predicted; None where too few models were left out to tell.
+        interval_measured: of predictions with all kernels measured; None where that is not known.
     """
 
     version: int = COMPOSITION_VERSION
@@ -89,6 +106,8 @@ class Composition(Frozen):
     predictors_created: str
     candidates: tuple[Candidate, ...]
     models: tuple[FittedModel, ...]
+    interval: Interval | None = None
+    interval_measured: Interval | None = None
 
 
 def composition_path(folder: Path) -> Path:
@@ -181,6 +200,29 @@ def leave_out(sums_ms: Floats, measured_ms: Floats, groups: Sequence[str], nodes
         return latency_ms(line, sums_ms[out], counts[out])
 
     return each_left_out(groups, fit_and_predict)
+
+
+def interval_of(predicted_ms: Floats, measured_ms: Floats, groups: Sequence[str]) -> Interval | None:
+    """The interval that the errors of left-out models tell of; None for fewer than LEAST_FOR_INTERVAL.
+
+    A split-conformal interval (Lei et al., Distribution-free predictive inference for regression, 2018) on the ratio of
+    measured to predicted: the outer tenths of the ratios, with the correction for their number, are cut off.
+    """
+    ratios = measured_ms / predicted_ms
+    if len(ratios) < LEAST_FOR_INTERVAL:
+        return None
+
+    def bounds(of: Floats) -> tuple[float, float]:
+        tail = (1.0 - COVERAGE) / 2
+        upper = min(np.ceil((len(of) + 1) * (1.0 - tail)) / len(of), 1.0)
+        return float(np.quantile(of, 1.0 - upper)), float(np.quantile(of, upper))
+
+    inside, labels = [], np.array(groups)
+    for group in sorted(set(groups)):
+        low, high = bounds(ratios[labels != group])
+        inside += ((ratios[labels == group] >= low) & (ratios[labels == group] <= high)).tolist()
+    low, high = bounds(ratios)
+    return Interval(low=low, high=high, coverage=float(np.mean(inside)))
 
 
 def fit_candidate(label: str, kind: Kind, sums_ms: Floats, measured_ms: Floats, nodes: Floats,

@@ -149,7 +149,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     """
     import numpy as np
 
-    from training.composition import KINDS, Composition, FittedModel, best, fit_candidate, working_nodes
+    from training.composition import KINDS, Composition, FittedModel, best, fit_candidate, interval_of, working_nodes
     from training.estimators import LAUNCHES
     from training.pipeline import can_fit, fit_pipeline_candidate
     from training.predictor_files import ON_GPU, TRAIN, read_sidecar
@@ -183,14 +183,16 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
         strict, looked_up = ([tracks(model, *(times[label][model.record.model] for label in ON_GPU)) for model in models]
                              for times in (by_label, known))
         if can_fit(strict):
-            candidate, latencies = fit_pipeline_candidate(strict, looked_up, groups)
+            candidate, latencies, with_measured = fit_pipeline_candidate(strict, looked_up, groups)
             candidates.append(candidate)
             predictions.append(latencies)
     chosen = best(candidates)
     used = candidates[chosen]
+    interval = interval_of(predictions[chosen], measured, groups) if left_out == "family" else None
+    interval_measured = interval_of(with_measured, measured, groups) if interval and used.kind == "pipeline" else None
     return Composition(
         label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms, node_ms=used.node_ms, costs=used.costs,
-        left_out=left_out,
+        left_out=left_out, interval=interval, interval_measured=interval_measured,
         dataset_sha256=rows.sha256, models_sha256=models_sha256(workspace, target), predictors_created=sidecar.created,
         candidates=tuple(candidates), models=tuple(
             FittedModel(model=model.record.model, measured_ms=model.latency_ms, predicted_ms=float(predicted))

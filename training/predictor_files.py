@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmark.dataset import GPU_LABEL
 from ort_analysis.records import Frozen, Kernel
@@ -42,6 +43,7 @@ ADMITTED = {("xgboost.core", "Booster")}  # all that unpickling may name
 ON_GPU = (GPU_LABEL, LAUNCHES)
 REMEMBERED_KERNELS = 100_000
 REMEMBERED_LOADS = 64
+SLACK = 1e-6  # of a feature beyond its range: what rounding may do
 COMPRESSION = 3  # of lzma's presets: higher ones gain little and take long
 
 
@@ -92,6 +94,7 @@ class Sidecar(Frozen):
         held_out: model families that are in no fit.
         config: the settings of the training.
         machines: that were measured.
+        feature_range: least and greatest value of each of `features` in training.
         measured, measured_sha256: the file of measured idle times.
         labels: by name.
     """
@@ -110,6 +113,7 @@ class Sidecar(Frozen):
     held_out: tuple[str, ...]
     config: dict[str, Any]
     machines: tuple[Machine, ...]
+    feature_range: tuple[tuple[float, float], ...]
     measured: str
     measured_sha256: str
     labels: dict[str, LabelPredictors]
@@ -294,6 +298,20 @@ class Predictors:
         pairs = [known[kernel.id] for kernel in kernels]
         return KernelTimes([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
+    def features_of(self, kernels: Sequence[Kernel]) -> npt.NDArray[np.float64]:
+        """kernels × FEATURES, each kernel's worked out once."""
+        return np.array([files.cached(self._features, kernel.id, partial(kernel_features, kernel), REMEMBERED_KERNELS)
+                         for kernel in kernels])
+
+    def beyond_range(self, kernels: Sequence[Kernel]) -> list[str]:
+        """The ids of those kernels of which a feature is smaller or greater than any in training."""
+        moving = [kernel for kernel in kernels if kernel.moves_data]
+        if not moving:
+            return []
+        features, (low, high) = self.features_of(moving), np.array(self.sidecar.feature_range).T
+        beyond = ((features < low - SLACK) | (features > high + SLACK)).any(axis=1)
+        return [kernel.id for kernel, out in zip(moving, beyond, strict=True) if out]
+
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:
         """Time and provenance of each kernel by id, those of one predictor in one call."""
@@ -306,10 +324,8 @@ class Predictors:
         if not rest:
             return times
         model = self.kernel_model(label)
-        rows = [files.cached(self._features, kernel.id, partial(kernel_features, kernel), REMEMBERED_KERNELS)
-                for kernel in rest]
         predicted = model.predict_ms(
-            [kernel.type for kernel in rest], np.array(rows), np.tile(np.array(load), (len(rest), 1)),
+            [kernel.type for kernel in rest], self.features_of(rest), np.tile(np.array(load), (len(rest), 1)),
             np.array([kernel.flops for kernel in rest], dtype=float),
             np.array([kernel.bytes_read + kernel.bytes_written for kernel in rest], dtype=float))
         for kernel, time_ms in zip(rest, predicted.tolist(), strict=True):

@@ -210,7 +210,9 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config
         "target": header.target, "created": datetime.now(UTC).isoformat(timespec="seconds"), "dataset_sha256": rows.sha256,
         "metrics": rows.metrics, "idle_load": rows.idle_load, "load_range": spans, "dtypes": rows.dtypes,
         "loaded_rows": int((~rows.idle).sum()), "held_out": header.held_out,
-        "machines": tuple(header.machines.values()), "config": config.model_dump(mode="json")}
+        "machines": tuple(header.machines.values()),
+        "feature_range": tuple(zip(rows.features.min(axis=0).tolist(), rows.features.max(axis=0).tolist(), strict=True)),
+        "config": config.model_dump(mode="json")}
     return save_predictors(workspace.predictors(header.target.name), {one.label: one.model for one in trained},
                            {one.label: one.errors for one in trained}, measured_times(rows), about)
 

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Learns from the H200's dataset in this folder, on any machine, and ships what was learned: training/shipped/ is what
+# `--target nvidia-h200` predicts from. Usage: gpu_dataset/learn.sh [workspace]     About 5 minutes on two cores.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-out/h200}
+target=nvidia-h200-cuda-ort1.31-all
+mkdir -p "$out"
+tar xJf "gpu_dataset/$target.tar.xz" -C "$out"
+python training/train_kernel_model.py --workspace "$out" --target "$target"
+python training/fit_composition.py --workspace "$out" --target "$target"
+mkdir -p "training/shipped/$target"
+rm -f "training/shipped/$target"/*
+cp "$out/training/predictors/$target"/* "training/shipped/$target/"
+python training/leave_families_out.py --workspace "$out" --target "$target"

@@ -1,0 +1,113 @@
+"""What ships for a GPU that is not here: a part of its dataset learned from anew, and predictions by its shipped predictors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from conftest import TORCH_MODELS
+
+from benchmark import dataset
+from benchmark.collector import write_tables
+from inference import predict
+from ort_analysis.records import family, load_record
+from training.predictor_files import read_sidecar
+from utils.fingerprint import has_cuda
+from utils.paths import ROOT, SHIPPED, Workspace
+
+TARGET = "nvidia-h200-cuda-ort1.31-all"
+FAMILIES = {"squeezenet", "mnasnet", "shufflenet", "resnet"}
+FURTHER = 1500  # kernels of no model
+
+
+@pytest.fixture(scope="module")
+def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """The shipped dataset cut down to four families and some further kernels, with predictors of few trees."""
+    workspace = Workspace(tmp_path_factory.mktemp("h200"))
+    with tarfile.open(ROOT / "gpu_dataset" / f"{TARGET}.tar.xz") as archive:
+        archive.extractall(workspace.root, filter="data")
+    folder = workspace.dataset(TARGET)
+    records = workspace.kernel_records / dataset.load_header(folder).target.flavour.name
+    wanted: set[str] = set()
+    for path in records.glob("*.json"):
+        if family(path.stem) in FAMILIES:
+            wanted |= set(load_record(path).kernels)
+        else:
+            path.unlink()
+    free = [kernel.kernel.id for kernel in dataset.read_kernels(folder) if kernel.models == (dataset.SAMPLED,)]
+    wanted |= set(free[:FURTHER])
+    kept = []
+    for block in dataset.read_journal(folder):
+        found = tuple(m for m in block.measurements if (
+            m.id in wanted if m.subject == "kernel" else family(m.id) in FAMILIES))
+        if found:
+            kept.append(block.model_copy(update={"measurements": found}))
+    dataset.journal_path(folder).write_text("".join(block.model_dump_json() + "\n" for block in kept))
+    write_tables(folder, dataset.load_header(folder))
+    (workspace.root / "few.yaml").write_text(
+        "folds: 4\nxgboost_gpu: {trees: 120, depth: 7, learning_rate: 0.1, objective: squarederror, own_predictors: false}\n"
+        "forest: {trees: 3}\n")
+    for script in ("train_kernel_model", "fit_composition"):
+        done = run(f"training/{script}.py", workspace)
+        assert done.returncode == 0, done.stderr
+    return workspace
+
+
+def run(script: str, workspace: Workspace, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, script, "--workspace", str(workspace.root), "--config", str(workspace.root / "few.yaml")]
+    return subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_families_left_out(part: Workspace) -> None:
+    """Two tracks err less than a line over the sum, known kernels less than predicted ones; all within reason."""
+    done = run("training/leave_families_out.py", part, "--without-forests", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)[TARGET]
+    strict, shared, known, line, *_ = (row["MAPE_%"] for row in found["models"])
+    assert known < strict < line
+    assert known <= shared < line
+    assert strict < 20
+    assert found["kernels"]["median_%"] < found["kernels"]["MAPE_%"] < 40
+    assert found["kernels"]["kernels"] > 500
+
+
+def test_a_gpu_without_its_label_is_told(tmp_path: Path, part: Workspace) -> None:
+    done = run("training/leave_families_out.py", part, "--target", "nvidia-z9")
+    assert done.returncode == 1
+    assert "nvidia-z9" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_dataset_holds_what_its_readme_says(part: Workspace) -> None:
+    models = pd.read_csv(dataset.model_table_path(part.dataset(TARGET)))
+    assert (models["Status"] == "ok").all()
+    assert models["host_ms"].notna().all()
+
+
+@pytest.mark.parametrize("name", TORCH_MODELS)
+def test_shipped_predictors_answer_without_a_gpu(torch_models: dict[str, Path], name: str) -> None:
+    """A model at an image size that is in no dataset: most of it is predicted, and the answer says what it holds for."""
+    found = predict(torch_models[name], target="nvidia-h200")
+    assert found.target == TARGET
+    assert found.composition.kind == "pipeline"
+    assert 0.1 < found.latency_ms < 5
+    assert found.interval_ms is not None
+    assert found.interval_ms[0] < found.latency_ms < found.interval_ms[1]
+    if not has_cuda():
+        assert any("NVIDIA H200 with ONNX Runtime 1.31" in text for text in found.warnings)
+        assert any("derived" in text for text in found.warnings)
+
+
+def test_shipped_predictors_are_of_the_shipped_dataset() -> None:
+    sidecar = read_sidecar(SHIPPED / TARGET)
+    assert len(sidecar.machines) >= 2
+    assert {machine.device for machine in sidecar.machines} == {"NVIDIA H200"}
+    assert set(sidecar.labels) == {"gpu", "launches"}
+    assert set(sidecar.dtypes) == {"float16", "float32"} | {name for name in sidecar.dtypes if "int" in name or name == "bool"}
+    size = sum(path.stat().st_size for path in [*(SHIPPED / TARGET).iterdir(), ROOT / "gpu_dataset" / f"{TARGET}.tar.xz"])
+    assert size < 40e6

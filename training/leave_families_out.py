@@ -1,0 +1,175 @@
+"""Phase 5.3: how far off latencies are for families of models that nothing was learned from.
+
+Reads the datasets and predictors of a GPU target (all that have label `gpu`, by default). Each family in turn is left out of
+everything: its kernels, the shapes sampled near them, the fit of the composition. Prints the errors of whole models, with
+all kernels predicted, with those that other families share looked up, and with all as measured; of single kernels; and,
+on the same split, of a line over the sum, of the roofline and of nn-Meter's random forests. Writes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from utils import cli
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.paths import ROOT, Workspace
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from training.estimators import TrainingConfig
+    from training.fit_composition import MeasuredModel, TimesOfModels
+    from training.training_set import TrainingSet
+
+    Floats = npt.NDArray[np.float64]
+
+log = get_logger("families")
+EXAMPLES = """
+python training/leave_families_out.py
+python training/leave_families_out.py --workspace out/h200 --target nvidia-h200-cuda-ort1.31-all --json
+python training/leave_families_out.py --without-forests
+"""
+
+
+def shared_times(out_of_fold: TimesOfModels, rows: TrainingSet, label: str, models: Sequence[MeasuredModel],
+                 groups: Sequence[str]) -> dict[str, dict[str, float]]:
+    """The out-of-fold times by model and kernel id, measured ones in the place of kernels that another family has too, or
+    that were sampled near no model at all."""
+    import numpy as np
+
+    times = {str(name): (float(time), families) for name, time, families, idle in zip(
+        rows.ids, rows.times_ms[label], rows.families, rows.idle, strict=True) if idle and np.isfinite(time)}
+    found: dict[str, dict[str, float]] = {}
+    for model, group in zip(models, groups, strict=True):
+        name = model.record.model
+        found[name] = {
+            kernel: times[kernel][0] if time and kernel in times and times[kernel][1] != {group} else time
+            for kernel, time in out_of_fold[name].items()}
+    return found
+
+
+def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:
+    """Errors of the kernels of all models, each once a family, in per cent: plain, median, weighted by the time they take."""
+    import numpy as np
+
+    pairs = {(kernel, round(time, 9)): (time, measured[kernel][label]) for times in out_of_fold.values()
+             for kernel, time in times.items() if time and label in measured.get(kernel, {})}
+    predicted, times = np.array(list(pairs.values())).T
+    errors = np.abs(predicted / times - 1)
+    return {"MAPE_%": 100 * float(errors.mean()), "median_%": 100 * float(np.median(errors)),
+            "time_weighted_MAPE_%": 100 * float((errors * times).sum() / times.sum()), "kernels": len(pairs)}
+
+
+def model_errors(what: str, predicted_ms: Floats, measured_ms: Floats) -> dict[str, Any]:
+    """A row of the table of models, in per cent."""
+    from utils.timing import error_statistics
+
+    found = error_statistics(predicted_ms.tolist(), measured_ms.tolist())
+    return {"models by": what, "MAPE_%": 100 * found.mape, "median_%": 100 * found.median,
+            "within_5_%": 100 * found.within_5, "within_10_%": 100 * found.within_10, "worst_%": 100 * found.worst}
+
+
+def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
+             forests: bool) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Errors of models, a row a way of predicting, and of kernels.
+
+    Raises:
+        UserError: no dataset or predictors, no family to leave out, or none of what a GPU's two tracks need.
+    """
+    import numpy as np
+
+    from benchmark.dataset import GPU_LABEL
+    from training import nn_meter
+    from training.composition import leave_out
+    from training.estimators import FLAT, LAUNCHES, fit_roofline
+    from training.fit_composition import known_times, left_out_groups, measured_models, predict_out_of_fold, tracks
+    from training.pipeline import can_fit, left_out_ms
+    from training.predictor_files import ON_GPU, read_sidecar
+    from training.train_kernel_model import measured_times
+    from training.training_set import load_training_set
+
+    sidecar = read_sidecar(workspace.predictors(target))
+    rows = load_training_set(workspace, target)
+    models = measured_models(workspace, target, sidecar)
+    left_out, groups = left_out_groups(models)
+    if left_out != "family" or not set(ON_GPU) <= set(sidecar.labels):
+        raise UserError(f"{target}: needs models of two families at least, and kernels with label {GPU_LABEL}")
+    measured = measured_times(rows)
+    strict = {label: predict_out_of_fold(rows, models, groups, left_out, label, (), config)
+              for label in cli.track(ON_GPU, "leaving families out")}
+    shared = {label: shared_times(strict[label], rows, label, models, groups) for label in ON_GPU}
+    latency = np.array([model.latency_ms for model in models])
+
+    def two_tracks(times: Mapping[str, TimesOfModels]) -> Floats:
+        of_models = [tracks(model, times[GPU_LABEL][model.record.model], times[LAUNCHES][model.record.model])
+                     for model in models]
+        if not can_fit(of_models):
+            raise UserError(f"{target}: too few models with the host's time; measure more (label {GPU_LABEL})")
+        return left_out_ms(of_models, groups)
+
+    def line_over(times: TimesOfModels) -> Floats:
+        return leave_out(np.array([sum(times[model.record.model][node.kernel_id] for node in model.record.nodes)
+                                   for model in models]), latency, groups)
+
+    idle = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]))
+    roofline = fit_roofline(idle.flops, idle.bytes_moved, idle.times_ms[GPU_LABEL]) if len(idle) else FLAT
+    bound = {model.record.model: {
+        name: float(roofline.bound_ms(np.array([kernel.flops]), np.array([kernel.bytes_read + kernel.bytes_written]))[0])
+        if kernel.moves_data else 0.0 for name, kernel in model.record.kernels.items()} for model in models}
+    table = [
+        model_errors("two tracks, all kernels predicted", two_tracks(strict), latency),
+        model_errors("two tracks, kernels that other families share looked up", two_tracks(shared), latency),
+        model_errors("two tracks, kernels as measured: the composition alone", two_tracks(known_times(strict, measured)),
+                     latency),
+        model_errors("α·Σ+β, all kernels predicted", line_over(strict[GPU_LABEL]), latency),
+        model_errors("α·Σ+β, kernels as measured", line_over(known_times(strict, measured)[GPU_LABEL]), latency),
+        model_errors("α·Σ+β, roofline of each kernel", line_over(bound), latency),
+    ]
+    if forests:
+        table.append(model_errors("α·Σ+β, nn-Meter's forests, all kernels predicted",
+                                  line_over(nn_meter.predict_out_of_fold(rows, models, groups, config)), latency))
+    return table, kernel_errors(strict[GPU_LABEL], measured, GPU_LABEL)
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--target", help="name of a target in training/predictors (default: all with label gpu)")
+    parser.add_argument("--config", type=Path, default=ROOT / "training" / "config.yaml",
+                        help="settings (default: training/config.yaml)")
+    parser.add_argument("--without-forests", action="store_true", help="leave nn-Meter's forests out, which take minutes")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    from training.estimators import TrainingConfig
+    from training.fit_composition import targets
+    from training.predictor_files import ON_GPU, read_sidecar
+    from utils.config import load_config
+
+    config = load_config(args.config, TrainingConfig)
+    names = [args.target] if args.target else [
+        name for name in targets(workspace) if set(ON_GPU) <= set(read_sidecar(workspace.predictors(name)).labels)]
+    if not names:
+        raise UserError(f"{workspace.predictors('')}: no target has label gpu; the others are judged by "
+                        "python training/fit_composition.py")
+    results = {}
+    for name in names:
+        models, kernels = evaluate(workspace, name, config, not args.without_forests)
+        results[name] = {"models": models, "kernels": kernels}
+        if not args.json:
+            cli.print_table(models, f"{name}: whole models, each family left out of everything in turn")
+            cli.print_table([kernels], f"{name}: the GPU's time of their kernels, each family left out")
+    if args.json:
+        cli.print_json(results)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
