@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The dataset of this machine's GPU: models, their kernels and further shapes, measured. Started again, it goes on.
-# Usage: gpu_dataset/run.sh [workspace]     About 20 minutes on a GPU with 16 cores beside it.
+# Usage: gpu_dataset/run.sh [workspace]     About an hour on a GPU with 16 cores beside it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-out/gpu_dataset}
@@ -8,9 +8,11 @@ jobs=$(($(nproc) / 2 + 1))
 hase() { python "$1" --workspace "$out" "${@:2}"; }
 
 mkdir -p "$out"
-hase model_zoo/torchvision_exporter.py --config gpu_dataset/model_zoo.yaml
-hase model_zoo/torchvision_exporter.py --config gpu_dataset/model_zoo_fp16.yaml
+for config in model_zoo model_zoo_fp16 model_zoo_sizes; do
+  hase model_zoo/torchvision_exporter.py --config "gpu_dataset/$config.yaml"
+done
 hase ort_analysis/fusion_detector.py --device cuda --jobs "$jobs" --dim batch=1,4,16,64
 hase kernel_model/kernel_builder.py > "$out/kernels.txt"
-hase kernel_model/kernel_sampler.py --count 10000 --batch-sizes 1,2,4,8,16,32,64,128 --most-gflop 300 --jobs "$jobs"
+hase kernel_model/kernel_sampler.py --count 10000 --free 25000 --batch-sizes 1,2,4,8,16,32,64,128 \
+  --most-gflop 600 --most-mib 2000 --jobs "$jobs"
 hase benchmark/collector.py --config gpu_dataset/collector.yaml

@@ -64,9 +64,10 @@ def print_predictions(found: Sequence[Prediction], top: int) -> None:
     base = "longest path" if used.kind == "critical_path" else "Σ"
     if used.kind == "sum_nodes":
         base += f" {1000 * used.node_ms:+.3g} µs a node"
-    log.info("target %s, load %s; latency = %.4g·%s %+.4g ms over kernels by label %s", first.target,
-             first.load if first.load == "idle" else ", ".join(f"{k}={v:g}" for k, v in dict(first.load).items()),
-             used.alpha, base, used.beta_ms, used.label)
+    how = (f"{used.alpha:.4g}·{base} {used.beta_ms:+.4g} ms over kernels by label {used.label}" if used.costs is None
+           else "the end of the host's and the GPU's track, kernels by label gpu")
+    log.info("target %s, load %s; latency = %s", first.target,
+             first.load if first.load == "idle" else ", ".join(f"{k}={v:g}" for k, v in dict(first.load).items()), how)
     cli.print_table([summary(one) for one in found], "predicted latency")
     if len(found) == 1 and top:
         print()
