@@ -245,13 +245,15 @@ def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Se
     from benchmark.dataset import read_journal
 
     cases: dict[tuple[str, float, str], Case] = {}
+    disturbance: dict[tuple[str, float, str], float] = {}
     for block in read_journal(folder):
         load = {name: block.background[name] for name in metrics if name in block.background} if block.level else {}
         for found in block.measurements:
-            whole = found.subject == "model" and found.label == "latency"
-            if whole and found.status == "ok" and found.samples_ms and found.id in records:
-                cases[found.id, block.level, block.machine] = Case(
-                    record=records[found.id], level=block.level, load=load, samples_ms=list(found.samples_ms))
+            key, disturbed = (found.id, block.level, block.machine), found.disturbance or 0.0
+            whole = found.subject == "model" and found.label == "latency" and found.id in records
+            if whole and found.status == "ok" and found.samples_ms and disturbed <= disturbance.get(key, disturbed):
+                disturbance[key] = disturbed
+                cases[key] = Case(record=records[found.id], level=block.level, load=load, samples_ms=list(found.samples_ms))
     return sorted(cases.values(), key=lambda case: (case.level, case.record.model))
 
 

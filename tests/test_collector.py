@@ -22,7 +22,17 @@ from conftest import build_workspace, small_model
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmark import dataset
-from benchmark.collector import Collector, KernelItem, carriers, collect, find_work, prepare_dataset
+from benchmark.collector import (
+    Collector,
+    KernelItem,
+    ModelItem,
+    Work,
+    carriers,
+    collect,
+    find_work,
+    plan,
+    prepare_dataset,
+)
 from benchmark.collector_config import CollectorConfig
 from benchmark.metrics import open_source
 from benchmark.protocol import Effort, Request
@@ -257,6 +267,35 @@ def test_gpu_columns_of_a_kernel_and_a_model() -> None:
     assert (model["Latency_ms"], model["host_ms"], model["gpu_ms"], model["gpu_launches"]) == (1.0, 0.6, 0.8, 7)
 
 
+def timed_models(number: int, disturbance: dict[str, float]) -> dataset.Block:
+    """Made-up latencies of models on a GPU, each beside a host so disturbed; a model's are its disturbance and `number`."""
+    found = tuple(dataset.Measurement(subject="model", id=name, label=label, context=name, disturbance=ratio,
+                                      samples_ms=(1.0 + ratio, 1.0 + ratio), started=str(number), ended=str(number))
+                  for name, ratio in disturbance.items() for label in ("latency", "host"))
+    return dataset.Block(level=0.0, key=str(number), background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0,
+                         attempts=1, machine="m", measurements=found)
+
+
+def test_of_several_measurements_the_least_disturbed_counts() -> None:
+    blocks = [timed_models(1, {"calm": 0.0, "first": 0.2, "equal": 0.1}),
+              timed_models(2, {"calm": 0.5, "first": 0.4, "equal": 0.1})]
+    rows = {row["Model"]: row for row in dataset.model_rows(blocks)}
+    assert {name: (row["median_ms"], row["host_ms"], row["Disturbance"]) for name, row in rows.items()} == {
+        "calm": (1.0, 1.0, 0.0), "first": (1.2, 1.2, 0.2), "equal": (1.1, 1.1, 0.1)}
+    assert rows["equal"]["Started"] == "2"
+
+
+def test_a_model_beside_a_disturbed_host_is_measured_again(collected: Collected) -> None:
+    records = load_records(collected.workspace, collected.flavour)
+    items = tuple(ModelItem(Path("m.onnx"), Path("m.json"), record, labels=True) for record in records)
+    names = [record.model for record in records]
+    there = [timed_models(1, {name: 0.5 if place == 0 else 0.05 for place, name in enumerate(names)})]
+    again = [item.record.model for _, _, models in plan(Work((), items, ()), there, 32, "gpu") for item in models]
+    assert again == names[:1]
+    there.append(timed_models(2, {names[0]: 0.0}))
+    assert plan(Work((), items, ()), there, 32, "gpu") == []
+
+
 def test_the_table_follows_from_the_journal(collected: Collected) -> None:
     blocks = dataset.read_journal(collected.folder)
     runs = {(m.id, block.level): m.samples_ms for block in blocks for m in block.measurements if m.label == "run"}
@@ -452,7 +491,6 @@ def test_a_worker_that_hangs_dies_with_the_collector(tmp_path: Path) -> None:
     endless(tmp_path / "hangs.onnx")
     script = f"""
 from benchmark.protocol import Effort, Request
-from benchmark.tracers import Tracers
 from benchmark.worker_client import Worker
 with Worker(60) as worker:
     worker.ask(Request(do="canary", execution_provider="cpu", effort=Effort()))

@@ -116,6 +116,20 @@ def test_other_labels_of_a_model_are_not_its_latency(workspace: Workspace) -> No
     assert min(found[0].samples_ms) > 1e-3
 
 
+def test_the_least_disturbed_measurement_is_the_one_compared(workspace: Workspace) -> None:
+    """On a GPU a model that was timed beside a disturbed host is timed again."""
+    folder = workspace.dataset(TARGET)
+    block = dataset.read_journal(folder)[0]
+    whole = next(m for m in block.measurements if m.subject == "model" and m.label == "latency")
+    records = {record.model: record for record in load_records(workspace, flavour_of("cpu"))}
+    times = [(0.3, 9.0), (0.0, 1.0), (0.1, 5.0)]
+    lines = [block.model_copy(update={"measurements": (whole.model_copy(update={
+        "disturbance": disturbance, "samples_ms": (time, time)}),)}).model_dump_json() + "\n" for disturbance, time in times]
+    files.write_text(dataset.journal_path(workspace.root / "again"), "".join(lines))
+    (case,) = evaluator.recorded_cases(workspace.root / "again", records, ())
+    assert case.samples_ms == [1.0, 1.0]
+
+
 def test_recorded_measurements_of_named_models(workspace: Workspace) -> None:
     found = evaluator.evaluate(workspace, [Path("anet_c8.onnx"), Path("dynnet.onnx")], dims={"batch": [1]}, target=TARGET,
                                recorded=True)
