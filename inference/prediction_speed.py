@@ -14,6 +14,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from utils import cli
@@ -24,6 +25,7 @@ MANY = 1000
 EXAMPLES = """
 python inference/prediction_speed.py --model resnet18.onnx
 python inference/prediction_speed.py --workspace out/demo --model resnet18_fp32_b1_224x224.onnx --repeats 20
+python inference/prediction_speed.py --model resnet50.onnx --target nvidia-h200
 """
 
 
@@ -39,28 +41,30 @@ def milliseconds(work: Callable[[], Any], repeats: int) -> float:
     return summarize(samples).median_ms
 
 
-def from_the_shell(model: Path, workspace: Workspace, strict: bool) -> None:
+def from_the_shell(model: Path, workspace: Workspace, target: str, strict: bool) -> None:
     """One prediction by the command.
 
     Raises:
         UserError: it failed; its own message.
     """
-    command = [sys.executable, "inference/predict_model_latency.py", "--workspace", str(workspace.root), "--model", str(model)]
+    command = [sys.executable, "inference/predict_model_latency.py", "--workspace", str(workspace.root), "--model", str(model),
+               "--target", target]
     done = subprocess.run([*command, "--strict"] if strict else command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(done.stderr.strip().removeprefix("error: "))
 
 
-def cases(model: Path, workspace: Workspace, repeats: int) -> list[dict[str, Any]]:
+def cases(model: Path, workspace: Workspace, target: str | None, repeats: int) -> list[dict[str, Any]]:
     """A row a case: what is predicted from what, and the median time in ms."""
-    cold = milliseconds(lambda: from_the_shell(model, workspace, False), 3)
-    cold_strict = milliseconds(lambda: from_the_shell(model, workspace, True), 3)
-
     from inference import predict, predict_many
     from inference.sources import record_of
-    from inference.targets import fitted_for
+    from inference.targets import choose_target, fitted_for
 
-    provider = fitted_for(workspace).target.flavour.execution_provider
+    target, _ = choose_target(workspace, target)
+    cold = milliseconds(lambda: from_the_shell(model, workspace, target, False), 3)
+    cold_strict = milliseconds(lambda: from_the_shell(model, workspace, target, True), 3)
+    predict, predict_many = partial(predict, target=target), partial(predict_many, target=target)
+    provider = fitted_for(workspace, target).target.flavour.execution_provider
     first = milliseconds(lambda: predict(model, workspace=workspace), 1)
     again = milliseconds(lambda: predict(model, workspace=workspace), repeats)
     record = record_of(model, provider)
@@ -79,11 +83,12 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--model", type=Path, required=True, help="an ONNX file; a bare name is also looked for in model_zoo")
     parser.add_argument("--repeats", type=int, default=20, help="calls of the cases that can be repeated (default: 20)")
+    parser.add_argument("--target", help="whose predictors, as the predictor takes it (default: this machine's)")
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error("--repeats must be at least 1")
     workspace = cli.start(args)
-    rows = cases(workspace.find_model(args.model).resolve(), workspace, args.repeats)
+    rows = cases(workspace.find_model(args.model).resolve(), workspace, args.target, args.repeats)
     cli.print_rows(rows, args.json, "how long a prediction takes")
     return 0
 
