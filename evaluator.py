@@ -209,12 +209,12 @@ def measure_once(case: Case, execution_provider: str, io: str, budget_s: float, 
 
     if case.path is None:
         raise UserError(f"{case.record.model}: no file to run")
+    probe = host_probe(execution_provider) if watch_host else None  # first: its session is no part of the model's memory
     before = memory_in_use_mib(execution_provider)
     runner = open_runner(case.path, execution_provider, dims=case.record.dims, io=io)
-    if watch_host:
+    if probe:
         runner.warm_up(WARMUP)
         effort = Effort(budget_s=budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)
-        probe = host_probe(execution_provider)
         case.samples_ms += quiet_samples_ms(probe, {"latency": runner.run_s}, effort)["latency"].samples_ms
     else:
         case.samples_ms += runner.time(warmup=WARMUP, budget_s=budget_s).samples_ms
@@ -242,19 +242,15 @@ def memory_in_use_mib(execution_provider: str) -> float:
 
 def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str]) -> list[Case]:
     """A case for every model of `records` and level that the dataset in `folder` holds a good measurement of."""
-    from benchmark.dataset import read_journal
+    from benchmark.dataset import model_measurements, read_journal
 
-    cases: dict[tuple[str, float, str], Case] = {}
-    disturbance: dict[tuple[str, float, str], float] = {}
-    for block in read_journal(folder):
-        load = {name: block.background[name] for name in metrics if name in block.background} if block.level else {}
-        for found in block.measurements:
-            key, disturbed = (found.id, block.level, block.machine), found.disturbance or 0.0
-            whole = found.subject == "model" and found.label == "latency" and found.id in records
-            if whole and found.status == "ok" and found.samples_ms and disturbed <= disturbance.get(key, disturbed):
-                disturbance[key] = disturbed
-                cases[key] = Case(record=records[found.id], level=block.level, load=load, samples_ms=list(found.samples_ms))
-    return sorted(cases.values(), key=lambda case: (case.level, case.record.model))
+    cases = []
+    for (model, level, _), labels in model_measurements(read_journal(folder)).items():
+        block, found = labels.get("latency", (None, None))
+        if block and found and found.status == "ok" and found.samples_ms and model in records:
+            load = {name: block.background[name] for name in metrics if name in block.background} if level else {}
+            cases.append(Case(record=records[model], level=level, load=load, samples_ms=list(found.samples_ms)))
+    return sorted(cases, key=lambda case: (case.level, case.record.model))
 
 
 def name_missing(records: Mapping[str, ModelRecord], found: set[str], folder: Path, failures: Failures) -> None:

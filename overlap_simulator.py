@@ -152,15 +152,17 @@ class NodeSpan(NamedTuple):
 
 
 def timeline(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts) -> list[NodeSpan]:
-    """The two tracks node by node; what `pipeline_ms` gives is the end of the later one, and costs.end_ms.
+    """The two tracks node by node; what `pipeline_ms` gives is the end of the later one (with its gap), and costs.end_ms.
+
+    With a fitted lead that is longer than the first dispatch, the GPU's track begins before 0, as in that formula.
 
     Arguments are those of `pipeline_ms`.
     """
-    spans, host, gpu = [], costs.start_ms, 0.0
+    spans, host, gpu = [], costs.start_ms, -np.inf
     for dispatched, time, count in zip(dispatched_ms(launches, moves, costs).tolist(), gpu_ms, launches, strict=True):
         work = None
         if count > 0:
-            begins = max(gpu, dispatched + costs.lead_ms, 0.0)
+            begins = max(gpu, dispatched + costs.lead_ms)
             gpu = begins + float(time) + costs.gap_ms * float(count)
             work = begins, begins + float(time)
         spans.append(NodeSpan((host, dispatched), work))
@@ -171,15 +173,16 @@ def timeline(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], cos
 def chrome_trace(names: Sequence[str], spans: Sequence[NodeSpan]) -> dict[str, Any]:
     """A timeline in Chrome's trace-event format, which Perfetto (ui.perfetto.dev) opens: a track for the host, one for the GPU.
 
-    The format: "Trace Event Format", Google, 2016; times are in microseconds.
+    The format: "Trace Event Format", Google, 2016; times are in microseconds, from the earliest span or the start of the run.
     """
+    earliest = min([0.0, *(when[0] for span in spans for when in span if when is not None)])
     tracks = {1: "host", 2: "GPU"}
     events: list[dict[str, Any]] = [{"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": track}}
                                     for number, track in tracks.items()]
     for name, span in zip(names, spans, strict=True):
         for number, when in ((1, span.host), (2, span.gpu)):
             if when is not None:
-                events.append({"name": name, "ph": "X", "pid": 1, "tid": number, "ts": round(1000 * when[0], 3),
+                events.append({"name": name, "ph": "X", "pid": 1, "tid": number, "ts": round(1000 * (when[0] - earliest), 3),
                                "dur": round(1000 * (when[1] - when[0]), 3)})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

@@ -285,22 +285,34 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
     return rows
 
 
-def model_rows(blocks: Iterable[Block]) -> list[dict[str, Any]]:
-    """One row a model, level and machine: statistics of its whole latency, and the medians of its other labels.
+def model_measurements(blocks: Iterable[Block]) -> dict[tuple[str, float, str], dict[str, tuple[Block, Measurement]]]:
+    """What counts of each model's measurements, by (model, level, machine) and label, with its block.
 
-    What was timed several times, since the host was disturbed, counts as it was when that was least; else the last time.
+    What was timed several times, since the host was disturbed, counts as it was when that was least; else the last time. One
+    that failed counts only where none went well.
     """
-    from utils.timing import summarize
-
     chosen: dict[tuple[str, float, str], dict[str, tuple[Block, Measurement]]] = defaultdict(dict)
     for block in blocks:
         for m in block.measurements:
-            of_model = chosen[m.id, block.level, block.machine] if m.subject == "model" else {}
-            before = of_model.get(m.label)
-            if before is None or (m.disturbance or 0.0) <= (before[1].disturbance or 0.0):
+            if m.subject != "model":
+                continue
+            of_model = chosen[m.id, block.level, block.machine]
+            if m.label not in of_model or _rank(m) <= _rank(of_model[m.label][1]):
                 of_model[m.label] = block, m
+    return dict(chosen)
+
+
+def _rank(measurement: Measurement) -> tuple[bool, float]:
+    """The smaller, the sooner a measurement counts."""
+    return measurement.status != "ok", measurement.disturbance or 0.0
+
+
+def model_rows(blocks: Iterable[Block]) -> list[dict[str, Any]]:
+    """One row a model, level and machine: statistics of its whole latency, and the medians of its other labels."""
+    from utils.timing import summarize
+
     rows = []
-    for (model, level, machine), labels in chosen.items():
+    for (model, level, machine), labels in model_measurements(blocks).items():
         if "latency" not in labels:
             continue
         block, m = labels["latency"]

@@ -109,10 +109,11 @@ def main() -> int:
         for dims in cli.track(sizes, "predicting")]
     if args.trace:
         from inference.sources import record_of
+        from inference.targets import fitted_for
         from inference.timeline import trace_of
         from utils.files import write_json
 
-        provider = "cuda" if "-cuda-" in found[0].target else "cpu"
+        provider = fitted_for(workspace, args.target).target.flavour.execution_provider
         record = record_of(workspace.find_model(args.model), provider, found[0].dims)
         write_json(args.trace, trace_of(found[0], record))
     for warning in dict.fromkeys(warning for one in found for warning in one.warnings):

@@ -54,17 +54,20 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0001, 0.01, 1.0])
-def test_the_timeline_ends_with_the_prediction(scale: float) -> None:
+@pytest.mark.parametrize("lead_ms", [COSTS.lead_ms, -0.07])  # the second as fitted for an H200, longer than the first dispatch
+def test_the_timeline_ends_with_the_prediction(scale: float, lead_ms: float) -> None:
     """No overlap on either track, and the same end as the formula gives."""
     draw = np.random.default_rng(8)
-    model = made_up(draw, scale)
-    spans = timeline(model.gpu_ms, model.launches, model.moves, COSTS)
+    model, costs = made_up(draw, scale), COSTS.model_copy(update={"lead_ms": lead_ms})
+    spans = timeline(model.gpu_ms, model.launches, model.moves, costs)
     assert spans[0].host[0] == COSTS.start_ms
     assert all(before.host[1] == after.host[0] for before, after in itertools.pairwise(spans))
     work = [span.gpu for span in spans if span.gpu]
     assert all(before[1] < after[0] for before, after in itertools.pairwise(work))
     last = max(spans[-1].host[1], work[-1][1] + COSTS.gap_ms * model.launches[model.launches > 0][-1])
-    assert last + COSTS.end_ms == pytest.approx(model.latency_ms, rel=1e-9)
+    assert last + COSTS.end_ms == pytest.approx(pipeline_ms(model.gpu_ms, model.launches, model.moves, costs), rel=1e-9)
+    trace = chrome_trace(["node"] * len(spans), spans)["traceEvents"]
+    assert min(event["ts"] for event in trace if event["ph"] == "X") >= 0
 
 
 def test_a_trace_has_both_tracks() -> None:
