@@ -27,7 +27,10 @@ from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
 
 if TYPE_CHECKING:
-    from ort_analysis.records import ModelRecord
+    import numpy as np
+    import numpy.typing as npt
+
+    from ort_analysis.records import Kernel, ModelRecord
     from training.composition import Composition
     from training.estimators import TrainingConfig
     from training.pipeline import Tracks
@@ -89,13 +92,52 @@ def left_out_groups(models: Sequence[MeasuredModel]) -> tuple[Literal["family", 
     return ("model" if len(models) > 1 else "nothing"), [model.record.model for model in models]
 
 
+@dataclass(frozen=True)
+class Fold:
+    """Some groups left out together.
+
+    Attributes:
+        groups: their names.
+        models: theirs.
+        kernels: of these models, by id.
+        seen: which rows of the training set know nothing of them.
+    """
+
+    groups: frozenset[str]
+    models: tuple[MeasuredModel, ...]
+    kernels: dict[str, Kernel]
+    seen: npt.NDArray[np.bool_]
+
+
+def folds_of(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: str,
+             most: int) -> list[Fold]:
+    """Every group left out once, in at most `most` folds: several groups share one where there are more.
+
+    With families left out, no kernel that was sampled near a family's shapes is seen either.
+    """
+    import numpy as np
+
+    names = sorted(set(groups))
+    found = []
+    for fold in range(min(most, len(names))):
+        out = frozenset(name for place, name in enumerate(names) if place % most == fold)
+        held = tuple(model for model, group in zip(models, groups, strict=True) if group in out)
+        kernels = {kernel.id: kernel for model in held for kernel in model.record.kernels.values()}
+        seen = ~np.isin(rows.ids, list(kernels))
+        if left_out == "family":
+            seen &= np.array([not (families & out) for families in rows.families])
+        found.append(Fold(out, held, kernels, seen))
+    return found
+
+
+def by_model(fold: Fold, times_ms: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The times of a fold's kernels (by id) for each of its models."""
+    return {model.record.model: {name: times_ms[name] for name in model.record.kernels} for model in fold.models}
+
+
 def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: str, label: str,
                         own: Sequence[str], config: TrainingConfig) -> dict[str, dict[str, float]]:
-    """For each model, its kernels' idle times in ms by id, predicted by a training that saw none of them.
-
-    With families left out, no kernel that was sampled near the family's shapes is seen either. At most `folds` trainings:
-    several groups share one where there are more.
-    """
+    """For each model, its kernels' idle times in ms by id, predicted by a training that saw none of them (see `folds_of`)."""
     import numpy as np
 
     from training.estimators import fit_kernel_model, side_by_side
@@ -103,31 +145,24 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
     from training.predictor_files import leaves_gpu_idle
 
     rows = rows.rows(np.isfinite(rows.times_ms[label]))
-    names = sorted(set(groups))
     idle_load = np.array(list(rows.idle_load.values()))
 
-    def one_fold(fold: int) -> dict[str, dict[str, float]]:
-        out = {name for place, name in enumerate(names) if place % config.folds == fold}
-        held = [model for model, group in zip(models, groups, strict=True) if group in out]
-        kernels = {kernel.id: kernel for model in held for kernel in model.record.kernels.values()}
-        seen = ~np.isin(rows.ids, list(kernels))
-        if left_out == "family":
-            seen &= np.array([not (families & out) for families in rows.families])
+    def one_fold(fold: Fold) -> dict[str, dict[str, float]]:
+        seen = fold.seen
         if len(set(rows.ids[seen])) < LEAST_KERNELS:
             log.warning("%s: too few kernels are left to learn from without %s; its kernels stay in the training, so the "
-                        "errors below flatter", label, ", ".join(sorted(out)))
+                        "errors below flatter", label, ", ".join(sorted(fold.groups)))
             seen = np.ones(len(rows), dtype=bool)
         fitted = fit_kernel_model(rows.rows(seen), label, own, config)
-        listed = list(kernels.values())
+        listed = list(fold.kernels.values())
         times = fitted.predict_ms(
             [kernel.type for kernel in listed], np.array([kernel_features(kernel) for kernel in listed]),
             np.tile(idle_load, (len(listed), 1)), np.array([float(kernel.flops) for kernel in listed]),
             np.array([float(kernel.bytes_read + kernel.bytes_written) for kernel in listed]))
-        by_id = {kernel.id: 0.0 if leaves_gpu_idle(kernel, label) else float(time)
-                 for kernel, time in zip(listed, times, strict=True)}
-        return {model.record.model: {name: by_id[name] for name in model.record.kernels} for model in held}
+        return by_model(fold, {kernel.id: 0.0 if leaves_gpu_idle(kernel, label) else float(time)
+                               for kernel, time in zip(listed, times, strict=True)})
 
-    folds = range(min(config.folds, len(names)))
+    folds = folds_of(rows, models, groups, left_out, config.folds)
     return {name: times for part in side_by_side(one_fold, folds, config.workers) for name, times in part.items()}
 
 

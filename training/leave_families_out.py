@@ -90,7 +90,7 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
     from benchmark.dataset import GPU_LABEL
     from training import nn_meter
     from training.composition import leave_out
-    from training.estimators import FLAT, LAUNCHES, fit_roofline
+    from training.estimators import LAUNCHES, fit_roofline
     from training.fit_composition import known_times, left_out_groups, measured_models, predict_out_of_fold, tracks
     from training.pipeline import can_fit, left_out_ms
     from training.predictor_files import ON_GPU, read_sidecar
@@ -121,7 +121,7 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
                                    for model in models]), latency, groups)
 
     idle = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]))
-    roofline = fit_roofline(idle.flops, idle.bytes_moved, idle.times_ms[GPU_LABEL]) if len(idle) else FLAT
+    roofline = fit_roofline(idle.flops, idle.bytes_moved, idle.times_ms[GPU_LABEL])  # two rates and a floor, of all kernels
     bound = {model.record.model: {
         name: float(roofline.bound_ms(np.array([kernel.flops]), np.array([kernel.bytes_read + kernel.bytes_written]))[0])
         if kernel.moves_data else 0.0 for name, kernel in model.record.kernels.items()} for model in models}

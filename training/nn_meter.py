@@ -52,34 +52,32 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
     """For each model, its kernels' GPU times in ms by id, by forests that saw nothing of its family."""
     from sklearn.ensemble import RandomForestRegressor
 
-    rows = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]))
-    depthwise = rows.features[:, FEATURES.index("depthwise")] > 0
-    classes = np.array([kernel_class(name, bool(flag)) for name, flag in zip(rows.types, depthwise, strict=True)])
-    names = sorted(set(groups))
+    from training.fit_composition import Fold, by_model, folds_of
 
-    def one_fold(fold: int) -> dict[str, dict[str, float]]:
-        out = {name for place, name in enumerate(names) if place % config.folds == fold}
-        held = [model for model, group in zip(models, groups, strict=True) if group in out]
-        kernels = {kernel.id: kernel for model in held for kernel in model.record.kernels.values()}
-        seen = ~np.isin(rows.ids, list(kernels)) & np.array([not (families & out) for families in rows.families])
-        features = {name: np.array(kernel_features(kernel)) for name, kernel in kernels.items()}
-        times: dict[str, float] = {name: 0.0 for name, kernel in kernels.items() if leaves_gpu_idle(kernel, GPU_LABEL)}
+    rows = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]))
+    depthwise = FEATURES.index("depthwise")
+    classes = np.array([kernel_class(name, bool(flag)) for name, flag in zip(
+        rows.types, rows.features[:, depthwise] > 0, strict=True)])
+
+    def one_fold(fold: Fold) -> dict[str, dict[str, float]]:
+        features = {name: np.array(kernel_features(kernel)) for name, kernel in fold.kernels.items()}
+        median = float(np.median(rows.times_ms[GPU_LABEL][fold.seen]))  # for a class that only these models have
+        times = {name: 0.0 if leaves_gpu_idle(kernel, GPU_LABEL) else median for name, kernel in fold.kernels.items()}
         generator = np.random.default_rng(config.seed)
         for name, ((trees, depth, split), wanted) in FORESTS.items():
             columns = [FEATURES.index(feature) for feature in wanted]
-            mine = [kernel for kernel in kernels.values() if kernel.id not in times and kernel_class(
-                kernel.type, bool(features[kernel.id][FEATURES.index("depthwise")])) == name]
-            learned = np.flatnonzero(seen & (classes == name))
+            mine = [kernel.id for kernel in fold.kernels.values() if times[kernel.id] and kernel_class(
+                kernel.type, bool(features[kernel.id][depthwise])) == name]
+            learned = np.flatnonzero(fold.seen & (classes == name))
             if not mine or not len(learned):
                 continue
             learned = generator.permutation(learned)[:MOST_KERNELS]
             share = min(split, len(columns)) if isinstance(split, int) else split
             forest = RandomForestRegressor(n_estimators=trees, max_depth=depth, max_features=share, random_state=10, n_jobs=1)
             forest.fit(rows.features[learned][:, columns], rows.times_ms[GPU_LABEL][learned])
-            found = forest.predict(np.array([features[kernel.id][columns] for kernel in mine]))
-            times |= {kernel.id: float(time) for kernel, time in zip(mine, found, strict=True)}
-        median = float(np.median(rows.times_ms[GPU_LABEL][seen]))  # of a class that only this family has
-        return {model.record.model: {name: times.get(name, median) for name in model.record.kernels} for model in held}
+            found = forest.predict(np.array([features[kernel_id][columns] for kernel_id in mine]))
+            times |= dict(zip(mine, found.tolist(), strict=True))
+        return by_model(fold, times)
 
-    folds = range(min(config.folds, len(names)))
+    folds = folds_of(rows, models, groups, "family", config.folds)
     return {name: times for part in side_by_side(one_fold, folds, config.workers) for name, times in part.items()}
