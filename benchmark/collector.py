@@ -17,8 +17,9 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +33,6 @@ from benchmark.dataset import Block, DatasetHeader, DatasetKernel, Measurement
 from benchmark.metrics import MetricSource, Window, open_source
 from benchmark.ort_kernel_runner import now
 from benchmark.protocol import Reply, Request
-from benchmark.quiet_host import TOLERANCE
 from benchmark.stressor import Stress, stress
 from benchmark.tracers import Tracers
 from benchmark.worker_client import Worker, WorkerFailed
@@ -225,6 +225,10 @@ class Collector:
     def labels(self) -> tuple[str, ...]:
         return self.config.labels_on(self.provider)
 
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return () if self.level else self.config.variants_on(self.provider)
+
     def ask(self, request: Request, worker: Worker | None = None) -> tuple[Reply, str]:
         """A worker's reply and a status; a worker that fails is replaced at the next request."""
         started = now()
@@ -256,13 +260,17 @@ class Collector:
         request = Request(
             do="model", execution_provider=self.provider, paths=(str(item.path),), record=str(item.record_path),
             dims=item.record.dims, labels=in_model, host=dataset.GPU_LABEL in self.labels, effort=self.config.model.effort(),
-            watch_host=self.provider == "cuda" and not self.level, provider_options=self.target.provider_options)
+            host_io="host_io" in self.variants, watch_host=self.provider == "cuda" and not self.level,
+            provider_options=self.target.provider_options)
         name = item.record.model
         found = self._measurements("model", name, "latency", name, *self.ask(request))
         if request.host and self.config.model_labels and not self.level and found[0].status == "ok":
             on_gpu = request.model_copy(update={"do": "model_gpu"})
             [traced] = self.tracers.each([lambda tracer: self.ask(on_gpu, tracer)])
             found += self._measurements("model", name, dataset.GPU_LABEL, name, *traced)
+        if "cuda_graph" in self.variants and found[0].status == "ok":
+            as_graph = request.model_copy(update={"do": "model_graph"})
+            found += self._measurements("model", name, "cuda_graph", name, *self.ask(as_graph))
         return found
 
     @staticmethod
@@ -274,7 +282,7 @@ class Collector:
                                 started=reply.started, ended=reply.ended)]
         return [Measurement(subject="model" if subject == "model" and found.id == name else "kernel", id=found.id,
                             label=found.label, context=context, samples_ms=found.samples_ms, launches=found.launches,
-                            cuda_kernels=found.cuda_kernels, disturbance=found.disturbance,
+                            cuda_kernels=found.cuda_kernels, disturbance=found.disturbance, probe_us=found.probe_us,
                             started=reply.started, ended=reply.ended)
                 for found in reply.samples]
 
@@ -353,18 +361,33 @@ def best_canary_ms(blocks: Iterable[Block]) -> float:
     return min((min(block.canary_before_ms, block.canary_after_ms) for block in blocks), default=0.0)
 
 
+def is_told(found: Mapping[str, tuple[Block, Measurement]], variants: Sequence[str]) -> bool:
+    """Whether what counts of a model's measurements, by label, is all that is wanted: it failed, or all is there and tells of
+    the model and not of its host."""
+    if "latency" not in found:
+        return False
+    latency, host = found["latency"][1], found["host"][1] if "host" in found else None
+    if latency.status != "ok":
+        return True
+    host_ms = float(np.median(host.samples_ms)) if host and host.status == "ok" else math.nan
+    disturbance = math.nan if latency.disturbance is None else latency.disturbance
+    return set(variants) <= set(found) and dataset.tells_of_model(
+        float(np.median(latency.samples_ms)), host_ms, disturbance)
+
+
 def plan(work: Work, there: Iterable[Block], block_kernels: int, first_label: str = "run",
-         block_models: int = 1) -> list[tuple[str, list[KernelItem], list[ModelItem]]]:
+         block_models: int = 1, variants: Sequence[str] = ()) -> list[tuple[str, list[KernelItem], list[ModelItem]]]:
     """The blocks still to be measured where `there` are measured: a name, kernels, models.
 
     A kernel is measured once it has label `first_label` (or failed to get it) from a block of kernels, a model once it has
-    its latency; one that was timed beside a disturbed host is timed again.
+    its latency and those of `variants`; one that was timed beside a disturbed host that held it up is timed again.
     """
-    done = {(m.subject, m.id) for block in there for m in block.measurements
-            if (m.label == first_label and m.context in ("alone", "carrier"))
-            or (m.label == "latency" and (m.disturbance or 0.0) <= TOLERANCE)}
-    models = [item for item in work.models if ("model", item.record.model) not in done]
-    kernels = [item for item in work.kernels if ("kernel", item.kernel.id) not in done]
+    there = list(there)
+    timed = {m.id for block in there for m in block.measurements
+             if m.label == first_label and m.context in ("alone", "carrier")}
+    told = {name for (name, _, _), found in dataset.model_measurements(there).items() if is_told(found, variants)}
+    models = [item for item in work.models if item.record.model not in told]
+    kernels = [item for item in work.kernels if item.kernel.id not in timed]
     shuffled = [kernels[i] for i in np.random.default_rng(0).permutation(len(kernels))]  # no type at one time of day only
     planned: list[tuple[str, list[KernelItem], list[ModelItem]]] = [
         (chunk[0].record.model + (f" and {len(chunk) - 1} more" if len(chunk) > 1 else ""), [], list(chunk))
@@ -389,7 +412,7 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
     source = open_source(provider, config.metrics)
     if config.window_s < source.minimum_window_s:
         raise UserError(f"window_s {config.window_s:g}: {source.name} needs at least {source.minimum_window_s:g} s")
-    folder, labels = workspace.dataset(target.name), config.labels_on(provider)
+    folder, labels, variants = workspace.dataset(target.name), config.labels_on(provider), config.variants_on(provider)
     header = prepare_dataset(folder, DatasetHeader(target=target, metrics=tuple(source.fields), held_out=config.held_out,
                                                    labels=labels, machines={here.uuid: here}), work.described)
     log.info("%s: %d kernels and %d models at levels %s into %s", target.name, len(work.kernels), len(work.models),
@@ -399,7 +422,7 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
         for level in config.levels:
             there = [block for block in dataset.read_journal(folder) if block.level == level
                      and (block.machine == here.uuid or not config.each_machine)]
-            todo = plan(work, there, config.block_kernels, labels[0], config.block_models)
+            todo = plan(work, there, config.block_kernels, labels[0], config.block_models, () if level else variants)
             if not todo:
                 continue
             with stress(level, config.stress.kind, provider, workspace=workspace) as stressor:

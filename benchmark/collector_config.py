@@ -36,6 +36,7 @@ class CollectorConfig(Config):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     labels: tuple[Literal["run", "kernel_time", "node_span", "gpu"], ...] = ()
     model_labels: bool = True
+    variants: tuple[Literal["host_io", "cuda_graph"], ...] = ()
     levels: tuple[Level, ...] = Field((0.0, 0.3, 0.6, 0.9), min_length=1)
     stress: StressConfig = StressConfig()
     metrics: tuple[str, ...] = ()
@@ -53,12 +54,22 @@ class CollectorConfig(Config):
     timeout_s: float = Field(120.0, gt=0)
     held_out: tuple[str, ...] = ()
 
-    @field_validator("levels", "labels")
+    @field_validator("levels", "labels", "variants")
     @classmethod
     def _all_differ(cls, values: tuple[float | str, ...]) -> tuple[float | str, ...]:
         if len(set(values)) != len(values):
             raise ValueError("one stands twice")
         return values
+
+    def variants_on(self, execution_provider: str) -> tuple[str, ...]:
+        """The further ways in which whole models are run on `cpu` or `cuda`.
+
+        Raises:
+            UserError: `cuda_graph` is asked for on a CPU.
+        """
+        if execution_provider == "cpu" and "cuda_graph" in self.variants:
+            raise UserError("variants: cuda_graph: only a GPU has CUDA graphs, and this is a CPU target")
+        return self.variants
 
     def labels_on(self, execution_provider: str) -> tuple[str, ...]:
         """The labels that every kernel gets on `cpu` or `cuda`, the first above all.

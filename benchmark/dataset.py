@@ -30,6 +30,9 @@ DEFAULT_LABELS = LABELS[:3]  # those that every device has
 COLLECT = "python benchmark/collector.py"
 BELOW_BEST = 0.05  # how much slower than its best the canary may be beyond what drift is admitted
 UNFINISHED = "unfinished"  # status of a kernel whose first label was not (yet) taken, only others
+VARIANTS = ("host_io", "cuda_graph")  # further ways to run a whole model: numpy in and out; captured and replayed
+DISTURBANCE_ADMITTED = 0.12  # by which a probe of the host may exceed its best; beside a disturbed host it does by 0.4
+HOST_IDLES = 0.7  # a model whose host needs less of its latency is held up by the GPU, however disturbed the host is
 SAMPLED = "sampled:"  # in column Models: no model holds this kernel; the family that seeded it follows, if any did
 
 
@@ -39,13 +42,15 @@ class Measurement(Frozen):
     Attributes:
         subject: `kernel` or `model`.
         id: the kernel's id, or the model record's name.
-        label: one of LABELS; for a whole model `latency`, `host` (dispatch alone, without waiting for the GPU) or `gpu`.
+        label: one of LABELS; for a whole model `latency`, `host` (dispatch alone, without waiting for the GPU), `gpu`, or one
+            of VARIANTS.
         context: where it ran: `alone` (its own session), `carrier` (a graph of many kernels, so that caches are met as
             in a model) or a model's name.
         samples_ms: one a run.
         launches: label `gpu`: kernels, copies and fills on the GPU in a run.
         cuda_kernels: label `gpu` of a kernel: their names in order.
         disturbance: of a model on an idle GPU: by how much other work slowed the host down meanwhile, a ratio (quiet_host).
+        probe_us: the same: what the probe of the host took meanwhile.
         status: `ok`, `failed`, `crashed` or `timeout`; `error` says why.
         started, ended: UTC, ISO 8601.
     """
@@ -58,6 +63,7 @@ class Measurement(Frozen):
     launches: int | None = None
     cuda_kernels: tuple[str, ...] = ()
     disturbance: float | None = None
+    probe_us: float | None = None
     status: str = "ok"
     error: str = ""
     started: str = ""
@@ -205,8 +211,9 @@ def model_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS
     """The columns of `model_latency.csv`."""
     metrics = list(metrics)
     return ["Model", "Level", *metrics, "Latency_ms", "median_ms", "p95_ms", "std_ms", "Runs",
-            *(("host_ms", "gpu_ms", "gpu_launches") if GPU_LABEL in labels else ()), "Canary_ms", "Drift",
-            "Disturbance", *(f"{metric}_during" for metric in metrics), "Machine", "Started", "Ended", "Status", "Error"]
+            *(("host_ms", "gpu_ms", "gpu_launches") if GPU_LABEL in labels else ()), *(f"{name}_ms" for name in VARIANTS),
+            "Canary_ms", "Drift", "Disturbance", "Probe_us", *(f"{metric}_during" for metric in metrics), "Machine", "Started",
+            "Ended", "Status", "Error"]
 
 
 def _metrics(block: Block) -> dict[str, float]:
@@ -307,6 +314,17 @@ def _rank(measurement: Measurement) -> tuple[bool, float]:
     return measurement.status != "ok", measurement.disturbance or 0.0
 
 
+def tells_of_model(latency_ms: float, host_ms: float, disturbance: float) -> bool:
+    """Whether a latency tells of the model alone: the host was undisturbed (see quiet_host), or does not hold the GPU up.
+
+    Args:
+        latency_ms: the model's.
+        host_ms: the host's time of a run; NaN where it is not known.
+        disturbance: of the host meanwhile; NaN where it was not watched.
+    """
+    return not disturbance > DISTURBANCE_ADMITTED or host_ms <= HOST_IDLES * latency_ms
+
+
 def model_rows(blocks: Iterable[Block]) -> list[dict[str, Any]]:
     """One row a model, level and machine: statistics of its whole latency, and the medians of its other labels."""
     from utils.timing import summarize
@@ -323,7 +341,7 @@ def model_rows(blocks: Iterable[Block]) -> list[dict[str, Any]]:
         if m.status == "ok":
             s = summarize(m.samples_ms)
             row |= {"Latency_ms": round(s.mean_ms, 6), "median_ms": round(s.median_ms, 6), "p95_ms": round(s.p95_ms, 6),
-                    "std_ms": round(s.std_ms, 6), "Runs": s.runs, "Disturbance": m.disturbance}
+                    "std_ms": round(s.std_ms, 6), "Runs": s.runs, "Disturbance": m.disturbance, "Probe_us": m.probe_us}
         for label, (_, other) in labels.items():
             if label != "latency" and other.status == "ok":
                 row[f"{label}_ms"] = round(float(np.median(other.samples_ms)), 6)

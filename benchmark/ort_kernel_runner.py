@@ -83,6 +83,16 @@ def warm_up(run_once: Callable[[], Any], runs: int, seconds: float = 0.0) -> tup
     return done, last_s
 
 
+def timer(run_once: Callable[[], Any]) -> Callable[[], float]:
+    """A function that runs once and gives the seconds that took."""
+    def run_s() -> float:
+        start = time.perf_counter()
+        run_once()
+        return time.perf_counter() - start
+
+    return run_s
+
+
 @dataclass
 class Runner:
     """An open session with its inputs in place; `run_once` runs it and waits for the result."""
@@ -95,9 +105,7 @@ class Runner:
 
     def run_s(self) -> float:
         """Runs once; the seconds that took."""
-        start = time.perf_counter()
-        self.run_once()
-        return time.perf_counter() - start
+        return timer(self.run_once)()
 
     def warm_up(self, runs: int, seconds: float = 0.0) -> float:
         """See `warm_up`; what the last run took, in seconds (0 where none was).

@@ -27,18 +27,19 @@ class Request(Frozen):
 
     Attributes:
         do: `alone` times a built kernel in its own session; `carrier` times several one after another in one graph;
-            `model` times a whole model and profiles its kernels; `model_gpu` traces a whole model on the GPU; `canary`
-            times a fixed piece of work.
+            `model` times a whole model and profiles its kernels; `model_gpu` traces a whole model on the GPU; `model_graph`
+            times it as a CUDA graph; `canary` times a fixed piece of work.
         paths: the files of the kernels, or of the model.
         record: for a model, its record.
         dims: for a model, the sizes of its dynamic dimensions.
         labels: which labels of its kernels a carrier or a model gives, of `kernel_time`, `node_span` and (a carrier) `gpu`.
         host: for a model on a GPU, whether the host's dispatch is timed too.
+        host_io: for a model, whether runs with numpy arrays in and out are timed too.
         watch_host: for a model on an idle GPU: only what was timed while the host was undisturbed counts.
         turns: the folder through which workers take turns on the GPU (see gpu_turns.py); "" for one that is alone.
     """
 
-    do: Literal["alone", "carrier", "model", "model_gpu", "canary"]
+    do: Literal["alone", "carrier", "model", "model_gpu", "model_graph", "canary"]
     execution_provider: str
     effort: Effort
     paths: tuple[str, ...] = ()
@@ -46,6 +47,7 @@ class Request(Frozen):
     dims: dict[str, int] = {}
     labels: tuple[str, ...] = ()
     host: bool = False
+    host_io: bool = False
     watch_host: bool = False
     provider_options: dict[str, str] = {}
     turns: str = ""
@@ -61,6 +63,7 @@ class Samples(Frozen):
     launches: int | None = None
     cuda_kernels: tuple[str, ...] = ()
     disturbance: float | None = None
+    probe_us: float | None = None
 
 
 class Reply(Frozen):

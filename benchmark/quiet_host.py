@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from statistics import median
 from typing import NamedTuple
 
 from benchmark.affinity import off_the_workers_cores
+from benchmark.dataset import DISTURBANCE_ADMITTED
 from benchmark.ort_kernel_runner import device_binding, dispatcher, random_feed
 from benchmark.protocol import Effort
 from utils.ort_sessions import open_session
@@ -22,7 +24,6 @@ from utils.ort_sessions import open_session
 PROBE_NODES = 60  # of the probe: some 0.2 ms
 READINGS = 3  # the shortest of which counts
 WINDOW_S = 0.02
-TOLERANCE = 0.12  # by which a probe may exceed the best and still count as undisturbed; disturbed, it exceeds it by 0.4
 PATIENCE = 4.0  # times the budget that is spent on waiting for enough undisturbed windows
 FIRST_LOOK_S = 0.3  # how long the first probe looks for its best
 
@@ -68,10 +69,12 @@ def host_probe(execution_provider: str) -> HostProbe:
 
 
 class Timed(NamedTuple):
-    """Samples in ms, and how disturbed the host was beside the worst of them: the probe's reading over its best, less 1."""
+    """Samples in ms; how disturbed the host was beside the worst of them: the probe's reading over its best, less 1; and the
+    median reading beside them, in microseconds."""
 
     samples_ms: tuple[float, ...]
     disturbance: float
+    probe_us: float
 
 
 def quiet_samples_ms(probe: HostProbe, timed: Mapping[str, Callable[[], float]], effort: Effort) -> dict[str, Timed]:
@@ -104,7 +107,8 @@ def _least_disturbed(windows: list[Window], probe: HostProbe, effort: Effort) ->
         counted.append(window)
     samples = [sample for window in counted for sample in window.samples_ms]
     worst = max(window.probe_s for window in counted) / probe.best_s - 1.0
-    return Timed(tuple(round(sample, 6) for sample in samples[:effort.most_runs]), round(max(worst, 0.0), 4))
+    return Timed(tuple(round(sample, 6) for sample in samples[:effort.most_runs]), round(max(worst, 0.0), 4),
+                 round(1e6 * median(window.probe_s for window in counted), 2))
 
 
 def _window(probe: HostProbe, run_s: Callable[[], float]) -> Window:
@@ -115,7 +119,7 @@ def _window(probe: HostProbe, run_s: Callable[[], float]) -> Window:
 
 
 def _is_quiet(window: Window, probe: HostProbe) -> bool:
-    return window.probe_s <= probe.best_s * (1 + TOLERANCE)
+    return window.probe_s <= probe.best_s * (1 + DISTURBANCE_ADMITTED)
 
 
 def _enough(windows: list[Window], probe: HostProbe, effort: Effort, late: bool) -> bool:

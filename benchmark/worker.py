@@ -19,7 +19,16 @@ from benchmark.affinity import off_the_workers_cores
 from benchmark.dataset import GPU_LABEL
 from benchmark.gpu_trace import GpuRun, split_carrier, trace
 from benchmark.model_profile import counted_runs, profile_model, profile_runs
-from benchmark.ort_kernel_runner import Runner, bind, device_binding, dispatcher, now, open_runner, random_feed
+from benchmark.ort_kernel_runner import (
+    Runner,
+    bind,
+    device_binding,
+    dispatcher,
+    now,
+    open_runner,
+    random_feed,
+    timer,
+)
 from benchmark.ort_profile import ProfiledRun, kernel_times_ms, node_spans_ms
 from benchmark.protocol import Effort, Reply, Request, Samples
 from benchmark.quiet_host import host_probe, quiet_samples_ms
@@ -29,10 +38,11 @@ from kernel_model.kernel_builder import built_kernel
 from ort_analysis.fusion_detector import kernel_of
 from ort_analysis.records import load_record
 from utils.errors import UserError
-from utils.ort_sessions import model_errors, open_session
+from utils.ort_sessions import CUDA_GRAPH, model_errors, open_session
 from utils.processes import die_with_parent
 
 TRACED_RUNS = 5
+CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
 
 
 def time_canary(request: Request) -> list[Samples]:
@@ -127,15 +137,37 @@ def time_model(request: Request) -> list[Samples]:
     if request.host:
         binding = device_binding(runner.session, random_feed(runner.session), "cuda")
         timed["host"] = dispatcher(runner.session, binding)
+    if request.host_io:
+        timed["host_io"] = timer(bind(runner.session, random_feed(runner.session), provider, "host"))
 
     def in_model() -> list[Samples]:
         return model_labels(path, request, [node.kernel_id for node in record.nodes]) if request.labels else []
 
     if request.watch_host:
-        found = quiet_samples_ms(host_probe(provider), timed, effort)
-        return [*(Samples(id=record.model, label=label, samples_ms=one.samples_ms, disturbance=one.disturbance)
-                  for label, one in found.items()), *in_model()]
+        return [*beside_the_probe(record.model, timed, request), *in_model()]
     return in_halves(record.model, runner, timed, effort.runs(one_run_s), effort, in_model)
+
+
+def beside_the_probe(model: str, timed: Mapping[str, Callable[[], float]], request: Request) -> list[Samples]:
+    """Samples of a model's runs, by label, from moments in which the host was undisturbed."""
+    return [Samples(id=model, label=label, **one._asdict())
+            for label, one in quiet_samples_ms(host_probe(request.execution_provider), timed, request.effort).items()]
+
+
+def time_model_as_graph(request: Request) -> list[Samples]:
+    """A whole model captured once as a CUDA graph and then replayed; tensors on the device.
+
+    Raises:
+        UserError: ONNX Runtime can't capture it (a node is not the CUDA provider's), or can't load or run it.
+    """
+    record = load_record(Path(request.record))
+    runner = open_runner(Path(request.paths[0]), "cuda", dims=request.dims,
+                         provider_options={**request.provider_options, **CUDA_GRAPH})
+    one_run_s = runner.warm_up(request.effort.warmup + CAPTURING_RUNS, request.effort.warmup_s)
+    timed = {"cuda_graph": runner.run_s}
+    if request.watch_host:
+        return beside_the_probe(record.model, timed, request)
+    return in_halves(record.model, runner, timed, request.effort.runs(one_run_s), request.effort, list)
 
 
 def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float]], runs: int, effort: Effort,
@@ -185,6 +217,7 @@ def model_labels(path: Path, request: Request, expected: Sequence[str]) -> list[
 
 WORK: dict[str, Callable[[Request], list[Samples]]] = {
     "alone": time_alone, "carrier": time_carrier, "model": time_model, "model_gpu": time_model_on_gpu,
+    "model_graph": time_model_as_graph,
     "canary": time_canary}
 
 

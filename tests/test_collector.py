@@ -227,6 +227,32 @@ def test_labels_are_a_choice(tmp_path: Path) -> None:
         collect(workspace, CollectorConfig.model_validate(wanted | {"labels": ["run"]}))
 
 
+def test_numpy_in_and_out_is_a_variant(tmp_path: Path) -> None:
+    """What a model takes with numpy arrays in and out stands beside its latency; asked for later, it is measured later."""
+    workspace = Workspace(tmp_path)
+    build_workspace(workspace, {"anet_b1": small_model()})
+    wanted = TINY | {"held_out": [], "levels": [0.0], "labels": ["node_span"], "model_labels": False}
+    folder = workspace.dataset(local_target("cpu").name)
+    for variants, rows in (([], 1), (["host_io"], 2), (["host_io"], 2)):
+        collect(workspace, CollectorConfig.model_validate(wanted | {"variants": variants}))
+        found = [m for block in dataset.read_journal(folder) for m in block.measurements if m.label == "latency"]
+        assert len(found) == rows
+    [host_io] = [m for block in dataset.read_journal(folder) for m in block.measurements if m.label == "host_io"]
+    table = dataset.load_table(dataset.model_table_path(folder))
+    assert table["host_io_ms"].item() == pytest.approx(np.median(host_io.samples_ms), abs=1e-6)
+    assert table["cuda_graph_ms"].isna().all()
+    with pytest.raises(UserError, match="variants: cuda_graph: only a GPU"):
+        collect(workspace, CollectorConfig.model_validate(wanted | {"variants": ["cuda_graph"]}))
+
+
+@pytest.mark.parametrize(("latency_ms", "host_ms", "disturbance", "tells"), [
+    (1.0, 0.9, 0.1, True), (1.0, 0.9, 0.5, False), (1.0, 0.6, 0.5, True), (1.0, float("nan"), 0.5, False),
+    (1.0, 0.9, float("nan"), True)])
+def test_a_disturbed_host_does_not_matter_to_a_model_that_the_gpu_holds_up(
+        latency_ms: float, host_ms: float, disturbance: float, tells: bool) -> None:
+    assert dataset.tells_of_model(latency_ms, host_ms, disturbance) is tells
+
+
 @pytest.mark.parametrize(("each_machine", "blocks"), [(True, 4), (False, 2)])
 def test_what_another_machine_measured(tmp_path: Path, each_machine: bool, blocks: int) -> None:
     """Measured here too, or left as it is: two blocks, one of the model and one of its kernels."""

@@ -62,15 +62,23 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
     Raises:
         UserError: there is none.
     """
-    from benchmark.dataset import COLLECT, load_model_table
+    import numpy as np
+
+    from benchmark.dataset import COLLECT, DISTURBANCE_ADMITTED, load_model_table, tells_of_model
     from ort_analysis.records import REMAKE, family, load_record, record_path
 
     table = load_model_table(workspace, target)
     idle = table[(table["Status"] == "ok") & (table["Level"] == 0)]
     column = "median_ms" if "median_ms" in idle.columns else "Latency_ms"
-    host: dict[str, float] = {}
-    if "host_ms" in idle.columns:
-        host = {str(model): float(time_ms) for model, time_ms in idle.groupby("Model")["host_ms"].median().items()}
+    for unknown in {"host_ms", "Disturbance"} - set(idle.columns):
+        idle = idle.assign(**{unknown: math.nan})
+    undisturbed = ~(idle["Disturbance"] > DISTURBANCE_ADMITTED)
+    tells = np.array([tells_of_model(*figures) for figures in idle[[column, "host_ms", "Disturbance"]].to_numpy(dtype=float)])
+    if not tells.all():
+        log.warning("%s: %d latencies were measured beside a disturbed host and are left out; to measure them again: %s",
+                    target, int((~tells).sum()), COLLECT)
+    idle = idle.assign(host_ms=idle["host_ms"].where(undisturbed))[tells]
+    host = {str(model): float(time_ms) for model, time_ms in idle.groupby("Model")["host_ms"].median().items()}
     found = []
     for name, latency_ms in idle.groupby("Model", sort=True)[column].median().items():
         if family(str(name)) in sidecar.held_out:

@@ -25,7 +25,8 @@ US = 1e-3  # milliseconds
 
 @dataclass(frozen=True)
 class Tracks:
-    """A model of the fit: per node the GPU's time (ms), launches and whether it moves data; measured host and latency."""
+    """A model of the fit: per node the GPU's time (ms), launches and whether it moves data; measured latency, and the
+    host's time where it is known (else NaN)."""
 
     gpu_ms: Floats
     launches: Floats
@@ -35,9 +36,11 @@ class Tracks:
 
 
 def fit_host(models: Sequence[Tracks]) -> tuple[float, float, float, float]:
-    """Host time in ms for a node that moves data, for one that does not, for a launch, and for a run besides."""
+    """Host time in ms for a node that moves data, for one that does not, for a launch, and for a run besides; from those models
+    whose host time is known."""
     from scipy.optimize import least_squares, nnls
 
+    models = [model for model in models if np.isfinite(model.host_ms)]
     counts = np.array([[model.moves.sum(), (~model.moves).sum(), model.launches.sum(), 1.0] for model in models])
     relative = counts / np.array([[model.host_ms] for model in models])
     start, _ = nnls(relative, np.ones(len(models)))
@@ -70,7 +73,7 @@ def fit_pipeline(models: Sequence[Tracks]) -> PipelineCosts:
 
 def can_fit(models: Sequence[Tracks]) -> bool:
     """Whether enough models tell of both tracks."""
-    return len(models) >= LEAST_MODELS and all(np.isfinite(model.host_ms) for model in models)
+    return sum(bool(np.isfinite(model.host_ms)) for model in models) >= LEAST_MODELS
 
 
 def latencies_ms(models: Sequence[Tracks], costs: PipelineCosts) -> Floats:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
+CUDA_GRAPH = {"enable_cuda_graph": "1"}  # options of the CUDA provider that capture a model once and then replay it
 FATAL = 4  # ORT's number for the log level above errors
 PROVIDER_NAMES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
