@@ -23,7 +23,7 @@ from utils.paths import Workspace
 from utils.timing import ErrorStatistics, error_statistics, summarize
 
 if TYPE_CHECKING:
-    from inference.prediction import Prediction
+    from inference.prediction import Prediction, WayOfRunning
     from inference.targets import Fitted
 
 log = get_logger("evaluator")
@@ -92,7 +92,7 @@ class Evaluation(Frozen):
 
     Attributes:
         source: `measured` here and now, or `recorded` in the dataset.
-        io: `device` or `host`; recorded measurements are `device`.
+        way: how the models were run, in words.
         load: what the predictions were told: `idle`, or metrics; `recorded` where each level has its own.
         failures: models that could not be evaluated, and why.
     """
@@ -101,7 +101,7 @@ class Evaluation(Frozen):
     target: str
     composition: dict[str, Any]
     source: str
-    io: str
+    way: str
     load: str | dict[str, float]
     comparisons: tuple[Comparison, ...]
     summaries: tuple[Summary, ...]
@@ -172,7 +172,7 @@ def dynamic_dims(path: Path) -> set[str]:
         return set(open_dims(onnx.load(str(path), load_external_data=False)))
 
 
-def measure_here(cases: Sequence[Case], execution_provider: str, io: str, rounds: int, budget_s: float,
+def measure_here(cases: Sequence[Case], execution_provider: str, way: WayOfRunning, rounds: int, budget_s: float,
                  best_canary_ms: float, patience_s: float, failures: Failures) -> None:
     """Times every case `rounds` times for `budget_s` seconds, all cases in each round, so that drift hits all alike.
 
@@ -190,17 +190,17 @@ def measure_here(cases: Sequence[Case], execution_provider: str, io: str, rounds
             continue
         try:
             if not warmed:  # the first session loads the runtime, whose time and memory are no model's
-                measure_once(Case(record=case.record, path=case.path), execution_provider, io, 0.0, watch_host=False)
+                measure_once(Case(record=case.record, path=case.path), execution_provider, way, 0.0, watch_host=False)
                 warmed = True
             canary = wait_until_steady(lambda: canary_ms(execution_provider), best_canary_ms, STEADY, patience_s)
             if best_canary_ms:
                 case.canaries.append(canary / best_canary_ms)
-            measure_once(case, execution_provider, io, budget_s, watch_host=execution_provider == "cuda" and not case.load)
+            measure_once(case, execution_provider, way, budget_s, watch_host=execution_provider == "cuda" and not case.load)
         except UserError as error:
             failures.add_case(case, error)
 
 
-def measure_once(case: Case, execution_provider: str, io: str, budget_s: float, watch_host: bool) -> None:
+def measure_once(case: Case, execution_provider: str, way: WayOfRunning, budget_s: float, watch_host: bool) -> None:
     """Adds one session's samples to a case (with `watch_host`, those of moments in which the host was undisturbed), and what
     the first session took in memory."""
     from benchmark.ort_kernel_runner import open_runner
@@ -211,7 +211,7 @@ def measure_once(case: Case, execution_provider: str, io: str, budget_s: float, 
         raise UserError(f"{case.record.model}: no file to run")
     probe = host_probe(execution_provider) if watch_host else None  # first: its session is no part of the model's memory
     before = memory_in_use_mib(execution_provider)
-    runner = open_runner(case.path, execution_provider, dims=case.record.dims, io=io)
+    runner = open_runner(case.path, execution_provider, dims=case.record.dims, io=way.io, cuda_graph=way.cuda_graph)
     if probe:
         runner.warm_up(WARMUP)
         effort = Effort(budget_s=budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)
@@ -240,13 +240,13 @@ def memory_in_use_mib(execution_provider: str) -> float:
     return psutil.Process().memory_info().rss / 2**20
 
 
-def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str]) -> list[Case]:
-    """A case for every model of `records` and level that the dataset in `folder` holds a good measurement of."""
+def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str], label: str) -> list[Case]:
+    """A case for every model of `records` and level that the dataset in `folder` holds a good measurement of, by `label`."""
     from benchmark.dataset import model_measurements, read_journal
 
     cases = []
     for (model, level, _), labels in model_measurements(read_journal(folder)).items():
-        block, found = labels.get("latency", (None, None))
+        block, found = labels.get(label, (None, None))
         if block and found and found.status == "ok" and found.samples_ms and model in records:
             load = {name: block.background[name] for name in metrics if name in block.background} if level else {}
             cases.append(Case(record=records[model], level=level, load=load, samples_ms=list(found.samples_ms)))
@@ -260,13 +260,13 @@ def name_missing(records: Mapping[str, ModelRecord], found: set[str], folder: Pa
                                      "python benchmark/collector.py"))
 
 
-def predict_case(case: Case, target: str, workspace: Workspace, force: bool, failures: Failures) -> None:
+def predict_case(case: Case, target: str, way: WayOfRunning, workspace: Workspace, force: bool, failures: Failures) -> None:
     """Fills in a case's predictions: with look-up, and strict."""
     from inference.prediction import predict
 
     try:
         case.with_lookup, case.strict = (
-            predict(case.record, target=target, strict=strict, load=case.load, workspace=workspace, force=force)
+            predict(case.record, target=target, strict=strict, load=case.load, way=way, workspace=workspace, force=force)
             for strict in (False, True))
     except UserError as error:
         failures.add_case(case, error)
@@ -390,7 +390,7 @@ def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
 
 
 def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str, Sequence[int]] | None = None,
-             target: str | None = None, recorded: bool = False, io: str = "device", metrics_file: Path | None = None,
+             target: str | None = None, recorded: bool = False, way: WayOfRunning | None = None, metrics_file: Path | None = None,
              rounds: int = 3, budget_s: float = 1.0, patience_s: float = PATIENCE_S, force: bool = False) -> Evaluation:
     """Predicts and measures `models` (or takes recorded measurements); a model that fails costs only itself.
 
@@ -398,9 +398,11 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
         UserError: no predictors, the target is another machine's and `recorded` is off, or not one model is left.
     """
     from inference.load import read_metrics
+    from inference.prediction import AS_USUAL, check_way
     from inference.targets import fitted_for, local_targets
 
-    fitted = fitted_for(workspace, target)
+    fitted, way = fitted_for(workspace, target), way or AS_USUAL
+    check_way(way, fitted.composition, fitted.target.name)
     name, provider = fitted.target.name, fitted.target.flavour.execution_provider
     load = read_metrics(metrics_file) if metrics_file else {}
     failures = Failures()
@@ -410,7 +412,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
                         "dataset: --recorded")
     if recorded:
         records = recorded_records(workspace, models, dims or {}, fitted, failures)
-        cases = recorded_cases(workspace.dataset(name), records, fitted.predictors.sidecar.metrics)
+        cases = recorded_cases(workspace.dataset(name), records, fitted.predictors.sidecar.metrics, way.label)
         if models:  # else all that the dataset holds is asked for
             name_missing(records, {case.record.model for case in cases}, workspace.dataset(name), failures)
     else:
@@ -418,17 +420,17 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
         for case in cases:
             case.load = load
     for case in cases:
-        predict_case(case, name, workspace, force, failures)
+        predict_case(case, name, way, workspace, force, failures)
     if not recorded:
         best_canary_ms = 0.0 if load else recorded_canary_ms(workspace, name, provider)
-        measure_here(cases, provider, io, rounds, budget_s, best_canary_ms, patience_s, failures)
+        measure_here(cases, provider, way, rounds, budget_s, best_canary_ms, patience_s, failures)
     held_out = held_out_families(workspace, name)
     comparisons = tuple(found for case in cases if (found := compare(case, held_out)))
     if not comparisons:
         raise UserError("no model could be evaluated" + (f": {', '.join(failures)} failed" if failures else
                         f": the dataset of {name} holds no measurement of them" if recorded else ""))
     return Evaluation(
-        target=name, composition=composition_facts(fitted), source="recorded" if recorded else "measured", io=io,
+        target=name, composition=composition_facts(fitted), source="recorded" if recorded else "measured", way=way.in_words,
         load="recorded" if recorded else load or "idle", comparisons=comparisons, summaries=summarise(comparisons),
         failures=dict(failures))
 
@@ -459,8 +461,7 @@ def main() -> int:
     parser.add_argument("--target", help="whose predictors (default: this machine, or the only target with predictors)")
     parser.add_argument("--recorded", action="store_true",
                         help="compare with the measurements in the target's dataset (without MODEL: with all of them)")
-    parser.add_argument("--io", choices=("device", "host"), default="device",
-                        help="device: tensors stay on the device; host: numpy in and out (default: device)")
+    cli.add_way(parser)
     parser.add_argument("--metrics", type=Path, metavar="FILE",
                         help="JSON of what else runs on the device meanwhile (default: idle)")
     parser.add_argument("--patience-s", type=float, default=PATIENCE_S, metavar="S",
@@ -479,23 +480,22 @@ def main() -> int:
         parser.error("name models (files or folders), or --recorded for all that the dataset holds")
     if args.recorded and args.metrics:
         parser.error("--recorded takes the load from the dataset: leave --metrics out")
-    if args.recorded and args.io == "host":
-        parser.error("--recorded measurements are with --io device")
     workspace = cli.start(args)
-    evaluation = evaluate(workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target,
-                          recorded=args.recorded, io=args.io, metrics_file=args.metrics, patience_s=args.patience_s,
-                          rounds=args.rounds,
-                          budget_s=args.budget_s, force=args.force)
+    from inference.prediction import WayOfRunning
+
+    evaluation = evaluate(
+        workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target, recorded=args.recorded,
+        way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), metrics_file=args.metrics, patience_s=args.patience_s,
+        rounds=args.rounds, budget_s=args.budget_s, force=args.force)
     folder = workspace.evaluation / evaluation.target
     write(evaluation, folder)
     if args.json:
         cli.print_json(evaluation)
     else:
-        cli.print_table(table(evaluation.comparisons), f"{evaluation.target}, io {evaluation.io}, {evaluation.source}")
+        cli.print_table(table(evaluation.comparisons), f"{evaluation.target}, {evaluation.way}, {evaluation.source}")
         print()
         cli.print_table(summary_table(evaluation.summaries), "errors")
-    log.info("io %s, load %s; written to %s: evaluation.csv, evaluation.json, evaluation.png", evaluation.io,
-             evaluation.load, folder)
+    log.info("load %s; written to %s: evaluation.csv, evaluation.json, evaluation.png", evaluation.load, folder)
     if evaluation.failures:
         log.error("%d failed: %s", len(evaluation.failures), ", ".join(evaluation.failures))
     return 1 if evaluation.failures else 0

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from benchmark.dataset import GPU_LABEL, LABELS
+from benchmark.dataset import GPU_LABEL, LABELS, VARIANTS
 from benchmark.protocol import Effort
 from utils.config import Config
 from utils.errors import UserError
@@ -36,7 +36,7 @@ class CollectorConfig(Config):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     labels: tuple[Literal["run", "kernel_time", "node_span", "gpu"], ...] = ()
     model_labels: bool = True
-    variants: tuple[Literal["host_io", "cuda_graph"], ...] = ()
+    variants: tuple[Literal["host_io", "cuda_graph"], ...] | None = None
     levels: tuple[Level, ...] = Field((0.0, 0.3, 0.6, 0.9), min_length=1)
     stress: StressConfig = StressConfig()
     metrics: tuple[str, ...] = ()
@@ -56,8 +56,8 @@ class CollectorConfig(Config):
 
     @field_validator("levels", "labels", "variants")
     @classmethod
-    def _all_differ(cls, values: tuple[float | str, ...]) -> tuple[float | str, ...]:
-        if len(set(values)) != len(values):
+    def _all_differ(cls, values: tuple[float | str, ...] | None) -> tuple[float | str, ...] | None:
+        if values is not None and len(set(values)) != len(values):
             raise ValueError("one stands twice")
         return values
 
@@ -67,6 +67,8 @@ class CollectorConfig(Config):
         Raises:
             UserError: `cuda_graph` is asked for on a CPU.
         """
+        if self.variants is None:
+            return VARIANTS if execution_provider == "cuda" else VARIANTS[:1]
         if execution_provider == "cpu" and "cuda_graph" in self.variants:
             raise UserError("variants: cuda_graph: only a GPU has CUDA graphs, and this is a CPU target")
         return self.variants

@@ -28,9 +28,10 @@ from kernel_model.kernel_builder import KERNEL_KEY
 from ort_analysis.ort_graph_parser import read_source, session_dtype
 from ort_analysis.records import Frozen, Kernel, numpy_dtype
 from utils import cli, files
+from utils.errors import UserError
 from utils.fingerprint import resolve_provider
 from utils.logger import get_logger
-from utils.ort_sessions import model_errors, open_session
+from utils.ort_sessions import CUDA_GRAPH, model_errors, open_session
 from utils.timing import LatencyStatistics, summarize
 
 if TYPE_CHECKING:
@@ -205,7 +206,8 @@ def kernel_in(proto: onnx.ModelProto) -> Kernel | None:
 
 
 def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[str, int] | None = None, io: str = "device",
-                profile_prefix: Path | None = None, provider_options: Mapping[str, str] | None = None) -> Runner:
+                cuda_graph: bool = False, profile_prefix: Path | None = None,
+                provider_options: Mapping[str, str] | None = None) -> Runner:
     """A file made ready to run: optimised as ORT does by default, or as it stands where it is a built kernel.
 
     Args:
@@ -213,17 +215,22 @@ def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[
         execution_provider: `auto`, `cpu` or `cuda`.
         dims: sizes of dynamic dimensions.
         io: `device` or `host`.
+        cuda_graph: whether its first run is captured, and then replayed.
         profile_prefix: turns ORT's profiler on.
         provider_options: options of the CUDA provider.
 
     Raises:
-        UserError: as `read_source`, or ORT can't load it.
+        UserError: as `read_source`, or ORT can't load it, or a CUDA graph is asked for where there can be none.
     """
     provider = resolve_provider(execution_provider)
+    if cuda_graph and (provider != "cuda" or io == "host"):
+        raise UserError("a CUDA graph needs an NVIDIA GPU, and reads and writes tensors at fixed places on it: leave "
+                        "--cuda-graph out, or run on device cuda with --io device")
+    options = {**(provider_options or {}), **(CUDA_GRAPH if cuda_graph else {})}
     source = read_source(model, dims)
     kernel = kernel_in(source.graph_only)
     session = open_session(source.loadable, provider, optimize="none" if kernel else "all", dims=source.dims,
-                           profile_prefix=profile_prefix, provider_options=provider_options, name=str(model))
+                           profile_prefix=profile_prefix, provider_options=options, name=str(model))
     feed = dummy_inputs(kernel) if kernel else random_feed(session)
     return Runner(session=session, name=model.stem, execution_provider=provider, io=io,
                   run_once=bind(session, feed, provider, io))
@@ -231,9 +238,10 @@ def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[
 
 def measure(model: Path, execution_provider: str = "auto", *, dims: Mapping[str, int] | None = None,
             warmup: int = DEFAULT_WARMUP, loops: int | None = None, budget_s: float | None = None,
-            io: str = "device") -> Timing:
+            io: str = "device", cuda_graph: bool = False) -> Timing:
     """Times one ONNX file; see `open_runner` and `Runner.time` for the arguments."""
-    return open_runner(model, execution_provider, dims=dims, io=io).time(warmup=warmup, loops=loops, budget_s=budget_s)
+    return open_runner(model, execution_provider, dims=dims, io=io, cuda_graph=cuda_graph).time(
+        warmup=warmup, loops=loops, budget_s=budget_s)
 
 
 def row(timing: Timing) -> dict[str, Any]:
@@ -248,8 +256,7 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--model", type=Path, required=True, help="an ONNX file; a bare name is also looked for in model_zoo")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--io", choices=("device", "host"), default="device",
-                        help="device: tensors stay on the device; host: numpy in and out (default: device)")
+    cli.add_way(parser)
     parser.add_argument("--warmup", type=int, default=DEFAULT_WARMUP, help="untimed runs first; 0 turns them off")
     parser.add_argument("--no-warmup", action="store_const", const=0, dest="warmup", help="the same as --warmup 0")
     parser.add_argument("--loops", type=int, help=f"timed runs (default: {DEFAULT_LOOPS})")
@@ -266,7 +273,7 @@ def main() -> int:
     if args.device == "auto" and provider == "cpu":
         log.info("no NVIDIA GPU here: running on the CPU")
     timing = measure(workspace.find_model(args.model), provider, dims=cli.one_size_dims(args.dim), warmup=args.warmup,
-                     loops=args.loops, budget_s=args.budget_s, io=args.io)
+                     loops=args.loops, budget_s=args.budget_s, io=args.io, cuda_graph=args.cuda_graph)
     if timing.statistics.unstable:
         log.warning("unstable: half of the runs differ by %.0f %% of the median; close other work on this device, "
                     "or run longer (--loops, --budget-s)", 100 * timing.statistics.spread)

@@ -38,7 +38,7 @@ from kernel_model.kernel_builder import built_kernel
 from ort_analysis.fusion_detector import kernel_of
 from ort_analysis.records import load_record
 from utils.errors import UserError
-from utils.ort_sessions import CUDA_GRAPH, model_errors, open_session
+from utils.ort_sessions import model_errors, open_session
 from utils.processes import die_with_parent
 
 TRACED_RUNS = 5
@@ -161,8 +161,8 @@ def time_model_as_graph(request: Request) -> list[Samples]:
         UserError: ONNX Runtime can't capture it (a node is not the CUDA provider's), or can't load or run it.
     """
     record = load_record(Path(request.record))
-    runner = open_runner(Path(request.paths[0]), "cuda", dims=request.dims,
-                         provider_options={**request.provider_options, **CUDA_GRAPH})
+    runner = open_runner(Path(request.paths[0]), "cuda", dims=request.dims, cuda_graph=True,
+                         provider_options=request.provider_options)
     one_run_s = runner.warm_up(request.effort.warmup + CAPTURING_RUNS, request.effort.warmup_s)
     timed = {"cuda_graph": runner.run_s}
     if request.watch_host:

@@ -30,6 +30,7 @@ python inference/predict_model_latency.py --model resnet18.onnx
 python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8
 python inference/predict_model_latency.py --model model.onnx --strict --top 10 --json
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace timeline.json
+python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --cuda-graph
 """
 
 
@@ -66,7 +67,7 @@ def print_predictions(found: Sequence[Prediction], top: int) -> None:
         base += f" {1000 * used.node_ms:+.3g} µs a node"
     how = (f"{used.alpha:.4g}·{base} {used.beta_ms:+.4g} ms over kernels by label {used.label}" if used.costs is None
            else "the end of the host's and the GPU's track, kernels by label gpu")
-    log.info("target %s, load %s; latency = %s", first.target,
+    log.info("target %s, %s, load %s; latency = %s", first.target, first.way.in_words,
              first.load if first.load == "idle" else ", ".join(f"{k}={v:g}" for k, v in dict(first.load).items()), how)
     cli.print_table([summary(one) for one in found], "predicted latency")
     if len(found) == 1 and top:
@@ -84,6 +85,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, default=None, help="default: inference/config.yaml")
     parser.add_argument("--metrics", type=Path, metavar="FILE",
                         help="JSON of what else runs on the device, by DCGM field name (default: as the config says, idle)")
+    cli.add_way(parser)
     parser.add_argument("--top", type=int, default=5, metavar="N", help="show the N dominating kernels (default: 5)")
     parser.add_argument("--trace", type=Path, metavar="FILE",
                         help="write the predicted timeline, to be opened at ui.perfetto.dev or chrome://tracing")
@@ -99,13 +101,13 @@ def main() -> int:
         sys.modules["sklearn"] = None  # type: ignore[assignment]
 
     from inference.load import CONFIG_FILE, InferenceConfig, current_load
-    from inference.prediction import predict
+    from inference.prediction import WayOfRunning, predict
     from utils.config import load_config
 
     load = current_load(load_config(args.config or CONFIG_FILE, InferenceConfig), args.metrics)
     found = [
         predict(args.model, dims=dims, target=args.target, strict=args.strict, load=load, workspace=workspace,
-                force=args.force)
+                way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), force=args.force)
         for dims in cli.track(sizes, "predicting")]
     if args.trace:
         from inference.sources import record_of

@@ -20,6 +20,7 @@ from inference.sources import Source, record_of
 from inference.targets import Fitted, check_fit, fitted_for
 from ort_analysis.records import Frozen, ModelRecord
 from overlap_simulator import PipelineCosts
+from utils.errors import UserError
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 Provenance = Literal["measured", "predicted", "fallback"]
 PROVENANCES: tuple[Provenance, ...] = ("measured", "predicted", "fallback")
 PREDICTION_VERSION = 1
-NEARLY_ALL = 0.95  # of the kernel time measured: then the errors are those of models whose kernels are known
 
 
 class UsedComposition(Frozen):
@@ -42,6 +42,33 @@ class UsedComposition(Frozen):
     beta_ms: float
     node_ms: float = 0.0
     costs: PipelineCosts | None = None
+
+
+Io = Literal["device", "host"]
+
+
+class WayOfRunning(Frozen):
+    """How the model is to be run.
+
+    Attributes:
+        io: `device`: tensors stay on the device (IOBinding); `host`: numpy arrays in and out.
+        cuda_graph: captured once as a CUDA graph, and replayed.
+    """
+
+    io: Io = "device"
+    cuda_graph: bool = False
+
+    @property
+    def label(self) -> str:
+        """Under which the dataset holds whole models that were run so."""
+        return "cuda_graph" if self.cuda_graph else "host_io" if self.io == "host" else "latency"
+
+    @property
+    def in_words(self) -> str:
+        return "as a CUDA graph" if self.cuda_graph else "with tensors on the " + self.io
+
+
+AS_USUAL = WayOfRunning()
 
 
 class KernelShare(Frozen):
@@ -68,6 +95,7 @@ class Prediction(Frozen):
         model: the record's name: the file's stem, with the sizes of dynamic dimensions.
         target, flavour: names of what the prediction holds for, and of the graph.
         composition: how the kernels' times were put together.
+        way: how the model is run.
         latency_ms: the prediction.
         interval_ms: between which latencies nine of ten models lay; None under load, where a kernel is estimated from
             FLOPs and bytes, or where too few models were measured to tell.
@@ -90,6 +118,7 @@ class Prediction(Frozen):
     target: str
     flavour: str
     composition: UsedComposition
+    way: WayOfRunning = AS_USUAL
     latency_ms: float
     interval_ms: tuple[float, float] | None = None
     sum_latency_ms: float | None
@@ -111,7 +140,8 @@ class Prediction(Frozen):
 
 def predict(source: Source, *, dims: Mapping[str, int] | None = None,
             target: str | None = None, strict: bool = False, load: Mapping[str, float] | None = None,
-            composition: Composition | None = None, workspace: Workspace | None = None, force: bool = False) -> Prediction:
+            way: WayOfRunning = AS_USUAL, composition: Composition | None = None, workspace: Workspace | None = None,
+            force: bool = False) -> Prediction:
     """The latency of one model.
 
     Args:
@@ -120,6 +150,7 @@ def predict(source: Source, *, dims: Mapping[str, int] | None = None,
         target: name of the target; by default this machine, or the only one that has predictors.
         strict: predict every kernel, even those that were measured.
         load: metrics of what else runs on the device, by DCGM field name; None or empty: nothing does.
+        way: how the model is run, if otherwise than with its tensors on the device, node by node.
         composition: another than the target's own.
         workspace: the folder that holds the predictors; by default the repository.
         force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
@@ -127,14 +158,14 @@ def predict(source: Source, *, dims: Mapping[str, int] | None = None,
     Raises:
         UserError: the model, the predictors or the load can't be used; the message says why.
     """
-    return predict_many([source], dims=dims, target=target, strict=strict, load=load, composition=composition,
+    return predict_many([source], dims=dims, target=target, strict=strict, load=load, way=way, composition=composition,
                         workspace=workspace, force=force)[0]
 
 
 def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = None,
                  target: str | None = None, strict: bool = False, load: Mapping[str, float] | None = None,
-                 composition: Composition | None = None, workspace: Workspace | None = None,
-                 force: bool = False) -> list[Prediction]:
+                 way: WayOfRunning = AS_USUAL, composition: Composition | None = None,
+                 workspace: Workspace | None = None, force: bool = False) -> list[Prediction]:
     """The latencies of many models in one go, in their order; a kernel that several share is predicted once.
 
     Arguments and errors are those of `predict`.
@@ -142,6 +173,7 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
     workspace = workspace or Workspace()
     fitted = fitted_for(workspace, target)
     used = composition or fitted.composition
+    check_way(way, used, fitted.target.name)
     provider = fitted.target.flavour.execution_provider
     records = [record_of(workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source, provider, dims)
                for source in sources]
@@ -164,15 +196,31 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
 
         counts = fitted.predictors.predict(list(kernels.values()), given, LAUNCHES, strict).latency_ms
         launches = dict(zip(kernels, counts, strict=True))
-    return [_compose(record, times, launches, fitted, used, given, strict, warned)
+    return [_compose(record, times, launches, fitted, used, given, strict, way, warned)
             for record, warned in zip(records, warnings, strict=True)]
 
 
+def check_way(way: WayOfRunning, used: Composition, target: str) -> None:
+    """Whether a model's run that way can be predicted.
+
+    Raises:
+        UserError: no models were run so on the target, or ONNX Runtime itself can't.
+    """
+    if way.cuda_graph and way.io == "host":
+        raise UserError("a CUDA graph reads and writes tensors at fixed places on the device: predict it with --io device")
+    from training.composition import FIT
+
+    for asked, fitted, what in ((way.io == "host", used.host_io, "host_io"), (way.cuda_graph, used.cuda_graph, "cuda_graph")):
+        if asked and fitted is None:
+            raise UserError(f"{target}: no models were run so ({what}); measure some (variants in the collector's config), and "
+                            f"fit again: {FIT}")
+
+
 def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]], launches: Mapping[str, float],
-             fitted: Fitted, used: Composition, load: dict[str, float], strict: bool,
+             fitted: Fitted, used: Composition, load: dict[str, float], strict: bool, way: WayOfRunning,
              warnings: tuple[str, ...]) -> Prediction:
     """A model's time from its kernels' times, and in a pipeline their launches, by id."""
-    from training.composition import latency_ms, working_nodes
+    from training.composition import copied_mib, host_io_ms, latency_ms, working_nodes
 
     counts = Counter(node.kernel_id for node in record.nodes)
     totals = {kernel_id: count * times[kernel_id][0] for kernel_id, count in counts.items()}
@@ -183,11 +231,6 @@ def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]],
 
         by_node = {node.name: times[node.kernel_id][0] for node in record.nodes}
         critical_path_ms = calculate_latency(build_dag(record), by_node, "critical_path")
-    nodes = working_nodes(record)
-    if used.kind == "pipeline" and used.costs is not None:
-        latency = _pipeline_ms(record, times, launches, used.costs)
-    else:
-        latency = float(latency_ms(used, kernel_sum_ms if critical_path_ms is None else critical_path_ms, nodes))
     base_ms = kernel_sum_ms or 1.0  # a graph that is optimised away has no kernels
     by_provenance: dict[Provenance, float] = dict.fromkeys(PROVENANCES, 0.0)
     nodes_by_provenance: dict[Provenance, int] = dict.fromkeys(PROVENANCES, 0)
@@ -195,6 +238,17 @@ def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]],
         by_provenance[times[kernel_id][1]] += total_ms
         nodes_by_provenance[times[kernel_id][1]] += counts[kernel_id]
     shares = {name: part / base_ms for name, part in by_provenance.items()}
+    nodes = working_nodes(record)
+    costs, interval = used.costs, used.interval_for(shares["measured"])
+    if way.cuda_graph and used.cuda_graph:
+        costs, interval = used.cuda_graph.costs, used.cuda_graph.interval
+    if used.kind == "pipeline" and costs is not None:
+        latency = _pipeline_ms(record, times, launches, costs)
+    else:
+        latency = float(latency_ms(used, kernel_sum_ms if critical_path_ms is None else critical_path_ms, nodes))
+    if way.io == "host" and used.host_io:
+        latency += host_io_ms(used.host_io, copied_mib(record))
+        interval = used.host_io.interval
     unknown = sorted({record.kernels[k].type for k in totals if times[k][1] == "fallback"})
     if unknown:
         warnings = (*warnings, f"no predictor for {', '.join(unknown)}: {shares['fallback']:.1%} of the kernel time "
@@ -203,8 +257,9 @@ def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]],
     return Prediction(
         model=record.model, target=fitted.target.name, flavour=record.flavour.name,
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
-                                    node_ms=used.node_ms, costs=used.costs),
-        latency_ms=latency, interval_ms=None if load or unknown else _interval_ms(latency, used, shares["measured"]),
+                                    node_ms=used.node_ms, costs=costs),
+        way=way, latency_ms=latency,
+        interval_ms=(interval.low * latency, interval.high * latency) if interval and not load and not unknown else None,
         sum_latency_ms=_sum_latency_ms(used, kernel_sum_ms), kernel_sum_ms=kernel_sum_ms,
         critical_path_ms=critical_path_ms,
         load=load or "idle", strict=strict, time_share=shares, kernel_count=nodes_by_provenance,
@@ -228,12 +283,6 @@ def _range_warning(record: ModelRecord, times: Mapping[str, tuple[float, Provena
     part, total = (sum(counts[name] * times[name][0] for name in names) for names in (found, record.kernels))
     return (f"{len(found)} of its kernels, {part / total if total else 0.0:.1%} of the kernel time, are beyond what was "
             f"measured in some size, and less sure: {', '.join(found[:2])}{' …' if len(found) > 2 else ''}",)
-
-
-def _interval_ms(latency: float, used: Composition, measured_share: float) -> tuple[float, float] | None:
-    """The interval around a latency: that of measured kernels where nearly all are, else that of predicted ones."""
-    interval = used.interval_measured if used.interval_measured and measured_share >= NEARLY_ALL else used.interval
-    return (interval.low * latency, interval.high * latency) if interval else None
 
 
 def _pipeline_ms(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]], launches: Mapping[str, float],

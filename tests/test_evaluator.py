@@ -15,6 +15,7 @@ from trained_workspace import HELD_OUT, METRIC, conv_net, model_ms, trained
 import evaluator
 from benchmark import dataset
 from inference import predict
+from inference.prediction import WayOfRunning
 from ort_analysis.fusion_detector import analyze
 from ort_analysis.records import load_records
 from utils import files
@@ -48,14 +49,18 @@ def test_a_model_is_predicted_and_measured(workspace: Workspace) -> None:
         assert one.runs >= 2 * 3
         assert one.error == pytest.approx(one.predicted_ms / one.measured_ms - 1)
         assert one.strict_error == pytest.approx(one.strict_ms / one.measured_ms - 1)
-    assert (found.source, found.io, found.load, found.failures) == ("measured", "device", "idle", {})
+    assert (found.source, found.way, found.load, found.failures) == ("measured", "with tensors on the device", "idle", {})
     assert {summary.group: summary.lookup.count for summary in found.summaries} == {
         "all models": 2, "not held out": 1, "held out": 1}
 
 
 def test_host_copies_are_asked_for_and_told(workspace: Workspace) -> None:
-    found = evaluator.evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, io="host", **QUICK)  # type: ignore[arg-type]
-    assert found.io == "host"
+    way = WayOfRunning(io="host")
+    found = evaluator.evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, way=way, **QUICK)  # type: ignore[arg-type]
+    assert found.way == "with tensors on the host"
+    recorded = evaluator.evaluate(workspace, [], target=TARGET, recorded=True, way=way)
+    assert {one.level for one in recorded.comparisons} == {0.0}
+    assert recorded.summaries[0].lookup.mape < 0.05
 
 
 def test_dynamic_models_take_a_row_a_size(workspace: Workspace) -> None:
@@ -111,7 +116,7 @@ def test_other_labels_of_a_model_are_not_its_latency(workspace: Workspace) -> No
     with_host = block.model_copy(update={"measurements": (*block.measurements, host)})
     records = {record.model: record for record in load_records(workspace, flavour_of("cpu"))}
     files.write_text(dataset.journal_path(workspace.root / "other"), with_host.model_dump_json() + "\n")
-    found = evaluator.recorded_cases(workspace.root / "other", {name: records[name]}, ())
+    found = evaluator.recorded_cases(workspace.root / "other", {name: records[name]}, (), "latency")
     assert [case.record.model for case in found] == [name]
     assert min(found[0].samples_ms) > 1e-3
 
@@ -126,7 +131,7 @@ def test_the_least_disturbed_measurement_is_the_one_compared(workspace: Workspac
     lines = [block.model_copy(update={"measurements": (whole.model_copy(update={
         "disturbance": disturbance, "samples_ms": (time, time)}),)}).model_dump_json() + "\n" for disturbance, time in times]
     files.write_text(dataset.journal_path(workspace.root / "again"), "".join(lines))
-    (case,) = evaluator.recorded_cases(workspace.root / "again", records, ())
+    (case,) = evaluator.recorded_cases(workspace.root / "again", records, (), "latency")
     assert case.samples_ms == [1.0, 1.0]
 
 
@@ -162,7 +167,7 @@ def test_the_command_writes_table_json_and_plot(workspace: Workspace) -> None:
     assert [row["model"] for row in rows] == ["anet_c16", "bnet_c64"]
     assert float(rows[0]["predicted_ms"]) == printed["comparisons"][0]["predicted_ms"]
     assert (folder / "evaluation.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert "io device" in done.stderr
+    assert "with tensors on the device" in done.stdout
 
 
 def test_the_command_fails_at_the_end_where_a_model_fails(workspace: Workspace, tmp_path: Path) -> None:
@@ -175,5 +180,5 @@ def test_the_command_fails_at_the_end_where_a_model_fails(workspace: Workspace, 
 
 
 def test_wrong_usage_is_told(workspace: Workspace) -> None:
-    for arguments in ([], ["--recorded", "--io", "host"], ["anet_c8.onnx", "--rounds", "0"]):
+    for arguments in ([], ["anet_c8.onnx", "--rounds", "0"]):
         assert shell(workspace, *arguments).returncode == 2

@@ -13,10 +13,11 @@ from pathlib import Path
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from trained_workspace import METRIC, conv_net, made_up_ms, model_ms, trained
+from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms, trained
 
 from inference import predict, predict_many, targets
 from inference.load import InferenceConfig, current_load
+from inference.prediction import WayOfRunning
 from inference.targets import choose_target, fitted_for
 from ort_analysis.fusion_detector import analyze
 from ort_analysis.ort_graph_parser import DEFAULT_DIMS_KEY
@@ -80,6 +81,21 @@ def test_under_load_nothing_is_looked_up_and_more_time_is_taken(workspace: Works
     assert any("unheard_of" in warning for warning in loaded.warnings)
     with pytest.raises(UserError, match=METRIC):
         predict(record, target=TARGET, workspace=workspace, load={"unheard_of": 1.0})
+
+
+def test_numpy_in_and_out_adds_the_copies(workspace: Workspace, record: ModelRecord) -> None:
+    usual = predict(record, target=TARGET, workspace=workspace)
+    copied = predict(record, target=TARGET, workspace=workspace, way=WayOfRunning(io="host"))
+    assert copied.latency_ms - usual.latency_ms == pytest.approx(copies_ms(record), rel=0.02)
+    assert copied.way.label == "host_io"
+
+
+@pytest.mark.parametrize(("way", "told"), [
+    (WayOfRunning(cuda_graph=True), "no models were run so"), (WayOfRunning(io="host", cuda_graph=True), "fixed places")])
+def test_a_way_that_was_not_measured_is_refused(workspace: Workspace, record: ModelRecord, way: WayOfRunning,
+                                                told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        predict(record, target=TARGET, workspace=workspace, way=way)
 
 
 def test_an_unknown_kernel_type_is_named_and_estimated(workspace: Workspace) -> None:

@@ -26,6 +26,7 @@ FIT = "python training/fit_composition.py"
 Kind = Literal["sum", "sum_nodes", "critical_path", "pipeline"]
 KINDS: tuple[Kind, ...] = ("sum", "sum_nodes", "critical_path")  # those that are a line over Σ or over the longest path
 COVERAGE = 0.9  # of an interval
+NEARLY_ALL = 0.95  # of the kernel time measured: then the errors are those of models whose kernels are known
 LEAST_FOR_INTERVAL = 20  # left-out models; with fewer, the outermost error is no 95th percentile
 LEAST_SHARE = 0.1  # of α·Σ: a negative γ never takes more than the rest
 NODE_MARGIN = 0.9  # with γ, a candidate must err this much less than without: few models fit three constants too well
@@ -80,6 +81,35 @@ class Interval(Frozen):
     coverage: float
 
 
+class HostIo(Frozen):
+    """What numpy arrays in and out add to a run: a part of its own, and one for each MiB copied in and out.
+
+    Attributes:
+        models: of the fit.
+        cv_mape: of latencies with kernels predicted and families left out, a ratio; None where there is one family.
+        interval: of such predictions.
+    """
+
+    run_ms: float
+    in_ms_per_mib: float
+    out_ms_per_mib: float
+    models: int
+    cv_mape: float | None = None
+    interval: Interval | None = None
+
+
+class GraphReplay(Frozen):
+    """What a model's run costs that was captured as a CUDA graph: on both tracks, where the host does next to nothing.
+
+    Other attributes are those of HostIo.
+    """
+
+    costs: PipelineCosts
+    models: int
+    cv_mape: float | None = None
+    interval: Interval | None = None
+
+
 class Composition(Frozen):
     """`composition.json`: the composition used for a target, and the candidates that it was chosen from.
 
@@ -91,6 +121,8 @@ class Composition(Frozen):
         models: of the fit.
         interval: of predictions with kernels predicted; None where too few models were left out to tell.
         interval_measured: of predictions with all kernels measured; None where that is not known.
+        host_io: what numpy arrays in and out add; None where no models were run so.
+        cuda_graph: the same of models captured as CUDA graphs.
     """
 
     version: int = COMPOSITION_VERSION
@@ -108,6 +140,13 @@ class Composition(Frozen):
     models: tuple[FittedModel, ...]
     interval: Interval | None = None
     interval_measured: Interval | None = None
+    host_io: HostIo | None = None
+    cuda_graph: GraphReplay | None = None
+
+    def interval_for(self, measured_share: float) -> Interval | None:
+        """The interval of predictions of which such a share of the kernels' time was measured: with nearly all of it, that of
+        measured kernels."""
+        return self.interval_measured if self.interval_measured and measured_share >= NEARLY_ALL else self.interval
 
 
 def composition_path(folder: Path) -> Path:
@@ -141,6 +180,18 @@ class Line(NamedTuple):
 def working_nodes(record: ModelRecord) -> int:
     """The nodes that move data; the others only rename a tensor, and cost next to nothing."""
     return sum(1 for node in record.nodes if record.kernel_of(node).moves_data)
+
+
+def copied_mib(record: ModelRecord) -> tuple[float, float]:
+    """The MiB that a run with numpy arrays copies in and out."""
+    into, out = (sum(tensor.bytes for tensor in tensors.values()) / 2**20 for tensors in (record.inputs, record.outputs))
+    return into, out
+
+
+def host_io_ms(costs: HostIo, copied: Sequence[float]) -> float:
+    """What numpy arrays in and out add to a run that copies so many MiB in and out."""
+    into, out = copied
+    return costs.run_ms + costs.in_ms_per_mib * into + costs.out_ms_per_mib * out
 
 
 def latency_ms(line: Line | Candidate | Composition, base_ms: Floats | float, nodes: Floats | float) -> Floats:

@@ -48,12 +48,15 @@ python training/fit_composition.py --target h200-cuda-ort1.31-all --json
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model of the fit: its record, its family, its idle latency, and on a GPU the host's time of a run (ms; else NaN)."""
+    """A model of the fit: its record, its family, its idle latency; and where they are known (else NaN) the host's time of a
+    run, and the latency with numpy arrays in and out and as a CUDA graph; all ms."""
 
     record: ModelRecord
     family: str
     latency_ms: float
-    host_ms: float = float("nan")
+    host_ms: float = math.nan
+    host_io_ms: float = math.nan
+    cuda_graph_ms: float = math.nan
 
 
 def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list[MeasuredModel]:
@@ -64,13 +67,14 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
     """
     import numpy as np
 
-    from benchmark.dataset import COLLECT, DISTURBANCE_ADMITTED, load_model_table, tells_of_model
+    from benchmark.dataset import COLLECT, DISTURBANCE_ADMITTED, VARIANTS, load_model_table, tells_of_model
     from ort_analysis.records import REMAKE, family, load_record, record_path
 
     table = load_model_table(workspace, target)
     idle = table[(table["Status"] == "ok") & (table["Level"] == 0)]
     column = "median_ms" if "median_ms" in idle.columns else "Latency_ms"
-    for unknown in {"host_ms", "Disturbance"} - set(idle.columns):
+    others = ("host_ms", *(f"{name}_ms" for name in VARIANTS))
+    for unknown in {*others, "Disturbance"} - set(idle.columns):
         idle = idle.assign(**{unknown: math.nan})
     undisturbed = ~(idle["Disturbance"] > DISTURBANCE_ADMITTED)
     tells = np.array([tells_of_model(*figures) for figures in idle[[column, "host_ms", "Disturbance"]].to_numpy(dtype=float)])
@@ -78,16 +82,16 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
         log.warning("%s: %d latencies were measured beside a disturbed host and are left out; to measure them again: %s",
                     target, int((~tells).sum()), COLLECT)
     idle = idle.assign(host_ms=idle["host_ms"].where(undisturbed))[tells]
-    host = {str(model): float(time_ms) for model, time_ms in idle.groupby("Model")["host_ms"].median().items()}
+    times = idle.groupby("Model", sort=True)[[column, *others]].median()
     found = []
-    for name, latency_ms in idle.groupby("Model", sort=True)[column].median().items():
-        if family(str(name)) in sidecar.held_out:
+    for name, figures in zip(times.index.astype(str), times.to_numpy(dtype=float).tolist(), strict=True):
+        if family(name) in sidecar.held_out:
             continue
-        path = record_path(workspace, sidecar.target.flavour, str(name))
+        path = record_path(workspace, sidecar.target.flavour, name)
         if not path.is_file():
             log.warning("%s: measured, but has no record (%s); left out. Make it with: %s", name, path, REMAKE)
             continue
-        found.append(MeasuredModel(load_record(path), family(str(name)), float(latency_ms), host.get(str(name), math.nan)))
+        found.append(MeasuredModel(load_record(path), family(name), *figures))
     if not found:
         raise UserError(f"{target}: no idle latency of a model that may enter the fit; measure models with: {COLLECT}")
     return found
@@ -198,6 +202,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     from training.predictor_files import ON_GPU, TRAIN, read_sidecar
     from training.train_kernel_model import measured_times
     from training.training_set import load_training_set
+    from training.ways_of_running import fit_graph_replay, fit_host_io
 
     sidecar = read_sidecar(workspace.predictors(target))
     rows = load_training_set(workspace, target)
@@ -236,6 +241,8 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     return Composition(
         label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms, node_ms=used.node_ms, costs=used.costs,
         left_out=left_out, interval=interval, interval_measured=interval_measured,
+        host_io=fit_host_io(models, predictions[chosen], groups),
+        cuda_graph=fit_graph_replay(models, strict, groups) if used.kind == "pipeline" else None,
         dataset_sha256=rows.sha256, models_sha256=models_sha256(workspace, target), predictors_created=sidecar.created,
         candidates=tuple(candidates), models=tuple(
             FittedModel(model=model.record.model, measured_ms=model.latency_ms, predicted_ms=float(predicted))

@@ -58,6 +58,13 @@ def start(args: argparse.Namespace) -> Workspace:
     return workspace
 
 
+def add_way(parser: argparse.ArgumentParser) -> None:
+    """`--io` and `--cuda-graph`: how a model is run."""
+    parser.add_argument("--io", choices=("device", "host"), default="device",
+                        help="device: tensors stay on the device; host: numpy in and out (default: device)")
+    parser.add_argument("--cuda-graph", action="store_true", help="captured once as a CUDA graph, and replayed")
+
+
 def add_dim(made: argparse.ArgumentParser) -> None:
     """Adds `--dim NAME=SIZE[,SIZE…]` (repeatable): the sizes of a model's dynamic dimensions."""
     made.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE",
