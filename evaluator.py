@@ -390,8 +390,9 @@ def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
 
 
 def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str, Sequence[int]] | None = None,
-             target: str | None = None, recorded: bool = False, way: WayOfRunning | None = None, metrics_file: Path | None = None,
-             rounds: int = 3, budget_s: float = 1.0, patience_s: float = PATIENCE_S, force: bool = False) -> Evaluation:
+             target: str | None = None, recorded: bool = False, way: WayOfRunning | None = None,
+             metrics_file: Path | None = None, rounds: int = 3, budget_s: float = 1.0, patience_s: float = PATIENCE_S,
+             force: bool = False) -> Evaluation:
     """Predicts and measures `models` (or takes recorded measurements); a model that fails costs only itself.
 
     Raises:

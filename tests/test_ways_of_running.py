@@ -38,7 +38,8 @@ def test_copies_are_found_again() -> None:
     found = fit_host_io(models, np.array([one.latency_ms for one in models]), groups)
     assert found is not None
     assert (found.run_ms, found.in_ms_per_mib, found.out_ms_per_mib) == pytest.approx((0.05, 0.2, 0.4), rel=1e-4)
-    assert (found.models, found.cv_mape) == (12, pytest.approx(0.0, abs=1e-6))
+    assert found.left_out is not None
+    assert (found.models, found.left_out.mape) == (12, pytest.approx(0.0, abs=1e-6))
 
 
 def test_few_models_tell_nothing() -> None:
@@ -60,6 +61,7 @@ def test_replaying_a_graph_is_found_again() -> None:
     assert found is not None
     assert (found.costs.gap_ms, found.costs.end_ms) == pytest.approx((REPLAY.gap_ms, REPLAY.end_ms), rel=1e-3)
     assert found.models == 23
-    assert found.cv_mape == pytest.approx(0.0, abs=1e-4)
+    assert found.left_out is not None
+    assert found.left_out.worst == pytest.approx(0.0, abs=1e-4)
     assert found.interval is not None
     assert found.interval.low <= 1.0 <= found.interval.high + 1e-4

@@ -20,6 +20,7 @@ from ort_analysis.records import Frozen, ModelRecord
 from overlap_simulator import PipelineCosts
 from utils import files
 from utils.errors import UserError
+from utils.timing import ErrorStatistics
 
 COMPOSITION_VERSION = 1
 FIT = "python training/fit_composition.py"
@@ -86,7 +87,7 @@ class HostIo(Frozen):
 
     Attributes:
         models: of the fit.
-        cv_mape: of latencies with kernels predicted and families left out, a ratio; None where there is one family.
+        left_out: errors of latencies with kernels predicted and families left out; None where there is one family.
         interval: of such predictions.
     """
 
@@ -94,7 +95,7 @@ class HostIo(Frozen):
     in_ms_per_mib: float
     out_ms_per_mib: float
     models: int
-    cv_mape: float | None = None
+    left_out: ErrorStatistics | None = None
     interval: Interval | None = None
 
 
@@ -106,7 +107,7 @@ class GraphReplay(Frozen):
 
     costs: PipelineCosts
     models: int
-    cv_mape: float | None = None
+    left_out: ErrorStatistics | None = None
     interval: Interval | None = None
 
 

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
     from training.estimators import TrainingConfig
     from training.fit_composition import MeasuredModel, TimesOfModels
+    from training.pipeline import Tracks
     from training.training_set import TrainingSet
+    from utils.timing import ErrorStatistics
 
     Floats = npt.NDArray[np.float64]
 
@@ -70,11 +72,15 @@ def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str
 
 
 def model_errors(what: str, predicted_ms: Floats, measured_ms: Floats) -> dict[str, Any]:
-    """A row of the table of models, in per cent."""
+    """A row of the table of models."""
     from utils.timing import error_statistics
 
-    found = error_statistics(predicted_ms.tolist(), measured_ms.tolist())
-    return {"models by": what, "MAPE_%": 100 * found.mape, "median_%": 100 * found.median,
+    return row(what, error_statistics(predicted_ms.tolist(), measured_ms.tolist()))
+
+
+def row(what: str, found: ErrorStatistics) -> dict[str, Any]:
+    """Errors of models as a row of the table, in per cent."""
+    return {"models by": what, "models": found.count, "MAPE_%": 100 * found.mape, "median_%": 100 * found.median,
             "within_5_%": 100 * found.within_5, "within_10_%": 100 * found.within_10, "worst_%": 100 * found.worst}
 
 
@@ -96,6 +102,7 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
     from training.predictor_files import ON_GPU, read_sidecar
     from training.train_kernel_model import measured_times
     from training.training_set import load_training_set
+    from training.ways_of_running import fit_graph_replay, fit_host_io
 
     sidecar = read_sidecar(workspace.predictors(target))
     rows = load_training_set(workspace, target)
@@ -109,9 +116,11 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
     shared = {label: shared_times(strict[label], rows, label, models, groups) for label in ON_GPU}
     latency = np.array([model.latency_ms for model in models])
 
+    def tracks_of(times: Mapping[str, TimesOfModels]) -> list[Tracks]:
+        return [tracks(model, times[GPU_LABEL][model.record.model], times[LAUNCHES][model.record.model]) for model in models]
+
     def two_tracks(times: Mapping[str, TimesOfModels]) -> Floats:
-        of_models = [tracks(model, times[GPU_LABEL][model.record.model], times[LAUNCHES][model.record.model])
-                     for model in models]
+        of_models = tracks_of(times)
         if not can_fit(of_models):
             raise UserError(f"{target}: too few models with the host's time; measure more (label {GPU_LABEL})")
         return left_out_ms(of_models, groups)
@@ -134,6 +143,10 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
         model_errors("α·Σ+β, kernels as measured", line_over(known_times(strict, measured)[GPU_LABEL]), latency),
         model_errors("α·Σ+β, roofline of each kernel", line_over(bound), latency),
     ]
+    ways = {"numpy in and out": fit_host_io(models, two_tracks(strict), groups),
+            "a CUDA graph": fit_graph_replay(models, tracks_of(strict), groups)}
+    table += [row(f"two tracks, all kernels predicted; run with {what}", found.left_out)
+              for what, found in ways.items() if found and found.left_out]
     if forests:
         table.append(model_errors("α·Σ+β, nn-Meter's forests, all kernels predicted",
                                   line_over(nn_meter.predict_out_of_fold(rows, models, groups, config)), latency))

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from overlap_simulator import PipelineCosts
 from training.composition import GraphReplay, HostIo, Mask, copied_mib, each_left_out, host_io_ms, interval_of
 from training.pipeline import ODD, US, Tracks, latencies_ms
+from utils.timing import error_statistics
 
 if TYPE_CHECKING:
     from training.fit_composition import MeasuredModel
@@ -57,7 +58,7 @@ def fit_host_io(models: Sequence[MeasuredModel], predicted_ms: Floats, groups: S
     if len(set(groups)) < 2:
         return whole
     left_out = each_left_out(groups, fit_and_predict)
-    return whole.model_copy(update={"cv_mape": float(np.abs(left_out / measured - 1).mean()),
+    return whole.model_copy(update={"left_out": error_statistics(left_out.tolist(), measured.tolist()),
                                     "interval": interval_of(left_out, measured, groups)})
 
 
@@ -84,7 +85,7 @@ def fit_graph_replay(models: Sequence[MeasuredModel], tracks: Sequence[Tracks], 
         return whole
     measured = np.array([one.latency_ms for one in captured])
     left_out = each_left_out(groups, lambda kept, out: latencies_ms(chosen(out), _replay_costs(chosen(kept))))
-    return whole.model_copy(update={"cv_mape": float(np.abs(left_out / measured - 1).mean()),
+    return whole.model_copy(update={"left_out": error_statistics(left_out.tolist(), measured.tolist()),
                                     "interval": interval_of(left_out, measured, groups)})
 
 
