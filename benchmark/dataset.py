@@ -31,7 +31,7 @@ COLLECT = "python benchmark/collector.py"
 BELOW_BEST = 0.05  # how much slower than its best the canary may be beyond what drift is admitted
 UNFINISHED = "unfinished"  # status of a kernel whose first label was not (yet) taken, only others
 VARIANTS = ("host_io", "cuda_graph")  # further ways to run a whole model: numpy in and out; captured and replayed
-DISTURBANCE_ADMITTED = 0.12  # by which a probe of the host may exceed its best; beside a disturbed host it does by 0.4
+DISTURBANCE_ADMITTED = 0.12  # by which a probe of the host may exceed a good reading; beside a disturbed host it does by 0.4
 HOST_IDLES = 0.7  # a model whose host needs less of its latency is held up by the GPU, however disturbed the host is
 SAMPLED = "sampled:"  # in column Models: no model holds this kernel; the family that seeded it follows, if any did
 
