@@ -10,10 +10,12 @@ Left out, as no record tells them: a kernel's own scratch (cuDNN workspaces, im2
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from ort_analysis.records import Frozen, Kernel, ModelRecord
+from ort_analysis.records import Frozen, Kernel, ModelRecord, Node
 
 MIB = 2**20
 
@@ -55,64 +57,92 @@ class Activations(NamedTuple):
     intermediate_peak_bytes: int
 
 
-def peak_memory(record: ModelRecord, workspace_mib: float | None = None) -> Memory:
-    """What a session of this model holds while it runs; `workspace_mib`: the kernels' scratch, where it is known."""
-    activations = live_activations(record)
+class Layout(NamedTuple):
+    """What a kernel does with buffers: bytes of each output, whether it only renames its first input, and the inputs that
+    it may work in."""
+
+    output_bytes: tuple[int, ...]
+    renames: bool
+    in_place: tuple[int, ...]
+
+
+def layout_of(kernel: Kernel) -> Layout:
+    """What a kernel does with buffers; the same in every model that holds it."""
+    in_place = IN_PLACE.get(kernel.op_type, ())
+    if kernel.domain == _NCHWC_DOMAIN and kernel.op_type == "Conv":
+        in_place = _NCHWC_CONV_IN_PLACE
+    return Layout(tuple(tensor.bytes for tensor in kernel.outputs), not kernel.moves_data, in_place)
+
+
+def peak_memory(record: ModelRecord, workspace_mib: float | None = None,
+                layouts: Mapping[str, Layout] | None = None) -> Memory:
+    """What a session of this model holds while it runs.
+
+    Args:
+        record: the model.
+        workspace_mib: the kernels' scratch, where it is known.
+        layouts: of its kernels by id, where they are known from another model; by default worked out.
+    """
+    activations = live_activations(record, layouts)
     weights, live, arena = (
         size / MIB for size in (record.weight_bytes, activations.peak_bytes, activations.intermediate_peak_bytes))
     return Memory(weights_mib=weights, activations_mib=live, arena_mib=arena, workspace_mib=workspace_mib,
                   peak_mib=weights + live + arena + (workspace_mib or 0.0))
 
 
-def live_activations(record: ModelRecord) -> Activations:
-    """The most bytes of tensors alive while any node runs, in linear time.
+def live_activations(record: ModelRecord, layouts: Mapping[str, Layout] | None = None) -> Activations:
+    """The most bytes of tensors alive while any node runs, in linear time; `layouts` as for `peak_memory`.
 
     Inputs and outputs of the graph belong to the caller: inputs live throughout, outputs from the node that makes them.
     """
+    if layouts is None:
+        layouts = {name: layout_of(kernel) for name, kernel in record.kernels.items()}
     sizes = {name: tensor.bytes for name, tensor in record.inputs.items()}
     buffer_of = {name: name for name in sizes}  # tensor name -> the tensor that its buffer is named after
     kept = {*record.inputs, *record.outputs}
-    readers = Counter(name for node in record.nodes for name in node.inputs)
+    readers = Counter(itertools.chain.from_iterable(node.inputs for node in record.nodes))
     pending = {name: readers[name] for name in sizes}  # reads of a buffer still to come, under any of its names
     lent = sum(sizes.values())  # bytes of inputs and outputs alive
     own, peak, own_peak = 0, lent, 0
-    layouts = {kernel_id: _layout(kernel) for kernel_id, kernel in record.kernels.items()}
+
+    def taken_over(node: Node, renames: bool, in_place: tuple[int, ...], size: int) -> str | None:
+        """The buffer that a node's first output of `size` bytes shares with an input; None where it needs its own."""
+        if renames:
+            return buffer_of.get(node.inputs[0]) if node.inputs else None
+        for slot in in_place:
+            if slot < len(node.inputs):
+                buffer = buffer_of.get(node.inputs[slot])
+                if buffer is not None and buffer not in kept and pending[buffer] == 1 and sizes[buffer] == size:
+                    return buffer
+        return None
 
     for node in record.nodes:
-        output_bytes, renames, reusable = layouts[node.kernel_id]
-        for position, (name, size) in enumerate(zip(node.outputs, output_bytes, strict=False)):
-            if not name:
-                continue
-            source = None
-            if position == 0 and name not in kept:
-                if renames:
-                    source = buffer_of.get(node.inputs[0]) if node.inputs else None
+        output_bytes, renames, in_place = layouts[node.kernel_id]
+        unread = 0  # bytes that nobody reads once they are made
+        may_share = renames or bool(in_place)
+        for name, size in zip(node.outputs, output_bytes, strict=False):
+            if name:
+                source = taken_over(node, renames, in_place, size) if may_share and name not in kept else None
+                if source is not None:
+                    buffer_of[name] = source
+                    pending[source] += readers[name]
                 else:
-                    source = next((
-                        buffer for slot in reusable if slot < len(node.inputs)
-                        and (buffer := buffer_of.get(node.inputs[slot])) is not None
-                        and buffer not in kept and pending[buffer] == 1 and sizes[buffer] == size
-                    ), None)
-            if source is None:
-                buffer_of[name], sizes[name], pending[name] = name, size, readers[name]
-                lent, own = (lent + size, own) if name in kept else (lent, own + size)
-            else:
-                buffer_of[name] = source
-                pending[source] += readers[name]
-        peak, own_peak = max(peak, lent + own), max(own_peak, own)
+                    buffer_of[name], sizes[name], pending[name] = name, size, readers[name]
+                    if name in kept:
+                        lent += size
+                    else:
+                        own += size
+                        unread += 0 if readers[name] else size
+            may_share = False  # only the first output may
+        if lent + own > peak:
+            peak = lent + own
+        if own > own_peak:
+            own_peak = own
+        own -= unread
         for name in node.inputs:
-            if name in buffer_of:  # else a constant, or an optional input left out
-                pending[buffer_of[name]] -= 1
-        for buffer in {buffer_of[name] for name in (*node.inputs, *node.outputs) if name in buffer_of} - kept:
-            if pending[buffer] == 0:
-                own -= sizes[buffer]
+            buffer = buffer_of.get(name)
+            if buffer is not None:  # else a constant, or an optional input left out
+                pending[buffer] -= 1
+                if not pending[buffer] and buffer not in kept:
+                    own -= sizes[buffer]
     return Activations(peak, own_peak)
-
-
-def _layout(kernel: Kernel) -> tuple[tuple[int, ...], bool, tuple[int, ...]]:
-    """Bytes of each output, whether the kernel only renames its first input, and the inputs it may work in."""
-    renames = kernel.bytes_read == 0 and kernel.bytes_written == 0
-    in_place = IN_PLACE.get(kernel.op_type, ())
-    if kernel.domain == _NCHWC_DOMAIN and kernel.op_type == "Conv":
-        in_place = _NCHWC_CONV_IN_PLACE
-    return tuple(tensor.bytes for tensor in kernel.outputs), renames, in_place

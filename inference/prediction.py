@@ -11,11 +11,12 @@ the predicted one, else an estimate from its FLOPs and bytes; the result says ho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
-from inference.memory import Memory, peak_memory
+from inference.memory import Layout, Memory, layout_of, peak_memory
 from inference.sources import Source, record_of
 from inference.targets import Fitted, check_fit, fitted_for
 from ort_analysis.records import Frozen, ModelRecord
@@ -24,11 +25,13 @@ from utils.errors import UserError
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
-    from training.composition import Composition
+    from training.composition import Composition, Interval
 
 Provenance = Literal["measured", "predicted", "fallback"]
 PROVENANCES: tuple[Provenance, ...] = ("measured", "predicted", "fallback")
 PREDICTION_VERSION = 1
+OTHER_CUDNN = 2.0  # how many times as far from the prediction its interval reaches under another cuDNN minor: a choice, not
+# measured, since no GPU was measured under two of them
 
 
 class UsedComposition(Frozen):
@@ -71,8 +74,11 @@ class WayOfRunning(Frozen):
 AS_USUAL = WayOfRunning()
 
 
-class KernelShare(Frozen):
+@dataclass(frozen=True, slots=True)
+class KernelShare:
     """One kernel of the model: how often it runs, its time a run, and its part of the model's kernel time (a ratio).
+
+    No pydantic class: a model has dozens, and to check each would take a fifth of a prediction's time.
 
     Attributes:
         launches: how many launches it takes, where the composition asks.
@@ -97,7 +103,8 @@ class Prediction(Frozen):
         composition: how the kernels' times were put together.
         way: how the model is run.
         latency_ms: the prediction.
-        interval_ms: between which latencies nine of ten models lay; None under load, where a kernel is estimated from
+        interval_ms: between which latencies nine of ten models lay, OTHER_CUDNN times as wide where this machine is the
+            target's device with another cuDNN minor; None under load, where a kernel is estimated from
             FLOPs and bytes, or where too few models were measured to tell.
         sum_latency_ms: α·Σ+β; the prediction itself, unless the composition uses the longest path.
         kernel_sum_ms: Σ of the kernels' times.
@@ -182,21 +189,20 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
     if unread := sorted(set(load or {}) - set(sidecar.metrics)):
         notices = (*notices, f"the load's {', '.join(unread)} was in no training and is not looked at")
     warnings = [(*notices, *check_fit(record, fitted.target, sidecar.dtypes, force)) for record in records]
-    kernels = {kernel.id: kernel for record in records for kernel in record.kernels.values()}
+    kernels = {name: kernel for record in records for name, kernel in record.kernels.items()}
     given = dict(load or {})
-    found = fitted.predictors.predict(list(kernels.values()), given, used.label, strict)
-    provenance = cast("list[Provenance]", found.provenance)
-    times = dict(zip(kernels, zip(found.latency_ms, provenance, strict=True), strict=True))
-    predicted = [kernel for kernel in kernels.values() if times[kernel.id][1] == "predicted"]
-    beyond = set(fitted.predictors.beyond_range(predicted))
-    warnings = [(*warned, *_range_warning(record, times, beyond)) for record, warned in zip(records, warnings, strict=True)]
-    launches: dict[str, float] = {}
+    times = fitted.predictors.predict(list(kernels.values()), given, used.label, strict)
+    launches: Sequence[float | None] = [None] * len(kernels)
     if used.kind == "pipeline":
         from training.estimators import LAUNCHES
 
-        counts = fitted.predictors.predict(list(kernels.values()), given, LAUNCHES, strict).latency_ms
-        launches = dict(zip(kernels, counts, strict=True))
-    return [_compose(record, times, launches, fitted, used, given, strict, way, warned)
+        launches = fitted.predictors.predict(list(kernels.values()), given, LAUNCHES, strict).latency_ms
+    known = {name: KnownKernel(time_ms, cast("Provenance", provenance), count, kernel.moves_data, layout_of(kernel))
+             for (name, kernel), time_ms, provenance, count in zip(
+                 kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
+    predicted = [kernel for name, kernel in kernels.items() if known[name].provenance == "predicted"]
+    beyond = set(fitted.predictors.beyond_range(predicted))
+    return [_compose(record, known, fitted, used, given, strict, way, (*warned, *_range_warning(record, known, beyond)))
             for record, warned in zip(records, warnings, strict=True)]
 
 
@@ -216,57 +222,72 @@ def check_way(way: WayOfRunning, used: Composition, target: str) -> None:
                             f"fit again: {FIT}")
 
 
-def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]], launches: Mapping[str, float],
-             fitted: Fitted, used: Composition, load: dict[str, float], strict: bool, way: WayOfRunning,
-             warnings: tuple[str, ...]) -> Prediction:
-    """A model's time from its kernels' times, and in a pipeline their launches, by id."""
+class KnownKernel(NamedTuple):
+    """What a kernel brings to every model that holds it, worked out once for all of them.
+
+    Attributes:
+        launches: how many launches it takes, where the composition asks.
+        layout: what it does with buffers.
+    """
+
+    latency_ms: float
+    provenance: Provenance
+    launches: float | None
+    moves_data: bool
+    layout: Layout
+
+
+def _compose(record: ModelRecord, known: Mapping[str, KnownKernel], fitted: Fitted, used: Composition,
+             load: dict[str, float], strict: bool, way: WayOfRunning, warnings: tuple[str, ...]) -> Prediction:
+    """A model's time from what is known of its kernels, by id."""
     from training.composition import copied_mib, host_io_ms, latency_ms, working_nodes
 
-    counts = Counter(node.kernel_id for node in record.nodes)
-    totals = {kernel_id: count * times[kernel_id][0] for kernel_id, count in counts.items()}
+    ids = [node.kernel_id for node in record.nodes]
+    counts = Counter(ids)
+    totals = {kernel_id: count * known[kernel_id].latency_ms for kernel_id, count in counts.items()}
     kernel_sum_ms = sum(totals.values())
     critical_path_ms = None
     if used.kind == "critical_path":
         from graph_model.dag_critical_path import build_dag, calculate_latency
 
-        by_node = {node.name: times[node.kernel_id][0] for node in record.nodes}
+        by_node = {node.name: known[node.kernel_id].latency_ms for node in record.nodes}
         critical_path_ms = calculate_latency(build_dag(record), by_node, "critical_path")
-    base_ms = kernel_sum_ms or 1.0  # a graph that is optimised away has no kernels
+    whole_ms = kernel_sum_ms or 1.0  # a graph that is optimised away has no kernels
     by_provenance: dict[Provenance, float] = dict.fromkeys(PROVENANCES, 0.0)
     nodes_by_provenance: dict[Provenance, int] = dict.fromkeys(PROVENANCES, 0)
     for kernel_id, total_ms in totals.items():
-        by_provenance[times[kernel_id][1]] += total_ms
-        nodes_by_provenance[times[kernel_id][1]] += counts[kernel_id]
-    shares = {name: part / base_ms for name, part in by_provenance.items()}
-    nodes = working_nodes(record)
+        by_provenance[known[kernel_id].provenance] += total_ms
+        nodes_by_provenance[known[kernel_id].provenance] += counts[kernel_id]
+    shares = {name: part / whole_ms for name, part in by_provenance.items()}
     costs, interval = used.costs, used.interval_for(shares["measured"])
     if way.cuda_graph and used.cuda_graph:
         costs, interval = used.cuda_graph.costs, used.cuda_graph.interval
     if used.kind == "pipeline" and costs is not None:
-        latency = _pipeline_ms(record, times, launches, costs)
+        latency = _pipeline_ms([known[kernel_id] for kernel_id in ids], costs)
     else:
-        latency = float(latency_ms(used, kernel_sum_ms if critical_path_ms is None else critical_path_ms, nodes))
+        base_ms = kernel_sum_ms if critical_path_ms is None else critical_path_ms
+        latency = float(latency_ms(used, base_ms, working_nodes(record)))
     if way.io == "host" and used.host_io:
         latency += host_io_ms(used.host_io, copied_mib(record))
         interval = used.host_io.interval
-    unknown = sorted({record.kernels[k].type for k in totals if times[k][1] == "fallback"})
+    unknown = sorted({record.kernels[name].type for name in totals if known[name].provenance == "fallback"})
     if unknown:
         warnings = (*warnings, f"no predictor for {', '.join(unknown)}: {shares['fallback']:.1%} of the kernel time "
                                "is estimated from FLOPs and bytes")
-    memory = peak_memory(record)
+    widen = OTHER_CUDNN if fitted.other_cudnn else 1.0
+    memory = peak_memory(record, layouts={kernel_id: known[kernel_id].layout for kernel_id in counts})
     return Prediction(
         model=record.model, target=fitted.target.name, flavour=record.flavour.name,
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
                                     node_ms=used.node_ms, costs=costs),
-        way=way, latency_ms=latency,
-        interval_ms=(interval.low * latency, interval.high * latency) if interval and not load and not unknown else None,
+        way=way, latency_ms=latency, interval_ms=None if load or unknown else _interval_ms(latency, interval, widen),
         sum_latency_ms=_sum_latency_ms(used, kernel_sum_ms), kernel_sum_ms=kernel_sum_ms,
         critical_path_ms=critical_path_ms,
         load=load or "idle", strict=strict, time_share=shares, kernel_count=nodes_by_provenance,
         kernels=tuple(
             KernelShare(id=kernel_id, type=record.kernels[kernel_id].type, count=counts[kernel_id],
-                        latency_ms=times[kernel_id][0], total_ms=total_ms,
-                        share=total_ms / base_ms, provenance=times[kernel_id][1], launches=launches.get(kernel_id))
+                        latency_ms=known[kernel_id].latency_ms, total_ms=total_ms, share=total_ms / whole_ms,
+                        provenance=known[kernel_id].provenance, launches=known[kernel_id].launches)
             for kernel_id, total_ms in sorted(totals.items(), key=lambda item: -item[1])),
         types_without_predictor=tuple(unknown), dims=record.dims, batch=record.batch,
         items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
@@ -274,27 +295,34 @@ def _compose(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]],
     )
 
 
-def _range_warning(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]], beyond: set[str]) -> tuple[str, ...]:
+def _range_warning(record: ModelRecord, known: Mapping[str, KnownKernel], beyond: set[str]) -> tuple[str, ...]:
     """What to know about a model's kernels that are smaller or larger than any measured; nothing where there are none."""
-    found = [kernel for kernel in record.kernels if kernel in beyond]
+    found = [kernel for kernel in record.kernels if kernel in beyond] if beyond else []
     if not found:
         return ()
     counts = Counter(node.kernel_id for node in record.nodes)
-    part, total = (sum(counts[name] * times[name][0] for name in names) for names in (found, record.kernels))
+    part, total = (sum(counts[name] * known[name].latency_ms for name in names) for names in (found, record.kernels))
     return (f"{len(found)} of its kernels, {part / total if total else 0.0:.1%} of the kernel time, are beyond what was "
             f"measured in some size, and less sure: {', '.join(found[:2])}{' …' if len(found) > 2 else ''}",)
 
 
-def _pipeline_ms(record: ModelRecord, times: Mapping[str, tuple[float, Provenance]], launches: Mapping[str, float],
-                 costs: PipelineCosts) -> float:
-    """The latency of host and GPU as two tracks."""
+def _interval_ms(latency: float, interval: Interval | None, widen: float) -> tuple[float, float] | None:
+    """The interval around a latency, each end `widen` times as far out."""
+    if interval is None:
+        return None
+    low = interval.low - (widen - 1.0) * abs(interval.low - 1.0)
+    high = interval.high + (widen - 1.0) * abs(interval.high - 1.0)
+    return max(low, 0.0) * latency, high * latency
+
+
+def _pipeline_ms(nodes: Sequence[KnownKernel], costs: PipelineCosts) -> float:
+    """The latency of host and GPU as two tracks; `nodes`: the kernel of each, in order."""
     import numpy as np
 
     from overlap_simulator import pipeline_ms
 
-    ids = [node.kernel_id for node in record.nodes]
-    return pipeline_ms(np.array([times[name][0] for name in ids]), np.array([launches[name] for name in ids]),
-                       np.array([record.kernels[name].moves_data for name in ids], dtype=bool), costs)
+    return pipeline_ms(np.array([node.latency_ms for node in nodes]), np.array([node.launches for node in nodes]),
+                       np.array([node.moves_data for node in nodes], dtype=bool), costs)
 
 
 def _sum_latency_ms(used: Composition, kernel_sum_ms: float) -> float | None:

@@ -27,11 +27,17 @@ _fitted: dict[tuple[Any, ...], tuple[Predictors, Composition]] = {}
 
 @dataclass(frozen=True)
 class Fitted:
-    """What was learned for one target, and what to know about its being chosen."""
+    """What was learned for one target, and what to know about its being chosen.
+
+    Attributes:
+        other_cudnn: this machine is the target's device, but has another minor version of cuDNN than was measured.
+        notices: for the reader.
+    """
 
     target: Target
     predictors: Predictors
     composition: Composition
+    other_cudnn: bool = False
     notices: tuple[str, ...] = ()
 
 
@@ -83,21 +89,31 @@ def choose_target(workspace: Workspace, name: str | None) -> tuple[str, tuple[st
     return in_workspace[0], (f"predictors of another device are used, {in_workspace[0]}: this machine is {own[0]}",)
 
 
+def is_here(target: Target) -> bool:
+    """Whether this machine is such a device."""
+    return target.name in {local.name for local in local_targets()}
+
+
+def other_cudnn(sidecar: Sidecar) -> tuple[str, str] | None:
+    """The minor version of cuDNN that was measured and this machine's, where it is such a device and they differ; else None."""
+    if sidecar.target.flavour.execution_provider != "cuda" or not sidecar.machines or not is_here(sidecar.target):
+        return None
+    then, now = (minor(version) for version in (sidecar.machines[-1].versions.get("cudnn", ""), package_version(CUDNN)))
+    return (then, now) if then and now and then != now else None
+
+
 def version_notice(sidecar: Sidecar) -> str:
     """What to know about the versions that predictors hold for: here, where this machine is such a device, those that differ;
     elsewhere, those that were measured. Empty where there is nothing to tell."""
+    if differ := other_cudnn(sidecar):
+        return (f"measured with cuDNN {differ[0]}, here is {differ[1]}: convolutions may run other kernels and take other "
+                "times, so the interval is widened")
     measured = sidecar.machines[-1] if sidecar.machines else None
-    if measured is None:
+    if measured is None or is_here(sidecar.target):
         return ""
     about = [f"{what} {measured.versions[key]}" for what, key in (("ONNX Runtime", "onnxruntime"), ("cuDNN", "cudnn"))
              if measured.versions.get(key)]
-    if sidecar.target.name not in {target.name for target in local_targets()}:
-        return f"the predictions hold for {measured.device} with {', '.join(about)}, driver {measured.driver}"
-    if sidecar.target.flavour.execution_provider == "cuda":
-        then, now = (minor(version) for version in (measured.versions.get("cudnn", ""), package_version(CUDNN)))
-        if then and now and then != now:
-            return f"measured with cuDNN {then}, here is {now}: convolutions may run other kernels and take other times"
-    return ""
+    return f"the predictions hold for {measured.device} with {', '.join(about)}, driver {measured.driver}"
 
 
 def minor(version: str) -> str:
@@ -122,8 +138,10 @@ def fitted_for(workspace: Workspace, name: str | None = None) -> Fitted:
         return load_predictors(folder), load_composition(folder)
 
     predictors, composition = cached(_fitted, key, load, limit=4)
-    versions = version_notice(predictors.sidecar)
-    return Fitted(predictors.sidecar.target, predictors, composition, (*notices, versions) if versions else notices)
+    sidecar = predictors.sidecar
+    versions = version_notice(sidecar)
+    return Fitted(sidecar.target, predictors, composition, other_cudnn=other_cudnn(sidecar) is not None,
+                  notices=(*notices, versions) if versions else notices)
 
 
 def check_fit(record: ModelRecord, target: Target, dtypes: Sequence[str], force: bool) -> list[str]:

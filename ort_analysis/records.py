@@ -106,9 +106,12 @@ class Kernel(Frozen):
     @property
     def dtype(self) -> str:
         """The element type that the kernel computes in: that of its first floating input, else of its first input."""
-        tensors = [t for t in (*self.inputs, *self.outputs) if t.present]
-        floating = [t.dtype for t in tensors if "float" in t.dtype]
-        return floating[0] if floating else tensors[0].dtype if tensors else ""
+        first = ""
+        for tensor in (*self.inputs, *self.outputs):
+            if "float" in tensor.dtype:
+                return tensor.dtype
+            first = first or tensor.dtype
+        return first
 
 
 class Origin(Frozen):

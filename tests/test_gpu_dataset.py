@@ -76,6 +76,23 @@ def test_families_left_out(part: Workspace) -> None:
     assert found["kernels"]["kernels"] > 500
 
 
+def test_ablation(part: Workspace) -> None:
+    """The variant that ships errs just as `leave_families_out.py` says; learning from fewer kernels errs more."""
+    done = run("training/leave_families_out.py", part, "--without-forests", "--json")
+    expected = json.loads(done.stdout)[TARGET]["kernels"]
+    names = ["shipped", "no-samples", "forest", "two-stages"]
+    done = run("training/ablation.py", part, "--json", *(word for name in names for word in ("--variant", name)))
+    assert done.returncode == 0, done.stderr
+    found = {row["variant"]: row for row in json.loads(done.stdout)[TARGET]}
+    assert list(found) == names
+    for column in ("MAPE_%", "median_%", "time_weighted_MAPE_%"):
+        assert found["shipped"][column] == expected[column]
+        assert all(0 < row[column] < 60 for row in found.values())
+    assert found["no-samples"]["learned_from"] < found["shipped"]["learned_from"] == found["two-stages"]["learned_from"]
+    assert found["no-samples"]["MAPE_%"] > found["shipped"]["MAPE_%"]
+    assert 0 < found["shipped"]["Σ_of_models_MAPE_%"] < found["shipped"]["MAPE_%"]
+
+
 def test_a_gpu_without_its_label_is_told(tmp_path: Path, part: Workspace) -> None:
     done = run("training/leave_families_out.py", part, "--target", "nvidia-z9")
     assert done.returncode == 1

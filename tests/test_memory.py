@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from conftest import TORCH_MODELS
 from onnx import TensorProto, helper, numpy_helper
 
-from inference.memory import live_activations, peak_memory
+from inference.memory import Activations, layout_of, live_activations, peak_memory
 from ort_analysis.fusion_detector import analyze
 from ort_analysis.records import Kernel, KernelInput, ModelRecord, Node, Tensor
 from utils.fingerprint import Flavour
@@ -92,6 +93,47 @@ def test_a_renaming_shares_its_input() -> None:
 def test_outputs_stay_and_unread_tensors_go() -> None:
     assert peak_kib([("Split", "x", "y unread"), ("Conv", "x", "b"), ("Conv", "b", "z")],
                     {"x": 1, "y": 10, "unread": 5, "b": 20, "z": 4}, ["x"], ["y", "z"]) == 1 + 10 + 20 + 4
+
+
+def plain_activations(record: ModelRecord) -> Activations:
+    """The same by the definition, node by node in quadratic time: which buffers are yet to be read, and how large they are."""
+    kept = {*record.inputs, *record.outputs}
+    sizes = {name: tensor.bytes for name, tensor in record.inputs.items()}
+    buffer_of = {name: name for name in sizes}
+    made: dict[str, int] = {}
+
+    def reads_left(buffer: str, since: int) -> int:
+        names = {name for name, found in buffer_of.items() if found == buffer}
+        return sum(name in names for node in record.nodes[since:] for name in node.inputs)
+
+    for step, node in enumerate(record.nodes):
+        kernel = record.kernels[node.kernel_id]
+        layout = layout_of(kernel)
+        for place, (name, tensor) in enumerate(zip(node.outputs, kernel.outputs, strict=False)):
+            shared: list[str] = []
+            if place == 0 and name not in kept:
+                inputs = [buffer_of.get(read) for read in node.inputs]
+                shared = [buffer for buffer in inputs[:1] if buffer] if layout.renames else [
+                    buffer for slot in layout.in_place if slot < len(inputs) and (buffer := inputs[slot])
+                    and buffer not in kept and reads_left(buffer, step) == 1 and sizes[buffer] == tensor.bytes]
+            if name:
+                buffer_of[name] = shared[0] if shared else name
+                if not shared:
+                    sizes[name], made[name] = tensor.bytes, step
+    intermediate, lent = ([sum(sizes[name] for name, first in made.items() if first <= step and (name in kept) is caller
+                               and (caller or first == step or reads_left(name, step)))
+                           for step in range(len(record.nodes))] for caller in (False, True))
+    given = sum(sizes[name] for name in record.inputs)
+    return Activations(max(given + a + b for a, b in zip(intermediate, lent, strict=True)), max(intermediate))
+
+
+@pytest.mark.parametrize("provider", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", TORCH_MODELS)
+def test_whole_models_against_the_definition(torch_models: dict[str, Path], name: str, provider: str) -> None:
+    found = analyze(torch_models[name], provider)
+    assert live_activations(found) == plain_activations(found)
+    known = {kernel_id: layout_of(kernel) for kernel_id, kernel in found.kernels.items()}
+    assert peak_memory(found, layouts=known) == peak_memory(found)
 
 
 def test_the_parts_add_up() -> None:

@@ -18,6 +18,7 @@ from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms,
 from inference import predict, predict_many, targets
 from inference.load import InferenceConfig, current_load
 from inference.prediction import WayOfRunning
+from inference.prediction_speed import copies
 from inference.targets import choose_target, fitted_for
 from ort_analysis.fusion_detector import analyze
 from ort_analysis.ort_graph_parser import DEFAULT_DIMS_KEY
@@ -135,6 +136,48 @@ def test_many_records_at_once(workspace: Workspace, record: ModelRecord) -> None
     found = predict_many([record, other] * 100, target=TARGET, workspace=workspace)
     alone = [predict(one, target=TARGET, workspace=workspace) for one in (record, other)]
     assert found == alone * 100
+
+
+def test_copies_share_nothing_and_are_predicted_alike(workspace: Workspace, record: ModelRecord) -> None:
+    """What `prediction_speed.py` times: as many kernels of their own as if each record were read from a file."""
+    many = copies(record, 3)
+    assert [one.model for one in many] == [f"{record.model}_{number}" for number in range(3)]
+    assert len({id(kernel) for one in many for kernel in one.kernels.values()}) == 3 * len(record.kernels)
+    alone = predict(record, target=TARGET, workspace=workspace)
+    assert predict_many(many, target=TARGET, workspace=workspace) == [
+        alone.model_copy(update={"model": one.model}) for one in many]
+
+
+def test_another_cudnn_widens_the_interval(workspace: Workspace, record: ModelRecord, tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that pretends to be a GPU of a made-up target, first with the cuDNN that was measured, then with another."""
+    there = local_target("cpu").model_dump() | {"device": "Some GPU", "flavour": flavour_of("cuda").model_dump(), "threads": 0}
+    target, other = Target.model_validate(there), Workspace(tmp_path)
+    folder = other.predictors(target.name)
+    shutil.copytree(workspace.predictors(TARGET), folder)
+    sidecar = json.loads((folder / "predictors.json").read_text())
+    sidecar["machines"][-1]["versions"]["cudnn"] = "9.19.0.56"
+    files.write_json(folder / "predictors.json", sidecar | {"target": target.model_dump()})
+    composition = json.loads((folder / "composition.json").read_text())
+    spans = {"interval": (0.9, 1.2), "interval_measured": (0.4, 0.99)}
+    files.write_json(folder / "composition.json", composition | {
+        name: {"low": low, "high": high, "coverage": 0.9} for name, (low, high) in spans.items()})
+    monkeypatch.setattr(targets, "local_targets", lambda: (target,))
+
+    def interval(cudnn: str, strict: bool) -> tuple[list[float], bool]:
+        """The interval as multiples of the prediction, and whether the reader is told of another cuDNN."""
+        monkeypatch.setattr(targets, "package_version", lambda _: cudnn)
+        on_gpu = record.model_copy(update={"flavour": target.flavour})
+        found = predict(on_gpu, target=target.name, workspace=other, strict=strict)
+        assert found.interval_ms is not None
+        assert fitted_for(other, target.name).other_cudnn is any("the interval is widened" in text for text in found.warnings)
+        return [end / found.latency_ms for end in found.interval_ms], fitted_for(other, target.name).other_cudnn
+
+    assert interval("9.19.1.2", True) == (pytest.approx([0.9, 1.2]), False)
+    assert interval("9.20.0.1", True) == (pytest.approx([0.8, 1.4]), True)
+    assert interval("9.20.0.1", False) == (pytest.approx([0.0, 1.0]), True)  # never below 0, and never narrower
+    monkeypatch.setattr(targets, "local_targets", lambda: ())  # asked from elsewhere: what was measured is what is predicted
+    assert interval("9.20.0.1", True)[0] == pytest.approx([0.9, 1.2])
 
 
 def test_a_changed_file_is_noticed(workspace: Workspace) -> None:

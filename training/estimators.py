@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +98,13 @@ def fit_roofline(flops: Floats, bytes_moved: Floats, times_ms: Floats) -> Roofli
     bare = Roofline(flops_per_ms=flops_per_ms, bytes_per_ms=bytes_per_ms,
                     floor_ms=float(np.percentile(times_ms, 2)), scale=1.0)
     return bare.model_copy(update={"scale": float(np.median(times_ms / bare.bound_ms(flops, bytes_moved)))})
+
+
+class TimePredictor(Protocol):
+    """What tells kernels' times from their shapes; arguments and result as of `KernelModel.predict_ms`."""
+
+    def predict_ms(self, types: Iterable[str], features: Floats, load: Floats, flops: Floats,
+                   bytes_moved: Floats) -> Floats: ...
 
 
 @dataclass(frozen=True)
@@ -205,11 +212,18 @@ class Problem:
     log_ratios: Floats
 
 
-def pose(rows: TrainingSet, label: str) -> Problem:
-    """The learning problem of `label` on `rows`, which all have that label; nothing of other rows enters."""
+def pose(rows: TrainingSet, label: str, roofline: Roofline | None = None) -> Problem:
+    """The learning problem of `label` on `rows`, which all have that label; nothing of other rows enters.
+
+    Args:
+        rows: to learn from.
+        label: whose times.
+        roofline: another than the one that is fitted to the rows (for launches: than FLAT).
+    """
     times = rows.times_ms[label]
     base = rows.idle if rows.idle.any() else np.ones(len(rows), dtype=bool)
-    roofline = FLAT if label == LAUNCHES else fit_roofline(rows.flops[base], rows.bytes_moved[base], times[base])
+    if roofline is None:
+        roofline = FLAT if label == LAUNCHES else fit_roofline(rows.flops[base], rows.bytes_moved[base], times[base])
     log_ratios = np.log(times / roofline.bound_ms(rows.flops, rows.bytes_moved))
     codes = encode_types(rows.types, log_ratios)
     return Problem(roofline, codes, design_matrix(rows.types, rows.features, rows.load, codes), log_ratios)

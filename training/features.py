@@ -9,26 +9,25 @@ from typing import Any
 
 from ort_analysis.records import DTYPE_BYTES, Kernel, Tensor
 
-FEATURES = (
+FEATURE_GROUPS = {
     # image sizes; a (batch, tokens, channels) tensor is an image of height `tokens` and width 1
-    "batch", "channels", "height", "width", "out_channels", "out_height", "out_width",
+    "sizes": ("batch", "channels", "height", "width", "out_channels", "out_height", "out_width"),
     # the window of convolutions and pools
-    "kernel_height", "kernel_width", "stride", "padding", "dilation", "group", "group_channels", "depthwise",
+    "window": ("kernel_height", "kernel_width", "stride", "padding", "dilation", "group", "group_channels", "depthwise"),
     # the matrix product behind a convolution, MatMul or Gemm: `matrices` products of m×k by k×n
-    "matrices", "m", "n", "k", "transposed",
+    "product": ("matrices", "m", "n", "k", "transposed"),
     # how the product fills tiles: counts, and the share of the tiles' area that is used
-    "log_tiles_32", "fill_32", "log_tiles_128", "fill_128",
+    "tiles": ("log_tiles_32", "fill_32", "log_tiles_128", "fill_128"),
     # largest power of two (at most 64) that divides a size
-    "channels_alignment", "out_channels_alignment", "k_alignment", "width_alignment",
-    # axes: how much is reduced into one value, and how much lies next to each other in memory
-    "reduced", "axis_inner", "permutation", "permutation_inner", "broadcast",
-    # operands
-    "rank", "inputs", "activation_inputs", "constant_inputs", "outputs", "activation", "adds",
-    # costs
-    "log_flops", "log_bytes", "log_read", "log_written", "log_weights", "log_elements", "intensity",
+    "alignment": ("channels_alignment", "out_channels_alignment", "k_alignment", "width_alignment"),
+    # how much is reduced into one value, and how much lies next to each other in memory
+    "axes": ("reduced", "axis_inner", "permutation", "permutation_inner", "broadcast"),
+    "operands": ("rank", "inputs", "activation_inputs", "constant_inputs", "outputs", "activation", "adds"),
+    "costs": ("log_flops", "log_bytes", "log_read", "log_written", "log_weights", "log_elements", "intensity"),
     # what kind of operation, on what
-    "op_class", "layout", "dtype", "bits",
-)
+    "operation": ("op_class", "layout", "dtype", "bits"),
+}
+FEATURES = tuple(itertools.chain.from_iterable(FEATURE_GROUPS.values()))
 
 CONVOLUTIONS = {"Conv": 1, "FusedConv": 1, "NhwcConv": 1, "NhwcFusedConv": 1, "ConvTranspose": 1, "ConvInteger": 1,
                 "QLinearConv": 3}  # op type → position of its weights

@@ -17,7 +17,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ort_analysis.records import Kernel, ModelRecord
     from training.composition import Composition
-    from training.estimators import TrainingConfig
+    from training.estimators import TimePredictor, TrainingConfig
     from training.pipeline import Tracks
     from training.predictor_files import Sidecar
     from training.training_set import TrainingSet
@@ -148,8 +148,18 @@ def by_model(fold: Fold, times_ms: Mapping[str, float]) -> dict[str, dict[str, f
 
 
 def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: str, label: str,
-                        own: Sequence[str], config: TrainingConfig) -> dict[str, dict[str, float]]:
-    """For each model, its kernels' idle times in ms by id, predicted by a training that saw none of them (see `folds_of`)."""
+                        own: Sequence[str], config: TrainingConfig,
+                        learn: Callable[[TrainingSet], TimePredictor] | None = None) -> dict[str, dict[str, float]]:
+    """For each model, its kernels' idle times in ms by id, predicted by a training that saw none of them (see `folds_of`).
+
+    Args:
+        rows: to learn from.
+        models, groups, left_out: as of `left_out_groups`.
+        label: whose times.
+        own: kernel types with predictors of their own.
+        config: of the training.
+        learn: another training than Hase's own, given the rows of a fold.
+    """
     import numpy as np
 
     from training.estimators import fit_kernel_model, side_by_side
@@ -165,7 +175,8 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
             log.warning("%s: too few kernels are left to learn from without %s; its kernels stay in the training, so the "
                         "errors below flatter", label, ", ".join(sorted(fold.groups)))
             seen = np.ones(len(rows), dtype=bool)
-        fitted = fit_kernel_model(rows.rows(seen), label, own, config)
+        fitted: TimePredictor = (
+            learn(rows.rows(seen)) if learn else fit_kernel_model(rows.rows(seen), label, own, config))
         listed = list(fold.kernels.values())
         times = fitted.predict_ms(
             [kernel.type for kernel in listed], np.array([kernel_features(kernel) for kernel in listed]),

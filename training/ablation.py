@@ -1,0 +1,258 @@
+"""Phase 5.4: which parts of the kernel predictors help, each taken out or replaced in turn.
+
+Reads the dataset and the predictors of each target (by default of all). Each family of models in turn is left out of
+everything, as in training/leave_families_out.py, and its kernels are predicted by what a variant of the training learned from
+the rest: the GPU's own times (label `gpu`) where they were measured, else those of the first label. Prints a row a variant;
+writes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from utils import cli
+from utils.logger import get_logger
+from utils.paths import ROOT, Workspace
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from training.estimators import Problem, TimePredictor, TrainingConfig
+    from training.fit_composition import MeasuredModel, TimesOfModels
+    from training.training_set import TrainingSet
+
+    Floats = npt.NDArray[np.float64]
+
+log = get_logger("ablation")
+OTHER_SEED = 1  # added to the config's: how far two trainings part that differ in nothing else
+EXAMPLES = """
+python training/ablation.py
+python training/ablation.py --workspace out/h200 --variant shipped --variant forest
+python training/ablation.py --workspace out/h200 --target nvidia-h200-cuda-ort1.31-all --json
+"""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of training, where it differs from the one that ships.
+
+    Attributes:
+        what: in words.
+        without: groups of features (training/features.py) that are all zero, so that no tree can use them.
+        roofline: whether log(time / roofline) is learned; else log(time).
+        kernels: what is learned from: `all`, those without the free ones (sampled near no model), or those `of models` alone.
+        learner: boosters; a random forest on the same numbers; or boosters after a classifier of CUDA kernels.
+        other_settings: those of the boosters of the CPU's labels for the GPU's, and the other way round.
+        own: whether every kernel type with enough kernels gets a predictor of its own; None: as it ships.
+        seed: added to the config's.
+    """
+
+    what: str
+    without: tuple[str, ...] = ()
+    roofline: bool = True
+    kernels: Literal["all", "without free", "of models"] = "all"
+    learner: Literal["boosters", "forest", "two stages"] = "boosters"
+    other_settings: bool = False
+    own: bool | None = None
+    seed: int = 0
+
+
+VARIANTS = {
+    "shipped": Variant("as it ships"),
+    "seed": Variant("another seed: what chance does", seed=OTHER_SEED),
+    "no-roofline": Variant("log(time) learned, not log(time / roofline)", roofline=False),
+    "no-costs": Variant("without FLOPs, bytes and their kind as features", without=("costs",)),
+    "no-roofline-costs": Variant("log(time), and without FLOPs, bytes and their kind", without=("costs",), roofline=False),
+    "no-tiles": Variant("without tile features", without=("tiles",)),
+    "no-alignment": Variant("without alignment features", without=("alignment",)),
+    "no-tiles-alignment": Variant("without tile and alignment features", without=("tiles", "alignment")),
+    "no-free": Variant("without the free kernels, of no family", kernels="without free"),
+    "no-samples": Variant("without any sampled kernel", kernels="of models"),
+    "other-settings": Variant("the other labels' settings (for gpu: depth 6, absolute error)", other_settings=True),
+    "own": Variant("a predictor of its own for each type with enough kernels", own=True),
+    "forest": Variant("a random forest on the same numbers", learner="forest"),
+    "two-stages": Variant("the class of CUDA kernel predicted first", learner="two stages"),
+}
+
+
+@dataclass(frozen=True)
+class Forest:
+    """A random forest that holds log(time / roofline)."""
+
+    problem: Problem
+    forest: Any
+
+    def predict_ms(self, types: Any, features: Floats, load: Floats, flops: Floats, bytes_moved: Floats) -> Floats:
+        """As of `KernelModel`."""
+        import numpy as np
+
+        from training.estimators import design_matrix
+
+        matrix = design_matrix(types, features, load, self.problem.type_codes)
+        return self.problem.roofline.bound_ms(flops, bytes_moved) * np.exp(self.forest.predict(matrix))
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A target's dataset, as the variants see it.
+
+    Attributes:
+        label: whose times are learned.
+        own: kernel types whose shipped predictor is their own.
+        of_models: ids of kernels that some model holds; the others were sampled.
+        cuda_class: of each kernel by id; empty where the dataset does not tell.
+    """
+
+    rows: TrainingSet
+    models: Sequence[MeasuredModel]
+    label: str
+    own: tuple[str, ...]
+    of_models: frozenset[str]
+    cuda_class: Mapping[str, str]
+
+
+def load(workspace: Workspace, target: str) -> Dataset:
+    """The dataset of `target`.
+
+    Raises:
+        UserError: no dataset or predictors.
+    """
+    import numpy as np
+
+    from benchmark.dataset import GPU_LABEL, SAMPLED, load_kernel_table
+    from training.cuda_classes import cuda_class
+    from training.fit_composition import measured_models
+    from training.predictor_files import read_sidecar
+    from training.training_set import load_training_set
+
+    sidecar = read_sidecar(workspace.predictors(target))
+    label = GPU_LABEL if GPU_LABEL in sidecar.labels else next(iter(sidecar.labels))
+    rows = load_training_set(workspace, target)
+    table = load_kernel_table(workspace, target)
+    of_models = frozenset(str(name) for name, models in zip(table["Kernel_ID"], table["Models"].fillna(""), strict=True)
+                          if any(model and not model.startswith(SAMPLED) for model in str(models).split("|")))
+    names = table[["Kernel_ID", "gpu_kernels"]].dropna() if "gpu_kernels" in table.columns else table.iloc[:0]
+    classes = {str(row[0]): cuda_class(str(row[1]).split("|")) for row in names.itertuples(index=False)}
+    return Dataset(
+        rows=rows.rows(np.isfinite(rows.times_ms[label])), models=measured_models(workspace, target, sidecar), label=label,
+        own=tuple(name for name, predictor in sidecar.labels[label].predictor_of.items() if predictor == name),
+        of_models=of_models, cuda_class=classes)
+
+
+def chosen_rows(data: Dataset, variant: Variant) -> TrainingSet:
+    """What a variant may learn from, with the features that it may see."""
+    import numpy as np
+
+    from training.features import FEATURE_GROUPS, FEATURES
+
+    rows = data.rows
+    if variant.kernels == "without free":
+        rows = rows.rows(np.array([bool(families) for families in rows.families]))
+    elif variant.kernels == "of models":
+        rows = rows.rows(np.array([str(name) in data.of_models for name in rows.ids]))
+    hidden = [FEATURES.index(name) for group in variant.without for name in FEATURE_GROUPS[group]]
+    features = rows.features.copy()
+    features[:, hidden] = 0.0
+    return replace(rows, features=features)
+
+
+def learn(rows: TrainingSet, data: Dataset, variant: Variant, config: TrainingConfig) -> TimePredictor:
+    """What a variant learns from some rows."""
+    import numpy as np
+
+    from training.cuda_classes import fit_two_stages
+    from training.estimators import FLAT, fit_kernel_model, pose, train_forest
+
+    config = config.model_copy(update={"seed": config.seed + variant.seed})
+    if variant.other_settings:
+        config = config.model_copy(update={"xgboost": config.xgboost_gpu, "xgboost_gpu": config.xgboost})
+    if variant.learner == "two stages":
+        return fit_two_stages(rows, data.label, data.cuda_class, config)
+    typical_ms = float(np.median(rows.times_ms[data.label]))  # of a kernel type that is in none of the rows
+    problem = pose(rows, data.label, None if variant.roofline else FLAT.model_copy(update={"scale": typical_ms}))
+    if variant.learner == "forest":
+        return Forest(problem, train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed))
+    own: Sequence[str] = data.own
+    if variant.own is not None:
+        types, counts = np.unique(rows.types, return_counts=True)
+        own = [str(name) for name, count in zip(types, counts, strict=True) if variant.own and count >= config.own_min_kernels]
+    return fit_kernel_model(rows, data.label, own, config, problem)
+
+
+def sum_mape(models: Sequence[MeasuredModel], predicted: TimesOfModels, measured: Mapping[str, Mapping[str, float]],
+             label: str) -> float:
+    """Mean error, in per cent, of the sum over a model's nodes, of those whose kernel was measured."""
+    import numpy as np
+
+    errors = []
+    for model in models:
+        times = predicted[model.record.model]
+        known = [node.kernel_id for node in model.record.nodes
+                 if times[node.kernel_id] and label in measured.get(node.kernel_id, {})]
+        if known:
+            errors.append(abs(sum(times[name] for name in known) / sum(measured[name][label] for name in known) - 1))
+    return 100 * float(np.mean(errors))
+
+
+def evaluate(data: Dataset, variants: Mapping[str, Variant], config: TrainingConfig) -> list[dict[str, Any]]:
+    """A row a variant, errors in per cent. Where the dataset lacks the names of CUDA kernels, what needs them is left out."""
+    from training.fit_composition import left_out_groups, predict_out_of_fold
+    from training.leave_families_out import kernel_errors
+    from training.train_kernel_model import measured_times
+
+    left_out, groups = left_out_groups(data.models)
+    measured = measured_times(data.rows)
+    table = []
+    for name, variant in cli.track(list(variants.items()), "ablation"):
+        if variant.learner == "two stages" and not data.cuda_class:
+            log.warning("%s: left out: the dataset has no names of CUDA kernels", name)
+            continue
+        rows = chosen_rows(data, variant)
+        predicted = predict_out_of_fold(rows, data.models, groups, left_out, data.label, (), config,
+                                        partial(learn, data=data, variant=variant, config=config))
+        errors = kernel_errors(predicted, measured, data.label)
+        table.append({"variant": name, "what": variant.what, "learned_from": len(set(rows.ids.tolist())),
+                      **{key: value for key, value in errors.items() if key != "kernels"},
+                      "Σ_of_models_MAPE_%": sum_mape(data.models, predicted, measured, data.label)})
+        log.info("%s: %.2f %% of kernels, %.2f %% of models' sums", name, errors["MAPE_%"], table[-1]["Σ_of_models_MAPE_%"])
+    return table
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--target", help="name of a target in training/predictors (default: all)")
+    parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="(repeatable; default: all)")
+    parser.add_argument("--config", type=Path, default=ROOT / "training" / "config.yaml",
+                        help="settings (default: training/config.yaml)")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    from training.estimators import TrainingConfig
+    from training.fit_composition import left_out_groups, targets
+    from utils.config import load_config
+
+    config = load_config(args.config, TrainingConfig)
+    chosen = {name: VARIANTS[name] for name in args.variant or VARIANTS}
+    results = {}
+    for target in [args.target] if args.target else targets(workspace):
+        data = load(workspace, target)
+        results[target] = evaluate(data, chosen, config)
+        if not args.json:
+            cli.print_table(results[target], f"{target}, label {data.label}: kernels of {len(data.models)} models, each "
+                                             f"{left_out_groups(data.models)[0]} left out in turn")
+    if args.json:
+        cli.print_json(results)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
