@@ -14,8 +14,8 @@ from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, rel
 from benchmark import dataset
 from training import estimators
 from training.estimators import TrainingConfig, XgboostSettings
-from training.train_kernel_model import cross_validate, measured_times, train_label
-from training.training_set import TrainingSet, load_training_set
+from training.train_kernel_model import cross_validate, train_label
+from training.training_set import TrainingSet, load_training_set, measured_times
 from utils.config import load_config
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
@@ -165,7 +165,7 @@ def test_no_dataset_no_idle_rows_too_few_kernels(workspace: Workspace) -> None:
 def test_measured_times_are_the_idle_ones(workspace: Workspace) -> None:
     kernel = conv()
     write_dataset(workspace, {kernel.id: kernel}, {}, {}, LEVELS, noise=0.0)
-    found = measured_times(load_training_set(workspace, TARGET.name))
+    found = measured_times(workspace, TARGET.name)
     assert found == {kernel.id: {"run": pytest.approx(true_ms(kernel)), "kernel_time": pytest.approx(0.9 * true_ms(kernel))}}
 
 
