@@ -97,7 +97,7 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
     name, flavour = fitted.target.name, fitted.target.flavour
     if fitted.target not in local_targets():
         raise UserError(f"kernels of target {name} can be measured on such a machine alone, and this one is "
-                        f"{' and '.join(own.name for own in local_targets())}; predict without --measure-missing")
+                        f"{' and '.join(own.name for own in local_targets())}; predict without --measure-missing, or there")
     model = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
     records = [record_of(model, flavour.execution_provider, dims) for dims in sizes]
     for record in records:

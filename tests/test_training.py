@@ -169,6 +169,26 @@ def test_measured_times_are_the_idle_ones(workspace: Workspace) -> None:
     assert found == {kernel.id: {"run": pytest.approx(true_ms(kernel)), "kernel_time": pytest.approx(0.9 * true_ms(kernel))}}
 
 
+def test_a_kernel_of_several_machines(workspace: Workspace) -> None:
+    """Three of them, with known ratios: a row for each, in one fold; the look-up takes the median, which is the first's."""
+    import pandas as pd
+
+    kernels = {kernel.id: kernel for kernel in draw_kernels(12)}
+    write_dataset(workspace, kernels, {}, {}, LEVELS, noise=0.0)
+    alone = measured_times(workspace, TARGET.name)
+    path = dataset.kernel_table_path(workspace.dataset(TARGET.name))
+    table, times = pd.read_csv(path), ["Latency_ms", "run_median_ms", "kernel_time_ms"]
+    others = [table.assign(Machine=name, **{column: table[column] * ratio for column in times})
+              for name, ratio in (("slow", 1.5), ("fast", 0.9))]
+    pd.concat([table, *others]).to_csv(path, index=False)
+    rows = load_training_set(workspace, TARGET.name)
+    assert len(rows) == 3 * len(table)
+    folds = estimators.assign_folds(rows.ids, rows.types, 3, seed=7)
+    assert all(len(set(folds[rows.ids == name])) == 1 for name in kernels)
+    found = measured_times(workspace, TARGET.name)
+    assert {name: found[name]["run"] for name in kernels} == pytest.approx({name: alone[name]["run"] for name in kernels})
+
+
 @pytest.mark.parametrize(("text", "told"), [
     ("fold: 5", r"fold: unknown key; did you mean folds\?"), ("folds: 1", "folds: .*greater than or equal to 2"),
     ("xgboost: {trees: many}", "xgboost.trees: .*integer"), ("xgboost: {objective: guess}", "squarederror"),
