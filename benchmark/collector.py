@@ -450,7 +450,7 @@ def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequ
     """
     target = local_target(resolve_provider(config.device))
     folder, built = workspace.dataset(target.name), workspace.kernel_onnx / target.flavour.name
-    config = config.model_copy(update={"levels": (0.0,), "each_machine": False, "ties": 0})
+    config = config.model_copy(update={"levels": (0.0,), "variants": (), "each_machine": False, "ties": 0})
     if dataset.header_path(folder).exists():
         there = dataset.load_header(folder)
         if absent := [label for label in config.labels if label not in there.labels]:

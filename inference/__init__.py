@@ -15,5 +15,6 @@ __all__ = ["Prediction", "measure_missing", "predict", "predict_many"]
 def __getattr__(name: str) -> Any:
     """Imports the library at first use, so that importing this package costs nothing."""
     if name in __all__:
-        return getattr(import_module("inference.missing_kernels" if name == "measure_missing" else "inference.prediction"), name)
+        module = "missing_kernels" if name == "measure_missing" else "prediction"
+        return getattr(import_module(f"inference.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
