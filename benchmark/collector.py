@@ -7,6 +7,9 @@ benchmark/dataset/<target>/: measurements.jsonl as it goes, and kernel_latency.c
 Levels are the outermost loop. Work goes in blocks: a window of metrics with the stressor alone, a canary, the block's
 runs with a second window around them, the canary again; a block whose canaries part is measured again. A block is
 written as one line, so a run that is killed resumes with no row lost or doubled: start the same command again.
+
+Several machines of one target may share the work (`each_machine: false`): what one measured, the others leave out, but for
+the `ties`, a few of its kernels that they measure too. benchmark/machine_ties.py says what these tell.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import hashlib
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -398,6 +403,24 @@ def plan(work: Work, there: Iterable[Block], block_kernels: int, first_label: st
     return [planned[i] for i in order]
 
 
+def choose_ties(kernels: Sequence[KernelItem], there: Iterable[Block], uuid: str, first_label: str,
+                count: int) -> list[KernelItem]:
+    """The kernels to measure on machine `uuid` although others have, so that `count` of its kernels tie it to them.
+
+    Those that most machines have measured come first, so that the same ones tie all; then the order is that of their ids'
+    hashes: chosen whenever, they are the same, and of no type above others. One that failed here is not tried again.
+    """
+    machines: dict[str, set[str]] = defaultdict(set)
+    for block in there:
+        for m in block.measurements:
+            if m.label == first_label and m.where != "in_model" and (m.status == "ok" or block.machine == uuid):
+                machines[m.id].add(block.machine)
+    elsewhere = [item for item in kernels if machines[item.kernel.id] - {uuid}]
+    new = [item for item in elsewhere if uuid not in machines[item.kernel.id]]
+    new.sort(key=lambda item: (-len(machines[item.kernel.id]), hashlib.sha256(item.kernel.id.encode()).digest()))
+    return new[:max(0, count - (len(elsewhere) - len(new)))]
+
+
 def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
     """Measures all that is still missing and returns the totals.
 
@@ -407,9 +430,44 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
     provider = resolve_provider(config.device)
     if config.device == "auto" and provider == "cpu":
         log.info("no NVIDIA GPU here: measuring the CPU")
-    target, here = local_target(provider), machine(provider)
-    work = find_work(workspace, target, config.held_out)
-    source = open_source(provider, config.metrics)
+    target = local_target(provider)
+    return collect_work(workspace, config, target, find_work(workspace, target, config.held_out))
+
+
+def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequence[DatasetKernel]) -> dict[str, Any]:
+    """Measures those of some kernels that no machine of this target has, idle, and returns the totals.
+
+    A dataset that is there keeps its labels, all of which the kernels get, its metrics and its held-out families; where there
+    is none, one begins as `config` says.
+
+    Args:
+        workspace: whose dataset; it holds the built kernels.
+        config: its labels are those that are needed.
+        kernels: with the models that hold them; what the dataset says of their owners already stays.
+
+    Raises:
+        UserError: a metric that is not there, or a dataset without the labels that are needed.
+    """
+    target = local_target(resolve_provider(config.device))
+    folder, built = workspace.dataset(target.name), workspace.kernel_onnx / target.flavour.name
+    config = config.model_copy(update={"levels": (0.0,), "variants": (), "each_machine": False, "ties": 0})
+    if dataset.header_path(folder).exists():
+        there = dataset.load_header(folder)
+        if absent := [label for label in config.labels if label not in there.labels]:
+            raise UserError(f"{folder}: this dataset was collected without label {', '.join(absent)} (it has "
+                            f"{', '.join(there.labels)}); move it away, or use another --workspace")
+        config = config.model_copy(update={"labels": there.labels, "metrics": there.metrics, "held_out": there.held_out})
+    owners = {entry.kernel.id: entry.models for entry in dataset.read_kernels(folder)}
+    described = tuple(DatasetKernel(kernel=entry.kernel, models=tuple(dict.fromkeys(
+        (*owners.get(entry.kernel.id, ()), *entry.models)))) for entry in kernels)
+    items = tuple(KernelItem(built / f"{entry.kernel.id}.onnx", entry.kernel) for entry in kernels)
+    return collect_work(workspace, config, target, Work(items, (), described))
+
+
+def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, work: Work) -> dict[str, Any]:
+    """Measures what of `work` is still missing in the dataset of `target`, which this machine is, and returns the totals."""
+    provider = target.flavour.execution_provider
+    here, source = machine(provider), open_source(provider, config.metrics)
     if config.window_s < source.minimum_window_s:
         raise UserError(f"window_s {config.window_s:g}: {source.name} needs at least {source.minimum_window_s:g} s")
     folder, labels, variants = workspace.dataset(target.name), config.labels_on(provider), config.variants_on(provider)
@@ -417,21 +475,26 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
                                                    labels=labels, machines={here.uuid: here}), work.described)
     log.info("%s: %d kernels and %d models at levels %s into %s", target.name, len(work.kernels), len(work.models),
              ", ".join(map(str, config.levels)), folder)
+    measured: set[str] = set()
     unsteady, tables_due = 0, time.monotonic() + TABLES_EVERY_S
     with Worker(config.timeout_s) as worker, Tracers(config.tracers, config.timeout_s) as tracers:
         for level in config.levels:
-            there = [block for block in dataset.read_journal(folder) if block.level == level
-                     and (block.machine == here.uuid or not config.each_machine)]
-            todo = plan(work, there, config.block_kernels, labels[0], config.block_models, () if level else variants)
+            there = [block for block in dataset.read_journal(folder) if block.level == level]
+            own = [block for block in there if block.machine == here.uuid]
+            todo = plan(work, own if config.each_machine else there, config.block_kernels, labels[0], config.block_models,
+                        () if level else variants)
+            if not (config.each_machine or level):
+                ties = choose_ties(work.kernels, there, here.uuid, labels[0], config.ties)
+                todo = plan(Work(tuple(ties), (), ()), own, config.block_kernels, labels[0]) + todo
             if not todo:
                 continue
             with stress(level, config.stress.kind, provider, workspace=workspace) as stressor:
                 time.sleep(config.stress.settle_s if level else 0.0)
-                collector = Collector(config, target, folder, worker, tracers, source, here.uuid, level,
-                                      best_canary_ms(block for block in there if block.machine == here.uuid))
+                collector = Collector(config, target, folder, worker, tracers, source, here.uuid, level, best_canary_ms(own))
                 for key, kernels, models in cli.track(todo, f"level {level:g}"):
                     block = collector.block(key, kernels, models, stressor)
                     unsteady += block.drift > config.canary_drift
+                    measured |= {item.kernel.id for item in kernels}
                     files.append_line(dataset.journal_path(folder), block.model_dump_json())
                     if time.monotonic() > tables_due:
                         began = time.monotonic()
@@ -442,8 +505,8 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
     if unsteady:
         log.warning("%d blocks kept although the machine was unsteady by more than %.0f %%",
                     unsteady, 100 * config.canary_drift)
-    return {"target": target.name, "dataset": str(folder), "kernel_rows": kernel_rows, "model_rows": model_rows,
-            "unsteady_blocks": unsteady, "failed": failed}
+    return {"target": target.name, "dataset": str(folder), "measured_kernels": len(measured), "kernel_rows": kernel_rows,
+            "model_rows": model_rows, "unsteady_blocks": unsteady, "failed": failed}
 
 
 def main() -> int:

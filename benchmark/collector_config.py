@@ -51,6 +51,7 @@ class CollectorConfig(Config):
     attempts_under_load: int = Field(2, ge=1)
     patience_s: float = Field(15.0, ge=0)
     each_machine: bool = True
+    ties: int = Field(100, ge=0)
     timeout_s: float = Field(120.0, gt=0)
     held_out: tuple[str, ...] = ()
 

@@ -69,6 +69,11 @@ class Measurement(Frozen):
     started: str = ""
     ended: str = ""
 
+    @property
+    def where(self) -> str:
+        """The kind of its context: `alone`, `carrier` or `in_model`."""
+        return self.context if self.context in ("alone", "carrier") else "in_model"
+
 
 class Block(Frozen):
     """What the collector measures between two canaries; one line of the journal, kept or lost as a whole.
@@ -157,6 +162,19 @@ def model_table_path(folder: Path) -> Path:
 def load_header(folder: Path) -> DatasetHeader:
     """The header of the dataset in `folder`; `UserError` where there is none."""
     return files.read_record(header_path(folder), DatasetHeader, DATASET_VERSION, COLLECT)
+
+
+def targets(workspace: Workspace) -> list[str]:
+    """Every target that has a dataset.
+
+    Raises:
+        UserError: none has.
+    """
+    folder = workspace.dataset("")
+    found = sorted(path.name for path in folder.glob("*") if header_path(path).is_file())
+    if not found:
+        raise UserError(f"{folder}: no datasets; measure one with: {COLLECT}")
+    return found
 
 
 def read_journal(folder: Path) -> list[Block]:
@@ -265,7 +283,7 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
         by_label: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for _, m in parts:
             if m.status == "ok":
-                by_label[m.label]["in_model" if m.context not in ("alone", "carrier") else m.context] += m.samples_ms
+                by_label[m.label][m.where] += m.samples_ms
         contexts = []
         for label, contexts_of_label in by_label.items():
             context = next(c for c in ("in_model", "carrier", "alone") if c in contexts_of_label)

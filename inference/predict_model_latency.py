@@ -3,6 +3,9 @@
 Reads the model (any ONNX file; a bare name is also looked for in model_zoo), what training learned for the target, and
 inference/config.yaml. Prints the latency, where it comes from and which kernels dominate; with several sizes of a
 dynamic dimension a row for each, which is how to choose a batch. Writes nothing but, with --trace, the predicted timeline.
+
+On a machine that is the target, --measure-missing first has the model's kernels measured that never were: the collector adds
+them to the target's dataset (as benchmark/config.yaml says, idle), and they are looked up from then on, without a training.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from utils import cli
 from utils.logger import get_logger
 
 if TYPE_CHECKING:
+    from inference.missing_kernels import Filled
     from inference.prediction import Prediction
 
 log = get_logger("predict")
@@ -29,6 +33,7 @@ EXAMPLES = """
 python inference/predict_model_latency.py --model resnet18.onnx
 python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8
 python inference/predict_model_latency.py --model model.onnx --strict --top 10 --json
+python inference/predict_model_latency.py --model model.onnx --measure-missing
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace timeline.json
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --cuda-graph
 """
@@ -75,6 +80,16 @@ def print_predictions(found: Sequence[Prediction], top: int) -> None:
         cli.print_table(kernel_rows(first, top), f"the kernels that take most of {first.kernel_sum_ms:.4g} ms")
 
 
+def tell(filled: Filled) -> None:
+    """What was measured for the prediction, on stderr."""
+    if filled.measured:
+        log.info("measured %d kernels in %.1f s", filled.measured, filled.seconds)
+    else:
+        log.info("nothing to measure: every kernel was measured before, or tried")
+    if filled.left:
+        log.warning("%d kernels could not be measured and stay predicted: %s", len(filled.left), ", ".join(filled.left))
+
+
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--model", type=Path, required=True,
@@ -89,6 +104,8 @@ def main() -> int:
     parser.add_argument("--top", type=int, default=5, metavar="N", help="show the N dominating kernels (default: 5)")
     parser.add_argument("--trace", type=Path, metavar="FILE",
                         help="write the predicted timeline, to be opened at ui.perfetto.dev or chrome://tracing")
+    parser.add_argument("--measure-missing", action="store_true",
+                        help="first measure the kernels that never were; needs a machine that is the target")
     parser.add_argument("--strict", action="store_true", help="predict every kernel, even those that were measured")
     parser.add_argument("--force", action="store_true",
                         help="predict although element type or ONNX Runtime version are not the predictors'")
@@ -96,6 +113,8 @@ def main() -> int:
     sizes = combinations(cli.parse_dims(args.dim))
     if args.trace and len(sizes) > 1:
         parser.error("--trace draws one run: give each --dim one size")
+    if args.measure_missing and (args.strict or args.metrics):
+        parser.error("--measure-missing: idle times are looked up neither with --strict nor under a load")
     workspace = cli.start(args)
     if __name__ == "__main__":  # in a process of its own: xgboost would import it (0.9 s) for an API that is not used here
         sys.modules["sklearn"] = None  # type: ignore[assignment]
@@ -105,6 +124,10 @@ def main() -> int:
     from utils.config import load_config
 
     load = current_load(load_config(args.config or CONFIG_FILE, InferenceConfig), args.metrics)
+    if args.measure_missing:
+        from inference.missing_kernels import measure_missing
+
+        tell(measure_missing(args.model, sizes, target=args.target, workspace=workspace, force=args.force))
     found = [
         predict(args.model, dims=dims, target=args.target, strict=args.strict, load=load, workspace=workspace,
                 way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), force=args.force)

@@ -258,7 +258,7 @@ def test_what_another_machine_measured(tmp_path: Path, each_machine: bool, block
     """Measured here too, or left as it is: two blocks, one of the model and one of its kernels."""
     workspace = Workspace(tmp_path)
     build_workspace(workspace, {"anet_b1": small_model()})
-    config = CollectorConfig.model_validate(TINY | {"held_out": [], "levels": [0.0], "each_machine": each_machine,
+    config = CollectorConfig.model_validate(TINY | {"held_out": [], "levels": [0.0], "each_machine": each_machine, "ties": 0,
                                                     "block_kernels": 99})
     collect(workspace, config)
     journal = dataset.journal_path(workspace.dataset(local_target("cpu").name))

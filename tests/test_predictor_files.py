@@ -233,6 +233,20 @@ def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
     assert load_predictors(folder).predict(NEW, {}, "run").latency_ms == predictors.predict(NEW, {}, "kernel_time").latency_ms
 
 
+def test_the_look_up_is_renewed_alone(folder: Path) -> None:
+    before = load_predictors(folder)
+    known = next(name for name, times in before.measured.items() if "run" in times)
+    sidecar = predictor_files.renew_measured(folder, {NEW[0].id: {"run": 7.0}, known: {"run": 8.0}})
+    after = load_predictors(folder)
+    assert after.sidecar == sidecar == before.sidecar.model_copy(
+        update={"measured": sidecar.measured, "measured_sha256": sidecar.measured_sha256})
+    assert after.measured == before.measured | {NEW[0].id: {"run": 7.0}, known: before.measured[known] | {"run": 8.0}}
+    assert after.pickles == before.pickles
+    assert [path.name for path in folder.glob("measured-*")] == [sidecar.measured]
+    times = after.predict(NEW[:2], {}, "run")
+    assert (times.latency_ms[0], times.provenance) == (7.0, ["measured", "predicted"])
+
+
 def test_loading_imports_neither_pandas_nor_sklearn_nor_xgboost(trained: Workspace) -> None:
     code = ("import sys; from pathlib import Path; from training.predictor_files import load_predictors; "
             f"load_predictors(Path({str(trained.predictors(TARGET.name))!r})); "

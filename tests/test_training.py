@@ -14,8 +14,8 @@ from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, rel
 from benchmark import dataset
 from training import estimators
 from training.estimators import TrainingConfig, XgboostSettings
-from training.train_kernel_model import cross_validate, measured_times, train_label
-from training.training_set import TrainingSet, load_training_set
+from training.train_kernel_model import cross_validate, train_label
+from training.training_set import TrainingSet, load_training_set, measured_times
 from utils.config import load_config
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
@@ -165,8 +165,28 @@ def test_no_dataset_no_idle_rows_too_few_kernels(workspace: Workspace) -> None:
 def test_measured_times_are_the_idle_ones(workspace: Workspace) -> None:
     kernel = conv()
     write_dataset(workspace, {kernel.id: kernel}, {}, {}, LEVELS, noise=0.0)
-    found = measured_times(load_training_set(workspace, TARGET.name))
+    found = measured_times(workspace, TARGET.name)
     assert found == {kernel.id: {"run": pytest.approx(true_ms(kernel)), "kernel_time": pytest.approx(0.9 * true_ms(kernel))}}
+
+
+def test_a_kernel_of_several_machines(workspace: Workspace) -> None:
+    """Three of them, with known ratios: a row for each, in one fold; the look-up takes the median, which is the first's."""
+    import pandas as pd
+
+    kernels = {kernel.id: kernel for kernel in draw_kernels(12)}
+    write_dataset(workspace, kernels, {}, {}, LEVELS, noise=0.0)
+    alone = measured_times(workspace, TARGET.name)
+    path = dataset.kernel_table_path(workspace.dataset(TARGET.name))
+    table, times = pd.read_csv(path), ["Latency_ms", "run_median_ms", "kernel_time_ms"]
+    others = [table.assign(Machine=name, **{column: table[column] * ratio for column in times})
+              for name, ratio in (("slow", 1.5), ("fast", 0.9))]
+    pd.concat([table, *others]).to_csv(path, index=False)
+    rows = load_training_set(workspace, TARGET.name)
+    assert len(rows) == 3 * len(table)
+    folds = estimators.assign_folds(rows.ids, rows.types, 3, seed=7)
+    assert all(len(set(folds[rows.ids == name])) == 1 for name in kernels)
+    found = measured_times(workspace, TARGET.name)
+    assert {name: found[name]["run"] for name in kernels} == pytest.approx({name: alone[name]["run"] for name in kernels})
 
 
 @pytest.mark.parametrize(("text", "told"), [

@@ -19,7 +19,7 @@ from utils import files
 from utils.fingerprint import local_target, machine
 from utils.paths import ROOT, Workspace
 
-METRIC = "DCGM_FI_DEV_GPU_UTIL"
+METRIC = "DCGM_FI_DEV_CPU_UTIL_TOTAL"  # one that a CPU has, so that a collector can go on
 LEVELS = {0.0: 0.0, 0.5: 50.0}  # stress level: the metric in the background
 HELD_OUT = "heldnet"
 TRAINING = """

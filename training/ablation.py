@@ -111,6 +111,7 @@ class Dataset:
         own: kernel types whose shipped predictor is their own.
         of_models: ids of kernels that some model holds; the others were sampled.
         cuda_class: of each kernel by id; empty where the dataset does not tell.
+        measured: idle times (ms) by kernel id and label.
     """
 
     rows: TrainingSet
@@ -119,6 +120,7 @@ class Dataset:
     own: tuple[str, ...]
     of_models: frozenset[str]
     cuda_class: Mapping[str, str]
+    measured: Mapping[str, Mapping[str, float]]
 
 
 def load(workspace: Workspace, target: str) -> Dataset:
@@ -133,7 +135,7 @@ def load(workspace: Workspace, target: str) -> Dataset:
     from training.cuda_classes import cuda_class
     from training.fit_composition import measured_models
     from training.predictor_files import read_sidecar
-    from training.training_set import load_training_set
+    from training.training_set import load_training_set, measured_times
 
     sidecar = read_sidecar(workspace.predictors(target))
     label = GPU_LABEL if GPU_LABEL in sidecar.labels else next(iter(sidecar.labels))
@@ -146,7 +148,7 @@ def load(workspace: Workspace, target: str) -> Dataset:
     return Dataset(
         rows=rows.rows(np.isfinite(rows.times_ms[label])), models=measured_models(workspace, target, sidecar), label=label,
         own=tuple(name for name, predictor in sidecar.labels[label].predictor_of.items() if predictor == name),
-        of_models=of_models, cuda_class=classes)
+        of_models=of_models, cuda_class=classes, measured=measured_times(workspace, target))
 
 
 def chosen_rows(data: Dataset, variant: Variant) -> TrainingSet:
@@ -208,10 +210,8 @@ def evaluate(data: Dataset, variants: Mapping[str, Variant], config: TrainingCon
     """A row a variant, errors in per cent. Where the dataset lacks the names of CUDA kernels, what needs them is left out."""
     from training.fit_composition import left_out_groups, predict_out_of_fold
     from training.leave_families_out import kernel_errors
-    from training.train_kernel_model import measured_times
 
     left_out, groups = left_out_groups(data.models)
-    measured = measured_times(data.rows)
     table = []
     for name, variant in cli.track(list(variants.items()), "ablation"):
         if variant.learner == "two stages" and not data.cuda_class:
@@ -220,10 +220,10 @@ def evaluate(data: Dataset, variants: Mapping[str, Variant], config: TrainingCon
         rows = chosen_rows(data, variant)
         predicted = predict_out_of_fold(rows, data.models, groups, left_out, data.label, (), config,
                                         partial(learn, data=data, variant=variant, config=config))
-        errors = kernel_errors(predicted, measured, data.label)
+        errors = kernel_errors(predicted, data.measured, data.label)
         table.append({"variant": name, "what": variant.what, "learned_from": len(set(rows.ids.tolist())),
                       **{key: value for key, value in errors.items() if key != "kernels"},
-                      "Σ_of_models_MAPE_%": sum_mape(data.models, predicted, measured, data.label)})
+                      "Σ_of_models_MAPE_%": sum_mape(data.models, predicted, data.measured, data.label)})
         log.info("%s: %.2f %% of kernels, %.2f %% of models' sums", name, errors["MAPE_%"], table[-1]["Σ_of_models_MAPE_%"])
     return table
 

@@ -211,8 +211,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     from training.estimators import LAUNCHES
     from training.pipeline import can_fit, fit_pipeline_candidate
     from training.predictor_files import ON_GPU, TRAIN, read_sidecar
-    from training.train_kernel_model import measured_times
-    from training.training_set import load_training_set
+    from training.training_set import load_training_set, measured_times
     from training.ways_of_running import fit_graph_replay, fit_host_io
 
     sidecar = read_sidecar(workspace.predictors(target))
@@ -238,7 +237,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
             candidates.append(candidate)
             predictions.append(predicted)
     if set(ON_GPU) <= set(by_label) and left_out != "nothing":
-        known = known_times(by_label, measured_times(rows))
+        known = known_times(by_label, measured_times(workspace, target))
         strict, looked_up = ([tracks(model, *(times[label][model.record.model] for label in ON_GPU)) for model in models]
                              for times in (by_label, known))
         if can_fit(strict):

@@ -100,8 +100,7 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
     from training.fit_composition import known_times, left_out_groups, measured_models, predict_out_of_fold, tracks
     from training.pipeline import can_fit, left_out_ms
     from training.predictor_files import ON_GPU, read_sidecar
-    from training.train_kernel_model import measured_times
-    from training.training_set import load_training_set
+    from training.training_set import load_training_set, measured_times
     from training.ways_of_running import fit_graph_replay, fit_host_io
 
     sidecar = read_sidecar(workspace.predictors(target))
@@ -110,7 +109,7 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
     left_out, groups = left_out_groups(models)
     if left_out != "family" or not set(ON_GPU) <= set(sidecar.labels):
         raise UserError(f"{target}: needs models of two families at least, and kernels with label {GPU_LABEL}")
-    measured = measured_times(rows)
+    measured = measured_times(workspace, target)
     strict = {label: predict_out_of_fold(rows, models, groups, left_out, label, (), config)
               for label in cli.track(ON_GPU, "leaving families out")}
     shared = {label: shared_times(strict[label], rows, label, models, groups) for label in ON_GPU}

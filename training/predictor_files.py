@@ -4,7 +4,8 @@ In training/predictors/<target>/:
 - `predictors.json`, the sidecar: what the predictors hold for, what they read, how far off they are, and the files below
   with their SHA-256.
 - `<label>-<hash>.pkl.xz`: the boosters of one label, a compressed pickle of xgboost's Booster and plain data.
-- `measured-<hash>.json.xz`: idle times by kernel and label, for look-up.
+- `measured-<hash>.json.xz`: idle times by kernel and label, for look-up; renewed without a training where kernels were
+  measured for one model (inference/missing_kernels.py).
 
 The hash guards against damage. Against attack, unpickling admits only the classes on a list. History of the schema:
 version 1 is the first.
@@ -84,7 +85,7 @@ class Sidecar(Frozen):
 
     Attributes:
         target: what the predictors hold for.
-        dataset_sha256: of the kernel table they were trained on.
+        dataset_sha256: of the kernel table they were trained on; `measured` may be of a newer one.
         packages: versions of what made them.
         features: that the boosters read, in order; the type's code and the load follow.
         metrics: names of the load's features.
@@ -333,6 +334,13 @@ class Predictors:
         return times
 
 
+def read_measured(folder: Path, sidecar: Sidecar) -> dict[str, dict[str, float]]:
+    """The measured idle times (ms) by kernel id and label; errors as of `read_checked`."""
+    found: dict[str, dict[str, float]] = json.loads(
+        lzma.decompress(read_checked(folder / sidecar.measured, sidecar.measured_sha256)))
+    return found
+
+
 def load_predictors(folder: Path) -> Predictors:
     """The predictors in `folder`, every file checked against the sidecar.
 
@@ -340,7 +348,7 @@ def load_predictors(folder: Path) -> Predictors:
         UserError: none there, another version's, damaged.
     """
     sidecar = read_sidecar(folder)
-    measured = json.loads(lzma.decompress(read_checked(folder / sidecar.measured, sidecar.measured_sha256)))
+    measured = read_measured(folder, sidecar)
     pickles = {label: read_checked(folder / about.file, about.sha256) for label, about in sidecar.labels.items()}
     return Predictors(folder, sidecar, measured, pickles)
 
@@ -362,15 +370,51 @@ def save_predictors(folder: Path, models: Mapping[str, KernelModel], errors: Map
         labels[label] = LabelPredictors(
             file=name, sha256=digest, roofline=model.roofline, type_codes=dict(model.type_codes),
             predictor_of=dict(model.predictor_of), errors=tuple(errors[label]))
-    name, digest = _write_hashed(folder, "measured", "json.xz", json.dumps(measured, separators=(",", ":")).encode())
+    name, digest = _write_measured(folder, measured)
     sidecar = Sidecar(features=FEATURES, packages=installed_packages(), measured=name, measured_sha256=digest, labels=labels,
                       **about)
+    _write_sidecar(folder, sidecar)
+    return sidecar
+
+
+def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) -> Sidecar:
+    """Adds measured times to those that are looked up. What was learned stays as it is, and what it was learned from stays on
+    record, so that the next training sees that the dataset is newer.
+
+    Args:
+        folder: of the target's predictors.
+        measured: idle times (ms) by kernel id and label; they replace those that are there.
+
+    Raises:
+        UserError: no predictors there, another version's, or a damaged file.
+    """
+    sidecar = read_sidecar(folder)
+    there = read_measured(folder, sidecar)
+    name, digest = _write_measured(folder, there | {kernel: there.get(kernel, {}) | dict(times)
+                                                    for kernel, times in measured.items()})
+    sidecar = sidecar.model_copy(update={"measured": name, "measured_sha256": digest})
+    _write_sidecar(folder, sidecar)
+    return sidecar
+
+
+def copy_predictors(source: Path, folder: Path) -> None:
+    """Copies what was learned for a target, composition and all; the sidecar, copied last, makes the copy count."""
+    for path in sorted(source.iterdir(), key=lambda path: (path == sidecar_path(source), path)):
+        files.write_bytes(folder / path.name, path.read_bytes())
+
+
+def _write_sidecar(folder: Path, sidecar: Sidecar) -> None:
+    """Writes the sidecar, then removes the files of the one before."""
     files.write_json(sidecar_path(folder), sidecar)
-    kept = {name, *(about.file for about in labels.values())}
+    kept = {sidecar.measured, *(about.file for about in sidecar.labels.values())}
     for old in [*folder.glob("*-*.pkl.xz"), *folder.glob("measured-*.json.xz")]:
         if old.name not in kept:
             old.unlink()
-    return sidecar
+
+
+def _write_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) -> tuple[str, str]:
+    """Writes the times to look up; returns the file's name and its SHA-256."""
+    return _write_hashed(folder, "measured", "json.xz", json.dumps(measured, separators=(",", ":")).encode())
 
 
 def _write_hashed(folder: Path, stem: str, suffix: str, data: bytes) -> tuple[str, str]:

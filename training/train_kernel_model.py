@@ -166,18 +166,6 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig) -> Traine
     return Trained(label, fit_kernel_model(rows, label, own, config), errors)
 
 
-def measured_times(rows: TrainingSet) -> dict[str, dict[str, float]]:
-    """Idle times in ms by kernel id and label: the median where several machines measured it."""
-    import numpy as np
-
-    collected: dict[str, dict[str, list[float]]] = {}
-    for label, times in rows.times_ms.items():
-        for place in np.flatnonzero(rows.idle & np.isfinite(times)):
-            collected.setdefault(str(rows.ids[place]), {}).setdefault(label, []).append(float(times[place]))
-    return {name: {label: float(np.median(found)) for label, found in by_label.items()}
-            for name, by_label in collected.items()}
-
-
 def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig) -> Sidecar | None:
     """The sidecar of predictors that were trained on these very rows, with these settings, features and packages; or None."""
     from training.features import FEATURES
@@ -202,6 +190,7 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config
     import numpy as np
 
     from training.predictor_files import save_predictors
+    from training.training_set import measured_times
 
     header = rows.header
     spans = {name: (float(low), float(high)) for name, low, high in zip(
@@ -214,7 +203,7 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config
         "feature_range": tuple(zip(rows.features.min(axis=0).tolist(), rows.features.max(axis=0).tolist(), strict=True)),
         "config": config.model_dump(mode="json")}
     return save_predictors(workspace.predictors(header.target.name), {one.label: one.model for one in trained},
-                           {one.label: one.errors for one in trained}, measured_times(rows), about)
+                           {one.label: one.errors for one in trained}, measured_times(workspace, header.target.name), about)
 
 
 def head(rows: TrainingSet, label: str, count: int = 5) -> list[dict[str, Any]]:
@@ -241,21 +230,6 @@ def error_table(label: str, errors: Sequence[TypeErrors]) -> list[dict[str, Any]
              "forest_MAPE_%": 100 * e.forest_mape, "roofline_MAPE_%": 100 * e.roofline_mape} for e in errors]
 
 
-def targets(workspace: Workspace) -> list[str]:
-    """Every target that has a dataset.
-
-    Raises:
-        UserError: none has.
-    """
-    from benchmark.dataset import COLLECT, header_path
-
-    folder = workspace.dataset("")
-    found = sorted(path.name for path in folder.glob("*") if header_path(path).is_file())
-    if not found:
-        raise UserError(f"{folder}: no datasets; measure one with: {COLLECT}")
-    return found
-
-
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--target", help="name of a dataset in benchmark/dataset (default: all)")
@@ -263,6 +237,7 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="train again although nothing changed since the last time")
     args = parser.parse_args()
     workspace = cli.start(args)
+    from benchmark.dataset import targets
     from training.estimators import TrainingConfig
     from training.predictor_files import sidecar_path
     from training.training_set import load_training_set

@@ -26,6 +26,10 @@ Floats = npt.NDArray[np.float64]
 class TrainingSet:
     """Rows of the kernel table that may be learned from: measured well, and not of held-out families alone.
 
+    A kernel that several machines measured has a row for each. The predictors, which minimise squared errors of logarithms,
+    learn the middle of them, and folds never part them; a look-up takes their median (see `measured_times`), as the
+    composition does with models.
+
     Attributes:
         header: of the dataset.
         sha256: of the kernel table, to tell what was learned from what.
@@ -103,6 +107,23 @@ def load_training_set(workspace: Workspace, target: str) -> TrainingSet:
         raise UserError(f"{dataset.kernel_table_path(folder)}: no measured kernel to learn from; measure with: "
                         f"{dataset.COLLECT}")
     return _arrays(header, files.sha256(dataset.kernel_table_path(folder)), table, owners, kernels)
+
+
+def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, float]]:
+    """Idle times in ms by kernel id and label, for look-up: the median over the machines that measured a kernel.
+
+    Those of held-out families are among them, where they were measured: to look up is not to learn.
+
+    Raises:
+        UserError: no dataset, or a damaged one.
+    """
+    header, table = dataset.load_header(workspace.dataset(target)), dataset.load_kernel_table(workspace, target)
+    idle = table[(table["Status"] == "ok") & (table["Level"] == 0)]
+    found: dict[str, dict[str, float]] = {}
+    for label, times in _times(idle, header.target.flavour.execution_provider).items():
+        for name, time_ms in pd.Series(times).groupby(idle["Kernel_ID"].to_numpy()).median().dropna().items():
+            found.setdefault(str(name), {})[label] = float(time_ms)
+    return found
 
 
 def _measured(table: pd.DataFrame) -> pd.DataFrame:

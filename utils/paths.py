@@ -39,7 +39,7 @@ class Workspace:
         return self.root / "kernel_model" / "kernel_onnx"
 
     def dataset(self, target: str) -> Path:
-        """Measurements of one target. Written by collector; read by training, predictor and evaluator."""
+        """Measurements of one target. Written by collector; read by machine_ties, training, predictor and evaluator."""
         return self.root / "benchmark" / "dataset" / target
 
     def model_dag(self, flavour: str) -> Path:
