@@ -13,8 +13,7 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from utils import cli
@@ -31,11 +30,6 @@ python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,
 python inference/predict_model_latency.py --model model.onnx --strict --top 10 --json
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace timeline.json
 """
-
-
-def combinations(dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
-    """Every combination of the sizes: `{"batch": [1, 2], "width": [224]}` gives two."""
-    return [dict(zip(dims, sizes, strict=True)) for sizes in itertools.product(*dims.values())]
 
 
 def summary(found: Prediction) -> dict[str, Any]:
@@ -91,7 +85,7 @@ def main() -> int:
     parser.add_argument("--force", action="store_true",
                         help="predict although element type or ONNX Runtime version are not the predictors'")
     args = parser.parse_args()
-    sizes = combinations(cli.parse_dims(args.dim))
+    sizes = cli.combinations(cli.parse_dims(args.dim))
     if args.trace and len(sizes) > 1:
         parser.error("--trace draws one run: give each --dim one size")
     workspace = cli.start(args)
