@@ -2,7 +2,8 @@
 
 Reads the model (any ONNX file; a bare name is also looked for in model_zoo), what training learned for the target, and
 inference/config.yaml. Prints the latency, where it comes from and which kernels dominate; with several sizes of a
-dynamic dimension a row for each, which is how to choose a batch. Writes nothing but, with --trace, the predicted timeline.
+dynamic dimension a row for each, which is how to choose a batch. Writes nothing but, with --trace, the predicted timeline,
+and with --beside a real run in the same file.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ python inference/predict_model_latency.py --model resnet18.onnx
 python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8
 python inference/predict_model_latency.py --model model.onnx --strict --top 10 --json
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace timeline.json
+python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace both.json --beside real.json
 """
 
 
@@ -81,6 +83,8 @@ def main() -> int:
     parser.add_argument("--top", type=int, default=5, metavar="N", help="show the N dominating kernels (default: 5)")
     parser.add_argument("--trace", type=Path, metavar="FILE",
                         help="write the predicted timeline, to be opened at ui.perfetto.dev or chrome://tracing")
+    parser.add_argument("--beside", type=Path, metavar="REAL",
+                        help="put a real run into --trace's file too, as benchmark/run_anatomy.py --trace wrote it")
     parser.add_argument("--strict", action="store_true", help="predict every kernel, even those that were measured")
     parser.add_argument("--force", action="store_true",
                         help="predict although element type or ONNX Runtime version are not the predictors'")
@@ -88,6 +92,8 @@ def main() -> int:
     sizes = cli.combinations(cli.parse_dims(args.dim))
     if args.trace and len(sizes) > 1:
         parser.error("--trace draws one run: give each --dim one size")
+    if args.beside and not args.trace:
+        parser.error("--beside goes with --trace FILE, which then holds both runs")
     workspace = cli.start(args)
     if __name__ == "__main__":  # in a process of its own: xgboost would import it (0.9 s) for an API that is not used here
         sys.modules["sklearn"] = None  # type: ignore[assignment]
@@ -95,7 +101,9 @@ def main() -> int:
     from inference.load import CONFIG_FILE, InferenceConfig, current_load
     from inference.prediction import predict
     from utils.config import load_config
+    from utils.trace_events import MEASURED, document, read_processes
 
+    real = read_processes(args.beside, MEASURED, 2) if args.beside else []  # before the predictions: it may be no trace
     load = current_load(load_config(args.config or CONFIG_FILE, InferenceConfig), args.metrics)
     found = [
         predict(args.model, dims=dims, target=args.target, strict=args.strict, load=load, workspace=workspace,
@@ -109,7 +117,7 @@ def main() -> int:
 
         provider = fitted_for(workspace, args.target).target.flavour.execution_provider
         record = record_of(workspace.find_model(args.model), provider, found[0].dims)
-        write_json(args.trace, trace_of(found[0], record))
+        write_json(args.trace, document([*trace_of(found[0], record)["traceEvents"], *real]))
     for warning in dict.fromkeys(warning for one in found for warning in one.warnings):
         log.warning("%s", warning)
     if args.json:
