@@ -21,6 +21,7 @@ from utils.fingerprint import Machine, Target
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import pandas as pd
 
 DATASET_VERSION = 1
@@ -146,6 +147,19 @@ def kernel_table_path(folder: Path) -> Path:
 
 def model_table_path(folder: Path) -> Path:
     return folder / "model_latency.csv"
+
+
+def collected_targets(workspace: Workspace) -> list[str]:
+    """Every target that has a dataset.
+
+    Raises:
+        UserError: none has.
+    """
+    folder = workspace.dataset("")
+    found = sorted(path.name for path in folder.glob("*") if header_path(path).is_file())
+    if not found:
+        raise UserError(f"{folder}: no datasets; measure one with: {COLLECT}")
+    return found
 
 
 def load_header(folder: Path) -> DatasetHeader:
@@ -378,3 +392,23 @@ def load_model_table(workspace: Workspace, target: str) -> pd.DataFrame:
     """The model table of a target, checked."""
     return load_table(model_table_path(workspace.dataset(target)))
 
+
+def run_ms(table: pd.DataFrame, execution_provider: str) -> npt.NDArray[np.float64]:
+    """Label `run` of each row of a kernel table: the median where it is there, since the mean follows single disturbed runs,
+    but the mean for levels at which means add up (see `means_add_up`); NaN where the label was not taken."""
+    mean = table["Latency_ms"].to_numpy(dtype=float)
+    if "run_median_ms" not in table.columns:
+        return mean
+    median = table["run_median_ms"].to_numpy(dtype=float)
+    by_mean = np.array([means_add_up(level, execution_provider) for level in table["Level"]], dtype=bool)
+    return np.where(np.isfinite(median) & ~by_mean, median, mean)
+
+
+def idle_models(table: pd.DataFrame) -> pd.DataFrame:
+    """What a model table tells of each model on an idle device, by name: medians over the machines, in ms. Column `median_ms`
+    is the latency; `host_ms` and `gpu_ms` stand where they were measured."""
+    idle = table[(table["Status"] == "ok") & (table["Level"] == 0)]
+    if "median_ms" not in idle.columns:
+        idle = idle.assign(median_ms=idle["Latency_ms"])
+    columns = [name for name in ("median_ms", "host_ms", "gpu_ms") if name in idle.columns]
+    return idle.groupby("Model", sort=True)[columns].median()

@@ -62,24 +62,19 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
     Raises:
         UserError: there is none.
     """
-    from benchmark.dataset import COLLECT, load_model_table
+    from benchmark.dataset import COLLECT, idle_models, load_model_table
     from ort_analysis.records import REMAKE, family, load_record, record_path
 
-    table = load_model_table(workspace, target)
-    idle = table[(table["Status"] == "ok") & (table["Level"] == 0)]
-    column = "median_ms" if "median_ms" in idle.columns else "Latency_ms"
-    host: dict[str, float] = {}
-    if "host_ms" in idle.columns:
-        host = {str(model): float(time_ms) for model, time_ms in idle.groupby("Model")["host_ms"].median().items()}
     found = []
-    for name, latency_ms in idle.groupby("Model", sort=True)[column].median().items():
+    for name, idle in idle_models(load_model_table(workspace, target)).iterrows():
         if family(str(name)) in sidecar.held_out:
             continue
         path = record_path(workspace, sidecar.target.flavour, str(name))
         if not path.is_file():
             log.warning("%s: measured, but has no record (%s); left out. Make it with: %s", name, path, REMAKE)
             continue
-        found.append(MeasuredModel(load_record(path), family(str(name)), float(latency_ms), host.get(str(name), math.nan)))
+        found.append(MeasuredModel(load_record(path), family(str(name)), float(idle["median_ms"]),
+                                   float(idle.get("host_ms", math.nan))))
     if not found:
         raise UserError(f"{target}: no idle latency of a model that may enter the fit; measure models with: {COLLECT}")
     return found

@@ -241,21 +241,6 @@ def error_table(label: str, errors: Sequence[TypeErrors]) -> list[dict[str, Any]
              "forest_MAPE_%": 100 * e.forest_mape, "roofline_MAPE_%": 100 * e.roofline_mape} for e in errors]
 
 
-def targets(workspace: Workspace) -> list[str]:
-    """Every target that has a dataset.
-
-    Raises:
-        UserError: none has.
-    """
-    from benchmark.dataset import COLLECT, header_path
-
-    folder = workspace.dataset("")
-    found = sorted(path.name for path in folder.glob("*") if header_path(path).is_file())
-    if not found:
-        raise UserError(f"{folder}: no datasets; measure one with: {COLLECT}")
-    return found
-
-
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--target", help="name of a dataset in benchmark/dataset (default: all)")
@@ -263,6 +248,7 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="train again although nothing changed since the last time")
     args = parser.parse_args()
     workspace = cli.start(args)
+    from benchmark.dataset import collected_targets
     from training.estimators import TrainingConfig
     from training.predictor_files import sidecar_path
     from training.training_set import load_training_set
@@ -270,7 +256,7 @@ def main() -> int:
 
     config = load_config(args.config, TrainingConfig)
     results = []
-    for target in [args.target] if args.target else targets(workspace):
+    for target in [args.target] if args.target else collected_targets(workspace):
         rows = load_training_set(workspace, target)
         log.info("%s: %d rows of %d kernels, %d idle", target, len(rows), len(set(rows.ids.tolist())), int(rows.idle.sum()))
         if not args.json:
