@@ -164,6 +164,8 @@ def collected_targets(workspace: Workspace) -> list[str]:
 
 def load_header(folder: Path) -> DatasetHeader:
     """The header of the dataset in `folder`; `UserError` where there is none."""
+    if not header_path(folder).is_file():
+        raise UserError(f"{folder}: no dataset of target {folder.name}; measure it with: {COLLECT}")
     return files.read_record(header_path(folder), DatasetHeader, DATASET_VERSION, COLLECT)
 
 

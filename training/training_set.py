@@ -81,8 +81,6 @@ def load_training_set(workspace: Workspace, target: str) -> TrainingSet:
         UserError: no dataset, a damaged one, or one without a row to learn from.
     """
     folder = workspace.dataset(target)
-    if not dataset.header_path(folder).is_file():
-        raise UserError(f"{folder}: no dataset of target {target}; measure it with: {dataset.COLLECT}")
     header = dataset.load_header(folder)
     table = dataset.load_kernel_table(workspace, target)
     kernels = {described.kernel.id: described.kernel for described in dataset.read_kernels(folder)}
