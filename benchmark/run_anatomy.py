@@ -138,7 +138,7 @@ def row(found: Measured) -> dict[str, Any]:
     def with_share(time_us: float) -> str:
         return f"{time_us:.0f} ({found.share(time_us):.0%})"
 
-    return {"model": found.model, "batch": found.batch, "latency (µs)": f"{1000 * found.latency_ms:.0f}",
+    return {"model": found.model, "batch": found.batch, "latency (µs)": 1000 * found.latency_ms,
             "host alone (µs)": with_share(1000 * found.host_ms), "host disturbed by": f"{found.disturbance:.0%}",
             "launches": found.traced.launches, "in launch calls (µs)": with_share(found.traced.launching_us),
             **{title: with_share(getattr(found.traced, part)) for part, title in TITLES.items()},

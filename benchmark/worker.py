@@ -160,7 +160,8 @@ def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float
 
 def trace_model(request: Request) -> list[GpuRun]:
     """A few whole runs of a model, traced."""
-    runner = open_runner(Path(request.paths[0]), "cuda", dims=request.dims, provider_options=request.provider_options)
+    runner = open_runner(Path(request.paths[0]), request.execution_provider, dims=request.dims,
+                         provider_options=request.provider_options)
     runner.warm_up(request.effort.warmup + 1, request.effort.warmup_s)
     with model_errors(runner.name), off_the_workers_cores():
         return trace([runner.run_once] * (TRACED_RUNS + 1))[1:]
