@@ -163,8 +163,7 @@ def trace_model(request: Request) -> list[GpuRun]:
     runner = open_runner(Path(request.paths[0]), request.execution_provider, dims=request.dims,
                          provider_options=request.provider_options)
     runner.warm_up(request.effort.warmup + 1, request.effort.warmup_s)
-    with model_errors(runner.name), off_the_workers_cores():
-        return trace([runner.run_once] * (TRACED_RUNS + 1))[1:]
+    return trace([runner.run_once] * (TRACED_RUNS + 1))[1:]
 
 
 def time_model_on_gpu(request: Request) -> list[Samples]:
