@@ -222,6 +222,22 @@ def model_row(found: ModelLabels, in_model: Sequence[str]) -> dict[str, Any]:
     return row
 
 
+def percent(ratio: float | None) -> str | None:
+    """A ratio for a cell."""
+    return None if ratio is None else f"{ratio:.0%}"
+
+
+def print_tables(target: str, found: Sequence[ModelLabels], about: Sequence[LabelSummary]) -> None:
+    """The row a model, and the row a label beneath it."""
+    in_model = [one.label for one in about if any(model.labels[one.label].in_model_ms is not None for model in found)]
+    cli.print_table([model_row(model, in_model) for model in found],
+                    f"{target}: sums over a model's nodes beside its latency (and as a share of it)")
+    print()
+    cli.print_table([{"label": one.label, "source": one.source, "framework's overhead": one.overhead,
+                      "whole models": one.models, "Σ / measured: median": percent(one.median), "least": percent(one.least),
+                      "most": percent(one.most)} for one in about], "the labels")
+
+
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--target", help="name of a dataset in benchmark/dataset (default: all)")
@@ -241,22 +257,6 @@ def main() -> int:
     if args.json:
         cli.print_json(results)
     return 0
-
-
-def print_tables(target: str, found: Sequence[ModelLabels], about: Sequence[LabelSummary]) -> None:
-    """The row a model, and the row a label beneath it."""
-    in_model = [one.label for one in about if any(model.labels[one.label].in_model_ms is not None for model in found)]
-    cli.print_table([model_row(model, in_model) for model in found],
-                    f"{target}: sums over a model's nodes beside its latency (and as a share of it)")
-    print()
-    cli.print_table([{"label": one.label, "source": one.source, "framework's overhead": one.overhead,
-                      "whole models": one.models, "Σ / measured: median": percent(one.median), "least": percent(one.least),
-                      "most": percent(one.most)} for one in about], "the labels")
-
-
-def percent(ratio: float | None) -> str | None:
-    """A ratio for a cell."""
-    return None if ratio is None else f"{ratio:.0%}"
 
 
 if __name__ == "__main__":
