@@ -7,7 +7,6 @@ evaluation/<target>/evaluation.csv, .json and .png. Scores; fits nothing.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -144,32 +143,21 @@ def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], execution
         UserError: one of `dims` is dynamic in none of the models.
     """
     from inference.sources import record_of
+    from ort_analysis.ort_graph_parser import own_sizes
 
     cases: list[Case] = []
     unused = set(dims)
     for path in cli.track(list(dict.fromkeys(paths)), "analysing"):
         try:
-            own = {name: sizes for name, sizes in dims.items() if name in dynamic_dims(path)} if dims else {}
-            unused -= set(own)
-            for sizes in itertools.product(*own.values()):
-                record = record_of(path, execution_provider, dict(zip(own, sizes, strict=True)))
-                cases.append(Case(record=record, path=path))
+            sizes = own_sizes(path, dims)
+            unused -= set(sizes[0])
+            for size in sizes:
+                cases.append(Case(record=record_of(path, execution_provider, size), path=path))
         except UserError as error:
             failures.add(path.name, error)
     if unused and cases:
         raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")
     return cases
-
-
-def dynamic_dims(path: Path) -> set[str]:
-    """Names of the dynamic dimensions of the model in `path`."""
-    import onnx
-
-    from ort_analysis.ort_graph_parser import open_dims
-    from utils.ort_sessions import model_errors
-
-    with model_errors(str(path)):
-        return set(open_dims(onnx.load(str(path), load_external_data=False)))
 
 
 def measure_here(cases: Sequence[Case], execution_provider: str, way: WayOfRunning, rounds: int, budget_s: float,

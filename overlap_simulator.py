@@ -26,6 +26,7 @@ from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import resolve_provider
 from utils.logger import get_logger
+from utils.trace_events import PREDICTED, Span, document, process_events
 
 Floats = npt.NDArray[np.float64]
 log = get_logger("overlap")
@@ -171,20 +172,17 @@ def timeline(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], cos
 
 
 def chrome_trace(names: Sequence[str], spans: Sequence[NodeSpan]) -> dict[str, Any]:
-    """A timeline in Chrome's trace-event format, which Perfetto (ui.perfetto.dev) opens: a track for the host, one for the GPU.
+    """A timeline in Chrome's trace-event format (see utils/trace_events.py): a track for the host, one for the GPU.
 
-    The format: "Trace Event Format", Google, 2016; times are in microseconds, from the earliest span or the start of the run.
+    Times begin with the earliest span or the start of the run.
     """
     earliest = min([0.0, *(when[0] for span in spans for when in span if when is not None)])
-    tracks = {1: "host", 2: "GPU"}
-    events: list[dict[str, Any]] = [{"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": track}}
-                                    for number, track in tracks.items()]
-    for name, span in zip(names, spans, strict=True):
-        for number, when in ((1, span.host), (2, span.gpu)):
-            if when is not None:
-                events.append({"name": name, "ph": "X", "pid": 1, "tid": number, "ts": round(1000 * (when[0] - earliest), 3),
-                               "dur": round(1000 * (when[1] - when[0]), 3)})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def track(place: int) -> list[Span]:
+        return [Span(name, 1000 * (when[0] - earliest), 1000 * (when[1] - when[0]))
+                for name, span in zip(names, spans, strict=True) if (when := span[place]) is not None]
+
+    return document(process_events(1, PREDICTED, {"host": track(0), "GPU": track(1)}))
 
 
 def innermost(nodes: Iterable[NodeEvent]) -> list[NodeEvent]:

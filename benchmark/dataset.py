@@ -21,6 +21,7 @@ from utils.fingerprint import Machine, Target
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import pandas as pd
 
 DATASET_VERSION = 1
@@ -159,12 +160,7 @@ def model_table_path(folder: Path) -> Path:
     return folder / "model_latency.csv"
 
 
-def load_header(folder: Path) -> DatasetHeader:
-    """The header of the dataset in `folder`; `UserError` where there is none."""
-    return files.read_record(header_path(folder), DatasetHeader, DATASET_VERSION, COLLECT)
-
-
-def targets(workspace: Workspace) -> list[str]:
+def collected_targets(workspace: Workspace) -> list[str]:
     """Every target that has a dataset.
 
     Raises:
@@ -175,6 +171,13 @@ def targets(workspace: Workspace) -> list[str]:
     if not found:
         raise UserError(f"{folder}: no datasets; measure one with: {COLLECT}")
     return found
+
+
+def load_header(folder: Path) -> DatasetHeader:
+    """The header of the dataset in `folder`; `UserError` where there is none."""
+    if not header_path(folder).is_file():
+        raise UserError(f"{folder}: no dataset of target {folder.name}; measure it with: {COLLECT}")
+    return files.read_record(header_path(folder), DatasetHeader, DATASET_VERSION, COLLECT)
 
 
 def read_journal(folder: Path) -> list[Block]:
@@ -414,3 +417,32 @@ def load_model_table(workspace: Workspace, target: str) -> pd.DataFrame:
     """The model table of a target, checked."""
     return load_table(model_table_path(workspace.dataset(target)))
 
+
+def run_ms(table: pd.DataFrame, execution_provider: str) -> npt.NDArray[np.float64]:
+    """Label `run` of each row of a kernel table: the median where it is there, since the mean follows single disturbed runs,
+    but the mean for levels at which means add up (see `means_add_up`); NaN where the label was not taken."""
+    mean = table["Latency_ms"].to_numpy(dtype=float)
+    if "run_median_ms" not in table.columns:
+        return mean
+    median = table["run_median_ms"].to_numpy(dtype=float)
+    by_mean = np.array([means_add_up(level, execution_provider) for level in table["Level"]], dtype=bool)
+    return np.where(np.isfinite(median) & ~by_mean, median, mean)
+
+
+def idle_models(table: pd.DataFrame) -> pd.DataFrame:
+    """What a model table tells of each model on an idle device, by name: medians over the machines, in ms, NaN where it does
+    not tell. Column `median_ms` is the latency; host_ms, gpu_ms and those of VARIANTS follow.
+
+    Latencies that a disturbed host held up are left out, and so are host times beside one.
+    """
+    import pandas as pd
+
+    idle = table[(table["Status"] == "ok") & (table["Level"] == 0)]
+    if "median_ms" not in idle.columns:
+        idle = idle.assign(median_ms=idle["Latency_ms"])
+    columns = ["median_ms", "host_ms", "gpu_ms", *(f"{name}_ms" for name in VARIANTS)]
+    idle = idle.reindex(columns=["Model", "Disturbance", *columns])
+    tells = [tells_of_model(*figures) for figures in idle[["median_ms", "host_ms", "Disturbance"]].to_numpy(dtype=float)]
+    undisturbed = ~(pd.to_numeric(idle["Disturbance"]) > DISTURBANCE_ADMITTED)
+    idle = idle.assign(host_ms=idle["host_ms"].where(undisturbed))[tells]
+    return idle.groupby("Model", sort=True)[columns].median()

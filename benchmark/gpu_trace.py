@@ -1,4 +1,4 @@
-"""Label `gpu`: what the GPU itself spends on each run, as CUPTI tells it through torch's profiler.
+"""What the GPU does in each run, and when the host asked for it, as CUPTI tells it through torch's profiler: label `gpu`.
 
 CUPTI sees every kernel of the process, ONNX Runtime's too. Each kernel (or copy) on the GPU carries the number of the
 call that launched it, and each run stands in a named range on the host, so that a run's kernels are those whose launch
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,24 @@ from utils.timing import Interval
 
 RANGE_PREFIX = "hase:"
 WRITER_KERNEL = "OP_Abs"  # part of the name of the CUDA kernel that ONNX Runtime runs for Abs
-ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace's events on the GPU
+KERNEL = "kernel"
+ON_GPU = (KERNEL, "gpu_memcpy", "gpu_memset")  # categories of a trace's events on the GPU
 LAUNCHES = ("cuda_runtime", "cuda_driver")  # and of the host's calls
 
 
 @dataclass(frozen=True)
 class GpuWork(Interval):
-    """One kernel, copy or fill on the GPU; times in microseconds on the trace's clock."""
+    """One kernel, copy or fill on the GPU; times in microseconds on the trace's clock. `category` is one of ON_GPU."""
+
+    name: str
+    start_us: float
+    duration_us: float
+    category: str = KERNEL
+
+
+@dataclass(frozen=True)
+class Launch(Interval):
+    """A call on the host that launched work; times in microseconds on the trace's clock, which is the GPU's too."""
 
     name: str
     start_us: float
@@ -34,10 +46,24 @@ class GpuWork(Interval):
 
 @dataclass(frozen=True)
 class GpuRun:
-    """What one run had the GPU do, in the order of launching; `host_us` is how long its range lasted on the host."""
+    """What one run had the GPU do, in the order of launching.
+
+    Attributes:
+        host_us: how long its range lasted on the host.
+        work: on the GPU.
+        start_us: when its range began on the host, on the trace's clock.
+        launches: the call that launched each piece of `work`, in step with it; a graph's one call stands for all its work.
+    """
 
     host_us: float
     work: tuple[GpuWork, ...]
+    start_us: float = 0.0
+    launches: tuple[Launch, ...] = ()
+
+    @property
+    def end_us(self) -> float:
+        """When its range ended on the host."""
+        return self.start_us + self.host_us
 
     @property
     def busy_us(self) -> float:
@@ -73,29 +99,34 @@ def attribute(events: Iterable[dict[str, Any]], count: int) -> list[GpuRun]:
     A run whose range the trace lacks has no work and a host time of 0.
     """
     ranges: dict[int, tuple[float, float]] = {}
-    launched_us: dict[int, float] = {}
+    launches: dict[int, Launch] = {}
     on_gpu: list[tuple[int, GpuWork]] = []
     for event in events:
         category = event.get("cat")
         if category == "user_annotation" and event["name"].startswith(RANGE_PREFIX):
             ranges[int(event["name"].removeprefix(RANGE_PREFIX))] = (event["ts"], event["dur"])
         elif category in LAUNCHES:
-            launched_us[event["args"].get("correlation", -1)] = event["ts"]
+            launches[event["args"].get("correlation", -1)] = Launch(event["name"], event["ts"], event["dur"])
         elif category in ON_GPU:
-            on_gpu.append((event["args"].get("correlation", -1), GpuWork(event["name"], event["ts"], event["dur"])))
+            work = GpuWork(event["name"], event["ts"], event["dur"], category)
+            on_gpu.append((event["args"].get("correlation", -1), work))
     order = sorted(ranges, key=lambda number: ranges[number][0])
     starts = [ranges[number][0] for number in order]
-    work: dict[int, list[tuple[float, GpuWork]]] = {number: [] for number in order}
-    for correlation, one in on_gpu:
-        at = launched_us.get(correlation)
-        place = bisect.bisect_right(starts, at) - 1 if at is not None else -1
-        if at is not None and place >= 0:
+    found: dict[int, list[tuple[Launch, GpuWork]]] = defaultdict(list)
+    for correlation, work in on_gpu:
+        launch = launches.get(correlation)
+        place = bisect.bisect_right(starts, launch.start_us) - 1 if launch else -1
+        if launch and place >= 0:
             begin, lasted = ranges[order[place]]
-            if at <= begin + lasted:
-                work[order[place]].append((at, one))
-    return [GpuRun(host_us=ranges.get(number, (0.0, 0.0))[1],
-                   work=tuple(one for _, one in sorted(work.get(number, []), key=lambda pair: pair[0])))
-            for number in range(count)]
+            if launch.start_us <= begin + lasted:
+                found[order[place]].append((launch, work))
+    return [_run(*ranges.get(number, (0.0, 0.0)), found[number]) for number in range(count)]
+
+
+def _run(start_us: float, host_us: float, found: list[tuple[Launch, GpuWork]]) -> GpuRun:
+    """A run of its range and its work, each with what launched it, in any order."""
+    found = sorted(found, key=lambda pair: pair[0].start_us)
+    return GpuRun(host_us, tuple(work for _, work in found), start_us, tuple(launch for launch, _ in found))
 
 
 def split_carrier(run: GpuRun, order: Sequence[str], writer_prefix: str) -> dict[str, tuple[GpuWork, ...]] | None:

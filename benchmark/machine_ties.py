@@ -92,10 +92,10 @@ def main() -> int:
     parser.add_argument("--target", help="name of a dataset in benchmark/dataset (default: all)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    from benchmark.dataset import load_header, read_journal, targets
+    from benchmark.dataset import collected_targets, load_header, read_journal
 
     results: dict[str, dict[str, Sequence[dict[str, Any]]]] = {}
-    for target in [args.target] if args.target else targets(workspace):
+    for target in [args.target] if args.target else collected_targets(workspace):
         folder = workspace.dataset(target)
         header = load_header(folder)
         times = idle_times(read_journal(folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from benchmark.gpu_trace import GpuRun
 from ort_analysis.records import Frozen
 
 
@@ -27,10 +28,11 @@ class Request(Frozen):
 
     Attributes:
         do: `alone` times a built kernel in its own session; `carrier` times several one after another in one graph;
-            `model` times a whole model and profiles its kernels; `model_gpu` traces a whole model on the GPU; `model_graph`
-            times it as a CUDA graph; `canary` times a fixed piece of work.
+            `model` times a whole model and profiles its kernels; `model_gpu` traces a whole model on the GPU for its
+            label `gpu`, `model_trace` for the runs themselves; `model_graph` times it as a CUDA graph; `canary` times a fixed
+            piece of work.
         paths: the files of the kernels, or of the model.
-        record: for a model, its record.
+        record: for a model whose kernels get labels, its record.
         dims: for a model, the sizes of its dynamic dimensions.
         labels: which labels of its kernels a carrier or a model gives, of `kernel_time`, `node_span` and (a carrier) `gpu`.
         host: for a model on a GPU, whether the host's dispatch is timed too.
@@ -39,7 +41,7 @@ class Request(Frozen):
         turns: the folder through which workers take turns on the GPU (see gpu_turns.py); "" for one that is alone.
     """
 
-    do: Literal["alone", "carrier", "model", "model_gpu", "model_graph", "canary"]
+    do: Literal["alone", "carrier", "model", "model_gpu", "model_trace", "model_graph", "canary"]
     execution_provider: str
     effort: Effort
     paths: tuple[str, ...] = ()
@@ -67,9 +69,10 @@ class Samples(Frozen):
 
 
 class Reply(Frozen):
-    """What came of a request: samples, or an error that is the subject's own (the worker goes on)."""
+    """What came of a request: samples, traced runs, or an error that is the subject's own (the worker goes on)."""
 
     samples: tuple[Samples, ...] = ()
+    runs: tuple[GpuRun, ...] = ()
     error: str = ""
     started: str = ""
     ended: str = ""

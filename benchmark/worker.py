@@ -36,7 +36,7 @@ from benchmark.shared_memory import SharedMemory
 from kernel_model.carrier import WRITER, build_carrier, node_name
 from kernel_model.kernel_builder import built_kernel
 from ort_analysis.fusion_detector import kernel_of
-from ort_analysis.records import load_record
+from ort_analysis.records import load_record, record_name
 from utils.errors import UserError
 from utils.ort_sessions import model_errors, open_session
 from utils.processes import die_with_parent
@@ -127,10 +127,15 @@ def gpu_samples(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[
             for name in (told_apart[0] if told_apart else ())]
 
 
+def model_name(request: Request) -> str:
+    """What the model of a request is called, in its record too."""
+    return record_name(Path(request.paths[0]).stem, request.dims)
+
+
 def time_model(request: Request) -> list[Samples]:
     """A whole model's latency (and, on a GPU, the host's dispatch) and its kernels' `kernel_time` and `node_span`."""
     path, provider, effort = Path(request.paths[0]), request.execution_provider, request.effort
-    record = load_record(Path(request.record))
+    name = model_name(request)
     runner = open_runner(path, provider, dims=request.dims, provider_options=request.provider_options)
     one_run_s = runner.warm_up(effort.warmup + 1, effort.warmup_s)
     timed = {"latency": runner.run_s}
@@ -141,11 +146,11 @@ def time_model(request: Request) -> list[Samples]:
         timed["host_io"] = timer(bind(runner.session, random_feed(runner.session), provider, "host"))
 
     def in_model() -> list[Samples]:
-        return model_labels(path, request, [node.kernel_id for node in record.nodes]) if request.labels else []
+        return model_labels(path, request) if request.labels else []
 
     if request.watch_host:
-        return [*beside_the_probe(record.model, timed, request), *in_model()]
-    return in_halves(record.model, runner, timed, effort.runs(one_run_s), effort, in_model)
+        return [*beside_the_probe(name, timed, request), *in_model()]
+    return in_halves(name, runner, timed, effort.runs(one_run_s), effort, in_model)
 
 
 def beside_the_probe(model: str, timed: Mapping[str, Callable[[], float]], request: Request) -> list[Samples]:
@@ -185,23 +190,27 @@ def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float
     return [*(Samples(id=model, label=label, samples_ms=tuple(found)) for label, found in samples.items()), *meanwhile]
 
 
+def trace_model(request: Request) -> list[GpuRun]:
+    """A few whole runs of a model, traced."""
+    runner = open_runner(Path(request.paths[0]), request.execution_provider, dims=request.dims,
+                         provider_options=request.provider_options)
+    runner.warm_up(request.effort.warmup + 1, request.effort.warmup_s)
+    return trace([runner.run_once] * (TRACED_RUNS + 1))[1:]
+
+
 def time_model_on_gpu(request: Request) -> list[Samples]:
     """Label `gpu` of a whole model: the GPU's own time of a run, and how many launches it takes."""
-    record = load_record(Path(request.record))
-    runner = open_runner(Path(request.paths[0]), "cuda", dims=request.dims, provider_options=request.provider_options)
-    runner.warm_up(request.effort.warmup + 1, request.effort.warmup_s)
-    traced = trace([runner.run_once] * (TRACED_RUNS + 1))[1:]
-    return [Samples(id=record.model, label=GPU_LABEL, launches=len(traced[0].work),
+    traced = trace_model(request)
+    return [Samples(id=model_name(request), label=GPU_LABEL, launches=len(traced[0].work),
                     samples_ms=tuple(round(run.busy_us / 1000, 6) for run in traced))]
 
 
-def model_labels(path: Path, request: Request, expected: Sequence[str]) -> list[Samples]:
+def model_labels(path: Path, request: Request) -> list[Samples]:
     """The in-model labels of a model's kernels, in half the time that its whole latency takes.
 
     Args:
         path: the model.
-        request: how.
-        expected: the kernel ids of the model's record, one a node.
+        request: how, and the model's record.
 
     Raises:
         UserError: the graph is not the one that the record describes.
@@ -209,7 +218,7 @@ def model_labels(path: Path, request: Request, expected: Sequence[str]) -> list[
     effort = request.effort.model_copy(update={"budget_s": request.effort.budget_s / 2})
     runs, graph = profile_model(path, request.execution_provider, request.dims, effort, request.provider_options)
     ids = {node.name: kernel_of(graph, node).id for node in graph.nodes}
-    if sorted(ids.values()) != sorted(expected):
+    if sorted(ids.values()) != sorted(node.kernel_id for node in load_record(Path(request.record)).nodes):
         raise UserError(f"{path}: ORT's graph is not the one in its record; make the record anew: "
                         "python ort_analysis/fusion_detector.py")
     return labels_of(runs, ids)
@@ -217,14 +226,15 @@ def model_labels(path: Path, request: Request, expected: Sequence[str]) -> list[
 
 WORK: dict[str, Callable[[Request], list[Samples]]] = {
     "alone": time_alone, "carrier": time_carrier, "model": time_model, "model_gpu": time_model_on_gpu,
-    "model_graph": time_model_as_graph,
-    "canary": time_canary}
+    "model_graph": time_model_as_graph, "canary": time_canary}  # `model_trace` gives runs
 
 
 def answer(request: Request) -> Reply:
     """Does one piece of work; what is wrong with the subject itself comes back as the reply's error."""
     started = now()
     try:
+        if request.do == "model_trace":
+            return Reply(runs=tuple(trace_model(request)), started=started, ended=now())
         samples = WORK[request.do](request)
     except UserError as error:
         return Reply(error=str(error), started=started, ended=now())

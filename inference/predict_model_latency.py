@@ -2,7 +2,8 @@
 
 Reads the model (any ONNX file; a bare name is also looked for in model_zoo), what training learned for the target, and
 inference/config.yaml. Prints the latency, where it comes from and which kernels dominate; with several sizes of a
-dynamic dimension a row for each, which is how to choose a batch. Writes nothing but, with --trace, the predicted timeline.
+dynamic dimension a row for each, which is how to choose a batch. Writes nothing but, with --trace, the predicted timeline,
+and with --beside a real run in the same file.
 
 On a machine that is the target, --measure-missing first has the model's kernels measured that never were: the collector adds
 them to the target's dataset (as benchmark/config.yaml says, idle), and they are looked up from then on, without a training.
@@ -16,8 +17,7 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from utils import cli
@@ -36,12 +36,8 @@ python inference/predict_model_latency.py --model model.onnx --strict --top 10 -
 python inference/predict_model_latency.py --model model.onnx --measure-missing
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace timeline.json
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --cuda-graph
+python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace both.json --beside real.json
 """
-
-
-def combinations(dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
-    """Every combination of the sizes: `{"batch": [1, 2], "width": [224]}` gives two."""
-    return [dict(zip(dims, sizes, strict=True)) for sizes in itertools.product(*dims.values())]
 
 
 def summary(found: Prediction) -> dict[str, Any]:
@@ -106,15 +102,19 @@ def main() -> int:
                         help="write the predicted timeline, to be opened at ui.perfetto.dev or chrome://tracing")
     parser.add_argument("--measure-missing", action="store_true",
                         help="first measure the kernels that never were; needs a machine that is the target")
+    parser.add_argument("--beside", type=Path, metavar="REAL",
+                        help="put a real run into --trace's file too, as benchmark/run_anatomy.py --trace wrote it")
     parser.add_argument("--strict", action="store_true", help="predict every kernel, even those that were measured")
     parser.add_argument("--force", action="store_true",
                         help="predict although element type or ONNX Runtime version are not the predictors'")
     args = parser.parse_args()
-    sizes = combinations(cli.parse_dims(args.dim))
+    sizes = cli.combinations(cli.parse_dims(args.dim))
     if args.trace and len(sizes) > 1:
         parser.error("--trace draws one run: give each --dim one size")
     if args.measure_missing and (args.strict or args.metrics):
         parser.error("--measure-missing: idle times are looked up neither with --strict nor under a load")
+    if args.beside and not args.trace:
+        parser.error("--beside goes with --trace FILE, which then holds both runs")
     workspace = cli.start(args)
     if __name__ == "__main__":  # in a process of its own: xgboost would import it (0.9 s) for an API that is not used here
         sys.modules["sklearn"] = None  # type: ignore[assignment]
@@ -122,7 +122,9 @@ def main() -> int:
     from inference.load import CONFIG_FILE, InferenceConfig, current_load
     from inference.prediction import WayOfRunning, predict
     from utils.config import load_config
+    from utils.trace_events import MEASURED, document, read_processes
 
+    real = read_processes(args.beside, MEASURED, 2) if args.beside else []  # before the predictions: it may be no trace
     load = current_load(load_config(args.config or CONFIG_FILE, InferenceConfig), args.metrics)
     if args.measure_missing:
         from inference.missing_kernels import measure_missing
@@ -140,7 +142,7 @@ def main() -> int:
 
         provider = fitted_for(workspace, args.target).target.flavour.execution_provider
         record = record_of(workspace.find_model(args.model), provider, found[0].dims)
-        write_json(args.trace, trace_of(found[0], record))
+        write_json(args.trace, document([*trace_of(found[0], record)["traceEvents"], *real]))
     for warning in dict.fromkeys(warning for one in found for warning in one.warnings):
         log.warning("%s", warning)
     if args.json:

@@ -13,7 +13,6 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -264,7 +263,7 @@ def main() -> int:
     if not paths:
         raise UserError(f"{workspace.models}: no models; export some with: python model_zoo/torchvision_exporter.py")
     sizes = cli.parse_dims(args.dim)
-    work = [(path, dict(zip(sizes, chosen, strict=True))) for path in paths for chosen in itertools.product(*sizes.values())]
+    work = [(path, dims) for path in paths for dims in cli.combinations(sizes)]
     done = write_records(workspace, work, args.device, args.jobs)
     records = [record for record in done if isinstance(record, ModelRecord)]
     failed = [path.name for (path, _), found in zip(work, done, strict=True) if isinstance(found, UserError)]

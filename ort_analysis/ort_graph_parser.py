@@ -16,7 +16,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,14 @@ class Source:
     loadable: Path | bytes
     sha256: str
     dims: dict[str, int]
+
+    @property
+    def batch(self) -> int | None:
+        """The first dimension of the first input, where it has one."""
+        constants = {tensor.name for tensor in self.graph_only.graph.initializer}
+        first = next((value for value in self.graph_only.graph.input if value.name not in constants), None)
+        shape = first.type.tensor_type.shape.dim if first else ()
+        return (shape[0].dim_value or self.dims[shape[0].dim_param]) if shape else None
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,21 @@ def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
                 dim.dim_param = f"{value.name}.{axis}"
             found.setdefault(dim.dim_param, []).append(f"{value.name}, axis {axis}")
     return found
+
+
+def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+    """Every combination of those of `dims` that are dynamic in the file `model`; at least one, which may be empty.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    import onnx
+
+    if not dims:
+        return [{}]
+    with model_errors(str(model)):
+        dynamic = open_dims(onnx.load(str(model), load_external_data=False))
+    return cli.combinations({name: sizes for name, sizes in dims.items() if name in dynamic})
 
 
 def default_dims(proto: onnx.ModelProto) -> dict[str, int]:

@@ -72,10 +72,10 @@ def test_the_timeline_ends_with_the_prediction(scale: float, lead_ms: float) -> 
 
 def test_a_trace_has_both_tracks() -> None:
     found = chrome_trace(["a", "view"], [NodeSpan((0.0, 0.5), (0.25, 2.0)), NodeSpan((0.5, 0.75), None)])
-    assert [event["args"]["name"] for event in found["traceEvents"] if event["ph"] == "M"] == ["host", "GPU"]
+    assert [event["args"]["name"] for event in found["traceEvents"] if event["ph"] == "M"] == ["predicted", "host", "GPU"]
     spans = [event for event in found["traceEvents"] if event["ph"] == "X"]
     assert [(span["name"], span["tid"], span["ts"], span["dur"]) for span in spans] == [
-        ("a", 1, 0.0, 500.0), ("a", 2, 250.0, 1750.0), ("view", 1, 500.0, 250.0)]
+        ("a", 1, 0.0, 500.0), ("view", 1, 500.0, 250.0), ("a", 2, 250.0, 1750.0)]
 
 
 def test_costs_are_found_again() -> None:

@@ -15,6 +15,8 @@ import pytest
 from onnx import TensorProto, helper
 from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms, trained
 
+from benchmark.anatomy import measured_trace
+from benchmark.gpu_trace import GpuRun, GpuWork, Launch
 from inference import predict, predict_many, targets
 from inference.load import InferenceConfig, current_load
 from inference.prediction import WayOfRunning
@@ -420,6 +422,34 @@ def test_the_command_tells_bad_input_in_one_line(workspace: Workspace, tmp_path:
         assert done.stdout == ""
         assert done.stderr.startswith("error: ")
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_command_draws_a_prediction_beside_a_real_run(workspace: Workspace, tmp_path: Path) -> None:
+    """Two processes in one file, both from 0; the real run is made up, in the form that run_anatomy.py writes."""
+    run = GpuRun(90.0, (GpuWork("gemm", 5020.0, 30.0),), 5000.0, (Launch("cudaLaunchKernel", 5010.0, 4.0),))
+    files.write_json(tmp_path / "real.json", measured_trace(run))
+    options: list[str | Path] = ["--model", "anet_c16.onnx", "--target", TARGET, "--trace", tmp_path / "both.json"]
+    done = shell(workspace, *options, "--beside", tmp_path / "real.json")
+    assert done.returncode == 0, done.stderr
+    events = files.read_json(tmp_path / "both.json")["traceEvents"]
+    assert {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"} == {
+        "predicted": 1, "measured": 2}
+    spans = {pid: [event for event in events if (event["ph"], event["pid"]) == ("X", pid)] for pid in (1, 2)}
+    assert [min(event["ts"] for event in spans[pid]) for pid in spans] == [0, 0]
+    assert [(event["name"], event["tid"], event["ts"], event["dur"]) for event in spans[2]] == [
+        ("run", 1, 0, 90), ("cudaLaunchKernel", 1, 10, 4), ("gemm", 2, 20, 30)]
+    found = predict("anet_c16.onnx", target=TARGET, workspace=workspace)
+    assert sum(event["dur"] for event in spans[1]) == pytest.approx(1000 * found.kernel_sum_ms, abs=0.01)
+    alone = shell(workspace, *options[:-1], tmp_path / "alone.json")
+    assert alone.returncode == 0, alone.stderr
+    assert files.read_json(tmp_path / "alone.json")["traceEvents"] == [event for event in events if event["pid"] == 1]
+
+    refused = shell(workspace, *options[:-1], tmp_path / "none.json", "--beside", tmp_path / "alone.json")
+    assert refused.returncode == 1
+    assert "without a process named measured" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    assert not (tmp_path / "none.json").exists()
+    assert shell(workspace, "--model", "anet_c16.onnx", "--beside", tmp_path / "real.json").returncode == 2
 
 
 def test_importing_the_package_is_cheap() -> None:

@@ -65,33 +65,19 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
     Raises:
         UserError: there is none.
     """
-    import numpy as np
-
-    from benchmark.dataset import COLLECT, DISTURBANCE_ADMITTED, VARIANTS, load_model_table, tells_of_model
+    from benchmark.dataset import COLLECT, idle_models, load_model_table
     from ort_analysis.records import REMAKE, family, load_record, record_path
 
-    table = load_model_table(workspace, target)
-    idle = table[(table["Status"] == "ok") & (table["Level"] == 0)]
-    column = "median_ms" if "median_ms" in idle.columns else "Latency_ms"
-    others = ("host_ms", *(f"{name}_ms" for name in VARIANTS))
-    for unknown in {*others, "Disturbance"} - set(idle.columns):
-        idle = idle.assign(**{unknown: math.nan})
-    undisturbed = ~(idle["Disturbance"] > DISTURBANCE_ADMITTED)
-    tells = np.array([tells_of_model(*figures) for figures in idle[[column, "host_ms", "Disturbance"]].to_numpy(dtype=float)])
-    if not tells.all():
-        log.warning("%s: %d latencies were measured beside a disturbed host and are left out; to measure them again: %s",
-                    target, int((~tells).sum()), COLLECT)
-    idle = idle.assign(host_ms=idle["host_ms"].where(undisturbed))[tells]
-    times = idle.groupby("Model", sort=True)[[column, *others]].median()
     found = []
-    for name, figures in zip(times.index.astype(str), times.to_numpy(dtype=float).tolist(), strict=True):
-        if family(name) in sidecar.held_out:
+    for name, times in idle_models(load_model_table(workspace, target)).iterrows():
+        if family(str(name)) in sidecar.held_out:
             continue
-        path = record_path(workspace, sidecar.target.flavour, name)
+        path = record_path(workspace, sidecar.target.flavour, str(name))
         if not path.is_file():
             log.warning("%s: measured, but has no record (%s); left out. Make it with: %s", name, path, REMAKE)
             continue
-        found.append(MeasuredModel(load_record(path), family(name), *figures))
+        found.append(MeasuredModel(load_record(path), family(str(name)), *(float(times[column]) for column in (
+            "median_ms", "host_ms", "host_io_ms", "cuda_graph_ms"))))
     if not found:
         raise UserError(f"{target}: no idle latency of a model that may enter the fit; measure models with: {COLLECT}")
     return found

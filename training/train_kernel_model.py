@@ -237,7 +237,7 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="train again although nothing changed since the last time")
     args = parser.parse_args()
     workspace = cli.start(args)
-    from benchmark.dataset import targets
+    from benchmark.dataset import collected_targets
     from training.estimators import TrainingConfig
     from training.predictor_files import sidecar_path
     from training.training_set import load_training_set
@@ -245,7 +245,7 @@ def main() -> int:
 
     config = load_config(args.config, TrainingConfig)
     results = []
-    for target in [args.target] if args.target else targets(workspace):
+    for target in [args.target] if args.target else collected_targets(workspace):
         rows = load_training_set(workspace, target)
         log.info("%s: %d rows of %d kernels, %d idle", target, len(rows), len(set(rows.ids.tolist())), int(rows.idle.sum()))
         if not args.json:

@@ -85,8 +85,6 @@ def load_training_set(workspace: Workspace, target: str) -> TrainingSet:
         UserError: no dataset, a damaged one, or one without a row to learn from.
     """
     folder = workspace.dataset(target)
-    if not dataset.header_path(folder).is_file():
-        raise UserError(f"{folder}: no dataset of target {target}; measure it with: {dataset.COLLECT}")
     header = dataset.load_header(folder)
     table = dataset.load_kernel_table(workspace, target)
     kernels = {described.kernel.id: described.kernel for described in dataset.read_kernels(folder)}
@@ -160,13 +158,8 @@ def _arrays(header: dataset.DatasetHeader, sha256: str, table: pd.DataFrame, own
 
 
 def _times(table: pd.DataFrame, execution_provider: str) -> dict[str, Floats]:
-    """The measured times by label. `run` is the median where it is there, since the mean follows single disturbed runs, but
-    for levels at which means add up (see `dataset.means_add_up`)."""
-    times = {"run": table["Latency_ms"].to_numpy(dtype=float)}
-    if "run_median_ms" in table.columns:
-        median = table["run_median_ms"].to_numpy(dtype=float)
-        by_mean = np.array([dataset.means_add_up(level, execution_provider) for level in table["Level"]], dtype=bool)
-        times["run"] = np.where(np.isfinite(median) & ~by_mean, median, times["run"])
+    """The measured times by label."""
+    times = {"run": dataset.run_ms(table, execution_provider)}
     for label in dataset.LABELS:
         if label != "run" and f"{label}_ms" in table.columns and table[f"{label}_ms"].notna().any():
             found = table[f"{label}_ms"].to_numpy(dtype=float)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import itertools
 import json
 import os
 import sys
@@ -90,6 +91,11 @@ def parse_dims(texts: Sequence[str]) -> dict[str, list[int]]:
             raise UserError(f"--dim {text}: {name} is given twice; give several sizes as {name}=1,2,4")
         dims[name] = values
     return dims
+
+
+def combinations(dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+    """Every combination of the sizes: `{"batch": [1, 2], "width": [224]}` gives two; no dimension at all gives one."""
+    return [dict(zip(dims, sizes, strict=True)) for sizes in itertools.product(*dims.values())]
 
 
 def one_size_dims(texts: Sequence[str]) -> dict[str, int]:

@@ -1,0 +1,263 @@
+"""Phase 4.6: what the labels of kernels add up to, beside what whole models took: how far each label is from the truth.
+
+Reads the datasets in benchmark/dataset (by default of every target) and the kernel records of their models. For each model
+measured idle it adds up the times of its nodes' kernels, label by label, and next to that, where they were taken, the
+times from within this very model. Prints a row a model and beneath it a row a label; writes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from benchmark import dataset
+from ort_analysis.records import REMAKE, Frozen, ModelRecord, load_record, record_path
+from utils import cli
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+log = get_logger("labels")
+Times = dict[str, float]  # ms by kernel id
+SOURCES = {
+    "run": "the wall time of a session of its own",
+    "kernel_time": "ONNX Runtime's profile of the node, in a model or a carrier",
+    "node_span": "from the node's start to the next one's, in the same profile",
+    dataset.GPU_LABEL: "CUPTI: the CUDA kernels, copies and fills on the GPU",
+}
+OVERHEAD = {  # of the framework, in a label, by execution provider
+    "cpu": {"run": "yes: that of a whole run", "kernel_time": "a little: the profiler's",
+            "node_span": "yes: between nodes, and the profiler's"},
+    "cuda": {"run": "yes: that of a whole run, with its wait for the GPU",
+             "kernel_time": "it is the host's dispatch (and the profiler's), not the GPU's work",
+             "node_span": "the same, and what lies between nodes", dataset.GPU_LABEL: "no"},
+}
+EXAMPLES = """
+python benchmark/label_table.py
+python benchmark/label_table.py --workspace out/h200 --target nvidia-h200-cuda-ort1.31-all --model resnet18 vgg16
+"""
+
+
+class LabelSum(Frozen):
+    """What one label of a model's kernels adds up to.
+
+    Attributes:
+        sum_ms: over the nodes whose kernel has the label.
+        ratio: of it to the measured latency.
+        lacking: how many nodes' kernels have not.
+        in_model_ms: the sum of what was measured in this very model; None where that is not whole.
+    """
+
+    sum_ms: float
+    ratio: float
+    lacking: int
+    in_model_ms: float | None = None
+
+
+class ModelLabels(Frozen):
+    """A model's idle latency (median, ms) and what the labels of its kernels add up to."""
+
+    model: str
+    nodes: int
+    measured_ms: float
+    labels: dict[str, LabelSum]
+
+
+class LabelSummary(Frozen):
+    """One label over all models of a target.
+
+    Attributes:
+        models: that lack it on no node; the ratios, sum over measured, are theirs (None without any).
+    """
+
+    label: str
+    source: str
+    overhead: str
+    models: int
+    median: float | None
+    least: float | None
+    most: float | None
+
+
+def label_times(table: pd.DataFrame, execution_provider: str) -> dict[str, Times]:
+    """Each label's idle times by kernel id, medians over the machines, from a kernel table; labels that nothing has are left
+    out. Kernels whose first label is still to come count with those they have."""
+    import numpy as np
+
+    good = table[(table["Level"] == 0) & table["Status"].isin(("ok", dataset.UNFINISHED))]
+    found = {}
+    for label in dataset.LABELS:
+        if label == "run":
+            times = good.assign(time_ms=dataset.run_ms(good, execution_provider))
+        elif f"{label}_ms" in good.columns:
+            times = good.assign(time_ms=good[f"{label}_ms"])
+        else:
+            continue
+        times = times[np.isfinite(times["time_ms"].to_numpy(dtype=float))]
+        if len(times):
+            found[label] = {str(name): float(time) for name, time in times.groupby("Kernel_ID")["time_ms"].median().items()}
+    return found
+
+
+def in_model_times(blocks: Iterable[dataset.Block]) -> dict[str, dict[str, Times]]:
+    """What was measured of kernels within models on an idle device: medians (ms) by model, label and kernel id."""
+    import numpy as np
+
+    samples: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for block in blocks:
+        for m in block.measurements:
+            if (m.subject, m.status, block.level) == ("kernel", "ok", 0.0) and m.context not in ("alone", "carrier"):
+                samples[m.context][m.label][m.id] += m.samples_ms
+    return {model: {label: {kernel: float(np.median(found)) for kernel, found in of_label.items()}
+                    for label, of_label in labels.items()} for model, labels in samples.items()}
+
+
+def node_times(record: ModelRecord, label: str, times: Times) -> list[float | None]:
+    """Each node's time under a label (ms), None where its kernel has none; a view that moves no data leaves the GPU nothing
+    to do."""
+    return [0.0 if label == dataset.GPU_LABEL and not record.kernel_of(node).moves_data else times.get(node.kernel_id)
+            for node in record.nodes]
+
+
+def add_up(record: ModelRecord, measured_ms: float, gpu_ms: float | None, times: Mapping[str, Times],
+           within: Mapping[str, Times]) -> ModelLabels:
+    """What the labels of a model's kernels add up to.
+
+    Args:
+        record: the model's.
+        measured_ms: its latency.
+        gpu_ms: label `gpu` of the whole model, where it was taken.
+        times: by label, the time of each kernel (ms, by id).
+        within: the same, from this model alone.
+    """
+    labels = {}
+    for label in times:
+        known = [time for time in node_times(record, label, times[label]) if time is not None]
+        inside = node_times(record, label, within.get(label, {}))
+        in_model = gpu_ms if label == dataset.GPU_LABEL else None if None in inside else sum(time or 0.0 for time in inside)
+        labels[label] = LabelSum(sum_ms=sum(known), ratio=sum(known) / measured_ms, lacking=len(record.nodes) - len(known),
+                                 in_model_ms=in_model)
+    return ModelLabels(model=record.model, nodes=len(record.nodes), measured_ms=measured_ms, labels=labels)
+
+
+def chosen(models: Sequence[str], wanted: Sequence[str] | None, folder: Path) -> list[str]:
+    """The models that are wanted by name or its beginning; all where none is.
+
+    Raises:
+        UserError: a name that none of them begins with.
+    """
+    for name in wanted or ():
+        if not any(model.startswith(name) for model in models):
+            raise UserError(f"--model {name}: no model of {dataset.model_table_path(folder)} that was measured idle begins so; "
+                            f"there: {', '.join(models[:5])}{' …' if len(models) > 5 else ''}")
+    return [model for model in models if wanted is None or model in wanted or model.startswith(tuple(wanted))]
+
+
+def model_labels(workspace: Workspace, target: str, wanted: Sequence[str] | None = None) -> list[ModelLabels]:
+    """The models of a target that were measured idle, by name; those without a kernel record are named and left out.
+
+    Args:
+        workspace: where.
+        target: name of a dataset.
+        wanted: names of models, or beginnings of them.
+
+    Raises:
+        UserError: the dataset can't be read, a name that fits none of its models, or nothing is left.
+    """
+    folder = workspace.dataset(target)
+    header = dataset.load_header(folder)
+    idle = dataset.idle_models(dataset.load_model_table(workspace, target))
+    gpu_ms = {str(name): float(time) for name, time in idle["gpu_ms"].dropna().items()} if "gpu_ms" in idle.columns else {}
+    times = label_times(dataset.load_kernel_table(workspace, target), header.target.flavour.execution_provider)
+    within = in_model_times(dataset.read_journal(folder))
+    found = []
+    for name in chosen([str(model) for model in idle.index], wanted, folder):
+        path = record_path(workspace, header.target.flavour, name)
+        if not path.is_file():
+            log.warning("%s: measured, but has no record (%s); left out. Make it with: %s", name, path, REMAKE)
+            continue
+        found.append(add_up(load_record(path), float(idle["median_ms"][name]), gpu_ms.get(name), times, within.get(name, {})))
+    if not found:
+        raise UserError(f"{folder}: no model that was measured idle and has a kernel record; measure models with: "
+                        f"{dataset.COLLECT}")
+    return found
+
+
+def summaries(models: Sequence[ModelLabels], execution_provider: str) -> list[LabelSummary]:
+    """A summary a label of some models, at least one. `execution_provider` is the target's."""
+    import numpy as np
+
+    found = []
+    for label in models[0].labels:
+        ratios = [model.labels[label].ratio for model in models if not model.labels[label].lacking]
+        median, least, most = (float(of(ratios)) if ratios else None for of in (np.median, min, max))
+        found.append(LabelSummary(label=label, source=SOURCES[label], overhead=OVERHEAD[execution_provider].get(label, "no"),
+                                  models=len(ratios), median=median, least=least, most=most))
+    return found
+
+
+def model_row(found: ModelLabels, in_model: Sequence[str]) -> dict[str, Any]:
+    """A model as one row of a table: sums with their share of the measured latency. `in_model` are the labels that some model
+    of the table has from within it."""
+    def cell(time_ms: float | None, lacking: int = 0) -> str | None:
+        if time_ms is None:
+            return None
+        return f"{time_ms:.4g} ({time_ms / found.measured_ms:.0%})" + (f", {lacking} lack" if lacking else "")
+
+    row: dict[str, Any] = {"model": found.model, "nodes": found.nodes, "measured (ms)": found.measured_ms}
+    for label, of_label in found.labels.items():
+        row[f"Σ {label} (ms)"] = cell(of_label.sum_ms, of_label.lacking)
+        if label in in_model:
+            row[f"{label} in the model (ms)"] = cell(of_label.in_model_ms)
+    return row
+
+
+def percent(ratio: float | None) -> str | None:
+    """A ratio for a cell."""
+    return None if ratio is None else f"{ratio:.0%}"
+
+
+def print_tables(target: str, found: Sequence[ModelLabels], about: Sequence[LabelSummary]) -> None:
+    """The row a model, and the row a label beneath it."""
+    in_model = [one.label for one in about if any(model.labels[one.label].in_model_ms is not None for model in found)]
+    cli.print_table([model_row(model, in_model) for model in found],
+                    f"{target}: sums over a model's nodes beside its latency (and as a share of it)")
+    print()
+    cli.print_table([{"label": one.label, "source": one.source, "framework's overhead": one.overhead,
+                      "whole models": one.models, "Σ / measured: median": percent(one.median), "least": percent(one.least),
+                      "most": percent(one.most)} for one in about], "the labels")
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--target", help="name of a dataset in benchmark/dataset (default: all)")
+    parser.add_argument("--model", nargs="+", metavar="NAME", help="models of the dataset by name, or by how their names begin "
+                        "(default: all)")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    results = {}
+    for target in [args.target] if args.target else dataset.collected_targets(workspace):
+        found = model_labels(workspace, target, args.model)
+        flavour = dataset.load_header(workspace.dataset(target)).target.flavour
+        about = summaries(found, flavour.execution_provider)
+        results[target] = {"models": [model.model_dump(mode="json") for model in found],
+                           "labels": [label.model_dump(mode="json") for label in about]}
+        if not args.json:
+            print_tables(target, found, about)
+    if args.json:
+        cli.print_json(results)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

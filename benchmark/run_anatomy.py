@@ -1,0 +1,192 @@
+"""Phase 4.5: where a run's time goes on a GPU: the host's dispatch, the GPU's work, and what the GPU stands still for.
+
+Reads ONNX models (files or folders). Times each of them whole, and the host's dispatch alone, in moments in which a probe
+finds the host undisturbed; then another process traces a few runs, since one that CUPTI has looked into launches more
+slowly ever after. Prints a row a model and batch, its shares those of the latency without the tracer. The tracer slows the
+host down: what the traced run took beyond 100 % is its doing, nearly all of it in the GPU's waiting for the host, while the
+GPU's own work takes as long as ever. Writes nothing but, with --trace, the traced run.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmark.anatomy import PARTS, Anatomy, anatomy_of, measured_trace, typical_run
+from benchmark.gpu_trace import GpuRun
+from benchmark.protocol import Effort, Reply, Request
+from benchmark.quiet_host import PATIENCE
+from benchmark.worker_client import Worker, WorkerFailed
+from ort_analysis.ort_graph_parser import own_sizes, read_source
+from ort_analysis.records import Frozen, record_name
+from utils import cli, files
+from utils.errors import UserError
+from utils.fingerprint import has_cuda
+from utils.logger import get_logger
+from utils.timing import summarize
+
+log = get_logger("anatomy")
+TIMEOUT_S = 120.0  # for opening a model and for its runs, beside the time that waiting for the host may take
+TITLES = {"kernels_us": "kernels (µs)", "copies_us": "copies (µs)", "waiting_us": "waiting for the host (µs)",
+          "gaps_us": "gaps between launches (µs)", "before_us": "before the first (µs)", "after_us": "after the last (µs)"}
+EXAMPLES = """
+python benchmark/run_anatomy.py --model resnet18.onnx --dim batch=1,16,64
+python benchmark/run_anatomy.py --model models/ --json
+python benchmark/run_anatomy.py --model resnet18.onnx --dim batch=1 --trace real.json
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model at one size: its file, the sizes of its dynamic dimensions, and what to call it."""
+
+    path: Path
+    dims: dict[str, int]
+    batch: int | None
+
+    @property
+    def name(self) -> str:
+        return record_name(self.path.stem, self.dims)
+
+
+class Measured(Frozen):
+    """Where a model's time goes. Printed by `--json`, with the shares of the latency.
+
+    Attributes:
+        latency_ms: of a run, untraced: the median.
+        host_ms: of the dispatch alone, without waiting for the GPU, untraced: the median.
+        disturbance: by how much other work slowed the host down meanwhile, a ratio (quiet_host).
+        traced: of one traced run, the median one.
+    """
+
+    model: str
+    batch: int | None
+    latency_ms: float
+    host_ms: float
+    disturbance: float
+    traced: Anatomy
+
+    def share(self, part_us: float) -> float:
+        """A time as a share of the latency, a ratio."""
+        return part_us / (1000 * self.latency_ms)
+
+
+def cases_of(paths: Sequence[Path], dims: Mapping[str, Sequence[int]]) -> list[Case]:
+    """Every model of `paths` at every size: a case a combination of those of `dims` that are dynamic in it.
+
+    Raises:
+        UserError: a model that can't be read, or a dimension that is dynamic in none of them.
+    """
+    cases, unused = [], set(dims)
+    for path in dict.fromkeys(paths):
+        sizes = own_sizes(path, dims)
+        unused -= set(sizes[0])
+        sources = [read_source(path, size) for size in sizes]
+        cases += [Case(path.resolve(), source.dims, source.batch) for source in sources]
+    if unused:
+        raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")
+    return cases
+
+
+def ask(worker: Worker, request: Request) -> Reply:
+    """A worker's reply.
+
+    Raises:
+        UserError: it is an error, or the worker failed; the message says of which model.
+    """
+    try:
+        reply = worker.ask(request)
+    except WorkerFailed as error:
+        raise UserError(f"{request.paths[0]}: {error}") from None
+    if reply.error:
+        raise UserError(reply.error)
+    return reply
+
+
+def measure(case: Case, timer: Worker, tracer: Worker, effort: Effort) -> tuple[Measured, GpuRun]:
+    """One model timed by one process and traced by another; with the traced run that counts.
+
+    Raises:
+        UserError: it can't be run.
+    """
+    request = Request(do="model", execution_provider="cuda", paths=(str(case.path),), dims=case.dims, host=True,
+                      watch_host=True, effort=effort)
+    timed = {samples.label: samples for samples in ask(timer, request).samples}
+    run = typical_run(ask(tracer, request.model_copy(update={"do": "model_trace"})).runs)
+    latency, host = timed["latency"], timed["host"]
+    return Measured(model=case.name, batch=case.batch, latency_ms=summarize(latency.samples_ms).median_ms,
+                    host_ms=summarize(host.samples_ms).median_ms,
+                    disturbance=max(latency.disturbance or 0.0, host.disturbance or 0.0), traced=anatomy_of(run)), run
+
+
+def as_json(found: Measured) -> dict[str, Any]:
+    """The measurement with its shares of the latency in per cent, by the name of the part."""
+    shares = {"host": 1000 * found.host_ms, "launching": found.traced.launching_us, "traced_run": found.traced.run_us,
+              **{part.removesuffix("_us"): getattr(found.traced, part) for part in PARTS}}
+    return found.model_dump(mode="json") | {"share_%": {name: 100 * found.share(time) for name, time in shares.items()}}
+
+
+def row(found: Measured) -> dict[str, Any]:
+    """The measurement as one row of a table: times, each with its share of the latency."""
+    def with_share(time_us: float) -> str:
+        return f"{time_us:.0f} ({found.share(time_us):.0%})"
+
+    return {"model": found.model, "batch": found.batch, "latency (µs)": 1000 * found.latency_ms,
+            "host alone (µs)": with_share(1000 * found.host_ms), "host disturbed by": f"{found.disturbance:.0%}",
+            "launches": found.traced.launches, "in launch calls (µs)": with_share(found.traced.launching_us),
+            **{title: with_share(getattr(found.traced, part)) for part, title in TITLES.items()},
+            "traced run (µs)": with_share(found.traced.run_us)}
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--model", type=Path, nargs="+", required=True, metavar="MODEL",
+                        help="ONNX files or folders of them; a bare name is also looked for in model_zoo")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="only a GPU can be traced")
+    parser.add_argument("--budget-s", type=float, default=1.0, help="undisturbed time for each timing (default: 1)")
+    parser.add_argument("--trace", type=Path, metavar="FILE",
+                        help="write the traced run of the one model and size, to be opened at ui.perfetto.dev or beside a "
+                        "prediction (predict_model_latency.py --beside)")
+    cli.add_dim(parser)
+    args = parser.parse_args()
+    if args.budget_s <= 0:
+        parser.error("--budget-s must be positive")
+    workspace = cli.start(args)
+    if args.device == "cpu" or not has_cuda():
+        raise UserError("where a GPU's time goes needs a GPU: "
+                        + ("give --device cuda" if has_cuda() else "no NVIDIA GPU that the driver can talk to is here"))
+    cases = cases_of(workspace.find_models(args.model), cli.parse_dims(args.dim))
+    if args.trace and len(cases) > 1:
+        raise UserError(f"--trace draws one run, not {len(cases)}: give one model and each --dim one size")
+    effort = Effort(warmup=3, warmup_s=0.05, budget_s=args.budget_s, least_runs=10, most_runs=1000)
+    timeout_s = TIMEOUT_S + 2 * PATIENCE * args.budget_s
+    found, failed = [], []
+    with Worker(timeout_s) as timer, Worker(timeout_s) as tracer:
+        for case in cli.track(cases, "measuring"):
+            try:
+                measured, run = measure(case, timer, tracer, effort)
+            except UserError as error:
+                log.error("%s", error)
+                failed.append(case.name)
+                continue
+            found.append(measured)
+            if args.trace:
+                files.write_json(args.trace, measured_trace(run))
+    if args.json:
+        cli.print_json([as_json(one) for one in found])
+    else:
+        cli.print_table([row(one) for one in found], "where a run's time goes (shares of the latency)")
+    if failed:
+        log.error("%d of %d failed: %s", len(failed), len(cases), ", ".join(failed))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
