@@ -110,6 +110,12 @@ class PipelineCosts(Frozen):
     lead_ms: float
     end_ms: float
 
+    def at_pace(self, pace: float) -> PipelineCosts:
+        """The costs where the host takes `pace` times as long for all it does; only the GPU's pauses stay."""
+        return PipelineCosts(
+            node_ms=pace * self.node_ms, view_ms=pace * self.view_ms, launch_ms=pace * self.launch_ms,
+            start_ms=pace * self.start_ms, gap_ms=self.gap_ms, lead_ms=pace * self.lead_ms, end_ms=pace * self.end_ms)
+
 
 def dispatched_ms(launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts) -> Floats:
     """When the host has dispatched each node, in ms from the start of the run.

@@ -33,6 +33,7 @@ BELOW_BEST = 0.05  # how much slower than its best the canary may be beyond what
 UNFINISHED = "unfinished"  # status of a kernel whose first label was not (yet) taken, only others
 VARIANTS = ("host_io", "cuda_graph")  # further ways to run a whole model: numpy in and out; captured and replayed
 DISTURBANCE_ADMITTED = 0.12  # by which a probe of the host may exceed a good reading; beside a disturbed host it does by 0.4
+USUAL_PROBE = 0.25  # quantile of a target's readings of the probe that tells its usual pace: other work only ever slows a host
 HOST_IDLES = 0.7  # a model whose host needs less of its latency is held up by the GPU, however disturbed the host is
 SAMPLED = "sampled:"  # in column Models: no model holds this kernel; the family that seeded it follows, if any did
 
@@ -341,7 +342,7 @@ def tells_of_model(latency_ms: float, host_ms: float, disturbance: float) -> boo
     Args:
         latency_ms: the model's.
         host_ms: the host's time of a run; NaN where it is not known.
-        disturbance: of the host meanwhile; NaN where it was not watched.
+        disturbance: of the host meanwhile, a ratio; NaN where it was not watched.
     """
     return not disturbance > DISTURBANCE_ADMITTED or host_ms <= HOST_IDLES * latency_ms
 
@@ -429,20 +430,32 @@ def run_ms(table: pd.DataFrame, execution_provider: str) -> npt.NDArray[np.float
     return np.where(np.isfinite(median) & ~by_mean, median, mean)
 
 
+def idle_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a model table that were measured, on an idle device."""
+    return table[(table["Status"] == "ok") & (table["Level"] == 0)]
+
+
+def usual_probe_us(table: pd.DataFrame) -> float:
+    """What the probe of the host usually takes on a model table's target, in microseconds; NaN where it was not recorded."""
+    return float(idle_rows(table).reindex(columns=["Probe_us"])["Probe_us"].quantile(USUAL_PROBE))
+
+
 def idle_models(table: pd.DataFrame) -> pd.DataFrame:
     """What a model table tells of each model on an idle device, by name: medians over the machines, in ms, NaN where it does
-    not tell. Column `median_ms` is the latency; host_ms, gpu_ms and those of VARIANTS follow.
+    not tell. Column `median_ms` is the latency; host_ms, gpu_ms and those of VARIANTS follow. Column `pace` says how many
+    times longer than usual the host took meanwhile (`usual_probe_us`), a ratio; 1 where that was not recorded.
 
-    Latencies that a disturbed host held up are left out, and so are host times beside one.
+    Latencies that a disturbed host held up are left out, and so are host times beside one. Where the pace is known, it says
+    how disturbed the host was, since `Disturbance` is relative to what one worker read; host times then all count.
     """
-    import pandas as pd
-
-    idle = table[(table["Status"] == "ok") & (table["Level"] == 0)]
+    idle = idle_rows(table)
     if "median_ms" not in idle.columns:
         idle = idle.assign(median_ms=idle["Latency_ms"])
     columns = ["median_ms", "host_ms", "gpu_ms", *(f"{name}_ms" for name in VARIANTS)]
-    idle = idle.reindex(columns=["Model", "Disturbance", *columns])
+    idle = idle.reindex(columns=["Model", "Disturbance", "Probe_us", *columns])
+    pace = idle["Probe_us"] / usual_probe_us(table)
+    idle = idle.assign(Disturbance=(pace - 1.0).fillna(idle["Disturbance"]), pace=pace.fillna(1.0))
     tells = [tells_of_model(*figures) for figures in idle[["median_ms", "host_ms", "Disturbance"]].to_numpy(dtype=float)]
-    undisturbed = ~(pd.to_numeric(idle["Disturbance"]) > DISTURBANCE_ADMITTED)
-    idle = idle.assign(host_ms=idle["host_ms"].where(undisturbed))[tells]
-    return idle.groupby("Model", sort=True)[columns].median()
+    of_known_pace = pace.notna() | ~(idle["Disturbance"] > DISTURBANCE_ADMITTED)
+    idle = idle.assign(host_ms=idle["host_ms"].where(of_known_pace))[tells]
+    return idle.groupby("Model", sort=True)[[*columns, "pace"]].median()

@@ -253,6 +253,32 @@ def test_a_disturbed_host_does_not_matter_to_a_model_that_the_gpu_holds_up(
     assert dataset.tells_of_model(latency_ms, host_ms, disturbance) is tells
 
 
+def test_the_pace_of_the_host_beside_each_model() -> None:
+    """A made-up table: the usual reading of the probe is 300 us, the 25th percentile of those of idle rows that went well."""
+    rows = [  # model, latency, host time, disturbance, reading of the probe
+        ("usual", 1.0, 0.9, 0.5, 300.0), ("usual, elsewhere slower", 1.0, 0.9, 0.0, 300.0),
+        ("usual, elsewhere slower", 1.2, 1.0, 0.0, 330.0), ("slower", 1.0, 0.9, 0.0, 450.0),
+        ("of the GPU", 1.0, 0.6, 0.0, 450.0),
+        ("never probed", 1.0, 0.6, 0.5, None), ("never probed or disturbed", 1.0, 0.9, 0.1, None)]
+    table = pd.DataFrame([{"Model": model, "Level": 0.0, "Status": "ok", "Latency_ms": latency, "median_ms": latency,
+                           "host_ms": host, "Disturbance": disturbance, "Probe_us": probe}
+                          for model, latency, host, disturbance, probe in rows])
+    others = table.head(1).assign(Probe_us=1.0)
+    table = pd.concat([table, others.assign(Level=0.5), others.assign(Status="failed")])
+    assert dataset.usual_probe_us(table) == 300.0
+    found = dataset.idle_models(table)
+    assert found["pace"].to_dict() == pytest.approx({
+        "usual": 1.0, "usual, elsewhere slower": 1.05, "of the GPU": 1.5, "never probed": 1.0,
+        "never probed or disturbed": 1.0})
+    assert found["median_ms"]["usual, elsewhere slower"] == pytest.approx(1.1)
+    assert found["host_ms"]["of the GPU"] == 0.6  # beside a host whose pace is known
+    assert np.isnan(found["host_ms"]["never probed"])
+    before = table.drop(columns="Probe_us")
+    assert np.isnan(dataset.usual_probe_us(before))
+    assert set(dataset.idle_models(before)["pace"]) == {1.0}
+    assert "usual" not in dataset.idle_models(before).index  # its disturbance is all that is known then
+
+
 @pytest.mark.parametrize(("each_machine", "blocks"), [(True, 4), (False, 2)])
 def test_what_another_machine_measured(tmp_path: Path, each_machine: bool, blocks: int) -> None:
     """Measured here too, or left as it is: two blocks, one of the model and one of its kernels."""

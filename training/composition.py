@@ -124,6 +124,8 @@ class Composition(Frozen):
         interval_measured: of predictions with all kernels measured; None where that is not known.
         host_io: what numpy arrays in and out add; None where no models were run so.
         cuda_graph: the same of models captured as CUDA graphs.
+        probe_us: what the probe of the host (quiet_host) takes at the pace that predictions hold for, in microseconds; None
+            where it was not recorded.
     """
 
     version: int = COMPOSITION_VERSION
@@ -143,6 +145,7 @@ class Composition(Frozen):
     interval_measured: Interval | None = None
     host_io: HostIo | None = None
     cuda_graph: GraphReplay | None = None
+    probe_us: float | None = None
 
     def interval_for(self, measured_share: float) -> Interval | None:
         """The interval of predictions of which such a share of the kernels' time was measured: with nearly all of it, that of

@@ -49,7 +49,8 @@ python training/fit_composition.py --target h200-cuda-ort1.31-all --json
 @dataclass(frozen=True)
 class MeasuredModel:
     """A model of the fit: its record, its family, its idle latency; and where they are known (else NaN) the host's time of a
-    run, and the latency with numpy arrays in and out and as a CUDA graph; all ms."""
+    run, and the latency with numpy arrays in and out and as a CUDA graph; all ms. And how many times longer than usual the
+    host took meanwhile."""
 
     record: ModelRecord
     family: str
@@ -57,6 +58,7 @@ class MeasuredModel:
     host_ms: float = math.nan
     host_io_ms: float = math.nan
     cuda_graph_ms: float = math.nan
+    pace: float = 1.0
 
 
 def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list[MeasuredModel]:
@@ -77,7 +79,7 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
             log.warning("%s: measured, but has no record (%s); left out. Make it with: %s", name, path, REMAKE)
             continue
         found.append(MeasuredModel(load_record(path), family(str(name)), *(float(times[column]) for column in (
-            "median_ms", "host_ms", "host_io_ms", "cuda_graph_ms"))))
+            "median_ms", "host_ms", "host_io_ms", "cuda_graph_ms", "pace"))))
     if not found:
         raise UserError(f"{target}: no idle latency of a model that may enter the fit; measure models with: {COLLECT}")
     return found
@@ -193,6 +195,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     """
     import numpy as np
 
+    from benchmark.dataset import load_model_table, usual_probe_us
     from training.composition import KINDS, Composition, FittedModel, best, fit_candidate, interval_of, working_nodes
     from training.estimators import LAUNCHES
     from training.pipeline import can_fit, fit_pipeline_candidate
@@ -234,12 +237,14 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     used = candidates[chosen]
     interval = interval_of(predictions[chosen], measured, groups) if left_out == "family" else None
     interval_measured = interval_of(with_measured, measured, groups) if interval and used.kind == "pipeline" else None
+    probe_us = usual_probe_us(load_model_table(workspace, target))
     return Composition(
         label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms, node_ms=used.node_ms, costs=used.costs,
         left_out=left_out, interval=interval, interval_measured=interval_measured,
         host_io=fit_host_io(models, predictions[chosen], groups),
         cuda_graph=fit_graph_replay(models, strict, groups) if used.kind == "pipeline" else None,
-        dataset_sha256=rows.sha256, models_sha256=models_sha256(workspace, target), predictors_created=sidecar.created,
+        probe_us=probe_us if math.isfinite(probe_us) else None, dataset_sha256=rows.sha256,
+        models_sha256=models_sha256(workspace, target), predictors_created=sidecar.created,
         candidates=tuple(candidates), models=tuple(
             FittedModel(model=model.record.model, measured_ms=model.latency_ms, predicted_ms=float(predicted))
             for model, predicted in zip(models, predictions[chosen], strict=True)))
@@ -267,7 +272,7 @@ def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[
         gpu_ms=np.array([gpu_ms[kernel.id] for kernel in kernels]),
         launches=np.array([launches[kernel.id] for kernel in kernels]),
         moves=np.array([kernel.moves_data for kernel in kernels], dtype=bool),
-        host_ms=model.host_ms, latency_ms=model.latency_ms)
+        host_ms=model.host_ms, latency_ms=model.latency_ms, pace=model.pace)
 
 
 def models_sha256(workspace: Workspace, target: str) -> str:

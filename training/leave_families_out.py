@@ -2,8 +2,9 @@
 
 Reads the datasets and predictors of a GPU target (all that have label `gpu`, by default). Each family in turn is left out of
 everything: its kernels, the shapes sampled near them, the fit of the composition. Prints the errors of whole models, with
-all kernels predicted, with those that other families share looked up, and with all as measured; of single kernels; and,
-on the same split, of a line over the sum, of the roofline and of nn-Meter's random forests. Writes nothing.
+all kernels predicted, with those that other families share looked up, and with all as measured; at the host's usual pace,
+and at the pace that was measured beside each model (the same where it was not recorded); of single kernels; and, on the
+same split, of a line over the sum, of the roofline and of nn-Meter's random forests. Writes nothing.
 """
 
 from __future__ import annotations
@@ -118,11 +119,11 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
     def tracks_of(times: Mapping[str, TimesOfModels]) -> list[Tracks]:
         return [tracks(model, times[GPU_LABEL][model.record.model], times[LAUNCHES][model.record.model]) for model in models]
 
-    def two_tracks(times: Mapping[str, TimesOfModels]) -> Floats:
+    def two_tracks(times: Mapping[str, TimesOfModels], paced: bool = False) -> Floats:
         of_models = tracks_of(times)
         if not can_fit(of_models):
             raise UserError(f"{target}: too few models with the host's time; measure more (label {GPU_LABEL})")
-        return left_out_ms(of_models, groups)
+        return left_out_ms(of_models, groups, paced)
 
     def line_over(times: TimesOfModels) -> Floats:
         return leave_out(np.array([sum(times[model.record.model][node.kernel_id] for node in model.record.nodes)
@@ -135,8 +136,11 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
         if kernel.moves_data else 0.0 for name, kernel in model.record.kernels.items()} for model in models}
     table = [
         model_errors("two tracks, all kernels predicted", two_tracks(strict), latency),
+        model_errors("two tracks, all kernels predicted, host's pace as measured", two_tracks(strict, paced=True), latency),
         model_errors("two tracks, kernels that other families share looked up", two_tracks(shared), latency),
         model_errors("two tracks, kernels as measured: the composition alone", two_tracks(known_times(strict, measured)),
+                     latency),
+        model_errors("two tracks, kernels and host's pace as measured", two_tracks(known_times(strict, measured), paced=True),
                      latency),
         model_errors("α·Σ+β, all kernels predicted", line_over(strict[GPU_LABEL]), latency),
         model_errors("α·Σ+β, kernels as measured", line_over(known_times(strict, measured)[GPU_LABEL]), latency),

@@ -1,8 +1,9 @@
 """Fits what a run costs on a GPU's two tracks: the host that dispatches, and the GPU that follows.
 
-First the host's pace, from the host times of whole models (dispatched without waiting for the GPU); then, with that pace,
-what lies between the tracks and at their ends, from whole latencies. Both on relative errors, with a loss that lets single
-odd models pull less.
+All costs are fitted together, to whole latencies at the pace that the host had when each was measured, and with a small
+weight to the host times of models (dispatched without waiting for the GPU) that their host holds up: beside a busy GPU a
+launch takes the host longer, which does not matter to a latency. On relative errors, with a loss that lets single odd
+models pull less.
 """
 
 from __future__ import annotations
@@ -14,61 +15,55 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmark.dataset import GPU_LABEL
-from overlap_simulator import PipelineCosts, pipeline_ms
+from overlap_simulator import PipelineCosts, dispatched_ms, pipeline_ms
 from training.composition import Candidate, Mask, each_left_out
 
 Floats = npt.NDArray[np.float64]
 LEAST_MODELS = 8  # fewer can't tell seven constants apart
 ODD = 0.03  # relative error from which a model counts as odd
+HOST_WEIGHT = 0.2  # of a host time's error beside a latency's: enough to tell start, lead and end apart
+HOST_BOUND = 0.75  # of its latency that a model's host needs at least to count as what holds it up
 US = 1e-3  # milliseconds
+FIRST = PipelineCosts(node_ms=2 * US, view_ms=0.3 * US, launch_ms=4 * US, start_ms=30 * US, gap_ms=1 * US, lead_ms=-5 * US,
+                      end_ms=5 * US)  # where the search begins
+SCALE = PipelineCosts(node_ms=1 * US, view_ms=1 * US, launch_ms=1 * US, start_ms=10 * US, gap_ms=0.5 * US, lead_ms=5 * US,
+                      end_ms=5 * US)  # the steps in which it goes
+LEAST = PipelineCosts(node_ms=0.0, view_ms=0.0, launch_ms=0.0, start_ms=0.0, gap_ms=0.0, lead_ms=-100 * US, end_ms=0.0)
+MOST = PipelineCosts(node_ms=20 * US, view_ms=10 * US, launch_ms=20 * US, start_ms=200 * US, gap_ms=5 * US, lead_ms=50 * US,
+                     end_ms=100 * US)
 
 
 @dataclass(frozen=True)
 class Tracks:
     """A model of the fit: per node the GPU's time (ms), launches and whether it moves data; measured latency, and the
-    host's time where it is known (else NaN)."""
+    host's time where it is known (else NaN); and how many times longer than usual the host took meanwhile."""
 
     gpu_ms: Floats
     launches: Floats
     moves: npt.NDArray[np.bool_]
     host_ms: float
     latency_ms: float
-
-
-def fit_host(models: Sequence[Tracks]) -> tuple[float, float, float, float]:
-    """Host time in ms for a node that moves data, for one that does not, for a launch, and for a run besides; from those models
-    whose host time is known."""
-    from scipy.optimize import least_squares, nnls
-
-    models = [model for model in models if np.isfinite(model.host_ms)]
-    counts = np.array([[model.moves.sum(), (~model.moves).sum(), model.launches.sum(), 1.0] for model in models])
-    relative = counts / np.array([[model.host_ms] for model in models])
-    start, _ = nnls(relative, np.ones(len(models)))
-    found = least_squares(lambda costs: relative @ costs - 1.0, start, bounds=(0.0, np.inf), loss="soft_l1", f_scale=ODD)
-    node, view, launch, run = (float(cost) for cost in found.x)
-    return node, view, launch, run
+    pace: float = 1.0
 
 
 def fit_pipeline(models: Sequence[Tracks]) -> PipelineCosts:
-    """The costs of a run on both tracks, from at least LEAST_MODELS models."""
+    """The costs of a run on both tracks where the host has its usual pace, from at least LEAST_MODELS models."""
     from scipy.optimize import least_squares
 
-    node, view, launch, _ = fit_host(models)
+    held_up = [model for model in models if model.host_ms > HOST_BOUND * model.latency_ms]
+    latency = np.array([model.latency_ms for model in models])
+    host = np.array([model.host_ms for model in held_up])
 
     def costs(values: Sequence[float]) -> PipelineCosts:
-        pace, start, gap, lead, end = values
-        return PipelineCosts(node_ms=pace * node, view_ms=pace * view, launch_ms=pace * launch, start_ms=start, gap_ms=gap,
-                             lead_ms=lead, end_ms=end)
-
-    latency = np.array([model.latency_ms for model in models])
+        return PipelineCosts(**dict(zip(PipelineCosts.model_fields, values, strict=True)))
 
     def errors(values: Sequence[float]) -> Floats:
-        return latencies_ms(models, costs(values)) / latency - 1.0
+        found = costs(values)
+        return np.concatenate([latencies_ms(models, found, paced=True) / latency - 1.0,
+                               HOST_WEIGHT * (hosts_ms(held_up, found) / host - 1.0)])
 
-    found = least_squares(errors, [1.0, 30 * US, 1.0 * US, -5 * US, 5 * US], loss="soft_l1", f_scale=ODD,
-                          x_scale=[0.1, 10 * US, 0.5 * US, 5 * US, 5 * US],
-                          bounds=([0.5, 0.0, 0.0, -100 * US, 0.0], [1.5, 200 * US, 5 * US, 50 * US, 100 * US]))
-    return costs(found.x)
+    first, scale, least, most = (list(one.model_dump().values()) for one in (FIRST, SCALE, LEAST, MOST))
+    return costs(least_squares(errors, first, loss="soft_l1", f_scale=ODD, x_scale=scale, bounds=(least, most)).x)
 
 
 def can_fit(models: Sequence[Tracks]) -> bool:
@@ -76,24 +71,30 @@ def can_fit(models: Sequence[Tracks]) -> bool:
     return sum(bool(np.isfinite(model.host_ms)) for model in models) >= LEAST_MODELS
 
 
-def latencies_ms(models: Sequence[Tracks], costs: PipelineCosts) -> Floats:
-    """The latency of each model (ms) at some costs."""
-    return np.array([pipeline_ms(model.gpu_ms, model.launches, model.moves, costs) for model in models])
+def latencies_ms(models: Sequence[Tracks], costs: PipelineCosts, paced: bool = False) -> Floats:
+    """The latency of each model (ms) at some costs and the host's usual pace; where `paced`, at that measured beside each."""
+    return np.array([pipeline_ms(model.gpu_ms, model.launches, model.moves, costs.at_pace(model.pace) if paced else costs)
+                     for model in models])
 
 
-def left_out_ms(models: Sequence[Tracks], groups: Sequence[str]) -> Floats:
-    """Each model's latency (ms) at costs fitted without its group."""
+def hosts_ms(models: Sequence[Tracks], costs: PipelineCosts) -> Floats:
+    """What each model takes the host (ms) at some costs and at the pace measured beside it."""
+    return np.array([dispatched_ms(model.launches, model.moves, costs.at_pace(model.pace))[-1] for model in models])
+
+
+def left_out_ms(models: Sequence[Tracks], groups: Sequence[str], paced: bool = False) -> Floats:
+    """Each model's latency (ms) at costs fitted without its group; `paced` as of `latencies_ms`."""
     def fit_and_predict(fit: Mask, out: Mask) -> Floats:
         costs = fit_pipeline([model for model, kept in zip(models, fit, strict=True) if kept])
-        return latencies_ms([model for model, kept in zip(models, out, strict=True) if kept], costs)
+        return latencies_ms([model for model, kept in zip(models, out, strict=True) if kept], costs, paced)
 
     return each_left_out(groups, fit_and_predict)
 
 
 def fit_pipeline_candidate(predicted: Sequence[Tracks], measured: Sequence[Tracks],
                            groups: Sequence[str]) -> tuple[Candidate, Floats, Floats]:
-    """The two tracks as a way of composing, each group left out of the fit in turn; each model's latency then (ms), with its
-    kernels predicted and as measured.
+    """The two tracks as a way of composing, each group left out of the fit in turn; each model's latency then (ms, at the
+    host's usual pace), with its kernels predicted and as measured.
 
     Args:
         predicted: the models with kernels predicted without their group.

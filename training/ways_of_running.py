@@ -1,7 +1,7 @@
 """Fits what a whole model takes when it is run otherwise than with its tensors on the device, node by node.
 
 With numpy arrays in and out a run also copies them, which takes its time before and after both tracks. Captured as a CUDA
-graph, a run costs the host nothing by the node, and the GPU pauses less between kernels.
+graph, a run costs the host nothing by the node, whatever its pace, and the GPU pauses less between kernels.
 """
 
 from __future__ import annotations
