@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 from made_up_dataset import TARGET, chain, draw_kernels, true_ms, write_workspace
 
+from benchmark.dataset import model_table_path
 from training import estimators
 from training.composition import (
     best,
@@ -21,7 +23,7 @@ from training.composition import (
     leave_out,
     load_composition,
 )
-from training.fit_composition import MeasuredModel, fit_target, left_out_groups, measured_models, predict_out_of_fold
+from training.fit_composition import MeasuredModel, fit_target, left_out_groups, measured_models, predict_out_of_fold, tracks
 from training.predictor_files import read_sidecar, sidecar_path
 from training.train_kernel_model import save, train_label
 from training.training_set import TrainingSet, load_training_set
@@ -113,6 +115,19 @@ def test_recovers_alpha_and_beta(trained: Workspace) -> None:
     assert used.plain_mape > used.cv_mape
     assert {(c.label, c.kind) for c in composition.candidates} == {
         ("run", "sum"), ("run", "sum_nodes"), ("run", "critical_path")}
+
+
+def test_the_host_s_pace_is_that_beside_each_model(workspace: Workspace) -> None:
+    records = list(write_workspace(workspace, families=("anet",), each=3).values())
+    train(workspace)
+    assert fit_target(workspace, TARGET.name, QUICK).probe_us is None
+    path = model_table_path(workspace.dataset(TARGET.name))
+    pd.read_csv(path).assign(Probe_us=[300.0, 300.0, 330.0]).to_csv(path, index=False)
+    assert fit_target(workspace, TARGET.name, QUICK).probe_us == 300.0
+    models = measured_models(workspace, TARGET.name, read_sidecar(workspace.predictors(TARGET.name)))
+    assert [model.pace for model in models] == pytest.approx([1.0, 1.0, 1.1])
+    times = dict.fromkeys(records[2].kernels, 1.0)
+    assert tracks(models[2], times, times).pace == models[2].pace
 
 
 def test_kernels_of_the_left_out_family_are_in_no_training(trained: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
