@@ -33,7 +33,7 @@ BELOW_BEST = 0.05  # how much slower than its best the canary may be beyond what
 UNFINISHED = "unfinished"  # status of a kernel whose first label was not (yet) taken, only others
 VARIANTS = ("host_io", "cuda_graph")  # further ways to run a whole model: numpy in and out; captured and replayed
 DISTURBANCE_ADMITTED = 0.12  # by which a probe of the host may exceed a good reading; beside a disturbed host it does by 0.4
-USUAL_PROBE = 0.25  # quantile of a target's readings of the probe that tells its usual pace: other work only ever slows a host
+GOOD_PROBE = 0.25  # quantile of the readings of the probe that surely are of an undisturbed host: others only slow it down
 HOST_IDLES = 0.7  # a model whose host needs less of its latency is held up by the GPU, however disturbed the host is
 SAMPLED = "sampled:"  # in column Models: no model holds this kernel; the family that seeded it follows, if any did
 
@@ -435,27 +435,38 @@ def idle_rows(table: pd.DataFrame) -> pd.DataFrame:
     return table[(table["Status"] == "ok") & (table["Level"] == 0)]
 
 
+def good_probe_us(table: pd.DataFrame) -> float:
+    """What the probe of the host takes beside models of a table where other work surely does not slow it down, in
+    microseconds: a low quantile of the readings; NaN where none was recorded."""
+    return float(idle_rows(table).reindex(columns=["Probe_us"])["Probe_us"].quantile(GOOD_PROBE))
+
+
 def usual_probe_us(table: pd.DataFrame) -> float:
-    """What the probe of the host usually takes on a model table's target, in microseconds; NaN where it was not recorded."""
-    return float(idle_rows(table).reindex(columns=["Probe_us"])["Probe_us"].quantile(USUAL_PROBE))
+    """What the probe usually takes while the host is undisturbed: the median of the readings that are not far above a good one;
+    NaN where none was recorded."""
+    readings = idle_rows(table).reindex(columns=["Probe_us"])["Probe_us"]
+    return float(readings[readings <= good_probe_us(table) * (1 + DISTURBANCE_ADMITTED)].median())
 
 
-def idle_models(table: pd.DataFrame) -> pd.DataFrame:
+def idle_models(table: pd.DataFrame, with_disturbed: bool = False) -> pd.DataFrame:
     """What a model table tells of each model on an idle device, by name: medians over the machines, in ms, NaN where it does
     not tell. Column `median_ms` is the latency; host_ms, gpu_ms and those of VARIANTS follow. Column `pace` says how many
     times longer than usual the host took meanwhile (`usual_probe_us`), a ratio; 1 where that was not recorded.
 
-    Latencies that a disturbed host held up are left out, and so are host times beside one. Where the pace is known, it says
-    how disturbed the host was, since `Disturbance` is relative to what one worker read; host times then all count.
+    Latencies that a disturbed host held up are left out unless `with_disturbed`, and so are host times beside one. Where the
+    probe was recorded, it says how disturbed the host was, since `Disturbance` is relative to what one worker read; host times
+    then all count.
     """
     idle = idle_rows(table)
     if "median_ms" not in idle.columns:
         idle = idle.assign(median_ms=idle["Latency_ms"])
     columns = ["median_ms", "host_ms", "gpu_ms", *(f"{name}_ms" for name in VARIANTS)]
     idle = idle.reindex(columns=["Model", "Disturbance", "Probe_us", *columns])
-    pace = idle["Probe_us"] / usual_probe_us(table)
-    idle = idle.assign(Disturbance=(pace - 1.0).fillna(idle["Disturbance"]), pace=pace.fillna(1.0))
+    pace, disturbance = idle["Probe_us"] / usual_probe_us(table), idle["Probe_us"] / good_probe_us(table) - 1.0
+    idle = idle.assign(Disturbance=disturbance.fillna(idle["Disturbance"]), pace=pace.fillna(1.0))
     tells = [tells_of_model(*figures) for figures in idle[["median_ms", "host_ms", "Disturbance"]].to_numpy(dtype=float)]
     of_known_pace = pace.notna() | ~(idle["Disturbance"] > DISTURBANCE_ADMITTED)
-    idle = idle.assign(host_ms=idle["host_ms"].where(of_known_pace))[tells]
+    idle = idle.assign(host_ms=idle["host_ms"].where(of_known_pace))
+    if not with_disturbed:
+        idle = idle[tells]
     return idle.groupby("Model", sort=True)[[*columns, "pace"]].median()

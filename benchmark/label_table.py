@@ -65,11 +65,16 @@ class LabelSum(Frozen):
 
 
 class ModelLabels(Frozen):
-    """A model's idle latency (median, ms) and what the labels of its kernels add up to."""
+    """A model's idle latency (median, ms) and what the labels of its kernels add up to.
+
+    Attributes:
+        pace: how many times longer than usual the host beside a GPU took meanwhile (see `dataset.idle_models`).
+    """
 
     model: str
     nodes: int
     measured_ms: float
+    pace: float = 1.0
     labels: dict[str, LabelSum]
 
 
@@ -176,8 +181,8 @@ def model_labels(workspace: Workspace, target: str, wanted: Sequence[str] | None
     """
     folder = workspace.dataset(target)
     header = dataset.load_header(folder)
-    idle = dataset.idle_models(dataset.load_model_table(workspace, target))
-    gpu_ms = {str(name): float(time) for name, time in idle["gpu_ms"].dropna().items()} if "gpu_ms" in idle.columns else {}
+    idle = dataset.idle_models(dataset.load_model_table(workspace, target), with_disturbed=True)
+    gpu_ms = {str(name): float(time) for name, time in idle["gpu_ms"].dropna().items()}
     times = label_times(dataset.load_kernel_table(workspace, target), header.target.flavour.execution_provider)
     within = in_model_times(dataset.read_journal(folder))
     found = []
@@ -186,7 +191,8 @@ def model_labels(workspace: Workspace, target: str, wanted: Sequence[str] | None
         if not path.is_file():
             log.warning("%s: measured, but has no record (%s); left out. Make it with: %s", name, path, REMAKE)
             continue
-        found.append(add_up(load_record(path), float(idle["median_ms"][name]), gpu_ms.get(name), times, within.get(name, {})))
+        added_up = add_up(load_record(path), float(idle["median_ms"][name]), gpu_ms.get(name), times, within.get(name, {}))
+        found.append(added_up.model_copy(update={"pace": float(idle["pace"][name])}))
     if not found:
         raise UserError(f"{folder}: no model that was measured idle and has a kernel record; measure models with: "
                         f"{dataset.COLLECT}")
@@ -214,7 +220,8 @@ def model_row(found: ModelLabels, in_model: Sequence[str]) -> dict[str, Any]:
             return None
         return f"{time_ms:.4g} ({time_ms / found.measured_ms:.0%})" + (f", {lacking} lack" if lacking else "")
 
-    row: dict[str, Any] = {"model": found.model, "nodes": found.nodes, "measured (ms)": found.measured_ms}
+    row: dict[str, Any] = {"model": found.model, "nodes": found.nodes, "measured (ms)": found.measured_ms,
+                           "host slower by": f"{found.pace - 1:.0%}" if found.pace - 1 > dataset.DISTURBANCE_ADMITTED else ""}
     for label, of_label in found.labels.items():
         row[f"Σ {label} (ms)"] = cell(of_label.sum_ms, of_label.lacking)
         if label in in_model:

@@ -81,7 +81,7 @@ def test_without_a_roofline_times_are_learned_all_the_same(data: Dataset) -> Non
     """And a kernel type of none of the rows gets their median, whatever its size."""
     rows = data.rows.rows(data.rows.idle & (data.rows.types == "Conv"))
     arguments = rows.features, rows.load, rows.flops, rows.bytes_moved
-    for variant in (VARIANTS["no-roofline"], VARIANTS["forest"], VARIANTS["own"]):
+    for variant in (VARIANTS["no-roofline"], VARIANTS["forest"], VARIANTS["one-for-all"]):
         found = learn(rows, data, variant, QUICK).predict_ms(rows.types, *arguments)
         assert np.median(np.abs(found / rows.times_ms["run"] - 1)) < 0.1
     unknown = learn(rows, data, VARIANTS["no-roofline"], QUICK).predict_ms(["Unheard"] * len(rows), *arguments)

@@ -50,7 +50,7 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     dataset.journal_path(folder).write_text("".join(block.model_dump_json() + "\n" for block in kept))
     write_tables(folder, dataset.load_header(folder))
     (workspace.root / "few.yaml").write_text(
-        "folds: 4\nxgboost_gpu: {trees: 120, depth: 7, learning_rate: 0.1, objective: squarederror, own_predictors: false}\n"
+        "folds: 4\nxgboost_gpu: {trees: 120, depth: 7, learning_rate: 0.1, objective: squarederror, own_predictors: none}\n"
         "forest: {trees: 3}\n")
     for script in ("train_kernel_model", "fit_composition"):
         done = run(f"training/{script}.py", workspace)

@@ -79,7 +79,7 @@ VARIANTS = {
     "no-free": Variant("without the free kernels, of no family", kernels="without free"),
     "no-samples": Variant("without any sampled kernel", kernels="of models"),
     "other-settings": Variant("the other labels' settings (for gpu: depth 6, absolute error)", other_settings=True),
-    "own": Variant("a predictor of its own for each type with enough kernels", own=True),
+    "one-for-all": Variant("one predictor for all types", own=False),
     "forest": Variant("a random forest on the same numbers", learner="forest"),
     "two-stages": Variant("the class of CUDA kernel predicted first", learner="two stages"),
 }
@@ -147,7 +147,7 @@ def load(workspace: Workspace, target: str) -> Dataset:
     classes = {str(row[0]): cuda_class(str(row[1]).split("|")) for row in names.itertuples(index=False)}
     return Dataset(
         rows=rows.rows(np.isfinite(rows.times_ms[label])), models=measured_models(workspace, target, sidecar), label=label,
-        own=tuple(name for name, predictor in sidecar.labels[label].predictor_of.items() if predictor == name),
+        own=tuple(sidecar.labels[label].own_types),
         of_models=of_models, cuda_class=classes, measured=measured_times(workspace, target))
 
 

@@ -38,7 +38,7 @@ class XgboostSettings(Config):
     min_leaf_weight: float = Field(2.0, ge=0.0)
     bins: int = Field(128, ge=2, le=1024)
     objective: Literal["squarederror", "absoluteerror"] = "absoluteerror"
-    own_predictors: bool = True
+    own_predictors: Literal["none", "better", "all"] = "better"
 
 
 class ForestSettings(Config):
@@ -57,7 +57,7 @@ class TrainingConfig(Config):
     short_ms: float = Field(0.02, ge=0.0)
     threads: int = Field(0, ge=0)
     xgboost: XgboostSettings = XgboostSettings()
-    xgboost_gpu: XgboostSettings = XgboostSettings(depth=9, objective="squarederror", own_predictors=False)
+    xgboost_gpu: XgboostSettings = XgboostSettings(depth=9, objective="squarederror", own_predictors="all")
     forest: ForestSettings = ForestSettings()
 
     @property

@@ -215,8 +215,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     nodes = np.array([working_nodes(model.record) for model in models], dtype=float)
     candidates, predictions, by_label = [], [], {}
     for label, about in cli.track(list(sidecar.labels.items()), f"composing {target}"):
-        own = [name for name, predictor in about.predictor_of.items() if predictor == name]
-        times = by_label[label] = predict_out_of_fold(rows, models, groups, left_out, label, own, config)
+        times = by_label[label] = predict_out_of_fold(rows, models, groups, left_out, label, about.own_types, config)
         if label == LAUNCHES:
             continue
         composed = [compose(model.record, times[model.record.model]) for model in models]

@@ -111,7 +111,7 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
     if left_out != "family" or not set(ON_GPU) <= set(sidecar.labels):
         raise UserError(f"{target}: needs models of two families at least, and kernels with label {GPU_LABEL}")
     measured = measured_times(workspace, target)
-    strict = {label: predict_out_of_fold(rows, models, groups, left_out, label, (), config)
+    strict = {label: predict_out_of_fold(rows, models, groups, left_out, label, sidecar.labels[label].own_types, config)
               for label in cli.track(ON_GPU, "leaving families out")}
     shared = {label: shared_times(strict[label], rows, label, models, groups) for label in ON_GPU}
     latency = np.array([model.latency_ms for model in models])

@@ -79,6 +79,11 @@ class LabelPredictors(Frozen):
     predictor_of: dict[str, str]
     errors: tuple[TypeErrors, ...]
 
+    @property
+    def own_types(self) -> list[str]:
+        """The kernel types that have a predictor of their own."""
+        return [name for name, predictor in self.predictor_of.items() if predictor == name]
+
 
 class Sidecar(Frozen):
     """`predictors.json`.

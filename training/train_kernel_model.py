@@ -154,10 +154,10 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig) -> Traine
     counts: dict[str, int] = {}
     for _, name in kernels:
         counts[name] = counts.get(name, 0) + 1
-    may_own = config.booster(label).own_predictors
-    candidates = [name for name, count in counts.items() if may_own and count >= config.own_min_kernels]
+    which = config.booster(label).own_predictors
+    candidates = [name for name, count in counts.items() if which != "none" and count >= config.own_min_kernels]
     left_out = cross_validate(rows, label, candidates, config)
-    own = choose_own(rows, label, left_out, candidates)
+    own = choose_own(rows, label, left_out, candidates) if which == "better" else candidates
     log.info("%s: %d rows of %d kernels; predictors of their own: %s", label, len(rows), len(kernels), ", ".join(own) or "none")
     errors = type_errors(rows, label, left_out, own, config.short_ms)
     if errors[0].forest_mape < errors[0].mape:
