@@ -212,16 +212,22 @@ def summaries(models: Sequence[ModelLabels], execution_provider: str) -> list[La
     return found
 
 
-def model_row(found: ModelLabels, in_model: Sequence[str]) -> dict[str, Any]:
-    """A model as one row of a table: sums with their share of the measured latency. `in_model` are the labels that some model
-    of the table has from within it."""
+def model_row(found: ModelLabels, in_model: Sequence[str], with_pace: bool = False) -> dict[str, Any]:
+    """A model as one row of a table: sums with their share of the measured latency.
+
+    Args:
+        found: the model.
+        in_model: the labels that some model of the table has from within it.
+        with_pace: whether to say by how much a disturbed host was slower than usual.
+    """
     def cell(time_ms: float | None, lacking: int = 0) -> str | None:
         if time_ms is None:
             return None
         return f"{time_ms:.4g} ({time_ms / found.measured_ms:.0%})" + (f", {lacking} lack" if lacking else "")
 
-    row: dict[str, Any] = {"model": found.model, "nodes": found.nodes, "measured (ms)": found.measured_ms,
-                           "host slower by": f"{found.pace - 1:.0%}" if found.pace - 1 > dataset.DISTURBANCE_ADMITTED else ""}
+    row: dict[str, Any] = {"model": found.model, "nodes": found.nodes, "measured (ms)": found.measured_ms}
+    if with_pace:
+        row["host slower by"] = f"{found.pace - 1:.0%}" if found.pace - 1 > dataset.DISTURBANCE_ADMITTED else None
     for label, of_label in found.labels.items():
         row[f"Σ {label} (ms)"] = cell(of_label.sum_ms, of_label.lacking)
         if label in in_model:
@@ -237,7 +243,8 @@ def percent(ratio: float | None) -> str | None:
 def print_tables(target: str, found: Sequence[ModelLabels], about: Sequence[LabelSummary]) -> None:
     """The row a model, and the row a label beneath it."""
     in_model = [one.label for one in about if any(model.labels[one.label].in_model_ms is not None for model in found)]
-    cli.print_table([model_row(model, in_model) for model in found],
+    with_pace = any(model.pace - 1 > dataset.DISTURBANCE_ADMITTED for model in found)
+    cli.print_table([model_row(model, in_model, with_pace) for model in found],
                     f"{target}: sums over a model's nodes beside its latency (and as a share of it)")
     print()
     cli.print_table([{"label": one.label, "source": one.source, "framework's overhead": one.overhead,

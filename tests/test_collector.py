@@ -254,8 +254,8 @@ def test_a_disturbed_host_does_not_matter_to_a_model_that_the_gpu_holds_up(
 
 
 def test_the_pace_of_the_host_beside_each_model() -> None:
-    """A made-up table: the usual reading of the probe is 300 us, the median of those of idle rows that went well and are not far
-    above their fastest quarter."""
+    """A made-up table: the probe usually takes 300 us, the median of the readings of idle rows that went well, without those
+    far above the fastest quarter."""
     rows = [  # model, latency, host time, disturbance, reading of the probe
         ("usual", 1.0, 0.9, 0.5, 300.0), ("usual, elsewhere slower", 1.0, 0.9, 0.0, 300.0),
         ("usual, elsewhere slower", 1.2, 1.0, 0.0, 330.0), ("slower", 1.0, 0.9, 0.0, 450.0),
