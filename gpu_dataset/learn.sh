@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Learns from the H200's dataset in this folder, on any machine, and ships what was learned: training/shipped/ is what
-# `--target nvidia-h200` predicts from. Usage: gpu_dataset/learn.sh [workspace]     About 5 minutes on two cores.
+# `--target nvidia-h200` predicts from. Usage: gpu_dataset/learn.sh [workspace]     A quarter of an hour on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-out/h200}
