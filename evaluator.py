@@ -229,11 +229,21 @@ def memory_in_use_mib(execution_provider: str) -> float:
 
 
 def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str], label: str) -> list[Case]:
-    """A case for every model of `records` and level that the dataset in `folder` holds a good measurement of, by `label`."""
-    from benchmark.dataset import model_measurements, read_journal
+    """A case for every model of `records`, level and machine that the dataset in `folder` holds a good measurement of, by
+    `label`; idle, without those that a disturbed host held up."""
+    import pandas as pd
 
+    from benchmark.dataset import model_measurements, model_rows, paced_rows, read_journal
+
+    blocks = read_journal(folder)
+    rows = paced_rows(pd.DataFrame(model_rows(blocks)))
+    held_up = {(str(model), str(machine)) for model, machine in rows[~rows["tells"]][["Model", "Machine"]].to_numpy()}
+    if held_up:
+        log.warning("%d latencies that a disturbed host held up are left out; the collector measures them again", len(held_up))
     cases = []
-    for (model, level, _), labels in model_measurements(read_journal(folder)).items():
+    for (model, level, machine), labels in model_measurements(blocks).items():
+        if not level and (model, machine) in held_up:
+            continue
         block, found = labels.get(label, (None, None))
         if block and found and found.status == "ok" and found.samples_ms and model in records:
             load = {name: block.background[name] for name in metrics if name in block.background} if level else {}

@@ -35,6 +35,7 @@ VARIANTS = ("host_io", "cuda_graph")  # further ways to run a whole model: numpy
 DISTURBANCE_ADMITTED = 0.12  # by which a probe of the host may exceed a good reading; beside a disturbed host it does by 0.4
 GOOD_PROBE = 0.25  # quantile of the readings of the probe that surely are of an undisturbed host: others only slow it down
 HOST_IDLES = 0.7  # a model whose host needs less of its latency is held up by the GPU, however disturbed the host is
+MODEL_TIMES = ("median_ms", "host_ms", "gpu_ms", *(f"{name}_ms" for name in VARIANTS))  # of a whole model, in its table
 SAMPLED = "sampled:"  # in column Models: no model holds this kernel; the family that seeded it follows, if any did
 
 
@@ -448,25 +449,27 @@ def usual_probe_us(table: pd.DataFrame) -> float:
     return float(readings[readings <= good_probe_us(table) * (1 + DISTURBANCE_ADMITTED)].median())
 
 
-def idle_models(table: pd.DataFrame, with_disturbed: bool = False) -> pd.DataFrame:
-    """What a model table tells of each model on an idle device, by name: medians over the machines, in ms, NaN where it does
-    not tell. Column `median_ms` is the latency; host_ms, gpu_ms and those of VARIANTS follow. Column `pace` says how many
-    times longer than usual the host took meanwhile (`usual_probe_us`), a ratio; 1 where that was not recorded.
+def paced_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """The idle rows of a model table, with column `median_ms` the latency, `host_ms`, `gpu_ms` and those of VARIANTS (ms, NaN
+    where it does not tell); `pace`: how many times longer than usual the host took meanwhile (`usual_probe_us`), a ratio, 1
+    where that was not recorded; and `tells`: whether the latency tells of the model and not of its host.
 
-    Latencies that a disturbed host held up are left out unless `with_disturbed`, and so are host times beside one. Where the
-    probe was recorded, it says how disturbed the host was, since `Disturbance` is relative to what one worker read; host times
-    then all count.
+    Where the probe was recorded, it says how disturbed the host was, since `Disturbance` is relative to what one worker read;
+    elsewhere host times beside a disturbed host are left out.
     """
     idle = idle_rows(table)
     if "median_ms" not in idle.columns:
         idle = idle.assign(median_ms=idle["Latency_ms"])
-    columns = ["median_ms", "host_ms", "gpu_ms", *(f"{name}_ms" for name in VARIANTS)]
-    idle = idle.reindex(columns=["Model", "Disturbance", "Probe_us", *columns])
+    idle = idle.reindex(columns=["Model", "Machine", "Disturbance", "Probe_us", *MODEL_TIMES])
     pace, disturbance = idle["Probe_us"] / usual_probe_us(table), idle["Probe_us"] / good_probe_us(table) - 1.0
     idle = idle.assign(Disturbance=disturbance.fillna(idle["Disturbance"]), pace=pace.fillna(1.0))
-    tells = [tells_of_model(*figures) for figures in idle[["median_ms", "host_ms", "Disturbance"]].to_numpy(dtype=float)]
     of_known_pace = pace.notna() | ~(idle["Disturbance"] > DISTURBANCE_ADMITTED)
-    idle = idle.assign(host_ms=idle["host_ms"].where(of_known_pace))
-    if not with_disturbed:
-        idle = idle[tells]
-    return idle.groupby("Model", sort=True)[[*columns, "pace"]].median()
+    tells = [tells_of_model(*figures) for figures in idle[["median_ms", "host_ms", "Disturbance"]].to_numpy(dtype=float)]
+    return idle.assign(tells=np.array(tells, dtype=bool), host_ms=idle["host_ms"].where(of_known_pace))
+
+
+def idle_models(table: pd.DataFrame, with_disturbed: bool = False) -> pd.DataFrame:
+    """What a model table tells of each model on an idle device, by name: medians over the machines of the times and the pace
+    of `paced_rows`; latencies that a disturbed host held up are left out unless `with_disturbed`."""
+    rows = paced_rows(table)
+    return (rows if with_disturbed else rows[rows["tells"]]).groupby("Model", sort=True)[[*MODEL_TIMES, "pace"]].median()
