@@ -18,7 +18,7 @@ from ort_analysis.records import Frozen, Kernel
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Machine, Target
-from utils.paths import Workspace
+from utils.paths import Workspace, targets_in
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -168,11 +168,7 @@ def collected_targets(workspace: Workspace) -> list[str]:
     Raises:
         UserError: none has.
     """
-    folder = workspace.dataset("")
-    found = sorted(path.name for path in folder.glob("*") if header_path(path).is_file())
-    if not found:
-        raise UserError(f"{folder}: no datasets; measure one with: {COLLECT}")
-    return found
+    return targets_in(workspace.dataset(""), header_path(Path()).name, f"no datasets; measure one with: {COLLECT}")
 
 
 def load_header(folder: Path) -> DatasetHeader:

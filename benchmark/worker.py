@@ -165,14 +165,13 @@ def time_model_as_graph(request: Request) -> list[Samples]:
     Raises:
         UserError: ONNX Runtime can't capture it (a node is not the CUDA provider's), or can't load or run it.
     """
-    record = load_record(Path(request.record))
     runner = open_runner(Path(request.paths[0]), "cuda", dims=request.dims, cuda_graph=True,
                          provider_options=request.provider_options)
     one_run_s = runner.warm_up(request.effort.warmup + CAPTURING_RUNS, request.effort.warmup_s)
     timed = {"cuda_graph": runner.run_s}
     if request.watch_host:
-        return beside_the_probe(record.model, timed, request)
-    return in_halves(record.model, runner, timed, request.effort.runs(one_run_s), request.effort, list)
+        return beside_the_probe(model_name(request), timed, request)
+    return in_halves(model_name(request), runner, timed, request.effort.runs(one_run_s), request.effort, list)
 
 
 def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float]], runs: int, effort: Effort,

@@ -113,9 +113,9 @@ def test_left_out_at_the_usual_pace_and_at_that_measured() -> None:
     models = [made_up(draw, scale, 1.5 if place == 0 else 1.0) for scale in (0.0005, 0.002, 0.01, 0.05) for place in range(5)]
     groups = [str(place % 5) for place in range(len(models))]
     measured = np.array([m.latency_ms for m in models])
-    assert left_out_ms(models, groups, paced=True) == pytest.approx(measured, rel=0.01)
+    assert left_out_ms(models, groups).paced_ms == pytest.approx(measured, rel=0.01)
     usual = [pipeline_ms(m.gpu_ms, m.launches, m.moves, COSTS) for m in models]
-    assert left_out_ms(models, groups) == pytest.approx(np.array(usual), rel=0.01)
+    assert left_out_ms(models, groups).usual_ms == pytest.approx(np.array(usual), rel=0.01)
     assert usual[0] < 0.75 * measured[0]
 
 

@@ -53,7 +53,7 @@ class Variant:
         kernels: what is learned from: `all`, those without the free ones (sampled near no model), or those `of models` alone.
         learner: boosters; a random forest on the same numbers; or boosters after a classifier of CUDA kernels.
         other_settings: those of the boosters of the CPU's labels for the GPU's, and the other way round.
-        own: whether every kernel type with enough kernels gets a predictor of its own; None: as it ships.
+        own: whether kernel types have predictors of their own, those that ship with one; else one predicts all.
         seed: added to the config's.
     """
 
@@ -63,7 +63,7 @@ class Variant:
     kernels: Literal["all", "without free", "of models"] = "all"
     learner: Literal["boosters", "forest", "two stages"] = "boosters"
     other_settings: bool = False
-    own: bool | None = None
+    own: bool = True
     seed: int = 0
 
 
@@ -184,11 +184,7 @@ def learn(rows: TrainingSet, data: Dataset, variant: Variant, config: TrainingCo
     problem = pose(rows, data.label, None if variant.roofline else FLAT.model_copy(update={"scale": typical_ms}))
     if variant.learner == "forest":
         return Forest(problem, train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed))
-    own: Sequence[str] = data.own
-    if variant.own is not None:
-        types, counts = np.unique(rows.types, return_counts=True)
-        own = [str(name) for name, count in zip(types, counts, strict=True) if variant.own and count >= config.own_min_kernels]
-    return fit_kernel_model(rows, data.label, own, config, problem)
+    return fit_kernel_model(rows, data.label, data.own if variant.own else (), config, problem)
 
 
 def sum_mape(models: Sequence[MeasuredModel], predicted: TimesOfModels, measured: Mapping[str, Mapping[str, float]],

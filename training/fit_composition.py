@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from utils import cli
 from utils.errors import UserError
 from utils.logger import get_logger
-from utils.paths import ROOT, Workspace
+from utils.paths import ROOT, Workspace, targets_in
 
 if TYPE_CHECKING:
     import numpy as np
@@ -319,11 +319,7 @@ def targets(workspace: Workspace) -> list[str]:
     """
     from training.predictor_files import TRAIN, sidecar_path
 
-    folder = workspace.predictors("")
-    found = sorted(path.name for path in folder.glob("*") if sidecar_path(path).is_file())
-    if not found:
-        raise UserError(f"{folder}: no predictors; train them with: {TRAIN}")
-    return found
+    return targets_in(workspace.predictors(""), sidecar_path(Path()).name, f"no predictors; train them with: {TRAIN}")
 
 
 def main() -> int:

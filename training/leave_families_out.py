@@ -119,11 +119,11 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
     def tracks_of(times: Mapping[str, TimesOfModels]) -> list[Tracks]:
         return [tracks(model, times[GPU_LABEL][model.record.model], times[LAUNCHES][model.record.model]) for model in models]
 
-    def two_tracks(times: Mapping[str, TimesOfModels], paced: bool = False) -> Floats:
-        of_models = tracks_of(times)
-        if not can_fit(of_models):
-            raise UserError(f"{target}: too few models with the host's time; measure more (label {GPU_LABEL})")
-        return left_out_ms(of_models, groups, paced)
+    strict_tracks, known = tracks_of(strict), known_times(strict, measured)
+    if not can_fit(strict_tracks):
+        raise UserError(f"{target}: too few models with the host's time; measure more (label {GPU_LABEL})")
+    predicted, looked_up, as_measured = (left_out_ms(of_models, groups) for of_models in (
+        strict_tracks, tracks_of(shared), tracks_of(known)))
 
     def line_over(times: TimesOfModels) -> Floats:
         return leave_out(np.array([sum(times[model.record.model][node.kernel_id] for node in model.record.nodes)
@@ -135,19 +135,17 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
         name: float(roofline.bound_ms(np.array([kernel.flops]), np.array([kernel.bytes_read + kernel.bytes_written]))[0])
         if kernel.moves_data else 0.0 for name, kernel in model.record.kernels.items()} for model in models}
     table = [
-        model_errors("two tracks, all kernels predicted", two_tracks(strict), latency),
-        model_errors("two tracks, all kernels predicted, host's pace as measured", two_tracks(strict, paced=True), latency),
-        model_errors("two tracks, kernels that other families share looked up", two_tracks(shared), latency),
-        model_errors("two tracks, kernels as measured: the composition alone", two_tracks(known_times(strict, measured)),
-                     latency),
-        model_errors("two tracks, kernels and host's pace as measured", two_tracks(known_times(strict, measured), paced=True),
-                     latency),
+        model_errors("two tracks, all kernels predicted", predicted.usual_ms, latency),
+        model_errors("two tracks, all kernels predicted, host's pace as measured", predicted.paced_ms, latency),
+        model_errors("two tracks, kernels that other families share looked up", looked_up.usual_ms, latency),
+        model_errors("two tracks, kernels as measured: the composition alone", as_measured.usual_ms, latency),
+        model_errors("two tracks, kernels and host's pace as measured", as_measured.paced_ms, latency),
         model_errors("α·Σ+β, all kernels predicted", line_over(strict[GPU_LABEL]), latency),
-        model_errors("α·Σ+β, kernels as measured", line_over(known_times(strict, measured)[GPU_LABEL]), latency),
+        model_errors("α·Σ+β, kernels as measured", line_over(known[GPU_LABEL]), latency),
         model_errors("α·Σ+β, roofline of each kernel", line_over(bound), latency),
     ]
-    ways = {"numpy in and out": fit_host_io(models, two_tracks(strict), groups),
-            "a CUDA graph": fit_graph_replay(models, tracks_of(strict), groups)}
+    ways = {"numpy in and out": fit_host_io(models, predicted.usual_ms, groups),
+            "a CUDA graph": fit_graph_replay(models, strict_tracks, groups)}
     table += [row(f"two tracks, all kernels predicted; run with {what}", found.left_out)
               for what, found in ways.items() if found and found.left_out]
     if forests:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmark.dataset import GPU_LABEL
 from overlap_simulator import PipelineCosts, dispatched_ms, pipeline_ms
-from training.composition import Candidate, Mask, each_left_out
+from training.composition import Candidate
 
 Floats = npt.NDArray[np.float64]
 LEAST_MODELS = 8  # fewer can't tell seven constants apart
@@ -82,13 +83,19 @@ def hosts_ms(models: Sequence[Tracks], costs: PipelineCosts) -> Floats:
     return np.array([dispatched_ms(model.launches, model.moves, costs.at_pace(model.pace))[-1] for model in models])
 
 
-def left_out_ms(models: Sequence[Tracks], groups: Sequence[str], paced: bool = False) -> Floats:
-    """Each model's latency (ms) at costs fitted without its group; `paced` as of `latencies_ms`."""
-    def fit_and_predict(fit: Mask, out: Mask) -> Floats:
-        costs = fit_pipeline([model for model, kept in zip(models, fit, strict=True) if kept])
-        return latencies_ms([model for model, kept in zip(models, out, strict=True) if kept], costs, paced)
+class LeftOut(NamedTuple):
+    """Each model's latency (ms) at costs fitted without its group: at the host's usual pace, and at that measured beside it."""
 
-    return each_left_out(groups, fit_and_predict)
+    usual_ms: Floats
+    paced_ms: Floats
+
+
+def left_out_ms(models: Sequence[Tracks], groups: Sequence[str]) -> LeftOut:
+    """The latencies of models, each group left out of the fit in turn."""
+    costs = {group: fit_pipeline([model for model, of in zip(models, groups, strict=True) if of != group])
+             for group in set(groups)}
+    return LeftOut(*(np.array([latencies_ms([model], costs[group], paced)[0]
+                               for model, group in zip(models, groups, strict=True)]) for paced in (False, True)))
 
 
 def fit_pipeline_candidate(predicted: Sequence[Tracks], measured: Sequence[Tracks],
@@ -106,7 +113,8 @@ def fit_pipeline_candidate(predicted: Sequence[Tracks], measured: Sequence[Track
     def errors(found: Floats) -> Floats:
         return np.abs(found / latency - 1)
 
-    costs, left_out, known = fit_pipeline(predicted), left_out_ms(predicted, groups), left_out_ms(measured, groups)
+    costs = fit_pipeline(predicted)
+    left_out, known = (left_out_ms(models, groups).usual_ms for models in (predicted, measured))
     return Candidate(
         label=GPU_LABEL, kind="pipeline", alpha=1.0, beta_ms=0.0, costs=costs, cv_mape=float(errors(left_out).mean()),
         cv_max=float(errors(left_out).max()), fit_mape=float(errors(latencies_ms(predicted, costs)).mean()),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from training.fit_composition import MeasuredModel
 
 Floats = npt.NDArray[np.float64]
+Way = TypeVar("Way", HostIo, GraphReplay)
 LEAST_MODELS = 4  # fewer can't tell three constants apart
 
 
@@ -57,9 +58,7 @@ def fit_host_io(models: Sequence[MeasuredModel], predicted_ms: Floats, groups: S
     whole = fit(np.ones(len(models), dtype=bool))
     if len(set(groups)) < 2:
         return whole
-    left_out = each_left_out(groups, fit_and_predict)
-    return whole.model_copy(update={"left_out": error_statistics(left_out.tolist(), measured.tolist()),
-                                    "interval": interval_of(left_out, measured, groups)})
+    return judged(whole, each_left_out(groups, fit_and_predict), measured, groups)
 
 
 def fit_graph_replay(models: Sequence[MeasuredModel], tracks: Sequence[Tracks], groups: Sequence[str]) -> GraphReplay | None:
@@ -85,8 +84,13 @@ def fit_graph_replay(models: Sequence[MeasuredModel], tracks: Sequence[Tracks], 
         return whole
     measured = np.array([one.latency_ms for one in captured])
     left_out = each_left_out(groups, lambda kept, out: latencies_ms(chosen(out), _replay_costs(chosen(kept))))
-    return whole.model_copy(update={"left_out": error_statistics(left_out.tolist(), measured.tolist()),
-                                    "interval": interval_of(left_out, measured, groups)})
+    return judged(whole, left_out, measured, groups)
+
+
+def judged(fitted: Way, left_out_ms: Floats, measured_ms: Floats, groups: Sequence[str]) -> Way:
+    """What was fitted, with the errors that latencies predicted without their groups have, and the interval that these tell."""
+    return fitted.model_copy(update={"left_out": error_statistics(left_out_ms.tolist(), measured_ms.tolist()),
+                                     "interval": interval_of(left_out_ms, measured_ms, groups)})
 
 
 def _replay_costs(models: Sequence[Tracks]) -> PipelineCosts:

@@ -90,6 +90,18 @@ class Workspace:
         return found
 
 
+def targets_in(folder: Path, holding: str, none: str) -> list[str]:
+    """The targets, by name, whose folders in `folder` hold the file `holding`.
+
+    Raises:
+        UserError: there is none; `none` says of what, and how to make it.
+    """
+    found = sorted(path.parent.name for path in folder.glob(f"*/{holding}") if path.is_file())
+    if not found:
+        raise UserError(f"{folder}: {none}")
+    return found
+
+
 def model_files(folders: Iterable[Path]) -> list[Path]:
     """The `.onnx` models directly in `folders`, sorted; ORT's optimised graphs and files being written are left out."""
     return sorted(
