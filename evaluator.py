@@ -233,21 +233,24 @@ def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Se
     `label`; idle, without those that a disturbed host held up."""
     import pandas as pd
 
-    from benchmark.dataset import model_measurements, model_rows, paced_rows, read_journal
+    from benchmark.dataset import Block, Measurement, model_rows, model_sessions, paced_rows, read_journal
 
-    blocks = read_journal(folder)
-    rows = paced_rows(pd.DataFrame(model_rows(blocks)))
-    held_up = {(str(model), str(machine)) for model, machine in rows[~rows["tells"]][["Model", "Machine"]].to_numpy()}
+    sessions = [session for session in model_sessions(read_journal(folder)) if "latency" in session.labels]
+    rows = paced_rows(pd.DataFrame(model_rows(sessions)))
+    held_up = set(rows.index[~rows["tells"]])
     if held_up:
         log.warning("%d latencies that a disturbed host held up are left out; the collector measures them again", len(held_up))
+    measured: dict[tuple[str, float, str], list[tuple[Block, Measurement]]] = defaultdict(list)
+    for place, (model, block, labels) in enumerate(sessions):
+        found = labels.get(label)
+        if place not in held_up and found and found.status == "ok" and found.samples_ms and model in records:
+            measured[model, block.level, block.machine].append((block, found))
     cases = []
-    for (model, level, machine), labels in model_measurements(blocks).items():
-        if not level and (model, machine) in held_up:
-            continue
-        block, found = labels.get(label, (None, None))
-        if block and found and found.status == "ok" and found.samples_ms and model in records:
-            load = {name: block.background[name] for name in metrics if name in block.background} if level else {}
-            cases.append(Case(record=records[model], level=level, load=load, samples_ms=list(found.samples_ms)))
+    for (model, level, _), of_model in measured.items():
+        background = of_model[-1][0].background
+        load = {name: background[name] for name in metrics if name in background} if level else {}
+        cases.append(Case(record=records[model], level=level, load=load,
+                          samples_ms=[sample for _, found in of_model for sample in found.samples_ms]))
     return sorted(cases, key=lambda case: (case.level, case.record.model))
 
 

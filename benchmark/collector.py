@@ -21,10 +21,9 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import hashlib
-import math
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,6 +95,9 @@ class Work:
     kernels: tuple[KernelItem, ...]
     models: tuple[ModelItem, ...]
     described: tuple[DatasetKernel, ...]
+
+
+Planned = tuple[str, list[KernelItem], list[ModelItem]]  # a block to be measured: its name, kernels, models
 
 
 def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> Work:
@@ -349,8 +351,8 @@ def write_tables(folder: Path, header: DatasetHeader) -> tuple[int, int]:
     """Derives both CSV tables from the journal; returns their numbers of rows."""
     blocks = dataset.read_journal(folder)
     described = {entry.kernel.id: entry for entry in dataset.read_kernels(folder)}
-    kernel_rows, model_rows = dataset.kernel_rows(
-        blocks, described, header.labels[0], header.target.flavour.execution_provider), dataset.model_rows(blocks)
+    kernel_rows = dataset.kernel_rows(blocks, described, header.labels[0], header.target.flavour.execution_provider)
+    model_rows = dataset.model_rows(dataset.model_sessions(blocks))
     files.write_csv(dataset.kernel_table_path(folder), dataset.kernel_columns(header.metrics, header.labels), kernel_rows)
     files.write_csv(dataset.model_table_path(folder), dataset.model_columns(header.metrics, header.labels), model_rows)
     return len(kernel_rows), len(model_rows)
@@ -366,41 +368,42 @@ def best_canary_ms(blocks: Iterable[Block]) -> float:
     return min((min(block.canary_before_ms, block.canary_after_ms) for block in blocks), default=0.0)
 
 
-def is_told(found: Mapping[str, tuple[Block, Measurement]], variants: Sequence[str]) -> bool:
-    """Whether what counts of a model's measurements, by label, is all that is wanted: it failed, or all is there and tells of
-    the model and not of its host."""
-    if "latency" not in found:
-        return False
-    latency, host = found["latency"][1], found["host"][1] if "host" in found else None
-    if latency.status != "ok":
-        return True
-    host_ms = float(np.median(host.samples_ms)) if host and host.status == "ok" else math.nan
-    disturbance = math.nan if latency.disturbance is None else latency.disturbance
-    return set(variants) <= set(found) and dataset.tells_of_model(
-        float(np.median(latency.samples_ms)), host_ms, disturbance)
+def sessions_missing(models: Sequence[ModelItem], there: Iterable[Block], wanted: int, variants: Sequence[str]) -> list[int]:
+    """For each model, how many of the `wanted` sessions are still to be opened: none for one that failed; otherwise those count
+    that hold all variants and tell of the model and not of its host."""
+    failed, counted = set[str](), Counter[str]()
+    for session in dataset.model_sessions(there):
+        if "latency" in session.labels and session.labels["latency"].status != "ok":
+            failed.add(session.model)
+        counted[session.model] += set(variants) <= set(session.labels) and session.tells
+    return [0 if item.record.model in failed else max(wanted - counted[item.record.model], 0) for item in models]
 
 
 def plan(work: Work, there: Iterable[Block], block_kernels: int, first_label: str = "run",
-         block_models: int = 1, variants: Sequence[str] = ()) -> list[tuple[str, list[KernelItem], list[ModelItem]]]:
+         block_models: int = 1, variants: Sequence[str] = (),
+         sessions: int = 1) -> list[Planned]:
     """The blocks still to be measured where `there` are measured: a name, kernels, models.
 
-    A kernel is measured once it has label `first_label` (or failed to get it) from a block of kernels, a model once it has
-    its latency and those of `variants`; one that was timed beside a disturbed host that held it up is timed again.
+    A kernel is measured once it has label `first_label` (or failed to get it) from a block of kernels, a model once
+    `sessions_missing` says so. A model's second session comes after all models' first, and so on.
     """
     there = list(there)
     timed = {m.id for block in there for m in block.measurements
              if m.label == first_label and m.context in ("alone", "carrier")}
-    told = {name for (name, _, _), found in dataset.model_measurements(there).items() if is_told(found, variants)}
-    models = [item for item in work.models if item.record.model not in told]
     kernels = [item for item in work.kernels if item.kernel.id not in timed]
     shuffled = [kernels[i] for i in np.random.default_rng(0).permutation(len(kernels))]  # no type at one time of day only
-    planned: list[tuple[str, list[KernelItem], list[ModelItem]]] = [
-        (chunk[0].record.model + (f" and {len(chunk) - 1} more" if len(chunk) > 1 else ""), [], list(chunk))
-        for chunk in chunks(models, block_models)]
-    planned += [(f"{len(chunk)} kernels from {chunk[0].kernel.type}", list(chunk), [])
-                for chunk in chunks(shuffled, block_kernels)]
-    order = np.random.default_rng(1).permutation(len(planned))  # models and kernels in turn
-    return [planned[i] for i in order]
+    of_kernels: list[Planned] = [
+        (f"{len(chunk)} kernels from {chunk[0].kernel.type}", list(chunk), []) for chunk in chunks(shuffled, block_kernels)]
+    missing = sessions_missing(work.models, there, sessions, variants)
+    planned: list[Planned] = []
+    for turn in range(max(missing, default=0) or 1):
+        models = [item for item, left in zip(work.models, missing, strict=True) if left > turn]
+        of_turn: list[Planned] = [
+            (chunk[0].record.model + (f" and {len(chunk) - 1} more" if len(chunk) > 1 else ""), [], list(chunk))
+            for chunk in chunks(models, block_models)]
+        of_turn += of_kernels if not turn else []
+        planned += [of_turn[i] for i in np.random.default_rng(turn + 1).permutation(len(of_turn))]  # models and kernels in turn
+    return planned
 
 
 def choose_ties(kernels: Sequence[KernelItem], there: Iterable[Block], uuid: str, first_label: str,
@@ -482,7 +485,7 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
             there = [block for block in dataset.read_journal(folder) if block.level == level]
             own = [block for block in there if block.machine == here.uuid]
             todo = plan(work, own if config.each_machine else there, config.block_kernels, labels[0], config.block_models,
-                        () if level else variants)
+                        () if level else variants, 1 if level else config.sessions)
             if not (config.each_machine or level):
                 ties = choose_ties(work.kernels, there, here.uuid, labels[0], config.ties)
                 todo = plan(Work(tuple(ties), (), ()), own, config.block_kernels, labels[0]) + todo

@@ -37,6 +37,7 @@ class CollectorConfig(Config):
     labels: tuple[Literal["run", "kernel_time", "node_span", "gpu"], ...] = ()
     model_labels: bool = True
     variants: tuple[Literal["host_io", "cuda_graph"], ...] | None = None
+    sessions: int = Field(1, ge=1)
     levels: tuple[Level, ...] = Field((0.0, 0.3, 0.6, 0.9), min_length=1)
     stress: StressConfig = StressConfig()
     metrics: tuple[str, ...] = ()

@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
@@ -311,26 +312,34 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
     return rows
 
 
-def model_measurements(blocks: Iterable[Block]) -> dict[tuple[str, float, str], dict[str, tuple[Block, Measurement]]]:
-    """What counts of each model's measurements, by (model, level, machine) and label, with its block.
+class ModelSession(NamedTuple):
+    """What one block measured of a whole model in sessions opened for it: its measurements by label."""
 
-    What was timed several times, since the host was disturbed, counts as it was when that was least; else the last time. One
-    that failed counts only where none went well.
-    """
-    chosen: dict[tuple[str, float, str], dict[str, tuple[Block, Measurement]]] = defaultdict(dict)
+    model: str
+    block: Block
+    labels: dict[str, Measurement]
+
+    @property
+    def tells(self) -> bool:
+        """Whether there is a latency, and it tells of the model alone."""
+        latency, host = self.labels.get("latency"), self.labels.get("host")
+        if latency is None or latency.status != "ok":
+            return False
+        host_ms = float(np.median(host.samples_ms)) if host and host.status == "ok" else math.nan
+        disturbance = math.nan if latency.disturbance is None else latency.disturbance
+        return tells_of_model(float(np.median(latency.samples_ms)), host_ms, disturbance)
+
+
+def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
+    """Every time that a block measured a whole model, in order."""
+    found = []
     for block in blocks:
+        labels: dict[str, dict[str, Measurement]] = defaultdict(dict)
         for m in block.measurements:
-            if m.subject != "model":
-                continue
-            of_model = chosen[m.id, block.level, block.machine]
-            if m.label not in of_model or _rank(m) <= _rank(of_model[m.label][1]):
-                of_model[m.label] = block, m
-    return dict(chosen)
-
-
-def _rank(measurement: Measurement) -> tuple[bool, float]:
-    """The smaller, the sooner a measurement counts."""
-    return measurement.status != "ok", measurement.disturbance or 0.0
+            if m.subject == "model":
+                labels[m.id][m.label] = m
+        found += [ModelSession(model, block, of_model) for model, of_model in labels.items()]
+    return found
 
 
 def tells_of_model(latency_ms: float, host_ms: float, disturbance: float) -> bool:
@@ -344,24 +353,24 @@ def tells_of_model(latency_ms: float, host_ms: float, disturbance: float) -> boo
     return not disturbance > DISTURBANCE_ADMITTED or host_ms <= HOST_IDLES * latency_ms
 
 
-def model_rows(blocks: Iterable[Block]) -> list[dict[str, Any]]:
-    """One row a model, level and machine: statistics of its whole latency, and the medians of its other labels."""
+def model_rows(sessions: Iterable[ModelSession]) -> list[dict[str, Any]]:
+    """A row for each session that timed a model: statistics of its whole latency, and the medians of its other labels."""
     from utils.timing import summarize
 
     rows = []
-    for (model, level, machine), labels in model_measurements(blocks).items():
+    for model, block, labels in sessions:
         if "latency" not in labels:
             continue
-        block, m = labels["latency"]
-        row: dict[str, Any] = {"Model": model, "Level": level, "Machine": machine, "Started": m.started, "Ended": m.ended,
-                               "Status": m.status, "Error": m.error, "Drift": round(block.drift, 4),
+        m = labels["latency"]
+        row: dict[str, Any] = {"Model": model, "Level": block.level, "Machine": block.machine, "Started": m.started,
+                               "Ended": m.ended, "Status": m.status, "Error": m.error, "Drift": round(block.drift, 4),
                                "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2}
         row |= _metrics(block)
         if m.status == "ok":
             s = summarize(m.samples_ms)
             row |= {"Latency_ms": round(s.mean_ms, 6), "median_ms": round(s.median_ms, 6), "p95_ms": round(s.p95_ms, 6),
                     "std_ms": round(s.std_ms, 6), "Runs": s.runs, "Disturbance": m.disturbance, "Probe_us": m.probe_us}
-        for label, (_, other) in labels.items():
+        for label, other in labels.items():
             if label != "latency" and other.status == "ok":
                 row[f"{label}_ms"] = round(float(np.median(other.samples_ms)), 6)
                 if other.launches is not None:
@@ -465,7 +474,7 @@ def paced_rows(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def idle_models(table: pd.DataFrame, with_disturbed: bool = False) -> pd.DataFrame:
-    """What a model table tells of each model on an idle device, by name: medians over the machines of the times and the pace
+    """What a model table tells of each model on an idle device, by name: medians over its sessions of the times and the pace
     of `paced_rows`; latencies that a disturbed host held up are left out unless `with_disturbed`."""
     rows = paced_rows(table)
     return (rows if with_disturbed else rows[rows["tells"]]).groupby("Model", sort=True)[[*MODEL_TIMES, "pace"]].median()

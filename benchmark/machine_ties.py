@@ -37,10 +37,10 @@ Times = dict[tuple[str, str, str], dict[str, float]]  # ms by what was timed (su
 
 def idle_times(blocks: Iterable[Block]) -> dict[str, Times]:
     """The median of each idle measurement that went well, by machine: kernels' times by label and by where they were taken,
-    and models' latencies."""
+    and models' latencies, where these tell of the model and not of its host."""
     import numpy as np
 
-    from benchmark.dataset import model_measurements
+    from benchmark.dataset import model_sessions
 
     idle = [block for block in blocks if not block.level]
     samples: dict[str, dict[tuple[str, str, str], dict[str, list[float]]]] = defaultdict(
@@ -49,9 +49,9 @@ def idle_times(blocks: Iterable[Block]) -> dict[str, Times]:
         for m in block.measurements:
             if m.subject == "kernel" and m.status == "ok":
                 samples[block.machine]["kernels", m.label, m.where][m.id] += m.samples_ms
-    for (name, _, machine), labels in model_measurements(idle).items():
-        if "latency" in labels and labels["latency"][1].status == "ok":
-            samples[machine]["models", "latency", "whole"][name] += labels["latency"][1].samples_ms
+    for session in model_sessions(idle):
+        if session.tells:
+            samples[session.block.machine]["models", "latency", "whole"][session.model] += session.labels["latency"].samples_ms
     return {machine: {what: {name: float(np.median(found)) for name, found in by_id.items()}
                       for what, by_id in of_machine.items()} for machine, of_machine in samples.items()}
 

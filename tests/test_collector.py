@@ -239,7 +239,8 @@ def test_numpy_in_and_out_is_a_variant(tmp_path: Path) -> None:
         assert len(found) == rows
     [host_io] = [m for block in dataset.read_journal(folder) for m in block.measurements if m.label == "host_io"]
     table = dataset.load_table(dataset.model_table_path(folder))
-    assert table["host_io_ms"].item() == pytest.approx(np.median(host_io.samples_ms), abs=1e-6)
+    assert table["host_io_ms"].isna().to_list() == [True, False]  # of the first session, and of the second
+    assert table["host_io_ms"].iloc[1] == pytest.approx(np.median(host_io.samples_ms), abs=1e-6)
     assert table["cuda_graph_ms"].isna().all()
     with pytest.raises(UserError, match="variants: cuda_graph: only a GPU"):
         collect(workspace, CollectorConfig.model_validate(wanted | {"variants": ["cuda_graph"]}))
@@ -316,7 +317,7 @@ def test_gpu_columns_of_a_kernel_and_a_model() -> None:
                                 **common)))
     row = dataset.kernel_rows([block], {kernel.id: dataset.DatasetKernel(kernel=kernel, models=())}, "gpu")[0]
     assert (row["gpu_ms"], row["gpu_launches"], row["gpu_kernels"], row["Status"]) == (0.0, 0, "", "ok")
-    model = dataset.model_rows([block])[0]
+    model = dataset.model_rows(dataset.model_sessions([block]))[0]
     assert (model["Latency_ms"], model["host_ms"], model["gpu_ms"], model["gpu_launches"]) == (1.0, 0.6, 0.8, 7)
 
 
@@ -329,13 +330,12 @@ def timed_models(number: int, disturbance: dict[str, float]) -> dataset.Block:
                          attempts=1, machine="m", measurements=found)
 
 
-def test_of_several_measurements_the_least_disturbed_counts() -> None:
-    blocks = [timed_models(1, {"calm": 0.0, "first": 0.2, "equal": 0.1}),
-              timed_models(2, {"calm": 0.5, "first": 0.4, "equal": 0.1})]
-    rows = {row["Model"]: row for row in dataset.model_rows(blocks)}
-    assert {name: (row["median_ms"], row["host_ms"], row["Disturbance"]) for name, row in rows.items()} == {
-        "calm": (1.0, 1.0, 0.0), "first": (1.2, 1.2, 0.2), "equal": (1.1, 1.1, 0.1)}
-    assert rows["equal"]["Started"] == "2"
+def test_each_session_of_a_model_is_a_row_and_the_median_of_those_that_tell_counts() -> None:
+    blocks = [timed_models(number, {"net": ratio}) for number, ratio in enumerate((0.0, 0.1, 0.5, 0.08))]
+    table = pd.DataFrame(dataset.model_rows(dataset.model_sessions(blocks)))
+    assert table["median_ms"].to_list() == [1.0, 1.1, 1.5, 1.08]
+    assert table["Started"].to_list() == ["0", "1", "2", "3"]
+    assert dataset.idle_models(table)["median_ms"].to_dict() == pytest.approx({"net": 1.08})
 
 
 def test_a_model_beside_a_disturbed_host_is_measured_again(collected: Collected) -> None:
@@ -347,6 +347,30 @@ def test_a_model_beside_a_disturbed_host_is_measured_again(collected: Collected)
     assert again == names[:1]
     there.append(timed_models(2, {names[0]: 0.0}))
     assert plan(Work((), items, ()), there, 32, "gpu") == []
+
+
+def test_a_model_is_measured_in_as_many_sessions_as_are_wanted(collected: Collected) -> None:
+    """Every model's second session comes after every model's first; one beside a disturbed host does not count, one that
+    lacks a variant neither, and one that failed ends it."""
+    records = load_records(collected.workspace, collected.flavour)
+    work = Work((), tuple(ModelItem(Path("m.onnx"), Path("m.json"), record, labels=True) for record in records), ())
+    names = {record.model for record in records}
+
+    def planned(*there: dataset.Block, variants: tuple[str, ...] = ()) -> list[str]:
+        blocks = plan(work, there, 32, "gpu", 1, variants, sessions=3)
+        return [item.record.model for _, _, models in blocks for item in models]
+
+    order = planned()
+    assert [set(order[:len(names)]), set(order[len(names):2 * len(names)]), set(order[2 * len(names):])] == [names] * 3
+    assert len(order) == 3 * len(names)
+    first = timed_models(1, dict.fromkeys(names, 0.0))
+    one = order[0]
+    assert Counter(planned(first, timed_models(2, {one: 0.5}))) == dict.fromkeys(names, 2)
+    assert Counter(planned(first, timed_models(2, {one: 0.0})))[one] == 1
+    assert one not in planned(*[first] * 3)
+    assert Counter(planned(*[first] * 3, variants=("host_io",))) == dict.fromkeys(names, 3)
+    failed = first.measurements[0].model_copy(update={"id": one, "status": "crashed"})
+    assert one not in planned(first.model_copy(update={"measurements": (failed,)}))
 
 
 def test_the_table_follows_from_the_journal(collected: Collected) -> None:

@@ -99,7 +99,8 @@ def make_dataset(workspace: Workspace, records: list[ModelRecord]) -> None:
     files.write_text(dataset.kernels_path(folder), "".join(one.model_dump_json() + "\n" for one in described.values()))
     files.write_csv(dataset.kernel_table_path(folder), dataset.kernel_columns([METRIC]),
                     dataset.kernel_rows(blocks, described))
-    files.write_csv(dataset.model_table_path(folder), dataset.model_columns([METRIC]), dataset.model_rows(blocks))
+    files.write_csv(dataset.model_table_path(folder), dataset.model_columns([METRIC]),
+                    dataset.model_rows(dataset.model_sessions(blocks)))
 
 
 def make_models(workspace: Workspace) -> list[ModelRecord]:
