@@ -163,7 +163,7 @@ def time_model_as_graph(request: Request) -> list[Samples]:
     """A whole model captured once as a CUDA graph and then replayed; tensors on the device.
 
     Raises:
-        UserError: ONNX Runtime can't capture it (a node is not the CUDA provider's), or can't load or run it.
+        UserError: ONNX Runtime can't capture it (see cuda_capture), or can't load or run it.
     """
     runner = open_runner(Path(request.paths[0]), "cuda", dims=request.dims, cuda_graph=True,
                          provider_options=request.provider_options)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 from inference.memory import Layout, Memory, layout_of, peak_memory
 from inference.sources import Source, record_of
 from inference.targets import Fitted, check_fit, fitted_for
+from ort_analysis.cuda_capture import capture_obstacle
 from ort_analysis.records import Frozen, ModelRecord
 from overlap_simulator import PipelineCosts
 from utils.errors import UserError
@@ -202,7 +203,8 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
                  kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
     predicted = [kernel for name, kernel in kernels.items() if known[name].provenance == "predicted"]
     beyond = set(fitted.predictors.beyond_range(predicted))
-    return [_compose(record, known, fitted, used, given, strict, way, (*warned, *_range_warning(record, known, beyond)))
+    return [_compose(record, known, fitted, used, given, strict, way,
+                     (*warned, *_capture_warning(record, way), *_range_warning(record, known, beyond)))
             for record, warned in zip(records, warnings, strict=True)]
 
 
@@ -293,6 +295,12 @@ def _compose(record: ModelRecord, known: Mapping[str, KnownKernel], fitted: Fitt
         items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
         memory=memory, peak_memory_mib=memory.peak_mib, warnings=warnings,
     )
+
+
+def _capture_warning(record: ModelRecord, way: WayOfRunning) -> tuple[str, ...]:
+    """What to know about a model that is to be captured as a CUDA graph and can't be; nothing where it can."""
+    obstacle = capture_obstacle(record) if way.cuda_graph else None
+    return (f"ONNX Runtime can't capture it as a CUDA graph: {obstacle}; predicted as though it could",) if obstacle else ()
 
 
 def _range_warning(record: ModelRecord, known: Mapping[str, KnownKernel], beyond: set[str]) -> tuple[str, ...]:

@@ -61,9 +61,9 @@ def kernel_node(kernel: Kernel, inputs: list[str], outputs: list[str], name: str
     from onnx import helper
 
     node = helper.make_node(kernel.op_type, inputs, outputs, name=name, domain=kernel.domain)
+    if kernel.subgraphs:
+        raise UserError(f"{kernel.id}: holds a subgraph ({kernel.subgraphs[0]}); such a kernel can't be built alone")
     for key, value in sorted(kernel.attributes.items()):
-        if isinstance(value, dict) and "graph" in value:
-            raise UserError(f"{kernel.id}: holds a subgraph ({key}); such a kernel can't be built alone")
         if isinstance(value, dict):
             tensor_type = tensor_code(value["dtype"])
             value = helper.make_tensor(key, tensor_type, value["shape"], value["values"])

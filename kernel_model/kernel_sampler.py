@@ -236,7 +236,7 @@ def sample(entries: Sequence[IndexEntry], count: int, generator: np.random.Gener
     seeds: dict[str, list[tuple[Kernel, str]]] = {}
     for entry in entries:
         families = sorted({family(model) for model in entry.models} - set(without))
-        if families and entry.kernel.op_type not in VIEW_OPS and not has_subgraph(entry.kernel):
+        if families and entry.kernel.op_type not in VIEW_OPS and not entry.kernel.subgraphs:
             seeds.setdefault(entry.kernel.type, []).append((entry.kernel, families[0]))
     types = sorted(seeds)
     weights = np.sqrt([len(seeds[name]) for name in types])
@@ -279,10 +279,6 @@ def collect_draws(draw: Callable[[int], tuple[Kernel, str]], count: int, batches
         else:
             found[drawn.id] = (drawn, seed_family)
     return found, refused
-
-
-def has_subgraph(kernel: Kernel) -> bool:
-    return any(isinstance(value, dict) and "graph" in value for value in kernel.attributes.values())
 
 
 Sampler = Callable[[int, np.random.Generator], tuple[dict[str, tuple[Kernel, str]], Counter[str]]]

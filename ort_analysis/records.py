@@ -99,6 +99,11 @@ class Kernel(Frozen):
         return self.bytes_read + self.bytes_written > 0
 
     @property
+    def subgraphs(self) -> tuple[str, ...]:
+        """The attributes that hold a graph, of which the record keeps only a hash: those of If, Loop and Scan."""
+        return tuple(key for key, value in sorted(self.attributes.items()) if isinstance(value, dict) and "graph" in value)
+
+    @property
     def activations(self) -> tuple[KernelInput, ...]:
         """The inputs that change from run to run."""
         return tuple(tensor for tensor in self.inputs if tensor.present and not tensor.constant)
