@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, rel
 
 from benchmark import dataset
 from training import estimators
-from training.estimators import TrainingConfig, XgboostSettings
-from training.train_kernel_model import cross_validate, train_label
+from training.estimators import LAUNCHES, TrainingConfig, XgboostSettings
+from training.train_kernel_model import LeftOut, cross_validate, train_label, type_errors
 from training.training_set import TrainingSet, load_training_set, measured_times
 from utils.config import load_config
 from utils.errors import UserError
@@ -50,6 +51,19 @@ def test_recovers_the_formula_up_to_its_noise(rows: TrainingSet) -> None:
     assert everything.mape < everything.roofline_mape / 2
     assert errors["under load", "all"].mape < 0.12
     assert {"Conv", "Relu", "Gemm"} <= {name for _, name in errors}
+
+
+def test_numbers_of_launches_have_no_rows_by_time(rows: TrainingSet) -> None:
+    """As a GPU's dataset holds them, made up: a launch is no millisecond, so none is longer than 20 µs."""
+    launches = (1 + np.arange(len(rows)) % 3).astype(np.float64)
+    counted = replace(rows, times_ms={**rows.times_ms, LAUNCHES: launches})
+    left_out = LeftOut(*(np.full(len(rows), 2.0),) * 4)
+
+    def sets_of(label: str) -> list[str]:
+        return list(dict.fromkeys(e.rows_of for e in type_errors(counted, label, left_out, [], short_ms=0.02)))
+
+    assert sets_of("run") == ["idle", "idle, 20 µs and more", "all levels", "under load"]
+    assert sets_of(LAUNCHES) == ["idle", "all levels", "under load"]
 
 
 def test_load_makes_kernels_slower(rows: TrainingSet) -> None:

@@ -52,7 +52,7 @@ class TypeErrors(Frozen):
     """Cross-validated errors of one kernel type (`all`: of every type) in one set of rows; ratios, not per cent.
 
     Attributes:
-        rows_of: `idle`, `all levels`, or `idle, <n> µs and more`.
+        rows_of: `idle`, `all levels`, `under load`, or (of times) `idle, <n> µs and more`.
         predictor: what predicts the type: `shared`, its own (the type's name), or `mixed` for all types.
         within_10: share of rows predicted within ±10 %.
         forest_mape, roofline_mape: of the two that the shipped predictor is compared with.

@@ -106,18 +106,21 @@ def choose_own(rows: TrainingSet, label: str, left_out: LeftOut, candidates: lis
 
 
 def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own: list[str], short_ms: float) -> tuple[TypeErrors, ...]:
-    """Errors on left-out kernels, of all types and of each: idle, idle without the shortest, and at all levels."""
+    """Errors on left-out kernels, of all types and of each: idle, idle without the shortest (where the label is a time), and at
+    all levels."""
     import numpy as np
 
-    from training.estimators import SHARED
+    from training.estimators import LAUNCHES, SHARED
     from training.predictor_files import TypeErrors
     from utils.timing import error_statistics
 
     measured = rows.times_ms[label]
     shipped = np.where(np.isin(rows.types, own) & np.isfinite(left_out.own), left_out.own, left_out.shared)
-    idle_time = dict(zip(rows.ids[rows.idle], measured[rows.idle], strict=True))
-    long = np.array([idle_time.get(name, time) >= short_ms for name, time in zip(rows.ids, measured, strict=True)])
-    sets = {"idle": rows.idle, f"idle, {short_ms * 1000:g} µs and more": rows.idle & long}
+    sets: dict[str, Any] = {"idle": rows.idle}
+    if label != LAUNCHES:
+        idle_time = dict(zip(rows.ids[rows.idle], measured[rows.idle], strict=True))
+        long = np.array([idle_time.get(name, time) >= short_ms for name, time in zip(rows.ids, measured, strict=True)])
+        sets[f"idle, {short_ms * 1000:g} µs and more"] = rows.idle & long
     if not rows.idle.all():
         sets |= {"all levels": np.ones(len(rows), dtype=bool), "under load": ~rows.idle}
     found = []
