@@ -45,17 +45,17 @@ TRACED_RUNS = 5
 CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
 
 
-def time_canary(request: Request) -> list[Samples]:
+def time_canary(request: Request) -> Reply:
     """The canary, as often as the effort says."""
     timing = canary.canary(request.execution_provider).time_as(request.effort)
-    return [Samples(id=canary.NAME, label="run", samples_ms=timing.samples_ms)]
+    return Reply(samples=(Samples(id=canary.NAME, label="run", samples_ms=timing.samples_ms),))
 
 
-def time_alone(request: Request) -> list[Samples]:
+def time_alone(request: Request) -> Reply:
     """Label `run`: a kernel in a session of its own, wall time."""
     path = Path(request.paths[0])
     runner = open_runner(path, request.execution_provider, provider_options=request.provider_options)
-    return [Samples(id=path.stem, label="run", samples_ms=runner.time_as(request.effort).samples_ms)]
+    return Reply(samples=(Samples(id=path.stem, label="run", samples_ms=runner.time_as(request.effort).samples_ms),))
 
 
 def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str]) -> list[Samples]:
@@ -82,7 +82,7 @@ def shared_memory() -> SharedMemory:
     return SharedMemory()
 
 
-def time_carrier(request: Request) -> list[Samples]:
+def time_carrier(request: Request) -> Reply:
     """Several kernels one after another in one graph: their in-model-like labels, and `gpu` where it is asked for.
 
     Raises:
@@ -102,7 +102,7 @@ def time_carrier(request: Request) -> list[Samples]:
         runs = counted_runs(session.end_profiling(), [*counted, *[False] * len(traced)])
     ids = {node_name(number): kernel.id for number, kernel in enumerate(kernels)}
     found = [samples for samples in labels_of(runs, ids) if samples.label in request.labels]
-    return found + gpu_samples(traced, [node.node for node in runs[-1].nodes], ids)
+    return Reply(samples=(*found, *gpu_samples(traced, [node.node for node in runs[-1].nodes], ids)))
 
 
 def gpu_samples(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[str, str]) -> list[Samples]:
@@ -132,7 +132,7 @@ def model_name(request: Request) -> str:
     return record_name(Path(request.paths[0]).stem, request.dims)
 
 
-def time_model(request: Request) -> list[Samples]:
+def time_model(request: Request) -> Reply:
     """A whole model's latency (and, on a GPU, the host's dispatch) and its kernels' `kernel_time` and `node_span`."""
     path, provider, effort = Path(request.paths[0]), request.execution_provider, request.effort
     name = model_name(request)
@@ -149,8 +149,8 @@ def time_model(request: Request) -> list[Samples]:
         return model_labels(path, request) if request.labels else []
 
     if request.watch_host:
-        return [*beside_the_probe(name, timed, request), *in_model()]
-    return in_halves(name, runner, timed, effort.runs(one_run_s), effort, in_model)
+        return Reply(samples=(*beside_the_probe(name, timed, request), *in_model()))
+    return Reply(samples=tuple(in_halves(name, runner, timed, effort.runs(one_run_s), effort, in_model)))
 
 
 def beside_the_probe(model: str, timed: Mapping[str, Callable[[], float]], request: Request) -> list[Samples]:
@@ -159,7 +159,7 @@ def beside_the_probe(model: str, timed: Mapping[str, Callable[[], float]], reque
             for label, one in quiet_samples_ms(host_probe(request.execution_provider), timed, request.effort).items()]
 
 
-def time_model_as_graph(request: Request) -> list[Samples]:
+def time_model_as_graph(request: Request) -> Reply:
     """A whole model captured once as a CUDA graph and then replayed; tensors on the device.
 
     Raises:
@@ -170,8 +170,9 @@ def time_model_as_graph(request: Request) -> list[Samples]:
     one_run_s = runner.warm_up(request.effort.warmup + CAPTURING_RUNS, request.effort.warmup_s)
     timed = {"cuda_graph": runner.run_s}
     if request.watch_host:
-        return beside_the_probe(model_name(request), timed, request)
-    return in_halves(model_name(request), runner, timed, request.effort.runs(one_run_s), request.effort, list)
+        return Reply(samples=tuple(beside_the_probe(model_name(request), timed, request)))
+    runs = request.effort.runs(one_run_s)
+    return Reply(samples=tuple(in_halves(model_name(request), runner, timed, runs, request.effort, list)))
 
 
 def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float]], runs: int, effort: Effort,
@@ -189,7 +190,7 @@ def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float
     return [*(Samples(id=model, label=label, samples_ms=tuple(found)) for label, found in samples.items()), *meanwhile]
 
 
-def trace_model(request: Request) -> list[GpuRun]:
+def traced_runs(request: Request) -> list[GpuRun]:
     """A few whole runs of a model, traced."""
     runner = open_runner(Path(request.paths[0]), request.execution_provider, dims=request.dims,
                          provider_options=request.provider_options)
@@ -197,11 +198,16 @@ def trace_model(request: Request) -> list[GpuRun]:
     return trace([runner.run_once] * (TRACED_RUNS + 1))[1:]
 
 
-def time_model_on_gpu(request: Request) -> list[Samples]:
+def trace_model(request: Request) -> Reply:
+    """The traced runs of a model themselves."""
+    return Reply(runs=tuple(traced_runs(request)))
+
+
+def time_model_on_gpu(request: Request) -> Reply:
     """Label `gpu` of a whole model: the GPU's own time of a run, and how many launches it takes."""
-    traced = trace_model(request)
-    return [Samples(id=model_name(request), label=GPU_LABEL, launches=len(traced[0].work),
-                    samples_ms=tuple(round(run.busy_us / 1000, 6) for run in traced))]
+    traced = traced_runs(request)
+    return Reply(samples=(Samples(id=model_name(request), label=GPU_LABEL, launches=len(traced[0].work),
+                                  samples_ms=tuple(round(run.busy_us / 1000, 6) for run in traced)),))
 
 
 def model_labels(path: Path, request: Request) -> list[Samples]:
@@ -223,21 +229,19 @@ def model_labels(path: Path, request: Request) -> list[Samples]:
     return labels_of(runs, ids)
 
 
-WORK: dict[str, Callable[[Request], list[Samples]]] = {
+WORK: dict[str, Callable[[Request], Reply]] = {  # each gives the reply but for its times
     "alone": time_alone, "carrier": time_carrier, "model": time_model, "model_gpu": time_model_on_gpu,
-    "model_graph": time_model_as_graph, "canary": time_canary}  # `model_trace` gives runs
+    "model_trace": trace_model, "model_graph": time_model_as_graph, "canary": time_canary}
 
 
 def answer(request: Request) -> Reply:
     """Does one piece of work; what is wrong with the subject itself comes back as the reply's error."""
     started = now()
     try:
-        if request.do == "model_trace":
-            return Reply(runs=tuple(trace_model(request)), started=started, ended=now())
-        samples = WORK[request.do](request)
+        reply = WORK[request.do](request)
     except UserError as error:
-        return Reply(error=str(error), started=started, ended=now())
-    return Reply(samples=tuple(samples), started=started, ended=now())
+        reply = Reply(error=str(error))
+    return reply.model_copy(update={"started": started, "ended": now()})
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import logging
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import onnx
@@ -18,7 +19,7 @@ from benchmark import ort_kernel_runner
 from benchmark.ort_kernel_runner import measure, open_runner
 from benchmark.ort_profile import kernel_times_ms, node_spans_ms, read_profile
 from benchmark.protocol import Effort, Reply, Request
-from benchmark.worker import answer
+from benchmark.worker import WORK, answer
 from kernel_model.kernel_builder import built_kernel
 from ort_analysis.records import load_record, record_path
 from utils import logger, timing
@@ -261,6 +262,23 @@ def test_a_model_and_its_kernels_in_it(built: tuple[Workspace, Flavour], model: 
     assert 0.25 < whole / least["latency"]["anet_b1"] < 4
     only = answer(request.model_copy(update={"labels": ()}))
     assert set(samples_of(only)) == {"latency"}
+
+
+def test_every_kind_of_work_gives_a_reply(model: Path, kernels: list[Path]) -> None:
+    """All that may be asked is some function's, and what it gives is the reply but for its times: samples, or runs. (Those of
+    a GPU alone are asked for on one.)"""
+    assert set(WORK) == set(get_args(Request.model_fields["do"].annotation))
+    paths = {"alone": kernels[:1], "carrier": kernels[:2], "model": [model], "model_gpu": [model], "model_trace": [model],
+             "canary": []}
+    for do, files_of in paths.items():
+        request = Request.model_validate({"do": do, "execution_provider": "cpu", "effort": FEW, "labels": ["kernel_time"] * (
+            do == "carrier"), "paths": [str(path) for path in files_of]})
+        given = WORK[do](request)
+        assert isinstance(given, Reply)
+        assert (bool(given.samples), bool(given.runs)) == (do != "model_trace", do == "model_trace")
+        assert given.started == given.ended == ""
+        reply = answer(request)
+        assert "" < reply.started < reply.ended
 
 
 def test_a_model_that_is_not_its_records(built: tuple[Workspace, Flavour], model: Path, tmp_path: Path) -> None:
