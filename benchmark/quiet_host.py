@@ -3,7 +3,8 @@
 A virtual machine shares its cores with others: for tenths of a second at a time the host dispatches 1.4 to 1.7 times more
 slowly, on every core alike, and a short model with it, while the GPU's own times stay. So a model is timed in windows of
 some hundredths of a second, each between two readings of a probe, a fixed graph that is all dispatch, and the windows count
-in which the probe was about as fast as in the fastest tenth of its readings so far. (The very fastest is no measure: of an
+in which the probe was about as fast as in the fastest tenth of its readings: of those so far, or of those until some earlier
+moment where they were faster, lest a disturbance that lasts be taken for usual. (The very fastest is no measure: of an
 undisturbed host too the probe now and then takes a sixth less.)
 """
 
@@ -33,21 +34,36 @@ FIRST_LOOK_S = 0.3  # how long a new probe is read at first
 
 @dataclass
 class HostProbe:
-    """A probe of the host's pace: what one dispatch of a fixed graph takes now, and took until now (seconds, ascending)."""
+    """A probe of the host's pace.
+
+    Attributes:
+        dispatch_s: dispatches a fixed graph and gives the seconds it took.
+        sorted_s: all readings so far in seconds, ascending; at first those of the first look, one at least.
+        good_s: what a dispatch takes while the host is undisturbed: the slowest of the fastest tenth of the readings, as small
+            as that ever was since the first look.
+    """
 
     dispatch_s: Callable[[], float]
-    sorted_s: list[float] = field(default_factory=list)
+    sorted_s: list[float]
+    good_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.good_s = self._tenth_s()
 
     def reading_s(self) -> float:
-        """The shortest of a few dispatches."""
-        found = min(self.dispatch_s() for _ in range(READINGS))
+        """What the probe takes now, in seconds."""
+        found = shortest_s(self.dispatch_s)
         bisect.insort(self.sorted_s, found)
+        self.good_s = min(self.good_s, self._tenth_s())
         return found
 
-    @property
-    def good_s(self) -> float:
-        """What a dispatch takes while the host is undisturbed: the slowest of the fastest tenth of the readings."""
+    def _tenth_s(self) -> float:
         return self.sorted_s[len(self.sorted_s) // FASTEST]
+
+
+def shortest_s(dispatch_s: Callable[[], float]) -> float:
+    """The shortest of a few dispatches, in seconds."""
+    return min(dispatch_s() for _ in range(READINGS))
 
 
 @dataclass(frozen=True)
@@ -69,11 +85,11 @@ def host_probe(execution_provider: str) -> HostProbe:
     graph = helper.make_graph(nodes, "probe", values[:1], values[1:])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     session = open_session(model.SerializeToString(), execution_provider, optimize="none", name="probe")
-    probe = HostProbe(dispatcher(session, device_binding(session, random_feed(session), execution_provider)))
-    until = time.monotonic() + FIRST_LOOK_S
+    dispatch_s = dispatcher(session, device_binding(session, random_feed(session), execution_provider))
+    first, until = [shortest_s(dispatch_s)], time.monotonic() + FIRST_LOOK_S
     while time.monotonic() < until:
-        probe.reading_s()
-    return probe
+        first.append(shortest_s(dispatch_s))
+    return HostProbe(dispatch_s, sorted(first))
 
 
 class Timed(NamedTuple):

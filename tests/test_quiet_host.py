@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
+from collections.abc import Iterable
+from functools import partial
 
 import pytest
 
@@ -12,6 +15,7 @@ from benchmark.protocol import Effort
 from benchmark.quiet_host import HostProbe, host_probe, quiet_samples_ms
 
 FAST_S, SLOWER = 0.0002, 1.5
+ODD_S = FAST_S * 5 / 6
 EFFORT = Effort(budget_s=0.05, least_runs=5, most_runs=1000)
 
 
@@ -62,7 +66,8 @@ def test_several_in_turn() -> None:
         order.append(name)
         return host.run_s()
 
-    found = quiet_samples_ms(HostProbe(host.dispatch_s), {"a": lambda: noted("a"), "b": lambda: noted("b")}, EFFORT)
+    timed = {name: partial(noted, name) for name in ("a", "b")}
+    found = quiet_samples_ms(HostProbe(host.dispatch_s, [FAST_S] * 100), timed, EFFORT)
     assert {name: one.disturbance for name, one in found.items()} == {"a": 0.0, "b": 0.0}
     assert len([1 for before, after in itertools.pairwise(order) if before != after]) >= 3
 
@@ -75,6 +80,39 @@ def test_the_real_probe() -> None:
     assert probe is host_probe("cpu")
 
 
+def read(probe: HostProbe, taken_s: Iterable[float]) -> None:
+    """Made-up further readings."""
+    for time_s in taken_s:
+        probe.dispatch_s = partial(float, time_s)
+        probe.reading_s()
+
+
+def test_a_long_disturbance_is_not_taken_for_usual() -> None:
+    """However many readings it leaves, a good one stays what it was."""
+    probe = HostProbe(lambda: FAST_S, [FAST_S] * 100)
+    read(probe, [SLOWER * FAST_S] * 2000)
+    assert probe.good_s == FAST_S
+    _, disturbance, _ = quiet_samples_ms(probe, {"x": Host(period_s=1.0, disturbed_share=1.0).run_s}, EFFORT)["x"]
+    assert disturbance == pytest.approx(SLOWER - 1)
+
+
+def test_a_first_look_that_was_disturbed_is_mended() -> None:
+    """As soon as a tenth of the readings tell better; a later disturbance changes nothing more."""
+    probe = HostProbe(lambda: FAST_S, [SLOWER * FAST_S] * 100)
+    read(probe, [FAST_S] * 11)
+    assert probe.good_s == SLOWER * FAST_S
+    read(probe, [FAST_S, *[SLOWER * FAST_S] * 500])
+    assert probe.good_s == FAST_S
+
+
+def test_odd_readings_are_no_measure_in_the_long_run_either() -> None:
+    """One in twenty, at any time, takes a sixth less."""
+    draw = random.Random(0)
+    probe = HostProbe(lambda: FAST_S, [FAST_S] * 100)
+    read(probe, [ODD_S if draw.random() < 0.05 else FAST_S for _ in range(5000)])
+    assert (probe.good_s, probe.sorted_s[0]) == (FAST_S, ODD_S)
+
+
 def test_a_few_odd_readings_are_no_measure() -> None:
     assert HostProbe(lambda: FAST_S, [0.8 * FAST_S] * 9 + [FAST_S] * 91).good_s == FAST_S
 
@@ -83,5 +121,5 @@ def test_a_few_odd_readings_are_no_measure() -> None:
 def test_no_more_runs_than_asked_for(most: int) -> None:
     host = Host(period_s=1.0, disturbed_share=0.0)
     effort = Effort(budget_s=10.0, least_runs=5, most_runs=most)
-    samples, _, _ = quiet_samples_ms(HostProbe(host.dispatch_s), {"x": host.run_s}, effort)["x"]
+    samples, _, _ = quiet_samples_ms(HostProbe(host.dispatch_s, [FAST_S]), {"x": host.run_s}, effort)["x"]
     assert len(samples) == most
