@@ -148,7 +148,8 @@ def draw_matmul(kernel: Kernel, batch: int, generator: np.random.Generator, spre
         return draw_axes(kernel, batch, generator, spread)
     left, right = int(bool(attributes.get("transA"))), int(bool(attributes.get("transB")))
     rows, depth, columns = a[-1] if left else a[-2], a[-2] if left else a[-1], b[-2] if right else b[-1]
-    rows, depth, columns = (scaled(size, generator, multiple, spread) for size, multiple in ((rows, 1), (depth, 8), (columns, 1)))
+    rows, depth = scaled(rows, generator, 1, spread), scaled(depth, generator, 8, spread)
+    columns = scaled(columns, generator, 1, spread)
     lead = [batch if axis == 0 else scaled(size, generator, spread=0.5 * spread) for axis, size in enumerate(a[:-2])]
     shared = a[:-2] == b[:-2]
     inputs[0] = resize(inputs[0], (*lead, *((depth, rows) if left else (rows, depth))))
@@ -375,8 +376,8 @@ def main() -> int:
     if errors:
         indices = [index for index in indices if index.flavour == errors.target.flavour]
         if not indices:
-            raise UserError(f"{args.errors}: of flavour {errors.target.flavour.name}, of which {workspace.kernel_records} has no "
-                            f"index; make one with: {REMAKE}")
+            raise UserError(f"{args.errors}: of flavour {errors.target.flavour.name}, of which there is no index in "
+                            f"{workspace.kernel_records}; make one with: {REMAKE}")
     rows = []
     for index in indices:
         folder = workspace.kernel_onnx / index.flavour.name
