@@ -2,9 +2,10 @@
 
 Reads the index of every flavour in ort_analysis/ort_kernel_record. Draws kernels of the index at random and changes
 their sizes: batch, channels, height and width, kernel and stride, or rows, columns and depth of a product. ONNX Runtime
-says which are valid and what they put out; the others are counted. With --free, draws kernels of no model besides; with
---errors, near those kernels of a dataset that a training predicted worst when it left them out. Writes all to
-kernel_model/kernel_onnx/<flavour>/ beside the models' own, and to sampled.json there which family seeded each.
+says which are valid and what they put out; the others are counted. With --free, draws kernels of no model besides. With
+--errors, reads what training wrote instead of the index, and draws near those kernels that it predicted worst when it left
+them out. Writes all to kernel_model/kernel_onnx/<flavour>/ beside the models' own, and to sampled.json there which family
+seeded each.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kernel_model.kernel_builder import build_model, default_sources, kernel_bui
 from kernel_model.kernel_errors import KernelErrors, draw_weights, read_errors
 from ort_analysis.kernel_types import BASE_NAMES, VIEW_OPS, describe_kernel
 from ort_analysis.ort_graph_parser import session_dtype
-from ort_analysis.records import REMAKE, IndexEntry, Kernel, KernelInput, Tensor, family, load_index
+from ort_analysis.records import IndexEntry, Kernel, KernelInput, Tensor, family, load_index
 from utils import cli, files
 from utils.errors import UserError
 from utils.logger import get_logger
@@ -347,6 +348,12 @@ def side_by_side(sampler: Sampler, count: int, seed: Sequence[int], folder: Path
     return families, refused
 
 
+def indexed(path: Path) -> tuple[str, Sequence[IndexEntry]]:
+    """The name of an index's flavour, and its kernels."""
+    index = load_index(path)
+    return index.flavour.name, [entry for of_type in index.kernels.values() for entry in of_type.values()]
+
+
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--count", type=int, default=1000,
@@ -372,27 +379,24 @@ def main() -> int:
     batches = cli.parse_dims([f"batch={args.batch_sizes}"])["batch"]
     workspace = cli.start(args)
     errors = read_errors(args.errors) if args.errors else None
-    indices = [load_index(path) for path in default_sources(workspace)]
-    if errors:
-        indices = [index for index in indices if index.flavour == errors.target.flavour]
-        if not indices:
-            raise UserError(f"{args.errors}: of flavour {errors.target.flavour.name}, of which there is no index in "
-                            f"{workspace.kernel_records}; make one with: {REMAKE}")
+    sources = [(errors.target.flavour.name, ())] if errors else map(indexed, default_sources(workspace))
     rows = []
-    for index in indices:
-        folder = workspace.kernel_onnx / index.flavour.name
+    for flavour, entries in sources:
+        folder = workspace.kernel_onnx / flavour
         seeds_path = folder / SEED_FILE
         there: dict[str, str] = files.read_json(seeds_path) if seeds_path.exists() else {}
-        entries = [entry for of_type in index.kernels.values() for entry in of_type.values()]
-        row: dict[str, Any] = {"flavour": index.flavour.name, "sampled": 0, "free": 0, "there_before": len(there)}
+        row: dict[str, Any] = {"flavour": flavour, "sampled": 0, "free": 0, "there_before": len(there)}
         refusals: Counter[str] = Counter()
         free_before = sum(seeded_by == FREE for seeded_by in there.values())
-        limits: dict[str, Any] = {"batches": batches, "most_gflop": args.most_gflop, "most_mib": args.most_mib,
-                                  "there": frozenset(there) | {entry.kernel.id for entry in entries}}
-        plan: list[tuple[str, Sampler, int]] = [
-            ("sampled", partial(sample_again, errors, without=args.without, **limits), args.count)] if errors else [
-            ("sampled", partial(sample, entries, without=args.without, **limits), args.count - len(there) + free_before),
-            ("free", partial(sample_free, **limits), args.free - free_before)]
+        limits: dict[str, Any] = {"batches": batches, "most_gflop": args.most_gflop, "most_mib": args.most_mib}
+        if errors:
+            built = frozenset(path.stem for path in folder.glob("*.onnx"))  # held-out families' kernels too
+            plan = [("sampled", partial(sample_again, errors, without=args.without, there=built, **limits), args.count)]
+        else:
+            limits["there"] = frozenset(there)
+            near = partial(sample, entries, without=args.without, **limits)
+            plan = [("sampled", near, args.count - len(there) + free_before),
+                    ("free", partial(sample_free, **limits), args.free - free_before)]
         for what, sampler, wanted in plan:
             if wanted <= 0:
                 continue
@@ -402,7 +406,7 @@ def main() -> int:
             row[what] = len(drawn)
             refusals += refused
             if len(drawn) < wanted:
-                log.warning("%s: only %d of %d kernels (%s) found", index.flavour.name, len(drawn), wanted, what)
+                log.warning("%s: only %d of %d kernels (%s) found", flavour, len(drawn), wanted, what)
         rows.append(row | {f"refused: {why}": number for why, number in sorted(refusals.items())})
     cli.print_rows(rows, args.json, "sampled kernels")
     return 0
