@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,11 +49,14 @@ def again(errors: KernelErrors, count: int, without: tuple[str, ...] = (), seed:
 
 
 def test_weights_follow_the_error_and_the_time() -> None:
-    base = draw_weights([erring(relu(), 0.1), erring(gemm(), -0.2), erring(conv(), 0.1, measured_ms=4.0)])
-    assert base == pytest.approx(np.array([1.0, 4.0, 2.0]) / 7.0)
+    usual = [erring(relu(), 0.1)] * 96
+    found = draw_weights([*usual, erring(gemm(), -0.2), erring(conv(), 0.1, measured_ms=0.5),
+                          erring(conv(), 0.1, measured_ms=80.0), erring(conv(), 0.0)])
+    assert found * 101.5 == pytest.approx(np.array([1.0] * 96 + [4.0, 0.5, 1.0, 0.0]))  # the longest counts as the usual
     capped = draw_weights([erring(relu(), MOST_LOG_ERROR), erring(gemm(), -3.0)])
     assert capped == pytest.approx([0.5, 0.5])
     assert draw_weights([erring(relu(), 0.0)]).tolist() == [0.0]
+    assert not draw_weights([]).size
 
 
 def test_kernels_are_drawn_from_as_their_errors_say() -> None:
@@ -138,10 +142,13 @@ def _kernels_of(workspace: Workspace, name: str) -> list[Kernel]:
 
 
 def test_errors_ship_with_no_predictors_and_are_made_anew_where_gone(workspace: Workspace) -> None:
+    """They are of the GPU's own time where it was measured (here `run` under its name)."""
     write_workspace(workspace, sampled=60)
     rows = load_training_set(workspace, TARGET.name)
-    save(workspace, rows, [train_label(rows, "run", QUICK)], QUICK)
+    trained = train_label(rows, "run", QUICK)
+    save(workspace, rows, [trained, replace(trained, label="gpu")], QUICK)
     path = workspace.kernel_errors(TARGET.name)
+    assert read_errors(path).label == "gpu"
     assert not path.is_relative_to(workspace.predictors(TARGET.name))
     assert kept_sidecar(workspace, rows, QUICK) is not None
     path.unlink()
