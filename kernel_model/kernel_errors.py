@@ -83,7 +83,7 @@ def draw_weights(errors: Sequence[KernelError]) -> npt.NDArray[np.float64]:
 
     The squared log error times the measured time, each up to a limit: so that no outlier takes all, nor the few giants that
     no model holds. Where 3,000 kernels of the H200's dataset were picked from the rest of it, this lowered the plain error of
-    kernels, and the time-weighted one of those of models, as far as any of a dozen weights, and further than chance.
+    kernels, and the time-weighted one of those of models, as far as any of ten weights tried, and further than chance.
     """
     if not errors:
         return np.zeros(0)
