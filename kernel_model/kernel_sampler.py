@@ -2,8 +2,10 @@
 
 Reads the index of every flavour in ort_analysis/ort_kernel_record. Draws kernels of the index at random and changes
 their sizes: batch, channels, height and width, kernel and stride, or rows, columns and depth of a product. ONNX Runtime
-says which are valid and what they put out; the others are counted. With --free, draws kernels of no model besides. Writes
-all to kernel_model/kernel_onnx/<flavour>/ beside the models' own, and to sampled.json there which family seeded each.
+says which are valid and what they put out; the others are counted. With --free, draws kernels of no model besides. With
+--errors, reads what training wrote instead of the index, and draws near those kernels that it predicted worst when it left
+them out. Writes all to kernel_model/kernel_onnx/<flavour>/ beside the models' own, and to sampled.json there which family
+seeded each.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import numpy as np
 
 from kernel_model.free_shapes import draw_free_kernel
 from kernel_model.kernel_builder import build_model, default_sources, kernel_build, shareable
+from kernel_model.kernel_errors import KernelErrors, draw_weights, read_errors
 from ort_analysis.kernel_types import BASE_NAMES, VIEW_OPS, describe_kernel
 from ort_analysis.ort_graph_parser import session_dtype
 from ort_analysis.records import IndexEntry, Kernel, KernelInput, Tensor, family, load_index
@@ -37,12 +40,14 @@ SEED_FILE = "sampled.json"  # beside the sampled kernels: the family that seeded
 BLOCK = 16  # channels of a blocked tensor come in multiples of ORT's widest block
 MOST_MIB = 256
 FREE = ""  # in place of a family: no model's kernel seeded this one
+NEAR_SPREAD = 0.5  # of the sizes around a kernel that is predicted badly; around those of models 1
 TRIES = 20  # draws for each kernel asked for, at most
 SIDES = np.array([4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224])
 EXAMPLES = """
 python kernel_model/kernel_sampler.py --count 1000 --batch-sizes 1,2,4,8,16
 python kernel_model/kernel_sampler.py --count 5000 --most-gflop 200 --without vgg --seed 7
 python kernel_model/kernel_sampler.py --count 0 --free 20000 --most-gflop 300 --jobs 8
+python kernel_model/kernel_sampler.py --errors training/kernel_errors/nvidia-h200-cuda-ort1.31-all.json --count 3000
 """
 
 
@@ -58,9 +63,9 @@ def scaled(size: int, generator: np.random.Generator, multiple: int = 1, spread:
     return max(multiple, round(wanted / multiple) * multiple)
 
 
-def side(size: int, generator: np.random.Generator) -> int:
-    """A usual image side near `size`."""
-    near = SIDES[(size * 0.45 <= SIDES) & (size * 2.0 >= SIDES)]
+def side(size: int, generator: np.random.Generator, spread: float = 1.0) -> int:
+    """A usual image side near `size`: from a little less than 2^−spread of it to 2^spread times."""
+    near = SIDES[(size * 0.9 * 2.0**-spread <= SIDES) & (size * 2.0**spread >= SIDES)]
     return int(generator.choice(near)) if near.size else size
 
 
@@ -79,32 +84,34 @@ def resize(tensor: KernelInput, shape: Sequence[int]) -> KernelInput:
 
 
 Draw = tuple[list[KernelInput], dict[str, Any]]
+Drawn = tuple[Kernel, str]  # a kernel, and the family that seeded it
+Sampled = tuple[dict[str, Drawn], Counter[str]]  # new kernels by id, and how many draws were refused and why
 
 
-def draw_conv(kernel: Kernel, batch: int, generator: np.random.Generator) -> Draw:
+def draw_conv(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
     """A convolution with other sizes; depthwise stays depthwise, and groups keep their width."""
     inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
     multiple = channel_multiple(kernel)
     x, w = inputs[0].shape, inputs[1].shape
     group = int(attributes.get("group", 1))
-    height, width = side(x[2], generator), side(x[3], generator)
+    height, width = side(x[2], generator, spread), side(x[3], generator, spread)
     if x[2] == x[3] or generator.random() < 0.7:
         width = height
     if group == 1:
-        cin = x[1] if x[1] < 8 else scaled(x[1], generator, multiple)
-        cout = scaled(w[0], generator, multiple)
+        cin = x[1] if x[1] < 8 else scaled(x[1], generator, multiple, spread)
+        cout = scaled(w[0], generator, multiple, spread)
     elif w[1] == 1:
-        cin = cout = group = scaled(group, generator, multiple)
+        cin = cout = group = scaled(group, generator, multiple, spread)
         attributes["group"] = group
     else:
-        group = max(1, scaled(group, generator))
+        group = scaled(group, generator, spread=spread)
         cin, cout = group * (x[1] // int(attributes["group"])), group * (w[0] // int(attributes["group"]))
         attributes["group"] = group
     kh, kw = w[2], w[3]
-    if generator.random() < 0.15 and kh == kw and kh > 1:
+    if generator.random() < 0.15 * spread and kh == kw and kh > 1:
         kh = kw = int(generator.choice([3, 5, 7]))
         attributes["kernel_shape"], attributes["pads"] = [kh, kw], [kh // 2] * 4
-    if generator.random() < 0.1 and "strides" in attributes:
+    if generator.random() < 0.1 * spread and "strides" in attributes:
         attributes["strides"] = [int(generator.choice([1, 2]))] * 2
     inputs[0] = resize(inputs[0], (batch, cin, height, width))
     inputs[1] = resize(inputs[1], (cout, cin // group, kh, kw))
@@ -119,14 +126,14 @@ def draw_conv(kernel: Kernel, batch: int, generator: np.random.Generator) -> Dra
     return inputs, attributes
 
 
-def draw_gemm(kernel: Kernel, batch: int, generator: np.random.Generator) -> Draw:
+def draw_gemm(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
     """A matrix product with other rows, columns and depth."""
     inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
     a, b = inputs[0].shape, inputs[1].shape
     rows, depth = (a[1], a[0]) if attributes.get("transA") else a
     columns = b[0] if attributes.get("transB") else b[1]
-    rows = batch if rows <= 64 and generator.random() < 0.5 else scaled(rows, generator)
-    depth, columns = scaled(depth, generator, 8), scaled(columns, generator, 8)
+    rows = batch if rows <= 64 and generator.random() < 0.5 else scaled(rows, generator, spread=spread)
+    depth, columns = scaled(depth, generator, 8, spread), scaled(columns, generator, 8, spread)
     inputs[0] = resize(inputs[0], (depth, rows) if attributes.get("transA") else (rows, depth))
     inputs[1] = resize(inputs[1], (columns, depth) if attributes.get("transB") else (depth, columns))
     if len(inputs) > 2 and inputs[2].present:
@@ -134,23 +141,24 @@ def draw_gemm(kernel: Kernel, batch: int, generator: np.random.Generator) -> Dra
     return inputs, attributes
 
 
-def draw_matmul(kernel: Kernel, batch: int, generator: np.random.Generator) -> Draw:
+def draw_matmul(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
     """A (batched) matrix product with other sizes; leading dimensions are shared where both have them."""
     inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
     a, b = list(inputs[0].shape), list(inputs[1].shape)
     if len(a) < 2 or len(b) < 2:
-        return draw_axes(kernel, batch, generator)
+        return draw_axes(kernel, batch, generator, spread)
     left, right = int(bool(attributes.get("transA"))), int(bool(attributes.get("transB")))
     rows, depth, columns = a[-1] if left else a[-2], a[-2] if left else a[-1], b[-2] if right else b[-1]
-    rows, depth, columns = scaled(rows, generator), scaled(depth, generator, 8), scaled(columns, generator, 1)
-    lead = [batch if axis == 0 else scaled(size, generator, spread=0.5) for axis, size in enumerate(a[:-2])]
+    rows, depth = scaled(rows, generator, 1, spread), scaled(depth, generator, 8, spread)
+    columns = scaled(columns, generator, 1, spread)
+    lead = [batch if axis == 0 else scaled(size, generator, spread=0.5 * spread) for axis, size in enumerate(a[:-2])]
     shared = a[:-2] == b[:-2]
     inputs[0] = resize(inputs[0], (*lead, *((depth, rows) if left else (rows, depth))))
     inputs[1] = resize(inputs[1], (*(lead if shared else b[:-2]), *((columns, depth) if right else (depth, columns))))
     return inputs, attributes
 
 
-def draw_axes(kernel: Kernel, batch: int, generator: np.random.Generator) -> Draw:
+def draw_axes(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
     """Any other operator: every axis is scaled, the same for all inputs that have one size there; sizes of 1 stay.
 
     Inputs are aligned at their last axis, as broadcasting does. The axis that an operator joins or splits stays.
@@ -172,9 +180,9 @@ def draw_axes(kernel: Kernel, batch: int, generator: np.random.Generator) -> Dra
             elif axis == 0 and image:
                 new[axis, old] = batch if old != 1 or len({t.shape[0] for t in tensors if len(t.shape) == 4}) == 1 else 1
             elif image and axis >= 2:
-                new[axis, old] = new.get((2, old)) or side(old, generator)
+                new[axis, old] = new.get((2, old)) or side(old, generator, spread)
             else:
-                new.setdefault((axis, old), scaled(old, generator, axis_multiple(kernel, old)))
+                new.setdefault((axis, old), scaled(old, generator, axis_multiple(kernel, old), spread))
     for position, tensor in enumerate(inputs):
         if tensor.present and tensor.values is None:
             offset = rank - len(tensor.shape)
@@ -184,7 +192,7 @@ def draw_axes(kernel: Kernel, batch: int, generator: np.random.Generator) -> Dra
     return inputs, attributes
 
 
-DRAWS: dict[str, Callable[[Kernel, int, np.random.Generator], Draw]] = {
+DRAWS: dict[str, Callable[[Kernel, int, np.random.Generator, float], Draw]] = {
     "Conv": draw_conv, "Gemm": draw_gemm, "MatMul": draw_matmul, "FusedMatMul": draw_matmul}
 
 
@@ -209,14 +217,14 @@ def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dic
     return tuple(found.get(f"y{position}", Tensor(dtype="")) for position in range(len(kernel.outputs)))
 
 
-def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator) -> Kernel:
-    """A kernel of the same type with other sizes.
+def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Kernel:
+    """A kernel of the same type with other sizes: at most about 2^spread times larger or smaller each.
 
     Raises:
         UserError: the sizes drawn do not fit together.
     """
     base = BASE_NAMES.get(kernel.op_type, kernel.op_type)
-    inputs, attributes = DRAWS.get(base, draw_axes)(kernel, batch, generator)
+    inputs, attributes = DRAWS.get(base, draw_axes)(kernel, batch, generator, spread)
     outputs = infer_outputs(kernel, inputs, attributes)
     return describe_kernel(kernel.op_type, kernel.domain, kernel.opset, attributes, inputs, outputs)
 
@@ -226,8 +234,7 @@ def footprint_mib(kernel: Kernel) -> float:
 
 
 def sample(entries: Sequence[IndexEntry], count: int, generator: np.random.Generator, batches: Sequence[int],
-           most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (),
-           there: Collection[str] = ()) -> tuple[dict[str, tuple[Kernel, str]], Counter[str]]:
+           most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (), there: Collection[str] = ()) -> Sampled:
     """Up to `count` new kernels by id, each with the family that seeded it, and how many draws were refused and why.
 
     A type is drawn as often as the square root of its number of kernels says; kernels of the families in `without`
@@ -241,33 +248,59 @@ def sample(entries: Sequence[IndexEntry], count: int, generator: np.random.Gener
     types = sorted(seeds)
     weights = np.sqrt([len(seeds[name]) for name in types])
 
-    def draw(batch: int) -> tuple[Kernel, str]:
+    def draw() -> Drawn:
+        batch = int(generator.choice(batches))
         of_type = seeds[str(generator.choice(types, p=weights / weights.sum()))]
         kernel, seed_family = of_type[int(generator.integers(len(of_type)))]
         return draw_kernel(kernel, batch, generator), seed_family
 
     known = {entry.kernel.id for entry in entries} | set(there)
-    return collect_draws(draw, count if seeds else 0, batches, most_gflop, most_mib, generator, known)
+    return collect_draws(draw, count if seeds else 0, most_gflop, most_mib, known)
+
+
+def near_batch(kernel: Kernel, batches: Sequence[int], generator: np.random.Generator) -> int:
+    """One of `batches` within a factor of two of the kernel's own first dimension, or that dimension where none is."""
+    own = next((tensor.shape[0] for tensor in kernel.activations if tensor.shape), 1)
+    return int(generator.choice([batch for batch in batches if own <= 2 * batch and batch <= 2 * own] or [own]))
+
+
+def sample_again(errors: KernelErrors, count: int, generator: np.random.Generator, batches: Sequence[int],
+                 most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (),
+                 there: Collection[str] = ()) -> Sampled:
+    """Up to `count` new kernels by id, near those that are predicted worst, sampled ones among them; else as `sample`.
+
+    A kernel is drawn from as often as its `draw_weights` says. Its family goes with what it seeds: FREE where it is of no
+    model; families held out of the training, or in `without`, seed nothing.
+    """
+    held_out = {*errors.held_out, *without}
+    seeds = [error for error in errors.kernels if not error.families or set(error.families) - held_out]
+    weights = draw_weights(seeds)
+
+    def draw() -> Drawn:
+        seed = seeds[int(generator.choice(len(seeds), p=weights))]
+        drawn = draw_kernel(seed.kernel, near_batch(seed.kernel, batches, generator), generator, NEAR_SPREAD)
+        return drawn, min(set(seed.families) - held_out, default=FREE)
+
+    known = {error.kernel.id for error in errors.kernels} | set(there)
+    return collect_draws(draw, count if weights.any() else 0, most_gflop, most_mib, known)
 
 
 def sample_free(count: int, generator: np.random.Generator, batches: Sequence[int], most_gflop: float,
-                most_mib: float = MOST_MIB, there: Collection[str] = ()) -> tuple[dict[str, tuple[Kernel, str]], Counter[str]]:
+                most_mib: float = MOST_MIB, there: Collection[str] = ()) -> Sampled:
     """Up to `count` new kernels of no model by id, each with FREE, and how many draws were refused and why."""
-    return collect_draws(lambda batch: (draw_free_kernel(batch, generator), FREE), count, batches, most_gflop, most_mib,
-                         generator, there)
+    return collect_draws(lambda: (draw_free_kernel(int(generator.choice(batches)), generator), FREE), count, most_gflop,
+                         most_mib, there)
 
 
-def collect_draws(draw: Callable[[int], tuple[Kernel, str]], count: int, batches: Sequence[int], most_gflop: float,
-                  most_mib: float, generator: np.random.Generator,
-                  known: Collection[str]) -> tuple[dict[str, tuple[Kernel, str]], Counter[str]]:
+def collect_draws(draw: Callable[[], Drawn], count: int, most_gflop: float, most_mib: float, known: Collection[str]) -> Sampled:
     """Draws until `count` new kernels that are small enough are found; them by id, and how many were refused and why."""
-    found: dict[str, tuple[Kernel, str]] = {}
+    found: dict[str, Drawn] = {}
     refused: Counter[str] = Counter()
     for _ in cli.track(range(count * TRIES), "sampling"):
         if len(found) >= count:
             break
         try:
-            drawn, seed_family = draw(int(generator.choice(batches)))
+            drawn, seed_family = draw()
         except (UserError, ValueError, IndexError, KeyError, ZeroDivisionError) as error:
             log.debug("%s", error)  # sizes that do not fit together are what drawing at random gives
             refused["sizes do not fit"] += 1
@@ -281,7 +314,7 @@ def collect_draws(draw: Callable[[int], tuple[Kernel, str]], count: int, batches
     return found, refused
 
 
-Sampler = Callable[[int, np.random.Generator], tuple[dict[str, tuple[Kernel, str]], Counter[str]]]
+Sampler = Callable[[int, np.random.Generator], Sampled]
 
 
 def draw_and_build(sampler: Sampler, count: int, generator: np.random.Generator,
@@ -311,12 +344,21 @@ def side_by_side(sampler: Sampler, count: int, seed: Sequence[int], folder: Path
     return families, refused
 
 
+def indexed(path: Path) -> tuple[str, Sequence[IndexEntry]]:
+    """The name of an index's flavour, and its kernels."""
+    index = load_index(path)
+    return index.flavour.name, [entry for of_type in index.kernels.values() for entry in of_type.values()]
+
+
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--count", type=int, default=1000,
                         help="kernels around those of models, those of earlier calls too (default: 1000)")
     parser.add_argument("--free", type=int, default=0, metavar="N",
                         help="kernels of no model, sizes drawn from the usual ranges, those of earlier calls too (default: 0)")
+    parser.add_argument("--errors", type=Path, metavar="FILE",
+                        help="what training wrote to training/kernel_errors: --count further kernels, those of earlier calls "
+                             "not counted, around those that are predicted worst")
     parser.add_argument("--batch-sizes", default="1,2,4,8,16", metavar="N,…", help="batch sizes to draw from")
     parser.add_argument("--most-gflop", type=float, default=2.0, help="largest kernel, in 10^9 operations (default: 2)")
     parser.add_argument("--most-mib", type=float, default=MOST_MIB,
@@ -328,23 +370,30 @@ def main() -> int:
     args = parser.parse_args()
     if args.count < 0 or args.free < 0 or args.count + args.free < 1 or args.jobs < 1:
         parser.error("--count and --free can't be negative, nor both 0; --jobs must be at least 1")
+    if args.errors and args.free:
+        parser.error("--errors and --free don't go together: call the sampler once for each")
     batches = cli.parse_dims([f"batch={args.batch_sizes}"])["batch"]
     workspace = cli.start(args)
+    errors = read_errors(args.errors) if args.errors else None
+    sources = [(errors.target.flavour.name, ())] if errors else map(indexed, default_sources(workspace))
     rows = []
-    for path in default_sources(workspace):
-        index = load_index(path)
-        folder = workspace.kernel_onnx / index.flavour.name
+    for flavour, entries in sources:
+        folder = workspace.kernel_onnx / flavour
         seeds_path = folder / SEED_FILE
         there: dict[str, str] = files.read_json(seeds_path) if seeds_path.exists() else {}
-        entries = [entry for of_type in index.kernels.values() for entry in of_type.values()]
-        row: dict[str, Any] = {"flavour": index.flavour.name, "sampled": 0, "free": 0, "there_before": len(there)}
+        row: dict[str, Any] = {"flavour": flavour, "sampled": 0, "free": 0, "there_before": len(there)}
         refusals: Counter[str] = Counter()
         free_before = sum(seeded_by == FREE for seeded_by in there.values())
-        limits: dict[str, Any] = {"batches": batches, "most_gflop": args.most_gflop, "most_mib": args.most_mib,
-                                  "there": frozenset(there)}
-        near, free = partial(sample, entries, without=args.without, **limits), partial(sample_free, **limits)
-        for what, sampler, wanted in (("sampled", near, args.count - len(there) + free_before),
-                                      ("free", free, args.free - free_before)):
+        limits: dict[str, Any] = {"batches": batches, "most_gflop": args.most_gflop, "most_mib": args.most_mib}
+        if errors:
+            built = frozenset(path.stem for path in folder.glob("*.onnx"))  # held-out families' kernels too
+            plan = [("sampled", partial(sample_again, errors, without=args.without, there=built, **limits), args.count)]
+        else:
+            limits["there"] = frozenset(there)
+            near = partial(sample, entries, without=args.without, **limits)
+            plan = [("sampled", near, args.count - len(there) + free_before),
+                    ("free", partial(sample_free, **limits), args.free - free_before)]
+        for what, sampler, wanted in plan:
             if wanted <= 0:
                 continue
             drawn, refused = side_by_side(sampler, wanted, [args.seed, len(there), what == "free"], folder, args.jobs)
@@ -353,7 +402,7 @@ def main() -> int:
             row[what] = len(drawn)
             refusals += refused
             if len(drawn) < wanted:
-                log.warning("%s: only %d of %d kernels (%s) found", index.flavour.name, len(drawn), wanted, what)
+                log.warning("%s: only %d of %d kernels (%s) found", flavour, len(drawn), wanted, what)
         rows.append(row | {f"refused: {why}": number for why, number in sorted(refusals.items())})
     cli.print_rows(rows, args.json, "sampled kernels")
     return 0

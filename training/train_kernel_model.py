@@ -1,7 +1,8 @@
 """Phase 5: learns the time of a kernel from its shape and from what else runs on the device.
 
 Reads the datasets in benchmark/dataset (by default of every target) and training/config.yaml. Writes
-training/predictors/<target>/: boosters for each label, a sidecar that describes them, and the measured times for look-up.
+training/predictors/<target>/: boosters for each label, a sidecar that describes them, and the measured times for look-up;
+and training/kernel_errors/<target>.json: how far off they are on each kernel when it is left out, which the sampler draws by.
 
 XGBoost learns log(time / roofline), once for all kernel types together and once for each type with enough kernels;
 cross-validation picks between the two for each type. A random forest and the bare roofline are reported beside it.
@@ -51,6 +52,7 @@ class Trained:
     label: str
     model: KernelModel
     errors: tuple[TypeErrors, ...]
+    times_ms: dict[str, tuple[float, float]]  # of each kernel idle: measured, and predicted by a training that saw none of it
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,12 @@ class LeftOut:
     own: Floats
     forest: Floats
     roofline: Floats
+
+    def shipped(self, rows: TrainingSet, own: Sequence[str]) -> Floats:
+        """Those of the estimators that are saved where the types in `own` get predictors of their own."""
+        import numpy as np
+
+        return np.where(np.isin(rows.types, own) & np.isfinite(self.own), self.own, self.shared)
 
 
 def cross_validate(rows: TrainingSet, label: str, own: list[str], config: TrainingConfig) -> LeftOut:
@@ -115,7 +123,7 @@ def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own: list[str]
     from utils.timing import error_statistics
 
     measured = rows.times_ms[label]
-    shipped = np.where(np.isin(rows.types, own) & np.isfinite(left_out.own), left_out.own, left_out.shared)
+    shipped = left_out.shipped(rows, own)
     sets: dict[str, Any] = {"idle": rows.idle}
     if label != LAUNCHES:
         idle_time = dict(zip(rows.ids[rows.idle], measured[rows.idle], strict=True))
@@ -137,6 +145,15 @@ def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own: list[str]
                 within_10=errors.within_10, forest_mape=forest.mape, roofline_mape=roofline.mape,
                 predictor=("mixed" if own else SHARED) if name == "all" else name if name in own else SHARED))
     return tuple(found)
+
+
+def idle_times(rows: TrainingSet, label: str, predicted: Floats) -> dict[str, tuple[float, float]]:
+    """The measured idle time of each kernel by id, and that in `predicted` (of each row); medians over the machines."""
+    import pandas as pd
+
+    both = pd.DataFrame({"measured": rows.times_ms[label], "predicted": predicted})[rows.idle]
+    return {str(name): (float(measured), float(told))
+            for name, measured, told in both.groupby(rows.ids[rows.idle]).median().itertuples()}
 
 
 def train_label(rows: TrainingSet, label: str, config: TrainingConfig) -> Trained:
@@ -166,16 +183,18 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig) -> Traine
     if errors[0].forest_mape < errors[0].mape:
         log.info("%s: the forest errs less on left-out kernels, %.1f %% against %.1f %%; it is not saved, being "
                  "a hundred times the size", label, 100 * errors[0].forest_mape, 100 * errors[0].mape)
-    return Trained(label, fit_kernel_model(rows, label, own, config), errors)
+    return Trained(label, fit_kernel_model(rows, label, own, config), errors,
+                   idle_times(rows, label, left_out.shipped(rows, own)))
 
 
 def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig) -> Sidecar | None:
-    """The sidecar of predictors that were trained on these very rows, with these settings, features and packages; or None."""
+    """The sidecar of predictors that were trained on these very rows, with these settings, features and packages; or None, also
+    where their errors are gone."""
     from training.features import FEATURES
     from training.predictor_files import installed_packages, read_sidecar, sidecar_path
 
     folder = workspace.predictors(rows.header.target.name)
-    if not sidecar_path(folder).is_file():
+    if not sidecar_path(folder).is_file() or not workspace.kernel_errors(folder.name).is_file():
         return None
     try:
         there = read_sidecar(folder)
@@ -186,15 +205,33 @@ def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig
     return there if same else None
 
 
+def save_errors(workspace: Workspace, rows: TrainingSet, trained: Trained) -> None:
+    """Writes how far off one label's predictors are on each kernel when it is left out. None of a held-out family is among
+    them: `rows` holds none."""
+    from benchmark.dataset import read_kernels
+    from kernel_model.kernel_errors import KernelError, KernelErrors, write_errors
+
+    header, families = rows.header, dict(zip(rows.ids.tolist(), rows.families, strict=True))
+    described = {entry.kernel.id: entry.kernel for entry in read_kernels(workspace.dataset(header.target.name))}
+    write_errors(workspace.kernel_errors(header.target.name), KernelErrors(
+        target=header.target, label=trained.label, held_out=header.held_out, dataset_sha256=rows.sha256, kernels=tuple(
+            KernelError(kernel=described[name], families=tuple(sorted(families[name] - set(header.held_out))),
+                        measured_ms=measured, predicted_ms=predicted)
+            for name, (measured, predicted) in trained.times_ms.items())))
+
+
 def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config: TrainingConfig) -> Sidecar:
-    """Writes the predictors of a target with their sidecar."""
+    """Writes the predictors of a target with their sidecar, and their errors by kernel: those of the GPU's own time, or of the
+    first label where that was not measured."""
     from datetime import UTC, datetime
 
     import numpy as np
 
+    from benchmark.dataset import GPU_LABEL
     from training.predictor_files import save_predictors
     from training.training_set import measured_times
 
+    save_errors(workspace, rows, next((one for one in trained if one.label == GPU_LABEL), trained[0]))
     header = rows.header
     spans = {name: (float(low), float(high)) for name, low, high in zip(
         rows.metrics, np.nanmin(rows.load, axis=0), np.nanmax(rows.load, axis=0), strict=True)}

@@ -50,6 +50,11 @@ class Workspace:
         """What is learned for one target. Written by train_kernel_model and fit_composition; read by the predictor."""
         return self.root / "training" / "predictors" / target
 
+    def kernel_errors(self, target: str) -> Path:
+        """How far off the predictors are on each kernel that they did not see; not beside them, for it ships with none.
+        Written by train_kernel_model; read by kernel_sampler."""
+        return self.root / "training" / "kernel_errors" / f"{target}.json"
+
     @property
     def evaluation(self) -> Path:
         """Predicted against measured: CSV, JSON, plot. Written by evaluator; read by people."""
