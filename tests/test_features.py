@@ -65,14 +65,34 @@ def transpose(shape: tuple[int, ...], perm: list[int]) -> Kernel:
                            [Tensor(dtype="float32", shape=tuple(shape[axis] for axis in perm))])
 
 
-@pytest.mark.parametrize(("shape", "perm", "blocks", "inner"), [
-    ((2, 3, 4, 5), [0, 1, 2, 3], 1, 120),
-    ((2, 3, 4, 5), [0, 2, 3, 1], 3, 1),  # image to channels last: batch, pixels, channels
-    ((2, 3, 4, 5), [0, 2, 1, 3], 4, 5),  # attention's heads: rows of 5 stay whole
-    ((1, 3, 4, 5), [0, 2, 3, 1], 2, 1),  # an axis of size 1 moves nothing
+@pytest.mark.parametrize(("shape", "perm", "blocks", "inner", "last_blocks"), [
+    ((2, 3, 4, 5), [0, 1, 2, 3], 1, 120, (120, 0, 0)),
+    ((2, 3, 4, 5), [0, 2, 3, 1], 3, 1, (20, 3, 2)),  # image to channels last: batch, channels, pixels
+    ((2, 3, 4, 5), [0, 2, 1, 3], 4, 5, (5, 4, 3)),  # attention's heads: rows of 5 stay whole
+    ((1, 3, 4, 5), [0, 2, 3, 1], 2, 1, (20, 3, 0)),  # an axis of size 1 moves nothing
+    ((6, 7, 2, 3, 5), [0, 1, 3, 2, 4], 4, 5, (5, 3, 2)),  # the first two go together
 ])
-def test_transposes(shape: tuple[int, ...], perm: list[int], blocks: int, inner: int) -> None:
-    expect(transpose(shape, perm), permutation=blocks, permutation_inner=inner)
+def test_transposes(shape: tuple[int, ...], perm: list[int], blocks: int, inner: int,
+                    last_blocks: tuple[int, int, int]) -> None:
+    block_1, block_2, block_3 = last_blocks
+    expect(transpose(shape, perm), permutation=blocks, permutation_inner=inner,
+           block_1=block_1, block_2=block_2, block_3=block_3)
+
+
+def test_tables_that_a_run_copies() -> None:
+    """A Split into unequal parts and a Concat of more than 32 inputs take four copies more than others."""
+    def split(*parts: int) -> Kernel:
+        return describe_kernel("Split", "", 20, {"axis": 1}, [tensor(2, sum(parts))],
+                               [Tensor(dtype="float32", shape=(2, part)) for part in parts])
+
+    def concat(inputs: int) -> Kernel:
+        return describe_kernel("Concat", "", 20, {"axis": 1}, [tensor(2, 3)] * inputs,
+                               [Tensor(dtype="float32", shape=(2, 3 * inputs))])
+
+    expect(split(4, 4, 4), tables=0)
+    expect(split(11, 3), tables=4)
+    expect(concat(32), tables=0)
+    expect(concat(33), tables=4)
 
 
 def test_axes() -> None:

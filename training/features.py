@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ort_analysis.cuda_capture import CAPTURED_CONCAT
 from ort_analysis.records import DTYPE_BYTES, Kernel, Tensor
 
 FEATURE_GROUPS = {
@@ -21,8 +22,8 @@ FEATURE_GROUPS = {
     # largest power of two (at most 64) that divides a size
     "alignment": ("channels_alignment", "out_channels_alignment", "k_alignment", "width_alignment"),
     # how much is reduced into one value, and how much lies next to each other in memory
-    "axes": ("reduced", "axis_inner", "permutation", "permutation_inner", "broadcast"),
-    "operands": ("rank", "inputs", "activation_inputs", "constant_inputs", "outputs", "activation", "adds"),
+    "axes": ("reduced", "axis_inner", "permutation", "permutation_inner", "block_1", "block_2", "block_3", "broadcast"),
+    "operands": ("rank", "inputs", "activation_inputs", "constant_inputs", "outputs", "tables", "activation", "adds"),
     "costs": ("log_flops", "log_bytes", "log_read", "log_written", "log_weights", "log_elements", "intensity"),
     # what kind of operation, on what
     "operation": ("op_class", "layout", "dtype", "bits"),
@@ -81,7 +82,7 @@ def kernel_features(kernel: Kernel) -> list[float]:
         matrices, m, n, k = 1, out_elements // max(out[-1], 1), out[-1], kernel.flops // (2 * out_elements)
 
     reduced, axis_inner = _axis(kernel, shape, out)
-    permutation, permutation_inner = _permutation(kernel, shape)
+    blocks = _permuted_blocks(kernel, shape)
     activations = [tensor for tensor in inputs if not tensor.constant]
     operands = [tensor.elements for tensor in activations]
     bytes_moved = kernel.bytes_read + kernel.bytes_written
@@ -93,9 +94,9 @@ def kernel_features(kernel: Kernel) -> list[float]:
         matrices, m, n, k, transposed,
         *_tiles(matrices, m, n, 32), *_tiles(matrices, m, n, 128),
         _alignment(channels), _alignment(out_channels), _alignment(k), _alignment(width),
-        reduced, axis_inner, permutation, permutation_inner,
+        reduced, axis_inner, *_permutation(blocks),
         math.log2(out_elements / max(min(operands), 1)) if operands and out_elements else 0.0,
-        len(shape), len(inputs), len(activations), len(inputs) - len(activations), len(outputs),
+        len(shape), len(inputs), len(activations), len(inputs) - len(activations), len(outputs), _tables(kernel, outputs),
         _activation(kernel), float("Add" in kernel.type.split("_")[1:] or "Sum" in kernel.type.split("_")[1:]),
         _log(kernel.flops), _log(bytes_moved), _log(kernel.bytes_read), _log(kernel.bytes_written),
         _log(kernel.weight_bytes), _log(elements), kernel.flops / max(bytes_moved, 1),
@@ -155,20 +156,40 @@ def _axis(kernel: Kernel, shape: Sequence[int], out: Sequence[int]) -> tuple[int
     return 0, 0
 
 
-def _permutation(kernel: Kernel, shape: Sequence[int]) -> tuple[int, int]:
-    """How many blocks of dimensions a Transpose moves as one, and how many elements stay next to each other."""
+def _permuted_blocks(kernel: Kernel, shape: Sequence[int]) -> list[tuple[int, int]]:
+    """The blocks of dimensions that a Transpose moves as one, in the order of its output: first dimension and elements."""
     if kernel.op_type != "Transpose":
-        return 0, 0
+        return []
     perm = kernel.attributes.get("perm") or range(len(shape) - 1, -1, -1)
     straight = [axis for axis in range(len(shape)) if shape[axis] != 1]  # axes of size 1 move no memory
-    order = [axis for axis in perm if shape[axis] != 1]
     follower = dict(itertools.pairwise(straight))
-    blocks = 1 + sum(follower.get(before) != after for before, after in itertools.pairwise(order))
-    inner = 1
-    while order and order[-1] == straight[-1]:
-        inner *= shape[order.pop()]
-        straight.pop()
-    return blocks, inner
+    blocks: list[tuple[int, int]] = []
+    follows: int | None = None
+    for axis in (axis for axis in perm if shape[axis] != 1):
+        if blocks and axis == follows:
+            blocks[-1] = blocks[-1][0], blocks[-1][1] * shape[axis]
+        else:
+            blocks.append((axis, shape[axis]))
+        follows = follower.get(axis)
+    return blocks
+
+
+def _permutation(blocks: Sequence[tuple[int, int]]) -> tuple[int, int, int, int, int]:
+    """How many blocks of dimensions a Transpose moves, how many elements stay next to each other, and the elements of the
+    input's last three blocks, the last one first: ONNX Runtime picks among its CUDA kernels by them."""
+    if not blocks:
+        return 0, 0, 0, 0, 0
+    sizes = [size for _, size in sorted(blocks, reverse=True)]
+    inner = sizes[0] if blocks[-1] == max(blocks) else 1
+    first, second, third = [*sizes, 0, 0][:3]
+    return len(blocks), inner, first, second, third
+
+
+def _tables(kernel: Kernel, outputs: Sequence[Tensor]) -> int:
+    """How many tables ONNX Runtime copies to the GPU as it runs a kernel: four for a Split into unequal parts or a Concat of
+    more inputs than a launch carries, as traced on an H200."""
+    unequal = kernel.op_type == "Split" and len({tensor.shape for tensor in outputs}) > 1
+    return 4 if unequal or (kernel.op_type == "Concat" and len(kernel.inputs) > CAPTURED_CONCAT) else 0
 
 
 def _tiles(matrices: int, m: int, n: int, size: int) -> tuple[float, float]:
