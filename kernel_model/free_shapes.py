@@ -188,7 +188,8 @@ def arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel:
     near = side(generator)
     wide = channels_at(near, generator)
     shape: tuple[int, ...] = (batch, wide, near, near)
-    op, kind = str(generator.choice(["Add", "Mul"])), generator.choice(["same", "scale", "last"], p=[0.5, 0.3, 0.2])
+    kind = generator.choice(["same", "scale", "last"], p=[0.5, 0.3, 0.2])
+    op = str(generator.choice(["Add", "Mul", "Div", "Sub"], p=[0.4, 0.4, 0.1, 0.1] if kind == "same" else [0.5, 0.5, 0, 0]))
     other = _tensor(dtype, *shape)
     if kind == "scale":
         other = _tensor(dtype, batch, wide, 1, 1)
@@ -222,6 +223,42 @@ def mean(dtype: str, batch: int, generator: Generator) -> Kernel:
                    keepdims=1, noop_with_empty_axes=0)
 
 
+def norm(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """The length of each vector of attention, or a sum or an extreme along the last axis."""
+    images, heads, count, width = tokens(batch, generator)
+    op = str(generator.choice(["ReduceL2", "ReduceSum", "ReduceMax"], p=[0.5, 0.25, 0.25]))
+    return _kernel(op, [_tensor(dtype, images, count, heads, width), _numbers(3)], [(images, count, heads, 1)],
+                   keepdims=1, noop_with_empty_axes=0)
+
+
+def attention_sum(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Attention's products as an Einsum, with windows of an image apart or with images alone."""
+    images, heads, count, width = tokens(batch, generator)
+    windows = int(generator.choice([1, 4, 16, 64]))
+    before = (max(images // windows, 1), windows, heads) if generator.random() < 0.7 else (images, heads)
+    letters = "B G H" if len(before) == 3 else "B H"
+    queries, weights = (*before, count, width), (*before, count, count)
+    if generator.random() < 0.5:
+        equation, operands, result = f"{letters} I D, {letters} J D -> {letters} I J", (queries, queries), weights
+    else:
+        equation, operands, result = f"{letters} I J, {letters} J D -> {letters} I D", (weights, queries), queries
+    return _kernel("Einsum", [_tensor(dtype, *shape) for shape in operands], [result], equation=equation)
+
+
+def pad(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """An image filled up to whole windows, its channels last (often nothing is missing), or a border around it."""
+    near, window = side(generator), int(generator.choice([7, 8]))
+    wide = channels_at(near, generator)
+    if generator.random() < 0.7:
+        missing = -near % window
+        shape, before, after = (batch, near, near, wide), (0, 0, 0, 0), (0, missing, missing, 0)
+    else:
+        border = int(generator.integers(1, 4))
+        shape, before, after = (batch, wide, near, near), (0, 0, border, border), (0, 0, border, border)
+    return _kernel("Pad", [_tensor(dtype, *shape), _numbers(*before, *after)],
+                   [[sum(sizes) for sizes in zip(shape, before, after, strict=True)]], mode="constant")
+
+
 def transpose(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Channels first to last and back, heads before tokens, the windows of an image, shuffled channels."""
     near = side(generator)
@@ -249,11 +286,21 @@ def join(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def cut(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Split of an image's channels into halves."""
+    """Split of an image's channels into halves, of tokens' into queries, keys and values, or of an image whose channels come
+    last where its windows are shifted, into unequal parts."""
     near = side(generator)
-    half = max(channels_at(near, generator) // 2, 8)
-    halves = [(batch, half, near, near)] * 2
-    return _kernel("Split", [_tensor(dtype, batch, 2 * half, near, near)], halves, axis=1, num_outputs=2)
+    wide = channels_at(near, generator)
+    kind = generator.choice(["halves", "three", "shifted"], p=[0.4, 0.3, 0.3])
+    if kind == "halves":
+        half = max(wide // 2, 8)
+        return _kernel("Split", [_tensor(dtype, batch, 2 * half, near, near)], [(batch, half, near, near)] * 2, axis=1,
+                       num_outputs=2)
+    if kind == "three":
+        images, _, count, _ = tokens(batch, generator)
+        return _kernel("Split", [_tensor(dtype, images, count, 3 * wide)], [(images, count, wide)] * 3, axis=2, num_outputs=3)
+    axis, last = int(generator.choice([1, 2])), min(int(generator.choice([3, 4])), near - 1)
+    parts = [(batch, *((part, near) if axis == 1 else (near, part)), wide) for part in (near - last, last)]
+    return _kernel("Split", [_tensor(dtype, batch, near, near, wide), _numbers(near - last, last)], parts, axis=axis)
 
 
 def batch_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
@@ -266,8 +313,9 @@ def batch_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 Draw = Callable[[str, int, Generator], Kernel]
 DRAWS: dict[Draw, float] = {  # how often; convolutions' times follow their shapes least simply
-    convolution: 0.52, gemm: 0.1, batched_product: 0.06, activation: 0.06, arithmetic: 0.05, transpose: 0.05,
-    layer_norm: 0.03, softmax: 0.02, pool: 0.03, mean: 0.03, join: 0.02, cut: 0.01, batch_norm: 0.02}
+    convolution: 0.47, gemm: 0.1, batched_product: 0.06, activation: 0.06, arithmetic: 0.05, transpose: 0.06,
+    layer_norm: 0.03, softmax: 0.02, pool: 0.03, mean: 0.02, norm: 0.01, join: 0.02, cut: 0.02, pad: 0.02,
+    attention_sum: 0.01, batch_norm: 0.02}
 
 
 def draw_free_kernel(batch: int, generator: Generator) -> Kernel:

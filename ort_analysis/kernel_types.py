@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ort_analysis.records import SHORT_DTYPE, Kernel, KernelInput, Tensor
@@ -76,6 +76,8 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
     if base in ("MatMul", "FusedMatMul", "MatMulInteger", "TransposeMatMul"):
         inner = first.shape[-2] if attributes.get("transA") and len(first.shape) > 1 else first.shape[-1]
         return 2 * out * inner
+    if base == "Einsum" and (product := einsum_product(attributes, inputs)):
+        return 2 * math.prod(product)
     if base in ("Attention", "MultiHeadAttention"):
         return _attention_flops(base, attributes, inputs)
     if base in ("MaxPool", "AveragePool"):
@@ -85,6 +87,28 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
     if base in MOVE_OPS:
         return 0
     return max([out, *(tensor.elements for tensor in inputs[:1])]) * ELEMENT_FLOPS.get(base, 1)
+
+
+def einsum_product(attributes: Mapping[str, Any], inputs: Sequence[Tensor]) -> tuple[int, int, int, int] | None:
+    """The products that an Einsum of two tensors amounts to, as (matrices, m, n, k): `matrices` products of m×k by k×n.
+
+    None for another number of tensors, and for an equation that leaves its output or some indices open.
+    """
+    terms, arrow, result = str(attributes.get("equation", "")).replace(" ", "").partition("->")
+    operands = terms.split(",")
+    if not arrow or "." in terms or len(operands) != 2 or len(inputs) != 2 or any(
+            len(indices) != len(tensor.shape) for indices, tensor in zip(operands, inputs, strict=True)):
+        return None
+    size = {index: length for indices, tensor in zip(operands, inputs, strict=True)
+            for index, length in zip(indices, tensor.shape, strict=True)}
+    first, second = operands
+
+    def elements(of: Iterable[str]) -> int:
+        return math.prod(size[index] for index in of)
+
+    return (elements(i for i in size if i in first and i in second and i in result),
+            elements(i for i in size if i in first and i not in second), elements(i for i in size if i not in first),
+            elements(i for i in size if i in first and i in second and i not in result))
 
 
 def _attention_flops(base: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> int:

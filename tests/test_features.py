@@ -60,6 +60,26 @@ def test_products() -> None:
     expect(shared_weights, matrices=1, m=100, k=64, n=10)
 
 
+@pytest.mark.parametrize(("equation", "shapes", "result", "product"), [
+    ("B G H I D, B G H J D -> B G H I J", [(2, 3, 4, 7, 5), (2, 3, 4, 6, 5)], (2, 3, 4, 7, 6), (24, 7, 6, 5)),
+    ("bij,bjd->bid", [(2, 7, 6), (2, 6, 5)], (2, 7, 5), (2, 7, 5, 6)),
+    ("i,j->ij", [(7,), (6,)], (7, 6), (1, 7, 6, 1))])
+def test_an_einsum_is_products(equation: str, shapes: list[tuple[int, ...]], result: tuple[int, ...],
+                               product: tuple[int, ...]) -> None:
+    kernel = describe_kernel("Einsum", "", 12, {"equation": equation}, [tensor(*shape) for shape in shapes],
+                             [Tensor(dtype="float32", shape=result)])
+    matrices, m, n, k = product
+    assert kernel.flops == 2 * math.prod(product)
+    expect(kernel, matrices=matrices, m=m, n=n, k=k)
+
+
+@pytest.mark.parametrize("equation", ["bij,bjd", "...ij,...jd->...id", "bij->bji"])
+def test_an_einsum_of_another_kind_is_counted_by_element(equation: str) -> None:
+    inputs = [tensor(2, 7, 6), tensor(2, 6, 5)][:2 if "," in equation else 1]
+    kernel = describe_kernel("Einsum", "", 12, {"equation": equation}, inputs, [Tensor(dtype="float32", shape=(2, 7, 5))])
+    assert kernel.flops == 84
+
+
 def transpose(shape: tuple[int, ...], perm: list[int]) -> Kernel:
     return describe_kernel("Transpose", "", 13, {"perm": perm}, [tensor(*shape)],
                            [Tensor(dtype="float32", shape=tuple(shape[axis] for axis in perm))])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ort_analysis.cuda_capture import CAPTURED_CONCAT
+from ort_analysis.kernel_types import einsum_product
 from ort_analysis.records import DTYPE_BYTES, Kernel, Tensor
 
 FEATURE_GROUPS = {
@@ -33,7 +34,7 @@ FEATURES = tuple(itertools.chain.from_iterable(FEATURE_GROUPS.values()))
 CONVOLUTIONS = {"Conv": 1, "FusedConv": 1, "NhwcConv": 1, "NhwcFusedConv": 1, "ConvTranspose": 1, "ConvInteger": 1,
                 "QLinearConv": 3}  # op type → position of its weights
 OP_CLASSES = ("Conv", "Pool", "MatMul", "Gemm", "Attention", "Norm", "Softmax", "Reduce", "Arg", "Transpose", "Reorder",
-              "Concat", "Split", "Slice", "Gather", "Scatter", "Pad", "Resize", "Cast", "Quantize", "Shape", "Expand")
+              "Concat", "Split", "Slice", "Gather", "Scatter", "Pad", "Resize", "Cast", "Quantize", "Shape", "Expand", "Einsum")
 ACTIVATIONS = ("Relu", "Clip", "LeakyRelu", "Sigmoid", "Tanh", "HardSigmoid", "Gelu", "Silu", "Swish", "HardSwish")
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "int8", "bool")
 LAYOUTS = {"com.microsoft.nchwc": 1.0, "com.ms.internal.nhwc": 2.0}  # by domain; 0 is ONNX's own, channels first
@@ -78,6 +79,8 @@ def kernel_features(kernel: Kernel) -> list[float]:
         matrices = math.prod(out[:-2])
         if matrices > 1 and len(inputs) > 1 and len(inputs[1].shape) == 2:  # one matrix for the whole batch: one product
             matrices, m = 1, m * matrices
+    elif kernel.op_type == "Einsum" and (product := einsum_product(attributes, inputs)):
+        matrices, m, n, k = product
     elif out_elements and kernel.flops > 8 * out_elements:  # Attention and its kind: a mean depth
         matrices, m, n, k = 1, out_elements // max(out[-1], 1), out[-1], kernel.flops // (2 * out_elements)
 
