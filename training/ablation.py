@@ -99,7 +99,7 @@ class Forest:
         from training.estimators import design_matrix
 
         matrix = design_matrix(types, features, load, self.problem.type_codes)
-        return self.problem.roofline.bound_ms(flops, bytes_moved) * np.exp(self.forest.predict(matrix))
+        return self.problem.roofline.bound_ms(flops, bytes_moved, features) * np.exp(self.forest.predict(matrix))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from benchmark.dataset import GPU_LABEL
+from training.features import FEATURES
 from utils.config import Config
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ Floats = npt.NDArray[np.float64]
 T = TypeVar("T")
 R = TypeVar("R")
 LAUNCHES = "launches"  # learned as a label's times are: how many kernels and copies the GPU is given for one of ours
+TABLES = FEATURES.index("tables")
 SHARED = "shared"  # the predictor of all types that have none of their own
 
 
@@ -76,28 +78,34 @@ class Roofline(Config):
         flops_per_ms, bytes_per_ms: the rates that well-running kernels reach.
         floor_ms: the time of a kernel that does nothing.
         scale: median of measured time over the bound; what a kernel of unknown type is multiplied by.
+        table_ms: the time of copying one of the tables that some kernels copy to a GPU (feature `tables`).
     """
 
     flops_per_ms: float
     bytes_per_ms: float
     floor_ms: float
     scale: float
+    table_ms: float = 0.0
 
-    def bound_ms(self, flops: Floats, bytes_moved: Floats) -> Floats:
-        """The lower bound of each kernel's time."""
-        return np.maximum(flops / self.flops_per_ms, bytes_moved / self.bytes_per_ms) + self.floor_ms
+    def bound_ms(self, flops: Floats, bytes_moved: Floats, features: Floats) -> Floats:
+        """The lower bound of each kernel's time. Arguments are those of `KernelModel.predict_ms`."""
+        return (np.maximum(flops / self.flops_per_ms, bytes_moved / self.bytes_per_ms) + self.floor_ms
+                + self.table_ms * features[:, TABLES])
 
 
-FLAT = Roofline(flops_per_ms=1e300, bytes_per_ms=1e300, floor_ms=1.0, scale=1.0)  # 1, whatever the kernel
+# a launch for a kernel and one for each table, whatever else the kernel is
+FLAT = Roofline(flops_per_ms=1e300, bytes_per_ms=1e300, floor_ms=1.0, scale=1.0, table_ms=1.0)
 
 
-def fit_roofline(flops: Floats, bytes_moved: Floats, times_ms: Floats) -> Roofline:
-    """The roofline of measured idle kernels: rates that 2 % of them exceed, and the fastest 2 %'s time as the floor."""
+def fit_roofline(flops: Floats, bytes_moved: Floats, features: Floats, times_ms: Floats, with_tables: bool) -> Roofline:
+    """The roofline of measured idle kernels: rates that 2 % of them exceed, and the fastest 2 %'s time as the floor, which where
+    `with_tables` a table's copy takes too."""
     rates = flops / times_ms, bytes_moved / times_ms
     flops_per_ms, bytes_per_ms = (float(np.percentile(rate[rate > 0], 98)) if (rate > 0).any() else 1.0 for rate in rates)
-    bare = Roofline(flops_per_ms=flops_per_ms, bytes_per_ms=bytes_per_ms,
-                    floor_ms=float(np.percentile(times_ms, 2)), scale=1.0)
-    return bare.model_copy(update={"scale": float(np.median(times_ms / bare.bound_ms(flops, bytes_moved)))})
+    floor_ms = float(np.percentile(times_ms, 2))
+    bare = Roofline(flops_per_ms=flops_per_ms, bytes_per_ms=bytes_per_ms, floor_ms=floor_ms, scale=1.0,
+                    table_ms=floor_ms if with_tables else 0.0)
+    return bare.model_copy(update={"scale": float(np.median(times_ms / bare.bound_ms(flops, bytes_moved, features)))})
 
 
 class TimePredictor(Protocol):
@@ -152,7 +160,7 @@ class KernelModel:
             idle[:, idle.shape[1] - len(self.idle_load):] = self.idle_load
             shared = self.boosters[SHARED]
             log_ratio[rows] += shared.inplace_predict(matrix[rows]) - shared.inplace_predict(idle)
-        return self.roofline.bound_ms(flops, bytes_moved) * np.exp(log_ratio)
+        return self.roofline.bound_ms(flops, bytes_moved, features) * np.exp(log_ratio)
 
 
 def design_matrix(types: Iterable[str], features: Floats, load: Floats,
@@ -223,8 +231,9 @@ def pose(rows: TrainingSet, label: str, roofline: Roofline | None = None) -> Pro
     times = rows.times_ms[label]
     base = rows.idle if rows.idle.any() else np.ones(len(rows), dtype=bool)
     if roofline is None:
-        roofline = FLAT if label == LAUNCHES else fit_roofline(rows.flops[base], rows.bytes_moved[base], times[base])
-    log_ratios = np.log(times / roofline.bound_ms(rows.flops, rows.bytes_moved))
+        roofline = FLAT if label == LAUNCHES else fit_roofline(
+            rows.flops[base], rows.bytes_moved[base], rows.features[base], times[base], with_tables=label == GPU_LABEL)
+    log_ratios = np.log(times / roofline.bound_ms(rows.flops, rows.bytes_moved, rows.features))
     codes = encode_types(rows.types, log_ratios)
     return Problem(roofline, codes, design_matrix(rows.types, rows.features, rows.load, codes), log_ratios)
 
