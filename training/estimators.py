@@ -98,8 +98,8 @@ FLAT = Roofline(flops_per_ms=1e300, bytes_per_ms=1e300, floor_ms=1.0, scale=1.0,
 
 
 def fit_roofline(flops: Floats, bytes_moved: Floats, features: Floats, times_ms: Floats, with_tables: bool) -> Roofline:
-    """The roofline of measured idle kernels: rates that 2 % of them exceed, and the fastest 2 %'s time as the floor, which where
-    `with_tables` a table's copy takes too."""
+    """The roofline of measured idle kernels: rates that 2 % of them exceed, and the fastest 2 %'s time as the floor, which a
+    table's copy takes too where `with_tables`."""
     rates = flops / times_ms, bytes_moved / times_ms
     flops_per_ms, bytes_per_ms = (float(np.percentile(rate[rate > 0], 98)) if (rate > 0).any() else 1.0 for rate in rates)
     floor_ms = float(np.percentile(times_ms, 2))
