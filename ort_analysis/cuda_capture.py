@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ort_analysis.kernel_types import LAUNCHED_INPUTS, copied_tables
 from ort_analysis.records import ModelRecord, Node
 
-CAPTURED_CONCAT = 32  # inputs of a Concat that a launch itself carries; for more, tables are copied from the host
 COPIES = ("MemcpyToHost", "MemcpyFromHost")
 
 
@@ -35,7 +35,7 @@ def _obstacle(record: ModelRecord, node: Node) -> str | None:
         return f"{node.name} ({kernel.op_type}) copies between the host and the GPU"
     if kernel.subgraphs:
         return f"{node.name} ({kernel.op_type}) holds a graph of its own"
-    if kernel.op_type == "Concat" and len(node.inputs) > CAPTURED_CONCAT:
-        return (f"{node.name} joins {len(node.inputs)} inputs, and a Concat of more than {CAPTURED_CONCAT} copies tables from "
+    if kernel.op_type == "Concat" and copied_tables(kernel):
+        return (f"{node.name} joins {len(node.inputs)} inputs, and a Concat of more than {LAUNCHED_INPUTS} copies tables from "
                 "the host")
     return None

@@ -31,6 +31,7 @@ ELEMENT_FLOPS = {
 MOVE_OPS = VIEW_OPS | {"Transpose", "Concat", "Split", "Slice", "Gather", "Expand", "Cast", "Pad", "ReorderInput",
                        "ReorderOutput", "MemcpyToHost", "MemcpyFromHost", "Shape", "Tile", "DepthToSpace", "SpaceToDepth"}
 TYPE_LIMIT = 3  # inputs spelled out in an id
+LAUNCHED_INPUTS = 32  # of a Concat that a launch itself carries; for more, tables are copied from the host
 
 
 def kernel_type(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> str:
@@ -87,6 +88,13 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
     if base in MOVE_OPS:
         return 0
     return max([out, *(tensor.elements for tensor in inputs[:1])]) * ELEMENT_FLOPS.get(base, 1)
+
+
+def copied_tables(kernel: Kernel) -> int:
+    """How many tables ONNX Runtime copies to a GPU as it runs a kernel: four for a Split into unequal parts or a Concat of more
+    inputs than a launch carries, as traced on an H200."""
+    unequal = kernel.op_type == "Split" and len({tensor.shape for tensor in kernel.outputs if tensor.present}) > 1
+    return 4 if unequal or (kernel.op_type == "Concat" and len(kernel.inputs) > LAUNCHED_INPUTS) else 0
 
 
 def einsum_product(attributes: Mapping[str, Any], inputs: Sequence[Tensor]) -> tuple[int, int, int, int] | None:

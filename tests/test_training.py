@@ -15,7 +15,6 @@ from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, rel
 from benchmark import dataset
 from training import estimators
 from training.estimators import LAUNCHES, TrainingConfig, XgboostSettings
-from training.features import FEATURES
 from training.train_kernel_model import LeftOut, cross_validate, train_label, type_errors
 from training.training_set import TrainingSet, load_training_set, measured_times
 from utils.config import load_config
@@ -111,26 +110,25 @@ def test_types_are_numbered_by_speed() -> None:
 def test_roofline_finds_the_device() -> None:
     flops, moved = np.array([0.0, 1e6, 1e9, 0.0] * 50), np.array([1e3, 1e3, 1e3, 1e8] * 50)
     times = np.maximum(flops / 2e7, moved / 1e6) + 0.01
-    roofline = estimators.fit_roofline(flops, moved, np.zeros((len(flops), len(FEATURES))), times, with_tables=False)
+    roofline = estimators.fit_roofline(flops, moved, times)
     assert roofline.flops_per_ms == pytest.approx(2e7, rel=0.01)
     assert roofline.bytes_per_ms == pytest.approx(1e6, rel=0.01)
     assert roofline.scale == pytest.approx(1.0, abs=0.1)
 
 
 def test_a_launch_for_each_table() -> None:
-    features = np.zeros((2, len(FEATURES)))
-    features[1, FEATURES.index("tables")] = 4
-    nothing = np.zeros(2)
-    assert estimators.FLAT.bound_ms(nothing, nothing, features).tolist() == [1.0, 5.0]
-    roofline = estimators.fit_roofline(nothing, nothing, features, np.array([0.001, 0.005]), with_tables=True)
-    assert roofline.bound_ms(nothing, nothing, features) == pytest.approx([0.00108, 0.0054])
+    nothing, tables = np.zeros(2), np.array([0.0, 4.0])
+    assert estimators.LEAST_LAUNCHES.bound_ms(nothing, nothing, tables).tolist() == [1.0, 5.0]
+    assert estimators.FLAT.bound_ms(nothing, nothing, tables).tolist() == [1.0, 1.0]
+    roofline = estimators.fit_roofline(nothing, nothing, np.array([0.001, 0.005]), tables)
+    assert roofline.bound_ms(nothing, nothing, tables) == pytest.approx([0.00108, 0.0054])
 
 
 def test_an_unknown_type_gets_the_scaled_roofline(rows: TrainingSet) -> None:
     model = estimators.fit_kernel_model(rows.rows(rows.types == "Conv"), "run", [], QUICK)
     flops, moved = np.array([float(gemm().flops)]), np.array([1e5])
     time_ms = model.predict_ms(["Gemm"], np.zeros((1, rows.features.shape[1])), np.zeros((1, 1)), flops, moved)
-    bound = model.roofline.bound_ms(flops, moved, np.zeros((1, rows.features.shape[1])))
+    bound = model.roofline.bound_ms(flops, moved)
     assert time_ms == pytest.approx(bound * model.roofline.scale, rel=1e-3)
     loaded = model.predict_ms(["Gemm"], np.zeros((1, rows.features.shape[1])), np.full((1, 1), 50.0), flops, moved)
     assert loaded / time_ms == pytest.approx(1.5, rel=0.1)

@@ -96,10 +96,10 @@ class Forest:
         """As of `KernelModel`."""
         import numpy as np
 
-        from training.estimators import design_matrix
+        from training.estimators import TABLES, design_matrix
 
         matrix = design_matrix(types, features, load, self.problem.type_codes)
-        return self.problem.roofline.bound_ms(flops, bytes_moved, features) * np.exp(self.forest.predict(matrix))
+        return self.problem.roofline.bound_ms(flops, bytes_moved, features[:, TABLES]) * np.exp(self.forest.predict(matrix))
 
 
 @dataclass(frozen=True)

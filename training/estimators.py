@@ -87,25 +87,26 @@ class Roofline(Config):
     scale: float
     table_ms: float = 0.0
 
-    def bound_ms(self, flops: Floats, bytes_moved: Floats, features: Floats) -> Floats:
-        """The lower bound of each kernel's time. Arguments are those of `KernelModel.predict_ms`."""
+    def bound_ms(self, flops: Floats, bytes_moved: Floats, tables: Floats | float = 0.0) -> Floats:
+        """The lower bound of each kernel's time, of its operations, bytes and tables."""
         return (np.maximum(flops / self.flops_per_ms, bytes_moved / self.bytes_per_ms) + self.floor_ms
-                + self.table_ms * features[:, TABLES])
+                + self.table_ms * tables)
 
 
-# a launch for a kernel and one for each table, whatever else the kernel is
-FLAT = Roofline(flops_per_ms=1e300, bytes_per_ms=1e300, floor_ms=1.0, scale=1.0, table_ms=1.0)
+FLAT = Roofline(flops_per_ms=1e300, bytes_per_ms=1e300, floor_ms=1.0, scale=1.0)  # 1, whatever the kernel
+LEAST_LAUNCHES = FLAT.model_copy(update={"table_ms": 1.0})  # one for the kernel, one for each table
 
 
-def fit_roofline(flops: Floats, bytes_moved: Floats, features: Floats, times_ms: Floats, with_tables: bool) -> Roofline:
-    """The roofline of measured idle kernels: rates that 2 % of them exceed, and the fastest 2 %'s time as the floor, which a
-    table's copy takes too where `with_tables`."""
+def fit_roofline(flops: Floats, bytes_moved: Floats, times_ms: Floats, tables: Floats | None = None) -> Roofline:
+    """The roofline of measured idle kernels: rates that 2 % of them exceed, and the fastest 2 %'s time as the floor, which each
+    of their `tables` takes too where these are copied."""
     rates = flops / times_ms, bytes_moved / times_ms
     flops_per_ms, bytes_per_ms = (float(np.percentile(rate[rate > 0], 98)) if (rate > 0).any() else 1.0 for rate in rates)
     floor_ms = float(np.percentile(times_ms, 2))
     bare = Roofline(flops_per_ms=flops_per_ms, bytes_per_ms=bytes_per_ms, floor_ms=floor_ms, scale=1.0,
-                    table_ms=floor_ms if with_tables else 0.0)
-    return bare.model_copy(update={"scale": float(np.median(times_ms / bare.bound_ms(flops, bytes_moved, features)))})
+                    table_ms=0.0 if tables is None else floor_ms)
+    bound_ms = bare.bound_ms(flops, bytes_moved, 0.0 if tables is None else tables)
+    return bare.model_copy(update={"scale": float(np.median(times_ms / bound_ms))})
 
 
 class TimePredictor(Protocol):
@@ -160,7 +161,7 @@ class KernelModel:
             idle[:, idle.shape[1] - len(self.idle_load):] = self.idle_load
             shared = self.boosters[SHARED]
             log_ratio[rows] += shared.inplace_predict(matrix[rows]) - shared.inplace_predict(idle)
-        return self.roofline.bound_ms(flops, bytes_moved, features) * np.exp(log_ratio)
+        return self.roofline.bound_ms(flops, bytes_moved, features[:, TABLES]) * np.exp(log_ratio)
 
 
 def design_matrix(types: Iterable[str], features: Floats, load: Floats,
@@ -226,14 +227,14 @@ def pose(rows: TrainingSet, label: str, roofline: Roofline | None = None) -> Pro
     Args:
         rows: to learn from.
         label: whose times.
-        roofline: another than the one that is fitted to the rows (for launches: than FLAT).
+        roofline: another than the one that is fitted to the rows (for launches: than LEAST_LAUNCHES).
     """
-    times = rows.times_ms[label]
+    times, tables = rows.times_ms[label], rows.features[:, TABLES]
     base = rows.idle if rows.idle.any() else np.ones(len(rows), dtype=bool)
     if roofline is None:
-        roofline = FLAT if label == LAUNCHES else fit_roofline(
-            rows.flops[base], rows.bytes_moved[base], rows.features[base], times[base], with_tables=label == GPU_LABEL)
-    log_ratios = np.log(times / roofline.bound_ms(rows.flops, rows.bytes_moved, rows.features))
+        roofline = LEAST_LAUNCHES if label == LAUNCHES else fit_roofline(
+            rows.flops[base], rows.bytes_moved[base], times[base], tables[base] if label == GPU_LABEL else None)
+    log_ratios = np.log(times / roofline.bound_ms(rows.flops, rows.bytes_moved, tables))
     codes = encode_types(rows.types, log_ratios)
     return Problem(roofline, codes, design_matrix(rows.types, rows.features, rows.load, codes), log_ratios)
 

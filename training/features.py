@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ort_analysis.cuda_capture import CAPTURED_CONCAT
-from ort_analysis.kernel_types import einsum_product
+from ort_analysis.kernel_types import copied_tables, einsum_product
 from ort_analysis.records import DTYPE_BYTES, Kernel, Tensor
 
 FEATURE_GROUPS = {
@@ -99,7 +98,7 @@ def kernel_features(kernel: Kernel) -> list[float]:
         _alignment(channels), _alignment(out_channels), _alignment(k), _alignment(width),
         reduced, axis_inner, *_permutation(blocks),
         math.log2(out_elements / max(min(operands), 1)) if operands and out_elements else 0.0,
-        len(shape), len(inputs), len(activations), len(inputs) - len(activations), len(outputs), _tables(kernel, outputs),
+        len(shape), len(inputs), len(activations), len(inputs) - len(activations), len(outputs), copied_tables(kernel),
         _activation(kernel), float("Add" in kernel.type.split("_")[1:] or "Sum" in kernel.type.split("_")[1:]),
         _log(kernel.flops), _log(bytes_moved), _log(kernel.bytes_read), _log(kernel.bytes_written),
         _log(kernel.weight_bytes), _log(elements), kernel.flops / max(bytes_moved, 1),
@@ -186,13 +185,6 @@ def _permutation(blocks: Sequence[tuple[int, int]]) -> tuple[int, int, int, int,
     inner = sizes[0] if blocks[-1] == max(blocks) else 1
     first, second, third = [*sizes, 0, 0][:3]
     return len(blocks), inner, first, second, third
-
-
-def _tables(kernel: Kernel, outputs: Sequence[Tensor]) -> int:
-    """How many tables ONNX Runtime copies to the GPU as it runs a kernel: four for a Split into unequal parts or a Concat of
-    more inputs than a launch carries, as traced on an H200."""
-    unequal = kernel.op_type == "Split" and len({tensor.shape for tensor in outputs}) > 1
-    return 4 if unequal or (kernel.op_type == "Concat" and len(kernel.inputs) > CAPTURED_CONCAT) else 0
 
 
 def _tiles(matrices: int, m: int, n: int, size: int) -> tuple[float, float]:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from ort_analysis.records import Kernel
     from training.estimators import TrainingConfig
     from training.fit_composition import MeasuredModel, TimesOfModels
     from training.pipeline import Tracks
@@ -99,7 +98,6 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
     from training import nn_meter
     from training.composition import leave_out
     from training.estimators import LAUNCHES, fit_roofline
-    from training.features import kernel_features
     from training.fit_composition import known_times, left_out_groups, measured_models, predict_out_of_fold, tracks
     from training.pipeline import can_fit, left_out_ms
     from training.predictor_files import ON_GPU, read_sidecar
@@ -132,14 +130,10 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
                                    for model in models]), latency, groups)
 
     idle = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]))
-    roofline = fit_roofline(idle.flops, idle.bytes_moved, idle.features, idle.times_ms[GPU_LABEL],
-                            with_tables=False)  # two rates and a floor, of all kernels
-
-    def bound_ms(kernel: Kernel) -> float:
-        return float(roofline.bound_ms(np.array([kernel.flops]), np.array([kernel.bytes_read + kernel.bytes_written]),
-                                       np.array([kernel_features(kernel)]))[0]) if kernel.moves_data else 0.0
-
-    bound = {model.record.model: {name: bound_ms(kernel) for name, kernel in model.record.kernels.items()} for model in models}
+    roofline = fit_roofline(idle.flops, idle.bytes_moved, idle.times_ms[GPU_LABEL])  # two rates and a floor, of all kernels
+    bound = {model.record.model: {
+        name: float(roofline.bound_ms(np.array([kernel.flops]), np.array([kernel.bytes_read + kernel.bytes_written]))[0])
+        if kernel.moves_data else 0.0 for name, kernel in model.record.kernels.items()} for model in models}
     table = [
         model_errors("two tracks, all kernels predicted", predicted.usual_ms, latency),
         model_errors("two tracks, all kernels predicted, host's pace as measured", predicted.paced_ms, latency),

@@ -85,7 +85,7 @@ def cross_validate(rows: TrainingSet, label: str, own: list[str], config: Traini
         problem = estimators.pose(train, label)
         model = estimators.fit_kernel_model(train, label, own, config, problem)
         alone = replace(model, predictor_of=dict.fromkeys(problem.type_codes, estimators.SHARED))
-        bound = problem.roofline.bound_ms(left.flops, left.bytes_moved, left.features)
+        bound = problem.roofline.bound_ms(left.flops, left.bytes_moved, left.features[:, estimators.TABLES])
         seen = estimators.design_matrix(left.types, left.features, left.load, problem.type_codes)
         forest = estimators.train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed)
         has_own = np.array([model.predictor_of.get(name, estimators.SHARED) != estimators.SHARED for name in left.types])
