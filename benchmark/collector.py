@@ -42,7 +42,7 @@ from benchmark.tracers import Tracers
 from benchmark.worker_client import Worker, WorkerFailed
 from kernel_model.carrier import carrier_bytes
 from kernel_model.kernel_builder import built_kernel
-from kernel_model.kernel_sampler import SEED_FILE
+from kernel_model.kernel_sampler import read_seeds
 from ort_analysis.records import (
     Kernel,
     ModelRecord,
@@ -109,7 +109,7 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
     folder = workspace.kernel_onnx / target.flavour.name
     index = load_index(index_path(workspace, target.flavour))
     models_of = {entry.kernel.id: entry.models for of_type in index.kernels.values() for entry in of_type.values()}
-    seeds = files.read_json(folder / SEED_FILE) if (folder / SEED_FILE).exists() else {}
+    seeds = read_seeds(folder)
     fitted = {name: [model for model in models if family(model) not in held_out] for name, models in models_of.items()}
     described = [DatasetKernel(kernel=entry.kernel, models=tuple(fitted[name])) for of_type in index.kernels.values()
                  for name, entry in of_type.items() if fitted[name]]
@@ -118,10 +118,11 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
     for path in sorted(folder.glob("*.onnx")):
         models = fitted.get(path.stem, [])
         if path.stem in seeds and not models:
-            if seeds[path.stem] in held_out:
+            families = [name for name in seeds[path.stem] if name not in held_out]
+            if seeds[path.stem] and not families:
                 continue
             kernels[path.stem] = built_kernel(path)
-            described.append(DatasetKernel(kernel=kernels[path.stem], models=(f"{dataset.SAMPLED}{seeds[path.stem]}",)))
+            described.append(DatasetKernel(kernel=kernels[path.stem], models=dataset.sampled_from(families)))
         elif not models:
             continue
         items.append(KernelItem(path, kernels[path.stem]))

@@ -37,7 +37,7 @@ DISTURBANCE_ADMITTED = 0.12  # by which a probe of the host may exceed a good re
 GOOD_PROBE = 0.25  # quantile of the readings of the probe that surely are of an undisturbed host: others only slow it down
 HOST_IDLES = 0.7  # a model whose host needs less of its latency is held up by the GPU, however disturbed the host is
 MODEL_TIMES = ("median_ms", "host_ms", "gpu_ms", *(f"{name}_ms" for name in VARIANTS))  # of a whole model, in its table
-SAMPLED = "sampled:"  # in column Models: no model holds this kernel; the family that seeded it follows, if any did
+SAMPLED = "sampled:"  # in column Models: no model holds this kernel; a family that seeded it follows, if any did
 
 
 class Measurement(Frozen):
@@ -125,10 +125,15 @@ def halves_drift(samples: Sequence[float]) -> float:
 
 
 class DatasetKernel(Frozen):
-    """A kernel of the dataset, and the models (by record name) that hold it, or `sampled:<family>`."""
+    """A kernel of the dataset, and the models (by record name) that hold it, or what `sampled_from` says."""
 
     kernel: Kernel
     models: tuple[str, ...]
+
+
+def sampled_from(families: Sequence[str]) -> tuple[str, ...]:
+    """What stands for models at a kernel of none: each family that holds the kernel that seeded it, or that no family does."""
+    return tuple(f"{SAMPLED}{name}" for name in families or ("",))
 
 
 class DatasetHeader(Frozen):

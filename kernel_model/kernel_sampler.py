@@ -4,8 +4,8 @@ Reads the index of every flavour in ort_analysis/ort_kernel_record. Draws kernel
 their sizes: batch, channels, height and width, kernel and stride, or rows, columns and depth of a product. ONNX Runtime
 says which are valid and what they put out; the others are counted. With --free, draws kernels of no model besides. With
 --errors, reads what training wrote instead of the index, and draws near those kernels that it predicted worst when it left
-them out. Writes all to kernel_model/kernel_onnx/<flavour>/ beside the models' own, and to sampled.json there which family
-seeded each.
+them out. Writes all to kernel_model/kernel_onnx/<flavour>/ beside the models' own, and to sampled.json there which families
+hold the kernel that seeded each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,10 +36,12 @@ from utils.ort_sessions import open_session
 from utils.processes import process_pool
 
 log = get_logger("sampler")
-SEED_FILE = "sampled.json"  # beside the sampled kernels: the family that seeded each ("": none), by kernel id
+Families = tuple[str, ...]  # sorted names of model families
+Seeds = dict[str, Families]  # by kernel id
+SEED_FILE = "sampled.json"  # beside the sampled kernels
 BLOCK = 16  # channels of a blocked tensor come in multiples of ORT's widest block
 MOST_MIB = 256
-FREE = ""  # in place of a family: no model's kernel seeded this one
+FREE: Families = ()  # no model's kernel seeded this one
 NEAR_SPREAD = 0.5  # of the sizes around a kernel that is predicted badly; around those of models 1
 TRIES = 20  # draws for each kernel asked for, at most
 SIDES = np.array([4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224])
@@ -84,7 +86,7 @@ def resize(tensor: KernelInput, shape: Sequence[int]) -> KernelInput:
 
 
 Draw = tuple[list[KernelInput], dict[str, Any]]
-Drawn = tuple[Kernel, str]  # a kernel, and the family that seeded it
+Drawn = tuple[Kernel, Families]  # a kernel, and the families that hold the one that seeded it
 Sampled = tuple[dict[str, Drawn], Counter[str]]  # new kernels by id, and how many draws were refused and why
 
 
@@ -233,26 +235,30 @@ def footprint_mib(kernel: Kernel) -> float:
     return float(kernel.bytes_read + kernel.bytes_written) / 2**20
 
 
+def _families(names: Iterable[str], without: Collection[str]) -> Families:
+    return tuple(sorted(set(names).difference(without)))
+
+
 def sample(entries: Sequence[IndexEntry], count: int, generator: np.random.Generator, batches: Sequence[int],
            most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (), there: Collection[str] = ()) -> Sampled:
-    """Up to `count` new kernels by id, each with the family that seeded it, and how many draws were refused and why.
+    """Up to `count` new kernels by id, each with the families that seeded it, and how many draws were refused and why.
 
     A type is drawn as often as the square root of its number of kernels says; kernels of the families in `without`
     seed nothing, and the ids in `there` were sampled before.
     """
-    seeds: dict[str, list[tuple[Kernel, str]]] = {}
+    seeds: dict[str, list[Drawn]] = {}
     for entry in entries:
-        families = sorted({family(model) for model in entry.models} - set(without))
+        families = _families(map(family, entry.models), without)
         if families and entry.kernel.op_type not in VIEW_OPS and not entry.kernel.subgraphs:
-            seeds.setdefault(entry.kernel.type, []).append((entry.kernel, families[0]))
+            seeds.setdefault(entry.kernel.type, []).append((entry.kernel, families))
     types = sorted(seeds)
     weights = np.sqrt([len(seeds[name]) for name in types])
 
     def draw() -> Drawn:
         batch = int(generator.choice(batches))
         of_type = seeds[str(generator.choice(types, p=weights / weights.sum()))]
-        kernel, seed_family = of_type[int(generator.integers(len(of_type)))]
-        return draw_kernel(kernel, batch, generator), seed_family
+        kernel, families = of_type[int(generator.integers(len(of_type)))]
+        return draw_kernel(kernel, batch, generator), families
 
     known = {entry.kernel.id for entry in entries} | set(there)
     return collect_draws(draw, count if seeds else 0, most_gflop, most_mib, known)
@@ -269,7 +275,7 @@ def sample_again(errors: KernelErrors, count: int, generator: np.random.Generato
                  there: Collection[str] = ()) -> Sampled:
     """Up to `count` new kernels by id, near those that are predicted worst, sampled ones among them; else as `sample`.
 
-    A kernel is drawn from as often as its `draw_weights` says. Its family goes with what it seeds: FREE where it is of no
+    A kernel is drawn from as often as its `draw_weights` says. Its families go with what it seeds: FREE where it is of no
     model; families held out of the training, or in `without`, seed nothing.
     """
     held_out = {*errors.held_out, *without}
@@ -279,7 +285,7 @@ def sample_again(errors: KernelErrors, count: int, generator: np.random.Generato
     def draw() -> Drawn:
         seed = seeds[int(generator.choice(len(seeds), p=weights))]
         drawn = draw_kernel(seed.kernel, near_batch(seed.kernel, batches, generator), generator, NEAR_SPREAD)
-        return drawn, min(set(seed.families) - held_out, default=FREE)
+        return drawn, _families(seed.families, held_out)
 
     known = {error.kernel.id for error in errors.kernels} | set(there)
     return collect_draws(draw, count if weights.any() else 0, most_gflop, most_mib, known)
@@ -300,7 +306,7 @@ def collect_draws(draw: Callable[[], Drawn], count: int, most_gflop: float, most
         if len(found) >= count:
             break
         try:
-            drawn, seed_family = draw()
+            drawn, families = draw()
         except (UserError, ValueError, IndexError, KeyError, ZeroDivisionError) as error:
             log.debug("%s", error)  # sizes that do not fit together are what drawing at random gives
             refused["sizes do not fit"] += 1
@@ -310,7 +316,7 @@ def collect_draws(draw: Callable[[], Drawn], count: int, most_gflop: float, most
         elif drawn.id in known or drawn.id in found:
             refused["there already"] += 1
         else:
-            found[drawn.id] = (drawn, seed_family)
+            found[drawn.id] = (drawn, families)
     return found, refused
 
 
@@ -318,30 +324,43 @@ Sampler = Callable[[int, np.random.Generator], Sampled]
 
 
 def draw_and_build(sampler: Sampler, count: int, generator: np.random.Generator,
-                   folder: Path) -> tuple[dict[str, str], Counter[str]]:
-    """Samples and builds `count` kernels; the family that seeded each by id, and how many draws were refused and why."""
+                   folder: Path) -> tuple[Seeds, Counter[str]]:
+    """Samples and builds `count` kernels; the families that seeded each by id, and how many draws were refused and why."""
     found, refused = sampler(count, generator)
     for kernel, _ in cli.track(list(found.values()), "building"):
         kernel_build(kernel, folder)
-    return {name: seed_family for name, (_, seed_family) in found.items()}, refused
+    return {name: families for name, (_, families) in found.items()}, refused
 
 
-def side_by_side(sampler: Sampler, count: int, seed: Sequence[int], folder: Path,
-                 jobs: int) -> tuple[dict[str, str], Counter[str]]:
+def side_by_side(sampler: Sampler, count: int, seed: Sequence[int], folder: Path, jobs: int) -> tuple[Seeds, Counter[str]]:
     """`draw_and_build` in `jobs` processes, each with a seed of its own; what several found counts once."""
     if jobs == 1:
         return draw_and_build(sampler, count, np.random.default_rng(seed), folder)
-    families: dict[str, str] = {}
+    seeds: Seeds = {}
     refused: Counter[str] = Counter()
     with process_pool(jobs) as pool:
         parts = [pool.submit(draw_and_build, sampler, (count + job) // jobs, np.random.default_rng([*seed, job]), folder)
                  for job in range(jobs)]
         for part in parts:
             drawn, why = part.result()
-            refused["there already"] += len(families.keys() & drawn.keys())
-            families |= drawn
+            refused["there already"] += len(seeds.keys() & drawn.keys())
+            seeds |= drawn
             refused += why
-    return families, refused
+    return seeds, refused
+
+
+def read_seeds(folder: Path) -> Seeds:
+    """The families that hold the kernel that seeded each sampled kernel of a folder, by id; empty where none were sampled.
+
+    Raises:
+        UserError: an earlier version wrote the file: it knew one family alone.
+    """
+    path = folder / SEED_FILE
+    found = files.read_json(path) if path.exists() else {}
+    if not all(isinstance(families, list) for families in found.values()):
+        raise UserError(f"{path}: written by another version; remove {folder}, then build and sample its kernels again: "
+                        "python kernel_model/kernel_builder.py, python kernel_model/kernel_sampler.py")
+    return {name: tuple(families) for name, families in found.items()}
 
 
 def indexed(path: Path) -> tuple[str, Sequence[IndexEntry]]:
@@ -379,8 +398,7 @@ def main() -> int:
     rows = []
     for flavour, entries in sources:
         folder = workspace.kernel_onnx / flavour
-        seeds_path = folder / SEED_FILE
-        there: dict[str, str] = files.read_json(seeds_path) if seeds_path.exists() else {}
+        there = read_seeds(folder)
         row: dict[str, Any] = {"flavour": flavour, "sampled": 0, "free": 0, "there_before": len(there)}
         refusals: Counter[str] = Counter()
         free_before = sum(seeded_by == FREE for seeded_by in there.values())
@@ -398,7 +416,7 @@ def main() -> int:
                 continue
             drawn, refused = side_by_side(sampler, wanted, [args.seed, len(there), what == "free"], folder, args.jobs)
             there |= drawn
-            files.write_json(seeds_path, there)
+            files.write_json(folder / SEED_FILE, there)
             row[what] = len(drawn)
             refusals += refused
             if len(drawn) < wanted:

@@ -86,7 +86,8 @@ def add_sampled(workspace: Workspace, flavour: Flavour) -> None:
     files.write_bytes(folder / f"{CRASHES_IN_A_CARRIER.id}.onnx", harmless.SerializeToString())
     held = division((9, 9, 9), 3)
     kernel_build(held, folder)
-    files.write_json(folder / SEED_FILE, {CRASHES.id: "anet", CRASHES_IN_A_CARRIER.id: "anet", held.id: "heldnet"})
+    files.write_json(folder / SEED_FILE, {CRASHES.id: ["anet", "bnet", "heldnet"], CRASHES_IN_A_CARRIER.id: ["anet"],
+                                          held.id: ["heldnet"]})
 
 
 @dataclass
@@ -412,7 +413,7 @@ def test_a_kernel_that_crashes_costs_only_its_row(collected: Collected) -> None:
     result = json.loads(collected.final.stdout)
     assert collected.final.returncode == 1
     assert set(result["failed"]) == {CRASHES.id, CRASHES_IN_A_CARRIER.id}
-    assert set(crashed["Models"]) == {"sampled:anet"}
+    assert set(crashed["Models"]) == {"sampled:anet|sampled:bnet"}
     assert "Traceback" not in collected.final.stderr
 
 
