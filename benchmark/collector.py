@@ -33,12 +33,13 @@ import numpy as np
 from benchmark import dataset
 from benchmark.canary import IDLE_EFFORT, LOADED_EFFORT, wait_until_steady
 from benchmark.collector_config import CollectorConfig
+from benchmark.crew import Crew, start_crew
 from benchmark.dataset import Block, DatasetHeader, DatasetKernel, Measurement
+from benchmark.dataset_writer import DatasetWriter
 from benchmark.metrics import MetricSource, Window, open_source
 from benchmark.ort_kernel_runner import now
 from benchmark.protocol import Reply, Request
 from benchmark.stressor import Stress, stress
-from benchmark.tracers import Tracers
 from benchmark.worker_client import Worker, WorkerFailed
 from kernel_model.carrier import carrier_bytes
 from kernel_model.kernel_builder import built_kernel
@@ -63,6 +64,10 @@ log = get_logger("collector")
 CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # memory that the kernels of one carrier may take
 CARRIER_WEIGHTS = 1 << 30  # bytes of weights of one carrier: they lie in its file, which may not reach 2 GiB
 TABLES_EVERY_S = 30.0  # at least; and never more than a tenth of the time goes into writing them
+# Where somebody waits for a few kernels; their blocks stand between canaries as all do, and are measured again if these part.
+QUICK_WINDOW_S = 0.2  # of metrics: training takes their median over all idle blocks
+QUICK_BLOCK = 64  # kernels: those of most models
+QUICK_PATIENCE_S = 3.0
 IN_MODEL = ("kernel_time", "node_span")
 EXAMPLES = """
 python benchmark/collector.py
@@ -141,28 +146,6 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
     return Work(tuple(items), tuple(models_found), tuple(described))
 
 
-def prepare_dataset(folder: Path, header: DatasetHeader, described: Sequence[DatasetKernel]) -> DatasetHeader:
-    """Writes the dataset's header and kernels, joined with what is there.
-
-    Raises:
-        UserError: what is there is of another target, or was collected with other metrics, labels or held-out families.
-    """
-    if dataset.header_path(folder).exists():
-        there = dataset.load_header(folder)
-        for what, old, new in (("target", there.target, header.target), ("metrics", there.metrics, header.metrics),
-                               ("held_out", there.held_out, header.held_out), ("labels", there.labels, header.labels)):
-            if old != new:
-                raise UserError(f"{folder}: this dataset was collected with another {what} ({old}, not {new}); "
-                                "move it away, or use another --workspace")
-        header = header.model_copy(update={"machines": there.machines | header.machines})
-    known = {entry.kernel.id: entry for entry in dataset.read_kernels(folder)} if folder.exists() else {}
-    known |= {entry.kernel.id: entry for entry in described}
-    files.write_json(dataset.header_path(folder), header)
-    files.write_text(dataset.kernels_path(folder),
-                     "".join(entry.model_dump_json() + "\n" for _, entry in sorted(known.items())))
-    return header
-
-
 def carriers(items: Sequence[KernelItem], execution_provider: str, side_by_side: int = 1) -> Iterator[list[KernelItem]]:
     """Groups of kernels for one carrier each: one operator-set version a domain, and so little memory that `side_by_side` of
     them fit."""
@@ -185,16 +168,12 @@ def carriers(items: Sequence[KernelItem], execution_provider: str, side_by_side:
 
 @dataclass
 class Collector:
-    """Measures blocks of work on one target.
-
-    `worker` takes every label but `gpu`, which is the tracers'.
-    """
+    """Measures blocks of work on one target."""
 
     config: CollectorConfig
     target: Target
     folder: Path
-    worker: Worker
-    tracers: Tracers
+    crew: Crew
     source: MetricSource
     uuid: str
     level: float = 0.0
@@ -211,8 +190,8 @@ class Collector:
             UserError: not even the canary runs.
         """
         try:
-            reply = self.worker.ask(Request(do="canary", execution_provider=self.provider,
-                                            effort=LOADED_EFFORT if self.level else IDLE_EFFORT))
+            reply = self.crew.worker.ask(Request(do="canary", execution_provider=self.provider,
+                                                 effort=LOADED_EFFORT if self.level else IDLE_EFFORT))
         except WorkerFailed as error:
             raise UserError(f"the canary, a fixed piece of work, does not run: {error}") from None
         samples = reply.samples[0].samples_ms
@@ -241,7 +220,7 @@ class Collector:
         """A worker's reply and a status; a worker that fails is replaced at the next request."""
         started = now()
         try:
-            reply = (worker or self.worker).ask(request)
+            reply = (worker or self.crew.worker).ask(request)
         except WorkerFailed as error:
             return Reply(error=str(error), started=started, ended=now()), error.status
         return reply, "failed" if reply.error else "ok"
@@ -256,7 +235,7 @@ class Collector:
         reply, status = self.ask(Request(
             do="carrier", execution_provider=self.provider, paths=tuple(str(item.path) for item in items), labels=labels,
             effort=self.config.kernel.effort(), provider_options=self.target.provider_options,
-            turns="" if worker is self.worker else self.tracers.turns), worker)
+            turns="" if worker is self.crew.worker else self.crew.tracers.turns), worker)
         if status != "ok" and len(items) > 1:
             half = len(items) // 2
             return self.time_carrier(items[:half], labels, worker) + self.time_carrier(items[half:], labels, worker)
@@ -274,7 +253,7 @@ class Collector:
         found = self._measurements("model", name, "latency", name, *self.ask(request))
         if request.host and self.config.model_labels and not self.level and found[0].status == "ok":
             on_gpu = request.model_copy(update={"do": "model_gpu"})
-            [traced] = self.tracers.each([lambda tracer: self.ask(on_gpu, tracer)])
+            [traced] = self.crew.tracers.each([lambda tracer: self.ask(on_gpu, tracer)])
             found += self._measurements("model", name, dataset.GPU_LABEL, name, *traced)
         if "cuda_graph" in self.variants and found[0].status == "ok":
             as_graph = request.model_copy(update={"do": "model_graph"})
@@ -303,18 +282,20 @@ class Collector:
         sound = [item for item in kernels if item.kernel.id not in at_fault]
         in_model = tuple(label for label in self.labels if label in IN_MODEL)
         if in_model:
-            found += [m for group in carriers(sound, self.provider) for m in self.time_carrier(group, in_model, self.worker)]
+            found += [m for group in carriers(sound, self.provider)
+                      for m in self.time_carrier(group, in_model, self.crew.worker)]
         if dataset.GPU_LABEL in self.labels:
             found += self.trace_kernels(sound)
         return found
 
     def trace_kernels(self, items: Sequence[KernelItem]) -> list[Measurement]:
         """Label `gpu` of some kernels, in carriers that the tracers share out."""
-        share = -(-len(items) // self.tracers.count)
+        tracers = self.crew.tracers
+        share = -(-len(items) // tracers.count)
         groups = [group for part in chunks(items, max(share, 1))
-                  for group in carriers(part, self.provider, self.tracers.count)]
+                  for group in carriers(part, self.provider, tracers.count)]
         tasks = [partial(self.time_carrier, group, (dataset.GPU_LABEL,)) for group in groups]
-        return [m for part in self.tracers.each(tasks) for m in part]
+        return [m for part in tracers.each(tasks) for m in part]
 
     def close(self, window: Window) -> dict[str, float]:
         """The means over a window of runs; none where the runs were over too soon for the window to be valid."""
@@ -346,17 +327,6 @@ class Collector:
         if best is None:
             raise RuntimeError("a block was given no attempt")
         return best.model_copy(update={"attempts": attempts})
-
-
-def write_tables(folder: Path, header: DatasetHeader) -> tuple[int, int]:
-    """Derives both CSV tables from the journal; returns their numbers of rows."""
-    blocks = dataset.read_journal(folder)
-    described = {entry.kernel.id: entry for entry in dataset.read_kernels(folder)}
-    kernel_rows = dataset.kernel_rows(blocks, described, header.labels[0], header.target.flavour.execution_provider)
-    model_rows = dataset.model_rows(dataset.model_sessions(blocks))
-    files.write_csv(dataset.kernel_table_path(folder), dataset.kernel_columns(header.metrics, header.labels), kernel_rows)
-    files.write_csv(dataset.model_table_path(folder), dataset.model_columns(header.metrics, header.labels), model_rows)
-    return len(kernel_rows), len(model_rows)
 
 
 def chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
@@ -435,11 +405,16 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
     if config.device == "auto" and provider == "cpu":
         log.info("no NVIDIA GPU here: measuring the CPU")
     target = local_target(provider)
-    return collect_work(workspace, config, target, find_work(workspace, target, config.held_out))
+    work = find_work(workspace, target, config.held_out)
+    with start_crew(config, provider, config.labels_on(provider)) as crew:
+        return collect_work(workspace, config, target, work, crew)
 
 
-def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequence[DatasetKernel]) -> dict[str, Any]:
+def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequence[DatasetKernel],
+                    crew: Crew) -> dict[str, Any]:
     """Measures those of some kernels that no machine of this target has, idle, and returns the totals.
+
+    Somebody waits for them: windows and patience are no longer, and blocks no smaller, than QUICK_… says.
 
     A dataset that is there keeps its labels, all of which the kernels get, its metrics and its held-out families; where there
     is none, one begins as `config` says.
@@ -448,69 +423,76 @@ def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequ
         workspace: whose dataset; it holds the built kernels.
         config: its labels are those that are needed.
         kernels: with the models that hold them; what the dataset says of their owners already stays.
+        crew: for the device and the labels of `config`.
 
     Raises:
         UserError: a metric that is not there, or a dataset without the labels that are needed.
     """
     target = local_target(resolve_provider(config.device))
     folder, built = workspace.dataset(target.name), workspace.kernel_onnx / target.flavour.name
-    config = config.model_copy(update={"levels": (0.0,), "variants": (), "each_machine": False, "ties": 0})
+    config = config.model_copy(update={
+        "levels": (0.0,), "variants": (), "each_machine": False, "ties": 0, "window_s": min(config.window_s, QUICK_WINDOW_S),
+        "block_kernels": max(config.block_kernels, QUICK_BLOCK), "patience_s": min(config.patience_s, QUICK_PATIENCE_S)})
     if dataset.header_path(folder).exists():
         there = dataset.load_header(folder)
         if absent := [label for label in config.labels if label not in there.labels]:
             raise UserError(f"{folder}: this dataset was collected without label {', '.join(absent)} (it has "
                             f"{', '.join(there.labels)}); move it away, or use another --workspace")
         config = config.model_copy(update={"labels": there.labels, "metrics": there.metrics, "held_out": there.held_out})
-    owners = {entry.kernel.id: entry.models for entry in dataset.read_kernels(folder)}
+    owners = {entry.kernel.id: entry.models for entry in dataset.read_kernels(folder, {entry.kernel.id for entry in kernels})}
     described = tuple(DatasetKernel(kernel=entry.kernel, models=tuple(dict.fromkeys(
         (*owners.get(entry.kernel.id, ()), *entry.models)))) for entry in kernels)
     items = tuple(KernelItem(built / f"{entry.kernel.id}.onnx", entry.kernel) for entry in kernels)
-    return collect_work(workspace, config, target, Work(items, (), described))
+    return collect_work(workspace, config, target, Work(items, (), described), crew)
 
 
-def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, work: Work) -> dict[str, Any]:
+def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, work: Work, crew: Crew) -> dict[str, Any]:
     """Measures what of `work` is still missing in the dataset of `target`, which this machine is, and returns the totals."""
     provider = target.flavour.execution_provider
     here, source = machine(provider), open_source(provider, config.metrics)
     if config.window_s < source.minimum_window_s:
         raise UserError(f"window_s {config.window_s:g}: {source.name} needs at least {source.minimum_window_s:g} s")
     folder, labels, variants = workspace.dataset(target.name), config.labels_on(provider), config.variants_on(provider)
-    header = prepare_dataset(folder, DatasetHeader(target=target, metrics=tuple(source.fields), held_out=config.held_out,
-                                                   labels=labels, machines={here.uuid: here}), work.described)
+    writer = DatasetWriter(folder, DatasetHeader(target=target, metrics=tuple(source.fields), held_out=config.held_out,
+                                                 labels=labels, machines={here.uuid: here}), work.described)
     log.info("%s: %d kernels and %d models at levels %s into %s", target.name, len(work.kernels), len(work.models),
              ", ".join(map(str, config.levels)), folder)
     measured: set[str] = set()
-    unsteady, tables_due = 0, time.monotonic() + TABLES_EVERY_S
-    with Worker(config.timeout_s) as worker, Tracers(config.tracers, config.timeout_s) as tracers:
-        for level in config.levels:
-            there = [block for block in dataset.read_journal(folder) if block.level == level]
-            own = [block for block in there if block.machine == here.uuid]
-            todo = plan(work, own if config.each_machine else there, config.block_kernels, labels[0], config.block_models,
-                        () if level else variants, 1 if level else config.sessions)
-            if not (config.each_machine or level):
-                ties = choose_ties(work.kernels, there, here.uuid, labels[0], config.ties)
-                todo = plan(Work(tuple(ties), (), ()), own, config.block_kernels, labels[0]) + todo
-            if not todo:
-                continue
-            with stress(level, config.stress.kind, provider, workspace=workspace) as stressor:
-                time.sleep(config.stress.settle_s if level else 0.0)
-                collector = Collector(config, target, folder, worker, tracers, source, here.uuid, level, best_canary_ms(own))
-                for key, kernels, models in cli.track(todo, f"level {level:g}"):
-                    block = collector.block(key, kernels, models, stressor)
-                    unsteady += block.drift > config.canary_drift
-                    measured |= {item.kernel.id for item in kernels}
-                    files.append_line(dataset.journal_path(folder), block.model_dump_json())
-                    if time.monotonic() > tables_due:
-                        began = time.monotonic()
-                        write_tables(folder, header)
-                        tables_due = time.monotonic() + max(TABLES_EVERY_S, 9 * (time.monotonic() - began))
-    kernel_rows, model_rows = write_tables(folder, header)
-    failed = sorted({m.id for block in dataset.read_journal(folder) for m in block.measurements if m.status != "ok"})
+    unsteady, measuring_s, tables_due = 0, 0.0, time.monotonic() + TABLES_EVERY_S
+    for level in config.levels:
+        there = [block for block in writer.blocks if block.level == level]
+        own = [block for block in there if block.machine == here.uuid]
+        todo = plan(work, own if config.each_machine else there, config.block_kernels, labels[0], config.block_models,
+                    () if level else variants, 1 if level else config.sessions)
+        if not (config.each_machine or level):
+            ties = choose_ties(work.kernels, there, here.uuid, labels[0], config.ties)
+            todo = plan(Work(tuple(ties), (), ()), own, config.block_kernels, labels[0]) + todo
+        if not todo:
+            continue
+        crew.wait()
+        with stress(level, config.stress.kind, provider, workspace=workspace) as stressor:
+            time.sleep(config.stress.settle_s if level else 0.0)
+            collector = Collector(config, target, folder, crew, source, here.uuid, level, best_canary_ms(own))
+            for key, kernels, models in cli.track(todo, f"level {level:g}"):
+                began = time.monotonic()
+                block = collector.block(key, kernels, models, stressor)
+                measuring_s += time.monotonic() - began
+                unsteady += block.drift > config.canary_drift
+                measured |= {item.kernel.id for item in kernels}
+                writer.append(block)
+                if time.monotonic() > tables_due:
+                    began = time.monotonic()
+                    writer.write_tables()
+                    tables_due = time.monotonic() + max(TABLES_EVERY_S, 9 * (time.monotonic() - began))
+    writer.write_tables()
+    kernel_rows, model_rows = writer.count_rows()
+    failed = sorted({m.id for block in writer.blocks for m in block.measurements if m.status != "ok"})
     if unsteady:
         log.warning("%d blocks kept although the machine was unsteady by more than %.0f %%",
                     unsteady, 100 * config.canary_drift)
-    return {"target": target.name, "dataset": str(folder), "measured_kernels": len(measured), "kernel_rows": kernel_rows,
-            "model_rows": model_rows, "unsteady_blocks": unsteady, "failed": failed}
+    return {"target": target.name, "dataset": str(folder), "measured_kernels": len(measured),
+            "measuring_s": round(measuring_s, 1), "kernel_rows": kernel_rows, "model_rows": model_rows,
+            "unsteady_blocks": unsteady, "failed": failed}
 
 
 def main() -> int:

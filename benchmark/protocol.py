@@ -30,18 +30,19 @@ class Request(Frozen):
         do: `alone` times a built kernel in its own session; `carrier` times several one after another in one graph;
             `model` times a whole model and profiles its kernels; `model_gpu` traces a whole model on the GPU for its
             label `gpu`, `model_trace` for the runs themselves; `model_graph` times it as a CUDA graph; `canary` times a fixed
-            piece of work.
+            piece of work; `prepare` loads what the others need, so that none waits for it.
         paths: the files of the kernels, or of the model.
         record: for a model whose kernels get labels, its record.
         dims: for a model, the sizes of its dynamic dimensions.
-        labels: which labels of its kernels a carrier or a model gives, of `kernel_time`, `node_span` and (a carrier) `gpu`.
+        labels: which labels of its kernels a carrier or a model gives, of `kernel_time`, `node_span` and (a carrier) `gpu`;
+            to prepare, `gpu` if it will be asked for.
         host: for a model on a GPU, whether the host's dispatch is timed too.
         host_io: for a model, whether runs with numpy arrays in and out are timed too.
         watch_host: for a model on an idle GPU: only what was timed while the host was undisturbed counts.
         turns: the folder through which workers take turns on the GPU (see gpu_turns.py); "" for one that is alone.
     """
 
-    do: Literal["alone", "carrier", "model", "model_gpu", "model_trace", "model_graph", "canary"]
+    do: Literal["alone", "carrier", "model", "model_gpu", "model_trace", "model_graph", "canary", "prepare"]
     execution_provider: str
     effort: Effort
     paths: tuple[str, ...] = ()

@@ -48,10 +48,9 @@ def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> li
 
     from benchmark import collector, dataset
     from benchmark.collector_config import CollectorConfig
+    from benchmark.crew import start_crew
     from benchmark.metrics import open_source
     from benchmark.stressor import stress
-    from benchmark.tracers import Tracers
-    from benchmark.worker_client import Worker
     from utils.config import load_config
     from utils.fingerprint import local_target, machine, resolve_provider
 
@@ -65,13 +64,14 @@ def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> li
     work = collector.find_work(workspace, target, config.held_out)
     chosen = [work.kernels[i] for i in np.random.default_rng(seed).permutation(len(work.kernels))[:count]]
     rows = []
-    with Worker(config.timeout_s) as worker, Tracers(config.tracers, config.timeout_s) as tracers:
+    with start_crew(config, provider, config.labels_on(provider)) as crew:
+        crew.wait()
         for level in sorted({block.level for block in blocks}):
             first = medians([block for block in blocks if block.level == level])
             with stress(level, config.stress.kind, provider, workspace=workspace) as stressor:
                 best_ms = collector.best_canary_ms(block for block in blocks if block.level == level)
                 source = open_source(provider, config.metrics)
-                measuring = collector.Collector(config, target, folder, worker, tracers, source, here.uuid, level, best_ms)
+                measuring = collector.Collector(config, target, folder, crew, source, here.uuid, level, best_ms)
                 parts: list[tuple[list[collector.KernelItem], list[collector.ModelItem]]] = [([], [m]) for m in work.models]
                 parts += [(list(chunk), []) for chunk in collector.chunks(chosen, config.block_kernels)]
                 again = [measuring.block(f"repeat {number}", kernels, models, stressor)

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TypeVar
 
+from benchmark.protocol import Request
 from benchmark.worker_client import Worker
 
 R = TypeVar("R")
@@ -28,6 +29,7 @@ class Tracers:
     def __init__(self, count: int, timeout_s: float) -> None:
         self.count, self._timeout_s = count, timeout_s
         self._stack = ExitStack()
+        self._workers: list[Worker] = []
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self.turns = ""
 
@@ -35,13 +37,24 @@ class Tracers:
         if self.count > 1:
             self.turns = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hase-turns-"))
         for _ in range(self.count):
-            self._idle.put(self._stack.enter_context(Worker(self._timeout_s)))
+            self._workers.append(self._stack.enter_context(Worker(self._timeout_s)))
+            self._idle.put(self._workers[-1])
         # Threads that stay: a process ends with the thread that started it.
         self._threads = self._stack.enter_context(ThreadPoolExecutor(self.count))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
+
+    def prepare(self, request: Request) -> None:
+        """Starts every process, as a worker's `prepare` does."""
+        for worker in self._workers:
+            worker.prepare(request)
+
+    def wait(self) -> None:
+        """Waits until all are prepared."""
+        for worker in self._workers:
+            worker.wait()
 
     def each(self, tasks: Sequence[Callable[[Worker], R]]) -> list[R]:
         """What each task gives, in order; as many at a time as there are workers, each with one to itself."""

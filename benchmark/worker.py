@@ -229,9 +229,18 @@ def model_labels(path: Path, request: Request) -> list[Samples]:
     return labels_of(runs, ids)
 
 
+def prepare(request: Request) -> Reply:
+    """Loads ONNX Runtime and has it run something on the device; for label `gpu` loads torch and CUPTI too, by tracing it."""
+    runner = canary.canary(request.execution_provider)
+    runner.warm_up(1)
+    if GPU_LABEL in request.labels:
+        trace([runner.run_once])
+    return Reply()
+
+
 WORK: dict[str, Callable[[Request], Reply]] = {  # each gives the reply but for its times
     "alone": time_alone, "carrier": time_carrier, "model": time_model, "model_gpu": time_model_on_gpu,
-    "model_trace": trace_model, "model_graph": time_model_as_graph, "canary": time_canary}
+    "model_trace": trace_model, "model_graph": time_model_as_graph, "canary": time_canary, "prepare": prepare}
 
 
 def answer(request: Request) -> Reply:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 
 from benchmark.protocol import Reply, Request
@@ -26,12 +27,13 @@ class WorkerFailed(Exception):
 
 
 class Worker:
-    """A worker process, started when first asked. Use as a context manager: it never outlives the block."""
+    """A worker process, started when first asked or told to prepare. Use as a context manager: it never outlives the block."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
+        self._preparing = False
 
     def __enter__(self) -> Worker:
         return self
@@ -47,7 +49,19 @@ class Worker:
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe:
                     pipe.close()
-        self._process, self._unread = None, b""
+        self._process, self._unread, self._preparing = None, b"", False
+
+    def prepare(self, request: Request) -> None:
+        """Starts the process on something whose reply is not needed; what it loads, later requests find there."""
+        self._send(request)
+        self._preparing = True
+
+    def wait(self) -> None:
+        """Waits until it is prepared. Where it can't be, the next request will tell."""
+        if self._preparing:
+            self._preparing = False
+            with suppress(WorkerFailed):
+                self._receive()
 
     def ask(self, request: Request) -> Reply:
         """The worker's reply.
@@ -55,18 +69,26 @@ class Worker:
         Raises:
             WorkerFailed: it died or was too slow; it is gone then.
         """
+        self.wait()
+        self._send(request)
+        return self._receive()
+
+    def _send(self, request: Request) -> None:
         if self._process is None:
             self._process = subprocess.Popen([sys.executable, "-m", "benchmark.worker"], cwd=ROOT,
                                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=False)
-        process = self._process
-        if process.stdin is None or process.stdout is None:
+        if self._process.stdin is None:
             raise RuntimeError("the worker was started without pipes")
+        with suppress(BrokenPipeError):  # then there is no reply to read either
+            self._process.stdin.write(request.model_dump_json().encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _receive(self) -> Reply:
+        process = self._process
+        if process is None:
+            raise RuntimeError("a reply is awaited of a worker that was sent nothing")
         try:
-            process.stdin.write(request.model_dump_json().encode() + b"\n")
-            process.stdin.flush()
             line = self._read_line(process)
-        except BrokenPipeError:
-            line = None
         except TimeoutError:
             self.stop()
             raise WorkerFailed("timeout", f"no answer within {self.timeout_s:.0f} s") from None

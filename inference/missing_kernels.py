@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmark.dataset import DatasetKernel
 from inference.sources import Source, record_of
 from inference.targets import Fitted, check_fit, fitted_for, local_targets
 from ort_analysis.records import Kernel, ModelRecord
@@ -21,6 +22,7 @@ from utils.paths import ROOT, Workspace
 
 if TYPE_CHECKING:
     from benchmark.collector_config import CollectorConfig
+    from benchmark.crew import Crew
     from training.composition import Composition
 
 log = get_logger("predict")
@@ -33,11 +35,13 @@ class Filled:
 
     Attributes:
         measured: number of kernels that were measured now, well or not.
-        seconds: that building, measuring and noting them down took.
+        measuring_s: that this took, in seconds.
+        seconds: the same with building them, waiting for the processes that measure, and noting it all down.
         left: ids of the kernels that have no measured time nonetheless.
     """
 
     measured: int
+    measuring_s: float
     seconds: float
     left: tuple[str, ...]
 
@@ -92,12 +96,36 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
     Raises:
         UserError: this machine is not the target, the model can't be used, or the dataset lacks the label that is needed.
     """
+    from benchmark.collector_config import CollectorConfig
+    from benchmark.crew import start_crew
+    from utils.config import load_config
+
     workspace = workspace or Workspace()
     fitted = fitted_for(workspace, target)
     name, flavour = fitted.target.name, fitted.target.flavour
     if fitted.target not in local_targets():
         raise UserError(f"kernels of target {name} can be measured on such a machine alone, and this one is "
                         f"{' and '.join(own.name for own in local_targets())}; predict without --measure-missing, or there")
+    config = (config or load_config(CONFIG, CollectorConfig)).model_copy(update={
+        "device": flavour.execution_provider, "labels": (fitted.composition.label,)})
+    with start_crew(config, flavour.execution_provider, config.labels) as crew:  # it gets ready while the model is analysed
+        records = _records(source, sizes, fitted, workspace, force)
+        missing = missing_kernels(fitted, records)
+        if not missing:
+            return Filled(0, 0.0, 0.0, ())
+        began = time.monotonic()
+        built = build(missing, workspace.kernel_onnx / flavour.name)
+        kernels = [DatasetKernel(kernel=kernel, models=tuple(record.model for record in records if kernel.id in record.kernels))
+                   for kernel in missing.values() if kernel.id in built]
+        measured, measuring_s = _measure(kernels, fitted, workspace, config, crew) if kernels else (0, 0.0)
+    left = tuple(missing_kernels(fitted_for(workspace, name), records))
+    return Filled(measured, measuring_s, time.monotonic() - began, left)
+
+
+def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted, workspace: Workspace,
+             force: bool) -> list[ModelRecord]:
+    """The model's record at each of some sizes, checked; errors as of `measure_missing`."""
+    flavour = fitted.target.flavour
     model = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
     records = [record_of(model, flavour.execution_provider, dims) for dims in sizes]
     for record in records:
@@ -105,37 +133,21 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
         if record.flavour != flavour:
             raise UserError(f"{record.model}: the record is of a {record.flavour.name} graph, and kernels can be measured here "
                             f"for {flavour.name} alone; give the model file instead")
-    missing = missing_kernels(fitted, records)
-    if not missing:
-        return Filled(0, 0.0, ())
-    began = time.monotonic()
-    built = build(missing, workspace.kernel_onnx / flavour.name)
-    measured = _measure([missing[kernel] for kernel in missing if kernel in built], records, fitted, workspace, config)
-    left = tuple(missing_kernels(fitted_for(workspace, name), records))
-    return Filled(measured, time.monotonic() - began, left)
+    return records
 
 
-def _measure(kernels: Sequence[Kernel], records: Sequence[ModelRecord], fitted: Fitted, workspace: Workspace,
-             config: CollectorConfig | None) -> int:
-    """Has built kernels measured and looked up; returns how many were measured."""
+def _measure(kernels: Sequence[DatasetKernel], fitted: Fitted, workspace: Workspace, config: CollectorConfig,
+             crew: Crew) -> tuple[int, float]:
+    """Has built kernels measured and looked up; returns how many were measured, and the seconds that this took."""
     from benchmark.collector import collect_kernels
-    from benchmark.collector_config import CollectorConfig
-    from benchmark.dataset import DatasetKernel
     from training.predictor_files import copy_predictors, renew_measured
     from training.training_set import measured_times
-    from utils.config import load_config
 
-    if not kernels:
-        return 0
     name, folder = fitted.target.name, workspace.predictors(fitted.target.name)
-    config = (config or load_config(CONFIG, CollectorConfig)).model_copy(update={
-        "device": fitted.target.flavour.execution_provider, "labels": (fitted.composition.label,)})
-    described = [DatasetKernel(kernel=kernel, models=tuple(record.model for record in records if kernel.id in record.kernels))
-                 for kernel in kernels]
-    measured: int = collect_kernels(workspace, config, described)["measured_kernels"]
+    totals = collect_kernels(workspace, config, kernels, crew)
     if fitted.predictors.folder != folder:
         log.warning("%s: what comes with Hase for %s is copied here and added to; a training in this workspace would replace "
                     "it by what its own dataset tells", folder, name)
         copy_predictors(fitted.predictors.folder, folder)
     renew_measured(folder, measured_times(workspace, name))
-    return measured
+    return totals["measured_kernels"], totals["measuring_s"]

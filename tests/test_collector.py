@@ -22,6 +22,7 @@ from conftest import build_workspace, small_model
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmark import dataset
+from benchmark import worker as worker_process
 from benchmark.collector import (
     Collector,
     KernelItem,
@@ -31,13 +32,13 @@ from benchmark.collector import (
     collect,
     find_work,
     plan,
-    prepare_dataset,
 )
 from benchmark.collector_config import CollectorConfig
+from benchmark.crew import start_crew
+from benchmark.dataset_writer import DatasetWriter
 from benchmark.metrics import open_source
 from benchmark.protocol import Effort, Request
 from benchmark.stressor import Stress
-from benchmark.tracers import Tracers
 from benchmark.worker_client import Worker, WorkerFailed
 from kernel_model.kernel_builder import KERNEL_KEY, build_model, kernel_build
 from kernel_model.kernel_sampler import SEED_FILE
@@ -445,7 +446,7 @@ def test_a_dataset_of_another_target_is_refused(collected: Collected, tmp_path: 
     files.write_json(dataset.header_path(tmp_path), other)
     before = dataset.header_path(tmp_path).read_bytes()
     with pytest.raises(UserError, match="collected with another target"):
-        prepare_dataset(tmp_path, header, [])
+        DatasetWriter(tmp_path, header, [])
     assert dataset.header_path(tmp_path).read_bytes() == before
 
 
@@ -455,9 +456,9 @@ def test_another_machine_of_the_target_joins_the_dataset(collected: Collected, t
     files.write_json(dataset.header_path(tmp_path), header)
     entries = dataset.read_kernels(collected.folder)
     other = here.model_copy(update={"uuid": "another"})
-    joined = prepare_dataset(tmp_path, header.model_copy(update={"machines": {"another": other}}), entries[:2])
+    joined = DatasetWriter(tmp_path, header.model_copy(update={"machines": {"another": other}}), entries[:2]).header
     assert set(joined.machines) == {here.uuid, "another"}
-    prepare_dataset(tmp_path, header, entries[1:4])
+    DatasetWriter(tmp_path, header, entries[1:4])
     assert {entry.kernel.id for entry in dataset.read_kernels(tmp_path)} == {entry.kernel.id for entry in entries[:4]}
 
 
@@ -491,8 +492,8 @@ def test_canaries_that_part_have_their_block_measured_again(collected: Collected
     config = CollectorConfig.model_validate(TINY | {"canary_drift": 1e-9, "attempts": 2, "window_s": 0.2})
     target = local_target("cpu")
     item = find_work(collected.workspace, target, ()).kernels[-1]
-    with Worker(60) as worker:
-        collector = Collector(config, target, tmp_path, worker, Tracers(1, 60.0), open_source("cpu", METRICS), "here")
+    with start_crew(config, "cpu", config.labels_on("cpu")) as crew:
+        collector = Collector(config, target, tmp_path, crew, open_source("cpu", METRICS), "here")
         block = collector.block("one", [item], [], Stress(0.0, None))
     assert block.attempts == 2
     assert block.drift > 0
@@ -562,6 +563,49 @@ def test_a_worker_that_hangs_or_crashes_is_replaced(tmp_path: Path) -> None:
         assert len(children()) == 1
     time.sleep(0.05)
     assert not children()
+
+
+def test_what_a_worker_prepares_is_not_its_next_reply() -> None:
+    """Nor does one that can't prepare, or that ends over it, fail what is asked of it next."""
+    canary = Request(do="canary", execution_provider="cpu", effort=Effort(least_runs=3, most_runs=3, budget_s=0.001))
+    preparing = canary.model_copy(update={"do": "prepare"})
+    with Worker(60) as worker:
+        worker.prepare(preparing)
+        assert len(worker.ask(canary).samples[0].samples_ms) == 3
+        worker.prepare(preparing)
+        worker.wait()
+        assert worker.ask(preparing).samples == ()
+        worker.prepare(Request(do="alone", execution_provider="cpu", effort=Effort(), paths=("none.onnx",)))
+        assert worker.ask(canary).error == ""
+        [process] = [child for child in psutil.Process().children() if "benchmark.worker" in child.cmdline()]
+        worker.prepare(preparing)
+        process.kill()
+        assert worker.ask(canary).error == ""
+
+
+def test_tracers_prepare_where_their_label_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is really started here: the requests that would start a GPU's processes are noted."""
+    sent: list[tuple[str, str, tuple[str, ...]]] = []
+    monkeypatch.setattr(Worker, "prepare", lambda self, request: sent.append(
+        (request.do, request.execution_provider, request.labels)))
+    config = CollectorConfig(tracers=2)
+    with start_crew(config, "cuda", ("run", "gpu")) as crew:
+        crew.wait()
+    assert sent == [("prepare", "cuda", ())] + [("prepare", "cuda", ("gpu",))] * 2
+    sent.clear()
+    with start_crew(config, "cpu", ("run",)):
+        assert sent == [("prepare", "cpu", ())]
+
+
+def test_a_tracer_prepares_by_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU; what would look into a GPU is replaced by something that runs what it is given."""
+    traced: list[int] = []
+    monkeypatch.setattr(worker_process, "trace", lambda runs: traced.append(len([run() for run in runs])))
+    request = Request(do="prepare", execution_provider="cpu", effort=Effort())
+    assert worker_process.answer(request).error == ""
+    assert not traced
+    assert worker_process.answer(request.model_copy(update={"labels": ("gpu",)})).error == ""
+    assert traced == [1]
 
 
 def test_a_worker_that_hangs_dies_with_the_collector(tmp_path: Path) -> None:

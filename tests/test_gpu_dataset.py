@@ -13,7 +13,7 @@ import pytest
 from conftest import TORCH_MODELS
 
 from benchmark import dataset
-from benchmark.collector import write_tables
+from benchmark.dataset_writer import write_tables
 from inference import predict
 from ort_analysis.records import family, load_record
 from training.predictor_files import read_sidecar
@@ -48,7 +48,7 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
         if found:
             kept.append(block.model_copy(update={"measurements": found}))
     dataset.journal_path(folder).write_text("".join(block.model_dump_json() + "\n" for block in kept))
-    write_tables(folder, dataset.load_header(folder))
+    write_tables(folder, dataset.load_header(folder), dataset.read_journal(folder))
     (workspace.root / "few.yaml").write_text(
         "folds: 4\nxgboost_gpu: {trees: 120, depth: 7, learning_rate: 0.1, objective: squarederror, own_predictors: none}\n"
         "forest: {trees: 3}\n")

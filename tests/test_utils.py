@@ -142,7 +142,8 @@ def test_a_torn_only_line_is_dropped(tmp_path: Path) -> None:
 
 def test_csv_cells(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
-    files.write_csv(path, ["a", "b"], [{"a": 'x,"y"', "b": None}, {"b": 0.5}])
+    files.write_csv(path, ["a", "b"], [{"a": 'x,"y"', "b": None}])
+    files.add_to_csv(path, ["a", "b"], [{"b": 0.5}])
     assert path.read_text() == 'a,b\n"x,""y""",\n,0.5\n'
     with pytest.raises(ValueError, match="c"):
         files.write_csv(path, ["a"], [{"c": 1}])

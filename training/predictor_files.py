@@ -46,6 +46,7 @@ REMEMBERED_KERNELS = 100_000
 REMEMBERED_LOADS = 64
 SLACK = 1e-6  # of a feature beyond its range: what rounding may do
 COMPRESSION = 3  # of lzma's presets: higher ones gain little and take long
+TIMES_COMPRESSION = 1  # the same for measured times, whose renewal somebody waits for: a quarter of the time, 3 % larger
 
 
 class TypeErrors(Frozen):
@@ -371,7 +372,7 @@ def save_predictors(folder: Path, models: Mapping[str, KernelModel], errors: Map
     labels = {}
     for label, model in models.items():
         used = {name: model.boosters[name] for name in sorted({SHARED, *model.predictor_of.values()})}
-        name, digest = _write_hashed(folder, label, "pkl.xz", pickle.dumps(used, protocol=5))
+        name, digest = _write_hashed(folder, label, "pkl.xz", pickle.dumps(used, protocol=5), COMPRESSION)
         labels[label] = LabelPredictors(
             file=name, sha256=digest, roofline=model.roofline, type_codes=dict(model.type_codes),
             predictor_of=dict(model.predictor_of), errors=tuple(errors[label]))
@@ -419,12 +420,13 @@ def _write_sidecar(folder: Path, sidecar: Sidecar) -> None:
 
 def _write_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) -> tuple[str, str]:
     """Writes the times to look up; returns the file's name and its SHA-256."""
-    return _write_hashed(folder, "measured", "json.xz", json.dumps(measured, separators=(",", ":")).encode())
+    return _write_hashed(folder, "measured", "json.xz", json.dumps(measured, separators=(",", ":")).encode(),
+                         TIMES_COMPRESSION)
 
 
-def _write_hashed(folder: Path, stem: str, suffix: str, data: bytes) -> tuple[str, str]:
+def _write_hashed(folder: Path, stem: str, suffix: str, data: bytes, preset: int) -> tuple[str, str]:
     """Writes `data`, compressed, under a name that holds a part of the file's SHA-256; returns the name and the whole hash."""
-    compressed = lzma.compress(data, preset=COMPRESSION)
+    compressed = lzma.compress(data, preset=preset)
     digest = hashlib.sha256(compressed).hexdigest()
     name = f"{stem}-{digest[:8]}.{suffix}"
     files.write_bytes(folder / name, compressed)

@@ -7,9 +7,11 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,11 +64,21 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes rows under a header, whole or not at all; a missing or None value is an empty cell."""
+    write_text(path, _csv_lines(columns, chain([dict(zip(columns, columns, strict=True))], rows)))
+
+
+def add_to_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Adds rows to a table that `write_csv` wrote with the same columns, all or none of them."""
+    with replacing(path) as temporary:
+        shutil.copyfile(path, temporary)
+        with temporary.open("a", encoding="utf-8", newline="") as table:
+            table.write(_csv_lines(columns, rows))
+
+
+def _csv_lines(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(columns), extrasaction="raise", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())
+    csv.DictWriter(text, list(columns), extrasaction="raise", lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def append_line(path: Path, line: str) -> None:
