@@ -407,7 +407,7 @@ def load_table(path: Path) -> pd.DataFrame:
     import pandas as pd
 
     try:
-        table = pd.read_csv(path, keep_default_na=True, na_values=[""])
+        table = pd.read_csv(path, keep_default_na=True, na_values=[""], low_memory=False)  # a column is read as one type
     except FileNotFoundError:
         raise UserError(f"{path}: no such dataset; measure one with: {COLLECT}") from None
     except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
