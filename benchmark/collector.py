@@ -53,7 +53,7 @@ from ort_analysis.records import (
     load_records,
     record_path,
 )
-from utils import cli, files
+from utils import cli
 from utils.config import load_config
 from utils.errors import UserError
 from utils.fingerprint import Target, local_target, machine, resolve_provider
