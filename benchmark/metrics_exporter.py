@@ -102,11 +102,11 @@ class DeviceMetrics:
 
         for name, mean in self.sampler.means.items():
             shown = new_name(name) if self.new_names else name
-            family = GaugeMetricFamily(shown, f"{FIELDS[name].meaning} (in {NAMES[shown].unit})",
+            family = GaugeMetricFamily(shown, f"{FIELDS[name].meaning} ({NAMES[shown].unit})",
                                        labels=list(self.labels))
             family.add_metric(list(self.labels.values()), mean.value / NAMES[shown].scale)
             yield family
-        yield GaugeMetricFamily(LAST_SAMPLE, "time of the last sound sample (in s since 1970)", value=self.sampler.sampled_s)
+        yield GaugeMetricFamily(LAST_SAMPLE, "time of the last sound sample (s since 1970)", value=self.sampler.sampled_s)
 
 
 def device_labels(provider: str, replay: Path | None) -> dict[str, str]:
@@ -115,8 +115,9 @@ def device_labels(provider: str, replay: Path | None) -> dict[str, str]:
     if replay is not None:
         return {"gpu": "0", "UUID": "replay", "device": "replay", "modelName": replay.stem, "Hostname": host}
     here = machine(provider)
-    gpu, device = ("0", "nvidia0") if provider == "cuda" else ("", "cpu")
-    return {"gpu": gpu, "UUID": here.uuid, "device": device, "modelName": here.device, "Hostname": host}
+    if provider == "cpu":  # a machine's identifier is nothing to tell the network
+        return {"gpu": "", "UUID": host, "device": "cpu", "modelName": here.device, "Hostname": host}
+    return {"gpu": "0", "UUID": here.uuid, "device": "nvidia0", "modelName": here.device, "Hostname": host}
 
 
 class _Server(ThreadingMixIn, WSGIServer):
