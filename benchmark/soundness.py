@@ -21,6 +21,7 @@ MANY = 10  # so many equal readings in a row are no accident, …
 PROFILED = tuple(field for field in FIELDS if field.startswith("DCGM_FI_PROF_"))  # … of a field that counts cycles or bytes
 AT_WORK = ("DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_SM_OCCUPANCY")  # none without the others
 UTILISATION = "DCGM_FI_DEV_GPU_UTIL"
+NOISE = {"ratio": 0.01, "bytes/s": 1e6}  # below this values are small numbers of counts, and repeat
 BUSY = 0.1  # a share of the time that is no noise
 
 
@@ -55,7 +56,7 @@ def check_together(readings: Mapping[str, Sequence[float]]) -> None:
     moving = {field: len(set(values)) > 1 for field, values in readings.items()}
     for field in PROFILED:
         values = readings.get(field, ())
-        if len(values) < MANY or moving[field] or values[0] in (0.0, FIELDS[field].maximum):
+        if len(values) < MANY or moving[field] or not NOISE[FIELDS[field].unit] <= values[0] < FIELDS[field].maximum:
             continue
         others = [other for other in PROFILED if moving.get(other)]
         if others:

@@ -213,6 +213,7 @@ def test_a_frozen_field_is_found_out_by_one_that_moves() -> None:
     check_together({SM: [0.4] * (MANY - 1), ENGINE: moving[1:]})  # too few to tell
     check_together({SM: [0.4] * MANY, ENGINE: [0.5] * MANY})  # nothing moves
     check_together({SM: [1.0] * MANY, ENGINE: moving})  # saturated
+    check_together({SM: [0.005] * MANY, ENGINE: moving})  # hardly anything
     check_together({"DCGM_FI_PROF_PIPE_FP64_ACTIVE": [0.0] * MANY, ENGINE: moving})  # nobody computes in fp64
     check_together({"DCGM_FI_DEV_SM_CLOCK": [1980.0] * MANY, ENGINE: moving})  # a clock may well stand still
 

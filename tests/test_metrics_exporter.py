@@ -43,7 +43,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process = subprocess.Popen(
             [sys.executable, "benchmark/metrics_exporter.py", "--json", "--port", "0", "--host", "127.0.0.1",
              "--source", "replay", "--replay", str(recorded(tmp_path, readings)), "--replay-step", str(STEP_S),
-             "--interval", str(INTERVAL_S), "--workspace", str(tmp_path), *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+             "--interval", str(INTERVAL_S), "--workspace", str(tmp_path), *options],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout is not None
         told = ""
