@@ -133,7 +133,12 @@ def open_source(execution_provider: str = "auto", fields: Sequence[str] | None =
         from benchmark.replay_metrics import ReplaySource
 
         return ReplaySource(replay, fields, replay_step_s)
+    if replay_step_s is not None and replay is None:
+        raise UserError(f"source {source}: there is no step of a replay without a file to replay")
     provider = resolve_provider(execution_provider)
+    if dcgm_address is not None and (source not in ("auto", "dcgm") or provider == "cpu"):
+        raise UserError(f"source {source} on {provider}: it does not ask the DCGM at {dcgm_address}; "
+                        "that reads a GPU, for source dcgm or auto")
     if source not in ("auto", "psutil") and provider == "cpu":
         raise UserError(f"source {source} reads a GPU, and the device here is the CPU; use psutil or auto")
     if source == "psutil" and provider == "cuda":
@@ -164,14 +169,16 @@ def _gpu_source(source: SourceName, fields: Sequence[str] | None, dcgm_address: 
 
 
 def _best_for_gpu(fields: Sequence[str] | None, dcgm_address: str | None) -> tuple[MetricSource, str]:
-    """The best source, and why: counters that give a window's exact mean, else DCGM's readings, else what all GPUs have."""
+    """The best source, and why: the DCGM pointed out, else counters (exact means of windows), else DCGM, else what all have."""
     from benchmark.nvml_metrics import has_counters
 
+    if dcgm_address is not None:
+        return _gpu_source("dcgm", fields, dcgm_address), "its address is given"
     if has_counters():
         return _gpu_source("nvml-gpm", fields, None), "this GPU's counters give the exact mean of a window (GPM)"
     from benchmark.dcgm_metrics import DcgmMissing
 
     try:
-        return _gpu_source("dcgm", fields, dcgm_address), "this GPU has no GPM, and DCGM is here"
+        return _gpu_source("dcgm", fields, None), "this GPU has no GPM, and DCGM is here"
     except DcgmMissing as error:
         return _gpu_source("nvml", fields, None), f"this GPU has no GPM, and there is no DCGM ({error})"

@@ -78,9 +78,9 @@ def test_a_replay_keeps_the_readings_times(tmp_path: Path, clock: Clock) -> None
     window = source.start()
     clock.now += 2.25
     later = source.start()
-    assert source.stop(window) == {SM: Mean(pytest.approx(0.15), 2)}
+    assert source.stop(window) == {SM: (pytest.approx(0.15), 2)}
     clock.now += 0.5
-    assert source.stop(later) == {SM: Mean(pytest.approx(0.3), 1)}
+    assert source.stop(later) == {SM: (pytest.approx(0.3), 1)}
     nothing = source.start()
     clock.now += 1.0
     with pytest.raises(UserError, match=rf"metric {SM}: the replay of readings.jsonl has no reading of it in a window"):
@@ -95,7 +95,7 @@ def test_a_replay_at_a_step(tmp_path: Path, clock: Clock) -> None:
     source = open_source(source="replay", fields=[SM], replay=path, replay_step_s=0.5)
     window = source.start()
     clock.now += 1.6
-    assert source.stop(window) == {SM: Mean(pytest.approx(0.2), 3)}
+    assert source.stop(window) == {SM: (pytest.approx(0.2), 3)}
 
 
 def test_old_and_new_names_replay_alike(tmp_path: Path, clock: Clock) -> None:
@@ -241,7 +241,7 @@ def test_dcgm_gives_the_mean_of_a_windows_readings(dcgm: FakeDcgm) -> None:
     dcgm.read(SM, 0.9, since_s=window.reading + 3.0)  # and of the time after it
     dcgm.read(UTIL, 50, 60, since_s=window.reading)
     time.sleep(0.3)
-    assert source.stop(window) == {SM: Mean(pytest.approx(0.3), 3), UTIL: Mean(55.0, 2)}
+    assert source.stop(window) == {SM: (pytest.approx(0.3), 3), UTIL: Mean(55.0, 2)}
 
 
 def test_dcgm_at_an_address_and_without_profiled_fields(dcgm: FakeDcgm) -> None:
@@ -319,6 +319,8 @@ def test_auto_says_what_it_took_and_why(counters: bool, installed: bool, chosen:
         assert open_source().name == chosen
     assert f"metrics: from {chosen}: " in caplog.text
     assert why in caplog.text
+    if installed:
+        assert open_source(dcgm_address="node7").name == "DCGM at node7"
 
 
 def test_a_source_for_another_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -328,6 +330,10 @@ def test_a_source_for_another_device(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         open_source("cpu", source="replay")
     with pytest.raises(UserError, match="source psutil: it does not read"):
         open_source("cpu", source="psutil", replay=tmp_path)
+    with pytest.raises(UserError, match="source auto: there is no step of a replay without a file"):
+        open_source("cpu", replay_step_s=1.0)
+    with pytest.raises(UserError, match="source auto on cpu: it does not ask the DCGM at node7"):
+        open_source("cpu", dcgm_address="node7")
     monkeypatch.setattr(metrics, "resolve_provider", lambda name: "cuda")
     with pytest.raises(UserError, match="source psutil reads the CPU, and the device here is a GPU"):
         open_source(source="psutil")

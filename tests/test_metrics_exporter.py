@@ -152,9 +152,10 @@ def test_a_port_that_is_taken(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_sample_is_stale_after_some_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = Sampler(ReplaySource(recorded(tmp_path, [READING])), interval_s=5.0)
+    source = ReplaySource(recorded(tmp_path, [READING]))
+    sampler = Sampler(source, interval_s=5.0)
     assert sampler.trouble() == "no sound sample so far"
-    sampler.means, sampler.sampled_s = sampler.source.stop(_opened(sampler.source)), 1000.0
+    sampler.means, sampler.sampled_s = source.stop(_opened(source)), 1000.0
     for now, trouble in ((1000.0 + 5.0 * STALE, ""), (1016.0, "the last sound sample is 16 s old")):
         monkeypatch.setattr(time, "time", lambda now=now: now)
         assert sampler.trouble() == trouble
