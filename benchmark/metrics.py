@@ -129,20 +129,14 @@ def open_source(execution_provider: str = "auto", fields: Sequence[str] | None =
     if (source == "replay") != (replay is not None):
         raise UserError(f"source {source}" + (" needs a file to replay" if replay is None else f": it does not read {replay}; "
                                               "choose source replay for that"))
-    if source == "replay" and replay is not None:
+    if replay is not None:
         from benchmark.replay_metrics import ReplaySource
 
         return ReplaySource(replay, fields, replay_step_s)
-    if replay_step_s is not None and replay is None:
+    if replay_step_s is not None:
         raise UserError(f"source {source}: there is no step of a replay without a file to replay")
     provider = resolve_provider(execution_provider)
-    if dcgm_address is not None and (source not in ("auto", "dcgm") or provider == "cpu"):
-        raise UserError(f"source {source} on {provider}: it does not ask the DCGM at {dcgm_address}; "
-                        "that reads a GPU, for source dcgm or auto")
-    if source not in ("auto", "psutil") and provider == "cpu":
-        raise UserError(f"source {source} reads a GPU, and the device here is the CPU; use psutil or auto")
-    if source == "psutil" and provider == "cuda":
-        raise UserError(f"source psutil reads the CPU, and the device here is a GPU; use one of {', '.join(SOURCES[:4])}")
+    _check_suits(source, provider, dcgm_address)
     if provider == "cpu":
         from benchmark.cpu_metrics import CpuSource
 
@@ -158,6 +152,17 @@ def open_source(execution_provider: str = "auto", fields: Sequence[str] | None =
     return opened
 
 
+def _check_suits(source: SourceName, provider: str, dcgm_address: str | None) -> None:
+    """`UserError` where a source does not read the device of `provider`, or does not heed the address."""
+    if dcgm_address is not None and (source not in ("auto", "dcgm") or provider == "cpu"):
+        raise UserError(f"source {source} on {provider}: it does not ask the DCGM at {dcgm_address}; "
+                        "that reads a GPU, for source dcgm or auto")
+    if source not in ("auto", "psutil") and provider == "cpu":
+        raise UserError(f"source {source} reads a GPU, and the device here is the CPU; use psutil or auto")
+    if source == "psutil" and provider == "cuda":
+        raise UserError(f"source psutil reads the CPU, and the device here is a GPU; use one of {', '.join(SOURCES[:4])}")
+
+
 def _gpu_source(source: SourceName, fields: Sequence[str] | None, dcgm_address: str | None) -> MetricSource:
     if source == "dcgm":
         from benchmark.dcgm_metrics import DcgmSource
@@ -170,14 +175,15 @@ def _gpu_source(source: SourceName, fields: Sequence[str] | None, dcgm_address: 
 
 def _best_for_gpu(fields: Sequence[str] | None, dcgm_address: str | None) -> tuple[MetricSource, str]:
     """The best source, and why: the DCGM pointed out, else counters (exact means of windows), else DCGM, else what all have."""
-    from benchmark.nvml_metrics import has_counters
+    from benchmark.dcgm_metrics import DcgmMissing
+    from benchmark.nvml_metrics import CountersMissing
 
     if dcgm_address is not None:
         return _gpu_source("dcgm", fields, dcgm_address), "its address is given"
-    if has_counters():
+    try:
         return _gpu_source("nvml-gpm", fields, None), "this GPU's counters give the exact mean of a window (GPM)"
-    from benchmark.dcgm_metrics import DcgmMissing
-
+    except CountersMissing:
+        pass
     try:
         return _gpu_source("dcgm", fields, None), "this GPU has no GPM, and DCGM is here"
     except DcgmMissing as error:

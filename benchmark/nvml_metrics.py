@@ -40,6 +40,10 @@ PROBE_SECONDS = 0.12  # a little over the shortest valid GPM window
 GPM_LAG_SECONDS = 0.2  # a sample taken this late shows the moment meant, or up to 0.1 s later
 
 
+class CountersMissing(UserError):
+    """This GPU or its driver has no GPM."""
+
+
 @dataclass
 class _Reading:
     """Counters at one moment; what was not asked for is None."""
@@ -58,7 +62,8 @@ class NvmlSource(MetricSource):
         """Reads `fields`, or what is worth reading; with GPM's `counters`, or without.
 
         Raises:
-            UserError: this GPU has no GPM where its counters are asked for, or a field is not here.
+            CountersMissing: they are asked for, and this GPU has no GPM.
+            UserError: a field is not here.
         """
         import pynvml
 
@@ -70,7 +75,7 @@ class NvmlSource(MetricSource):
         polled = [field for field in (*POLLED, POWER) if self._works(lambda field=field: self._poll_one(field))]
         profiled = self._gpm_fields() if counters else []
         if counters and not profiled:
-            raise UserError("source nvml-gpm: this GPU or its driver has no GPM (Hopper and later have it); use nvml or dcgm")
+            raise CountersMissing("source nvml-gpm: this GPU or its driver has no GPM (since Hopper); use nvml or dcgm")
         available = [*profiled, *polled]
         available += [POWER] if self._has_energy and POWER not in available else []
         preferred = [field for field in available if field not in UTILISATION] if profiled else available
@@ -154,17 +159,6 @@ class NvmlSource(MetricSource):
             spent_j = (after.reading.energy_mj - before.reading.energy_mj) / 1e3
             found[POWER] = [spent_j / (after.began_s - before.began_s)]
         return found | (before.reading.polls.readings() if before.reading.polls else {})
-
-
-def has_counters() -> bool:
-    """Whether the first GPU, its driver and the binding have GPM."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        return bool(pynvml.nvmlGpmQueryDeviceSupport(pynvml.nvmlDeviceGetHandleByUUID(gpu_facts()["uuid"])).isSupportedDevice)
-    except (pynvml.NVMLError, AttributeError):
-        return False
 
 
 class _Late:

@@ -300,18 +300,22 @@ def test_dcgm_that_is_not_here_or_goes_away(dcgm: FakeDcgm, monkeypatch: pytest.
 # the choice
 
 
-@pytest.mark.parametrize(("counters", "installed", "chosen", "why"), [
+@pytest.mark.parametrize(("has_gpm", "installed", "chosen", "why"), [
     (True, True, "NVML with GPM", "the exact mean of a window"),
     (False, True, "DCGM", "no GPM, and DCGM is here"),
     (False, False, "NVML", "no GPM, and there is no DCGM"),
 ])
-def test_auto_says_what_it_took_and_why(counters: bool, installed: bool, chosen: str, why: str, dcgm: FakeDcgm,
+def test_auto_says_what_it_took_and_why(has_gpm: bool, installed: bool, chosen: str, why: str, dcgm: FakeDcgm,
                                         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """On a pretended GPU."""
     monkeypatch.setattr(metrics, "resolve_provider", lambda name: "cuda")
-    monkeypatch.setattr(nvml_metrics, "has_counters", lambda: counters)
-    monkeypatch.setattr(nvml_metrics, "NvmlSource", lambda fields, counters: SimpleNamespace(
-        name="NVML with GPM" if counters else "NVML", fields=()))
+
+    def nvml(fields: Sequence[str] | None, counters: bool) -> Any:
+        if counters and not has_gpm:
+            raise nvml_metrics.CountersMissing("no GPM")
+        return SimpleNamespace(name="NVML with GPM" if counters else "NVML", fields=())
+
+    monkeypatch.setattr(nvml_metrics, "NvmlSource", nvml)
     if not installed:
         monkeypatch.setitem(sys.modules, "pydcgm", None)
     monkeypatch.setattr(logging.getLogger("hase"), "propagate", True)
