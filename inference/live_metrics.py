@@ -138,7 +138,7 @@ def _of_one_exporter(server: Server, series: Sequence[Series]) -> tuple[list[Ser
 
 
 def _mean(field: str, series: Series, values: Sequence[float], now_s: float, config: PrometheusConfig) -> float:
-    """The mean of a field's values, of which `series` holds the newest, if each can be believed; a hair above the limit is the limit."""
+    """The mean of a field's values, if each can be believed; `series` holds the newest. A hair above the limit is the limit."""
     age_s = now_s - series.last_s
     if age_s > config.max_age_s:
         raise PrometheusError(f"prometheus: {series.name} of {_device(series.labels)} is stale: its newest sample is "
@@ -178,8 +178,8 @@ def _missing(server: Server, fields: Sequence[str], names: Names, other: Series)
     """What to do about fields that are not there, though `other` is."""
     told = ", ".join(" or ".join(name for name, _ in names[field]) for field in fields)
     return PrometheusError(f"prometheus: no sample of {told} within window_s {server.config.window_s:g}, though "
-                           f"{_device(other.labels)} reports {other.name}; these predictors need it: add it to the exporter's list of metrics "
-                           "(dcgm-exporter leaves some out by default)")
+                           f"{_device(other.labels)} reports {other.name}; these predictors need it: add it to the "
+                           "exporter's list of metrics (dcgm-exporter leaves some out by default)")
 
 
 def _down(server: Server) -> str:

@@ -267,8 +267,9 @@ def _cause(error: BaseException) -> str:
         if not isinstance(inner, BaseException):
             break
         error = inner
-    text = (getattr(error, "strerror", None) or getattr(error, "verify_message", None) or str(error)).strip()
-    return text.partition(": ")[2] if text.startswith("<") else text  # urllib3 begins with the connection object
+    if isinstance(error.__cause__, OSError):  # of a connection that never was, urllib3 tells the rest in a text
+        error = error.__cause__
+    return str(getattr(error, "verify_message", None) or getattr(error, "strerror", None) or error).strip()
 
 
 def quoted(text: str) -> str:
