@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmark.metrics import FIELDS, OVERSHOOT
-from inference.prometheus import PrometheusConfig, PrometheusError, Server, quoted
+from inference.prometheus import FOREIGN_SERIES, PrometheusConfig, PrometheusError, Server, quoted
 
 Names = Mapping[str, Sequence[tuple[str, float]]]
 SAME_NAMES: Names = {field: ((field, 1.0),) for field in FIELDS}
@@ -85,9 +85,12 @@ def _series(one: Mapping[str, Any]) -> Series:
     """A series of the API's JSON. Values are strings, "NaN" too."""
     try:
         labels = dict(one["metric"])
-        return Series(labels.pop("__name__"), labels, [(float(when), float(value)) for when, value in one["values"]])
+        found = Series(labels.pop("__name__"), labels, [(float(when), float(value)) for when, value in one["values"]])
     except (KeyError, TypeError, ValueError):
-        raise PrometheusError("prometheus.url: a series came back that is none of Prometheus's; set its address") from None
+        raise PrometheusError(FOREIGN_SERIES) from None
+    if not found.samples:
+        raise PrometheusError(FOREIGN_SERIES)
+    return found
 
 
 def _device(labels: Mapping[str, str]) -> str:
@@ -119,12 +122,12 @@ def _of_one_exporter(server: Server, series: Sequence[Series]) -> tuple[list[Ser
     exporters = sorted({one.exporter for one in series})
     asked = [f"up{{job={quoted(job)},instance={quoted(instance)}}}" for job, instance in exporters]
     answer = server.query(" or ".join([*asked, "vector(time())"]), "vector")
-    up, now_s = {}, math.nan
-    for one in answer:
-        when, value = one["value"]
-        labels, now_s = one["metric"], float(when)
-        if labels:
-            up[labels.get("job", ""), labels.get("instance", "")] = float(value) == 1.0
+    try:
+        now_s = max(float(one["value"][0]) for one in answer)  # when the server worked it out
+        up = {(one["metric"].get("job", ""), one["metric"].get("instance", "")): float(one["value"][1]) == 1.0
+              for one in answer if one["metric"]}  # vector(time()) has no labels
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise PrometheusError(FOREIGN_SERIES) from None
     running = [exporter for exporter in exporters if up.get(exporter)] if len(exporters) > 1 else exporters
     running = running or exporters
     described = _listed([f"job {job}, instance {instance}" for job, instance in running])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import requests
 
 log = get_logger("prometheus")
+FOREIGN_SERIES = "prometheus.url: a series came back that is none of Prometheus's; set its address"
 SECRETS = ("password_env", "password_file", "token_env", "token_file")
 
 
@@ -152,7 +153,9 @@ class Server:
                                   "its path if it has one") from None
         if status != 200 or found != kind or not isinstance(series, list):
             raise PrometheusError(f"{where}: HTTP {status} with a {found}: a {kind} is expected, so it is no Prometheus")
-        for warning in body.get("warnings", ()):
+        if not all(isinstance(one, dict) and isinstance(one.get("metric"), dict) for one in series):
+            raise PrometheusError(FOREIGN_SERIES)
+        for warning in body.get("warnings") or ():
             log.warning("%s warns: %s", where, warning)
         return series
 
