@@ -63,7 +63,8 @@ def exporter() -> Iterator[Exporter]:
         "sliced": Page(gpu_labels("GPU-sliced") | {"GPU_I_ID": "1"}, {UTIL: 5}),
         "renamed": page("renamed", {"DCGM_FI_DEV_GPU_UTIL_RATIO": 0.4}),
         "both": page("both", {UTIL: 30, "new_util_ratio": 0.9}),
-        "shared": page("shared", {UTIL: 10}), "cpu": Page({"Hostname": "node7"}, {METRIC: 0.375}),
+        "shared": page("shared", {UTIL: 10}), "moved": page("moved", {UTIL: 30}),
+        "cpu": Page({"Hostname": "node7"}, {METRIC: 0.375}),
         "never": page("never", {UTIL: 1}, mode="locked"),
         **{name: page(name, {UTIL: 60}) for name in BREAKING if name != "killed"},
     }
@@ -75,7 +76,7 @@ def exporter() -> Iterator[Exporter]:
 @pytest.fixture(scope="module")
 def mortal() -> Iterator[Exporter]:
     """An exporter that a test kills."""
-    made = Exporter({"killed": Page(gpu_labels("GPU-killed"), {UTIL: 60})})
+    made = Exporter({name: Page(gpu_labels(f"GPU-{name}"), {UTIL: 60}) for name in ("killed", "moved")})
     yield made
     made.close()
 
@@ -83,8 +84,9 @@ def mortal() -> Iterator[Exporter]:
 @pytest.fixture(scope="module")
 def port(exporter: Exporter, mortal: Exporter, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     targets = {name: (exporter.address, name) for name in exporter.pages} | {"again": (exporter.address, "shared")}
-    with prometheus(tmp_path_factory.mktemp("prometheus"), targets | {"killed": (mortal.address, "killed")}) as found:
-        wait_for(lambda: value(found, "count(up == 1)") == len(targets))  # all but the page that is locked
+    with prometheus(tmp_path_factory.mktemp("prometheus"), targets | {
+            "killed": (mortal.address, "killed"), "moved_from": (mortal.address, "moved")}) as found:
+        wait_for(lambda: value(found, "count(up == 1)") == len(targets) + 1)  # all but the page that is locked
         yield found
 
 
@@ -196,6 +198,14 @@ def test_an_exporter_that_was_well(port: int, exporter: Exporter, mortal: Export
     text = refusal(short)
     assert f"no sample of GPU-{how} (index 0, host node7) within window_s 0.3, though there were some within 1h" in text
     assert f"can't be scraped at present: job {how}" in text or f"; job {how}, instance" in text
+
+
+def test_an_exporter_that_was_replaced(port: int, mortal: Exporter) -> None:
+    """Of two that reported a GPU within the window, the one that is up counts."""
+    mortal.close()
+    wait_for(lambda: value(port, 'up{job="moved_from"}') == 0.0)
+    assert value(port, f'count(count_over_time({UTIL}{{UUID="GPU-moved"}}[1m]))') == 2.0
+    assert read(config(port, "GPU-moved")) == {UTIL: 30.0}
 
 
 def test_servers_that_are_no_prometheus(port: int) -> None:
