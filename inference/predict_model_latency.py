@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from utils import cli
+from utils.errors import UserError
 from utils.logger import get_logger
 
 if TYPE_CHECKING:
@@ -121,22 +122,28 @@ def main() -> int:
 
     from inference.load import CONFIG_FILE, InferenceConfig, current_load
     from inference.prediction import WayOfRunning, predict
+    from inference.targets import fitted_for
     from utils.config import load_config
     from utils.trace_events import MEASURED, document, read_processes
 
     real = read_processes(args.beside, MEASURED, 2) if args.beside else []  # before the predictions: it may be no trace
-    load = current_load(load_config(args.config or CONFIG_FILE, InferenceConfig), args.metrics)
+    config = load_config(args.config or CONFIG_FILE, InferenceConfig)
+    if args.measure_missing and config.prometheus.url is not None:
+        raise UserError("--measure-missing: idle times are not looked up under a load; set prometheus.url to null in "
+                        f"{args.config or CONFIG_FILE}")
+    asked = config.prometheus.url is not None and not args.metrics
+    fields = fitted_for(workspace, args.target).predictors.sidecar.metrics if asked else ()
+    load = current_load(config, args.metrics, fields)
     if args.measure_missing:
         from inference.missing_kernels import measure_missing
 
         tell(measure_missing(args.model, sizes, target=args.target, workspace=workspace, force=args.force))
     found = [
-        predict(args.model, dims=dims, target=args.target, strict=args.strict, load=load, workspace=workspace,
-                way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), force=args.force)
+        predict(args.model, dims=dims, target=args.target, strict=args.strict, load=load.metrics, workspace=workspace,
+                way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), force=args.force, notices=load.notices)
         for dims in cli.track(sizes, "predicting")]
     if args.trace:
         from inference.sources import record_of
-        from inference.targets import fitted_for
         from inference.timeline import trace_of
         from utils.files import write_json
 

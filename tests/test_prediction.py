@@ -18,7 +18,7 @@ from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms,
 from benchmark.anatomy import measured_trace
 from benchmark.gpu_trace import GpuRun, GpuWork, Launch
 from inference import predict, predict_many, targets
-from inference.load import InferenceConfig, current_load
+from inference.load import InferenceConfig, Load, current_load
 from inference.prediction import WayOfRunning
 from inference.prediction_speed import copies
 from inference.targets import choose_target, fitted_for
@@ -328,16 +328,14 @@ def test_the_target_is_this_machine_or_the_only_one(tmp_path: Path) -> None:
 
 def test_the_load_comes_from_a_file_or_is_idle(tmp_path: Path) -> None:
     config = load_config(ROOT / "inference" / "config.yaml", InferenceConfig)
-    assert current_load(config) == {}
+    assert current_load(config) == Load()
     metrics = tmp_path / "metrics.json"
     metrics.write_text(json.dumps({METRIC: 60}))
-    assert current_load(config, metrics) == {METRIC: 60.0}
+    assert current_load(config, metrics) == Load({METRIC: 60.0})
     for bad in ("[]", "{}", '{"a": "x"}', '{"a": NaN}', '{"a": true}', "no json"):
         metrics.write_text(bad)
         with pytest.raises(UserError, match=r"metrics\.json"):
             current_load(config, metrics)
-    with pytest.raises(UserError, match="not part of this version"):
-        current_load(InferenceConfig.model_validate({"prometheus": {"url": "http://localhost:9090"}}))
     (tmp_path / "config.yaml").write_text("prometheus:\n  ulr: x\n")
     with pytest.raises(UserError, match="did you mean url"):
         load_config(tmp_path / "config.yaml", InferenceConfig)
