@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmark.metrics import FIELDS, OVERSHOOT
+from benchmark.metric_fields import FIELDS
+from benchmark.soundness import OVERSHOOT
 from inference.prometheus import FOREIGN_SERIES, PrometheusConfig, PrometheusError, Server, quoted
 
 Names = Mapping[str, Sequence[tuple[str, float]]]

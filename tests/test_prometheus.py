@@ -28,7 +28,7 @@ from prometheus_stand import (
 )
 from trained_workspace import METRIC, trained
 
-from benchmark.metrics import FIELDS
+from benchmark.metric_fields import FIELDS
 from inference.live_metrics import SAME_NAMES, live_metrics
 from inference.load import InferenceConfig, Load, current_load
 from inference.prometheus import PrometheusConfig, PrometheusError, Server, server_for
