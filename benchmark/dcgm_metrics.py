@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmark.dcgm_names import IDS
 from benchmark.metrics import MetricSource, Window
-from benchmark.soundness import UTILISATION
+from benchmark.soundness import LOOKS_BACK, PROFILED, UTILISATION
 from utils.errors import UserError
 from utils.fingerprint import gpu_facts
 
@@ -30,7 +30,6 @@ BINDINGS = (  # of DCGM 4 and 3, where their packages put them
 )
 UPDATE_S = 0.1  # from one reading to the next; the profiled fields come no faster
 KEEP_S = 3600.0  # how long readings are kept: no window is longer
-LOOKS_BACK = (UTILISATION, "DCGM_FI_DEV_MEM_COPY_UTIL")  # by up to a second: only read when asked for by name
 
 
 class DcgmMissing(UserError):
@@ -69,13 +68,13 @@ class DcgmSource(MetricSource):
         self._group = self._system.GetGroupWithGpuIds(f"hase-{os.getpid()}-{id(self)}", [self._gpu])
         self._lock = threading.Lock()
         self._seen: dict[str, deque[Reading]] = {}
-        profiled = [field for field in IDS if field.startswith("DCGM_FI_PROF_")]
-        self._watched = [watch for kind, of_kind in (("prof", profiled), ("dev", [f for f in IDS if f not in profiled]))
+        others = [field for field in IDS if field not in PROFILED]
+        self._watched = [watch for kind, of_kind in (("prof", PROFILED), ("dev", others))
                          if (watch := self._watch(kind, of_kind)) is not None]
         time.sleep(2 * UPDATE_S)
         self._drain()
         available = [field for field in IDS if not all(math.isnan(one.value) for one in self._seen.get(field, ()))]
-        has_profiled = any(field in profiled for field in available)
+        has_profiled = any(field in PROFILED for field in available)
         super().__init__(available, fields or [field for field in available if not (has_profiled and field in LOOKS_BACK)])
 
     def _find_gpu(self, uuid: str) -> int:
@@ -126,7 +125,7 @@ class DcgmSource(MetricSource):
                 raise UserError(f"metric {field}: {blank} of {len(found[field])} readings of {self.name} are blank; does a "
                                 "profiler hold the counters (dcgmi profile --resume gives them back)? Leave this metric out if "
                                 "it stays so")
-        return {field: values for field, values in found.items() if not any(map(math.isnan, values))}
+        return found
 
     def _between(self, field: str, begin_s: float, end_s: float) -> list[float]:
         """The readings that tell of a time, given in seconds since 1970."""

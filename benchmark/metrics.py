@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from benchmark.soundness import History, check_together, checked
+from benchmark.soundness import History, Unsound, check_together, checked
 from utils.errors import UserError
 from utils.fingerprint import resolve_provider
 from utils.logger import get_logger
@@ -68,7 +68,7 @@ class MetricSource(ABC):
     @abstractmethod
     def _readings(self, before: Window, after: Window) -> Mapping[str, Sequence[float]]:
         """Every field's readings between two moments, in the units of FIELDS; a counter's difference gives a single one, the
-        mean. There may be further fields, to check these against."""
+        mean. There may be further fields, to check these against where they are sound."""
 
     def start(self) -> Window:
         """Opens a window."""
@@ -79,23 +79,41 @@ class MetricSource(ABC):
         device shows what it did up to now.
 
         Raises:
-            UserError: the window is shorter than `minimum_window_s`, a field has no reading in it, or its readings are no
-                sound ones: blank, out of their range, frozen, or at odds with another field's.
+            Unsound: readings are blank, out of their range, frozen, or at odds with another field's.
+            UserError: the window is shorter than `minimum_window_s`, or a field has no reading in it.
         """
+        means = self._means(window)
+        self._history.add(values(means))
+        return means
+
+    def _means(self, window: Window) -> dict[str, Mean]:
+        """The mean of each field from when `window` was opened until now; raises as `stop` does."""
         now = time.monotonic()
         lasted_s = now - window.began_s
         if lasted_s < self.minimum_window_s:
             raise UserError(f"a metric window of {lasted_s * 1e3:.0f} ms is too short to be valid: "
                             f"{self.name} needs {self.minimum_window_s * 1e3:.0f} ms")
-        found = {field: [checked(field, value) for value in values]
-                 for field, values in self._readings(window, Window(now, self._read())).items()}
+        found = self._sound(self._readings(window, Window(now, self._read())))
         for field in self.fields:
             if not found.get(field):
                 raise UserError(f"metric {field}: {self.name} has no reading of it in a window of {lasted_s:.1f} s")
-        check_together(found)
-        means = {field: Mean(sum(found[field]) / len(found[field]), len(found[field])) for field in self.fields}
-        self._history.add({field: mean.value for field, mean in means.items()})
-        return means
+        check_together(found, lasted_s)
+        return {field: Mean(sum(found[field]) / len(found[field]), len(found[field])) for field in self.fields}
+
+    def _sound(self, readings: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+        """Readings that the fields can have; a further field that has others is left out.
+
+        Raises:
+            Unsound: one of `fields` has others.
+        """
+        found = {}
+        for field, seen in readings.items():
+            try:
+                found[field] = [checked(field, value) for value in seen]
+            except Unsound:
+                if field in self.fields:
+                    raise
+        return found
 
     def window(self, seconds: float) -> dict[str, Mean]:
         """The mean of each field over the next `seconds`."""

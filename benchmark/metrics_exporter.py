@@ -27,7 +27,15 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmark.dcgm_names import NAMES, new_name
+from benchmark.dcgm_names import (
+    DEVICE_LABEL,
+    HOST_LABEL,
+    INDEX_LABEL,
+    MODEL_LABEL,
+    NAMES,
+    UUID_LABEL,
+    new_name,
+)
 from benchmark.metric_fields import FIELDS
 from benchmark.metrics import SOURCES, Mean, MetricSource, open_source
 from utils import cli
@@ -111,13 +119,14 @@ class DeviceMetrics:
 
 def device_labels(provider: str, replay: Path | None) -> dict[str, str]:
     """dcgm-exporter's labels of the device of `cuda` or `cpu`, or of a file that is replayed."""
-    host = platform.node()
-    if replay is not None:
-        return {"gpu": "0", "UUID": "replay", "device": "replay", "modelName": replay.stem, "Hostname": host}
-    here = machine(provider)
-    if provider == "cpu":  # a machine's identifier is nothing to tell the network
-        return {"gpu": "", "UUID": host, "device": "cpu", "modelName": here.device, "Hostname": host}
-    return {"gpu": "0", "UUID": here.uuid, "device": "nvidia0", "modelName": here.device, "Hostname": host}
+    if replay is not None:  # each file a device of its own
+        index, uuid, device, model = "0", f"replay-{replay.stem}", "replay", replay.stem
+    elif provider == "cpu":  # a machine's identifier is nothing to tell the network
+        index, uuid, device, model = "", platform.node(), "cpu", machine(provider).device
+    else:
+        here = machine(provider)
+        index, uuid, device, model = "0", here.uuid, "nvidia0", here.device
+    return {INDEX_LABEL: index, UUID_LABEL: uuid, DEVICE_LABEL: device, MODEL_LABEL: model, HOST_LABEL: platform.node()}
 
 
 class _Server(ThreadingMixIn, WSGIServer):

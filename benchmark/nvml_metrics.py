@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmark.metrics import Mean, MetricSource, Window
+from benchmark.soundness import LOOKS_BACK
 from utils.errors import UserError
 from utils.fingerprint import gpu_facts
 
@@ -33,8 +34,7 @@ GPM = {  # field -> (GPM metric, our unit over GPM's: per cent to ratio, MiB/s t
     "DCGM_FI_PROF_PCIE_RX_BYTES": (21, MIB),
 }
 POWER = "DCGM_FI_DEV_POWER_USAGE"
-UTILISATION = ("DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_MEM_COPY_UTIL")
-POLLED = (*UTILISATION, "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_DEV_MEM_CLOCK")
+POLLED = (*LOOKS_BACK, "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_DEV_MEM_CLOCK")
 POLL_SECONDS = 0.1
 PROBE_SECONDS = 0.12  # a little over the shortest valid GPM window
 GPM_LAG_SECONDS = 0.2  # a sample taken this late shows the moment meant, or up to 0.1 s later
@@ -78,7 +78,7 @@ class NvmlSource(MetricSource):
             raise CountersMissing("source nvml-gpm: this GPU or its driver has no GPM (since Hopper); use nvml or dcgm")
         available = [*profiled, *polled]
         available += [POWER] if self._has_energy and POWER not in available else []
-        preferred = [field for field in available if field not in UTILISATION] if profiled else available
+        preferred = [field for field in available if field not in LOOKS_BACK] if profiled else available
         super().__init__(available, fields or preferred)
         self._polled = [field for field in self.fields
                         if field in POLLED or (field == POWER and not self._has_energy)]

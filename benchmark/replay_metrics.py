@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmark.dcgm_names import NAMES
+from benchmark.dcgm_names import NAMES, in_unit
 from benchmark.metrics import MetricSource, Window
 from utils.errors import UserError
 
@@ -83,7 +83,7 @@ def _load(path: Path) -> tuple[list[float], list[dict[str, float]]]:
                 raise UserError(f"{where}: {name}: no metric that Hase knows; it knows {', '.join(NAMES)}")
             if not isinstance(value, int | float | None):
                 raise UserError(f"{where}: {name}: {value!r} is not a number")
-            found[-1][NAMES[name].field] = math.nan if value is None else value * NAMES[name].scale
+            found[-1][NAMES[name].field] = math.nan if value is None else in_unit(name, value)
     if not found:
         raise UserError(f"{path}: no reading to replay")
     return stamps_s, found

@@ -7,6 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmark.dcgm_names import NAMES, in_unit
+from benchmark.metrics import values
+from benchmark.soundness import Unsound, checked
 from inference.prometheus import PrometheusConfig, PrometheusError, server_for
 from utils import files
 from utils.config import Config
@@ -23,18 +26,26 @@ class InferenceConfig(Config):
 
 
 def read_metrics(path: Path) -> dict[str, float]:
-    """The metrics in a JSON file, `{"DCGM_FI_DEV_GPU_UTIL": 60, …}`.
+    """The metrics in a JSON file, `{"DCGM_FI_DEV_GPU_UTIL": 60, …}`: by DCGM field name, old or new, in the name's unit.
 
     Raises:
-        UserError: no such file, no JSON object, or a value that is no finite number.
+        UserError: no such file, no JSON object, or a value that is no number or that the metric can't have.
     """
     found = files.read_json(path)
     if not isinstance(found, dict) or not found:
         raise UserError(f'{path}: a JSON object of metrics by DCGM field name is expected, {{"DCGM_FI_DEV_GPU_UTIL": 60}}')
+    metrics: dict[str, float] = {}
     for name, value in found.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise UserError(f"{path}: {name} is {value!r}; a finite number is expected")
-    return {str(name): float(value) for name, value in found.items()}
+        field = NAMES[name].field if name in NAMES else name
+        if field in metrics:
+            raise UserError(f"{path}: {name} is another name of {field}, which stands there too; leave one out")
+        try:
+            metrics[field] = checked(field, in_unit(name, value)) if name in NAMES else float(value)
+        except Unsound as error:
+            raise UserError(f"{path}: {error.fact}; leave it out, or write what it was") from None
+    return metrics
 
 
 @dataclass(frozen=True)
@@ -62,10 +73,10 @@ def current_load(config: InferenceConfig, metrics_file: Path | None = None, fiel
     if not fields:
         return Load(notices=("predicted for an idle device: the predictors were trained without metrics, so Prometheus is not "
                              "asked",))
-    from inference.live_metrics import live_metrics
+    from inference.prometheus_metrics import PrometheusSource
 
     try:
-        return Load(live_metrics(server_for(config.prometheus), fields))
+        return Load(values(PrometheusSource(server_for(config.prometheus), fields).latest()))
     except PrometheusError as error:
         if config.prometheus.on_failure == "idle":
             return Load(notices=(f"predicted for an idle device, as prometheus.on_failure says, since the load is not known: "

@@ -94,9 +94,7 @@ def main() -> int:
     cli.add_dim(parser)
     parser.add_argument("--target", help="whose latency, by name or its beginning, e.g. nvidia-h200, whose predictors come "
                         "with Hase (default: this machine, or the only target with predictors)")
-    parser.add_argument("--config", type=Path, default=None, help="default: inference/config.yaml")
-    parser.add_argument("--metrics", type=Path, metavar="FILE",
-                        help="JSON of what else runs on the device, by DCGM field name (default: as the config says, idle)")
+    cli.add_load(parser)
     cli.add_way(parser)
     parser.add_argument("--top", type=int, default=5, metavar="N", help="show the N dominating kernels (default: 5)")
     parser.add_argument("--trace", type=Path, metavar="FILE",

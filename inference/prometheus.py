@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from benchmark.dcgm_names import HOST_LABEL, INDEX_LABEL, UUID_LABEL
 from utils.config import Config
 from utils.errors import UserError
 from utils.logger import get_logger
@@ -38,7 +39,7 @@ class Device(Config):
     @property
     def labels(self) -> dict[str, str]:
         """What it says, by dcgm-exporter's labels."""
-        said = {"UUID": self.uuid, "gpu": None if self.index is None else str(self.index), "Hostname": self.host}
+        said = {UUID_LABEL: self.uuid, INDEX_LABEL: None if self.index is None else str(self.index), HOST_LABEL: self.host}
         return {label: value for label, value in said.items() if value is not None}
 
     def __str__(self) -> str:

@@ -94,8 +94,8 @@ def test_recorded_measurements_are_compared_level_by_level(workspace: Workspace)
     assert idle.measured_ms == pytest.approx(model_ms(record), rel=1e-5)
     assert idle.spread == pytest.approx(0.1)  # samples at 0.9, 1.0 and 1.1 of the median
     assert abs(idle.error) < 0.03  # all kernels looked up, α and β found again
-    assert loaded.measured_ms == pytest.approx(model_ms(record, 50), rel=1e-5)
-    assert loaded.predicted_ms == predict(record, target=TARGET, workspace=workspace, load={METRIC: 50.0}).latency_ms
+    assert loaded.measured_ms == pytest.approx(model_ms(record, 0.5), rel=1e-5)
+    assert loaded.predicted_ms == predict(record, target=TARGET, workspace=workspace, load={METRIC: 0.5}).latency_ms
     assert loaded.measured_share == 0
     held_out = [one for one in found.comparisons if one.held_out]
     assert {one.model for one in held_out} == {f"{HELD_OUT}_c40"}

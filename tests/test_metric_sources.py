@@ -15,7 +15,7 @@ import pytest
 
 from benchmark import dcgm_metrics, metrics, nvml_metrics
 from benchmark.collector_config import CollectorConfig
-from benchmark.dcgm_names import IDS, NAMES, NEW_NAMES, Name, new_name
+from benchmark.dcgm_names import IDS, NAMES, NEW_NAMES, Name, in_unit, names_of, new_name
 from benchmark.metric_fields import FIELDS
 from benchmark.metrics import Mean, open_source
 from benchmark.replay_metrics import ReplaySource
@@ -33,6 +33,9 @@ def test_a_name_says_its_unit() -> None:
     assert NAMES["DCGM_FI_DEV_GPU_UTIL_RATIO"] == Name(UTIL, "ratio", 100.0)
     assert NAMES["DCGM_FI_DEV_SM_CLOCK_HERTZ"] == Name(CLOCK, "Hz", 1e-6)
     assert NAMES["DCGM_FI_PROF_SM_UTIL_RATIO"] == Name(SM, "ratio")
+    assert in_unit("DCGM_FI_DEV_SM_CLOCK_HERTZ", 1.98e9) == pytest.approx(1980.0)
+    assert in_unit("DCGM_FI_DEV_SM_CLOCK_HERTZ", 0x7FFFFFF0) == 0x7FFFFFF0  # a blank, not 2147 MHz
+    assert names_of(SM) == [SM, "DCGM_FI_PROF_SM_UTIL_RATIO"]
 
 
 def test_names_are_of_known_fields_and_each_has_one_new_name() -> None:
@@ -134,6 +137,7 @@ def test_a_file_that_is_no_recording(lines: str, wrong: str, tmp_path: Path) -> 
     (SM, 1.5, f"metric {SM}: the device reports 1.5 ratio, possible is 0 to 1"),
     ("DCGM_FI_DEV_GPU_UTIL_RATIO", 57, f"metric {UTIL}: the device reports 5700 per cent"),
     ("DCGM_FI_PROF_PCIE_RX_BYTES", 4294967295, "stands for no value"),
+    ("DCGM_FI_DEV_SM_CLOCK_HERTZ", 2147483632, "stands for no value"),
 ])
 def test_one_bad_reading_spoils_its_window(name: str, value: float | None, wrong: str, tmp_path: Path, clock: Clock) -> None:
     good = {"time_s": 0, name: 0.5}
@@ -272,9 +276,9 @@ def test_a_blank_of_dcgm_is_an_error(dcgm: FakeDcgm) -> None:
 def test_dcgm_stuck_at_zero_is_found_out_by_utilisation_that_nobody_asked_for(dcgm: FakeDcgm) -> None:
     source = dcgm_metrics.DcgmSource([SM])
     window = source.start()
-    dcgm.read(SM, *[0.0] * 10, since_s=window.reading)
-    dcgm.read(UTIL, *[99.0] * 10, since_s=window.reading)
-    time.sleep(1.0)
+    dcgm.read(SM, *[0.0] * 20, since_s=window.reading)
+    dcgm.read(UTIL, *[99.0] * 20, since_s=window.reading)
+    time.sleep(2.0)
     with pytest.raises(UserError, match=f"metric {SM}: stuck at 0 while {UTIL} says that the GPU is busy"):
         source.stop(window)
 

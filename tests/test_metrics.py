@@ -15,9 +15,10 @@ import pytest
 
 from benchmark import nvml_metrics
 from benchmark.cpu_metrics import CpuSource
+from benchmark.dcgm_names import is_blank
 from benchmark.metric_fields import FIELDS
 from benchmark.metrics import Mean, open_source, values
-from benchmark.soundness import MANY, History, check_together, checked, is_blank
+from benchmark.soundness import MANY, History, check_together, checked
 from utils.errors import UserError
 
 TOTAL, USER = "DCGM_FI_DEV_CPU_UTIL_TOTAL", "DCGM_FI_DEV_CPU_UTIL_USER"
@@ -212,6 +213,7 @@ def test_a_frozen_field_is_found_out_by_one_that_moves() -> None:
         check_together({SM: [0.4] * MANY, ENGINE: moving})
     check_together({SM: [0.4] * (MANY - 1), ENGINE: moving[1:]})  # too few to tell
     check_together({SM: [0.4] * MANY, ENGINE: [0.5] * MANY})  # nothing moves
+    check_together({SM: [0.4] * MANY, ENGINE: [0.5] * 5 + [0.6] * 5})  # two readings, each asked for five times
     check_together({SM: [1.0] * MANY, ENGINE: moving})  # saturated
     check_together({SM: [0.005] * MANY, ENGINE: moving})  # hardly anything
     check_together({"DCGM_FI_PROF_PIPE_FP64_ACTIVE": [0.0] * MANY, ENGINE: moving})  # nobody computes in fp64
@@ -222,9 +224,10 @@ def test_a_profiled_field_at_zero_while_the_gpu_is_busy() -> None:
     with pytest.raises(UserError, match=f"metric {SM}: stuck at 0 while {ENGINE} says that the GPU is busy"):
         check_together({SM: [0.0], ENGINE: [0.5]})
     with pytest.raises(UserError, match=f"metric {ENGINE}: stuck at 0 while {UTIL} says that the GPU is busy"):
-        check_together({ENGINE: [0.0] * 3, UTIL: [97.0] * MANY})
-    check_together({ENGINE: [0.0] * 3, UTIL: [97.0] * 3})  # utilisation looks back: load that is over
-    check_together({ENGINE: [0.0] * 3, UTIL: [97.0] * (MANY - 1) + [0.0]})
+        check_together({ENGINE: [0.0] * 3, UTIL: [97.0] * 3}, lasted_s=2.0)
+    check_together({ENGINE: [0.0] * 3, UTIL: [97.0] * 3}, lasted_s=1.5)  # utilisation looks back: load that is over
+    check_together({ENGINE: [0.0] * 3, UTIL: [97.0]}, lasted_s=2.0)
+    check_together({ENGINE: [0.0] * 3, UTIL: [97.0, 97.0, 0.0]}, lasted_s=2.0)
     check_together({SM: [0.0], ENGINE: [0.0], UTIL: [0.0]})
 
 
@@ -238,3 +241,6 @@ def test_a_counter_that_freezes_is_found_out_over_windows() -> None:
         with contextlib.suppress(UserError):
             history.add({SM: 0.3 + 0.01 * i, ENGINE: 0.5 + 0.01 * i})
     history.add({SM: 0.35, ENGINE: 0.8})
+    after_loads = History()
+    for _ in range(MANY):  # each window begins when a load is just over, of which utilisation still tells
+        after_loads.add({SM: 0.0, ENGINE: 0.0, UTIL: 40.0})

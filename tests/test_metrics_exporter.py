@@ -79,7 +79,8 @@ def test_names_values_labels_and_units(start: Start) -> None:
     found = families(answer(url, 200).text)
     assert set(found) == {SM, UTIL, CLOCK, POWER, LAST_SAMPLE}
     assert {name: found[name].samples[0].value for name in READING} == pytest.approx(READING)
-    labels = {"gpu": "0", "UUID": "replay", "device": "replay", "modelName": "gpu_of_yesterday", "Hostname": platform.node()}
+    labels = {"gpu": "0", "UUID": "replay-gpu_of_yesterday", "device": "replay", "modelName": "gpu_of_yesterday",
+              "Hostname": platform.node()}
     assert all(found[name].samples[0].labels == labels and found[name].type == "gauge" for name in READING)
     units = {name: found[name].documentation.rpartition("(")[2].rstrip(")") for name in READING}
     assert units == {SM: "ratio", UTIL: "per cent", CLOCK: "MHz", POWER: "W"}

@@ -77,9 +77,9 @@ def test_strict_looks_nothing_up(workspace: Workspace, record: ModelRecord) -> N
 
 def test_under_load_nothing_is_looked_up_and_more_time_is_taken(workspace: Workspace, record: ModelRecord) -> None:
     idle = predict(record, target=TARGET, workspace=workspace)
-    loaded = predict(record, target=TARGET, workspace=workspace, load={METRIC: 50.0, "unheard_of": 1.0})
+    loaded = predict(record, target=TARGET, workspace=workspace, load={METRIC: 0.5, "unheard_of": 1.0})
     assert loaded.kernel_count["measured"] == 0
-    assert loaded.load == {METRIC: 50.0, "unheard_of": 1.0}
+    assert loaded.load == {METRIC: 0.5, "unheard_of": 1.0}
     assert loaded.kernel_sum_ms == pytest.approx(1.5 * idle.kernel_sum_ms, rel=0.3)
     assert any("unheard_of" in warning for warning in loaded.warnings)
     with pytest.raises(UserError, match=METRIC):
@@ -330,9 +330,11 @@ def test_the_load_comes_from_a_file_or_is_idle(tmp_path: Path) -> None:
     config = load_config(ROOT / "inference" / "config.yaml", InferenceConfig)
     assert current_load(config) == Load()
     metrics = tmp_path / "metrics.json"
-    metrics.write_text(json.dumps({METRIC: 60}))
-    assert current_load(config, metrics) == Load({METRIC: 60.0})
-    for bad in ("[]", "{}", '{"a": "x"}', '{"a": NaN}', '{"a": true}', "no json"):
+    metrics.write_text(json.dumps({METRIC: 0.6, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.6, "unheard_of": 60}))
+    assert current_load(config, metrics) == Load({METRIC: 0.6, "DCGM_FI_DEV_GPU_UTIL": 60.0, "unheard_of": 60.0})
+    for bad in ("[]", "{}", '{"a": "x"}', '{"a": NaN}', '{"a": true}', "no json", json.dumps({METRIC: 60}),
+                '{"DCGM_FI_DEV_GPU_UTIL": 60, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.6}',  # the same twice
+                '{"DCGM_FI_DEV_SM_CLOCK_HERTZ": 2147483632}'):  # a blank
         metrics.write_text(bad)
         with pytest.raises(UserError, match=r"metrics\.json"):
             current_load(config, metrics)
