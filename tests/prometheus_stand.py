@@ -1,6 +1,7 @@
-"""What the tests of the live load stand on: a real Prometheus, the exporters that it scrapes, and certificates.
+"""What the tests of the exporter and of the live load stand on: a real Prometheus, exporters that it scrapes, certificates.
 
-An exporter is a small HTTP server with a page for each GPU, in dcgm-exporter's text; a test can make a page answer wrongly.
+Exporters are benchmark/metrics_exporter.py, playing readings from a file. Only where one is to be wrong, or to serve what that
+never does, is it made up: a small HTTP server with a page for each GPU, in dcgm-exporter's text, that answers as a test wants.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,8 +25,14 @@ import pytest
 import requests
 import yaml
 
+from benchmark.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, UUID_LABEL
+from benchmark.metrics_exporter import Sampler, make_exporter
+from benchmark.replay_metrics import TIME, ReplaySource
+from utils.paths import ROOT
+
 NEEDED = "HASE_NEEDS_PROMETHEUS"  # set where a missing Prometheus is a failure
 SCRAPE_S = 0.2
+STEP_S, INTERVAL_S = 0.1, 0.4  # of replays: from one reading to the next, and of the exporter's means
 USER, PASSWORD = "hase", "s3cret pass"
 PASSWORD_BCRYPT = "$2b$04$abcdefghijklmnopqrstuuoBpIrM0OnplXjsOI8DWYJTHUhJDuUv."
 EVER_S = 60.0  # longer than any test's Prometheus lives
@@ -39,11 +47,55 @@ def prometheus_or_skip() -> str:
     return shutil.which("prometheus") or ""
 
 
+def device_labels(uuid: str, index: str = "0", host: str = "node7") -> dict[str, str]:
+    return {INDEX_LABEL: index, UUID_LABEL: uuid, DEVICE_LABEL: f"nvidia{index}", MODEL_LABEL: "NVIDIA H200", HOST_LABEL: host}
+
+
+def recorded(path: Path, readings: Sequence[Mapping[str, Any]]) -> Path:
+    """A file to replay: readings, STEP_S apart when they are played."""
+    path.write_text("".join(json.dumps({TIME: i} | dict(reading)) + "\n" for i, reading in enumerate(readings)))
+    return path
+
+
+def start_exporter(replay: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
+    """The exporter's process, playing a file at a free port, and its address once it listens."""
+    process = subprocess.Popen(
+        [sys.executable, "benchmark/metrics_exporter.py", "--json", "--port", "0", "--host", "127.0.0.1", "--source", "replay",
+         "--replay", str(replay), "--replay-step", str(STEP_S), "--interval", str(INTERVAL_S),
+         "--workspace", str(replay.parent), *options],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    told = ""
+    for line in process.stdout:
+        told += line
+        if line == "}\n":
+            break
+    return process, json.loads(told)["url"]
+
+
+class Exporter:
+    """The exporter within this process, on threads, under the labels of any device; from now until `close`."""
+
+    def __init__(self, replay: Path, labels: dict[str, str], new_names: bool = False) -> None:
+        self._over = Event()
+        sampler = Sampler(ReplaySource(replay, step_s=STEP_S), INTERVAL_S)
+        self._server = make_exporter(sampler, labels, "127.0.0.1", 0, new_names)
+        Thread(target=sampler.run, args=(self._over,), daemon=True).start()
+        Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        self.address = f"127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._over.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
 @dataclass
 class Page:
-    """What one GPU's exporter reports: values by metric, under dcgm-exporter's labels; and how it answers.
+    """What a made-up exporter reports of one GPU: values by metric, under dcgm-exporter's labels; and how it answers.
 
     Attributes:
+        more: further labels and values.
         age_s: None: samples are of the scrape, as dcgm-exporter's are; else they carry a timestamp that long ago.
         value_of: overrides the value of a metric by the number of the scrape.
         scrapes: how many were answered in full.
@@ -51,23 +103,24 @@ class Page:
 
     labels: dict[str, str]
     values: dict[str, float | str]
+    more: Sequence[tuple[dict[str, str], dict[str, float]]] = ()
     mode: Literal["well", "stalled", "garbled", "locked"] = "well"
     age_s: float | None = None
     value_of: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
     scrapes: int = 0
 
     def text(self) -> str:
-        labels = ",".join(f'{key}="{value}"' for key, value in self.labels.items())
         values = self.values | {name: value(self.scrapes) for name, value in self.value_of.items()}
         stamp = "" if self.age_s is None else f" {(time.time() - self.age_s) * 1e3:.0f}"
-        return "".join(f"# TYPE {name} gauge\n{name}{{{labels}}} {value}{stamp}\n" for name, value in values.items())
+        series: list[tuple[dict[str, str], Mapping[str, float | str]]] = [(self.labels, values), *self.more]
+        lines = []
+        for labels, of_labels in series:
+            told = ",".join(f'{key}="{label}"' for key, label in labels.items())
+            lines += [f"{name}{{{told}}} {value}{stamp}\n" for name, value in of_labels.items()]
+        return "".join(lines)
 
 
-def gpu_labels(uuid: str, index: int = 0, host: str = "node7") -> dict[str, str]:
-    return {"gpu": str(index), "UUID": uuid, "device": f"nvidia{index}", "modelName": "NVIDIA H200", "Hostname": host}
-
-
-class Exporter:
+class MadeUpExporter:
     """Serves pages, `/NAME` each, until `close`."""
 
     def __init__(self, pages: dict[str, Page]) -> None:
@@ -126,14 +179,14 @@ def free_port() -> int:
 
 @contextmanager
 def prometheus(folder: Path, targets: Mapping[str, tuple[str, str]], web: Mapping[str, Any] | None = None) -> Iterator[int]:
-    """A Prometheus that scrapes `targets`, {job: (address, page)}; yields its port, once it listens.
+    """A Prometheus that scrapes `targets`, {job: (address, path)}; yields its port, once it listens.
 
     Args:
         web: its web configuration: TLS, users.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    jobs = [{"job_name": job, "metrics_path": f"/{page}", "static_configs": [{"targets": [address]}]}
-            for job, (address, page) in targets.items()]
+    jobs = [{"job_name": job, "metrics_path": f"/{path}", "static_configs": [{"targets": [address]}]}
+            for job, (address, path) in targets.items()]
     times = {"scrape_interval": f"{SCRAPE_S * 1e3:.0f}ms", "scrape_timeout": f"{SCRAPE_S * 1e3:.0f}ms"}
     (folder / "prometheus.yml").write_text(yaml.safe_dump({"global": times, "scrape_configs": jobs}))
     (folder / "web.yml").write_text(yaml.safe_dump(dict(web or {})))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_stand import INTERVAL_S, recorded, start_exporter
 
 from benchmark.metrics_exporter import LAST_SAMPLE, STALE, Sampler, device_labels
 from benchmark.replay_metrics import ReplaySource
@@ -23,36 +23,20 @@ from utils.paths import ROOT
 SM, UTIL, CLOCK = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_SM_CLOCK"
 POWER = "DCGM_FI_DEV_POWER_USAGE"
 READING = {SM: 0.25, UTIL: 60.0, CLOCK: 1980.0, POWER: 312.5}
-INTERVAL_S, STEP_S, PATIENCE_S = 0.4, 0.1, 30.0
+PATIENCE_S = 30.0
 
 Start = Callable[..., tuple[subprocess.Popen[str], str]]
 
 
-def recorded(folder: Path, readings: Sequence[Mapping[str, Any]]) -> Path:
-    path = folder / "gpu_of_yesterday.jsonl"
-    path.write_text("".join(json.dumps({"time_s": i} | dict(reading)) + "\n" for i, reading in enumerate(readings)))
-    return path
-
-
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts an exporter at a free port; gives the process and its address."""
+    """Starts an exporter that plays readings; gives the process and its address."""
     started: list[subprocess.Popen[str]] = []
 
     def run(readings: Sequence[Mapping[str, Any]], *options: str) -> tuple[subprocess.Popen[str], str]:
-        process = subprocess.Popen(
-            [sys.executable, "benchmark/metrics_exporter.py", "--json", "--port", "0", "--host", "127.0.0.1",
-             "--source", "replay", "--replay", str(recorded(tmp_path, readings)), "--replay-step", str(STEP_S),
-             "--interval", str(INTERVAL_S), "--workspace", str(tmp_path), *options],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process, url = start_exporter(recorded(tmp_path / "gpu_of_yesterday.jsonl", readings), *options)
         started.append(process)
-        assert process.stdout is not None
-        told = ""
-        for line in process.stdout:
-            told += line
-            if line == "}\n":
-                break
-        return process, json.loads(told)["url"]
+        return process, url
 
     yield run
     for process in started:
@@ -153,7 +137,7 @@ def test_a_port_that_is_taken(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_sample_is_stale_after_some_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = ReplaySource(recorded(tmp_path, [READING]))
+    source = ReplaySource(recorded(tmp_path / "one.jsonl", [READING]))
     sampler = Sampler(source, interval_s=5.0)
     assert sampler.trouble() == "no sound sample so far"
     sampler.means, sampler.sampled_s = source.stop(_opened(source)), 1000.0
