@@ -3,7 +3,8 @@
 A source gives, of each field, the *mean over a window* and how many readings that rests on. `start` opens a window, `stop`
 closes it; windows may overlap. Fields, units and limits stand in one table, benchmark/metric_fields.py. What
 benchmark/soundness.py doubts is an error and never becomes a feature. Sources (`SOURCES`): DCGM, NVML with and without its
-performance counters, psutil, and a file that is played again.
+performance counters, psutil, and a file that is played again; and, for predictions, a Prometheus
+(inference/prometheus_metrics.py).
 """
 
 from __future__ import annotations

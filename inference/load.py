@@ -40,7 +40,7 @@ def read_metrics(path: Path) -> dict[str, float]:
             raise UserError(f"{path}: {name} is {value!r}; a finite number is expected")
         field = NAMES[name].field if name in NAMES else name
         if field in metrics:
-            raise UserError(f"{path}: {name} is another name of {field}, which stands there too; leave one out")
+            raise UserError(f"{path}: {field} stands there twice, under its old and its new name; leave one out")
         try:
             metrics[field] = checked(field, in_unit(name, value)) if name in NAMES else float(value)
         except Unsound as error:

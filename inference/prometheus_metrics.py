@@ -36,6 +36,15 @@ class Series:
         return self.labels.get("job", ""), self.labels.get("instance", "")
 
     @property
+    def device(self) -> str:
+        return self.labels.get(UUID_LABEL) or _device(self.labels)
+
+    @property
+    def whole(self) -> bool:
+        """Not of a MIG instance."""
+        return not self.labels.get(PART_LABEL)
+
+    @property
     def last_s(self) -> float:
         return self.samples[-1][0]
 
@@ -43,9 +52,9 @@ class Series:
 class PrometheusSource(MetricSource):
     """Metrics of the device that a server's config names. A window's readings are the samples scraped while it was open.
 
-    `latest` and `stop` raise `PrometheusError` where there is no answer, there are several devices, or only parts of
-    one, or samples are missing, too old, of a dead exporter, or not to be believed: it says which and what to do; and
-    `UserError` where the config's secrets or certificates can't be read.
+    `latest` and `stop` raise `PrometheusError` where there is no answer, there are several devices or only parts of one, or
+    samples are missing, too old, of a dead exporter, or not to be believed: it says which and what to do; and `UserError` where
+    the config's secrets or certificates can't be read.
     """
 
     name = "Prometheus"
@@ -85,18 +94,14 @@ class PrometheusSource(MetricSource):
         if not wanted:
             raise _nothing(server, [name for name in names if NAMES[name].field in self.fields], window_s)
         wanted, now_s = _of_one_exporter(server, _of_one_device(wanted))
-        missing, found = [], {}
-        for field in self.fields:
-            newest = _newest(wanted, field)
-            if newest is None:
-                missing.append(field)
-                continue
-            _check_age(newest, now_s, server.config.max_age_s)
-            found[field] = _values(wanted, newest.name)
-        if missing:
+        newest = {field: one for field in self.fields if (one := _newest(wanted, field))}
+        if missing := [field for field in self.fields if field not in newest]:
             raise _missing(missing, wanted[0], window_s)
-        beside = [one for one in series if _same_device(one, wanted[0]) and one.exporter == wanted[0].exporter]
-        return found | {field: _values(beside, newest.name) for field in self._further if (newest := _newest(beside, field))}
+        for one in newest.values():
+            _check_age(one, now_s, server.config.max_age_s)
+        beside = [one for one in series if one.exporter == wanted[0].exporter and one.device == wanted[0].device and one.whole]
+        newest |= {field: one for field in self._further if (one := _newest(beside, field))}
+        return {field: _values(beside, one.name) for field, one in newest.items()}
 
 
 def _selector(server: Server, names: Collection[str], everyone: bool = False) -> str:
@@ -147,14 +152,6 @@ def _device(labels: Mapping[str, str]) -> str:
     return ", ".join(place) if labels.get(HOST_LABEL) else ", ".join([*place, f"instance {labels.get('instance', '?')}"])
 
 
-def _same_device(one: Series, other: Series) -> bool:
-    return _device_key(one.labels) == _device_key(other.labels) and not one.labels.get(PART_LABEL)
-
-
-def _device_key(labels: Mapping[str, str]) -> str:
-    return labels.get(UUID_LABEL) or _device(labels)
-
-
 def _listed(what: Collection[str]) -> str:
     some = sorted(set(what))
     return "; ".join(some[:LISTED]) + (f"; and {len(some) - LISTED} more" if len(some) > LISTED else "")
@@ -162,11 +159,11 @@ def _listed(what: Collection[str]) -> str:
 
 def _of_one_device(series: Sequence[Series]) -> list[Series]:
     """The series of the one device, without those of its parts."""
-    devices = {_device_key(one.labels): _device(one.labels) for one in series}
+    devices = {one.device: _device(one.labels) for one in series}
     if len(devices) > 1:
         raise PrometheusError(f"prometheus: metrics of several devices match: {_listed(devices.values())}; set prometheus.gpu "
                               "to one's UUID, or to its index and host")
-    whole = [one for one in series if not one.labels.get(PART_LABEL)]
+    whole = [one for one in series if one.whole]
     if not whole:
         parts = _listed([f"{PART_LABEL} {one.labels[PART_LABEL]}, {one.labels.get(PROFILE_LABEL, '?')}" for one in series])
         raise PrometheusError(f"prometheus: {_device(series[0].labels)} is split into MIG instances ({parts}), and only these "

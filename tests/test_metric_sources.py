@@ -19,6 +19,7 @@ from benchmark.dcgm_names import IDS, NAMES, NEW_NAMES, Name, in_unit, names_of,
 from benchmark.metric_fields import FIELDS
 from benchmark.metrics import Mean, open_source
 from benchmark.replay_metrics import ReplaySource
+from benchmark.soundness import PROFILED
 from utils.errors import UserError
 
 SM, ENGINE = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
@@ -41,7 +42,7 @@ def test_a_name_says_its_unit() -> None:
 def test_names_are_of_known_fields_and_each_has_one_new_name() -> None:
     meant = [name.field for name in NEW_NAMES.values()]
     assert len(set(meant)) == len(meant)
-    assert set(meant) | set(IDS) <= set(FIELDS)
+    assert set(PROFILED) < set(IDS) <= set(FIELDS) >= set(meant)
     assert not set(NEW_NAMES) & set(FIELDS)
     assert new_name(SM) == "DCGM_FI_PROF_SM_UTIL_RATIO"
     assert new_name("DCGM_FI_PROF_PCIE_TX_BYTES") == "DCGM_FI_PROF_PCIE_TX_BYTES"  # not renamed
