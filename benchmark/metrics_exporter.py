@@ -27,15 +27,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmark.dcgm_names import (
-    DEVICE_LABEL,
-    HOST_LABEL,
-    INDEX_LABEL,
-    MODEL_LABEL,
-    NAMES,
-    UUID_LABEL,
-    new_name,
-)
+from benchmark.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
 from benchmark.metric_fields import FIELDS
 from benchmark.metrics import SOURCES, Mean, MetricSource, open_source
 from utils import cli

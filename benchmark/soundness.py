@@ -19,8 +19,8 @@ MANY = 10  # so many equal readings in a row are no accident, …
 PROFILED = tuple(field for field in FIELDS if field.startswith("DCGM_FI_PROF_"))  # … of a field that counts cycles or bytes
 AT_WORK = ("DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_SM_OCCUPANCY")  # none without the others
 UTILISATION = "DCGM_FI_DEV_GPU_UTIL"
-LOOKS_BACK = (UTILISATION, "DCGM_FI_DEV_MEM_COPY_UTIL")  # so, where there is better, only read when asked for by name, …
-LOOKS_BACK_S = 1.0  # … by so much at most: NVML works them out over a sixth of a second to a second
+LOOKS_BACK = (UTILISATION, "DCGM_FI_DEV_MEM_COPY_UTIL")  # read where there is no better, or if asked for
+LOOKS_BACK_S = 1.0  # at most: NVML works these two out over a sixth of a second to a second
 NOISE = {"ratio": 0.01, "bytes/s": 1e6}  # below this values are small numbers of counts, and repeat
 BUSY = 0.1  # a share of the time that is no noise
 

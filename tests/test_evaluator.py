@@ -180,5 +180,5 @@ def test_the_command_fails_at_the_end_where_a_model_fails(workspace: Workspace, 
 
 
 def test_wrong_usage_is_told(workspace: Workspace) -> None:
-    for arguments in ([], ["anet_c8.onnx", "--rounds", "0"]):
+    for arguments in ([], ["anet_c8.onnx", "--rounds", "0"], ["--recorded", "--config", "inference/config.yaml"]):
         assert shell(workspace, *arguments).returncode == 2

@@ -45,7 +45,7 @@ from utils.errors import UserError
 from utils.paths import ROOT
 
 UTIL, POWER, CLOCK = "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_POWER_USAGE", "DCGM_FI_DEV_SM_CLOCK"
-SM, ENGINE, OCCUPANCY = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_OCCUPANCY"
+SM, ENGINE = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
 TWELVE = tuple(FIELDS)[:12]
 KNOWN = {name: FIELDS[name].maximum * (1 + place) / 20 for place, name in enumerate(TWELVE)}
 TOKEN = "t0ken.of-a_user"
