@@ -38,11 +38,11 @@ def read_metrics(path: Path) -> dict[str, float]:
     for name, value in found.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise UserError(f"{path}: {name} is {value!r}; a finite number is expected")
-        field = NAMES[name].field if name in NAMES else name
-        if field in metrics:
-            raise UserError(f"{path}: {field} stands there twice, under its old and its new name; leave one out")
+        metric = NAMES[name].field if name in NAMES else name
+        if metric in metrics:
+            raise UserError(f"{path}: {metric} stands there twice, under its old and its new name; leave one out")
         try:
-            metrics[field] = checked(field, in_unit(name, value)) if name in NAMES else float(value)
+            metrics[metric] = checked(metric, in_unit(name, value)) if name in NAMES else float(value)
         except Unsound as error:
             raise UserError(f"{path}: {error.fact}; leave it out, or write what it was") from None
     return metrics

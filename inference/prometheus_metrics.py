@@ -130,8 +130,7 @@ def _series(one: Mapping[str, Any]) -> Series:
 
 
 def _newest(series: Sequence[Series], field: str) -> Series | None:
-    """The one of a field's series that has the newest sample: of an old and a new name the old one; None where there is none.
-    """
+    """The one of a field's series that has the newest sample, of two under the old and the new name the old one."""
     names = names_of(field)
     return max((one for one in series if one.name in names), default=None,
                key=lambda one: (one.last_s, -names.index(one.name)))
@@ -170,6 +169,8 @@ def _of_one_device(series: Sequence[Series]) -> list[Series]:
                               "are reported; no instance's load is that of the GPU, for which predictions hold: have the whole "
                               "GPU reported too (dcgm-exporter --devices g), or switch MIG off")
     return whole
+
+
 def _of_one_exporter(server: Server, series: Sequence[Series]) -> tuple[list[Series], float]:
     """The series of the one exporter that is up, and the server's time (seconds since 1970).
 
