@@ -1,8 +1,8 @@
 """Phase 7.2: predicted against measured latency, model by model, and how far off the predictor is.
 
-Reads ONNX models (files or folders) and what training learned for the target. Measures the models here, or, with
---recorded, takes the measurements that the target's dataset holds. Prints a row a model and the errors, and writes
-evaluation/<target>/evaluation.csv, .json and .png. Scores; fits nothing.
+Reads ONNX models (files or folders) and what training learned for the target. Measures the models here, under the load that
+inference/config.yaml tells of, or, with --recorded, takes the measurements that the target's dataset holds. Prints a row a
+model and the errors, and writes evaluation/<target>/evaluation.csv, .json and .png. Scores; fits nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from utils.paths import Workspace
 from utils.timing import ErrorStatistics, error_statistics, summarize
 
 if TYPE_CHECKING:
+    from inference.load import InferenceConfig
     from inference.prediction import Prediction, WayOfRunning
     from inference.targets import Fitted
 
@@ -94,6 +95,7 @@ class Evaluation(Frozen):
         way: how the models were run, in words.
         load: what the predictions were told: `idle`, or metrics; `recorded` where each level has its own.
         failures: models that could not be evaluated, and why.
+        warnings: what to know about the load.
     """
 
     version: int = EVALUATION_VERSION
@@ -105,6 +107,7 @@ class Evaluation(Frozen):
     comparisons: tuple[Comparison, ...]
     summaries: tuple[Summary, ...]
     failures: dict[str, str]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass
@@ -392,39 +395,48 @@ def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
 
 def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str, Sequence[int]] | None = None,
              target: str | None = None, recorded: bool = False, way: WayOfRunning | None = None,
-             metrics_file: Path | None = None, rounds: int = 3, budget_s: float = 1.0, patience_s: float = PATIENCE_S,
-             force: bool = False) -> Evaluation:
+             metrics_file: Path | None = None, config: InferenceConfig | None = None, rounds: int = 3, budget_s: float = 1.0,
+             patience_s: float = PATIENCE_S, force: bool = False) -> Evaluation:
     """Predicts and measures `models` (or takes recorded measurements); a model that fails costs only itself.
 
+    The load, the same for all predictions, is read once and first: before models of this process are part of it.
+
+    Args:
+        metrics_file, config: where the load is read from, as `inference.load.current_load` does; neither: idle.
+
     Raises:
-        UserError: no predictors, the target is another machine's and `recorded` is off, or not one model is left.
+        UserError: no predictors, the target is another machine's and `recorded` is off, the load is not known, or not one
+            model is left.
     """
-    from inference.load import read_metrics
+    from inference.load import InferenceConfig, Load, current_load
     from inference.prediction import AS_USUAL, check_way
     from inference.targets import fitted_for, local_targets
 
     fitted, way = fitted_for(workspace, target), way or AS_USUAL
     check_way(way, fitted.composition, fitted.target.name)
     name, provider = fitted.target.name, fitted.target.flavour.execution_provider
-    load = read_metrics(metrics_file) if metrics_file else {}
     failures = Failures()
     here = [local.name for local in local_targets()]
     if not recorded and name not in here:
         raise UserError(f"target {name} is not this machine ({', '.join(here)}): compare with the measurements in its "
                         "dataset: --recorded")
+    load = Load()
     if recorded:
         records = recorded_records(workspace, models, dims or {}, fitted, failures)
         cases = recorded_cases(workspace.dataset(name), records, fitted.predictors.sidecar.metrics, way.label)
         if models:  # else all that the dataset holds is asked for
             name_missing(records, {case.record.model for case in cases}, workspace.dataset(name), failures)
     else:
+        load = current_load(config or InferenceConfig(), metrics_file, fitted.predictors.sidecar.metrics)
+        for notice in load.notices:
+            log.warning("%s", notice)
         cases = cases_of(workspace.find_models(models), dims or {}, provider, failures)
         for case in cases:
-            case.load = load
+            case.load = load.metrics
     for case in cases:
         predict_case(case, name, way, workspace, force, failures)
     if not recorded:
-        best_canary_ms = 0.0 if load else recorded_canary_ms(workspace, name, provider)
+        best_canary_ms = 0.0 if load.metrics else recorded_canary_ms(workspace, name, provider)
         measure_here(cases, provider, way, rounds, budget_s, best_canary_ms, patience_s, failures)
     held_out = held_out_families(workspace, name)
     comparisons = tuple(found for case in cases if (found := compare(case, held_out)))
@@ -433,8 +445,8 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
                         f": the dataset of {name} holds no measurement of them" if recorded else ""))
     return Evaluation(
         target=name, composition=composition_facts(fitted), source="recorded" if recorded else "measured", way=way.in_words,
-        load="recorded" if recorded else load or "idle", comparisons=comparisons, summaries=summarise(comparisons),
-        failures=dict(failures))
+        load="recorded" if recorded else load.metrics or "idle", comparisons=comparisons, summaries=summarise(comparisons),
+        failures=dict(failures), warnings=load.notices)
 
 
 def composition_facts(fitted: Fitted) -> dict[str, Any]:
@@ -464,8 +476,7 @@ def main() -> int:
     parser.add_argument("--recorded", action="store_true",
                         help="compare with the measurements in the target's dataset (without MODEL: with all of them)")
     cli.add_way(parser)
-    parser.add_argument("--metrics", type=Path, metavar="FILE",
-                        help="JSON of what else runs on the device meanwhile (default: idle)")
+    cli.add_load(parser)
     parser.add_argument("--patience-s", type=float, default=PATIENCE_S, metavar="S",
                         help="how long to wait, before each measurement, for the machine to be as fast as when its dataset "
                              f"was measured (default: {PATIENCE_S:g})")
@@ -480,14 +491,17 @@ def main() -> int:
         parser.error("--rounds must be at least 1 and --budget-s positive")
     if not args.models and not args.recorded:
         parser.error("name models (files or folders), or --recorded for all that the dataset holds")
-    if args.recorded and args.metrics:
-        parser.error("--recorded takes the load from the dataset: leave --metrics out")
+    if args.recorded and (args.metrics or args.config):
+        parser.error("--recorded takes the load from the dataset: leave --metrics and --config out")
     workspace = cli.start(args)
+    from inference.load import CONFIG_FILE, InferenceConfig
     from inference.prediction import WayOfRunning
+    from utils.config import load_config
 
     evaluation = evaluate(
         workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target, recorded=args.recorded,
-        way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), metrics_file=args.metrics, patience_s=args.patience_s,
+        way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), metrics_file=args.metrics,
+        config=load_config(args.config or CONFIG_FILE, InferenceConfig), patience_s=args.patience_s,
         rounds=args.rounds, budget_s=args.budget_s, force=args.force)
     folder = workspace.evaluation / evaluation.target
     write(evaluation, folder)

@@ -36,7 +36,7 @@ from benchmark.collector_config import CollectorConfig
 from benchmark.crew import Crew, start_crew
 from benchmark.dataset import Block, DatasetHeader, DatasetKernel, Measurement
 from benchmark.dataset_writer import DatasetWriter
-from benchmark.metrics import MetricSource, Window, open_source
+from benchmark.metrics import MetricSource, Window, values
 from benchmark.ort_kernel_runner import now
 from benchmark.protocol import Reply, Request
 from benchmark.stressor import Stress, stress
@@ -301,7 +301,7 @@ class Collector:
         """The means over a window of runs; none where the runs were over too soon for the window to be valid."""
         if time.monotonic() - window.began_s < self.source.minimum_window_s:
             return {}
-        return self.source.stop(window)
+        return values(self.source.stop(window))
 
     def block(self, key: str, kernels: Sequence[KernelItem], models: Sequence[ModelItem],
               stressor: Stress) -> Block:
@@ -309,7 +309,7 @@ class Collector:
         best: Block | None = None
         attempts = self.config.attempts_under_load if self.level else self.config.attempts
         for attempt in range(1, attempts + 1):
-            background = self.source.window(self.config.window_s)
+            background = values(self.source.window(self.config.window_s))
             before = self.steady_canary_ms()
             token = self.source.start()
             measurements = self.measure(kernels, models)
@@ -449,7 +449,7 @@ def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequ
 def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, work: Work, crew: Crew) -> dict[str, Any]:
     """Measures what of `work` is still missing in the dataset of `target`, which this machine is, and returns the totals."""
     provider = target.flavour.execution_provider
-    here, source = machine(provider), open_source(provider, config.metrics)
+    here, source = machine(provider), config.open_source(provider)
     if config.window_s < source.minimum_window_s:
         raise UserError(f"window_s {config.window_s:g}: {source.name} needs at least {source.minimum_window_s:g} s")
     folder, labels, variants = workspace.dataset(target.name), config.labels_on(provider), config.variants_on(provider)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from benchmark.dataset import GPU_LABEL, LABELS, VARIANTS
+from benchmark.metrics import MetricSource, SourceName, open_source
 from benchmark.protocol import Effort
 from utils.config import Config
 from utils.errors import UserError
@@ -41,6 +43,10 @@ class CollectorConfig(Config):
     levels: tuple[Level, ...] = Field((0.0, 0.3, 0.6, 0.9), min_length=1)
     stress: StressConfig = StressConfig()
     metrics: tuple[str, ...] = ()
+    source: SourceName = "auto"
+    dcgm_address: str | None = None
+    replay: Path | None = None
+    replay_step_s: float | None = Field(None, gt=0)
     window_s: float = Field(0.5, gt=0)
     kernel: EffortConfig = EffortConfig()
     model: EffortConfig = EffortConfig(budget_s=2.0, least_runs=6, most_runs=200)
@@ -62,6 +68,11 @@ class CollectorConfig(Config):
         if values is not None and len(set(values)) != len(values):
             raise ValueError("one stands twice")
         return values
+
+    def open_source(self, execution_provider: str) -> MetricSource:
+        """The source of metrics for `cpu` or `cuda`; `UserError` where it is not here or lacks one of the metrics."""
+        return open_source(execution_provider, self.metrics, self.source, dcgm_address=self.dcgm_address, replay=self.replay,
+                           replay_step_s=self.replay_step_s)
 
     def variants_on(self, execution_provider: str) -> tuple[str, ...]:
         """The further ways in which whole models are run on `cpu` or `cuda`.

@@ -34,11 +34,12 @@ class CpuSource(MetricSource):
     def _read(self) -> Any:
         return psutil.cpu_times()
 
-    def _means(self, before: Window, after: Window) -> dict[str, float]:
+    def _readings(self, before: Window, after: Window) -> dict[str, list[float]]:
         # a counter can step back by a tick (iowait does); that is no time spent
         spent = {name: max(0.0, getattr(after.reading, name) - getattr(before.reading, name))
                  for name in after.reading._fields if name not in WITHIN_OTHERS}
         total = sum(spent.values()) or float("nan")
         means = {field: sum(spent.get(counter, 0.0) for counter in counters) / total
                  for field, counters in COUNTERS.items()}
-        return means | {"DCGM_FI_DEV_CPU_UTIL_TOTAL": 1.0 - sum(spent.get(name, 0.0) for name in NOT_BUSY) / total}
+        means["DCGM_FI_DEV_CPU_UTIL_TOTAL"] = 1.0 - sum(spent.get(name, 0.0) for name in NOT_BUSY) / total
+        return {field: [mean] for field, mean in means.items()}

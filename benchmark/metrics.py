@@ -1,60 +1,29 @@
 """What else runs on the device: one interface to its metrics, whoever reads them, by DCGM field name.
 
-A source gives the *mean over a window* of each field. `start` opens a window, `stop` closes it; windows may overlap,
-since each keeps its own first reading. Fields, units and limits stand in one table, `FIELDS`; a value outside its
-limits is an error and never becomes a feature.
+A source gives, of each field, the *mean over a window* and how many readings that rests on. `start` opens a window, `stop`
+closes it; windows may overlap. Fields, units and limits stand in one table, benchmark/metric_fields.py. What
+benchmark/soundness.py doubts is an error and never becomes a feature. Sources (`SOURCES`): DCGM, NVML with and without its
+performance counters, psutil, and a file that is played again; and, for predictions, a Prometheus
+(inference/prometheus_metrics.py).
 """
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
 
+from benchmark.soundness import History, Unsound, check_together, checked
 from utils.errors import UserError
 from utils.fingerprint import resolve_provider
 from utils.logger import get_logger
 
-OVERSHOOT = 1.02  # counters and clock are read one after the other, so a busy device can seem up to this busy
-
-
-@dataclass(frozen=True)
-class Field:
-    """A metric's unit and largest possible value (the smallest is 0)."""
-
-    unit: str
-    maximum: float
-    meaning: str
-
-
-FIELDS = {
-    # NVIDIA GPU, by its performance counters (NVML GPM: Hopper and later)
-    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": Field("ratio", 1.0, "time that any graphics or compute engine was active"),
-    "DCGM_FI_PROF_SM_ACTIVE": Field("ratio", 1.0, "time that an SM had a warp, averaged over the SMs"),
-    "DCGM_FI_PROF_SM_OCCUPANCY": Field("ratio", 1.0, "resident warps out of those that fit"),
-    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": Field("ratio", 1.0, "time that the tensor cores were active"),
-    "DCGM_FI_PROF_DRAM_ACTIVE": Field("ratio", 1.0, "time that the memory moved data"),
-    "DCGM_FI_PROF_PIPE_FP64_ACTIVE": Field("ratio", 1.0, "time that the fp64 pipe was active"),
-    "DCGM_FI_PROF_PIPE_FP32_ACTIVE": Field("ratio", 1.0, "time that the fp32 pipe was active"),
-    "DCGM_FI_PROF_PIPE_FP16_ACTIVE": Field("ratio", 1.0, "time that the fp16 pipe was active"),
-    "DCGM_FI_PROF_PCIE_TX_BYTES": Field("bytes/s", 1e12, "sent over PCIe"),
-    "DCGM_FI_PROF_PCIE_RX_BYTES": Field("bytes/s", 1e12, "received over PCIe"),
-    # NVIDIA GPU, by plain NVML
-    "DCGM_FI_DEV_GPU_UTIL": Field("per cent", 100.0, "time that any kernel ran"),
-    "DCGM_FI_DEV_MEM_COPY_UTIL": Field("per cent", 100.0, "time that the memory was read or written"),
-    "DCGM_FI_DEV_SM_CLOCK": Field("MHz", 1e4, "clock of the SMs"),
-    "DCGM_FI_DEV_MEM_CLOCK": Field("MHz", 1e5, "clock of the memory"),
-    "DCGM_FI_DEV_POWER_USAGE": Field("W", 1e4, "power drawn"),
-    # CPU, all logical processors together
-    "DCGM_FI_DEV_CPU_UTIL_TOTAL": Field("ratio", 1.0, "time not idle"),
-    "DCGM_FI_DEV_CPU_UTIL_USER": Field("ratio", 1.0, "time in user code"),
-    "DCGM_FI_DEV_CPU_UTIL_NICE": Field("ratio", 1.0, "time in user code of low priority"),
-    "DCGM_FI_DEV_CPU_UTIL_SYS": Field("ratio", 1.0, "time in the kernel"),
-    "DCGM_FI_DEV_CPU_UTIL_IRQ": Field("ratio", 1.0, "time in interrupts"),
-}
+SourceName = Literal["auto", "dcgm", "nvml-gpm", "nvml", "psutil", "replay"]
+SOURCES: tuple[SourceName, ...] = get_args(SourceName)
+log = get_logger("metrics")
 
 
 @dataclass(frozen=True)
@@ -65,16 +34,25 @@ class Window:
     reading: Any
 
 
+class Mean(NamedTuple):
+    """A field's mean over a window in the unit of FIELDS, and of how many readings; a counter's difference is one."""
+
+    value: float
+    readings: int
+
+
 class MetricSource(ABC):
-    """Means of metrics over windows. A new source says what it can read (`available`), and how a reading is taken and
-    two of them become means (`_read`, `_means`).
+    """Means of metrics over windows. A new source says what it can read (`available`), what it notes when a window opens and
+    when it closes (`_read`), and which readings lie between the two (`_readings`).
 
     Attributes:
+        name: for messages.
+        minimum_window_s: a shorter window is not valid.
         fields: what it reads, names of FIELDS.
     """
 
-    name: ClassVar[str]
-    minimum_window_s: ClassVar[float]
+    name: str
+    minimum_window_s: float
 
     def __init__(self, available: Sequence[str], fields: Sequence[str] | None) -> None:
         """Reads `fields`, or all that are `available` where none is named; `UserError` for one that is not."""
@@ -82,68 +60,150 @@ class MetricSource(ABC):
         if unknown:
             raise UserError(f"metric {', '.join(unknown)}: {self.name} can't read it here; it has {', '.join(available)}")
         self.fields = tuple(dict.fromkeys(fields or available))
+        self._history = History()
 
     @abstractmethod
     def _read(self) -> Any:
         """What the device shows now."""
 
     @abstractmethod
-    def _means(self, before: Window, after: Window) -> dict[str, float]:
-        """The mean of every field between two readings, in the units of FIELDS."""
+    def _readings(self, before: Window, after: Window) -> Mapping[str, Sequence[float]]:
+        """Every field's readings between two moments, in the units of FIELDS; a counter's difference gives a single one, the
+        mean. There may be further fields, to check these against where they are sound."""
 
     def start(self) -> Window:
         """Opens a window."""
         return Window(time.monotonic(), self._read())
 
-    def stop(self, window: Window) -> dict[str, float]:
+    def stop(self, window: Window) -> dict[str, Mean]:
         """Closes `window`: the mean of each field since it was opened, in the units of FIELDS. May take a moment, until the
         device shows what it did up to now.
 
         Raises:
-            UserError: it is shorter than `minimum_window_s`, or a value is not a number within its limits.
+            Unsound: readings are blank, out of their range, frozen, or at odds with another field's.
+            UserError: the window is shorter than `minimum_window_s`, or a field has no reading in it.
         """
+        means = self._means(window)
+        self._history.add(values(means))
+        return means
+
+    def _means(self, window: Window) -> dict[str, Mean]:
+        """The mean of each field from when `window` was opened until now; raises as `stop` does."""
         now = time.monotonic()
         lasted_s = now - window.began_s
         if lasted_s < self.minimum_window_s:
             raise UserError(f"a metric window of {lasted_s * 1e3:.0f} ms is too short to be valid: "
                             f"{self.name} needs {self.minimum_window_s * 1e3:.0f} ms")
-        means = self._means(window, Window(now, self._read()))
-        return {field: checked(field, means[field]) for field in self.fields}
+        found = self._sound(self._readings(window, Window(now, self._read())))
+        for field in self.fields:
+            if not found.get(field):
+                raise UserError(f"metric {field}: {self.name} has no reading of it in a window of {lasted_s:.1f} s")
+        check_together(found, lasted_s)
+        return {field: Mean(sum(found[field]) / len(found[field]), len(found[field])) for field in self.fields}
 
-    def window(self, seconds: float) -> dict[str, float]:
+    def _sound(self, readings: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+        """Readings that the fields can have; a further field that has others is left out.
+
+        Raises:
+            Unsound: one of `fields` has others.
+        """
+        found = {}
+        for field, seen in readings.items():
+            try:
+                found[field] = [checked(field, value) for value in seen]
+            except Unsound:
+                if field in self.fields:
+                    raise
+        return found
+
+    def window(self, seconds: float) -> dict[str, Mean]:
         """The mean of each field over the next `seconds`."""
         opened = self.start()
         time.sleep(seconds)
         return self.stop(opened)
 
 
-def checked(field: str, value: float) -> float:
-    """`value`, if it is one that `field` can have; a hair above the limit is the limit.
+def values(means: Mapping[str, Mean]) -> dict[str, float]:
+    """Means without their counts."""
+    return {field: mean.value for field, mean in means.items()}
+
+
+def open_source(execution_provider: str = "auto", fields: Sequence[str] | None = None, source: SourceName = "auto", *,
+                dcgm_address: str | None = None, replay: Path | None = None,
+                replay_step_s: float | None = None) -> MetricSource:
+    """A source on this machine for the device of `auto`, `cuda` or `cpu`.
+
+    Args:
+        execution_provider: whose device.
+        fields: what to read, names of FIELDS; none: all it can.
+        source: which one. `auto` takes the best there is, and says in the log which and why.
+        dcgm_address: of a running nv-hostengine, HOST or HOST:PORT; none: DCGM runs within this process.
+        replay: the file for source `replay`.
+        replay_step_s: see `benchmark.replay_metrics.ReplaySource`.
 
     Raises:
-        UserError: NaN, infinite, negative or beyond the limit.
+        UserError: a source that is not here, a field that it can't read (those it can are listed), or no GPU where CUDA is
+            asked for.
     """
-    limit = FIELDS[field].maximum
-    if not math.isfinite(value) or not 0.0 <= value <= limit * OVERSHOOT:
-        raise UserError(f"metric {field}: the device reports {value:g} {FIELDS[field].unit}, possible is 0 to {limit:g}; "
-                        "measure again, and leave this metric out of the config if it stays so")
-    return min(float(value), limit)
+    if (source == "replay") != (replay is not None):
+        raise UserError(f"source {source}" + (" needs a file to replay" if replay is None else f": it does not read {replay}; "
+                                              "choose source replay for that"))
+    if replay is not None:
+        from benchmark.replay_metrics import ReplaySource
 
-
-def open_source(execution_provider: str = "auto", fields: Sequence[str] | None = None) -> MetricSource:
-    """The best source on this machine for the device of `auto`, `cuda` or `cpu`, reading `fields` (none: all it can).
-
-    Raises:
-        UserError: a field that it can't read (those it can are listed), or no GPU where CUDA is asked for.
-    """
-    source: MetricSource
-    if resolve_provider(execution_provider) == "cuda":
-        from benchmark.nvml_metrics import NvmlSource
-
-        source = NvmlSource(fields)
-    else:
+        return ReplaySource(replay, fields, replay_step_s)
+    if replay_step_s is not None:
+        raise UserError(f"source {source}: there is no step of a replay without a file to replay")
+    provider = resolve_provider(execution_provider)
+    _check_suits(source, provider, dcgm_address)
+    if provider == "cpu":
         from benchmark.cpu_metrics import CpuSource
 
-        source = CpuSource(fields)
-    get_logger("metrics").debug("metrics: %s gives %s", source.name, ", ".join(source.fields))
-    return source
+        opened: MetricSource = CpuSource(fields)
+        why = "this is a CPU target"
+    elif source == "auto":
+        opened, why = _best_for_gpu(fields, dcgm_address)
+    else:
+        opened, why = _gpu_source(source, fields, dcgm_address), ""
+    if source == "auto":
+        log.info("metrics: from %s: %s", opened.name, why)
+    log.debug("metrics: %s gives %s", opened.name, ", ".join(opened.fields))
+    return opened
+
+
+def _check_suits(source: SourceName, provider: str, dcgm_address: str | None) -> None:
+    """`UserError` where a source does not read the device of `provider`, or does not heed the address."""
+    if dcgm_address is not None and (source not in ("auto", "dcgm") or provider == "cpu"):
+        raise UserError(f"source {source} on {provider}: it does not ask the DCGM at {dcgm_address}; "
+                        "that reads a GPU, for source dcgm or auto")
+    if source not in ("auto", "psutil") and provider == "cpu":
+        raise UserError(f"source {source} reads a GPU, and the device here is the CPU; use psutil or auto")
+    if source == "psutil" and provider == "cuda":
+        raise UserError(f"source psutil reads the CPU, and the device here is a GPU; use one of {', '.join(SOURCES[:4])}")
+
+
+def _gpu_source(source: SourceName, fields: Sequence[str] | None, dcgm_address: str | None) -> MetricSource:
+    if source == "dcgm":
+        from benchmark.dcgm_metrics import DcgmSource
+
+        return DcgmSource(fields, dcgm_address)
+    from benchmark.nvml_metrics import NvmlSource
+
+    return NvmlSource(fields, counters=source == "nvml-gpm")
+
+
+def _best_for_gpu(fields: Sequence[str] | None, dcgm_address: str | None) -> tuple[MetricSource, str]:
+    """The best source, and why: the DCGM pointed out, else counters (exact means of windows), else DCGM, else what all have."""
+    from benchmark.dcgm_metrics import DcgmMissing
+    from benchmark.nvml_metrics import CountersMissing
+
+    if dcgm_address is not None:
+        return _gpu_source("dcgm", fields, dcgm_address), "its address is given"
+    try:
+        return _gpu_source("nvml-gpm", fields, None), "this GPU's counters give the exact mean of a window (GPM)"
+    except CountersMissing:
+        pass
+    try:
+        return _gpu_source("dcgm", fields, None), "this GPU has no GPM, and DCGM is here"
+    except DcgmMissing as error:
+        return _gpu_source("nvml", fields, None), f"this GPU has no GPM, and there is no DCGM ({error})"

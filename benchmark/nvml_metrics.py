@@ -1,4 +1,4 @@
-"""GPU metrics from NVML: its performance counters (GPM) where the GPU has them, else what plain NVML shows.
+"""GPU metrics from NVML: its performance counters (GPM) where the GPU has them, or what plain NVML shows.
 
 Sources: NVML API reference, "GPM"; DCGM field identifiers. A GPM sample is a snapshot of counters, and two of them give
 the mean between; but it shows the counters as they were 0.09 to 0.17 s before (measured on an H200, driver 580), so both
@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmark.metrics import MetricSource, Window
+from benchmark.metrics import Mean, MetricSource, Window
+from benchmark.soundness import LOOKS_BACK
+from utils.errors import UserError
 from utils.fingerprint import gpu_facts
 
 MIB = 2**20
@@ -32,11 +34,14 @@ GPM = {  # field -> (GPM metric, our unit over GPM's: per cent to ratio, MiB/s t
     "DCGM_FI_PROF_PCIE_RX_BYTES": (21, MIB),
 }
 POWER = "DCGM_FI_DEV_POWER_USAGE"
-UTILISATION = ("DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_MEM_COPY_UTIL")
-POLLED = (*UTILISATION, "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_DEV_MEM_CLOCK")
+POLLED = (*LOOKS_BACK, "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_DEV_MEM_CLOCK")
 POLL_SECONDS = 0.1
 PROBE_SECONDS = 0.12  # a little over the shortest valid GPM window
 GPM_LAG_SECONDS = 0.2  # a sample taken this late shows the moment meant, or up to 0.1 s later
+
+
+class CountersMissing(UserError):
+    """This GPU or its driver has no GPM."""
 
 
 @dataclass
@@ -51,20 +56,29 @@ class _Reading:
 class NvmlSource(MetricSource):
     """Metrics of the first GPU (the one that `utils.fingerprint` names)."""
 
-    name = "NVML"
     minimum_window_s = 0.1  # GPM's own minimum
 
-    def __init__(self, fields: Sequence[str] | None = None) -> None:
+    def __init__(self, fields: Sequence[str] | None = None, counters: bool = True) -> None:
+        """Reads `fields`, or what is worth reading; with GPM's `counters`, or without.
+
+        Raises:
+            CountersMissing: they are asked for, and this GPU has no GPM.
+            UserError: a field is not here.
+        """
         import pynvml
 
+        self.name = "NVML with GPM" if counters else "NVML"
         self._nvml = pynvml
         pynvml.nvmlInit()
         self._device = pynvml.nvmlDeviceGetHandleByUUID(gpu_facts()["uuid"])
         self._has_energy = self._works(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(self._device))
         polled = [field for field in (*POLLED, POWER) if self._works(lambda field=field: self._poll_one(field))]
-        available = [*self._gpm_fields(), *polled]
+        profiled = self._gpm_fields() if counters else []
+        if counters and not profiled:
+            raise CountersMissing("source nvml-gpm: this GPU or its driver has no GPM (since Hopper); use nvml or dcgm")
+        available = [*profiled, *polled]
         available += [POWER] if self._has_energy and POWER not in available else []
-        preferred = [field for field in available if field not in UTILISATION] if available[0] in GPM else available
+        preferred = [field for field in available if field not in LOOKS_BACK] if profiled else available
         super().__init__(available, fields or preferred)
         self._polled = [field for field in self.fields
                         if field in POLLED or (field == POWER and not self._has_energy)]
@@ -131,18 +145,20 @@ class NvmlSource(MetricSource):
             window.reading.polls = _Polls(lambda: {field: self._poll_one(field) for field in self._polled})
         return window
 
-    def stop(self, window: Window) -> dict[str, float]:
+    def stop(self, window: Window) -> dict[str, Mean]:
         if window.reading.polls is not None:
             window.reading.polls.end()
         return super().stop(window)
 
-    def _means(self, before: Window, after: Window) -> dict[str, float]:
-        means: dict[str, float] = dict.fromkeys(self.fields, float("nan"))
+    def _readings(self, before: Window, after: Window) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {}
         if self._gpm:
-            means |= self._gpm_values(before.reading.gpm.value(), after.reading.gpm.value(), self._gpm)
+            means = self._gpm_values(before.reading.gpm.value(), after.reading.gpm.value(), self._gpm)
+            found |= {field: [mean] for field, mean in means.items()}
         if after.reading.energy_mj is not None:
-            means[POWER] = (after.reading.energy_mj - before.reading.energy_mj) / 1e3 / (after.began_s - before.began_s)
-        return means | (before.reading.polls.means() if before.reading.polls else {})
+            spent_j = (after.reading.energy_mj - before.reading.energy_mj) / 1e3
+            found[POWER] = [spent_j / (after.began_s - before.began_s)]
+        return found | (before.reading.polls.readings() if before.reading.polls else {})
 
 
 class _Late:
@@ -183,7 +199,7 @@ class _Polls:
         self._over.set()
         self._thread.join()
 
-    def means(self) -> dict[str, float]:
-        """The mean of what was seen, by field; nothing where the device never answered."""
+    def readings(self) -> dict[str, list[float]]:
+        """What was seen, by field; nothing where the device never answered."""
         fields = self._seen[0] if self._seen else {}
-        return {field: sum(seen[field] for seen in self._seen) / len(self._seen) for field in fields}
+        return {field: [seen[field] for seen in self._seen] for field in fields}

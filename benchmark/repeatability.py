@@ -49,7 +49,6 @@ def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> li
     from benchmark import collector, dataset
     from benchmark.collector_config import CollectorConfig
     from benchmark.crew import start_crew
-    from benchmark.metrics import open_source
     from benchmark.stressor import stress
     from utils.config import load_config
     from utils.fingerprint import local_target, machine, resolve_provider
@@ -70,7 +69,7 @@ def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> li
             first = medians([block for block in blocks if block.level == level])
             with stress(level, config.stress.kind, provider, workspace=workspace) as stressor:
                 best_ms = collector.best_canary_ms(block for block in blocks if block.level == level)
-                source = open_source(provider, config.metrics)
+                source = config.open_source(provider)
                 measuring = collector.Collector(config, target, folder, crew, source, here.uuid, level, best_ms)
                 parts: list[tuple[list[collector.KernelItem], list[collector.ModelItem]]] = [([], [m]) for m in work.models]
                 parts += [(list(chunk), []) for chunk in collector.chunks(chosen, config.block_kernels)]

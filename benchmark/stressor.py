@@ -32,7 +32,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmark.burners import KINDS, burn_core, bursts, cuda_step
-from benchmark.metrics import MetricSource, open_source
+from benchmark.metrics import MetricSource, open_source, values
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import resolve_provider
@@ -142,7 +142,7 @@ class Meter:
         load = {"seconds": round(seconds, 3), "duty": round((self._burner.busy_s() - self._busy_s) / seconds, 4)}
         if seconds < self._source.minimum_window_s:
             return load
-        return load | {field: round(value, 4) for field, value in self._source.stop(self._window).items()}
+        return load | {field: round(value, 4) for field, value in values(self._source.stop(self._window)).items()}
 
 
 def run(args: argparse.Namespace) -> dict[str, float]:

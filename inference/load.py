@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmark.dcgm_names import NAMES, in_unit
+from benchmark.metrics import values
+from benchmark.soundness import Unsound, checked
+from inference.prometheus import PrometheusConfig, PrometheusError, server_for
 from utils import files
 from utils.config import Config
 from utils.errors import UserError
 from utils.paths import ROOT
 
 CONFIG_FILE = ROOT / "inference" / "config.yaml"
-
-
-class PrometheusConfig(Config):
-    """A Prometheus server that knows the device's metrics; `url` None where there is none."""
-
-    url: str | None = None
 
 
 class InferenceConfig(Config):
@@ -26,29 +26,59 @@ class InferenceConfig(Config):
 
 
 def read_metrics(path: Path) -> dict[str, float]:
-    """The metrics in a JSON file, `{"DCGM_FI_DEV_GPU_UTIL": 60, …}`.
+    """The metrics in a JSON file, `{"DCGM_FI_DEV_GPU_UTIL": 60, …}`: by DCGM field name, old or new, in the name's unit.
 
     Raises:
-        UserError: no such file, no JSON object, or a value that is no finite number.
+        UserError: no such file, no JSON object, or a value that is no number or that the metric can't have.
     """
     found = files.read_json(path)
     if not isinstance(found, dict) or not found:
         raise UserError(f'{path}: a JSON object of metrics by DCGM field name is expected, {{"DCGM_FI_DEV_GPU_UTIL": 60}}')
+    metrics: dict[str, float] = {}
     for name, value in found.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise UserError(f"{path}: {name} is {value!r}; a finite number is expected")
-    return {str(name): float(value) for name, value in found.items()}
+        metric = NAMES[name].field if name in NAMES else name
+        if metric in metrics:
+            raise UserError(f"{path}: {metric} stands there twice, under its old and its new name; leave one out")
+        try:
+            metrics[metric] = checked(metric, in_unit(name, value)) if name in NAMES else float(value)
+        except Unsound as error:
+            raise UserError(f"{path}: {error.fact}; leave it out, or write what it was") from None
+    return metrics
 
 
-def current_load(config: InferenceConfig, metrics_file: Path | None = None) -> dict[str, float]:
-    """The load to predict for: that of `metrics_file`, else what the config's source says, else idle (empty).
+@dataclass(frozen=True)
+class Load:
+    """What else runs on the device: metrics by DCGM field name, empty where nothing does; and what to know about that."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+
+def current_load(config: InferenceConfig, metrics_file: Path | None = None, fields: Collection[str] = ()) -> Load:
+    """The load to predict for: that of `metrics_file`, else what the config's Prometheus says, else idle.
+
+    Args:
+        fields: the metrics that the target's predictors were trained with, which are the ones that Prometheus is asked for.
 
     Raises:
-        UserError: the file can't be read, or the config names a source that can't be.
+        UserError: the file can't be read, or Prometheus gives no metrics that can be believed and the config does not say
+            `on_failure: idle`.
     """
     if metrics_file is not None:
-        return read_metrics(metrics_file)
-    if config.prometheus.url is not None:
-        raise UserError(f"prometheus.url {config.prometheus.url}: reading Prometheus is not part of this version; "
-                        "set it to null (idle) or give the metrics with --metrics FILE")
-    return {}
+        return Load(read_metrics(metrics_file))
+    if config.prometheus.url is None:
+        return Load()
+    if not fields:
+        return Load(notices=("predicted for an idle device: the predictors were trained without metrics, so Prometheus is not "
+                             "asked",))
+    from inference.prometheus_metrics import PrometheusSource
+
+    try:
+        return Load(values(PrometheusSource(server_for(config.prometheus), fields).latest()))
+    except PrometheusError as error:
+        if config.prometheus.on_failure == "idle":
+            return Load(notices=(f"predicted for an idle device, as prometheus.on_failure says, since the load is not known: "
+                                 f"{error}",))
+        raise

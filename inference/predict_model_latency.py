@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from utils import cli
+from utils.errors import UserError
 from utils.logger import get_logger
 
 if TYPE_CHECKING:
@@ -94,9 +95,7 @@ def main() -> int:
     cli.add_dim(parser)
     parser.add_argument("--target", help="whose latency, by name or its beginning, e.g. nvidia-h200, whose predictors come "
                         "with Hase (default: this machine, or the only target with predictors)")
-    parser.add_argument("--config", type=Path, default=None, help="default: inference/config.yaml")
-    parser.add_argument("--metrics", type=Path, metavar="FILE",
-                        help="JSON of what else runs on the device, by DCGM field name (default: as the config says, idle)")
+    cli.add_load(parser)
     cli.add_way(parser)
     parser.add_argument("--top", type=int, default=5, metavar="N", help="show the N dominating kernels (default: 5)")
     parser.add_argument("--trace", type=Path, metavar="FILE",
@@ -122,22 +121,28 @@ def main() -> int:
 
     from inference.load import CONFIG_FILE, InferenceConfig, current_load
     from inference.prediction import WayOfRunning, predict
+    from inference.targets import fitted_for
     from utils.config import load_config
     from utils.trace_events import MEASURED, document, read_processes
 
     real = read_processes(args.beside, MEASURED, 2) if args.beside else []  # before the predictions: it may be no trace
-    load = current_load(load_config(args.config or CONFIG_FILE, InferenceConfig), args.metrics)
+    config = load_config(args.config or CONFIG_FILE, InferenceConfig)
+    if args.measure_missing and config.prometheus.url is not None:
+        raise UserError("--measure-missing: idle times are not looked up under a load; set prometheus.url to null in "
+                        f"{args.config or CONFIG_FILE}")
+    asked = config.prometheus.url is not None and not args.metrics
+    fields = fitted_for(workspace, args.target).predictors.sidecar.metrics if asked else ()
+    load = current_load(config, args.metrics, fields)
     if args.measure_missing:
         from inference.missing_kernels import measure_missing
 
         tell(measure_missing(args.model, sizes, target=args.target, workspace=workspace, force=args.force))
     found = [
-        predict(args.model, dims=dims, target=args.target, strict=args.strict, load=load, workspace=workspace,
-                way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), force=args.force)
+        predict(args.model, dims=dims, target=args.target, strict=args.strict, load=load.metrics, workspace=workspace,
+                way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), force=args.force, notices=load.notices)
         for dims in cli.track(sizes, "predicting")]
     if args.trace:
         from inference.sources import record_of
-        from inference.targets import fitted_for
         from inference.timeline import trace_of
         from utils.files import write_json
 

@@ -149,7 +149,7 @@ class Prediction(Frozen):
 def predict(source: Source, *, dims: Mapping[str, int] | None = None,
             target: str | None = None, strict: bool = False, load: Mapping[str, float] | None = None,
             way: WayOfRunning = AS_USUAL, composition: Composition | None = None, workspace: Workspace | None = None,
-            force: bool = False) -> Prediction:
+            force: bool = False, notices: Sequence[str] = ()) -> Prediction:
     """The latency of one model.
 
     Args:
@@ -162,18 +162,20 @@ def predict(source: Source, *, dims: Mapping[str, int] | None = None,
         composition: another than the target's own.
         workspace: the folder that holds the predictors; by default the repository.
         force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
+        notices: what to know about the load; put first among the prediction's warnings.
 
     Raises:
         UserError: the model, the predictors or the load can't be used; the message says why.
     """
     return predict_many([source], dims=dims, target=target, strict=strict, load=load, way=way, composition=composition,
-                        workspace=workspace, force=force)[0]
+                        workspace=workspace, force=force, notices=notices)[0]
 
 
 def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = None,
                  target: str | None = None, strict: bool = False, load: Mapping[str, float] | None = None,
                  way: WayOfRunning = AS_USUAL, composition: Composition | None = None,
-                 workspace: Workspace | None = None, force: bool = False) -> list[Prediction]:
+                 workspace: Workspace | None = None, force: bool = False,
+                 notices: Sequence[str] = ()) -> list[Prediction]:
     """The latencies of many models in one go, in their order; a kernel that several share is predicted once.
 
     Arguments and errors are those of `predict`.
@@ -186,7 +188,7 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
     records = [record_of(workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source, provider, dims)
                for source in sources]
     sidecar = fitted.predictors.sidecar
-    notices = fitted.notices
+    notices = (*notices, *fitted.notices)
     if unread := sorted(set(load or {}) - set(sidecar.metrics)):
         notices = (*notices, f"the load's {', '.join(unread)} was in no training and is not looked at")
     warnings = [(*notices, *check_fit(record, fitted.target, sidecar.dtypes, force)) for record in records]

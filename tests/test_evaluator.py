@@ -94,8 +94,8 @@ def test_recorded_measurements_are_compared_level_by_level(workspace: Workspace)
     assert idle.measured_ms == pytest.approx(model_ms(record), rel=1e-5)
     assert idle.spread == pytest.approx(0.1)  # samples at 0.9, 1.0 and 1.1 of the median
     assert abs(idle.error) < 0.03  # all kernels looked up, α and β found again
-    assert loaded.measured_ms == pytest.approx(model_ms(record, 50), rel=1e-5)
-    assert loaded.predicted_ms == predict(record, target=TARGET, workspace=workspace, load={METRIC: 50.0}).latency_ms
+    assert loaded.measured_ms == pytest.approx(model_ms(record, 0.5), rel=1e-5)
+    assert loaded.predicted_ms == predict(record, target=TARGET, workspace=workspace, load={METRIC: 0.5}).latency_ms
     assert loaded.measured_share == 0
     held_out = [one for one in found.comparisons if one.held_out]
     assert {one.model for one in held_out} == {f"{HELD_OUT}_c40"}
@@ -180,5 +180,5 @@ def test_the_command_fails_at_the_end_where_a_model_fails(workspace: Workspace, 
 
 
 def test_wrong_usage_is_told(workspace: Workspace) -> None:
-    for arguments in ([], ["anet_c8.onnx", "--rounds", "0"]):
+    for arguments in ([], ["anet_c8.onnx", "--rounds", "0"], ["--recorded", "--config", "inference/config.yaml"]):
         assert shell(workspace, *arguments).returncode == 2

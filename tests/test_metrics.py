@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import sys
@@ -14,11 +15,15 @@ import pytest
 
 from benchmark import nvml_metrics
 from benchmark.cpu_metrics import CpuSource
-from benchmark.metrics import FIELDS, checked, open_source
+from benchmark.dcgm_names import is_blank
+from benchmark.metric_fields import FIELDS
+from benchmark.metrics import Mean, open_source, values
+from benchmark.soundness import MANY, History, check_together, checked
 from utils.errors import UserError
 
 TOTAL, USER = "DCGM_FI_DEV_CPU_UTIL_TOTAL", "DCGM_FI_DEV_CPU_UTIL_USER"
 ENGINE, SM, POWER = "DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_DEV_POWER_USAGE"
+UTIL = "DCGM_FI_DEV_GPU_UTIL"
 
 
 def burn(seconds: float) -> None:
@@ -31,7 +36,7 @@ def test_a_burning_cpu_shows() -> None:
     source = open_source("cpu")
     window = source.start()
     burn(0.6)
-    found = source.stop(window)
+    found = values(source.stop(window))
     assert set(found) == set(source.fields) <= set(FIELDS)
     one_core = 1 / (psutil.cpu_count() or 1)
     assert 0.6 * one_core < found[USER] <= found[TOTAL] + 1e-6 <= 1.0 + 1e-6
@@ -48,8 +53,8 @@ def test_windows_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     times.idle += 3.0
     inner = source.start()
     times.user, times.system, times.guest = 0.75, 0.25, 0.5  # guest time is part of user's
-    assert source.stop(inner)[TOTAL] == pytest.approx(1.0)
-    found = source.stop(outer)
+    assert source.stop(inner)[TOTAL] == (pytest.approx(1.0), 1)  # a counter's difference is one reading
+    found = values(source.stop(outer))
     assert (found[TOTAL], found[USER]) == (pytest.approx(0.25), pytest.approx(0.1875))
 
 
@@ -146,11 +151,11 @@ def test_gpm_gives_ratios_and_bytes(fake: FakeNvml) -> None:
     assert {ENGINE, SM, POWER, "DCGM_FI_DEV_SM_CLOCK"} < set(preferred)
     assert not {"DCGM_FI_PROF_PIPE_FP16_ACTIVE", "DCGM_FI_DEV_GPU_UTIL"} & set(preferred)
     source = nvml_metrics.NvmlSource([*preferred, "DCGM_FI_DEV_GPU_UTIL"])
-    fake.percent = {1: 62.5, 2: 50.0, 20: 3.0}
+    fake.percent = {1: 62.5, 2: 50.0, 3: 25.0, 20: 3.0}
     window = source.start()
     time.sleep(0.2)
     fake.mj += 100_000
-    found = source.stop(window)
+    found = values(source.stop(window))
     assert (found[ENGINE], found[SM], found["DCGM_FI_PROF_PCIE_TX_BYTES"]) == (0.625, 0.5, 3 * 2**20)
     assert found[POWER] == pytest.approx(100 / 0.2, rel=0.3)  # joules a second
     assert (found["DCGM_FI_DEV_GPU_UTIL"], found["DCGM_FI_DEV_SM_CLOCK"]) == (40.0, 1980.0)
@@ -180,5 +185,62 @@ def test_an_outlier_of_the_counters_is_an_error(fake: FakeNvml) -> None:
 @pytest.mark.parametrize("fake", [False], indirect=True)
 def test_plain_nvml_has_no_profiling_metrics(fake: FakeNvml) -> None:
     with pytest.raises(UserError, match=f"metric {SM}: NVML can't read it here; it has DCGM_FI_DEV_GPU_UTIL"):
-        nvml_metrics.NvmlSource([SM])
-    assert nvml_metrics.NvmlSource().window(0.11)["DCGM_FI_DEV_GPU_UTIL"] == 40.0
+        nvml_metrics.NvmlSource([SM], counters=False)
+    assert nvml_metrics.NvmlSource(counters=False).window(0.25)[UTIL] == Mean(40.0, 3)  # polled every 0.1 s
+    with pytest.raises(UserError, match="source nvml-gpm: this GPU or its driver has no GPM"):
+        nvml_metrics.NvmlSource()
+
+
+def test_plain_nvml_where_there_are_counters_too(fake: FakeNvml) -> None:
+    source = nvml_metrics.NvmlSource(counters=False)
+    assert (source.name, UTIL in source.fields, SM in source.fields) == ("NVML", True, False)
+
+
+@pytest.mark.parametrize("value", [4294967295, 0x7FFFFFF2, 0x7FFFFFFFFFFFFFF0, 2**64 - 1, 140737488355329.0])
+def test_a_blank_is_no_value(value: float) -> None:
+    assert is_blank(value)
+    with pytest.raises(UserError, match=r"metric DCGM_FI_PROF_PCIE_TX_BYTES: .*stands for no value \(blank\)"):
+        checked("DCGM_FI_PROF_PCIE_TX_BYTES", value)
+
+
+def test_what_could_be_mistaken_for_a_blank() -> None:
+    assert checked("DCGM_FI_PROF_PCIE_TX_BYTES", 4294967294.0) == 4294967294.0
+
+
+def test_a_frozen_field_is_found_out_by_one_that_moves() -> None:
+    moving = [0.3 + 0.01 * i for i in range(MANY)]
+    with pytest.raises(UserError, match=f"metric {SM}: frozen: {MANY} readings of exactly 0.4 ratio while {ENGINE} moved"):
+        check_together({SM: [0.4] * MANY, ENGINE: moving})
+    check_together({SM: [0.4] * (MANY - 1), ENGINE: moving[1:]})  # too few to tell
+    check_together({SM: [0.4] * MANY, ENGINE: [0.5] * MANY})  # nothing moves
+    check_together({SM: [0.4] * MANY, ENGINE: [0.5] * 5 + [0.6] * 5})  # two readings, each asked for five times
+    check_together({SM: [1.0] * MANY, ENGINE: moving})  # saturated
+    check_together({SM: [0.005] * MANY, ENGINE: moving})  # hardly anything
+    check_together({"DCGM_FI_PROF_PIPE_FP64_ACTIVE": [0.0] * MANY, ENGINE: moving})  # nobody computes in fp64
+    check_together({"DCGM_FI_DEV_SM_CLOCK": [1980.0] * MANY, ENGINE: moving})  # a clock may well stand still
+
+
+def test_a_profiled_field_at_zero_while_the_gpu_is_busy() -> None:
+    with pytest.raises(UserError, match=f"metric {SM}: stuck at 0 while {ENGINE} says that the GPU is busy"):
+        check_together({SM: [0.0], ENGINE: [0.5]})
+    with pytest.raises(UserError, match=f"metric {ENGINE}: stuck at 0 while {UTIL} says that the GPU is busy"):
+        check_together({ENGINE: [0.0] * 3, UTIL: [97.0] * 3}, lasted_s=2.0)
+    check_together({ENGINE: [0.0] * 3, UTIL: [97.0] * 3}, lasted_s=1.5)  # utilisation looks back: load that is over
+    check_together({ENGINE: [0.0] * 3, UTIL: [97.0]}, lasted_s=2.0)
+    check_together({ENGINE: [0.0] * 3, UTIL: [97.0, 97.0, 0.0]}, lasted_s=2.0)
+    check_together({SM: [0.0], ENGINE: [0.0], UTIL: [0.0]})
+
+
+def test_a_counter_that_freezes_is_found_out_over_windows() -> None:
+    history = History()
+    for i in range(MANY - 1):
+        history.add({SM: 0.4, ENGINE: 0.5 + 0.01 * i})
+    with pytest.raises(UserError, match="frozen"):
+        history.add({SM: 0.4, ENGINE: 0.7})
+    for i in range(MANY):  # once it moves again, all is well
+        with contextlib.suppress(UserError):
+            history.add({SM: 0.3 + 0.01 * i, ENGINE: 0.5 + 0.01 * i})
+    history.add({SM: 0.35, ENGINE: 0.8})
+    after_loads = History()
+    for _ in range(MANY):  # each window begins when a load is just over, of which utilisation still tells
+        after_loads.add({SM: 0.0, ENGINE: 0.0, UTIL: 40.0})

@@ -18,7 +18,7 @@ from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms,
 from benchmark.anatomy import measured_trace
 from benchmark.gpu_trace import GpuRun, GpuWork, Launch
 from inference import predict, predict_many, targets
-from inference.load import InferenceConfig, current_load
+from inference.load import InferenceConfig, Load, current_load
 from inference.prediction import WayOfRunning
 from inference.prediction_speed import copies
 from inference.targets import choose_target, fitted_for
@@ -77,9 +77,9 @@ def test_strict_looks_nothing_up(workspace: Workspace, record: ModelRecord) -> N
 
 def test_under_load_nothing_is_looked_up_and_more_time_is_taken(workspace: Workspace, record: ModelRecord) -> None:
     idle = predict(record, target=TARGET, workspace=workspace)
-    loaded = predict(record, target=TARGET, workspace=workspace, load={METRIC: 50.0, "unheard_of": 1.0})
+    loaded = predict(record, target=TARGET, workspace=workspace, load={METRIC: 0.5, "unheard_of": 1.0})
     assert loaded.kernel_count["measured"] == 0
-    assert loaded.load == {METRIC: 50.0, "unheard_of": 1.0}
+    assert loaded.load == {METRIC: 0.5, "unheard_of": 1.0}
     assert loaded.kernel_sum_ms == pytest.approx(1.5 * idle.kernel_sum_ms, rel=0.3)
     assert any("unheard_of" in warning for warning in loaded.warnings)
     with pytest.raises(UserError, match=METRIC):
@@ -328,16 +328,16 @@ def test_the_target_is_this_machine_or_the_only_one(tmp_path: Path) -> None:
 
 def test_the_load_comes_from_a_file_or_is_idle(tmp_path: Path) -> None:
     config = load_config(ROOT / "inference" / "config.yaml", InferenceConfig)
-    assert current_load(config) == {}
+    assert current_load(config) == Load()
     metrics = tmp_path / "metrics.json"
-    metrics.write_text(json.dumps({METRIC: 60}))
-    assert current_load(config, metrics) == {METRIC: 60.0}
-    for bad in ("[]", "{}", '{"a": "x"}', '{"a": NaN}', '{"a": true}', "no json"):
+    metrics.write_text(json.dumps({METRIC: 0.6, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.6, "unheard_of": 60}))
+    assert current_load(config, metrics) == Load({METRIC: 0.6, "DCGM_FI_DEV_GPU_UTIL": 60.0, "unheard_of": 60.0})
+    for bad in ("[]", "{}", '{"a": "x"}', '{"a": NaN}', '{"a": true}', "no json", json.dumps({METRIC: 60}),
+                '{"DCGM_FI_DEV_GPU_UTIL": 60, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.6}',  # the same twice
+                '{"DCGM_FI_DEV_SM_CLOCK_HERTZ": 2147483632}'):  # a blank
         metrics.write_text(bad)
         with pytest.raises(UserError, match=r"metrics\.json"):
             current_load(config, metrics)
-    with pytest.raises(UserError, match="not part of this version"):
-        current_load(InferenceConfig.model_validate({"prometheus": {"url": "http://localhost:9090"}}))
     (tmp_path / "config.yaml").write_text("prometheus:\n  ulr: x\n")
     with pytest.raises(UserError, match="did you mean url"):
         load_config(tmp_path / "config.yaml", InferenceConfig)

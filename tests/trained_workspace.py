@@ -20,7 +20,7 @@ from utils.fingerprint import local_target, machine
 from utils.paths import ROOT, Workspace
 
 METRIC = "DCGM_FI_DEV_CPU_UTIL_TOTAL"  # one that a CPU has, so that a collector can go on
-LEVELS = {0.0: 0.0, 0.5: 50.0}  # stress level: the metric in the background
+LEVELS = {0.0: 0.0, 0.5: 0.5}  # stress level: the metric in the background
 HELD_OUT = "heldnet"
 TRAINING = """
 folds: 2
@@ -56,12 +56,12 @@ def conv_net(path: Path, batch: int | str = 1, channels: int = 16, size: int = 1
 
 def made_up_ms(kernel: Kernel, metric: float = 0.0) -> float:
     """The time that the made-up dataset gives a kernel."""
-    return (0.002 + kernel.flops / 2e8 + (kernel.bytes_read + kernel.bytes_written) / 5e7) * (1 + metric / 100)
+    return (0.002 + kernel.flops / 2e8 + (kernel.bytes_read + kernel.bytes_written) / 5e7) * (1 + metric)
 
 
 def model_ms(record: ModelRecord, metric: float = 0.0) -> float:
     """The time that the made-up dataset gives a model: 1.2 · Σ + 0.05 ms."""
-    return 1.2 * sum(made_up_ms(record.kernel_of(node), metric) for node in record.nodes) + 0.05 * (1 + metric / 100)
+    return 1.2 * sum(made_up_ms(record.kernel_of(node), metric) for node in record.nodes) + 0.05 * (1 + metric)
 
 
 def copies_ms(record: ModelRecord) -> float:

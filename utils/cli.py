@@ -66,6 +66,14 @@ def add_way(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cuda-graph", action="store_true", help="captured once as a CUDA graph, and replayed")
 
 
+def add_load(parser: argparse.ArgumentParser) -> None:
+    """`--config` and `--metrics`: where what else runs on the device is learned from."""
+    parser.add_argument("--config", type=Path, metavar="FILE",
+                        help="names a Prometheus that knows what else runs (default: inference/config.yaml)")
+    parser.add_argument("--metrics", type=Path, metavar="FILE",
+                        help="JSON of what else runs on the device, by DCGM field name (default: as the config says, idle)")
+
+
 def add_dim(made: argparse.ArgumentParser) -> None:
     """Adds `--dim NAME=SIZE[,SIZE…]` (repeatable): the sizes of a model's dynamic dimensions."""
     made.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE",

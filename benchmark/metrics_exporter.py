@@ -1,0 +1,206 @@
+"""Serves this machine's metrics to Prometheus, as NVIDIA's dcgm-exporter does: for machines where that is not, or a replay.
+
+Names, labels and units are dcgm-exporter's: the old names, or with `--names new` those since its version 4.9, some of which
+have other units. The values are means over `--interval` seconds, from any source of benchmark/metrics.py.
+`hase_exporter_last_sample_timestamp_seconds` is the time of the last of them. Readings that cannot be believed are never
+served; when the last sound ones are older than STALE intervals, the answer is HTTP 503 with the reason, so that Prometheus
+sees the target as down, and no old value as new.
+
+Reads nothing but the device, or a file with --source replay; writes nothing. Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmark.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
+from benchmark.metric_fields import FIELDS
+from benchmark.metrics import SOURCES, Mean, MetricSource, open_source
+from utils import cli
+from utils.errors import UserError
+from utils.fingerprint import machine, resolve_provider
+from utils.logger import get_logger
+
+EXAMPLES = """
+  python benchmark/metrics_exporter.py
+  python benchmark/metrics_exporter.py --port 9401 --interval 2 --source psutil --names new
+  python benchmark/metrics_exporter.py --source replay --replay readings.jsonl --duration 60
+"""
+PORT = 9400  # dcgm-exporter's
+INTERVAL_S = 5.0
+STALE = 3  # intervals without a sound sample after which nothing is served
+LAST_SAMPLE = "hase_exporter_last_sample_timestamp_seconds"
+
+log = get_logger("metrics_exporter")
+
+
+@dataclass
+class Sampler:
+    """Takes a sample an interval.
+
+    Attributes:
+        means: the last sound sample; empty before the first.
+        sampled_s: when it was taken, seconds since 1970.
+        error: why there has been none since; "" while all is well.
+    """
+
+    source: MetricSource
+    interval_s: float
+    means: dict[str, Mean] = field(default_factory=dict)
+    sampled_s: float = 0.0
+    error: str = ""
+
+    def run(self, over: threading.Event) -> None:
+        """Samples until `over`."""
+        window = self.source.start()
+        while not over.wait(self.interval_s):
+            following = self.source.start()
+            try:
+                means = self.source.stop(window)
+            except UserError as error:
+                if str(error) != self.error:
+                    log.warning("%s", error)
+                self.error = str(error)
+            else:
+                self.means, self.sampled_s, self.error = means, time.time(), ""
+            window = following
+
+    def trouble(self) -> str:
+        """Why there is nothing to serve; "" where the last sample is fresh."""
+        age_s = time.time() - self.sampled_s
+        if age_s <= STALE * self.interval_s:
+            return ""
+        since = f"the last sound sample is {age_s:.0f} s old" if self.means else "no sound sample so far"
+        return since + (f": {self.error}" if self.error else "")
+
+
+@dataclass(frozen=True, eq=False)  # a registry holds it by identity
+class DeviceMetrics:
+    """What Prometheus is told: a collector of `prometheus_client`."""
+
+    sampler: Sampler
+    labels: dict[str, str]
+    new_names: bool
+
+    def collect(self) -> Iterator[Any]:
+        """The metric families of the last sample."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        for name, mean in self.sampler.means.items():
+            shown = new_name(name) if self.new_names else name
+            family = GaugeMetricFamily(shown, f"{FIELDS[name].meaning} ({NAMES[shown].unit})",
+                                       labels=list(self.labels))
+            family.add_metric(list(self.labels.values()), mean.value / NAMES[shown].scale)
+            yield family
+        yield GaugeMetricFamily(LAST_SAMPLE, "time of the last sound sample (s since 1970)", value=self.sampler.sampled_s)
+
+
+def device_labels(provider: str, replay: Path | None) -> dict[str, str]:
+    """dcgm-exporter's labels of the device of `cuda` or `cpu`, or of a file that is replayed."""
+    if replay is not None:  # each file a device of its own
+        index, uuid, device, model = "0", f"replay-{replay.stem}", "replay", replay.stem
+    elif provider == "cpu":  # a machine's identifier is nothing to tell the network
+        index, uuid, device, model = "", platform.node(), "cpu", machine(provider).device
+    else:
+        here = machine(provider)
+        index, uuid, device, model = "0", here.uuid, "nvidia0", here.device
+    return {INDEX_LABEL: index, UUID_LABEL: uuid, DEVICE_LABEL: device, MODEL_LABEL: model, HOST_LABEL: platform.node()}
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """No line for every scrape."""
+
+
+def make_exporter(sampler: Sampler, labels: dict[str, str], host: str, port: int, new_names: bool = False) -> WSGIServer:
+    """A server that answers scrapes once `serve_forever` runs; `port` 0 takes a free one."""
+    from prometheus_client import CollectorRegistry, make_wsgi_app
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(DeviceMetrics(sampler, labels, new_names))
+    metrics = make_wsgi_app(registry)
+
+    def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        trouble = sampler.trouble()
+        if not trouble:
+            return metrics(environ, start_response)
+        start_response("503 Service Unavailable", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{trouble}\n".encode()]
+
+    return make_server(host, port, app, server_class=_Server, handler_class=_Quiet)
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Serves until a signal, or for as long as the arguments say."""
+    over = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: over.set())
+    provider = "cpu" if args.source == "psutil" else resolve_provider("auto")
+    source = open_source(provider, source=args.source, dcgm_address=args.dcgm_address, replay=args.replay,
+                         replay_step_s=args.replay_step)
+    if args.interval < source.minimum_window_s:
+        raise UserError(f"--interval {args.interval:g}: {source.name} needs {source.minimum_window_s:g} s at least")
+    sampler = Sampler(source, args.interval)
+    try:
+        server = make_exporter(sampler, device_labels(provider, args.replay), args.host, args.port, args.names == "new")
+    except OSError as error:
+        raise UserError(f"--port {args.port}: {error.strerror}; is another exporter running? Choose another --port") from None
+    threading.Thread(target=sampler.run, args=(over,), daemon=True).start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://{args.host or 'localhost'}:{server.server_port}/metrics"
+    if args.json:
+        cli.print_json({"url": url, "source": source.name, "fields": list(source.fields)})
+    else:
+        print(f"{url}: {source.name}, every {args.interval:g} s", flush=True)
+    sys.stdout.flush()
+    over.wait(args.duration)
+    server.shutdown()
+    server.server_close()
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--port", type=int, default=PORT, help=f"0: a free one (default: {PORT})")
+    parser.add_argument("--host", default="", metavar="ADDRESS", help="address to listen at (default: all of this machine's)")
+    parser.add_argument("--interval", type=_positive, default=INTERVAL_S, metavar="S",
+                        help=f"seconds that each value is a mean of (default: {INTERVAL_S:g})")
+    parser.add_argument("--source", choices=SOURCES, default="auto", help="who reads the device (default: auto, which says)")
+    parser.add_argument("--names", choices=("old", "new"), default="old", help="dcgm-exporter's before 4.9, or since")
+    parser.add_argument("--dcgm-address", metavar="HOST[:PORT]", help="of a running nv-hostengine, for --source dcgm")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="readings to play, for --source replay")
+    parser.add_argument("--replay-step", type=_positive, metavar="S",
+                        help="seconds from one of its readings to the next (default: as their timestamps say)")
+    parser.add_argument("--duration", type=_positive, metavar="S", help="seconds to serve (default: until a signal)")
+    args = parser.parse_args()
+    cli.start(args)
+    serve(args)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

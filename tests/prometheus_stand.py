@@ -1,0 +1,270 @@
+"""What the tests of the exporter and of the live load stand on: a real Prometheus, exporters that it scrapes, certificates.
+
+Exporters are benchmark/metrics_exporter.py, playing readings from a file. Only where one is to be wrong, or to serve what that
+never does, is it made up: a small HTTP server with a page for each GPU, in dcgm-exporter's text, that answers as a test wants.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, Literal
+
+import pytest
+import requests
+import yaml
+
+from benchmark.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, UUID_LABEL
+from benchmark.metrics_exporter import Sampler, make_exporter
+from benchmark.replay_metrics import TIME, ReplaySource
+from utils.paths import ROOT
+
+NEEDED = "HASE_NEEDS_PROMETHEUS"  # set where a missing Prometheus is a failure
+SCRAPE_S = 0.2
+STEP_S, INTERVAL_S = 0.1, 0.4  # of replays: from one reading to the next, and of the exporter's means
+USER, PASSWORD = "hase", "s3cret pass"
+PASSWORD_BCRYPT = "$2b$04$abcdefghijklmnopqrstuuoBpIrM0OnplXjsOI8DWYJTHUhJDuUv."
+EVER_S = 60.0  # longer than any test's Prometheus lives
+
+
+def prometheus_or_skip() -> str:
+    """The path of `prometheus`; without it and openssl the test is skipped, or fails where HASE_NEEDS_PROMETHEUS is set."""
+    absent = [name for name in ("prometheus", "openssl") if shutil.which(name) is None]
+    if absent:
+        said = f"needs {' and '.join(absent)} on the PATH: apt-get install {' '.join(absent)}"
+        pytest.fail(said) if os.environ.get(NEEDED) else pytest.skip(said)
+    return shutil.which("prometheus") or ""
+
+
+def device_labels(uuid: str, index: str = "0", host: str = "node7") -> dict[str, str]:
+    return {INDEX_LABEL: index, UUID_LABEL: uuid, DEVICE_LABEL: f"nvidia{index}", MODEL_LABEL: "NVIDIA H200", HOST_LABEL: host}
+
+
+def recorded(path: Path, readings: Sequence[Mapping[str, Any]]) -> Path:
+    """A file to replay: readings, STEP_S apart when they are played."""
+    path.write_text("".join(json.dumps({TIME: i} | dict(reading)) + "\n" for i, reading in enumerate(readings)))
+    return path
+
+
+def start_exporter(replay: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
+    """The exporter's process, playing a file at a free port, and its address once it listens."""
+    process = subprocess.Popen(
+        [sys.executable, "benchmark/metrics_exporter.py", "--json", "--port", "0", "--host", "127.0.0.1", "--source", "replay",
+         "--replay", str(replay), "--replay-step", str(STEP_S), "--interval", str(INTERVAL_S),
+         "--workspace", str(replay.parent), *options],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    told = ""
+    for line in process.stdout:
+        told += line
+        if line == "}\n":
+            break
+    return process, json.loads(told)["url"]
+
+
+class Exporter:
+    """The exporter within this process, on threads, under the labels of any device; from now until `close`."""
+
+    def __init__(self, replay: Path, labels: dict[str, str], new_names: bool = False) -> None:
+        self._over = Event()
+        sampler = Sampler(ReplaySource(replay, step_s=STEP_S), INTERVAL_S)
+        self._server = make_exporter(sampler, labels, "127.0.0.1", 0, new_names)
+        Thread(target=sampler.run, args=(self._over,), daemon=True).start()
+        Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        self.address = f"127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._over.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@dataclass
+class Page:
+    """What a made-up exporter reports of one GPU: values by metric, under dcgm-exporter's labels; and how it answers.
+
+    Attributes:
+        more: further labels and values.
+        age_s: None: samples are of the scrape, as dcgm-exporter's are; else they carry a timestamp that long ago.
+        value_of: overrides the value of a metric by the number of the scrape.
+        scrapes: how many were answered in full.
+    """
+
+    labels: dict[str, str]
+    values: dict[str, float | str]
+    more: Sequence[tuple[dict[str, str], dict[str, float]]] = ()
+    mode: Literal["well", "stalled", "garbled", "locked"] = "well"
+    age_s: float | None = None
+    value_of: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
+    scrapes: int = 0
+
+    def text(self) -> str:
+        values = self.values | {name: value(self.scrapes) for name, value in self.value_of.items()}
+        stamp = "" if self.age_s is None else f" {(time.time() - self.age_s) * 1e3:.0f}"
+        series: list[tuple[dict[str, str], Mapping[str, float | str]]] = [(self.labels, values), *self.more]
+        lines = []
+        for labels, of_labels in series:
+            told = ",".join(f'{key}="{label}"' for key, label in labels.items())
+            lines += [f"{name}{{{told}}} {value}{stamp}\n" for name, value in of_labels.items()]
+        return "".join(lines)
+
+
+class MadeUpExporter:
+    """Serves pages, `/NAME` each, until `close`."""
+
+    def __init__(self, pages: dict[str, Page]) -> None:
+        self.pages = pages
+        self._end = Event()
+        exporter = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                page = exporter.pages[self.path.strip("/")]
+                if page.mode == "stalled":
+                    exporter._end.wait()
+                    return
+                status, text = 200, page.text()
+                if page.mode == "garbled":
+                    text = "<html>" + text
+                elif page.mode == "locked":
+                    status, text = 401, "Unauthorized\n"
+                reply(self, status, text, "text/plain; version=0.0.4")
+                page.scrapes += page.mode == "well"
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = serve(Handler)
+        self.address = f"127.0.0.1:{self._server.server_address[1]}"
+
+    def close(self) -> None:
+        self._end.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def serve(handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
+    """A server on a free port of this machine, at work in a thread."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    return server
+
+
+def reply(to: BaseHTTPRequestHandler, status: int, text: str, content_type: str) -> None:
+    body = text.encode()
+    to.send_response(status)
+    to.send_header("Content-Type", content_type)
+    to.send_header("Content-Length", str(len(body)))
+    to.end_headers()
+    to.wfile.write(body)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def prometheus(folder: Path, targets: Mapping[str, tuple[str, str]], web: Mapping[str, Any] | None = None) -> Iterator[int]:
+    """A Prometheus that scrapes `targets`, {job: (address, path)}; yields its port, once it listens.
+
+    Args:
+        web: its web configuration: TLS, users.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = [{"job_name": job, "metrics_path": f"/{path}", "static_configs": [{"targets": [address]}]}
+            for job, (address, path) in targets.items()]
+    times = {"scrape_interval": f"{SCRAPE_S * 1e3:.0f}ms", "scrape_timeout": f"{SCRAPE_S * 1e3:.0f}ms"}
+    (folder / "prometheus.yml").write_text(yaml.safe_dump({"global": times, "scrape_configs": jobs}))
+    (folder / "web.yml").write_text(yaml.safe_dump(dict(web or {})))
+    port = free_port()
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [prometheus_or_skip(), f"--config.file={folder / 'prometheus.yml'}", f"--web.config.file={folder / 'web.yml'}",
+             f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address=127.0.0.1:{port}"],
+            stdout=log, stderr=subprocess.STDOUT, cwd=folder)
+        try:
+            wait_for(lambda: "ready to receive" in (folder / "log").read_text(), folder / "log")
+            yield port
+        finally:
+            process.kill()
+            process.wait()
+
+
+def wait_for(holds: Callable[[], bool], log: Path | None = None, seconds: float = 30.0) -> None:
+    """Waits until it holds; fails, with the log's end, where it takes too long."""
+    until = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > until:
+            pytest.fail(f"not within {seconds:g} s" + (f": {log.read_text()[-2000:]}" if log else ""))
+        time.sleep(0.02)
+
+
+def value(port: int, promql: str) -> float | None:
+    """What Prometheus itself says; None where nothing."""
+    found = requests.get(f"http://127.0.0.1:{port}/api/v1/query", params={"query": promql}, timeout=10).json()["data"]["result"]
+    return float(found[0]["value"][1]) if found else None
+
+
+def certificates(folder: Path) -> None:
+    """`ca`, and signed by it `server` (127.0.0.1), `client`; `stranger` signs itself: each a .pem and its .key."""
+    for name in ("ca", "server", "client", "stranger"):
+        signed = ["-CA", "ca.pem", "-CAkey", "ca.key"] if name in ("server", "client") else []
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+             "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", f"{name}.key", "-out", f"{name}.pem",
+             *signed], cwd=folder, check=True, capture_output=True)
+
+
+class Recorder:
+    """A proxy before a Prometheus that lets in who shows `token`, and counts connections and requests; or answers as told.
+
+    Attributes:
+        answer: (status, text) for everyone; `{seen}` becomes the header that was shown. None: Prometheus's own.
+    """
+
+    def __init__(self, port: int, token: str) -> None:
+        self.connections = self.requests = 0
+        self.answer: tuple[int, str] | None = None
+        recorder = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                recorder.connections += 1
+                super().setup()
+
+            def do_GET(self) -> None:
+                recorder.requests += 1
+                seen = self.headers.get("Authorization", "")
+                if recorder.answer is not None:
+                    status, text = recorder.answer
+                    return reply(self, status, text.replace("{seen}", seen), "text/html")
+                if seen != f"Bearer {token}":
+                    return reply(self, 403, f"Forbidden: {seen}\n", "text/plain")
+                passed = requests.get(f"http://127.0.0.1:{port}{self.path}", timeout=10)
+                return reply(self, passed.status_code, json.dumps(passed.json()), "application/json")
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = serve(Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()

@@ -1,0 +1,159 @@
+"""The exporter as Prometheus meets it: a process that is asked over HTTP, playing readings from a file."""
+
+from __future__ import annotations
+
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_stand import INTERVAL_S, recorded, start_exporter
+
+from benchmark.metrics_exporter import LAST_SAMPLE, STALE, Sampler, device_labels
+from benchmark.replay_metrics import ReplaySource
+from utils.paths import ROOT
+
+SM, UTIL, CLOCK = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_SM_CLOCK"
+POWER = "DCGM_FI_DEV_POWER_USAGE"
+READING = {SM: 0.25, UTIL: 60.0, CLOCK: 1980.0, POWER: 312.5}
+PATIENCE_S = 30.0
+
+Start = Callable[..., tuple[subprocess.Popen[str], str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts an exporter that plays readings; gives the process and its address."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(readings: Sequence[Mapping[str, Any]], *options: str) -> tuple[subprocess.Popen[str], str]:
+        process, url = start_exporter(recorded(tmp_path / "gpu_of_yesterday.jsonl", readings), *options)
+        started.append(process)
+        return process, url
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def answer(url: str, status: int) -> requests.Response:
+    """The first answer of that status."""
+    until = time.monotonic() + PATIENCE_S
+    while (got := requests.get(url, timeout=5)).status_code != status:
+        assert time.monotonic() < until, f"{got.status_code}: {got.text}"
+        time.sleep(0.05)
+    return got
+
+
+def families(text: str) -> dict[str, Any]:
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def test_names_values_labels_and_units(start: Start) -> None:
+    _, url = start([READING] * 600)
+    began = time.time()
+    found = families(answer(url, 200).text)
+    assert set(found) == {SM, UTIL, CLOCK, POWER, LAST_SAMPLE}
+    assert {name: found[name].samples[0].value for name in READING} == pytest.approx(READING)
+    labels = {"gpu": "0", "UUID": "replay-gpu_of_yesterday", "device": "replay", "modelName": "gpu_of_yesterday",
+              "Hostname": platform.node()}
+    assert all(found[name].samples[0].labels == labels and found[name].type == "gauge" for name in READING)
+    units = {name: found[name].documentation.rpartition("(")[2].rstrip(")") for name in READING}
+    assert units == {SM: "ratio", UTIL: "per cent", CLOCK: "MHz", POWER: "W"}
+    assert began - INTERVAL_S < found[LAST_SAMPLE].samples[0].value <= time.time()
+
+
+def test_new_names_have_their_own_units(start: Start) -> None:
+    _, url = start([READING] * 600, "--names", "new")
+    found = families(answer(url, 200).text)
+    assert {name: family.samples[0].value for name, family in found.items() if name != LAST_SAMPLE} == pytest.approx({
+        "DCGM_FI_PROF_SM_UTIL_RATIO": 0.25, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.6, "DCGM_FI_DEV_SM_CLOCK_HERTZ": 1.98e9,
+        "DCGM_FI_DEV_BOARD_POWER_WATTS": 312.5})
+    assert found["DCGM_FI_DEV_SM_CLOCK_HERTZ"].documentation == "clock of the SMs (Hz)"
+
+
+def test_the_time_of_the_last_sample_moves_on(start: Start) -> None:
+    _, url = start([READING] * 600)
+    first = families(answer(url, 200).text)[LAST_SAMPLE].samples[0].value
+    time.sleep(2 * INTERVAL_S)
+    assert families(answer(url, 200).text)[LAST_SAMPLE].samples[0].value > first
+
+
+def test_when_the_readings_end_so_do_the_answers(start: Start) -> None:
+    process, url = start([READING] * 10)
+    answer(url, 200)
+    gone = answer(url, 503)
+    assert gone.headers["Content-Type"].startswith("text/plain")
+    assert "the last sound sample is" in gone.text
+    assert "the replay is over" in gone.text
+    assert SM not in gone.text
+    process.send_signal(signal.SIGINT)
+    _, log = process.communicate(timeout=PATIENCE_S)
+    assert log.count("the replay is over") == 1  # said once, not every interval
+
+
+@pytest.mark.parametrize(("bad", "why"), [
+    ({SM: 4294967295}, "stands for no value"), ({SM: None}, "reports nan"),
+    ({SM: 0.0, "DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.9}, "stuck at 0")])
+def test_what_cannot_be_believed_is_never_served(bad: dict[str, Any], why: str, start: Start) -> None:
+    _, url = start([READING | bad] * 600)
+    until = time.monotonic() + (STALE + 2) * INTERVAL_S
+    while time.monotonic() < until:
+        refused = requests.get(url, timeout=5)
+        assert refused.status_code == 503
+        time.sleep(0.1)
+    assert "no sound sample so far" in refused.text
+    assert why in refused.text
+
+
+def test_a_signal_ends_it_cleanly(start: Start) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process, url = start([READING] * 600)
+        answer(url, 200)
+        process.send_signal(number)
+        _, log = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, log) == (0, "")
+        with pytest.raises(requests.ConnectionError):
+            requests.get(url, timeout=5)
+
+
+def test_a_port_that_is_taken(start: Start, tmp_path: Path) -> None:
+    _, url = start([READING] * 600)
+    port = url.rpartition(":")[2].partition("/")[0]
+    done = subprocess.run([sys.executable, "benchmark/metrics_exporter.py", "--host", "127.0.0.1", "--port", port, "--source",
+                           "psutil", "--workspace", str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
+                          timeout=PATIENCE_S, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: --port {port}: ")
+    assert "choose another --port" in done.stderr.lower()
+
+
+def test_a_sample_is_stale_after_some_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = ReplaySource(recorded(tmp_path / "one.jsonl", [READING]))
+    sampler = Sampler(source, interval_s=5.0)
+    assert sampler.trouble() == "no sound sample so far"
+    sampler.means, sampler.sampled_s = source.stop(_opened(source)), 1000.0
+    for now, trouble in ((1000.0 + 5.0 * STALE, ""), (1016.0, "the last sound sample is 16 s old")):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        assert sampler.trouble() == trouble
+
+
+def _opened(source: ReplaySource) -> Any:
+    """A window in which the file's only reading came."""
+    window = source.start()
+    time.sleep(source.times_s[0] + 0.05)
+    return window
+
+
+def test_labels_of_a_cpu() -> None:
+    labels = device_labels("cpu", None)
+    assert list(labels) == ["gpu", "UUID", "device", "modelName", "Hostname"]
+    assert (labels["gpu"], labels["device"], labels["Hostname"]) == ("", "cpu", platform.node())
