@@ -1,0 +1,65 @@
+"""A model's latency while another process uses the GPU too: not a number, but a distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ort_analysis.records import Frozen
+from overlap_simulator import OtherWork, PipelineCosts, shared_runs_ms
+from utils.errors import UserError
+
+if TYPE_CHECKING:
+    from training.sharing import Sharing
+
+Floats = npt.NDArray[np.float64]
+SEED = 7  # of the simulated callers: the same question has the same answer
+
+
+class UnderLoad(Frozen):
+    """What a caller sees who runs the model again and again beside another process.
+
+    Attributes:
+        mean_ms: over runs.
+        percentiles_ms: the latency that p % of the runs do not exceed, for p from 0 to 100.
+        busy_share: for what share of the time the other process has work, while this one has none; a ratio.
+        told_by: what that was learned from.
+    """
+
+    mean_ms: float
+    percentiles_ms: tuple[float, ...]
+    busy_share: float
+    told_by: Literal["probe", "metrics"]
+
+    def percentile_ms(self, percent: float) -> float:
+        """The latency that `percent` % of the runs do not exceed."""
+        return float(np.interp(percent, np.arange(len(self.percentiles_ms)), self.percentiles_ms))
+
+
+def under_load(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts, sharing: Sharing,
+               other: OtherWork, told_by: Literal["probe", "metrics"]) -> UnderLoad:
+    """The distribution of a model's latency beside other work; arrays are those of `overlap_simulator.pipeline_ms`."""
+    runs = shared_runs_ms(gpu_ms, launches, moves, costs, sharing.slice_ms, other, np.random.default_rng(SEED))
+    return UnderLoad(
+        mean_ms=float(runs.mean()), percentiles_ms=tuple(np.percentile(runs, np.arange(101)).tolist()),
+        busy_share=other.busy_ms / (other.busy_ms + other.quiet_ms), told_by=told_by)
+
+
+def other_work(sharing: Sharing | None, load: Mapping[str, float]) -> OtherWork | None:
+    """What else runs, as metrics tell; None where nothing was learned of sharing, so that kernels' times answer to the load.
+
+    Raises:
+        UserError: no metric says how busy the GPU is.
+    """
+    if sharing is None or not load:
+        return None
+    from training.sharing import BUSY_FIELDS, busy_share, other_work_guessed
+
+    share = busy_share(load)
+    if share is None:
+        raise UserError(f"the load has neither {' nor '.join(BUSY_FIELDS)}, so that it doesn't say how busy the GPU is: give "
+                        "one of them, or a probe")
+    return other_work_guessed(share, sharing)

@@ -1,0 +1,119 @@
+"""What is learned of how a target's GPU turns between processes, and what a probe or the live metrics tell of the other one.
+
+Without MPS and MIG two processes never run side by side: each has the GPU for a slice of time, or for as long as its work lasts
+if that is shorter. The slice is the device's; how long the other one's turns are, and how often it has work, is read on the
+spot by a probe (benchmark/sharing_probe.py), or guessed from how busy the metrics say that the GPU is. History of the
+schema: version 1 is the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ort_analysis.records import Frozen
+from overlap_simulator import OtherWork
+from utils import files
+
+SHARING_VERSION = 1
+FIT = "python training/fit_sharing.py"
+FILE = "sharing.json"
+Floats = npt.NDArray[np.float64]
+ALWAYS = 0.95  # of the time: what is busy for more of it is taken to never pause
+WAITED = 0.2  # of what a piece of work takes alone: a run that took longer by more waited for the GPU …
+WAITED_MS = 0.08  # … if it is by more than this too: an idle host holds a run up by less
+BUSY_FIELDS = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1.0, "DCGM_FI_DEV_GPU_UTIL": 100.0}  # and what each shows of a GPU that is
+# never idle; the first one there is taken: utilisation counts a whole sampling period as busy in which anything ran
+QUANTILES = 21  # of waits that are kept
+
+
+class SharingErrors(Frozen):
+    """Of latencies under load, of models and backgrounds that were in no fit: mean errors as ratios, by what was predicted."""
+
+    cases: int
+    mean: float
+    p50: float
+    p95: float
+
+
+class Sharing(Frozen):
+    """`sharing.json`: how a target's GPU turns between processes.
+
+    Attributes:
+        mode: how the processes share it; another one was not measured.
+        slice_ms: how long a process has the GPU before another's turn.
+        alone_ms: what the probe's pieces of work take on an idle GPU, by name.
+        waits_ms: evenly spaced quantiles of the waits beside the backgrounds that were measured.
+        cycle_ms: of a background that pauses: from one busy phase to the next, at the median.
+        probed, from_metrics: errors of predictions from a probe and from the metrics alone; None where nothing was left out.
+    """
+
+    version: int = SHARING_VERSION
+    mode: Literal["time_slices"] = "time_slices"
+    slice_ms: float
+    alone_ms: dict[str, float]
+    waits_ms: tuple[float, ...]
+    cycle_ms: float
+    probed: SharingErrors | None = None
+    from_metrics: SharingErrors | None = None
+
+
+def sharing_path(folder: Path) -> Path:
+    """Beside the predictors of a target in `folder`."""
+    return folder / FILE
+
+
+def read_sharing(folder: Path) -> Sharing | None:
+    """What was learned of a target's sharing; None where nothing was.
+
+    Raises:
+        UserError: a damaged file or one of another version.
+    """
+    path = sharing_path(folder)
+    return files.read_record(path, Sharing, SHARING_VERSION, FIT) if path.exists() else None
+
+
+def waited(latencies_ms: Floats, alone_ms: float) -> npt.NDArray[np.bool_]:
+    """Which runs of a piece of work that takes `alone_ms` on an idle GPU waited for it."""
+    return latencies_ms > alone_ms + max(WAITED * alone_ms, WAITED_MS)
+
+
+def other_work_seen(starts_ms: Sequence[float], latencies_ms: Sequence[float], alone_ms: float) -> OtherWork:
+    """What else runs, as a probe's runs of one piece of work met it.
+
+    Runs that waited one after another are a busy phase, the others between them a quiet one. Phases that the probe's beginning
+    or end cut are left out where whole ones are there.
+    """
+    starts, latencies = np.asarray(starts_ms, dtype=float), np.asarray(latencies_ms, dtype=float)
+    busy = waited(latencies, alone_ms)
+    waits = latencies[busy] - alone_ms
+    if busy.mean() == 0 or not len(busy):
+        return OtherWork(0.0, 1.0, waits)
+    edges = np.flatnonzero(np.diff(busy.astype(int))) + 1
+    begins, ends = np.concatenate([[0], edges]), np.concatenate([edges, [len(busy)]]) - 1
+    lengths = starts[ends] + latencies[ends] - starts[begins]
+    inner = slice(1, -1) if len(begins) > 3 else slice(None)
+    kinds, lengths = busy[begins][inner], lengths[inner]
+    if lengths[kinds].sum() > ALWAYS * lengths.sum():
+        return OtherWork(1.0, 0.0, waits)
+    return OtherWork(float(lengths[kinds].mean()), float(lengths[~kinds].mean()), waits)
+
+
+def busy_share(metrics: Mapping[str, float]) -> float | None:
+    """For what share of the time the metrics say that a GPU is at work; None where no field tells."""
+    for field, always in BUSY_FIELDS.items():
+        if field in metrics:
+            return min(max(metrics[field] / always, 0.0), 1.0)
+    return None
+
+
+def other_work_guessed(share: float, sharing: Sharing) -> OtherWork:
+    """What else runs where only its share of the time is known: with waits and phases as of what was measured."""
+    waits = np.asarray(sharing.waits_ms)
+    if share > ALWAYS:
+        return OtherWork(1.0, 0.0, waits)
+    return OtherWork(share * sharing.cycle_ms, (1.0 - share) * sharing.cycle_ms, waits)
