@@ -21,8 +21,8 @@ SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=
 
 def runs(gpu_ms: float, other: OtherWork, nodes: int = 60, launches: float = 2.0) -> np.ndarray:
     """Runs of a model of equal nodes that takes the GPU `gpu_ms`."""
-    each = np.full(nodes, gpu_ms / nodes)
-    return shared_runs_ms(each, np.full(nodes, launches), np.ones(nodes, dtype=bool), COSTS, 2.0, other, np.random.default_rng(0))
+    return shared_runs_ms(np.full(nodes, gpu_ms / nodes), np.full(nodes, launches), np.ones(nodes, dtype=bool), COSTS, 2.0,
+                          other, np.random.default_rng(0))
 
 
 def idle(gpu_ms: float, nodes: int = 60, launches: float = 2.0) -> float:
