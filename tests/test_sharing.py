@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from overlap_simulator import OtherWork, PipelineCosts, pipeline_ms, shared_runs_ms
@@ -19,7 +20,7 @@ COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0, launch_ms=0.004, start_ms=0.02
 SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=(0.3, 0.7, 2.4), cycle_ms=20.0)
 
 
-def runs(gpu_ms: float, other: OtherWork, nodes: int = 60, launches: float = 2.0) -> np.ndarray:
+def runs(gpu_ms: float, other: OtherWork, nodes: int = 60, launches: float = 2.0) -> npt.NDArray[np.float64]:
     """Runs of a model of equal nodes that takes the GPU `gpu_ms`."""
     return shared_runs_ms(np.full(nodes, gpu_ms / nodes), np.full(nodes, launches), np.ones(nodes, dtype=bool), COSTS, 2.0,
                           other, np.random.default_rng(0))

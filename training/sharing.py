@@ -8,7 +8,7 @@ schema: version 1 is the first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -82,7 +82,7 @@ def waited(latencies_ms: Floats, alone_ms: float) -> npt.NDArray[np.bool_]:
     return latencies_ms > alone_ms + max(WAITED * alone_ms, WAITED_MS)
 
 
-def other_work_seen(starts_ms: Sequence[float], latencies_ms: Sequence[float], alone_ms: float) -> OtherWork:
+def other_work_seen(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, alone_ms: float) -> OtherWork:
     """What else runs, as a probe's runs of one piece of work met it.
 
     Runs that waited one after another are a busy phase, the others between them a quiet one. Phases that the probe's beginning
