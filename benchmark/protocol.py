@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from benchmark.gpu_trace import GpuRun
-from benchmark.sharing_probe import ProbeReading
+from benchmark.probe_reading import ProbeReading
 from ort_analysis.records import Frozen
 
 

@@ -22,17 +22,15 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from pydantic import model_validator
-
 from benchmark.affinity import off_the_workers_cores
 from benchmark.ort_kernel_runner import Runner, bind, now, random_feed
-from ort_analysis.records import Frozen
+from benchmark.probe_reading import ProbedRuns, ProbeReading
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import machine, resolve_provider
 from utils.logger import get_logger
 from utils.ort_sessions import model_errors, open_nodes
-from utils.sharing_mode import SharingMode, check_sharing_mode, sharing_mode
+from utils.sharing_mode import check_sharing_mode, sharing_mode
 from utils.timing import summarize
 
 if TYPE_CHECKING:
@@ -43,76 +41,14 @@ EXAMPLES = """
   python benchmark/sharing_probe.py --seconds 0.5 --device cuda --out reading.json
   python benchmark/sharing_probe.py --device cpu --json
 """
-READING_VERSION = 1
 SECONDS = 0.1
 LEAST_RUNS = 5  # of each piece, however long they take
 WARMUP = 5
 TINY_SIDE = 64  # of the tiny piece's tensor; 16 µs on an idle H200
 LONG_SIDE = {"cpu": 192, "cuda": 2048}  # of the long piece's matrices
 LONG_PRODUCTS = 6  # one after another: about 0.5 ms where a product takes 80 µs, as its like do on an H200 (TF32)
-TINY_ALONE_MS = 0.1  # within which a free device runs the tiny piece, a slower one than an H200 too
-WAITED = 1.2  # a run waited that took longer than this many times what it takes alone …
-WAITED_MS = 0.1  # … and this: the shortest wait seen on an H200, beside bursts of 0.1 ms, is 0.35 ms
 
 log = get_logger("sharing_probe")
-
-
-class ProbedRuns(Frozen):
-    """Runs of one piece of work, back to back.
-
-    Attributes:
-        starts_ms: when each began, since the reading began; ascending.
-        latencies_ms: what each took until its result was there, in the same order.
-    """
-
-    starts_ms: tuple[float, ...]
-    latencies_ms: tuple[float, ...]
-
-    @model_validator(mode="after")
-    def _as_many(self) -> ProbedRuns:
-        if not 0 < len(self.starts_ms) == len(self.latencies_ms):
-            raise ValueError(f"{len(self.starts_ms)} starts and {len(self.latencies_ms)} latencies: one each a run, one run "
-                             "at least")
-        return self
-
-
-class ProbeReading(Frozen):
-    """What one reading of the probe saw, raw. Version 1 is the first.
-
-    Attributes:
-        machine_uuid: of the device.
-        execution_provider: `cpu` or `cuda`.
-        sharing: how processes share the GPU; None on a CPU.
-        started: UTC, ISO 8601.
-        seconds: asked for; a reading lasts longer where LEAST_RUNS of a piece do.
-        tiny: one elementwise node.
-        long: a chain of matrix products.
-    """
-
-    version: int = READING_VERSION
-    machine_uuid: str
-    execution_provider: str
-    sharing: SharingMode | None
-    started: str
-    seconds: float
-    tiny: ProbedRuns
-    long: ProbedRuns
-
-    @property
-    def waited(self) -> dict[str, float]:
-        """By piece of work, the share of the time spent in its runs that went into those that waited.
-
-        A run is compared with the shortest one. Where even the tiny piece was never as fast as on a free device, the other
-        processes left no gap, and all runs waited. The long piece's share is a lower bound: gaps too short for it hide that
-        its shortest run waited as well.
-        """
-        left_gaps = min(self.tiny.latencies_ms) <= TINY_ALONE_MS
-        return {piece: _share_over(runs.latencies_ms, WAITED * min(runs.latencies_ms) + WAITED_MS) if left_gaps else 1.0
-                for piece, runs in (("tiny", self.tiny), ("long", self.long))}
-
-
-def _share_over(latencies_ms: Sequence[float], limit_ms: float) -> float:
-    return sum(latency for latency in latencies_ms if latency > limit_ms) / sum(latencies_ms)
 
 
 class SharingProbe:
@@ -174,11 +110,6 @@ def _kept(execution_provider: str) -> SharingProbe:
 def probe(execution_provider: str = "cuda", seconds: float = SECONDS) -> ProbeReading:
     """A reading by this process's own probe, which is opened on first use and then kept; see `SharingProbe`."""
     return _kept(resolve_provider(execution_provider)).read(seconds)
-
-
-def read_reading(path: Path) -> ProbeReading:
-    """The reading in `path`; `UserError` where it is missing, damaged or of another version."""
-    return files.read_record(path, ProbeReading, READING_VERSION, f"python benchmark/sharing_probe.py --out {path}")
 
 
 def rows(reading: ProbeReading) -> list[dict[str, Any]]:
