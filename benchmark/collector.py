@@ -40,7 +40,8 @@ from benchmark.dataset import Block, DatasetHeader, DatasetKernel, Measurement
 from benchmark.dataset_writer import DatasetWriter
 from benchmark.metrics import MetricSource, Window, values
 from benchmark.ort_kernel_runner import now
-from benchmark.protocol import Reply, Request
+from benchmark.probe_reading import ProbeReading
+from benchmark.protocol import Effort, Reply, Request
 from benchmark.stressor import Stress, stress
 from benchmark.worker_client import Worker, WorkerFailed
 from kernel_model.carrier import carrier_bytes
@@ -249,9 +250,9 @@ class Collector:
         in_model = tuple(label for label in self.labels if label in wanted)
         request = Request(
             do="model", execution_provider=self.provider, paths=(str(item.path),), record=str(item.record_path),
-            dims=item.record.dims, labels=in_model, host=dataset.GPU_LABEL in self.labels, effort=self.config.model.effort(),
-            host_io="host_io" in self.variants, watch_host=self.provider == "cuda" and not self.level,
-            provider_options=self.target.provider_options)
+            dims=item.record.dims, labels=in_model, effort=self.config.model.effort(),
+            host=dataset.GPU_LABEL in self.labels and not self.level, host_io="host_io" in self.variants,
+            watch_host=self.provider == "cuda" and not self.level, provider_options=self.target.provider_options)
         name = item.record.model
         found = self._measurements("model", name, "latency", name, *self.ask(request))
         if request.host and self.config.model_labels and not self.level and found[0].status == "ok":
@@ -300,6 +301,21 @@ class Collector:
         tasks = [partial(self.time_carrier, group, (dataset.GPU_LABEL,)) for group in groups]
         return [m for part in tracers.each(tasks) for m in part]
 
+    def probe(self) -> ProbeReading | None:
+        """How long tiny work waits for what else runs; None on a CPU, where the config says so, and where it has no load to
+        compare an idle device with.
+
+        Raises:
+            UserError: not even the probe runs.
+        """
+        if self.provider == "cpu" or not self.config.probe_s or not any(self.config.levels):
+            return None
+        reply, status = self.ask(Request(do="sharing_probe", execution_provider=self.provider,
+                                         effort=Effort(budget_s=self.config.probe_s)))
+        if status != "ok":
+            raise UserError(f"the sharing probe does not run: {reply.error}")
+        return reply.probe
+
     def close(self, window: Window) -> dict[str, float]:
         """The means over a window of runs; none where the runs were over too soon for the window to be valid."""
         if time.monotonic() - window.began_s < self.source.minimum_window_s:
@@ -313,6 +329,7 @@ class Collector:
         attempts = self.config.attempts_under_load if self.level else self.config.attempts
         for attempt in range(1, attempts + 1):
             background = values(self.source.window(self.config.window_s))
+            probe = self.probe()
             before = self.steady_canary_ms()
             token = self.source.start()
             measurements = self.measure(kernels, models)
@@ -320,7 +337,7 @@ class Collector:
             made = Block(level=self.level, background_name=self.background_name, key=key, background=background, during=during,
                          canary_before_ms=before, canary_after_ms=self.canary_ms(),
                          canary_best_ms=0.0 if self.level else self.best_canary_ms, attempts=attempt,
-                         stress=stressor.reached(), machine=self.uuid, measurements=tuple(measurements))
+                         stress=stressor.reached(), probe=probe, machine=self.uuid, measurements=tuple(measurements))
             if best is None or made.drift < best.drift:
                 best = made
             if made.drift <= self.config.canary_drift:
@@ -478,7 +495,8 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
         load = (level, background.name if background else "")
         there = [block for block in writer.blocks if block.load == load]
         own = [block for block in there if block.machine == here.uuid]
-        todo = plan(work, own if config.each_machine else there, config.block_kernels, labels[0], config.block_models,
+        wanted = work if config.kernel_levels is None or level in config.kernel_levels else Work((), work.models, ())
+        todo = plan(wanted, own if config.each_machine else there, config.block_kernels, labels[0], config.block_models,
                     () if level else variants, 1 if level else config.sessions)
         if not (config.each_machine or level):
             ties = choose_ties(work.kernels, there, here.uuid, labels[0], config.ties)

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from benchmark.backgrounds import Background
+from benchmark.probe_reading import ProbeReading
 from ort_analysis.records import Frozen, Kernel
 from utils import files
 from utils.errors import UserError
@@ -95,6 +96,7 @@ class Block(Frozen):
         canary_best_ms: the shortest it took on this machine at this level so far; 0 under load, where it varies.
         attempts: how often the block was measured until canaries agreed (or attempts ran out).
         stress: what the stressor reported to have reached.
+        probe: how long tiny work waited for what else ran, just before the block's own runs; None where that was not read.
     """
 
     version: int = DATASET_VERSION
@@ -108,6 +110,7 @@ class Block(Frozen):
     canary_best_ms: float = 0.0
     attempts: int
     stress: dict[str, float] = {}
+    probe: ProbeReading | None = None
     machine: str
     measurements: tuple[Measurement, ...]
 

@@ -67,8 +67,13 @@ class ProbeReading(Frozen):
         its shortest run waited as well.
         """
         left_gaps = min(self.tiny.latencies_ms) <= TINY_ALONE_MS
-        return {piece: _share_over(runs.latencies_ms, WAITED * min(runs.latencies_ms) + WAITED_MS) if left_gaps else 1.0
+        return {piece: _share_over(runs.latencies_ms, waiting_from_ms(min(runs.latencies_ms))) if left_gaps else 1.0
                 for piece, runs in (("tiny", self.tiny), ("long", self.long))}
+
+
+def waiting_from_ms(alone_ms: float) -> float:
+    """What a run takes at least (ms) that waited, of a piece of work that takes `alone_ms` on a free device."""
+    return WAITED * alone_ms + WAITED_MS
 
 
 def _share_over(latencies_ms: Sequence[float], limit_ms: float) -> float:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from overlap_simulator import OtherWork, PipelineCosts, pipeline_ms, shared_runs_ms
-from training.sharing import Sharing, busy_share, other_work_guessed, other_work_seen, read_sharing, sharing_path, waited
+from training.sharing import Sharing, busy_share, other_work_guessed, other_work_seen, read_sharing, sharing_path
 from utils import files
 from utils.errors import UserError
 
@@ -85,11 +85,6 @@ def test_a_probe_tells_phases_apart() -> None:
     seen = other_work_seen(starts, latencies, 0.016)
     assert (seen.busy_ms, seen.quiet_ms) == (pytest.approx(8.0, abs=0.75), pytest.approx(12.0, abs=0.75))
     assert seen.waits_ms == pytest.approx(np.full(len(seen.waits_ms), 0.724))
-
-
-def test_what_counts_as_waiting() -> None:
-    assert waited(np.array([0.016, 0.09, 0.2]), 0.016).tolist() == [False, False, True]
-    assert waited(np.array([0.5, 0.58, 0.7]), 0.5).tolist() == [False, False, True]
 
 
 def test_metrics_tell_how_busy_the_gpu_is() -> None:

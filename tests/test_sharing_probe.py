@@ -13,17 +13,9 @@ import pytest
 from pydantic import ValidationError
 
 from benchmark import sharing_probe
-from benchmark.sharing_probe import (
-    LEAST_RUNS,
-    LONG_PRODUCTS,
-    LONG_SIDE,
-    ProbedRuns,
-    ProbeReading,
-    SharingProbe,
-    probe,
-    read_reading,
-    rows,
-)
+from benchmark.backgrounds import COMPUTE
+from benchmark.probe_reading import ProbedRuns, ProbeReading, read_reading
+from benchmark.sharing_probe import LEAST_RUNS, LONG_PRODUCTS, LONG_SIDE, SharingProbe, probe, rows
 from benchmark.stressor import stress
 from kernel_model.dummy_data import random_floats
 from utils import files
@@ -73,7 +65,7 @@ def test_the_least_runs_take_the_time_they_need(opened: SharingProbe) -> None:
 
 def test_beside_a_real_load(opened: SharingProbe, workspace: Workspace) -> None:
     alone_ms = min(opened.read(0.2).long.latencies_ms)
-    with stress(1.0, "compute", "cpu", workspace=workspace):
+    with stress(1.0, COMPUTE, "cpu", workspace=workspace):
         reading = opened.read(0.2)
     check_whole(reading)
     assert sum(reading.long.latencies_ms) / len(reading.long.latencies_ms) > alone_ms

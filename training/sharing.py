@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from benchmark.probe_reading import waiting_from_ms
 from ort_analysis.records import Frozen
 from overlap_simulator import OtherWork
 from utils import files
@@ -24,8 +25,6 @@ FIT = "python training/fit_sharing.py"
 FILE = "sharing.json"
 Floats = npt.NDArray[np.float64]
 ALWAYS = 0.95  # of the time: what is busy for more of it is taken to never pause
-WAITED = 0.2  # of what a piece of work takes alone: a run that took longer by more waited for the GPU …
-WAITED_MS = 0.08  # … if it is by more than this too: an idle host holds a run up by less
 BUSY_FIELDS = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1.0, "DCGM_FI_DEV_GPU_UTIL": 100.0}  # and what each shows of a GPU that is
 # never idle; the first one there is taken: utilisation counts a whole sampling period as busy in which anything ran
 QUANTILES = 21  # of waits that are kept
@@ -77,11 +76,6 @@ def read_sharing(folder: Path) -> Sharing | None:
     return files.read_record(path, Sharing, SHARING_VERSION, FIT) if path.exists() else None
 
 
-def waited(latencies_ms: Floats, alone_ms: float) -> npt.NDArray[np.bool_]:
-    """Which runs of a piece of work that takes `alone_ms` on an idle GPU waited for it."""
-    return latencies_ms > alone_ms + max(WAITED * alone_ms, WAITED_MS)
-
-
 def other_work_seen(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, alone_ms: float) -> OtherWork:
     """What else runs, as a probe's runs of one piece of work met it.
 
@@ -89,7 +83,7 @@ def other_work_seen(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, alone
     or end cut are left out where whole ones are there.
     """
     starts, latencies = np.asarray(starts_ms, dtype=float), np.asarray(latencies_ms, dtype=float)
-    busy = waited(latencies, alone_ms)
+    busy = latencies > waiting_from_ms(alone_ms)
     waits = latencies[busy] - alone_ms
     if busy.mean() == 0 or not len(busy):
         return OtherWork(0.0, 1.0, waits)
