@@ -42,6 +42,13 @@ class Background(Config):
     model: Path | None = Field(None, validate_default=True)
     dims: dict[str, Annotated[int, Field(ge=1)]] = {}
 
+    @field_validator("name")
+    @classmethod
+    def _no_empty_cell(cls, name: str) -> str:
+        if name.lower() in ("na", "nan", "none", "null"):
+            raise ValueError("a table would read this name as an empty cell")
+        return name
+
     @field_validator("model")
     @classmethod
     def _of_kind_model(cls, model: Path | None, given: ValidationInfo) -> Path | None:

@@ -60,7 +60,7 @@ class QueuedWork(Work):
     def __init__(self, launch: Step, mark: Callable[[], Event], burst_s: float) -> None:
         super().__init__(self._queue_one)
         self._launch, self._mark, self._burst_s = launch, mark, burst_s
-        self._depth = max(1, round(AHEAD_S / burst_s))
+        self._depth = max(2, round(AHEAD_S / burst_s))  # one that runs, and one behind it
         self._ends: deque[Event] = deque()  # of the bursts in the queue
 
     def _queue_one(self) -> None:

@@ -430,7 +430,7 @@ def load_table(path: Path) -> pd.DataFrame:
 
     try:
         table = pd.read_csv(path, keep_default_na=True, na_values=[""], low_memory=False,  # a column is read as one type
-                            converters={"Background": str})
+                            dtype={"Background": str})
     except FileNotFoundError:
         raise UserError(f"{path}: no such dataset; measure one with: {COLLECT}") from None
     except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
@@ -454,7 +454,7 @@ def load_table(path: Path) -> pd.DataFrame:
             row = bad.index[0]
             raise UserError(f"{path}, line {row + 2}: {column} is {table.at[row, column]!s} for {table.at[row, key]!s}; "
                             f"a time is a positive number (remove the row, or measure it anew: {COLLECT})")
-    return table if "Background" in table.columns else table.assign(Background="")
+    return table.assign(Background=table["Background"].fillna("") if "Background" in table.columns else "")
 
 
 def load_kernel_table(workspace: Workspace, target: str) -> pd.DataFrame:

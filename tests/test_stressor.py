@@ -196,7 +196,8 @@ def test_a_model_that_can_not_run_is_told(workspace: Workspace, capfd: pytest.Ca
 # descriptions ------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("description", [
-    {"name": ""}, {"name": "two words"}, {"name": "a,b"}, {"name": "a", "kind": "copy"}, {"name": "a", "queue": "shallow"},
+    {"name": ""}, {"name": "NULL"}, {"name": "two words"}, {"name": "a,b"}, {"name": "a", "kind": "copy"},
+    {"name": "a", "queue": "shallow"},
     {"name": "a", "burst_ms": 0}, {"name": "a", "period_ms": 2000}, {"name": "a", "kind": "model"},
     {"name": "a", "model": "net.onnx"}, {"name": "a", "dims": {"batch": 1}}, {"name": "a", "level": 0.5},
     {"name": "a", "kind": "model", "model": "net.onnx", "dims": {"batch": 0}}])
@@ -222,6 +223,7 @@ BURST_S = 5e-4
 class FakeGpu:
     """Stands in for a GPU and for the clock: bursts end one after another, and time passes only where somebody waits."""
 
+    burst_s: float = BURST_S
     now_s: float = 100.0
     free_s: float = 0.0  # when what is queued will be over
     busy_s: float = 0.0
@@ -235,8 +237,8 @@ class FakeGpu:
         self.now_s += 2e-6  # the host's dispatch
         if self.free_s and self.free_s < self.now_s:
             self.gaps_s.append(self.now_s - self.free_s)
-        self.free_s = max(self.free_s, self.now_s) + BURST_S
-        self.busy_s += BURST_S
+        self.free_s = max(self.free_s, self.now_s) + self.burst_s
+        self.busy_s += self.burst_s
         self.most_ahead_s = max(self.most_ahead_s, self.free_s - self.now_s)
 
     def mark(self) -> FakeEvent:
@@ -286,6 +288,13 @@ def test_a_deep_queue_never_runs_dry_when_steady(gpu: FakeGpu) -> None:
     assert AHEAD_S - BURST_S <= gpu.most_ahead_s <= AHEAD_S + BURST_S
     assert busy == pytest.approx(1.0, abs=0.01)
     assert told == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_deep_queue_of_long_bursts_holds_the_next_one(gpu: FakeGpu) -> None:
+    gpu.burst_s = 1.5 * AHEAD_S
+    burn(gpu, "deep", 1.0)
+    assert gpu.gaps_s == []
+    assert gpu.most_ahead_s == pytest.approx(2 * gpu.burst_s, rel=0.01)
 
 
 def test_synchronised_bursts_are_waited_for(gpu: FakeGpu) -> None:
