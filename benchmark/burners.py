@@ -200,7 +200,8 @@ def model_dims(background: Background) -> dict[str, int]:
 
     with model_errors(str(background.model)):
         proto = onnx.load(str(background.model), load_external_data=False)
-    return dict.fromkeys(open_dims(proto), 1) | default_dims(proto) | background.dims
+    suggested = default_dims(proto)  # it may name dimensions that this model has not
+    return {name: suggested.get(name, 1) for name in open_dims(proto)} | background.dims
 
 
 def fastest_s(work: Step) -> float:
