@@ -213,7 +213,8 @@ def _stages(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], cost
     slack = ready - (done - work)  # the start of all work that would make a node wait for its dispatch just not
     begins = np.unique(np.linspace(0, len(work), min(len(work), MOST_STAGES), endpoint=False).astype(int))
     latest = np.maximum.reduceat(slack, begins) if len(work) else slack
-    return _Stages(latest + (done - work)[begins], np.add.reduceat(work, begins) if len(work) else work,
+    begun = np.maximum(latest + (done - work)[begins], 0.0)  # no launch comes before its run, whatever lead was fitted
+    return _Stages(begun, np.add.reduceat(work, begins) if len(work) else work,
                    float(at[-1]) if len(at) else costs.start_ms)
 
 

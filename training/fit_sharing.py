@@ -178,8 +178,8 @@ class Evaluation:
 
         Args:
             runs: see `shared_runs`.
-            strict: each model with kernels predicted and costs fitted without its family.
-            known: each model with kernels as measured.
+            strict: each model with kernels predicted; costs of a run are fitted without its family.
+            known: the same with kernels as measured.
             family_of: each model's.
             alone: see `alone_ms`.
         """
@@ -265,8 +265,8 @@ def tables(evaluation: Evaluation, left_out: Mapping[str, Floats]) -> tuple[list
 
 def simulated_models(workspace: Workspace, target: str,
                      config: TrainingConfig) -> tuple[dict[str, Simulated], dict[str, Simulated], dict[str, str]]:
-    """Each model of the fit with kernels predicted and costs fitted without its family; with kernels as measured and all
-    costs; and its family.
+    """Each model of the fit with kernels predicted, and with kernels as measured, the costs of a run fitted without its
+    family; and its family.
 
     Raises:
         UserError: as `training.fit_composition.fit_target`, or a target whose runs are not two tracks.
@@ -278,7 +278,7 @@ def simulated_models(workspace: Workspace, target: str,
     from training.training_set import load_training_set, measured_times
 
     composition, sidecar = load_composition(workspace.predictors(target)), read_sidecar(workspace.predictors(target))
-    if composition.kind != "pipeline" or composition.costs is None:
+    if composition.kind != "pipeline":
         raise UserError(f"{target}: its composition is {composition.kind}, and only a GPU's two tracks tell what a run beside "
                         "other work takes")
     models = measured_models(workspace, target, sidecar)
@@ -290,10 +290,12 @@ def simulated_models(workspace: Workspace, target: str,
     names = [model.record.model for model in models]
     of_strict, of_known = ([tracks(model, *(times[label][name] for label in ON_GPU)) for model, name in zip(
         models, names, strict=True)] for times in (strict, known))
-    costs = left_out_costs(of_strict, groups)
-    return ({name: Simulated(one, costs[group]) for name, one, group in zip(names, of_strict, groups, strict=True)},
-            {name: Simulated(one, composition.costs) for name, one in zip(names, of_known, strict=True)},
-            dict(zip(names, groups, strict=True)))
+
+    def simulated(found: Sequence[Tracks]) -> dict[str, Simulated]:
+        costs = left_out_costs(found, groups)
+        return {name: Simulated(one, costs[group]) for name, one, group in zip(names, found, groups, strict=True)}
+
+    return simulated(of_strict), simulated(of_known), dict(zip(names, groups, strict=True))
 
 
 def fit_target(workspace: Workspace, beside: Workspace, target: str,
