@@ -16,9 +16,10 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_stand import INTERVAL_S, recorded, start_exporter
 
-from benchmark.metrics_exporter import LAST_SAMPLE, STALE, Sampler, device_labels
+from benchmark.metrics_exporter import LAST_SAMPLE, Sampler, device_labels
 from benchmark.replay_metrics import ReplaySource
 from utils.paths import ROOT
+from utils.scrape_server import STALE
 
 SM, UTIL, CLOCK = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_SM_CLOCK"
 POWER = "DCGM_FI_DEV_POWER_USAGE"
