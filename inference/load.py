@@ -25,6 +25,10 @@ class InferenceConfig(Config):
 
     prometheus: PrometheusConfig = PrometheusConfig()
 
+    def never_idle(self) -> InferenceConfig:
+        """The same, but an unusable answer is an error whatever `on_failure` says."""
+        return self.model_copy(update={"prometheus": self.prometheus.model_copy(update={"on_failure": "error"})})
+
 
 def read_metrics(path: Path) -> dict[str, float]:
     """The metrics in a JSON file, `{"DCGM_FI_DEV_GPU_UTIL": 60, …}`: by DCGM field name, old or new, in the name's unit.

@@ -27,13 +27,11 @@ from typing import TYPE_CHECKING, Any
 from utils import cli
 from utils.errors import UserError
 from utils.logger import get_logger
-from utils.processes import set_by_signal
 
 if TYPE_CHECKING:
     from inference.missing_kernels import Filled
     from inference.prediction import Prediction
     from inference.slo import SloUnderLoad
-    from inference.watch import Watch
 
 log = get_logger("predict")
 
@@ -101,27 +99,6 @@ def verdict(found: Prediction, slo: SloUnderLoad) -> str:
     return said + f"p{slo.percentile:g} meets it beside a background busy for up to {slo.highest_busy_share:.1%} of the time"
 
 
-def follow(watch: Watch, at: tuple[str, int] | None, as_json: bool) -> None:
-    """A line for each reading until a signal, the latest prediction served at an address and port if one is given."""
-    from inference.prediction_exporter import export
-    from inference.watch import columns
-
-    over = set_by_signal()
-    server = export(watch, *at) if at else None
-    if server:
-        log.info("http://%s:%d/metrics: the latest prediction", at[0] or "localhost" if at else "", server.server_port)
-    count = 0
-    for count, reading in enumerate(watch.readings(over), 1):
-        if as_json:
-            print(reading.model_dump_json(), flush=True)
-        else:
-            cli.print_line(columns(reading), heading=count == 1)
-    if server:
-        server.shutdown()
-        server.server_close()
-    log.info("%d readings, of which %d failed", count, watch.failed)
-
-
 def tell(filled: Filled) -> None:
     """What was measured for the prediction, on stderr."""
     if filled.measured:
@@ -176,7 +153,7 @@ def main() -> int:
     from inference.prediction import WayOfRunning, predict
     from inference.slo import PERCENTILE, slo_under_load
     from inference.targets import fitted_for
-    from inference.watch import Watch
+    from inference.watch import Watch, follow
     from utils.config import load_config
     from utils.trace_events import MEASURED, document, read_processes
 
@@ -200,11 +177,10 @@ def main() -> int:
                             "give --metrics FILE, which is read each time")
         if asked and not fields:
             raise UserError("--watch: the predictors were trained without metrics, so no load changes what they say")
-        told = predicted(sizes[0], Load())  # a model or target that can't be used ends the command at once
-        for warning in told.warnings:
+        for warning in predicted(sizes[0], Load()).warnings:  # a model or target that can't be used ends the command at once
             log.warning("%s", warning)
-        strict_config = config.model_copy(update={"prometheus": config.prometheus.model_copy(update={"on_failure": "error"})})
-        follow(Watch(lambda: predicted(sizes[0], current_load(strict_config, args.metrics, fields)), args.watch, args.slo_ms,
+        live = config.never_idle()
+        follow(Watch(lambda: predicted(sizes[0], current_load(live, args.metrics, fields)), args.watch, args.slo_ms,
                      percentile), args.export, args.json)
         return 0
     load = current_load(config, args.metrics, fields)

@@ -8,11 +8,12 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from inference.sharing import SHOWN_PERCENTILES
-from inference.watch import Watch
 from utils.scrape_server import scrape_server
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
+
+    from inference.watch import Watch
 
 LATENCY, MEAN = "hase_predicted_latency_seconds", "hase_predicted_latency_mean_seconds"
 PREDICTED, FAILED = "hase_prediction_timestamp_seconds", "hase_prediction_failed_readings"

@@ -60,7 +60,8 @@ def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = 
     """For what share of the time (a ratio) a background may be busy at most so that `percentile` % of the runs still take at
     most `limit_ms`; None where they don't on an idle device.
 
-    Found by bisection, within PRECISION, over backgrounds with waits and phases as of those that were measured.
+    Found by bisection, within PRECISION, over backgrounds with waits and phases as of those that were measured. The same runs
+    are simulated at each share, so that percentiles grow with it; far ones come of few runs.
     """
     def met(share: float) -> bool:
         return model.at_share(share).percentile_ms(percentile) <= limit_ms

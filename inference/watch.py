@@ -12,10 +12,13 @@ from typing import Any
 from inference.prediction import Prediction
 from inference.slo import PERCENTILE, Slo, check_slo
 from ort_analysis.records import Frozen
+from utils import cli
 from utils.errors import UserError
+from utils.logger import get_logger
+from utils.processes import set_by_signal
 from utils.scrape_server import stale
 
-INTERVAL_S = 15.0
+log = get_logger("watch")
 
 
 class Reading(Frozen):
@@ -46,6 +49,7 @@ class Watch:
 
     Attributes:
         predict: reads the load, and predicts; `UserError` where that fails.
+        interval_s: between two readings.
         limit_ms, percentile: the objective; None: there is none.
         latest: the last prediction that there was.
         predicted_s: when, seconds since 1970; 0 for never.
@@ -54,7 +58,7 @@ class Watch:
     """
 
     predict: Callable[[], Prediction]
-    interval_s: float = INTERVAL_S
+    interval_s: float
     limit_ms: float | None = None
     percentile: float = PERCENTILE
     latest: Prediction | None = None
@@ -104,3 +108,27 @@ def columns(reading: Reading) -> dict[str, Any]:
         "mean (ms)": reading.mean_ms, "p50 (ms)": reading.p50_ms, "p95 (ms)": reading.p95_ms,
         "SLO": None if slo is None else "met" if slo.met else "missed",
         "trouble": f"reading failed ({reading.failed} so far): {reading.trouble}" if reading.trouble else None}
+
+
+def follow(watch: Watch, address: tuple[str, int] | None = None, as_json: bool = False) -> None:
+    """A line on stdout for each reading, until Ctrl-C or SIGTERM; the latest prediction is served at `address`, if there is one.
+
+    Raises:
+        UserError: the address can't be had.
+    """
+    from inference.prediction_exporter import export
+
+    over = set_by_signal()
+    server = export(watch, *address) if address else None
+    if server:
+        log.info("the latest prediction: http://%s:%d/metrics", server.server_address[0], server.server_port)
+    count = 0
+    for count, reading in enumerate(watch.readings(over), 1):
+        if as_json:
+            print(reading.model_dump_json(), flush=True)
+        else:
+            cli.print_line(columns(reading), heading=count == 1)
+    if server:
+        server.shutdown()
+        server.server_close()
+    log.info("%d readings, of which %d failed", count, watch.failed)

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_stand import STEP_S, Exporter, device_labels, free_port, prometheus, recorded, value, wait_for
 
 from inference import (
+    Watch,
     check_slo,
     highest_busy_share,
     predict,
@@ -36,7 +37,6 @@ from inference.shared_models import NotShared, SharedModel
 from inference.sharing import UnderLoad
 from inference.targets import fitted_for
 from inference.timeline import Tracks
-from inference.watch import Watch
 from overlap_simulator import OtherWork, PipelineCosts, turns_ms
 from training.sharing import Sharing, sharing_path
 from utils import files

@@ -68,4 +68,4 @@ def scrape_server(collector: Collector, trouble: Callable[[], str], host: str, p
     try:
         return make_server(host, port, app, server_class=_Server, handler_class=_Quiet)
     except OSError as error:
-        raise UserError(f"port {port}: {error.strerror}; is another exporter running? Choose another one") from None
+        raise UserError(f"port {port}: {error.strerror}; is another exporter running? Choose another port") from None
