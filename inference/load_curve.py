@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ort_analysis.records import Frozen
 from utils import cli, files
+from utils.logger import get_logger
 
 if TYPE_CHECKING:
     from inference.sources import Source
@@ -29,6 +30,8 @@ python inference/load_curve.py --model model.onnx --target nvidia-h200 --dim bat
 python inference/load_curve.py --model model.onnx --target nvidia-h200 --plot curve.png --slo-ms 5
 """
 POINTS = 21
+
+log = get_logger("load_curve")
 
 
 class LoadPoint(Frozen):
@@ -42,12 +45,13 @@ class LoadPoint(Frozen):
 
 
 class LoadCurve(Frozen):
-    """A model's latency over the load, from idle to a background that is always busy."""
+    """A model's latency over the load, from idle to a background that is always busy; with the prediction's warnings."""
 
     model: str
     target: str
     dims: dict[str, int]
     points: tuple[LoadPoint, ...]
+    warnings: tuple[str, ...]
 
 
 def predict_curve(source: Source, *, points: int = POINTS, dims: Mapping[str, int] | None = None, target: str | None = None,
@@ -66,7 +70,8 @@ def predict_curve(source: Source, *, points: int = POINTS, dims: Mapping[str, in
         under = model.at_share(share)
         p50, p95, p99 = (under.percentile_ms(percent) for percent in (50, 95, 99))
         found.append(LoadPoint(busy_share=share, mean_ms=under.mean_ms, p50_ms=p50, p95_ms=p95, p99_ms=p99))
-    return LoadCurve(model=model.idle.model, target=model.idle.target, dims=model.idle.dims, points=tuple(found))
+    return LoadCurve(model=model.idle.model, target=model.idle.target, dims=model.idle.dims, points=tuple(found),
+                     warnings=model.idle.warnings)
 
 
 def draw(curve: LoadCurve, path: Path, slo_ms: float | None = None) -> None:
@@ -114,6 +119,8 @@ def main() -> int:
     workspace = cli.start(args)
     curve = predict_curve(args.model, points=args.points, dims=cli.one_size_dims(args.dim), target=args.target,
                           strict=args.strict, workspace=workspace, force=args.force)
+    for warning in curve.warnings:
+        log.warning("%s", warning)
     rows = [point.model_dump() for point in curve.points]
     if args.out:
         files.write_csv(args.out, list(LoadPoint.model_fields), rows)

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING
 from inference.sharing import UnderLoad
 from ort_analysis.records import Frozen
 from utils import cli
+from utils.logger import get_logger
 
 if TYPE_CHECKING:
+    from inference.shared_models import SharedModel
     from inference.sources import Source
     from utils.paths import Workspace
 
@@ -28,6 +30,8 @@ EXAMPLES = """
 python inference/pair_latency.py --model resnet18.onnx --beside-model resnet50.onnx --target nvidia-h200
 python inference/pair_latency.py --model a.onnx --dim batch=1 --beside-model b.onnx --beside-dim batch=16 --target nvidia-h200
 """
+
+log = get_logger("pair_latency")
 
 
 class OneOfTwo(Frozen):
@@ -40,10 +44,11 @@ class OneOfTwo(Frozen):
 
 
 class Pair(Frozen):
-    """Two models on one GPU, in the order in which they were given."""
+    """Two models on one GPU, in the order in which they were given; with the predictions' warnings."""
 
     target: str
     models: tuple[OneOfTwo, OneOfTwo]
+    warnings: tuple[str, ...]
 
 
 def predict_pair(source: Source, beside: Source, *, dims: Mapping[str, int] | None = None,
@@ -61,11 +66,13 @@ def predict_pair(source: Source, beside: Source, *, dims: Mapping[str, int] | No
 
     one, two = (shared_model(model, dims=sizes, target=target, strict=strict, workspace=workspace, force=force)
                 for model, sizes in ((source, dims), (beside, beside_dims)))
-    return Pair(target=one.idle.target, models=(
-        OneOfTwo(model=one.idle.model, dims=one.idle.dims, idle_ms=one.idle.latency_ms,
-                 under_load=one.beside(two.in_a_loop(one), "prediction")),
-        OneOfTwo(model=two.idle.model, dims=two.idle.dims, idle_ms=two.idle.latency_ms,
-                 under_load=two.beside(one.in_a_loop(two), "prediction"))))
+    return Pair(target=one.idle.target, models=(_beside(one, two), _beside(two, one)),
+                warnings=tuple(dict.fromkeys((*one.idle.warnings, *two.idle.warnings))))
+
+
+def _beside(model: SharedModel, other: SharedModel) -> OneOfTwo:
+    return OneOfTwo(model=model.idle.model, dims=model.idle.dims, idle_ms=model.idle.latency_ms,
+                    under_load=model.beside(other.in_a_loop(model), "prediction"))
 
 
 def main() -> int:
@@ -81,6 +88,8 @@ def main() -> int:
     pair = predict_pair(args.model, args.beside_model, dims=cli.one_size_dims(args.dim),
                         beside_dims=cli.one_size_dims(args.beside_dim), target=args.target, strict=args.strict,
                         workspace=workspace, force=args.force)
+    for warning in pair.warnings:
+        log.warning("%s", warning)
     if args.json:
         cli.print_json(pair)
         return 0

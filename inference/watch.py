@@ -111,7 +111,7 @@ def columns(reading: Reading) -> dict[str, Any]:
 
 
 def follow(watch: Watch, address: tuple[str, int] | None = None, as_json: bool = False) -> None:
-    """A line on stdout for each reading, until Ctrl-C or SIGTERM; the latest prediction is served at `address`, if there is one.
+    """A line on stdout for each reading, until Ctrl-C or SIGTERM; the latest prediction is served at `address`, if any.
 
     Raises:
         UserError: the address can't be had.

@@ -129,6 +129,7 @@ def test_two_models_side_by_side(model: SharedModel, workspace: Workspace) -> No
     assert one == two
     assert one.idle_ms == predict("resnet18.onnx", target=TARGET, workspace=workspace).latency_ms
     assert one.under_load.mean_ms > one.idle_ms
+    assert pair.warnings == model.idle.warnings
     assert one.under_load == model.beside(model.in_a_loop(model), "prediction")
     assert json.loads(told(shell(workspace, "pair_latency", "--beside-model", "resnet18.onnx", "--json"))) == pair.model_dump(
         mode="json")

@@ -19,7 +19,7 @@ from utils.paths import ROOT, Workspace
 
 T = TypeVar("T")
 _QUIET_SECONDS = 15.0  # between two progress lines where stderr is no terminal
-_GROWING_COLUMN = 13  # characters of a column, or a multiple of them, in a table whose cells are not all known yet
+_GROWING_COLUMN = 10  # characters that a column has at least in a table whose cells are not all known yet
 
 OS_ERROR_ADVICE = {
     errno.ENOSPC: "the disk is full; free some space and run the same command again: what was finished is kept",
@@ -199,9 +199,12 @@ def print_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
 
 def print_line(row: Mapping[str, Any], heading: bool = False) -> None:
     """One row of a table that grows, at once; its column names before it with `heading`. Tabs part the cells in a pipe."""
-    for cells in ([*row], [*row.values()]) if heading else ([*row.values()],):
-        line = "\t".join(cell(value) for value in cells)
-        print(line.expandtabs(_GROWING_COLUMN) if sys.stdout.isatty() else line, flush=True)
+    names, cells = list(row), [cell(value) for value in row.values()]
+    widths = [max(len(name), len(text), _GROWING_COLUMN) for name, text in zip(names, cells, strict=True)]
+    for line in (names, cells) if heading else (cells,):
+        if sys.stdout.isatty():
+            line = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
+        print(("  " if sys.stdout.isatty() else "\t").join(line), flush=True)
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = "") -> None:
