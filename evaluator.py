@@ -429,7 +429,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
         UserError: no predictors, the target is another machine's and `recorded` is off, the load is not known, or not one
             model is left.
     """
-    from inference.load import InferenceConfig, Load, current_load
+    from inference.load import InferenceConfig, Load, current_load, fields_asked
     from inference.prediction import AS_USUAL, check_way
     from inference.targets import fitted_for, local_targets
 
@@ -448,7 +448,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
         if models:  # else all that the dataset holds is asked for
             name_missing(records, {case.record.model for case in cases}, workspace.dataset(name), failures)
     else:
-        load = current_load(config or InferenceConfig(), metrics_file, fitted.predictors.sidecar.metrics)
+        load = current_load(config or InferenceConfig(), metrics_file, fields_asked(fitted))
         for notice in load.notices:
             log.warning("%s", notice)
         cases = cases_of(workspace.find_models(models), dims or {}, provider, failures)

@@ -35,6 +35,7 @@ CONTROL_FLOW = ("If", "Loop", "Scan")  # their events span those of the nodes in
 WARMUP_RUNS = 3
 MOST_STAGES = 48  # of a simulated run on a shared GPU: twice as many change its mean by less than 1 %, and take twice as long
 SHARED_RUNS = (40, 10)
+LOOPED_RUNS = 30  # of a model in a loop, whose turns are then known
 BETWEEN_RUNS_MS = 0.02  # of a caller: what it takes between a run's end and the next one's start
 TINY_MS = 1e-6
 EXAMPLES = """
@@ -265,6 +266,46 @@ def shared_runs_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_
         latencies[run] = end - begin
         begin = end + BETWEEN_RUNS_MS
     return latencies[1:]
+
+
+def turns_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts, longest_ms: float,
+             away_ms: float, runs: int = LOOPED_RUNS) -> Floats:
+    """How long a model that runs in a loop has the GPU at a time, where another process has it in between.
+
+    A turn ends when all that was dispatched is done, as at the end of each run, or after `longest_ms`. The host goes on
+    dispatching while the other process has its turn, so that the next one is the longer for it.
+
+    Args:
+        gpu_ms, launches, moves, costs: as `pipeline_ms` takes them.
+        longest_ms: after which the GPU is taken away.
+        away_ms: the other process's turn, and the switching.
+        runs: how many are simulated after a first one, which only brings the two into step.
+
+    Returns:
+        the turns, in order; none of a model that leaves the GPU nothing to do.
+    """
+    at, working = dispatched_ms(launches, moves, costs), launches > 0
+    ready, work = (at + costs.lead_ms)[working].tolist(), (gpu_ms + costs.gap_ms * launches)[working].tolist()
+    dispatched_all = float(at[-1]) if len(at) else costs.start_ms
+    turns: list[float] = []
+    begin = free = used = 0.0
+    for run in range(runs + 1):
+        for dispatched, left in zip(ready, work, strict=True):
+            if used and begin + dispatched > free:
+                turns.append(used)
+                free, used = free + away_ms, 0.0
+            free = max(free, begin + dispatched)
+            while used + left > longest_ms:
+                turns.append(longest_ms)
+                free, left, used = free + longest_ms - used + away_ms, left - (longest_ms - used), 0.0
+            free, used = free + left, used + left
+        begin = max(begin + dispatched_all, free) + costs.end_ms + BETWEEN_RUNS_MS
+        if used:
+            turns.append(used)
+            free, used = free + away_ms, 0.0
+        if run == 0:
+            turns.clear()
+    return np.array(turns)
 
 
 def chrome_trace(names: Sequence[str], spans: Sequence[NodeSpan]) -> dict[str, Any]:

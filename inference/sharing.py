@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from training.sharing import Sharing
 
 Floats = npt.NDArray[np.float64]
+SHOWN_PERCENTILES = (50, 95, 99)
+ToldBy = Literal["probe", "metrics", "share", "prediction"]
 SEED = 7  # of the simulated callers: the same question has the same answer
 
 
@@ -26,21 +28,26 @@ class UnderLoad(Frozen):
         mean_ms: over runs.
         percentiles_ms: the latency that p % of the runs do not exceed, for p from 0 to 100.
         busy_share: for what share of the time the other process has work, while this one has none; a ratio.
-        told_by: what that was learned from.
+        told_by: what that was learned from: a probe, metrics, a share of the time that was asked for, or another model's
+            prediction.
     """
 
     mean_ms: float
     percentiles_ms: tuple[float, ...]
     busy_share: float
-    told_by: Literal["probe", "metrics"]
+    told_by: ToldBy
 
     def percentile_ms(self, percent: float) -> float:
         """The latency that `percent` % of the runs do not exceed."""
         return float(np.interp(percent, np.arange(len(self.percentiles_ms)), self.percentiles_ms))
 
+    def columns(self) -> dict[str, float]:
+        """What a table shows of it."""
+        return {"mean (ms)": self.mean_ms} | {f"p{percent} (ms)": self.percentile_ms(percent) for percent in SHOWN_PERCENTILES}
+
 
 def under_load(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts, sharing: Sharing,
-               other: OtherWork, told_by: Literal["probe", "metrics"]) -> UnderLoad:
+               other: OtherWork, told_by: ToldBy) -> UnderLoad:
     """The distribution of a model's latency beside other work; arrays are those of `overlap_simulator.pipeline_ms`."""
     runs = shared_runs_ms(gpu_ms, launches, moves, costs, sharing.slice_ms, other, np.random.default_rng(SEED))
     return UnderLoad(

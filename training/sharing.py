@@ -48,6 +48,9 @@ class Sharing(Frozen):
         alone_ms: what the probe's pieces of work take on an idle GPU, by name.
         waits_ms: evenly spaced quantiles of the waits beside the backgrounds that were measured.
         cycle_ms: of a background that pauses: from one busy phase to the next, at the median.
+        longest_turn_ms, switch_ms: how long another process has the GPU at most while this one waits, and what its turn costs
+            this one besides. The defaults were measured on an H200: waits beside bursts of B ms are min(B, 2.16) + 0.26 ms;
+            training/fit_sharing.py is to fit them.
         probed, from_metrics: errors of predictions from a probe and from the metrics alone; None where nothing was left out.
     """
 
@@ -57,6 +60,8 @@ class Sharing(Frozen):
     alone_ms: dict[str, float]
     waits_ms: tuple[float, ...]
     cycle_ms: float
+    longest_turn_ms: float = 2.16
+    switch_ms: float = 0.26
     probed: SharingErrors | None = None
     from_metrics: SharingErrors | None = None
 
