@@ -126,6 +126,9 @@ def main() -> int:
                         help="put a real run into --trace's file too, as benchmark/run_anatomy.py --trace wrote it")
     parser.add_argument("--slo-ms", type=cli.positive, metavar="MS", help="whether the latency keeps to this, and by how much")
     parser.add_argument("--slo-percentile", type=cli.percentile, metavar="P", help="… which percentile of it (default: 95)")
+    parser.add_argument("--probe", nargs="?", const="", metavar="FILE",
+                        help="learn what else runs from the sharing probe: read on this machine now, which is the target, or "
+                             "from what benchmark/sharing_probe.py --out wrote")
     parser.add_argument("--watch", type=cli.positive, nargs="?", const=WATCH_S, metavar="S",
                         help=f"a line with the load and the prediction every S seconds (default: {WATCH_S:g}), until Ctrl-C")
     parser.add_argument("--export", type=cli.address, metavar="[ADDRESS:]PORT",
@@ -143,6 +146,8 @@ def main() -> int:
         parser.error("--slo-percentile goes with --slo-ms MS")
     if args.watch and (len(sizes) > 1 or args.trace or args.measure_missing):
         parser.error("--watch follows one size of one model, without --trace and --measure-missing")
+    if args.probe is not None and (args.watch or args.measure_missing):
+        parser.error("--probe is one reading of what else runs: it goes neither with --watch nor with --measure-missing")
     if args.export and not args.watch:
         parser.error("--export goes with --watch")
     workspace = cli.start(args)
@@ -164,12 +169,18 @@ def main() -> int:
                         f"{args.config or CONFIG_FILE}")
     asked = config.prometheus.url is not None and not args.metrics
     fields = fields_asked(fitted_for(workspace, args.target)) if asked else ()
+    other = None
+    if args.probe is not None:
+        from benchmark.probe_reading import read_reading
+        from inference.sharing import probed
+
+        other = probed(fitted_for(workspace, args.target), read_reading(Path(args.probe)) if args.probe else None)
     way = WayOfRunning(io=args.io, cuda_graph=args.cuda_graph)
     percentile = args.slo_percentile or PERCENTILE
 
     def predicted(dims: dict[str, int], load: Load) -> Prediction:
         return predict(args.model, dims=dims, target=args.target, strict=args.strict, load=load.metrics, workspace=workspace,
-                       way=way, force=args.force, notices=load.notices)
+                       way=way, force=args.force, notices=load.notices, other=other)
 
     if args.watch:
         if not asked and not args.metrics:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inference.memory import Layout, Memory, layout_of, peak_memory
-from inference.sharing import UnderLoad, other_work, under_load
+from inference.sharing import NotShared, UnderLoad, other_work, under_load
 from inference.sources import Source, record_of
 from inference.targets import Fitted, check_fit, fitted_for
 from ort_analysis.cuda_capture import capture_obstacle
@@ -200,7 +200,7 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
                for source in sources]
     sidecar = fitted.predictors.sidecar
     notices = (*notices, *fitted.notices)
-    if unread := sorted(set(load or {}) - set(sidecar.metrics)):
+    if fitted.sharing is None and (unread := sorted(set(load or {}) - set(sidecar.metrics))):
         notices = (*notices, f"the load's {', '.join(unread)} was in no training and is not looked at")
     warnings = [(*notices, *check_fit(record, fitted.target, sidecar.dtypes, force)) for record in records]
     kernels = {name: kernel for record in records for name, kernel in record.kernels.items()}
@@ -242,10 +242,7 @@ def _beside(fitted: Fitted, used: Composition, way: WayOfRunning, load: Mapping[
     sharing = fitted.sharing if used.kind == "pipeline" else None
     if sharing is None:
         if other is not None:
-            from training.sharing import FIT
-
-            raise UserError(f"{fitted.target.name}: nothing was learned of how it is shared, so that a probe tells nothing; "
-                            f"measure models beside other work, then: {FIT}")
+            raise NotShared(fitted.target.name)
         return None
     found = other or other_work(sharing, load)
     if found is None:

@@ -8,20 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inference.prediction import Prediction, predict
-from inference.sharing import ToldBy, UnderLoad, under_load
+from inference.sharing import NotShared, ToldBy, UnderLoad, under_load
 from inference.sources import Source, record_of
 from inference.targets import fitted_for
 from inference.timeline import Tracks, tracks_of
 from overlap_simulator import OtherWork, PipelineCosts, turns_ms
-from utils.errors import UserError
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
     from training.sharing import Sharing
-
-
-class NotShared(UserError):
-    """Nothing is known of how a target is shared."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +75,5 @@ def shared_model(source: Source, *, dims: Mapping[str, int] | None = None, targe
                        fitted.target.flavour.execution_provider, dims)
     idle = predict(record, target=target, strict=strict, workspace=workspace, force=force)
     if fitted.sharing is None or idle.composition.costs is None:
-        from training.sharing import FIT
-
-        raise NotShared(f"{fitted.target.name}: nothing was learned of how it is shared, so that latencies under load have no "
-                        f"distribution; measure models beside other work, then: {FIT}")
+        raise NotShared(fitted.target.name)
     return SharedModel(idle, tracks_of(idle, record), idle.composition.costs, fitted.sharing)

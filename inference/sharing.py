@@ -8,17 +8,29 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
+from inference.targets import Fitted, local_targets
 from ort_analysis.records import Frozen
 from overlap_simulator import OtherWork, PipelineCosts, shared_runs_ms
 from utils.errors import UserError
 
 if TYPE_CHECKING:
+    from benchmark.probe_reading import ProbeReading
     from training.sharing import Sharing
 
 Floats = npt.NDArray[np.float64]
 SHOWN_PERCENTILES = (50, 95, 99)
 ToldBy = Literal["probe", "metrics", "share", "prediction"]
 SEED = 7  # of the simulated callers: the same question has the same answer
+
+
+class NotShared(UserError):
+    """Nothing is known of how a target is shared."""
+
+    def __init__(self, target: str) -> None:
+        from training.sharing import FIT
+
+        super().__init__(f"{target}: nothing was learned of how it is shared, so latencies under load have no distribution; "
+                         f"measure models beside other work, then: {FIT}")
 
 
 class UnderLoad(Frozen):
@@ -70,3 +82,25 @@ def other_work(sharing: Sharing | None, load: Mapping[str, float]) -> OtherWork 
         raise UserError(f"the load has neither {' nor '.join(BUSY_FIELDS)}, so that it doesn't say how busy the GPU is: give "
                         "one of them, or a probe")
     return other_work_guessed(share, sharing)
+
+
+def probed(fitted: Fitted, reading: ProbeReading | None = None) -> OtherWork:
+    """What else runs, as the sharing probe tells: `reading`, or without one a reading on this machine now.
+
+    Raises:
+        NotShared: nothing was learned of the target's sharing.
+        UserError: this machine is not the target, or its GPU is shared in a way that was not measured.
+    """
+    from training.sharing import other_work_probed
+
+    if fitted.sharing is None:
+        raise NotShared(fitted.target.name)
+    if reading is None:
+        from benchmark.sharing_probe import probe
+
+        if fitted.target not in local_targets():
+            raise UserError(f"the probe has to run on the GPU in question, a {fitted.target.name}, and this machine is "
+                            f"{' and '.join(own.name for own in local_targets())}; run there: python "
+                            "benchmark/sharing_probe.py --out reading.json, and give that file")
+        reading = probe(fitted.target.flavour.execution_provider)
+    return other_work_probed(reading, fitted.sharing.alone_ms)

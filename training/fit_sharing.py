@@ -93,13 +93,10 @@ def alone_ms(blocks: Iterable[Block]) -> dict[str, float]:
 
 
 def shared_runs(blocks: Sequence[Block], alone: Mapping[str, float]) -> list[SharedRuns]:
-    """Every model's runs beside a background, where the same machine ran it idle and the probe was read.
-
-    The probe's longer piece of work tells: beside it the other process's queue fills as it does beside a model.
-    """
+    """Every model's runs beside a background, where the same machine ran it idle and the probe was read."""
     import numpy as np
 
-    from training.sharing import busy_share, other_work_seen
+    from training.sharing import busy_share, other_work_probed
 
     idle: dict[tuple[str, str], list[float]] = defaultdict(list)
     for block in blocks:
@@ -112,7 +109,7 @@ def shared_runs(blocks: Sequence[Block], alone: Mapping[str, float]) -> list[Sha
         busy = busy_share(block.background)
         if not block.level or block.probe is None or busy is None:
             continue
-        other = other_work_seen(block.probe.long.starts_ms, block.probe.long.latencies_ms, alone["long"])
+        other = other_work_probed(block.probe, alone)
         found += [SharedRuns(m.id, block.background_name, block.level, np.array(m.samples_ms),
                              float(np.median(idle[block.machine, m.id])), other, busy)
                   for m in block.measurements
