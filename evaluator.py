@@ -47,7 +47,9 @@ class Comparison(Frozen):
     Attributes:
         model: the record's name, with the sizes of dynamic dimensions.
         level: share of time that the stressor was busy while the measurement was recorded; 0 is idle.
+        background: what the stressor was busy with, by its name in the dataset; "" is idle.
         held_out: its family is in no fit.
+        background_held_out: rows beside this background are in no fit.
         predicted_ms, strict_ms: with measured kernels looked up, and with every kernel predicted.
         measured_ms: what is compared with: the median of the samples, under load their mean.
         error, strict_error: predicted / measured − 1, ratios.
@@ -61,7 +63,9 @@ class Comparison(Frozen):
     model: str
     batch: int | None
     level: float
+    background: str = ""
     held_out: bool
+    background_held_out: bool = False
     predicted_ms: float
     strict_ms: float
     measured_ms: float
@@ -83,6 +87,8 @@ class Summary(Frozen):
 
     group: str
     level: float
+    background: str = ""
+    background_held_out: bool = False
     lookup: ErrorStatistics
     strict: ErrorStatistics
 
@@ -117,6 +123,7 @@ class Case:
     record: ModelRecord
     path: Path | None = None
     level: float = 0.0
+    background: str = ""
     load: Mapping[str, float] = field(default_factory=dict)
     with_lookup: Prediction | None = None
     strict: Prediction | None = None
@@ -232,8 +239,8 @@ def memory_in_use_mib(execution_provider: str) -> float:
 
 
 def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str], label: str) -> list[Case]:
-    """A case for every model of `records`, level and machine that the dataset in `folder` holds a good measurement of, by
-    `label`; idle, without those that a disturbed host held up."""
+    """A case for every model of `records`, level, background and machine that the dataset in `folder` holds a good measurement
+    of, by `label`; idle, without those that a disturbed host held up."""
     import pandas as pd
 
     from benchmark.dataset import Block, Measurement, model_rows, model_sessions, paced_rows, read_journal
@@ -243,18 +250,18 @@ def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Se
     held_up = set(rows.index[~rows["tells"]])
     if held_up:
         log.warning("%d latencies that a disturbed host held up are left out; the collector measures them again", len(held_up))
-    measured: dict[tuple[str, float, str], list[tuple[Block, Measurement]]] = defaultdict(list)
+    measured: dict[tuple[str, tuple[float, str], str], list[tuple[Block, Measurement]]] = defaultdict(list)
     for place, (model, block, labels) in enumerate(sessions):
         found = labels.get(label)
         if place not in held_up and found and found.status == "ok" and found.samples_ms and model in records:
-            measured[model, block.level, block.machine].append((block, found))
+            measured[model, block.load, block.machine].append((block, found))
     cases = []
-    for (model, level, _), of_model in measured.items():
-        background = of_model[-1][0].background
-        load = {name: background[name] for name in metrics if name in background} if level else {}
-        cases.append(Case(record=records[model], level=level, load=load,
+    for (model, (level, background), _), of_model in measured.items():
+        alone = of_model[-1][0].background
+        load = {name: alone[name] for name in metrics if name in alone} if level else {}
+        cases.append(Case(record=records[model], level=level, background=background, load=load,
                           samples_ms=[sample for _, found in of_model for sample in found.samples_ms]))
-    return sorted(cases, key=lambda case: (case.level, case.record.model))
+    return sorted(cases, key=lambda case: (case.level, case.background, case.record.model))
 
 
 def name_missing(records: Mapping[str, ModelRecord], found: set[str], folder: Path, failures: Failures) -> None:
@@ -276,7 +283,7 @@ def predict_case(case: Case, target: str, way: WayOfRunning, workspace: Workspac
         failures.add_case(case, error)
 
 
-def compare(case: Case, held_out: Sequence[str]) -> Comparison | None:
+def compare(case: Case, held_out: Sequence[str], held_out_backgrounds: Sequence[str] = ()) -> Comparison | None:
     """A case's predictions beside its samples; None where either is missing."""
     if case.failed or case.with_lookup is None or case.strict is None or not case.samples_ms:
         return None
@@ -284,7 +291,8 @@ def compare(case: Case, held_out: Sequence[str]) -> Comparison | None:
     predicted_ms, strict_ms = case.with_lookup.latency_ms, case.strict.latency_ms
     measured_ms = statistics.mean_ms if case.level or case.load else statistics.median_ms
     return Comparison(
-        model=case.record.model, batch=case.record.batch, level=case.level, held_out=family(case.record.model) in held_out,
+        model=case.record.model, batch=case.record.batch, level=case.level, background=case.background,
+        held_out=family(case.record.model) in held_out, background_held_out=case.background in held_out_backgrounds,
         predicted_ms=predicted_ms, strict_ms=strict_ms, measured_ms=measured_ms, median_ms=statistics.median_ms,
         mean_ms=statistics.mean_ms, error=predicted_ms / measured_ms - 1, strict_error=strict_ms / measured_ms - 1,
         spread=statistics.spread, runs=statistics.runs, measured_share=case.with_lookup.time_share["measured"],
@@ -295,25 +303,29 @@ def compare(case: Case, held_out: Sequence[str]) -> Comparison | None:
 
 
 def summarise(comparisons: Sequence[Comparison]) -> tuple[Summary, ...]:
-    """Errors by level: of all models, and of the held-out ones and the others apart where there are both."""
-    groups: dict[tuple[float, str], list[Comparison]] = defaultdict(list)
+    """Errors by level and background: of all models, and of the held-out ones and the others apart where there are both."""
+    groups: dict[tuple[tuple[float, str], str], list[Comparison]] = defaultdict(list)
     for one in comparisons:
-        groups[one.level, "all models"].append(one)
-        groups[one.level, "held out" if one.held_out else "not held out"].append(one)
+        load = one.level, one.background
+        groups[load, "all models"].append(one)
+        groups[load, "held out" if one.held_out else "not held out"].append(one)
     return tuple(
-        Summary(group=group, level=level,
+        Summary(group=group, level=load[0], background=load[1], background_held_out=members[0].background_held_out,
                 lookup=error_statistics([c.predicted_ms for c in members], [c.measured_ms for c in members]),
                 strict=error_statistics([c.strict_ms for c in members], [c.measured_ms for c in members]))
-        for (level, group), members in groups.items()
-        if group == "all models" or len(members) < len(groups[level, "all models"]))
+        for (load, group), members in groups.items()
+        if group == "all models" or len(members) < len(groups[load, "all models"]))
 
 
-def held_out_families(workspace: Workspace, target: str) -> tuple[str, ...]:
-    """Families that the target's dataset keeps out of every fit; none where there is no dataset."""
+def held_out_of_fits(workspace: Workspace, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Families and backgrounds that the target's dataset keeps out of every fit; none where there is no dataset."""
     from benchmark.dataset import header_path, load_header
 
     folder = workspace.dataset(target)
-    return load_header(folder).held_out if header_path(folder).exists() else ()
+    if not header_path(folder).exists():
+        return (), ()
+    header = load_header(folder)
+    return header.held_out, header.held_out_backgrounds
 
 
 def recorded_canary_ms(workspace: Workspace, target: str, execution_provider: str) -> float:
@@ -348,8 +360,9 @@ def draw(evaluation: Evaluation, path: Path) -> None:
                          zorder=3)
     if len(points) <= LABELLED_POINTS:
         for c in points:
-            axes.annotate(c.model + (f" ({c.level:g})" if c.level else ""), (c.measured_ms, c.predicted_ms),
-                          xytext=(4, -8), textcoords="offset points", fontsize=6)
+            load = f" ({' '.join(filter(None, (f'{c.level:g}', c.background)))})" if c.level else ""
+            axes.annotate(c.model + load, (c.measured_ms, c.predicted_ms), xytext=(4, -8), textcoords="offset points",
+                          fontsize=6)
     whole = evaluation.summaries[0]
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal", xlabel="measured latency (ms)",
              ylabel="predicted latency (ms)",
@@ -373,10 +386,18 @@ def percent(ratio: float) -> str:
     return f"{100 * ratio:+.1f} %"
 
 
+def load_columns(one: Comparison | Summary, others: Sequence[Comparison | Summary]) -> dict[str, Any]:
+    """The columns that tell what else ran, where any of `others` was measured under load."""
+    if not any(other.level for other in others):
+        return {}
+    background = {"background": one.background + (" (held out)" if one.background_held_out else "")}
+    return {"level": one.level, **(background if any(other.background for other in others) else {})}
+
+
 def table(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     """The comparisons as rows of a table."""
     return [
-        {"model": c.model, **({"level": c.level} if any(o.level for o in comparisons) else {}),
+        {"model": c.model, **load_columns(c, comparisons),
          "held out": "yes" if c.held_out else "", "measured (ms)": c.measured_ms, "spread": f"{100 * c.spread:.1f} %",
          "canary": c.canary, "predicted (ms)": c.predicted_ms, "error": percent(c.error), "strict (ms)": c.strict_ms,
          "strict error": percent(c.strict_error), "memory (MiB)": c.predicted_memory_mib,
@@ -387,9 +408,9 @@ def table(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
 def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     """The summaries as rows of a table: one with look-up and one strict for each group."""
     return [
-        {"models": s.group, **({"level": s.level} if any(o.level for o in summaries) else {}), "kernels": kind,
-         "count": e.count, "MAPE": f"{e.mape:.1%}", "median": f"{e.median:.1%}", "within ±5 %": f"{e.within_5:.0%}",
-         "within ±10 %": f"{e.within_10:.0%}", "worst": f"{e.worst:.1%}"}
+        {"models": s.group, **load_columns(s, summaries), "kernels": kind, "count": e.count, "MAPE": f"{e.mape:.1%}",
+         "median": f"{e.median:.1%}", "within ±5 %": f"{e.within_5:.0%}", "within ±10 %": f"{e.within_10:.0%}",
+         "worst": f"{e.worst:.1%}"}
         for s in summaries for kind, e in (("looked up", s.lookup), ("all predicted", s.strict))]
 
 
@@ -408,7 +429,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
         UserError: no predictors, the target is another machine's and `recorded` is off, the load is not known, or not one
             model is left.
     """
-    from inference.load import InferenceConfig, Load, current_load
+    from inference.load import InferenceConfig, Load, current_load, fields_asked
     from inference.prediction import AS_USUAL, check_way
     from inference.targets import fitted_for, local_targets
 
@@ -427,7 +448,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
         if models:  # else all that the dataset holds is asked for
             name_missing(records, {case.record.model for case in cases}, workspace.dataset(name), failures)
     else:
-        load = current_load(config or InferenceConfig(), metrics_file, fitted.predictors.sidecar.metrics)
+        load = current_load(config or InferenceConfig(), metrics_file, fields_asked(fitted))
         for notice in load.notices:
             log.warning("%s", notice)
         cases = cases_of(workspace.find_models(models), dims or {}, provider, failures)
@@ -438,8 +459,8 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
     if not recorded:
         best_canary_ms = 0.0 if load.metrics else recorded_canary_ms(workspace, name, provider)
         measure_here(cases, provider, way, rounds, budget_s, best_canary_ms, patience_s, failures)
-    held_out = held_out_families(workspace, name)
-    comparisons = tuple(found for case in cases if (found := compare(case, held_out)))
+    held_out = held_out_of_fits(workspace, name)
+    comparisons = tuple(found for case in cases if (found := compare(case, *held_out)))
     if not comparisons:
         raise UserError("no model could be evaluated" + (f": {', '.join(failures)} failed" if failures else
                         f": the dataset of {name} holds no measurement of them" if recorded else ""))

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable
 from functools import cache
 
-from benchmark.ort_kernel_runner import Runner, bind
+from benchmark.ort_kernel_runner import Runner, bind, random_feed
 from benchmark.protocol import Effort
-from kernel_model.dummy_data import random_floats
-from utils.ort_sessions import open_session
+from utils.ort_sessions import open_nodes
 
 SIDE = {"cpu": 512, "cuda": 4096}  # of the matrices: two milliseconds on a CPU, one on a GPU
 EXCHANGES = 4  # transposes
@@ -28,7 +27,7 @@ NAME = "canary"
 @cache
 def canary(execution_provider: str) -> Runner:
     """The canary as an open session on `cpu` or `cuda`."""
-    from onnx import TensorProto, helper
+    from onnx import helper
 
     side = [SIDE[execution_provider]] * 2
     nodes, last = [helper.make_node("MatMul", ["a", "b"], ["c"])], "c"
@@ -36,13 +35,9 @@ def canary(execution_provider: str) -> Runner:
         nodes += [helper.make_node("Transpose", [last], [f"t{number}"], perm=[1, 0]),
                   helper.make_node("Neg", [f"t{number}"], [f"n{number}"])]
         last = f"n{number}"
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, side) for name in ("a", "b", last)]
-    graph = helper.make_graph(nodes, NAME, values[:2], values[2:])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    session = open_session(model.SerializeToString(), execution_provider, optimize="none", name=NAME)
-    feed = {name: random_floats(tuple(side), "float32") for name in "ab"}
+    session = open_nodes(nodes, ["a", "b"], side, execution_provider, NAME)
     return Runner(session=session, name=NAME, execution_provider=execution_provider, io="device",
-                  run_once=bind(session, feed, execution_provider, "device"))
+                  run_once=bind(session, random_feed(session), execution_provider, "device"))
 
 
 def canary_ms(execution_provider: str) -> float:

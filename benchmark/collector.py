@@ -1,12 +1,13 @@
-"""Phase 4.3: the dataset: every kernel and every model, at every level of load, with the device's metrics.
+"""Phase 4.3: the dataset: every kernel and every model, at every level and kind of load, with the device's metrics.
 
 Reads kernel_model/kernel_onnx/<flavour> (each kernel is timed alone, and among others in a carrier), the models' records
 and files (each model is timed whole and its kernels in it), and benchmark/config.yaml. Writes
 benchmark/dataset/<target>/: measurements.jsonl as it goes, and kernel_latency.csv and model_latency.csv from it.
 
-Levels are the outermost loop. Work goes in blocks: a window of metrics with the stressor alone, a canary, the block's
-runs with a second window around them, the canary again; a block whose canaries part is measured again. A block is
-written as one line, so a run that is killed resumes with no row lost or doubled: start the same command again.
+Levels are the outermost loop, and backgrounds (what the stressor is busy with) the next. Work goes in blocks: a window of
+metrics with the stressor alone, a canary, the block's runs with a second window around them, the canary again; a block whose
+canaries part is measured again. A block is written as one line, so a run that is killed resumes with no row lost or doubled:
+start the same command again.
 
 Several machines of one target may share the work (`each_machine: false`): what one measured, the others leave out, but for
 the `ties`, a few of its kernels that they measure too. benchmark/machine_ties.py says what these tell.
@@ -31,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from benchmark import dataset
+from benchmark.backgrounds import COMPUTE
 from benchmark.canary import IDLE_EFFORT, LOADED_EFFORT, wait_until_steady
 from benchmark.collector_config import CollectorConfig
 from benchmark.crew import Crew, start_crew
@@ -38,7 +40,8 @@ from benchmark.dataset import Block, DatasetHeader, DatasetKernel, Measurement
 from benchmark.dataset_writer import DatasetWriter
 from benchmark.metrics import MetricSource, Window, values
 from benchmark.ort_kernel_runner import now
-from benchmark.protocol import Reply, Request
+from benchmark.probe_reading import ProbeReading
+from benchmark.protocol import Effort, Reply, Request
 from benchmark.stressor import Stress, stress
 from benchmark.worker_client import Worker, WorkerFailed
 from kernel_model.carrier import carrier_bytes
@@ -177,6 +180,7 @@ class Collector:
     source: MetricSource
     uuid: str
     level: float = 0.0
+    background_name: str = ""
     best_canary_ms: float = 0.0
 
     @property
@@ -246,9 +250,9 @@ class Collector:
         in_model = tuple(label for label in self.labels if label in wanted)
         request = Request(
             do="model", execution_provider=self.provider, paths=(str(item.path),), record=str(item.record_path),
-            dims=item.record.dims, labels=in_model, host=dataset.GPU_LABEL in self.labels, effort=self.config.model.effort(),
-            host_io="host_io" in self.variants, watch_host=self.provider == "cuda" and not self.level,
-            provider_options=self.target.provider_options)
+            dims=item.record.dims, labels=in_model, effort=self.config.model.effort(),
+            host=dataset.GPU_LABEL in self.labels and not self.level, host_io="host_io" in self.variants,
+            watch_host=self.provider == "cuda" and not self.level, provider_options=self.target.provider_options)
         name = item.record.model
         found = self._measurements("model", name, "latency", name, *self.ask(request))
         if request.host and self.config.model_labels and not self.level and found[0].status == "ok":
@@ -297,6 +301,21 @@ class Collector:
         tasks = [partial(self.time_carrier, group, (dataset.GPU_LABEL,)) for group in groups]
         return [m for part in tracers.each(tasks) for m in part]
 
+    def probe(self) -> ProbeReading | None:
+        """How long tiny work waits for what else runs; None on a CPU, where the config says so, and where it has no load to
+        compare an idle device with.
+
+        Raises:
+            UserError: not even the probe runs.
+        """
+        if self.provider == "cpu" or not self.config.probe_s or not any(self.config.levels):
+            return None
+        reply, status = self.ask(Request(do="sharing_probe", execution_provider=self.provider,
+                                         effort=Effort(budget_s=self.config.probe_s)))
+        if status != "ok":
+            raise UserError(f"the sharing probe does not run: {reply.error}")
+        return reply.probe
+
     def close(self, window: Window) -> dict[str, float]:
         """The means over a window of runs; none where the runs were over too soon for the window to be valid."""
         if time.monotonic() - window.began_s < self.source.minimum_window_s:
@@ -310,23 +329,30 @@ class Collector:
         attempts = self.config.attempts_under_load if self.level else self.config.attempts
         for attempt in range(1, attempts + 1):
             background = values(self.source.window(self.config.window_s))
+            probe = self.probe()
             before = self.steady_canary_ms()
             token = self.source.start()
             measurements = self.measure(kernels, models)
             during = self.close(token)
-            made = Block(level=self.level, key=key, background=background, during=during, canary_before_ms=before,
-                         canary_after_ms=self.canary_ms(), canary_best_ms=0.0 if self.level else self.best_canary_ms,
-                         attempts=attempt, stress=stressor.reached(), machine=self.uuid, measurements=tuple(measurements))
+            made = Block(level=self.level, background_name=self.background_name, key=key, background=background, during=during,
+                         canary_before_ms=before, canary_after_ms=self.canary_ms(),
+                         canary_best_ms=0.0 if self.level else self.best_canary_ms, attempts=attempt,
+                         stress=stressor.reached(), probe=probe, machine=self.uuid, measurements=tuple(measurements))
             if best is None or made.drift < best.drift:
                 best = made
             if made.drift <= self.config.canary_drift:
                 return made
-            log.info("%s at level %g: the machine was unsteady by %.0f %% (canary %.3f to %.3f ms)%s", key, self.level,
-                     100 * made.drift, before, made.canary_after_ms,
+            log.info("%s at %s: the machine was unsteady by %.0f %% (canary %.3f to %.3f ms)%s", key,
+                     load_in_words(*made.load), 100 * made.drift, before, made.canary_after_ms,
                      "; measuring again" if attempt < attempts else "")
         if best is None:
             raise RuntimeError("a block was given no attempt")
         return best.model_copy(update={"attempts": attempts})
+
+
+def load_in_words(level: float, background_name: str) -> str:
+    """`level 0`, `level 0.3, compute`."""
+    return f"level {level:g}" + (f", {background_name}" if background_name else "")
 
 
 def chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
@@ -452,17 +478,25 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
     here, source = machine(provider), config.open_source(provider)
     if config.window_s < source.minimum_window_s:
         raise UserError(f"window_s {config.window_s:g}: {source.name} needs at least {source.minimum_window_s:g} s")
+    backgrounds = config.backgrounds_on(provider)
+    for described in backgrounds.values():
+        if described.model:
+            workspace.find_model(described.model)
     folder, labels, variants = workspace.dataset(target.name), config.labels_on(provider), config.variants_on(provider)
     writer = DatasetWriter(folder, DatasetHeader(target=target, metrics=tuple(source.fields), held_out=config.held_out,
-                                                 labels=labels, machines={here.uuid: here}), work.described)
-    log.info("%s: %d kernels and %d models at levels %s into %s", target.name, len(work.kernels), len(work.models),
-             ", ".join(map(str, config.levels)), folder)
+                                                 labels=labels, machines={here.uuid: here}, backgrounds=backgrounds,
+                                                 held_out_backgrounds=config.held_out_backgrounds if backgrounds else ()),
+                           work.described)
+    log.info("%s: %d kernels and %d models at levels %s%s into %s", target.name, len(work.kernels), len(work.models),
+             ", ".join(map(str, config.levels)), f" of {', '.join(backgrounds)}" if backgrounds else "", folder)
     measured: set[str] = set()
     unsteady, measuring_s, tables_due = 0, 0.0, time.monotonic() + TABLES_EVERY_S
-    for level in config.levels:
-        there = [block for block in writer.blocks if block.level == level]
+    for level, background in config.loads():
+        load = (level, background.name if background else "")
+        there = [block for block in writer.blocks if block.load == load]
         own = [block for block in there if block.machine == here.uuid]
-        todo = plan(work, own if config.each_machine else there, config.block_kernels, labels[0], config.block_models,
+        wanted = work if config.kernel_levels is None or level in config.kernel_levels else Work((), work.models, ())
+        todo = plan(wanted, own if config.each_machine else there, config.block_kernels, labels[0], config.block_models,
                     () if level else variants, 1 if level else config.sessions)
         if not (config.each_machine or level):
             ties = choose_ties(work.kernels, there, here.uuid, labels[0], config.ties)
@@ -470,10 +504,10 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
         if not todo:
             continue
         crew.wait()
-        with stress(level, config.stress.kind, provider, workspace=workspace) as stressor:
+        with stress(level, background or COMPUTE, provider, workspace=workspace) as stressor:
             time.sleep(config.stress.settle_s if level else 0.0)
-            collector = Collector(config, target, folder, crew, source, here.uuid, level, best_canary_ms(own))
-            for key, kernels, models in cli.track(todo, f"level {level:g}"):
+            collector = Collector(config, target, folder, crew, source, here.uuid, *load, best_canary_ms(own))
+            for key, kernels, models in cli.track(todo, load_in_words(*load)):
                 began = time.monotonic()
                 block = collector.block(key, kernels, models, stressor)
                 measuring_s += time.monotonic() - began

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
+from benchmark.backgrounds import COMPUTE, Background
 from benchmark.dataset import GPU_LABEL, LABELS, VARIANTS
 from benchmark.metrics import MetricSource, SourceName, open_source
 from benchmark.protocol import Effort
@@ -28,8 +29,15 @@ class EffortConfig(Config):
 
 
 class StressConfig(Config):
-    kind: Literal["compute", "copy", "mixed"] = "compute"
+    backgrounds: tuple[Background, ...] = Field((COMPUTE,), min_length=1)
     settle_s: float = Field(1.0, ge=0)
+
+    @field_validator("backgrounds")
+    @classmethod
+    def _all_names_differ(cls, backgrounds: tuple[Background, ...]) -> tuple[Background, ...]:
+        if len({background.name for background in backgrounds}) != len(backgrounds):
+            raise ValueError("one name stands twice")
+        return backgrounds
 
 
 class CollectorConfig(Config):
@@ -48,6 +56,8 @@ class CollectorConfig(Config):
     replay: Path | None = None
     replay_step_s: float | None = Field(None, gt=0)
     window_s: float = Field(0.5, gt=0)
+    probe_s: float = Field(0.1, ge=0)
+    kernel_levels: tuple[Level, ...] | None = None
     kernel: EffortConfig = EffortConfig()
     model: EffortConfig = EffortConfig(budget_s=2.0, least_runs=6, most_runs=200)
     block_kernels: int = Field(32, ge=1)
@@ -61,6 +71,7 @@ class CollectorConfig(Config):
     ties: int = Field(100, ge=0)
     timeout_s: float = Field(120.0, gt=0)
     held_out: tuple[str, ...] = ()
+    held_out_backgrounds: tuple[str, ...] = ()
 
     @field_validator("levels", "labels", "variants")
     @classmethod
@@ -69,10 +80,34 @@ class CollectorConfig(Config):
             raise ValueError("one stands twice")
         return values
 
+    @field_validator("held_out_backgrounds")
+    @classmethod
+    def _all_are_backgrounds(cls, names: tuple[str, ...], given: ValidationInfo) -> tuple[str, ...]:
+        there = {background.name for background in given.data["stress"].backgrounds} if "stress" in given.data else set(names)
+        if unknown := sorted(set(names) - there):
+            raise ValueError(f"{', '.join(unknown)} is none of stress.backgrounds, which are {', '.join(sorted(there))}")
+        return names
+
     def open_source(self, execution_provider: str) -> MetricSource:
         """The source of metrics for `cpu` or `cuda`; `UserError` where it is not here or lacks one of the metrics."""
         return open_source(execution_provider, self.metrics, self.source, dcgm_address=self.dcgm_address, replay=self.replay,
                            replay_step_s=self.replay_step_s)
+
+    def loads(self) -> list[tuple[float, Background | None]]:
+        """What to measure under, in turn: each level with every background, an idle one with None."""
+        return [(level, background) for level in self.levels for background in (self.stress.backgrounds if level else (None,))]
+
+    def backgrounds_on(self, execution_provider: str) -> dict[str, Background]:
+        """The backgrounds by name; none where only idle levels are measured.
+
+        Raises:
+            UserError: one that `cpu` or `cuda` can't have.
+        """
+        if not any(self.levels):
+            return {}
+        for background in self.stress.backgrounds:
+            background.check_on(execution_provider)
+        return {background.name: background for background in self.stress.backgrounds}
 
     def variants_on(self, execution_provider: str) -> tuple[str, ...]:
         """The further ways in which whole models are run on `cpu` or `cuda`.

@@ -16,6 +16,8 @@ import numpy as np
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from benchmark.backgrounds import Background
+from benchmark.probe_reading import ProbeReading
 from ort_analysis.records import Frozen, Kernel
 from utils import files
 from utils.errors import UserError
@@ -85,17 +87,21 @@ class Block(Frozen):
 
     Attributes:
         level: share of time that the stressor was asked to be busy, 0–1.
-        key: names the block's work within its level, for resuming.
+        background_name: what it was busy with, by its name in the dataset's header; "" where it was idle, and in a journal from
+            before backgrounds had names.
+        key: names the block's work within its level and background, for resuming.
         background: metric means over a window with the stressor alone, by DCGM field name.
         during: the same over a window of the block's own runs; empty where they were over too soon to tell.
         canary_before_ms, canary_after_ms: the canary's times around the block.
         canary_best_ms: the shortest it took on this machine at this level so far; 0 under load, where it varies.
         attempts: how often the block was measured until canaries agreed (or attempts ran out).
         stress: what the stressor reported to have reached.
+        probe: how long tiny work waited for what else ran, just before the block's own runs; None where that was not read.
     """
 
     version: int = DATASET_VERSION
     level: float
+    background_name: str = ""
     key: str
     background: dict[str, float]
     during: dict[str, float]
@@ -104,8 +110,14 @@ class Block(Frozen):
     canary_best_ms: float = 0.0
     attempts: int
     stress: dict[str, float] = {}
+    probe: ProbeReading | None = None
     machine: str
     measurements: tuple[Measurement, ...]
+
+    @property
+    def load(self) -> tuple[float, str]:
+        """What it was measured under: level and background."""
+        return self.level, self.background_name
 
     @property
     def drift(self) -> float:
@@ -138,7 +150,7 @@ def sampled_from(families: Sequence[str]) -> tuple[str, ...]:
 
 
 class DatasetHeader(Frozen):
-    """`dataset.json`: what all rows of a dataset have in common, and the machines by uuid."""
+    """`dataset.json`: what all rows of a dataset have in common, the machines by uuid, and the backgrounds by name."""
 
     version: int = DATASET_VERSION
     target: Target
@@ -146,6 +158,8 @@ class DatasetHeader(Frozen):
     machines: dict[str, Machine]
     held_out: tuple[str, ...] = ()  # model families measured for evaluation only: in no fit
     labels: tuple[str, ...] = DEFAULT_LABELS  # that every kernel is to have, the first above all
+    backgrounds: dict[str, Background] = {}  # blocks under load that name none are of the first
+    held_out_backgrounds: tuple[str, ...] = ()  # measured for evaluation only: their rows are in no fit
 
 
 def header_path(folder: Path) -> Path:
@@ -186,15 +200,18 @@ def load_header(folder: Path) -> DatasetHeader:
 
 
 def read_journal(folder: Path) -> list[Block]:
-    """Every finished block, in the order measured.
+    """Every finished block, in the order measured; one under load that names no background is of the dataset's first.
 
     Raises:
         UserError: a line that is no block of this version.
     """
+    backgrounds = load_header(folder).backgrounds if header_path(folder).exists() else {}
+    unnamed = {"background_name": next(iter(backgrounds), "")}
     blocks = []
     for number, line in enumerate(files.read_lines(journal_path(folder)), 1):
         try:
-            blocks.append(Block.model_validate_json(line))
+            block = Block.model_validate_json(line)
+            blocks.append(block if block.background_name or not block.level else block.model_copy(update=unnamed))
         except ValidationError as error:
             first = error.errors()[0]
             raise UserError(f"{journal_path(folder)}, line {number}: not a block of version {DATASET_VERSION} "
@@ -233,7 +250,8 @@ def input_shape(kernel: Kernel) -> str:
 
 
 GPU_COLUMNS = ("gpu_launches", "gpu_kernels")
-KERNEL_COLUMNS = ("Level", "Machine", "Context", "Models", "Canary_ms", "Drift", "Runs", "Started", "Ended", "Status", "Error")
+KERNEL_COLUMNS = ("Level", "Background", "Machine", "Context", "Models", "Canary_ms", "Drift", "Runs", "Started", "Ended",
+                  "Status", "Error")
 
 
 def kernel_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS) -> list[str]:
@@ -249,7 +267,7 @@ def kernel_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABEL
 def model_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS) -> list[str]:
     """The columns of `model_latency.csv`."""
     metrics = list(metrics)
-    return ["Model", "Level", *metrics, "Latency_ms", "median_ms", "p95_ms", "std_ms", "Runs",
+    return ["Model", "Level", "Background", *metrics, "Latency_ms", "median_ms", "p95_ms", "std_ms", "Runs",
             *(("host_ms", "gpu_ms", "gpu_launches") if GPU_LABEL in labels else ()), *(f"{name}_ms" for name in VARIANTS),
             "Canary_ms", "Drift", "Disturbance", "Probe_us", *(f"{metric}_during" for metric in metrics), "Machine", "Started",
             "Ended", "Status", "Error"]
@@ -277,7 +295,7 @@ def typical(samples: Sequence[float], level: float, execution_provider: str) -> 
 
 def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
                 first_label: str = "run", execution_provider: str = "cpu") -> list[dict[str, Any]]:
-    """One row a kernel and level (and machine). Labels of one kernel from several contexts are joined:
+    """One row a kernel, level and background (and machine). Labels of one kernel from several contexts are joined:
 
     in-model times win over a carrier's, and a label's figure is the `typical` of its samples. `Latency_ms` is the mean of
     label `run`, as the user defined it.
@@ -288,18 +306,19 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
         first_label: the label without which a row is unfinished.
         execution_provider: the target's.
     """
-    found: dict[tuple[str, float, str], list[tuple[Block, Measurement]]] = defaultdict(list)
+    found: dict[tuple[str, tuple[float, str], str], list[tuple[Block, Measurement]]] = defaultdict(list)
     for block in blocks:
         for measurement in block.measurements:
             if measurement.subject == "kernel":
-                found[measurement.id, block.level, block.machine].append((block, measurement))
+                found[measurement.id, block.load, block.machine].append((block, measurement))
     rows = []
-    for (kernel_id, level, machine), parts in found.items():
+    for (kernel_id, (level, background), machine), parts in found.items():
         if kernel_id not in described:
             raise UserError(f"kernel {kernel_id} is measured but not described in kernels.jsonl: the dataset is damaged")
         kernel = described[kernel_id].kernel
         row: dict[str, Any] = {"Kernel_ID": kernel_id, "OpType": kernel.type, "Input_Shape": input_shape(kernel),
-                               "Level": level, "Machine": machine, "Models": "|".join(described[kernel_id].models)}
+                               "Level": level, "Background": background, "Machine": machine,
+                               "Models": "|".join(described[kernel_id].models)}
         failures = [m for _, m in parts if m.status != "ok"]
         by_label: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for _, m in parts:
@@ -381,8 +400,9 @@ def model_rows(sessions: Iterable[ModelSession]) -> list[dict[str, Any]]:
         if "latency" not in labels:
             continue
         m = labels["latency"]
-        row: dict[str, Any] = {"Model": model, "Level": block.level, "Machine": block.machine, "Started": m.started,
-                               "Ended": m.ended, "Status": m.status, "Error": m.error, "Drift": round(block.drift, 4),
+        row: dict[str, Any] = {"Model": model, "Level": block.level, "Background": block.background_name,
+                               "Machine": block.machine, "Started": m.started, "Ended": m.ended, "Status": m.status,
+                               "Error": m.error, "Drift": round(block.drift, 4),
                                "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2}
         row |= _metrics(block)
         if m.status == "ok":
@@ -401,13 +421,16 @@ def model_rows(sessions: Iterable[ModelSession]) -> list[dict[str, Any]]:
 def load_table(path: Path) -> pd.DataFrame:
     """`kernel_latency.csv` or `model_latency.csv`, checked: times positive and finite, the user's columns there.
 
+    Column Background is text, and there in every table: "" where the device was idle, or where the table has no such column.
+
     Raises:
         UserError: no file, a column missing, or a NaN or non-positive time in a row whose status is ok (row named).
     """
     import pandas as pd
 
     try:
-        table = pd.read_csv(path, keep_default_na=True, na_values=[""], low_memory=False)  # a column is read as one type
+        table = pd.read_csv(path, keep_default_na=True, na_values=[""], low_memory=False,  # a column is read as one type
+                            dtype={"Background": str})
     except FileNotFoundError:
         raise UserError(f"{path}: no such dataset; measure one with: {COLLECT}") from None
     except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
@@ -431,7 +454,7 @@ def load_table(path: Path) -> pd.DataFrame:
             row = bad.index[0]
             raise UserError(f"{path}, line {row + 2}: {column} is {table.at[row, column]!s} for {table.at[row, key]!s}; "
                             f"a time is a positive number (remove the row, or measure it anew: {COLLECT})")
-    return table
+    return table.assign(Background=table["Background"].fillna("") if "Background" in table.columns else "")
 
 
 def load_kernel_table(workspace: Workspace, target: str) -> pd.DataFrame:

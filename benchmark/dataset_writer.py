@@ -33,12 +33,12 @@ class DatasetWriter:
 
         Raises:
             UserError: what is there is damaged, of another target, or was collected with other metrics, labels or held-out
-                families.
+                families, or beside another background of the same name.
         """
         self.folder, self.header = folder, _joined(folder, header)
-        self.blocks = dataset.read_journal(folder)
         tables_hold = _tables_hold(folder, self.header)
         files.write_json(dataset.header_path(folder), self.header)
+        self.blocks = dataset.read_journal(folder)
         changed = _describe(folder, described)
         self._tabled = len(self.blocks) if tables_hold and changed.isdisjoint(_kernels_in(self.blocks)) else 0
 
@@ -60,7 +60,7 @@ class DatasetWriter:
 
     def count_rows(self) -> tuple[int, int]:
         """The numbers of rows of the kernel and the model table."""
-        kernels = {(m.id, block.level, block.machine) for block in self.blocks for m in block.measurements
+        kernels = {(m.id, block.load, block.machine) for block in self.blocks for m in block.measurements
                    if m.subject == "kernel"}
         return len(kernels), sum("latency" in session.labels for session in dataset.model_sessions(self.blocks))
 
@@ -81,7 +81,7 @@ def _write_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block], ad
 
 
 def _joined(folder: Path, header: DatasetHeader) -> DatasetHeader:
-    """The header with the machines that are there already."""
+    """The header with the machines and the backgrounds that are there already."""
     if not dataset.header_path(folder).exists():
         return header
     there = dataset.load_header(folder)
@@ -90,7 +90,17 @@ def _joined(folder: Path, header: DatasetHeader) -> DatasetHeader:
         if old != new:
             raise UserError(f"{folder}: this dataset was collected with another {what} ({old}, not {new}); "
                             "move it away, or use another --workspace")
-    return header.model_copy(update={"machines": there.machines | header.machines})
+    for name in there.backgrounds.keys() & header.backgrounds.keys():
+        if there.backgrounds[name] != header.backgrounds[name]:
+            raise UserError(f"{folder}: background {name} was another one when this dataset was collected "
+                            f"({there.backgrounds[name]}, not {header.backgrounds[name]}); give the new one another name")
+        if (name in there.held_out_backgrounds) != (name in header.held_out_backgrounds):
+            was = "held out" if name in there.held_out_backgrounds else "not held out"
+            raise UserError(f"{folder}: background {name} was {was} when this dataset was collected; keep held_out_backgrounds "
+                            "as it was, or use another --workspace")
+    return header.model_copy(update={
+        "machines": there.machines | header.machines, "backgrounds": there.backgrounds | header.backgrounds,
+        "held_out_backgrounds": tuple(dict.fromkeys((*there.held_out_backgrounds, *header.held_out_backgrounds)))})
 
 
 def _describe(folder: Path, described: Iterable[DatasetKernel]) -> set[str]:

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import platform
-import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from socketserver import ThreadingMixIn
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from typing import TYPE_CHECKING, Any
 
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -34,6 +31,11 @@ from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import machine, resolve_provider
 from utils.logger import get_logger
+from utils.processes import set_by_signal
+from utils.scrape_server import scrape_server, stale
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
 
 EXAMPLES = """
   python benchmark/metrics_exporter.py
@@ -42,7 +44,6 @@ EXAMPLES = """
 """
 PORT = 9400  # dcgm-exporter's
 INTERVAL_S = 5.0
-STALE = 3  # intervals without a sound sample after which nothing is served
 LAST_SAMPLE = "hase_exporter_last_sample_timestamp_seconds"
 
 log = get_logger("metrics_exporter")
@@ -81,11 +82,7 @@ class Sampler:
 
     def trouble(self) -> str:
         """Why there is nothing to serve; "" where the last sample is fresh."""
-        age_s = time.time() - self.sampled_s
-        if age_s <= STALE * self.interval_s:
-            return ""
-        since = f"the last sound sample is {age_s:.0f} s old" if self.means else "no sound sample so far"
-        return since + (f": {self.error}" if self.error else "")
+        return stale("sound sample", self.sampled_s, self.interval_s, self.error)
 
 
 @dataclass(frozen=True, eq=False)  # a registry holds it by identity
@@ -121,48 +118,21 @@ def device_labels(provider: str, replay: Path | None) -> dict[str, str]:
     return {INDEX_LABEL: index, UUID_LABEL: uuid, DEVICE_LABEL: device, MODEL_LABEL: model, HOST_LABEL: platform.node()}
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
-class _Quiet(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
-        """No line for every scrape."""
-
-
 def make_exporter(sampler: Sampler, labels: dict[str, str], host: str, port: int, new_names: bool = False) -> WSGIServer:
     """A server that answers scrapes once `serve_forever` runs; `port` 0 takes a free one."""
-    from prometheus_client import CollectorRegistry, make_wsgi_app
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(DeviceMetrics(sampler, labels, new_names))
-    metrics = make_wsgi_app(registry)
-
-    def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        trouble = sampler.trouble()
-        if not trouble:
-            return metrics(environ, start_response)
-        start_response("503 Service Unavailable", [("Content-Type", "text/plain; charset=utf-8")])
-        return [f"{trouble}\n".encode()]
-
-    return make_server(host, port, app, server_class=_Server, handler_class=_Quiet)
+    return scrape_server(DeviceMetrics(sampler, labels, new_names), sampler.trouble, host, port)
 
 
 def serve(args: argparse.Namespace) -> None:
     """Serves until a signal, or for as long as the arguments say."""
-    over = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: over.set())
+    over = set_by_signal()
     provider = "cpu" if args.source == "psutil" else resolve_provider("auto")
     source = open_source(provider, source=args.source, dcgm_address=args.dcgm_address, replay=args.replay,
                          replay_step_s=args.replay_step)
     if args.interval < source.minimum_window_s:
         raise UserError(f"--interval {args.interval:g}: {source.name} needs {source.minimum_window_s:g} s at least")
     sampler = Sampler(source, args.interval)
-    try:
-        server = make_exporter(sampler, device_labels(provider, args.replay), args.host, args.port, args.names == "new")
-    except OSError as error:
-        raise UserError(f"--port {args.port}: {error.strerror}; is another exporter running? Choose another --port") from None
+    server = make_exporter(sampler, device_labels(provider, args.replay), args.host, args.port, args.names == "new")
     threading.Thread(target=sampler.run, args=(over,), daemon=True).start()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://{args.host or 'localhost'}:{server.server_port}/metrics"
@@ -176,26 +146,19 @@ def serve(args: argparse.Namespace) -> None:
     server.server_close()
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--port", type=int, default=PORT, help=f"0: a free one (default: {PORT})")
     parser.add_argument("--host", default="", metavar="ADDRESS", help="address to listen at (default: all of this machine's)")
-    parser.add_argument("--interval", type=_positive, default=INTERVAL_S, metavar="S",
+    parser.add_argument("--interval", type=cli.positive, default=INTERVAL_S, metavar="S",
                         help=f"seconds that each value is a mean of (default: {INTERVAL_S:g})")
     parser.add_argument("--source", choices=SOURCES, default="auto", help="who reads the device (default: auto, which says)")
     parser.add_argument("--names", choices=("old", "new"), default="old", help="dcgm-exporter's before 4.9, or since")
     parser.add_argument("--dcgm-address", metavar="HOST[:PORT]", help="of a running nv-hostengine, for --source dcgm")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="readings to play, for --source replay")
-    parser.add_argument("--replay-step", type=_positive, metavar="S",
+    parser.add_argument("--replay-step", type=cli.positive, metavar="S",
                         help="seconds from one of its readings to the next (default: as their timestamps say)")
-    parser.add_argument("--duration", type=_positive, metavar="S", help="seconds to serve (default: until a signal)")
+    parser.add_argument("--duration", type=cli.positive, metavar="S", help="seconds to serve (default: until a signal)")
     args = parser.parse_args()
     cli.start(args)
     serve(args)

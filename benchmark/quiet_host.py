@@ -22,7 +22,7 @@ from benchmark.affinity import off_the_workers_cores
 from benchmark.dataset import DISTURBANCE_ADMITTED
 from benchmark.ort_kernel_runner import device_binding, dispatcher, random_feed
 from benchmark.protocol import Effort
-from utils.ort_sessions import open_session
+from utils.ort_sessions import open_nodes
 
 PROBE_NODES = 60  # of the probe: some 0.2 ms
 READINGS = 3  # the shortest of which counts
@@ -77,14 +77,10 @@ class Window:
 @cache
 def host_probe(execution_provider: str) -> HostProbe:
     """The probe of this process, after a first look at what is usual. `execution_provider` is `cuda`, or `cpu` in tests."""
-    from onnx import TensorProto, helper
+    from onnx import helper
 
-    shape = [1, 16, 14, 14]
     nodes = [helper.make_node("Relu", [f"x{place}"], [f"x{place + 1}"]) for place in range(PROBE_NODES)]
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("x0", f"x{PROBE_NODES}")]
-    graph = helper.make_graph(nodes, "probe", values[:1], values[1:])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    session = open_session(model.SerializeToString(), execution_provider, optimize="none", name="probe")
+    session = open_nodes(nodes, ["x0"], [1, 16, 14, 14], execution_provider, "probe")
     dispatch_s = dispatcher(session, device_binding(session, random_feed(session), execution_provider))
     first, until = [shortest_s(dispatch_s)], time.monotonic() + FIRST_LOOK_S
     while time.monotonic() < until:

@@ -1,7 +1,7 @@
 """Phase 4.4: how far a second measurement is from the first: no predictor can err less than the machine itself does.
 
 Reads the dataset of this machine and its kernels and models; measures a random sample of them once more, at each level
-that was collected, and compares medians. Prints the difference; writes nothing.
+and beside each background that was collected, and compares medians. Prints the difference; writes nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def differences(first_ms: dict[str, float], second_ms: dict[str, float], least_m
 
 
 def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> list[dict[str, Any]]:
-    """A row a level for kernels (label `run`), for those of 20 µs and more, and for whole models.
+    """A row a level and background for kernels (label `run`), for those of 20 µs and more, and for whole models.
 
     Raises:
         UserError: there is no dataset of this machine.
@@ -60,25 +60,28 @@ def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> li
     blocks = [block for block in dataset.read_journal(folder) if block.machine == here.uuid]
     if not blocks:
         raise UserError(f"{folder}: no measurements of this machine; measure first: {dataset.COLLECT}")
+    backgrounds = dataset.load_header(folder).backgrounds
     work = collector.find_work(workspace, target, config.held_out)
     chosen = [work.kernels[i] for i in np.random.default_rng(seed).permutation(len(work.kernels))[:count]]
     rows = []
     with start_crew(config, provider, config.labels_on(provider)) as crew:
         crew.wait()
-        for level in sorted({block.level for block in blocks}):
-            first = medians([block for block in blocks if block.level == level])
-            with stress(level, config.stress.kind, provider, workspace=workspace) as stressor:
-                best_ms = collector.best_canary_ms(block for block in blocks if block.level == level)
+        for level, name in sorted({block.load for block in blocks}):
+            of_load = [block for block in blocks if block.load == (level, name)]
+            first = medians(of_load)
+            with stress(level, backgrounds.get(name, config.stress.backgrounds[0]), provider, workspace=workspace) as stressor:
+                best_ms = collector.best_canary_ms(of_load)
                 source = config.open_source(provider)
-                measuring = collector.Collector(config, target, folder, crew, source, here.uuid, level, best_ms)
+                measuring = collector.Collector(config, target, folder, crew, source, here.uuid, level, name, best_ms)
                 parts: list[tuple[list[collector.KernelItem], list[collector.ModelItem]]] = [([], [m]) for m in work.models]
                 parts += [(list(chunk), []) for chunk in collector.chunks(chosen, config.block_kernels)]
                 again = [measuring.block(f"repeat {number}", kernels, models, stressor)
-                         for number, (kernels, models) in enumerate(cli.track(parts, f"level {level:g}"))]
+                         for number, (kernels, models) in enumerate(cli.track(parts, collector.load_in_words(level, name)))]
             second = medians(again)
             for what, least_ms in (("kernel", 0.0), ("kernel", SHORT_MS), ("model", 0.0)):
                 found = differences(first[what], second[what], least_ms)
-                rows.append({"level": level, "what": what + ("s of 20 µs and more" if least_ms else "s"), **found})
+                what += "s of 20 µs and more" if least_ms else "s"
+                rows.append({"level": level, "background": name, "what": what, **found})
     return rows
 
 

@@ -2,9 +2,11 @@
 
 `--intensity` is that share: in every period the stressor works for intensity × period and sleeps through the rest. On a
 GPU it multiplies matrices or copies within the GPU's memory (torch CUDA, in bursts of about 0.5 ms); on a CPU, one
-process a logical processor does the like (numpy, one thread each, their bursts spread over the period). It runs as its
-own process until its time is over, a signal ends it, or the process that started it ends; then it says what load was
-really reached, as the device's own metrics show it.
+process a logical processor does the like (numpy, one thread each, their bursts spread over the period). Or it runs an ONNX
+model in a loop (ONNX Runtime, its tensors on the device; on a CPU in one process with ONNX Runtime's own threads).
+`--queue deep` keeps a GPU's queue filled 8 ms ahead instead of waiting for each burst; a CPU has no such queue and refuses.
+It runs as its own process until its time is over, a signal ends it, or the process that started it ends; then it says what
+load was really reached, as the device's own metrics show it.
 
 Reads nothing and writes nothing but its report on stdout. With --json each line is one event:
 `ready` (the load is up), `load` (every --report-every seconds), `end`.
@@ -31,9 +33,11 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmark.burners import KINDS, burn_core, bursts, cuda_step
+from benchmark.backgrounds import COMPUTE, KINDS, LONGEST_PERIOD_MS, QUEUES, Background
+from benchmark.burners import burn_core, bursts, cuda_work
 from benchmark.metrics import MetricSource, open_source, values
 from utils import cli
+from utils.config import validate
 from utils.errors import UserError
 from utils.fingerprint import resolve_provider
 from utils.logger import get_logger
@@ -42,13 +46,12 @@ from utils.processes import die_with_parent
 
 EXAMPLES = """
   python benchmark/stressor.py --kind compute --intensity 0.6 --duration 30
-  python benchmark/stressor.py --kind copy --intensity 0.3 --device cuda --report-every 1 --json
+  python benchmark/stressor.py --kind memory --queue deep --intensity 1 --device cuda --report-every 1 --json
+  python benchmark/stressor.py --kind model --model resnet18.onnx --dim batch=4 --period-ms 200 --intensity 0.5
 """
-PERIOD_MS = 20.0
 REPORT_SECONDS = 0.5  # how often a stressor that `stress` started reports
 READY_SECONDS = 120.0
 STOP_SECONDS = 5.0
-LONGEST_PERIOD_MS = 1000.0  # signals are heeded between two bursts
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 log = get_logger("stressor")
@@ -72,8 +75,8 @@ class Burner(ABC):
 class GpuBurner(Burner):
     """Bursts from this very process."""
 
-    def __init__(self, kind: str, intensity: float, period_s: float) -> None:
-        self._bursts = bursts(cuda_step(kind), intensity, period_s)
+    def __init__(self, background: Background, intensity: float) -> None:
+        self._bursts = bursts(cuda_work(background), intensity, background.period_ms / 1e3)
         self._busy_s = 0.0
 
     def turn(self, seconds: float) -> None:
@@ -86,28 +89,30 @@ class GpuBurner(Burner):
 
 
 class CpuBurner(Burner):
-    """A process for every logical processor that this one may use."""
+    """A process for every logical processor that this one may use; a single one for a model, which has its own threads."""
 
-    def __init__(self, kind: str, intensity: float, period_s: float) -> None:
+    def __init__(self, background: Background, intensity: float) -> None:
         os.environ.update(ONE_THREAD)  # before a worker loads numpy
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        processes, period_s = 1 if background.model else self._cores, background.period_ms / 1e3
         context = multiprocessing.get_context("spawn")
         self._busy_s = 0.0
         self._workers, waiting = [], []
-        for core in range(cores):
+        for number in range(processes):
             ready, told = context.Pipe(duplex=False)
             worker = context.Process(target=burn_core, daemon=True,
-                                     args=(kind, intensity, period_s, period_s * core / cores, told))
+                                     args=(background, intensity, period_s * number / processes, told))
             worker.start()
             told.close()
             self._workers.append(worker)
             waiting.append(ready)
         try:
-            for ready in waiting:
-                ready.recv()
+            reasons = [ready.recv() for ready in waiting]
         except EOFError:
+            reasons = ["a worker of the stressor ended before it began: see the message above"]
+        if reason := max(reasons):
             self.close()
-            raise UserError("a worker of the stressor ended before it began: see the message above") from None
+            raise UserError(reason)
 
     def turn(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -119,7 +124,7 @@ class CpuBurner(Burner):
 
         with contextlib.suppress(psutil.NoSuchProcess):  # `turn` tells of a worker that has ended
             times = [psutil.Process(worker.pid).cpu_times() for worker in self._workers]
-            self._busy_s = sum(one.user + one.system for one in times) / len(times)
+            self._busy_s = sum(one.user + one.system for one in times) / self._cores
         return self._busy_s
 
     def close(self) -> None:
@@ -145,7 +150,18 @@ class Meter:
         return load | {field: round(value, 4) for field, value in values(self._source.stop(self._window)).items()}
 
 
-def run(args: argparse.Namespace) -> dict[str, float]:
+def background_of(args: argparse.Namespace, workspace: Workspace) -> Background:
+    """The background that the arguments describe.
+
+    Raises:
+        UserError: they do not fit together, or the model is nowhere.
+    """
+    asked = {"name": args.kind, "kind": args.kind, "queue": args.queue, "burst_ms": args.burst_ms, "period_ms": args.period_ms,
+             "model": args.model and workspace.find_model(args.model), "dims": cli.one_size_dims(args.dim)}
+    return validate(asked, Background, "the load asked for")
+
+
+def run(args: argparse.Namespace, background: Background) -> dict[str, float]:
     """Stresses the device as the arguments say until it is over, and returns the load of the whole time.
 
     Raises:
@@ -160,23 +176,22 @@ def run(args: argparse.Namespace) -> dict[str, float]:
     source = open_source(provider)
     if args.report_every is not None and args.report_every < source.minimum_window_s:
         raise UserError(f"--report-every {args.report_every:g}: {source.name} needs {source.minimum_window_s:g} s at least")
-    if args.period_ms > LONGEST_PERIOD_MS:
-        raise UserError(f"--period-ms {args.period_ms:g}: {LONGEST_PERIOD_MS:g} at most")
+    background.check_on(provider)
     if args.intensity == 0.0:
         log.info("intensity 0: nothing to do")
         return {"seconds": 0.0, "duty": 0.0}
-    period_s = args.period_ms / 1e3
-    burner = (GpuBurner if provider == "cuda" else CpuBurner)(args.kind, args.intensity, period_s)
+    burner = (GpuBurner if provider == "cuda" else CpuBurner)(background, args.intensity)
     try:
         whole = Meter(burner, source)
         began = time.monotonic()
-        say(args, "ready", {"pid": os.getpid(), "device": provider, "kind": args.kind, "intensity": args.intensity})
+        say(args, "ready", {"pid": os.getpid(), "device": provider, "kind": background.kind, "queue": background.queue,
+                            "intensity": args.intensity})
         with reporting(args, burner, source):
             while not stop.is_set() and os.getppid() == parent:
                 left = float("inf") if args.duration is None else began + args.duration - time.monotonic()
                 if left <= 0:
                     break
-                burner.turn(min(left, max(period_s, 0.05)))
+                burner.turn(min(left, max(background.period_ms / 1e3, 0.05)))
             return whole.read()
     finally:
         burner.close()
@@ -251,16 +266,15 @@ class Stress:
 
 
 @contextlib.contextmanager
-def stress(intensity: float, kind: str = "compute", execution_provider: str = "auto", *, period_ms: float = PERIOD_MS,
+def stress(intensity: float, background: Background = COMPUTE, execution_provider: str = "auto", *,
            workspace: Workspace | None = None) -> Iterator[Stress]:
     """Keeps the device busy while the block runs; the load is up when it begins. Intensity 0 starts nothing.
 
     Args:
         intensity: share of the time, 0–1.
-        kind: one of KINDS.
+        background: what to be busy with.
         execution_provider: `auto`, `cuda` or `cpu`.
-        period_ms: of one burst and one pause together.
-        workspace: whose log file it writes to.
+        workspace: whose log file it writes to, and among whose exported models a bare name is looked for.
 
     Raises:
         UserError: it did not start.
@@ -268,8 +282,8 @@ def stress(intensity: float, kind: str = "compute", execution_provider: str = "a
     if intensity == 0.0:
         yield Stress(0.0, None)
         return
-    command = [sys.executable, str(Path(__file__).resolve()), "--json", "--quiet", "--intensity", str(intensity), "--kind",
-               kind, "--device", execution_provider, "--period-ms", str(period_ms), "--report-every", str(REPORT_SECONDS)]
+    command = [sys.executable, str(Path(__file__).resolve()), "--json", "--quiet", "--intensity", str(intensity),
+               "--device", execution_provider, "--report-every", str(REPORT_SECONDS), *options(background)]
     if workspace is not None:
         command += ["--workspace", str(workspace.root)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
@@ -283,6 +297,15 @@ def stress(intensity: float, kind: str = "compute", execution_provider: str = "a
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def options(background: Background) -> list[str]:
+    """The background as options of this script."""
+    found = ["--kind", background.kind, "--queue", background.queue, "--burst-ms", str(background.burst_ms),
+             "--period-ms", str(background.period_ms)]
+    if background.model is not None:
+        found += ["--model", str(background.model)]
+    return found + [word for dim, size in background.dims.items() for word in ("--dim", f"{dim}={size}")]
 
 
 def _wait_until_ready(process: subprocess.Popen[str]) -> None:
@@ -312,15 +335,23 @@ def _positive(text: str) -> float:
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--intensity", type=_share, required=True, metavar="0-1", help="share of the time to be busy")
-    parser.add_argument("--kind", choices=KINDS, default="compute", help="what to be busy with (default: compute)")
+    parser.add_argument("--kind", choices=KINDS, default=COMPUTE.kind, help=f"what to be busy with (default: {COMPUTE.kind})")
+    parser.add_argument("--queue", choices=QUEUES, default=COMPUTE.queue,
+                        help="synchronised: each burst is waited for; deep: a GPU's queue is kept filled 8 ms ahead "
+                             f"(default: {COMPUTE.queue})")
+    parser.add_argument("--model", type=Path, metavar="FILE", help="of kind model: the ONNX file; a bare name is also looked "
+                                                                   "for in model_zoo")
+    cli.add_dim(parser)
     parser.add_argument("--duration", type=_positive, metavar="S", help="seconds (default: until a signal)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: the GPU where there is one")
-    parser.add_argument("--period-ms", type=_positive, default=PERIOD_MS, metavar="MS",
-                        help=f"one burst and one pause together (default: {PERIOD_MS:g})")
+    parser.add_argument("--burst-ms", type=_positive, default=COMPUTE.burst_ms, metavar="MS",
+                        help=f"a burst on a GPU, about (default: {COMPUTE.burst_ms:g})")
+    parser.add_argument("--period-ms", type=_positive, default=COMPUTE.period_ms, metavar="MS",
+                        help=f"a share and its pause together, {LONGEST_PERIOD_MS:g} at most (default: {COMPUTE.period_ms:g})")
     parser.add_argument("--report-every", type=_positive, metavar="S", help="report the load this often while running")
     args = parser.parse_args()
-    cli.start(args)
-    load = run(args)
+    workspace = cli.start(args)
+    load = run(args, background_of(args, workspace))
     if args.json:
         say(args, "end", load)
     else:

@@ -33,6 +33,7 @@ from benchmark.ort_profile import ProfiledRun, kernel_times_ms, node_spans_ms
 from benchmark.protocol import Effort, Reply, Request, Samples
 from benchmark.quiet_host import host_probe, quiet_samples_ms
 from benchmark.shared_memory import SharedMemory
+from benchmark.sharing_probe import probe
 from kernel_model.carrier import WRITER, build_carrier, node_name
 from kernel_model.kernel_builder import built_kernel
 from ort_analysis.fusion_detector import kernel_of
@@ -49,6 +50,11 @@ def time_canary(request: Request) -> Reply:
     """The canary, as often as the effort says."""
     timing = canary.canary(request.execution_provider).time_as(request.effort)
     return Reply(samples=(Samples(id=canary.NAME, label="run", samples_ms=timing.samples_ms),))
+
+
+def probe_sharing(request: Request) -> Reply:
+    """How long tiny work waits for other processes."""
+    return Reply(probe=probe(request.execution_provider, request.effort.budget_s))
 
 
 def time_alone(request: Request) -> Reply:
@@ -240,7 +246,8 @@ def prepare(request: Request) -> Reply:
 
 WORK: dict[str, Callable[[Request], Reply]] = {  # each gives the reply but for its times
     "alone": time_alone, "carrier": time_carrier, "model": time_model, "model_gpu": time_model_on_gpu,
-    "model_trace": trace_model, "model_graph": time_model_as_graph, "canary": time_canary, "prepare": prepare}
+    "model_trace": trace_model, "model_graph": time_model_as_graph, "canary": time_canary, "sharing_probe": probe_sharing,
+    "prepare": prepare}
 
 
 def answer(request: Request) -> Reply:

@@ -11,6 +11,7 @@ from benchmark.dcgm_names import NAMES, in_unit
 from benchmark.metrics import values
 from benchmark.soundness import Unsound, checked
 from inference.prometheus import PrometheusConfig, PrometheusError, server_for
+from inference.targets import Fitted
 from utils import files
 from utils.config import Config
 from utils.errors import UserError
@@ -23,6 +24,10 @@ class InferenceConfig(Config):
     """`inference/config.yaml`."""
 
     prometheus: PrometheusConfig = PrometheusConfig()
+
+    def never_idle(self) -> InferenceConfig:
+        """The same, but an unusable answer is an error whatever `on_failure` says."""
+        return self.model_copy(update={"prometheus": self.prometheus.model_copy(update={"on_failure": "error"})})
 
 
 def read_metrics(path: Path) -> dict[str, float]:
@@ -48,6 +53,17 @@ def read_metrics(path: Path) -> dict[str, float]:
     return metrics
 
 
+def fields_asked(fitted: Fitted) -> tuple[str, ...]:
+    """The metrics that Prometheus is asked for: those that the target's predictors were trained with; where it is known how the
+    target is shared, only what says how busy it is."""
+    metrics = fitted.predictors.sidecar.metrics
+    if fitted.sharing is None:
+        return tuple(metrics)
+    from training.sharing import BUSY_FIELDS
+
+    return ([field for field in BUSY_FIELDS if field in metrics] or list(BUSY_FIELDS))[0],
+
+
 @dataclass(frozen=True)
 class Load:
     """What else runs on the device: metrics by DCGM field name, empty where nothing does; and what to know about that."""
@@ -60,7 +76,7 @@ def current_load(config: InferenceConfig, metrics_file: Path | None = None, fiel
     """The load to predict for: that of `metrics_file`, else what the config's Prometheus says, else idle.
 
     Args:
-        fields: the metrics that the target's predictors were trained with, which are the ones that Prometheus is asked for.
+        fields: those that Prometheus is asked for (`fields_asked`).
 
     Raises:
         UserError: the file can't be read, or Prometheus gives no metrics that can be believed and the config does not say

@@ -5,6 +5,10 @@ inference/config.yaml. Prints the latency, where it comes from and which kernels
 dynamic dimension a row for each, which is how to choose a batch. Writes nothing but, with --trace, the predicted timeline,
 and with --beside a real run in the same file.
 
+Beside other work the latency is a distribution: its mean and percentiles stand in the row. --slo-ms says whether an objective
+is met, by how much, and beside how much other work it still would be. --watch predicts again and again as the load changes,
+until Ctrl-C, and --export serves the latest prediction to Prometheus; a reading that fails is a line too, and none is idle.
+
 On a machine that is the target, --measure-missing first has the model's kernels measured that never were: the collector adds
 them to the target's dataset (as benchmark/config.yaml says, idle), and they are looked up from then on, without a training.
 """
@@ -27,13 +31,17 @@ from utils.logger import get_logger
 if TYPE_CHECKING:
     from inference.missing_kernels import Filled
     from inference.prediction import Prediction
+    from inference.slo import SloUnderLoad
 
 log = get_logger("predict")
 
+WATCH_S = 15.0
 EXAMPLES = """
 python inference/predict_model_latency.py --model resnet18.onnx
 python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8
 python inference/predict_model_latency.py --model model.onnx --strict --top 10 --json
+python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --metrics busy.json --slo-ms 5
+python inference/predict_model_latency.py --model model.onnx --config prometheus.yaml --watch --slo-ms 5 --export 9401
 python inference/predict_model_latency.py --model model.onnx --measure-missing
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace timeline.json
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --cuda-graph
@@ -44,7 +52,8 @@ python inference/predict_model_latency.py --model model.onnx --target nvidia-h20
 def summary(found: Prediction) -> dict[str, Any]:
     """A prediction as one row of a table."""
     return {
-        "model": found.model, "batch": found.batch, "latency (ms)": found.latency_ms,
+        "model": found.model, "batch": found.batch,
+        **(found.under_load.columns() if found.under_load else {"latency (ms)": found.latency_ms}),
         **({"90 % between (ms)": "{:.4g} and {:.4g}".format(*found.interval_ms)} if found.interval_ms else {}),
         "items/s": found.items_per_second, "peak memory (MiB)": found.peak_memory_mib,
         "Σ kernels (ms)": found.kernel_sum_ms,
@@ -77,6 +86,19 @@ def print_predictions(found: Sequence[Prediction], top: int) -> None:
         cli.print_table(kernel_rows(first, top), f"the kernels that take most of {first.kernel_sum_ms:.4g} ms")
 
 
+def verdict(found: Prediction, slo: SloUnderLoad) -> str:
+    """A line that says whether an objective is met, by how much, and beside how much other work it still would be."""
+    what = f"p{slo.percentile:g}" if found.under_load else "latency"
+    could = "" if slo.could_be_ms is None else f" (it could be {slo.could_be_ms:.4g})"
+    said = (f"{found.model}: {what} {slo.latency_ms:.4g} ms{could} {'meets' if slo.met else 'misses'} the SLO of "
+            f"{slo.limit_ms:g} ms by {abs(slo.headroom_ms):.4g} ms, {abs(slo.headroom_percent):.3g} %; ")
+    if slo.unknown_because is not None:
+        return said + f"what load still meets it is not known: {slo.unknown_because}"
+    if slo.highest_busy_share is None:
+        return said + f"p{slo.percentile:g} misses it on an idle device too"
+    return said + f"p{slo.percentile:g} meets it beside a background busy for up to {slo.highest_busy_share:.1%} of the time"
+
+
 def tell(filled: Filled) -> None:
     """What was measured for the prediction, on stderr."""
     if filled.measured:
@@ -90,11 +112,9 @@ def tell(filled: Filled) -> None:
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--model", type=Path, required=True,
-                        help="an ONNX file, or a kernel record's JSON; a bare name is also looked for in model_zoo")
+    cli.add_model(parser)
     cli.add_dim(parser)
-    parser.add_argument("--target", help="whose latency, by name or its beginning, e.g. nvidia-h200, whose predictors come "
-                        "with Hase (default: this machine, or the only target with predictors)")
+    cli.add_target(parser)
     cli.add_load(parser)
     cli.add_way(parser)
     parser.add_argument("--top", type=int, default=5, metavar="N", help="show the N dominating kernels (default: 5)")
@@ -104,9 +124,16 @@ def main() -> int:
                         help="first measure the kernels that never were; needs a machine that is the target")
     parser.add_argument("--beside", type=Path, metavar="REAL",
                         help="put a real run into --trace's file too, as benchmark/run_anatomy.py --trace wrote it")
-    parser.add_argument("--strict", action="store_true", help="predict every kernel, even those that were measured")
-    parser.add_argument("--force", action="store_true",
-                        help="predict although element type or ONNX Runtime version are not the predictors'")
+    parser.add_argument("--slo-ms", type=cli.positive, metavar="MS", help="whether the latency keeps to this, and by how much")
+    parser.add_argument("--slo-percentile", type=cli.percentile, metavar="P", help="… which percentile of it (default: 95)")
+    parser.add_argument("--probe", nargs="?", const="", metavar="FILE",
+                        help="learn what else runs from the sharing probe: read on this machine now, which is the target, or "
+                             "from what benchmark/sharing_probe.py --out wrote")
+    parser.add_argument("--watch", type=cli.positive, nargs="?", const=WATCH_S, metavar="S",
+                        help=f"a line with the load and the prediction every S seconds (default: {WATCH_S:g}), until Ctrl-C")
+    parser.add_argument("--export", type=cli.address, metavar="[ADDRESS:]PORT",
+                        help="with --watch: serve the latest prediction to Prometheus; port 0: a free one")
+    cli.add_trust(parser)
     args = parser.parse_args()
     sizes = cli.combinations(cli.parse_dims(args.dim))
     if args.trace and len(sizes) > 1:
@@ -115,13 +142,23 @@ def main() -> int:
         parser.error("--measure-missing: idle times are looked up neither with --strict nor under a load")
     if args.beside and not args.trace:
         parser.error("--beside goes with --trace FILE, which then holds both runs")
+    if args.slo_percentile and not args.slo_ms:
+        parser.error("--slo-percentile goes with --slo-ms MS")
+    if args.watch and (len(sizes) > 1 or args.trace or args.measure_missing):
+        parser.error("--watch follows one size of one model, without --trace and --measure-missing")
+    if args.probe is not None and (args.watch or args.measure_missing):
+        parser.error("--probe is one reading of what else runs: it goes neither with --watch nor with --measure-missing")
+    if args.export and not args.watch:
+        parser.error("--export goes with --watch")
     workspace = cli.start(args)
     if __name__ == "__main__":  # in a process of its own: xgboost would import it (0.9 s) for an API that is not used here
         sys.modules["sklearn"] = None  # type: ignore[assignment]
 
-    from inference.load import CONFIG_FILE, InferenceConfig, current_load
+    from inference.load import CONFIG_FILE, InferenceConfig, Load, current_load, fields_asked
     from inference.prediction import WayOfRunning, predict
+    from inference.slo import PERCENTILE, slo_under_load
     from inference.targets import fitted_for
+    from inference.watch import Watch, follow
     from utils.config import load_config
     from utils.trace_events import MEASURED, document, read_processes
 
@@ -131,16 +168,40 @@ def main() -> int:
         raise UserError("--measure-missing: idle times are not looked up under a load; set prometheus.url to null in "
                         f"{args.config or CONFIG_FILE}")
     asked = config.prometheus.url is not None and not args.metrics
-    fields = fitted_for(workspace, args.target).predictors.sidecar.metrics if asked else ()
+    fields = fields_asked(fitted_for(workspace, args.target)) if asked else ()
+    other = None
+    if args.probe is not None:
+        from benchmark.probe_reading import read_reading
+        from inference.sharing import probed
+
+        other = probed(fitted_for(workspace, args.target), read_reading(Path(args.probe)) if args.probe else None)
+    way = WayOfRunning(io=args.io, cuda_graph=args.cuda_graph)
+    percentile = args.slo_percentile or PERCENTILE
+
+    def predicted(dims: dict[str, int], load: Load) -> Prediction:
+        return predict(args.model, dims=dims, target=args.target, strict=args.strict, load=load.metrics, workspace=workspace,
+                       way=way, force=args.force, notices=load.notices, other=other)
+
+    if args.watch:
+        if not asked and not args.metrics:
+            raise UserError(f"--watch: nothing says what else runs; set prometheus.url in {args.config or CONFIG_FILE}, or "
+                            "give --metrics FILE, which is read each time")
+        if asked and not fields:
+            raise UserError("--watch: the predictors were trained without metrics, so no load changes what they say")
+        for warning in predicted(sizes[0], Load()).warnings:  # a model or target that can't be used ends the command at once
+            log.warning("%s", warning)
+        live = config.never_idle()
+        follow(Watch(lambda: predicted(sizes[0], current_load(live, args.metrics, fields)), args.watch, args.slo_ms,
+                     percentile), args.export, args.json)
+        return 0
     load = current_load(config, args.metrics, fields)
     if args.measure_missing:
         from inference.missing_kernels import measure_missing
 
         tell(measure_missing(args.model, sizes, target=args.target, workspace=workspace, force=args.force))
-    found = [
-        predict(args.model, dims=dims, target=args.target, strict=args.strict, load=load.metrics, workspace=workspace,
-                way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), force=args.force, notices=load.notices)
-        for dims in cli.track(sizes, "predicting")]
+    found = [predicted(dims, load) for dims in cli.track(sizes, "predicting")]
+    slos = [slo_under_load(one, args.model, args.slo_ms, percentile, workspace, args.force) for one in found
+            ] if args.slo_ms else [None] * len(found)
     if args.trace:
         from inference.sources import record_of
         from inference.timeline import trace_of
@@ -152,9 +213,14 @@ def main() -> int:
     for warning in dict.fromkeys(warning for one in found for warning in one.warnings):
         log.warning("%s", warning)
     if args.json:
-        cli.print_json(found[0] if len(found) == 1 else [one.model_dump(mode="json") for one in found])
+        dumped = [one.model_dump(mode="json") | ({"slo": slo.model_dump(mode="json")} if slo else {})
+                  for one, slo in zip(found, slos, strict=True)]
+        cli.print_json(dumped[0] if len(dumped) == 1 else dumped)
     else:
         print_predictions(found, args.top)
+        for one, slo in zip(found, slos, strict=True):
+            if slo:
+                print(verdict(one, slo))
     return 0
 
 

@@ -16,17 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from inference.memory import Layout, Memory, layout_of, peak_memory
+from inference.sharing import NotShared, UnderLoad, other_work, under_load
 from inference.sources import Source, record_of
 from inference.targets import Fitted, check_fit, fitted_for
 from ort_analysis.cuda_capture import capture_obstacle
 from ort_analysis.records import Frozen, ModelRecord
-from overlap_simulator import PipelineCosts
+from overlap_simulator import OtherWork, PipelineCosts
 from utils.errors import UserError
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
     from training.composition import Composition, Interval
+    from training.sharing import Sharing
+
+Floats = npt.NDArray[np.float64]
 
 Provenance = Literal["measured", "predicted", "fallback"]
 PROVENANCES: tuple[Provenance, ...] = ("measured", "predicted", "fallback")
@@ -103,14 +110,16 @@ class Prediction(Frozen):
         target, flavour: names of what the prediction holds for, and of the graph.
         composition: how the kernels' times were put together.
         way: how the model is run.
-        latency_ms: the prediction.
+        latency_ms: the prediction; under a load with a distribution, its mean.
         interval_ms: between which latencies nine of ten models lay, OTHER_CUDNN times as wide where this machine is the
             target's device with another cuDNN minor; None under load, where a kernel is estimated from
             FLOPs and bytes, or where too few models were measured to tell.
         sum_latency_ms: α·Σ+β; the prediction itself, unless the composition uses the longest path.
         kernel_sum_ms: Σ of the kernels' times.
         critical_path_ms: the longest path, where the composition uses it.
-        load: `idle`, or the metrics of what else runs, by DCGM field name.
+        load: `idle`, or the metrics of what else runs, by DCGM field name (none where only a probe told of it).
+        under_load: the latency's distribution beside what else runs; None where nothing does, or where the target's composition
+            knows no sharing and the kernels' times answer to the load.
         strict: no measured kernel time was looked up.
         time_share, kernel_count: by provenance: ratios of kernel_sum_ms, and numbers of nodes.
         kernels: each once, the dominating ones first.
@@ -133,6 +142,7 @@ class Prediction(Frozen):
     kernel_sum_ms: float
     critical_path_ms: float | None = None
     load: Literal["idle"] | dict[str, float]
+    under_load: UnderLoad | None = None
     strict: bool
     time_share: dict[Provenance, float]
     kernel_count: dict[Provenance, int]
@@ -149,7 +159,7 @@ class Prediction(Frozen):
 def predict(source: Source, *, dims: Mapping[str, int] | None = None,
             target: str | None = None, strict: bool = False, load: Mapping[str, float] | None = None,
             way: WayOfRunning = AS_USUAL, composition: Composition | None = None, workspace: Workspace | None = None,
-            force: bool = False, notices: Sequence[str] = ()) -> Prediction:
+            force: bool = False, notices: Sequence[str] = (), other: OtherWork | None = None) -> Prediction:
     """The latency of one model.
 
     Args:
@@ -163,19 +173,20 @@ def predict(source: Source, *, dims: Mapping[str, int] | None = None,
         workspace: the folder that holds the predictors; by default the repository.
         force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
         notices: what to know about the load; put first among the prediction's warnings.
+        other: what else runs on the GPU, as a probe met it (`training.sharing.other_work_seen`); it tells more than metrics do.
 
     Raises:
         UserError: the model, the predictors or the load can't be used; the message says why.
     """
     return predict_many([source], dims=dims, target=target, strict=strict, load=load, way=way, composition=composition,
-                        workspace=workspace, force=force, notices=notices)[0]
+                        workspace=workspace, force=force, notices=notices, other=other)[0]
 
 
 def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = None,
                  target: str | None = None, strict: bool = False, load: Mapping[str, float] | None = None,
                  way: WayOfRunning = AS_USUAL, composition: Composition | None = None,
                  workspace: Workspace | None = None, force: bool = False,
-                 notices: Sequence[str] = ()) -> list[Prediction]:
+                 notices: Sequence[str] = (), other: OtherWork | None = None) -> list[Prediction]:
     """The latencies of many models in one go, in their order; a kernel that several share is predicted once.
 
     Arguments and errors are those of `predict`.
@@ -189,25 +200,57 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
                for source in sources]
     sidecar = fitted.predictors.sidecar
     notices = (*notices, *fitted.notices)
-    if unread := sorted(set(load or {}) - set(sidecar.metrics)):
+    if fitted.sharing is None and (unread := sorted(set(load or {}) - set(sidecar.metrics))):
         notices = (*notices, f"the load's {', '.join(unread)} was in no training and is not looked at")
     warnings = [(*notices, *check_fit(record, fitted.target, sidecar.dtypes, force)) for record in records]
     kernels = {name: kernel for record in records for name, kernel in record.kernels.items()}
     given = dict(load or {})
-    times = fitted.predictors.predict(list(kernels.values()), given, used.label, strict)
+    beside = _beside(fitted, used, way, given, other)
+    of_kernels = {} if beside else given  # waiting belongs to the model's run then, not to its kernels
+    times = fitted.predictors.predict(list(kernels.values()), of_kernels, used.label, strict)
     launches: Sequence[float | None] = [None] * len(kernels)
     if used.kind == "pipeline":
         from training.estimators import LAUNCHES
 
-        launches = fitted.predictors.predict(list(kernels.values()), given, LAUNCHES, strict).latency_ms
+        launches = fitted.predictors.predict(list(kernels.values()), of_kernels, LAUNCHES, strict).latency_ms
     known = {name: KnownKernel(time_ms, cast("Provenance", provenance), count, kernel.moves_data, layout_of(kernel))
              for (name, kernel), time_ms, provenance, count in zip(
                  kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
     predicted = [kernel for name, kernel in kernels.items() if known[name].provenance == "predicted"]
     beyond = set(fitted.predictors.beyond_range(predicted))
-    return [_compose(record, known, fitted, used, given, strict, way,
+    return [_compose(record, known, fitted, used, given, beside, strict, way,
                      (*warned, *_capture_warning(record, way), *_range_warning(record, known, beyond)))
             for record, warned in zip(records, warnings, strict=True)]
+
+
+class Beside(NamedTuple):
+    """What else runs on the GPU, what the target's sharing is like, and what told of it."""
+
+    sharing: Sharing
+    other: OtherWork
+    told_by: Literal["probe", "metrics"]
+
+
+def _beside(fitted: Fitted, used: Composition, way: WayOfRunning, load: Mapping[str, float],
+            other: OtherWork | None) -> Beside | None:
+    """What else runs, where the latency's distribution beside it can be told; None where nothing does, or by metrics alone
+    where nothing was learned of sharing.
+
+    Raises:
+        UserError: a probe, or a way of running beside other work, for which nothing was learned.
+    """
+    sharing = fitted.sharing if used.kind == "pipeline" else None
+    if sharing is None:
+        if other is not None:
+            raise NotShared(fitted.target.name)
+        return None
+    found = other or other_work(sharing, load)
+    if found is None:
+        return None
+    if way != AS_USUAL:
+        raise UserError(f"a model run {way.in_words} was not measured beside other work; predict it with tensors on the "
+                        "device, node by node, or idle")
+    return Beside(sharing, found, "metrics" if other is None else "probe")
 
 
 def check_way(way: WayOfRunning, used: Composition, target: str) -> None:
@@ -242,7 +285,8 @@ class KnownKernel(NamedTuple):
 
 
 def _compose(record: ModelRecord, known: Mapping[str, KnownKernel], fitted: Fitted, used: Composition,
-             load: dict[str, float], strict: bool, way: WayOfRunning, warnings: tuple[str, ...]) -> Prediction:
+             load: dict[str, float], beside: Beside | None, strict: bool, way: WayOfRunning,
+             warnings: tuple[str, ...]) -> Prediction:
     """A model's time from what is known of its kernels, by id."""
     from training.composition import copied_mib, host_io_ms, latency_ms, working_nodes
 
@@ -264,10 +308,15 @@ def _compose(record: ModelRecord, known: Mapping[str, KnownKernel], fitted: Fitt
         nodes_by_provenance[known[kernel_id].provenance] += counts[kernel_id]
     shares = {name: part / whole_ms for name, part in by_provenance.items()}
     costs, interval = used.costs, used.interval_for(shares["measured"])
+    shared: UnderLoad | None = None
     if way.cuda_graph and used.cuda_graph:
         costs, interval = used.cuda_graph.costs, used.cuda_graph.interval
     if used.kind == "pipeline" and costs is not None:
-        latency = _pipeline_ms([known[kernel_id] for kernel_id in ids], costs)
+        nodes = [known[kernel_id] for kernel_id in ids]
+        latency = _pipeline_ms(nodes, costs)
+        if beside:
+            shared = under_load(*_tracks(nodes), costs, beside.sharing, beside.other, beside.told_by)
+            latency = shared.mean_ms
     else:
         base_ms = kernel_sum_ms if critical_path_ms is None else critical_path_ms
         latency = float(latency_ms(used, base_ms, working_nodes(record)))
@@ -284,10 +333,11 @@ def _compose(record: ModelRecord, known: Mapping[str, KnownKernel], fitted: Fitt
         model=record.model, target=fitted.target.name, flavour=record.flavour.name,
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
                                     node_ms=used.node_ms, costs=costs),
-        way=way, latency_ms=latency, interval_ms=None if load or unknown else _interval_ms(latency, interval, widen),
+        way=way, latency_ms=latency, interval_ms=None if load or shared or unknown else _interval_ms(latency, interval, widen),
         sum_latency_ms=_sum_latency_ms(used, kernel_sum_ms), kernel_sum_ms=kernel_sum_ms,
         critical_path_ms=critical_path_ms,
-        load=load or "idle", strict=strict, time_share=shares, kernel_count=nodes_by_provenance,
+        load=load or ({} if shared else "idle"), under_load=shared, strict=strict, time_share=shares,
+        kernel_count=nodes_by_provenance,
         kernels=tuple(
             KernelShare(id=kernel_id, type=record.kernels[kernel_id].type, count=counts[kernel_id],
                         latency_ms=known[kernel_id].latency_ms, total_ms=total_ms, share=total_ms / whole_ms,
@@ -327,12 +377,15 @@ def _interval_ms(latency: float, interval: Interval | None, widen: float) -> tup
 
 def _pipeline_ms(nodes: Sequence[KnownKernel], costs: PipelineCosts) -> float:
     """The latency of host and GPU as two tracks; `nodes`: the kernel of each, in order."""
-    import numpy as np
-
     from overlap_simulator import pipeline_ms
 
-    return pipeline_ms(np.array([node.latency_ms for node in nodes]), np.array([node.launches for node in nodes]),
-                       np.array([node.moves_data for node in nodes], dtype=bool), costs)
+    return pipeline_ms(*_tracks(nodes), costs)
+
+
+def _tracks(nodes: Sequence[KnownKernel]) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
+    """Each node's time on the GPU (ms), its launches, and whether it moves data."""
+    return (np.array([node.latency_ms for node in nodes]), np.array([node.launches for node in nodes]),
+            np.array([node.moves_data for node in nodes], dtype=bool))
 
 
 def _sum_latency_ms(used: Composition, kernel_sum_ms: float) -> float | None:

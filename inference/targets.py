@@ -17,12 +17,13 @@ from utils.paths import SHIPPED, Workspace
 if TYPE_CHECKING:
     from training.composition import Composition
     from training.predictor_files import Predictors, Sidecar
+    from training.sharing import Sharing
 
 MAKE_PREDICTORS = (
     "python benchmark/collector.py", "python training/train_kernel_model.py", "python training/fit_composition.py")
 SIDECAR = "predictors.json"  # written last by training: a folder without it holds nothing that counts
 FLOATING = ("float16", "bfloat16", "float32", "float64")
-_fitted: dict[tuple[Any, ...], tuple[Predictors, Composition]] = {}
+_fitted: dict[tuple[Any, ...], tuple[Predictors, Composition, Sharing | None]] = {}
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Fitted:
     """What was learned for one target, and what to know about its being chosen.
 
     Attributes:
+        sharing: how the target's GPU turns between processes; None where that was not learned.
         other_cudnn: this machine is the target's device, but has another minor version of cuDNN than was measured.
         notices: for the reader.
     """
@@ -37,6 +39,7 @@ class Fitted:
     target: Target
     predictors: Predictors
     composition: Composition
+    sharing: Sharing | None = None
     other_cudnn: bool = False
     notices: tuple[str, ...] = ()
 
@@ -131,16 +134,17 @@ def fitted_for(workspace: Workspace, name: str | None = None) -> Fitted:
     folder = predictor_folders(workspace)[name]
     key = (str(folder), *sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in folder.iterdir()))
 
-    def load() -> tuple[Predictors, Composition]:
+    def load() -> tuple[Predictors, Composition, Sharing | None]:
         from training.composition import load_composition
         from training.predictor_files import load_predictors
+        from training.sharing import read_sharing
 
-        return load_predictors(folder), load_composition(folder)
+        return load_predictors(folder), load_composition(folder), read_sharing(folder)
 
-    predictors, composition = cached(_fitted, key, load, limit=4)
+    predictors, composition, sharing = cached(_fitted, key, load, limit=4)
     sidecar = predictors.sidecar
     versions = version_notice(sidecar)
-    return Fitted(sidecar.target, predictors, composition, other_cudnn=other_cudnn(sidecar) is not None,
+    return Fitted(sidecar.target, predictors, composition, sharing, other_cudnn=other_cudnn(sidecar) is not None,
                   notices=(*notices, versions) if versions else notices)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from benchmark import dataset
 from benchmark import worker as worker_process
+from benchmark.backgrounds import COMPUTE, KINDS, QUEUES, Background
 from benchmark.collector import (
     Collector,
     KernelItem,
@@ -44,6 +46,7 @@ from kernel_model.kernel_builder import KERNEL_KEY, build_model, kernel_build
 from kernel_model.kernel_sampler import SEED_FILE
 from ort_analysis.kernel_types import describe_kernel
 from ort_analysis.records import Kernel, KernelInput, Tensor, index_path, load_index, load_records
+from training.training_set import load_training_set
 from utils import files
 from utils.config import load_config
 from utils.errors import UserError
@@ -170,6 +173,7 @@ def test_no_row_is_lost_or_doubled(collected: Collected) -> None:
     wanted = {(name, level): 1 for name in of_models | sampled for level in LEVELS}
     table = collected.kernels()
     assert Counter(zip(table["Kernel_ID"], table["Level"], strict=True)) == wanted
+    assert {*zip(table["Level"], table["Background"], strict=True)} == {(0.0, ""), (0.5, "compute")}
     models = dataset.load_table(dataset.model_table_path(collected.folder))
     assert Counter(zip(models["Model"], models["Level"], strict=True)) == {
         (name, level): 1 for name in ("anet_b1", "bnet_b1", "heldnet_b1") for level in LEVELS}
@@ -182,10 +186,10 @@ def test_columns(collected: Collected) -> None:
     header = dataset.kernel_table_path(collected.folder).read_text().splitlines()[0].split(",")
     assert header[:6] == ["Kernel_ID", "OpType", "Input_Shape", *METRICS, "Latency_ms"]
     assert header[6:] == ["kernel_time_ms", "node_span_ms", "run_median_ms", *(f"{metric}_during" for metric in METRICS),
-                          "Level", "Machine", "Context", "Models", "Canary_ms", "Drift", "Runs", "Started", "Ended",
-                          "Status", "Error"]
+                          "Level", "Background", "Machine", "Context", "Models", "Canary_ms", "Drift", "Runs", "Started",
+                          "Ended", "Status", "Error"]
     model_header = dataset.model_table_path(collected.folder).read_text().splitlines()[0].split(",")
-    assert model_header[:5] == ["Model", "Level", *METRICS, "Latency_ms"]
+    assert model_header[:6] == ["Model", "Level", "Background", *METRICS, "Latency_ms"]
 
 
 def test_rows_say_what_was_measured(collected: Collected) -> None:
@@ -612,6 +616,7 @@ def test_a_worker_that_hangs_dies_with_the_collector(tmp_path: Path) -> None:
     """Even where the collector is killed without warning and the worker never comes to read the end of its input."""
     endless(tmp_path / "hangs.onnx")
     script = f"""
+from benchmark.backgrounds import COMPUTE, KINDS, QUEUES, Background
 from benchmark.protocol import Effort, Request
 from benchmark.worker_client import Worker
 with Worker(60) as worker:
@@ -631,6 +636,121 @@ with Worker(60) as worker:
     for process in alive:
         process.kill()
     assert not alive
+
+
+# kinds of load -----------------------------------------------------------------------------------------------------------
+
+BACKGROUNDS = [{"name": "products"}, {"name": "net", "kind": "model", "model": "other.onnx", "dims": {"batch": 2}},
+               {"name": "copies", "kind": "memory", "period_ms": 10}]
+KINDS_OF_LOAD = TINY | {"held_out": [], "labels": ["run"], "levels": [0.0, 0.6], "block_kernels": 32, "block_models": 4,
+                        "held_out_backgrounds": ["net"]}
+
+
+def kinds_of_load(count: int = 3, **changes: object) -> CollectorConfig:
+    return CollectorConfig.model_validate(
+        KINDS_OF_LOAD | {"stress": {"settle_s": 0.1, "backgrounds": BACKGROUNDS[:count]}} | changes)
+
+
+@pytest.fixture(scope="module")
+def under_load(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A model and its kernels measured idle and beside two backgrounds, one of them a second model, held out."""
+    workspace = Workspace(tmp_path_factory.mktemp("load"))
+    build_workspace(workspace, {"anet_b1": small_model()})
+    files.write_bytes(workspace.models / "other.onnx", small_model(batch="batch", channels=16).SerializeToString())
+    collect(workspace, kinds_of_load(2))
+    return workspace
+
+
+def copied(workspace: Workspace, tmp_path: Path) -> tuple[Workspace, Path]:
+    """A copy of a workspace, and its dataset's folder."""
+    shutil.copytree(workspace.root, tmp_path / "copy")
+    return Workspace(tmp_path / "copy"), Workspace(tmp_path / "copy").dataset(local_target("cpu").name)
+
+
+def counted_loads(folder: Path) -> Counter[tuple[float, str]]:
+    """How many kernels each load has a row of; each kernel has one, and each model too."""
+    kernels = dataset.load_table(dataset.kernel_table_path(folder))
+    models = dataset.load_table(dataset.model_table_path(folder))
+    assert not kernels.duplicated(["Kernel_ID", "Level", "Background"]).any()
+    assert set(kernels["Status"]) == {"ok"}
+    found = Counter(zip(kernels["Level"], kernels["Background"], strict=True))
+    assert Counter(zip(models["Level"], models["Background"], strict=True)) == dict.fromkeys(found, 1)
+    return found
+
+
+def test_every_background_is_used_at_each_level(under_load: Workspace) -> None:
+    folder = under_load.dataset(local_target("cpu").name)
+    (count,) = set(counted_loads(folder).values())
+    assert counted_loads(folder) == {(0.0, ""): count, (0.6, "products"): count, (0.6, "net"): count}
+    for block in dataset.read_journal(folder):
+        assert bool(block.background_name) == (block.level > 0)
+        assert set(block.background) == set(METRICS)  # alone, beside the window of the runs
+        assert block.during == {} or set(block.during) == set(METRICS)
+        assert (block.stress["duty"] > 0.02) is (block.level > 0)
+        assert all(m.samples_ms for m in block.measurements)
+    header = dataset.load_header(folder)
+    assert list(header.backgrounds) == ["products", "net"]
+    assert header.backgrounds["net"] == Background(name="net", kind="model", model=Path("other.onnx"), dims={"batch": 2})
+    assert header.held_out_backgrounds == ("net",)
+
+
+def test_rows_beside_a_held_out_background_are_not_learned_from(under_load: Workspace) -> None:
+    folder = under_load.dataset(local_target("cpu").name)
+    rows = load_training_set(under_load, folder.name)
+    table = dataset.load_table(dataset.kernel_table_path(folder))
+    assert len(rows) == len(table[table["Background"] != "net"])
+    beside = table[table["Background"] == "products"]
+    assert sorted(rows.times_ms["run"][~rows.idle]) == sorted(beside["Latency_ms"])
+
+
+def test_a_further_background_is_measured_where_the_others_are_there(under_load: Workspace, tmp_path: Path) -> None:
+    workspace, folder = copied(under_load, tmp_path)
+    before = dataset.journal_path(folder).read_text()
+    collect(workspace, kinds_of_load(2))
+    assert dataset.journal_path(folder).read_text() == before
+    collect(workspace, kinds_of_load(3))
+    assert dataset.journal_path(folder).read_text().startswith(before)
+    assert {block.load for block in dataset.read_journal(folder)[len(before.splitlines()):]} == {(0.6, "copies")}
+    assert len(set(counted_loads(folder).values())) == 1
+    assert list(dataset.load_header(folder).backgrounds) == ["products", "net", "copies"]
+    collect(workspace, kinds_of_load(1, held_out_backgrounds=[], levels=[0.0]))  # what it does not name stays
+    assert list(dataset.load_header(folder).backgrounds) == ["products", "net", "copies"]
+    assert dataset.load_header(folder).held_out_backgrounds == ("net",)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"stress": {"backgrounds": [{"name": "products", "kind": "mixed"}, BACKGROUNDS[1]]}}, "background products was another"),
+    ({"held_out_backgrounds": []}, "background net was held out when this dataset"),
+    ({"held_out_backgrounds": ["net", "products"]}, "background products was not held out"),
+    ({"stress": {"backgrounds": [*BACKGROUNDS[:2], {"name": "queued", "queue": "deep"}]}}, "queued: queue deep: only a GPU"),
+    ({"stress": {"backgrounds": [*BACKGROUNDS[:2], {"name": "lost", "kind": "model", "model": "lost.onnx"}]}}, "no such model"),
+])
+def test_another_background_is_refused(under_load: Workspace, tmp_path: Path, change: dict[str, object], message: str) -> None:
+    workspace, folder = copied(under_load, tmp_path)
+    before = dataset.header_path(folder).read_bytes()
+    with pytest.raises(UserError, match=message):
+        collect(workspace, kinds_of_load(2, **change))
+    assert dataset.header_path(folder).read_bytes() == before
+
+
+def test_a_journal_from_before_backgrounds_had_names(under_load: Workspace, tmp_path: Path) -> None:
+    """It is read as it stands; once the dataset has a background, what was measured under load counts as of the first."""
+    workspace, folder = copied(under_load, tmp_path)
+    blocks = [block for block in dataset.read_journal(folder) if block.background_name != "net"]
+    lines = [block.model_dump_json(exclude={"background_name"}) + "\n" for block in blocks]
+    files.write_text(dataset.journal_path(folder), "".join(lines))
+    header = dataset.load_header(folder)
+    files.write_text(dataset.header_path(folder), header.model_dump_json(exclude={"backgrounds", "held_out_backgrounds"}))
+    for path in (dataset.kernel_table_path(folder), dataset.model_table_path(folder)):
+        table = pd.read_csv(path)
+        table[table["Background"] != "net"].drop(columns="Background").to_csv(path, index=False)
+    assert {block.load for block in dataset.read_journal(folder)} == {(0.0, ""), (0.6, "")}
+    (count,) = set(counted_loads(folder).values())
+    assert counted_loads(folder) == {(0.0, ""): count, (0.6, ""): count}
+    assert len(load_training_set(workspace, folder.name)) == 2 * count
+    collect(workspace, kinds_of_load(1, held_out_backgrounds=[]))
+    assert dataset.journal_path(folder).read_text() == "".join(lines)
+    assert counted_loads(folder) == {(0.0, ""): count, (0.6, "products"): count}
 
 
 # tables ------------------------------------------------------------------------------------------------------------------
@@ -691,7 +811,13 @@ def test_a_damaged_journal_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "message"), [
     ("levls: [0]", "levls: unknown key; did you mean levels?"), ("levels: [1.5]", "levels.0: .*less than or equal to 1"),
     ("levels: []", "levels: "), ("levels: [0.3, 0.3]", "levels: one stands twice"),
-    ("stress: {kind: heat}", "stress.kind: .*compute"), ("kernel: {warmup: -1}", "kernel.warmup: .*0"),
+    ("stress: {kind: heat}", r"stress.kind: unknown key \(allowed: backgrounds, settle_s\)"),
+    ("stress: {backgrounds: [{name: a, kind: heat}]}", "stress.backgrounds.0.kind: .*compute"),
+    ("stress: {backgrounds: [{name: a, queu: deep}]}", "stress.backgrounds.0.queu: unknown key; did you mean queue?"),
+    ("stress: {backgrounds: []}", "stress.backgrounds: "),
+    ("stress: {backgrounds: [{name: a}, {name: a, kind: memory}]}", "stress.backgrounds: one name stands twice"),
+    ("held_out_backgrounds: [net]", "held_out_backgrounds: net is none of stress.backgrounds, which are compute"),
+    ("kernel: {warmup: -1}", "kernel.warmup: .*0"),
     ("device: tpu", "device: .*auto")])
 def test_config_errors(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "config.yaml"
@@ -701,7 +827,19 @@ def test_config_errors(tmp_path: Path, text: str, message: str) -> None:
     assert str(path) in str(raised.value)
 
 
+def test_the_shipped_config_under_load_is_a_gpus() -> None:
+    config = load_config(ROOT / "gpu_dataset" / "collector_under_load.yaml", CollectorConfig)
+    assert {background.kind for background in config.stress.backgrounds} == set(KINDS)
+    assert {background.queue for background in config.stress.backgrounds} == set(QUEUES)
+    assert [level for level, _ in config.loads()] == [0.0] + [0.5] * 5 + [1.0] * 5
+    assert list(config.backgrounds_on("cuda"))[-1:] == list(config.held_out_backgrounds)
+    with pytest.raises(UserError, match="compute_deep: queue deep: only a GPU"):
+        config.backgrounds_on("cpu")
+
+
 def test_the_shipped_config_is_the_plans() -> None:
     config = load_config(ROOT / "benchmark" / "config.yaml", CollectorConfig)
     assert config.levels == (0.0, 0.3, 0.6, 0.9)
     assert config.held_out == ()
+    assert config.stress.backgrounds == (COMPUTE,)
+    assert config.held_out_backgrounds == ()

@@ -14,6 +14,7 @@ from trained_workspace import HELD_OUT, METRIC, conv_net, model_ms, trained
 
 import evaluator
 from benchmark import dataset
+from benchmark.backgrounds import Background
 from inference import predict
 from inference.prediction import WayOfRunning
 from ort_analysis.fusion_detector import analyze
@@ -182,3 +183,35 @@ def test_the_command_fails_at_the_end_where_a_model_fails(workspace: Workspace, 
 def test_wrong_usage_is_told(workspace: Workspace) -> None:
     for arguments in ([], ["anet_c8.onnx", "--rounds", "0"], ["--recorded", "--config", "inference/config.yaml"]):
         assert shell(workspace, *arguments).returncode == 2
+
+
+def test_recorded_loads_are_told_apart_by_background(workspace: Workspace, tmp_path: Path) -> None:
+    """What was measured beside `products` is made twice as slow beside `net`, which is held out."""
+    other = Workspace(tmp_path)
+    shutil.copytree(workspace.kernel_records, other.kernel_records)
+    shutil.copytree(workspace.predictors(TARGET), other.predictors(TARGET))
+    idle, loaded = dataset.read_journal(workspace.dataset(TARGET))
+    beside = loaded.model_copy(update={"background_name": "products"})
+    slower = tuple(m.model_copy(update={"samples_ms": tuple(2 * sample for sample in m.samples_ms)})
+                   for m in loaded.measurements)
+    held_out = loaded.model_copy(update={"background_name": "net", "measurements": slower})
+    files.write_text(dataset.journal_path(other.dataset(TARGET)),
+                     "".join(block.model_dump_json() + "\n" for block in (idle, beside, held_out)))
+    backgrounds = {"products": Background(name="products"), "net": Background(name="net", kind="memory")}
+    header = dataset.load_header(workspace.dataset(TARGET)).model_copy(
+        update={"backgrounds": backgrounds, "held_out_backgrounds": ("net",)})
+    files.write_json(dataset.header_path(other.dataset(TARGET)), header)
+    found = evaluator.evaluate(other, [], target=TARGET, recorded=True)
+    assert len(found.comparisons) == 3 * 19
+    of_one = {one.background: one for one in found.comparisons if one.model == "bnet_c32"}
+    assert {name: (one.level, one.background_held_out) for name, one in of_one.items()} == {
+        "": (0.0, False), "products": (0.5, False), "net": (0.5, True)}
+    assert of_one["net"].measured_ms == pytest.approx(2 * of_one["products"].measured_ms)
+    assert of_one["net"].predicted_ms == of_one["products"].predicted_ms  # the metrics beside them are the same
+    whole = {summary.background: summary for summary in found.summaries if summary.group == "all models"}
+    assert {name: summary.lookup.count for name, summary in whole.items()} == {"": 19, "products": 19, "net": 19}
+    assert whole["net"].strict.mape > whole["products"].strict.mape + 0.3
+    shown = [row["background"] for row in evaluator.summary_table(found.summaries) if row["models"] == "all models"]
+    assert shown == ["", "", "net (held out)", "net (held out)", "products", "products"]
+    assert {(row["level"], row["background"]) for row in evaluator.table(found.comparisons)} == {
+        (0.0, ""), (0.5, "products"), (0.5, "net (held out)")}

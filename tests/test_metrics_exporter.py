@@ -16,9 +16,10 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_stand import INTERVAL_S, recorded, start_exporter
 
-from benchmark.metrics_exporter import LAST_SAMPLE, STALE, Sampler, device_labels
+from benchmark.metrics_exporter import LAST_SAMPLE, Sampler, device_labels
 from benchmark.replay_metrics import ReplaySource
 from utils.paths import ROOT
+from utils.scrape_server import STALE
 
 SM, UTIL, CLOCK = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_SM_CLOCK"
 POWER = "DCGM_FI_DEV_POWER_USAGE"
@@ -132,8 +133,8 @@ def test_a_port_that_is_taken(start: Start, tmp_path: Path) -> None:
                            "psutil", "--workspace", str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
                           timeout=PATIENCE_S, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: --port {port}: ")
-    assert "choose another --port" in done.stderr.lower()
+    assert done.stderr.startswith(f"error: port {port}: ")
+    assert "choose another port" in done.stderr.lower()
 
 
 def test_a_sample_is_stale_after_some_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

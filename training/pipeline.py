@@ -90,10 +90,15 @@ class LeftOut(NamedTuple):
     paced_ms: Floats
 
 
+def left_out_costs(models: Sequence[Tracks], groups: Sequence[str]) -> dict[str, PipelineCosts]:
+    """The costs of a run by group, fitted without that group's models."""
+    return {group: fit_pipeline([model for model, of in zip(models, groups, strict=True) if of != group])
+            for group in set(groups)}
+
+
 def left_out_ms(models: Sequence[Tracks], groups: Sequence[str]) -> LeftOut:
     """The latencies of models, each group left out of the fit in turn."""
-    costs = {group: fit_pipeline([model for model, of in zip(models, groups, strict=True) if of != group])
-             for group in set(groups)}
+    costs = left_out_costs(models, groups)
     return LeftOut(*(np.array([latencies_ms([model], costs[group], paced)[0]
                                for model, group in zip(models, groups, strict=True)]) for paced in (False, True)))
 

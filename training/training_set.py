@@ -24,7 +24,8 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Rows of the kernel table that may be learned from: measured well, and not of held-out families alone.
+    """Rows of the kernel table that may be learned from: measured well, not of held-out families alone, and not beside a
+    held-out background.
 
     A kernel that several machines measured has a row for each. The predictors, which minimise squared errors of logarithms,
     learn the middle of them, and folds never part them; a look-up takes their median (see `measured_times`), as the
@@ -89,6 +90,11 @@ def load_training_set(workspace: Workspace, target: str) -> TrainingSet:
     table = dataset.load_kernel_table(workspace, target)
     kernels = {described.kernel.id: described.kernel for described in dataset.read_kernels(folder)}
     table = _measured(table)
+    beside = table["Background"].isin(header.held_out_backgrounds)
+    if header.held_out_backgrounds:
+        log.info("%d kernel rows were measured beside held-out backgrounds (%s) and are left out", int(beside.sum()),
+                 ", ".join(header.held_out_backgrounds))
+    table = table[~beside]
     owners = [families_of(models if isinstance(models, str) else "") for models in table["Models"]]
     held_out = set(header.held_out)
     learned = np.array([not names or bool(names - held_out) for names in owners], dtype=bool)

@@ -19,6 +19,7 @@ from utils.paths import ROOT, Workspace
 
 T = TypeVar("T")
 _QUIET_SECONDS = 15.0  # between two progress lines where stderr is no terminal
+_GROWING_COLUMN = 10  # characters that a column has at least in a table whose cells are not all known yet
 
 OS_ERROR_ADVICE = {
     errno.ENOSPC: "the disk is full; free some space and run the same command again: what was finished is kept",
@@ -72,6 +73,49 @@ def add_load(parser: argparse.ArgumentParser) -> None:
                         help="names a Prometheus that knows what else runs (default: inference/config.yaml)")
     parser.add_argument("--metrics", type=Path, metavar="FILE",
                         help="JSON of what else runs on the device, by DCGM field name (default: as the config says, idle)")
+
+
+def add_model(made: argparse.ArgumentParser) -> None:
+    """`--model`: whose latency is asked for."""
+    made.add_argument("--model", type=Path, required=True,
+                      help="an ONNX file, or a kernel record's JSON; a bare name is also looked for in model_zoo")
+
+
+def add_target(made: argparse.ArgumentParser) -> None:
+    """`--target`: of what is predicted."""
+    made.add_argument("--target", help="whose latency, by name or its beginning, e.g. nvidia-h200, whose predictors come "
+                      "with Hase (default: this machine, or the only target with predictors)")
+
+
+def add_trust(made: argparse.ArgumentParser) -> None:
+    """`--strict` and `--force`: how much of what was measured a prediction builds on."""
+    made.add_argument("--strict", action="store_true", help="predict every kernel, even those that were measured")
+    made.add_argument("--force", action="store_true",
+                      help="predict although element type or ONNX Runtime version are not the predictors'")
+
+
+def positive(text: str) -> float:
+    """The type of an option that is a positive number."""
+    value = float(text)
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def percentile(text: str) -> float:
+    """The type of an option that is a percentile, in per cent."""
+    value = float(text)
+    if not 0.0 < value <= 100.0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 100")
+    return value
+
+
+def address(text: str) -> tuple[str, int]:
+    """The type of an option that says where to listen, `[ADDRESS:]PORT`."""
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text}: write PORT or ADDRESS:PORT")
+    return host, int(port)
 
 
 def add_dim(made: argparse.ArgumentParser) -> None:
@@ -151,6 +195,16 @@ def print_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
     for row in rows:
         table.add_row(*(cell(row.get(column)) for column in columns))
     Console().print(table)
+
+
+def print_line(row: Mapping[str, Any], heading: bool = False) -> None:
+    """One row of a table that grows, at once; its column names before it with `heading`. Tabs part the cells in a pipe."""
+    names, cells = list(row), [cell(value) for value in row.values()]
+    widths = [max(len(name), len(text), _GROWING_COLUMN) for name, text in zip(names, cells, strict=True)]
+    for line in (names, cells) if heading else (cells,):
+        if sys.stdout.isatty():
+            line = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
+        print(("  " if sys.stdout.isatty() else "\t").join(line), flush=True)
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = "") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -25,6 +25,9 @@ def _field_names(schema: type[BaseModel], location: tuple[int | str, ...]) -> li
     """The keys allowed in the mapping that holds the last part of `location`."""
     current: Any = schema
     for part in location[:-1]:
+        if isinstance(part, int):  # of a tuple
+            current = next(iter(get_args(current)), None)
+            continue
         if not (isinstance(current, type) and issubclass(current, BaseModel)):
             return []
         field = current.model_fields.get(str(part))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from utils.errors import UserError
 
 if TYPE_CHECKING:
+    import onnx
     import onnxruntime
 
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
@@ -79,6 +80,18 @@ def open_session(
         raise UserError("the CUDA provider of ONNX Runtime did not come up, only the CPU's; "
                         "it needs the CUDA 13 libraries that torch's wheels bring and a driver that knows CUDA 13")
     return session
+
+
+def open_nodes(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], shape: Sequence[int], execution_provider: str,
+               name: str) -> onnxruntime.InferenceSession:
+    """A session of a graph made of `nodes` as they stand, none fused. Its inputs and its output, the last node's, are float32
+    tensors of one `shape`."""
+    from onnx import TensorProto, helper
+
+    values = [helper.make_tensor_value_info(value, TensorProto.FLOAT, shape) for value in (*inputs, nodes[-1].output[0])]
+    graph = helper.make_graph(nodes, name, values[:-1], values[-1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return open_session(model.SerializeToString(), execution_provider, optimize="none", name=name)
 
 
 class model_errors:  # lower case, since it reads as a statement: `with model_errors(path):`

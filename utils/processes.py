@@ -1,4 +1,4 @@
-"""Processes that never outlive the one that started them."""
+"""Processes: such as never outlive the one that started them, and such as end at a signal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from threading import Event
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
@@ -20,3 +21,11 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
 def process_pool(jobs: int) -> ProcessPoolExecutor:
     """`jobs` processes for work that ONNX Runtime takes part in: started anew, since a forked runtime would hang."""
     return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=die_with_parent)
+
+
+def set_by_signal() -> Event:
+    """An event that Ctrl-C and SIGTERM set from now on; they then no longer end the process by themselves."""
+    over = Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: over.set())
+    return over

@@ -1,0 +1,139 @@
+"""A model's latency over the load: mean, p50, p95 and p99 for backgrounds from idle to always busy.
+
+Reads the model and what training learned for the target, how it is shared above all. The background's waits and phases are as
+of those that were measured; what varies is for what share of the time it is busy, while the model is idle. Prints a table;
+writes it to --out and draws it to --plot.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ort_analysis.records import Frozen
+from utils import cli, files
+from utils.logger import get_logger
+
+if TYPE_CHECKING:
+    from inference.sources import Source
+    from utils.paths import Workspace
+
+EXAMPLES = """
+python inference/load_curve.py --model model.onnx --target nvidia-h200
+python inference/load_curve.py --model model.onnx --target nvidia-h200 --dim batch=8 --out curve.csv
+python inference/load_curve.py --model model.onnx --target nvidia-h200 --plot curve.png --slo-ms 5
+"""
+POINTS = 21
+
+log = get_logger("load_curve")
+
+
+class LoadPoint(Frozen):
+    """The latency beside a background that is busy for `busy_share` (a ratio) of the time."""
+
+    busy_share: float
+    mean_ms: float
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+
+
+class LoadCurve(Frozen):
+    """A model's latency over the load, from idle to a background that is always busy; with the prediction's warnings."""
+
+    model: str
+    target: str
+    dims: dict[str, int]
+    points: tuple[LoadPoint, ...]
+    warnings: tuple[str, ...]
+
+
+def predict_curve(source: Source, *, points: int = POINTS, dims: Mapping[str, int] | None = None, target: str | None = None,
+                  strict: bool = False, workspace: Workspace | None = None, force: bool = False) -> LoadCurve:
+    """The latency of a model at `points` shares of the time, evenly spaced from 0 to 1, for which a background is busy.
+
+    The other arguments and the errors are those of `inference.shared_model`; from 0.95 on the background never
+    pauses (`training.sharing.ALWAYS`).
+    """
+    from inference.shared_models import shared_model
+
+    model = shared_model(source, dims=dims, target=target, strict=strict, workspace=workspace, force=force)
+    found = []
+    for place in range(points):
+        share = place / (points - 1)
+        under = model.at_share(share)
+        p50, p95, p99 = (under.percentile_ms(percent) for percent in (50, 95, 99))
+        found.append(LoadPoint(busy_share=share, mean_ms=under.mean_ms, p50_ms=p50, p95_ms=p95, p99_ms=p99))
+    return LoadCurve(model=model.idle.model, target=model.idle.target, dims=model.idle.dims, points=tuple(found),
+                     warnings=model.idle.warnings)
+
+
+def draw(curve: LoadCurve, path: Path, slo_ms: float | None = None) -> None:
+    """The curve as a picture, with a line at `slo_ms`."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shares = [100 * point.busy_share for point in curve.points]
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for name, label, style in (("p99_ms", "p99", ":"), ("p95_ms", "p95", "--"), ("mean_ms", "mean", "-"),
+                               ("p50_ms", "p50", "-.")):
+        axes.plot(shares, [getattr(point, name) for point in curve.points], style, label=label)
+    if slo_ms is not None:
+        axes.axhline(slo_ms, color="0.2", linewidth=1, label=f"SLO {slo_ms:g} ms")
+    axes.set(xlim=(0, 100), xlabel="time for which the background is busy (%)", ylabel="predicted latency (ms)",
+             title=f"{curve.model}\n{curve.target}")
+    axes.set_ylim(bottom=0)
+    axes.grid(color="0.9")
+    figure.legend(loc="outside right upper")
+    with files.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150)
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    cli.add_model(parser)
+    cli.add_dim(parser)
+    cli.add_target(parser)
+    parser.add_argument("--points", type=int, default=POINTS, metavar="N",
+                        help=f"loads, from idle to always busy (default: {POINTS})")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the curve as CSV")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: a .png, .svg or .pdf")
+    parser.add_argument("--slo-ms", type=cli.positive, metavar="MS", help="a line at this latency in the plot")
+    cli.add_trust(parser)
+    args = parser.parse_args()
+    if args.points < 2:
+        parser.error("--points: two at least, idle and always busy")
+    if args.slo_ms and not args.plot:
+        parser.error("--slo-ms is a line in the plot: it goes with --plot FILE")
+    if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf"):
+        parser.error(f"--plot {args.plot}: a .png, .svg or .pdf")
+    workspace = cli.start(args)
+    curve = predict_curve(args.model, points=args.points, dims=cli.one_size_dims(args.dim), target=args.target,
+                          strict=args.strict, workspace=workspace, force=args.force)
+    for warning in curve.warnings:
+        log.warning("%s", warning)
+    rows = [point.model_dump() for point in curve.points]
+    if args.out:
+        files.write_csv(args.out, list(LoadPoint.model_fields), rows)
+    if args.plot:
+        draw(curve, args.plot, args.slo_ms)
+    if args.json:
+        cli.print_json(curve)
+    else:
+        cli.print_table([{"busy share": f"{point.busy_share:.0%}", "mean (ms)": point.mean_ms, "p50 (ms)": point.p50_ms,
+                          "p95 (ms)": point.p95_ms, "p99 (ms)": point.p99_ms} for point in curve.points],
+                        f"{curve.model} on {curve.target}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,79 @@
+"""A model on a target that other work may share: its latency beside whatever that is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inference.prediction import Prediction, predict
+from inference.sharing import NotShared, ToldBy, UnderLoad, under_load
+from inference.sources import Source, record_of
+from inference.targets import fitted_for
+from inference.timeline import Tracks, tracks_of
+from overlap_simulator import OtherWork, PipelineCosts, turns_ms
+from utils.paths import Workspace
+
+if TYPE_CHECKING:
+    from training.sharing import Sharing
+
+
+@dataclass(frozen=True)
+class SharedModel:
+    """A model, predicted for an idle target, and what is needed to put it beside other work.
+
+    Attributes:
+        idle: its prediction on the idle device.
+        tracks, costs: of its run.
+        sharing: how the target's GPU turns between processes.
+    """
+
+    idle: Prediction
+    tracks: Tracks
+    costs: PipelineCosts
+    sharing: Sharing
+
+    def beside(self, other: OtherWork, told_by: ToldBy) -> UnderLoad:
+        """The distribution of its latency beside other work."""
+        return under_load(*self.tracks, self.costs, self.sharing, other, told_by)
+
+    def at_share(self, share: float) -> UnderLoad:
+        """The distribution beside a background that is busy for `share` of the time (a ratio), with waits and phases as of the
+        backgrounds that were measured."""
+        from training.sharing import other_work_guessed
+
+        return self.beside(other_work_guessed(share, self.sharing), "share")
+
+    @property
+    def gpu_ms(self) -> float:
+        """What a run takes the GPU, the pauses between launches with it."""
+        working = self.tracks.launches > 0
+        return float((self.tracks.gpu_ms + self.costs.gap_ms * self.tracks.launches)[working].sum())
+
+    def in_a_loop(self, other: SharedModel) -> OtherWork:
+        """This model, run without a pause, as `other` meets it: it always has work; a wait is one of its turns and a switch.
+
+        It is away from the GPU for as long as `other` works in one slice, and for a switch, and dispatches meanwhile.
+        """
+        away_ms = min(other.gpu_ms, self.sharing.slice_ms) + self.sharing.switch_ms
+        turns = turns_ms(*self.tracks, self.costs, self.sharing.longest_turn_ms, away_ms)
+        return OtherWork(1.0, 0.0, turns + self.sharing.switch_ms) if len(turns) else OtherWork(0.0, 1.0, turns)
+
+
+def shared_model(source: Source, *, dims: Mapping[str, int] | None = None, target: str | None = None, strict: bool = False,
+                 workspace: Workspace | None = None, force: bool = False) -> SharedModel:
+    """A model on a target whose sharing is known. Arguments are those of `inference.predict`.
+
+    Raises:
+        UserError: as `predict`.
+        NotShared: nothing was learned of how the target is shared.
+    """
+    workspace = workspace or Workspace()
+    fitted = fitted_for(workspace, target)
+    record = record_of(workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source,
+                       fitted.target.flavour.execution_provider, dims)
+    idle = predict(record, target=target, strict=strict, workspace=workspace, force=force)
+    if fitted.sharing is None or idle.composition.costs is None:
+        raise NotShared(fitted.target.name)
+    return SharedModel(idle, tracks_of(idle, record), idle.composition.costs, fitted.sharing)

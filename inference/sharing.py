@@ -1,0 +1,106 @@
+"""A model's latency while another process uses the GPU too: not a number, but a distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from inference.targets import Fitted, local_targets
+from ort_analysis.records import Frozen
+from overlap_simulator import OtherWork, PipelineCosts, shared_runs_ms
+from utils.errors import UserError
+
+if TYPE_CHECKING:
+    from benchmark.probe_reading import ProbeReading
+    from training.sharing import Sharing
+
+Floats = npt.NDArray[np.float64]
+SHOWN_PERCENTILES = (50, 95, 99)
+ToldBy = Literal["probe", "metrics", "share", "prediction"]
+SEED = 7  # of the simulated callers: the same question has the same answer
+
+
+class NotShared(UserError):
+    """Nothing is known of how a target is shared."""
+
+    def __init__(self, target: str) -> None:
+        from training.sharing import FIT
+
+        super().__init__(f"{target}: nothing was learned of how it is shared, so latencies under load have no distribution; "
+                         f"measure models beside other work, then: {FIT}")
+
+
+class UnderLoad(Frozen):
+    """What a caller sees who runs the model again and again beside another process.
+
+    Attributes:
+        mean_ms: over runs.
+        percentiles_ms: the latency that p % of the runs do not exceed, for p from 0 to 100.
+        busy_share: for what share of the time the other process has work, while this one has none; a ratio.
+        told_by: what that was learned from: a probe, metrics, a share of the time that was asked for, or another model's
+            prediction.
+    """
+
+    mean_ms: float
+    percentiles_ms: tuple[float, ...]
+    busy_share: float
+    told_by: ToldBy
+
+    def percentile_ms(self, percent: float) -> float:
+        """The latency that `percent` % of the runs do not exceed."""
+        return float(np.interp(percent, np.arange(len(self.percentiles_ms)), self.percentiles_ms))
+
+    def columns(self) -> dict[str, float]:
+        """What a table shows of it."""
+        return {"mean (ms)": self.mean_ms} | {f"p{percent} (ms)": self.percentile_ms(percent) for percent in SHOWN_PERCENTILES}
+
+
+def under_load(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts, sharing: Sharing,
+               other: OtherWork, told_by: ToldBy) -> UnderLoad:
+    """The distribution of a model's latency beside other work; arrays are those of `overlap_simulator.pipeline_ms`."""
+    runs = shared_runs_ms(gpu_ms, launches, moves, costs, sharing.slice_ms, other, np.random.default_rng(SEED))
+    return UnderLoad(
+        mean_ms=float(runs.mean()), percentiles_ms=tuple(np.percentile(runs, np.arange(101)).tolist()),
+        busy_share=other.busy_ms / (other.busy_ms + other.quiet_ms), told_by=told_by)
+
+
+def other_work(sharing: Sharing | None, load: Mapping[str, float]) -> OtherWork | None:
+    """What else runs, as metrics tell; None where nothing was learned of sharing, so that kernels' times answer to the load.
+
+    Raises:
+        UserError: no metric says how busy the GPU is.
+    """
+    if sharing is None or not load:
+        return None
+    from training.sharing import BUSY_FIELDS, busy_share, other_work_guessed
+
+    share = busy_share(load)
+    if share is None:
+        raise UserError(f"the load has neither {' nor '.join(BUSY_FIELDS)}, so that it doesn't say how busy the GPU is: give "
+                        "one of them, or a probe")
+    return other_work_guessed(share, sharing)
+
+
+def probed(fitted: Fitted, reading: ProbeReading | None = None) -> OtherWork:
+    """What else runs, as the sharing probe tells: `reading`, or without one a reading on this machine now.
+
+    Raises:
+        NotShared: nothing was learned of the target's sharing.
+        UserError: this machine is not the target, or its GPU is shared in a way that was not measured.
+    """
+    from training.sharing import other_work_probed
+
+    if fitted.sharing is None:
+        raise NotShared(fitted.target.name)
+    if reading is None:
+        from benchmark.sharing_probe import probe
+
+        if fitted.target not in local_targets():
+            raise UserError(f"the probe has to run on the GPU in question, a {fitted.target.name}, and this machine is "
+                            f"{' and '.join(own.name for own in local_targets())}; run there: python "
+                            "benchmark/sharing_probe.py --out reading.json, and give that file")
+        reading = probe(fitted.target.flavour.execution_provider)
+    return other_work_probed(reading, fitted.sharing.alone_ms)

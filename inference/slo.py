@@ -1,0 +1,96 @@
+"""Whether a latency objective is met, and beside how much other work it still would be."""
+
+from __future__ import annotations
+
+from inference.prediction import AS_USUAL, Prediction
+from inference.shared_models import NotShared, SharedModel, shared_model
+from inference.sources import Source
+from ort_analysis.records import Frozen
+from utils.paths import Workspace
+
+PERCENTILE = 95.0
+PRECISION = 0.005  # of the highest share, a ratio
+
+
+class Slo(Frozen):
+    """A latency objective, and how a prediction compares with it.
+
+    Attributes:
+        limit_ms: what the percentile must not exceed.
+        percentile: which one, in per cent.
+        latency_ms: that percentile of the prediction's distribution; without one, as on an idle device, the predicted latency.
+            It is the median of a model's runs, whose spread there is not predicted, for any percentile.
+        met: latency_ms is at most limit_ms.
+        headroom_ms, headroom_percent: how far below the limit it is (of the limit); negative where it is missed.
+        could_be_ms: the upper end of the prediction's interval, between whose ends nine of ten models lay; it says how wrong
+            the prediction may be, not how runs spread. None where there is no interval.
+    """
+
+    limit_ms: float
+    percentile: float
+    latency_ms: float
+    met: bool
+    headroom_ms: float
+    headroom_percent: float
+    could_be_ms: float | None
+
+
+class SloUnderLoad(Slo):
+    """A latency objective, and the highest load that still meets it.
+
+    Attributes:
+        highest_busy_share: for what share of the time (a ratio) a background may be busy so that it is met; None where an idle
+            device misses it already, or where `unknown_because` says why it is not known.
+    """
+
+    highest_busy_share: float | None = None
+    unknown_because: str | None = None
+
+
+def check_slo(prediction: Prediction, limit_ms: float, percentile: float = PERCENTILE) -> Slo:
+    """How a prediction compares with the objective that `percentile` % of the runs take at most `limit_ms`."""
+    shared = prediction.under_load
+    latency = prediction.latency_ms if shared is None else shared.percentile_ms(percentile)
+    return Slo(limit_ms=limit_ms, percentile=percentile, latency_ms=latency, met=latency <= limit_ms,
+               headroom_ms=limit_ms - latency, headroom_percent=100 * (1 - latency / limit_ms),
+               could_be_ms=prediction.interval_ms[1] if prediction.interval_ms else None)
+
+
+def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = PERCENTILE) -> float | None:
+    """For what share of the time (a ratio) a background may be busy at most so that `percentile` % of the runs still take at
+    most `limit_ms`; None where they don't on an idle device.
+
+    Found by bisection, within PRECISION, over backgrounds with waits and phases as of those that were measured. The same runs
+    are simulated at each share, so that percentiles grow with it; far ones come of few runs.
+    """
+    def met(share: float) -> bool:
+        return model.at_share(share).percentile_ms(percentile) <= limit_ms
+
+    if not met(0.0):
+        return None
+    if met(1.0):
+        return 1.0
+    low, high = 0.0, 1.0
+    while high - low > PRECISION:
+        middle = (low + high) / 2
+        low, high = (middle, high) if met(middle) else (low, middle)
+    return low
+
+
+def slo_under_load(prediction: Prediction, source: Source, limit_ms: float, percentile: float = PERCENTILE,
+                   workspace: Workspace | None = None, force: bool = False) -> SloUnderLoad:
+    """As `check_slo`, with the highest load that still meets it.
+
+    Args:
+        source: the model of the prediction, as `inference.predict` took it.
+    """
+    found = check_slo(prediction, limit_ms, percentile).model_dump()
+    if prediction.way != AS_USUAL:
+        why = f"a model run {prediction.way.in_words} was not measured beside other work"
+        return SloUnderLoad(**found, unknown_because=why)
+    try:
+        model = shared_model(source, dims=prediction.dims, target=prediction.target, strict=prediction.strict,
+                             workspace=workspace, force=force)
+    except NotShared as error:
+        return SloUnderLoad(**found, unknown_because=str(error))
+    return SloUnderLoad(**found, highest_busy_share=highest_busy_share(model, limit_ms, percentile))

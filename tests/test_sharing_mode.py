@@ -1,0 +1,121 @@
+"""How a GPU is shared: with a made-up NVML, since this machine may have no GPU, and with real sockets for the MPS daemon."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from utils import sharing_mode
+from utils.errors import UserError
+from utils.sharing_mode import PIPE_DIRECTORY, check_sharing_mode, mps_daemon_answers
+
+MIG_OFF, MIG_ON = 0, 1
+
+
+class FakeNvml(SimpleNamespace):
+    """A pretended pynvml with one GPU; `mig` is None on a GPU that has no MIG."""
+
+    class NVMLError(Exception):
+        pass
+
+    class NVMLError_NotSupported(NVMLError):
+        pass
+
+    class NVMLError_FunctionNotFound(NVMLError):
+        pass
+
+    NVML_DEVICE_MIG_ENABLE = MIG_ON
+
+    def __init__(self) -> None:
+        super().__init__(mig=MIG_OFF, mps_clients=[])
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetMigMode(self, gpu: str) -> list[int]:
+        assert gpu == "GPU-0"
+        if self.mig is None:
+            raise self.NVMLError_NotSupported
+        return [self.mig, MIG_OFF]  # now, and after the next reset
+
+    def nvmlDeviceGetMPSComputeRunningProcesses(self, gpu: str) -> list[SimpleNamespace]:
+        assert gpu == "GPU-0"
+        if self.mps_clients is None:
+            raise self.NVMLError_FunctionNotFound
+        return self.mps_clients
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeNvml:
+    """The pretended NVML, on a machine where no MPS daemon runs."""
+    made = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", made)
+    monkeypatch.setattr(sharing_mode, "gpu_facts", lambda: {"uuid": "GPU-0"})
+    monkeypatch.setenv(PIPE_DIRECTORY, str(tmp_path))
+    return made
+
+
+@pytest.fixture(params=[socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
+def daemon(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[socket.socket]:
+    """A socket where an MPS daemon would listen."""
+    with socket.socket(socket.AF_UNIX, request.param) as listening:
+        listening.bind(str(tmp_path / "control"))
+        listening.listen(1)
+        yield listening
+
+
+@pytest.mark.parametrize(("mig", "clients", "mode"), [
+    (MIG_OFF, [], "time_slices"), (None, [], "time_slices"), (MIG_ON, [], "mig"),
+    (MIG_OFF, [SimpleNamespace(pid=7)], "mps"), (None, None, "time_slices"),
+])
+def test_what_nvml_tells(fake: FakeNvml, mig: int | None, clients: list[SimpleNamespace] | None, mode: str) -> None:
+    fake.mig, fake.mps_clients = mig, clients
+    assert sharing_mode.sharing_mode() == mode
+
+
+def test_a_daemon_that_answers(fake: FakeNvml, daemon: socket.socket) -> None:
+    """The next process that opens the GPU goes through it, even if none has yet."""
+    assert sharing_mode.sharing_mode() == "mps"
+    daemon.setblocking(False)
+    with pytest.raises(BlockingIOError):  # it was not disturbed
+        daemon.accept()
+
+
+def test_a_daemon_that_has_ended(fake: FakeNvml, daemon: socket.socket, tmp_path: Path) -> None:
+    daemon.close()
+    assert (tmp_path / "control").is_socket()
+    assert sharing_mode.sharing_mode() == "time_slices"
+
+
+def test_without_the_variable_cuda_looks_in_tmp(monkeypatch: pytest.MonkeyPatch, daemon: socket.socket, tmp_path: Path) -> None:
+    monkeypatch.delenv(PIPE_DIRECTORY, raising=False)
+    monkeypatch.setattr(sharing_mode, "DEFAULT_PIPE_DIRECTORY", str(tmp_path))
+    assert mps_daemon_answers()
+
+
+def test_an_error_of_nvml_is_not_taken_for_time_slices(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(gpu: str) -> list[int]:
+        raise FakeNvml.NVMLError("GPU is lost")
+
+    monkeypatch.setattr(fake, "nvmlDeviceGetMigMode", broken)
+    with pytest.raises(FakeNvml.NVMLError, match="GPU is lost"):
+        sharing_mode.sharing_mode()
+
+
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing_mode, "gpu_facts", dict)
+    with pytest.raises(UserError, match="sharing mode: no NVIDIA GPU"):
+        sharing_mode.sharing_mode()
+
+
+def test_only_what_was_measured_passes() -> None:
+    check_sharing_mode("time_slices")
+    with pytest.raises(UserError, match=r"mps: .* in time slices only; .* at the same time; stop its daemon: echo quit"):
+        check_sharing_mode("mps")
+    with pytest.raises(UserError, match=r"mig: .* in time slices only; .* another device .*; switch it off"):
+        check_sharing_mode("mig")

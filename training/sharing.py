@@ -1,0 +1,133 @@
+"""What is learned of how a target's GPU turns between processes, and what a probe or the live metrics tell of the other one.
+
+Without MPS and MIG two processes never run side by side: each has the GPU for a slice of time, or for as long as its work lasts
+if that is shorter. The slice is the device's; how long the other one's turns are, and how often it has work, is read on the
+spot by a probe (benchmark/sharing_probe.py), or guessed from how busy the metrics say that the GPU is. History of the
+schema: version 1 is the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmark.probe_reading import ProbeReading, waiting_from_ms
+from ort_analysis.records import Frozen
+from overlap_simulator import OtherWork
+from utils import files
+from utils.sharing_mode import check_sharing_mode
+
+SHARING_VERSION = 1
+FIT = "python training/fit_sharing.py"
+FILE = "sharing.json"
+Floats = npt.NDArray[np.float64]
+ALWAYS = 0.95  # of the time: what is busy for more of it is taken to never pause
+BUSY_FIELDS = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1.0, "DCGM_FI_DEV_GPU_UTIL": 100.0}  # and what each shows of a GPU that is
+# never idle; the first one there is taken: utilisation counts a whole sampling period as busy in which anything ran
+QUANTILES = 21  # of waits that are kept
+
+
+class SharingErrors(Frozen):
+    """Of latencies under load, of models and backgrounds that were in no fit: mean errors as ratios, by what was predicted."""
+
+    cases: int
+    mean: float
+    p50: float
+    p95: float
+
+
+class Sharing(Frozen):
+    """`sharing.json`: how a target's GPU turns between processes.
+
+    Attributes:
+        mode: how the processes share it; another one was not measured.
+        slice_ms: how long a process has the GPU before another's turn.
+        alone_ms: what the probe's pieces of work take on an idle GPU, by name.
+        waits_ms: evenly spaced quantiles of the waits beside the backgrounds that were measured.
+        cycle_ms: of a background that pauses: from one busy phase to the next, at the median.
+        longest_turn_ms, switch_ms: how long another process has the GPU at most while this one waits, and what its turn costs
+            this one besides. The defaults were measured on an H200: waits beside bursts of B ms are min(B, 2.16) + 0.26 ms;
+            training/fit_sharing.py is to fit them.
+        probed, from_metrics: errors of predictions from a probe and from the metrics alone; None where nothing was left out.
+    """
+
+    version: int = SHARING_VERSION
+    mode: Literal["time_slices"] = "time_slices"
+    slice_ms: float
+    alone_ms: dict[str, float]
+    waits_ms: tuple[float, ...]
+    cycle_ms: float
+    longest_turn_ms: float = 2.16
+    switch_ms: float = 0.26
+    probed: SharingErrors | None = None
+    from_metrics: SharingErrors | None = None
+
+
+def sharing_path(folder: Path) -> Path:
+    """Beside the predictors of a target in `folder`."""
+    return folder / FILE
+
+
+def read_sharing(folder: Path) -> Sharing | None:
+    """What was learned of a target's sharing; None where nothing was.
+
+    Raises:
+        UserError: a damaged file or one of another version.
+    """
+    path = sharing_path(folder)
+    return files.read_record(path, Sharing, SHARING_VERSION, FIT) if path.exists() else None
+
+
+def other_work_seen(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, alone_ms: float) -> OtherWork:
+    """What else runs, as a probe's runs of one piece of work met it.
+
+    Runs that waited one after another are a busy phase, the others between them a quiet one. Phases that the probe's beginning
+    or end cut are left out where whole ones are there.
+    """
+    starts, latencies = np.asarray(starts_ms, dtype=float), np.asarray(latencies_ms, dtype=float)
+    busy = latencies > waiting_from_ms(alone_ms)
+    waits = latencies[busy] - alone_ms
+    if busy.mean() == 0 or not len(busy):
+        return OtherWork(0.0, 1.0, waits)
+    edges = np.flatnonzero(np.diff(busy.astype(int))) + 1
+    begins, ends = np.concatenate([[0], edges]), np.concatenate([edges, [len(busy)]]) - 1
+    lengths = starts[ends] + latencies[ends] - starts[begins]
+    inner = slice(1, -1) if len(begins) > 3 else slice(None)
+    kinds, lengths = busy[begins][inner], lengths[inner]
+    if lengths[kinds].sum() > ALWAYS * lengths.sum():
+        return OtherWork(1.0, 0.0, waits)
+    return OtherWork(float(lengths[kinds].mean()), float(lengths[~kinds].mean()), waits)
+
+
+def other_work_probed(reading: ProbeReading, alone_ms: Mapping[str, float]) -> OtherWork:
+    """What else runs, as a reading of the probe tells it.
+
+    Its longer piece of work tells: beside that, as beside a model, the other process queues its next work meanwhile (on an H200
+    means err 5.0 % with it and 6.1 % with the tiny piece).
+
+    Raises:
+        UserError: the GPU was shared in a way that was not measured.
+    """
+    if reading.sharing is not None:
+        check_sharing_mode(reading.sharing)
+    return other_work_seen(reading.long.starts_ms, reading.long.latencies_ms, alone_ms["long"])
+
+
+def busy_share(metrics: Mapping[str, float]) -> float | None:
+    """For what share of the time the metrics say that a GPU is at work; None where no field tells."""
+    for field, always in BUSY_FIELDS.items():
+        if field in metrics:
+            return min(max(metrics[field] / always, 0.0), 1.0)
+    return None
+
+
+def other_work_guessed(share: float, sharing: Sharing) -> OtherWork:
+    """What else runs where only its share of the time is known: with waits and phases as of what was measured."""
+    waits = np.asarray(sharing.waits_ms)
+    if share > ALWAYS:
+        return OtherWork(1.0, 0.0, waits)
+    return OtherWork(share * sharing.cycle_ms, (1.0 - share) * sharing.cycle_ms, waits)

@@ -1,0 +1,71 @@
+"""What Prometheus scrapes of Hase: a collector's metrics over HTTP, or why there are none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from utils.errors import UserError
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
+STALE = 3  # intervals without anything new after which nothing is served
+
+
+def stale(what: str, last_s: float, interval_s: float, error: str) -> str:
+    """Why there is nothing to serve; "" where the last one is fresh.
+
+    Args:
+        what: is served.
+        last_s: when the last one was made, seconds since 1970; 0 for never.
+        interval_s: in which a new one is expected.
+        error: why there has been none since.
+    """
+    age_s = time.time() - last_s
+    if age_s <= STALE * interval_s:
+        return ""
+    since = f"the last {what} is {age_s:.0f} s old" if last_s else f"no {what} so far"
+    return since + (f": {error}" if error else "")
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """No line for every scrape."""
+
+
+def scrape_server(collector: Collector, trouble: Callable[[], str], host: str, port: int) -> WSGIServer:
+    """A server that answers scrapes once `serve_forever` runs.
+
+    Args:
+        collector: of the metrics, asked at every scrape.
+        trouble: why there is nothing to serve, which is then answered with HTTP 503; "" while all is well.
+        host, port: where to listen; "" all of this machine's addresses, 0 a free port.
+
+    Raises:
+        UserError: the port can't be had.
+    """
+    from prometheus_client import CollectorRegistry, make_wsgi_app
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    metrics = make_wsgi_app(registry)
+
+    def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        why = trouble()
+        if not why:
+            return metrics(environ, start_response)
+        start_response("503 Service Unavailable", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{why}\n".encode()]
+
+    try:
+        return make_server(host, port, app, server_class=_Server, handler_class=_Quiet)
+    except OSError as error:
+        raise UserError(f"port {port}: {error.strerror}; is another exporter running? Choose another port") from None
