@@ -56,7 +56,7 @@ class CollectorConfig(Config):
     replay: Path | None = None
     replay_step_s: float | None = Field(None, gt=0)
     window_s: float = Field(0.5, gt=0)
-    probe_s: float = Field(0.1, ge=0)
+    probe_s: float = Field(0.2, ge=0)
     kernel_levels: tuple[Level, ...] | None = None
     kernel: EffortConfig = EffortConfig()
     model: EffortConfig = EffortConfig(budget_s=2.0, least_runs=6, most_runs=200)

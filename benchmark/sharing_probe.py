@@ -1,8 +1,8 @@
-"""Measures on the spot how long work on the device waits for other processes, with a tenth of a second of tiny work.
+"""Measures on the spot how long work on the device waits for other processes, with a fifth of a second of tiny work.
 
 Live metrics say how busy a GPU is, and hide how long the other processes' bursts are, which is what one waits for when a
 GPU is shared in time slices. So for half of the time a piece of work far shorter than any burst runs back to back, and for
-the other half one of about half a millisecond, which waits for longer: another process goes on queueing while it runs
+the other half one of a third of a millisecond, which waits for longer: another process goes on queueing while it runs
 (beside a model in a loop, on an H200, the tiny piece waits 0.5 ms and the long one 0.8).
 
 Reads nothing and writes nothing but, with --out, the raw reading: when each run began and how long it took. Shown are runs,
@@ -41,12 +41,12 @@ EXAMPLES = """
   python benchmark/sharing_probe.py --seconds 0.5 --device cuda --out reading.json
   python benchmark/sharing_probe.py --device cpu --json
 """
-SECONDS = 0.1
+SECONDS = 0.2  # half of it for each piece; five periods of 20 ms
 LEAST_RUNS = 5  # of each piece, however long they take
 WARMUP = 5
 TINY_SIDE = 64  # of the tiny piece's tensor; 16 µs on an idle H200
 LONG_SIDE = {"cpu": 192, "cuda": 2048}  # of the long piece's matrices
-LONG_PRODUCTS = 6  # one after another: about 0.5 ms where a product takes 80 µs, as its like do on an H200 (TF32)
+LONG_PRODUCTS = 6  # one after another: 0.33 ms on an H200
 
 log = get_logger("sharing_probe")
 

@@ -17,6 +17,8 @@ from benchmark.dataset_writer import write_tables
 from inference import predict
 from ort_analysis.records import family, load_record
 from training.predictor_files import read_sidecar
+from training.sharing import read_sharing
+from utils import files
 from utils.fingerprint import has_cuda
 from utils.paths import ROOT, SHIPPED, Workspace
 
@@ -93,6 +95,48 @@ def test_ablation(part: Workspace) -> None:
     assert found["no-samples"]["learned_from"] < found["shipped"]["learned_from"] == found["two-stages"]["learned_from"]
     assert found["no-samples"]["MAPE_%"] > found["shipped"]["MAPE_%"]
     assert 0 < found["shipped"]["Σ_of_models_MAPE_%"] < found["shipped"]["MAPE_%"]
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """Models of those families beside other work, with the probe's readings, as shipped."""
+    workspace = Workspace(tmp_path_factory.mktemp("beside"))
+    with tarfile.open(ROOT / "gpu_dataset" / "beside-nvidia-h200.tar.xz") as archive:
+        archive.extractall(workspace.root, filter="data")
+    return workspace
+
+
+def test_sharing_is_learned_from_models_beside_other_work(part: Workspace, beside: Workspace) -> None:
+    """A probe tells more than metrics, and these more than an idle latency; what was learned is kept beside the predictors."""
+    done = run("training/fit_sharing.py", part, "--beside", str(beside.root), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)[TARGET]
+    errors = {row["latency by"]: row for row in found["latency_by"]}
+    assert errors["a probe"]["cases"] > 100
+    assert errors["a probe"]["mean_%"] < 15
+    assert errors["a probe"]["p95_%"] < 20
+    assert errors["a probe"]["mean_%"] < errors["metrics alone"]["mean_%"] < errors["idle latency"]["mean_%"]
+    assert {row["background"] for row in found["backgrounds"]} == set(dataset.load_header(beside.dataset(TARGET)).backgrounds)
+    sharing = read_sharing(part.predictors(TARGET))
+    assert sharing is not None
+    assert sharing.model_dump(mode="json") == found["sharing"]
+    assert 1.5 < sharing.slice_ms < 2.5
+    assert 0.005 < sharing.alone_ms["tiny"] < 0.05 < sharing.alone_ms["long"] < 1
+    assert sharing.waits_ms == tuple(sorted(sharing.waits_ms))
+
+
+def test_a_shipped_reading_of_the_probe_tells_a_prediction(beside: Workspace, torch_models: dict[str, Path],
+                                                           tmp_path: Path) -> None:
+    """A reading beside a queue that never runs dry: each run waits a whole turn of the other process, 2.4 ms."""
+    block = next(block for block in dataset.read_journal(beside.dataset(TARGET)) if block.load == (1.0, "compute_deep"))
+    files.write_json(tmp_path / "reading.json", block.probe)
+    command = [sys.executable, "inference/predict_model_latency.py", "--model", str(torch_models[TORCH_MODELS[0]]), "--target",
+               "nvidia-h200", "--json", "--slo-ms", "2"]
+    idle, waiting = (json.loads(subprocess.run([*command, *probe], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+                     for probe in ([], ["--probe", str(tmp_path / "reading.json")]))
+    assert waiting["under_load"]["told_by"] == "probe"
+    assert waiting["latency_ms"] == pytest.approx(idle["latency_ms"] + 2.4, abs=0.8)
+    assert (idle["slo"]["met"], waiting["slo"]["met"]) == (True, False)
 
 
 def test_a_gpu_without_its_label_is_told(tmp_path: Path, part: Workspace) -> None:
