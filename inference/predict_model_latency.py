@@ -78,8 +78,8 @@ def print_predictions(found: Sequence[Prediction], top: int) -> None:
         base += f" {1000 * used.node_ms:+.3g} µs a node"
     how = (f"{used.alpha:.4g}·{base} {used.beta_ms:+.4g} ms over kernels by label {used.label}" if used.costs is None
            else "the end of the host's and the GPU's track, kernels by label gpu")
-    log.info("target %s, %s, load %s; latency = %s", first.target, first.way.in_words,
-             first.load if first.load == "idle" else ", ".join(f"{k}={v:g}" for k, v in dict(first.load).items()), how)
+    load = first.load if isinstance(first.load, str) else ", ".join(f"{k}={v:g}" for k, v in first.load.items())
+    log.info("target %s, %s, load %s; latency = %s", first.target, first.way.in_words, load or "as the probe met it", how)
     cli.print_table([summary(one) for one in found], "predicted latency")
     if len(found) == 1 and top:
         print()
@@ -200,7 +200,7 @@ def main() -> int:
 
         tell(measure_missing(args.model, sizes, target=args.target, workspace=workspace, force=args.force))
     found = [predicted(dims, load) for dims in cli.track(sizes, "predicting")]
-    slos = [slo_under_load(one, args.model, args.slo_ms, percentile, workspace, args.force) for one in found
+    slos = [slo_under_load(one, args.model, args.slo_ms, percentile, workspace, args.force, other) for one in found
             ] if args.slo_ms else [None] * len(found)
     if args.trace:
         from inference.sources import record_of

@@ -206,6 +206,7 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
     kernels = {name: kernel for record in records for name, kernel in record.kernels.items()}
     given = dict(load or {})
     beside = _beside(fitted, used, way, given, other)
+    warnings = [(*warned, *_sharing_warning(beside)) for warned in warnings]
     of_kernels = {} if beside else given  # waiting belongs to the model's run then, not to its kernels
     times = fitted.predictors.predict(list(kernels.values()), of_kernels, used.label, strict)
     launches: Sequence[float | None] = [None] * len(kernels)
@@ -251,6 +252,14 @@ def _beside(fitted: Fitted, used: Composition, way: WayOfRunning, load: Mapping[
         raise UserError(f"a model run {way.in_words} was not measured beside other work; predict it with tensors on the "
                         "device, node by node, or idle")
     return Beside(sharing, found, "metrics" if other is None else "probe")
+
+
+def _sharing_warning(beside: Beside | None) -> tuple[str, ...]:
+    """What to know about a latency beside work that only metrics tell of; nothing where a probe does."""
+    if beside is None or beside.told_by == "probe" or not beside.sharing.probed or not beside.sharing.from_metrics:
+        return ()
+    return (f"metrics alone hide how long the other work's turns are: means predicted from them erred by "
+            f"{beside.sharing.from_metrics.mean:.0%} on average, from a probe (--probe) by {beside.sharing.probed.mean:.0%}",)
 
 
 def check_way(way: WayOfRunning, used: Composition, target: str) -> None:

@@ -38,12 +38,12 @@ class SharedModel:
         """The distribution of its latency beside other work."""
         return under_load(*self.tracks, self.costs, self.sharing, other, told_by)
 
-    def at_share(self, share: float) -> UnderLoad:
+    def at_share(self, share: float, like: OtherWork | None = None) -> UnderLoad:
         """The distribution beside a background that is busy for `share` of the time (a ratio), with waits and phases as of the
-        backgrounds that were measured."""
+        backgrounds that were measured, or of `like`."""
         from training.sharing import other_work_guessed
 
-        return self.beside(other_work_guessed(share, self.sharing), "share")
+        return self.beside(other_work_guessed(share, self.sharing, like), "share")
 
     @property
     def gpu_ms(self) -> float:

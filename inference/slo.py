@@ -6,6 +6,7 @@ from inference.prediction import AS_USUAL, Prediction
 from inference.shared_models import NotShared, SharedModel, shared_model
 from inference.sources import Source
 from ort_analysis.records import Frozen
+from overlap_simulator import OtherWork
 from utils.paths import Workspace
 
 PERCENTILE = 95.0
@@ -56,15 +57,16 @@ def check_slo(prediction: Prediction, limit_ms: float, percentile: float = PERCE
                could_be_ms=prediction.interval_ms[1] if prediction.interval_ms else None)
 
 
-def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = PERCENTILE) -> float | None:
+def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = PERCENTILE,
+                       like: OtherWork | None = None) -> float | None:
     """For what share of the time (a ratio) a background may be busy at most so that `percentile` % of the runs still take at
     most `limit_ms`; None where they don't on an idle device.
 
-    Found by bisection, within PRECISION, over backgrounds with waits and phases as of those that were measured. The same runs
-    are simulated at each share, so that percentiles grow with it; far ones come of few runs.
+    Found by bisection, within PRECISION, over backgrounds with waits and phases as of those that were measured, or of
+    `like`. The same runs are simulated at each share, so that percentiles grow with it; far ones come of few runs.
     """
     def met(share: float) -> bool:
-        return model.at_share(share).percentile_ms(percentile) <= limit_ms
+        return model.at_share(share, like).percentile_ms(percentile) <= limit_ms
 
     if not met(0.0):
         return None
@@ -78,11 +80,12 @@ def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = 
 
 
 def slo_under_load(prediction: Prediction, source: Source, limit_ms: float, percentile: float = PERCENTILE,
-                   workspace: Workspace | None = None, force: bool = False) -> SloUnderLoad:
+                   workspace: Workspace | None = None, force: bool = False, like: OtherWork | None = None) -> SloUnderLoad:
     """As `check_slo`, with the highest load that still meets it.
 
     Args:
         source: the model of the prediction, as `inference.predict` took it.
+        like: what else runs, as a probe met it: the load that still meets it has the same waits and phases.
     """
     found = check_slo(prediction, limit_ms, percentile).model_dump()
     if prediction.way != AS_USUAL:
@@ -93,4 +96,4 @@ def slo_under_load(prediction: Prediction, source: Source, limit_ms: float, perc
                              workspace=workspace, force=force)
     except NotShared as error:
         return SloUnderLoad(**found, unknown_because=str(error))
-    return SloUnderLoad(**found, highest_busy_share=highest_busy_share(model, limit_ms, percentile))
+    return SloUnderLoad(**found, highest_busy_share=highest_busy_share(model, limit_ms, percentile, like))

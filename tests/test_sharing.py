@@ -97,6 +97,16 @@ def test_metrics_tell_how_busy_the_gpu_is() -> None:
     assert other_work_guessed(0.0, SHARING).busy_ms == 0
 
 
+def test_a_load_guessed_to_be_like_a_probed_one_has_its_waits_and_phases() -> None:
+    like = OtherWork(5.0, 3.0, np.array([0.7, 0.8]))
+    guessed = other_work_guessed(0.25, SHARING, like)
+    assert (guessed.busy_ms, guessed.quiet_ms, guessed.waits_ms.tolist()) == (2.0, 6.0, [0.7, 0.8])
+    steady = other_work_guessed(0.25, SHARING, OtherWork(1.0, 0.0, np.array([0.7])))
+    assert (steady.busy_ms, steady.quiet_ms, steady.waits_ms.tolist()) == (5.0, 15.0, [0.7])  # no phases to be seen
+    nothing = other_work_guessed(0.25, SHARING, OtherWork(0.0, 1.0, np.zeros(0)))
+    assert nothing.waits_ms.tolist() == [0.3, 0.7, 2.4]
+
+
 def test_what_was_learned_is_read_as_written(tmp_path: Path) -> None:
     assert read_sharing(tmp_path) is None
     files.write_json(sharing_path(tmp_path), SHARING)

@@ -125,9 +125,10 @@ def busy_share(metrics: Mapping[str, float]) -> float | None:
     return None
 
 
-def other_work_guessed(share: float, sharing: Sharing) -> OtherWork:
-    """What else runs where only its share of the time is known: with waits and phases as of what was measured."""
-    waits = np.asarray(sharing.waits_ms)
+def other_work_guessed(share: float, sharing: Sharing, like: OtherWork | None = None) -> OtherWork:
+    """What else runs where only its share of the time is known: with waits and phases as of what was measured, or of `like`."""
+    waits = like.waits_ms if like and len(like.waits_ms) else np.asarray(sharing.waits_ms)
+    cycle_ms = like.busy_ms + like.quiet_ms if like and like.busy_ms and like.quiet_ms else sharing.cycle_ms
     if share > ALWAYS:
         return OtherWork(1.0, 0.0, waits)
-    return OtherWork(share * sharing.cycle_ms, (1.0 - share) * sharing.cycle_ms, waits)
+    return OtherWork(share * cycle_ms, (1.0 - share) * cycle_ms, waits)

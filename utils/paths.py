@@ -47,7 +47,8 @@ class Workspace:
         return self.root / "graph_model" / "model_DAG" / flavour
 
     def predictors(self, target: str) -> Path:
-        """What is learned for one target. Written by train_kernel_model and fit_composition; read by the predictor."""
+        """What is learned for one target. Written by train_kernel_model, fit_composition (composition.json) and fit_sharing
+        (sharing.json); read by the predictor."""
         return self.root / "training" / "predictors" / target
 
     def kernel_errors(self, target: str) -> Path:
