@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import onnx
 import psutil
 import pytest
 from conftest import small_model
@@ -23,6 +24,7 @@ from benchmark import burners
 from benchmark.backgrounds import COMPUTE, KINDS, QUEUES, Background, Queue
 from benchmark.burners import AHEAD_S, Work, as_work, bursts, cpu_step
 from benchmark.stressor import EXAMPLES, options, stress
+from model_zoo.zoo_config import DEFAULT_DIMS_KEY
 from utils import files
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
@@ -181,6 +183,16 @@ def test_a_model_runs_in_a_loop_until_the_block_ends(workspace: Workspace) -> No
 @pytest.mark.parametrize(("dims", "batch"), [({}, 1), ({"batch": 3}, 3)])
 def test_dimensions_are_1_or_as_given(tmp_path: Path, dims: dict[str, int], batch: int) -> None:
     assert burners.model_dims(model_background(tmp_path, dims=dims)) == {"batch": batch}
+
+
+def test_a_size_suggested_for_a_dimension_that_is_not_there_is_left_out(workspace: Workspace) -> None:
+    """As the exporter stamps all its usual sizes into a model whose batch alone is open."""
+    background = model_background(workspace.models)
+    path = workspace.models / "net.onnx"
+    proto = onnx.load(path)
+    onnx.helper.set_model_props(proto, {DEFAULT_DIMS_KEY: json.dumps({"batch": 4, "height": 224})})
+    onnx.save(proto, path)
+    assert burners.model_dims(background) == {"batch": 4}
 
 
 def test_a_model_that_can_not_run_is_told(workspace: Workspace, capfd: pytest.CaptureFixture[str]) -> None:
