@@ -245,7 +245,7 @@ def _beside(fitted: Fitted, used: Composition, way: WayOfRunning, load: Mapping[
         if other is not None:
             raise NotShared(fitted.target.name)
         return None
-    found = other or other_work(sharing, load)
+    found = other or other_work(fitted, load)
     if found is None:
         return None
     if way != AS_USUAL:

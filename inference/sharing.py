@@ -12,6 +12,7 @@ from inference.targets import Fitted, local_targets
 from ort_analysis.records import Frozen
 from overlap_simulator import OtherWork, PipelineCosts, shared_runs_ms
 from utils.errors import UserError
+from utils.sharing_mode import check_sharing_mode, sharing_mode
 
 if TYPE_CHECKING:
     from benchmark.probe_reading import ProbeReading
@@ -67,21 +68,24 @@ def under_load(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], c
         busy_share=other.busy_ms / (other.busy_ms + other.quiet_ms), told_by=told_by)
 
 
-def other_work(sharing: Sharing | None, load: Mapping[str, float]) -> OtherWork | None:
+def other_work(fitted: Fitted, load: Mapping[str, float]) -> OtherWork | None:
     """What else runs, as metrics tell; None where nothing was learned of sharing, so that kernels' times answer to the load.
 
     Raises:
-        UserError: no metric says how busy the GPU is.
+        UserError: no metric says how busy the GPU is, or it is this machine's and shared in a way that was not measured.
     """
-    if sharing is None or not load:
+    if fitted.sharing is None or not load:
         return None
     from training.sharing import BUSY_FIELDS, busy_share, other_work_guessed
+
+    if fitted.target in local_targets():
+        check_sharing_mode(sharing_mode())
 
     share = busy_share(load)
     if share is None:
         raise UserError(f"the load has neither {' nor '.join(BUSY_FIELDS)}, so that it doesn't say how busy the GPU is: give "
                         "one of them, or a probe")
-    return other_work_guessed(share, sharing)
+    return other_work_guessed(share, fitted.sharing)
 
 
 def probed(fitted: Fitted, reading: ProbeReading | None = None) -> OtherWork:

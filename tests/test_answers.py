@@ -273,6 +273,17 @@ def test_readings_that_fail_are_told_and_counted(model: SharedModel) -> None:
     assert watch.trouble() == "the last prediction is 100 s old: no answer"
 
 
+@pytest.mark.parametrize("mode", ["mps", "mig"])
+def test_a_mode_of_sharing_that_was_not_measured_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch,
+                                                            mode: str) -> None:
+    """FAKE: this machine is taken for the target, and its GPU to be shared so."""
+    target = fitted_for(workspace, TARGET).target
+    monkeypatch.setattr("inference.sharing.local_targets", lambda: (target,))
+    monkeypatch.setattr("inference.sharing.sharing_mode", lambda: mode)
+    with pytest.raises(UserError, match=f"sharing mode {mode}: .* measured in time slices only"):
+        predict("resnet18.onnx", target=TARGET, load={BUSY: 0.5}, workspace=workspace)
+
+
 def test_a_shared_target_needs_one_metric(workspace: Workspace) -> None:
     assert fields_asked(fitted_for(workspace, TARGET)) == (BUSY,)
 
