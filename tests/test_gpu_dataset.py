@@ -130,7 +130,7 @@ def test_a_shipped_reading_of_the_probe_tells_a_prediction(beside: Workspace, to
     """A reading beside a queue that never runs dry: each run waits a whole turn of the other process, 2.4 ms."""
     block = next(block for block in dataset.read_journal(beside.dataset(TARGET)) if block.load == (1.0, "compute_deep"))
     files.write_json(tmp_path / "reading.json", block.probe)
-    command = [sys.executable, "inference/predict_model_latency.py", "--model", str(torch_models[TORCH_MODELS[0]]), "--target",
+    command = [sys.executable, "inference/predict_model_latency.py", "--model", str(torch_models["resnet18"]), "--target",
                "nvidia-h200", "--json", "--slo-ms", "2"]
     idle, waiting = (json.loads(subprocess.run([*command, *probe], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
                      for probe in ([], ["--probe", str(tmp_path / "reading.json")]))
