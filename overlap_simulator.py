@@ -197,26 +197,31 @@ class OtherWork(NamedTuple):
 
 
 class _Stages(NamedTuple):
-    """A run's nodes in a few groups: when each group's work can begin at the earliest (ms from the start of the run), how
-    long it takes the GPU, and when the host is done."""
+    """What a run queues on the GPU, by node or by group of nodes: when the work of each can begin at the earliest (ms from the
+    start of the run), how long it takes the GPU, and when the host is done."""
 
     ready_ms: Floats
     work_ms: Floats
     dispatched_ms: float
 
 
+def _queued(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts) -> _Stages:
+    """The nodes that leave the GPU something to do, each by itself."""
+    at, working = dispatched_ms(launches, moves, costs), launches > 0
+    return _Stages((at + costs.lead_ms)[working], (gpu_ms + costs.gap_ms * launches)[working],
+                   float(at[-1]) if len(at) else costs.start_ms)
+
+
 def _stages(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts) -> _Stages:
     """At most MOST_STAGES groups of neighbouring nodes. A group begins as late as its last node's dispatch demands, so that
     the GPU's pauses within it come before it."""
-    at, working = dispatched_ms(launches, moves, costs), launches > 0
-    ready, work = (at + costs.lead_ms)[working], (gpu_ms + costs.gap_ms * launches)[working]
+    ready, work, dispatched = _queued(gpu_ms, launches, moves, costs)
     done = np.cumsum(work)
     slack = ready - (done - work)  # the start of all work that would make a node wait for its dispatch just not
     begins = np.unique(np.linspace(0, len(work), min(len(work), MOST_STAGES), endpoint=False).astype(int))
     latest = np.maximum.reduceat(slack, begins) if len(work) else slack
     begun = np.maximum(latest + (done - work)[begins], 0.0)  # no launch comes before its run, whatever lead was fitted
-    return _Stages(begun, np.add.reduceat(work, begins) if len(work) else work,
-                   float(at[-1]) if len(at) else costs.start_ms)
+    return _Stages(begun, np.add.reduceat(work, begins) if len(work) else work, dispatched)
 
 
 def shared_runs_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts, slice_ms: float,
@@ -284,13 +289,11 @@ def turns_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], cos
     Returns:
         the turns, in order; none of a model that leaves the GPU nothing to do.
     """
-    at, working = dispatched_ms(launches, moves, costs), launches > 0
-    ready, work = (at + costs.lead_ms)[working].tolist(), (gpu_ms + costs.gap_ms * launches)[working].tolist()
-    dispatched_all = float(at[-1]) if len(at) else costs.start_ms
+    ready, work, dispatched_all = _queued(gpu_ms, launches, moves, costs)
     turns: list[float] = []
     begin = free = used = 0.0
     for run in range(runs + 1):
-        for dispatched, left in zip(ready, work, strict=True):
+        for dispatched, left in zip(ready.tolist(), work.tolist(), strict=True):
             if used and begin + dispatched > free:
                 turns.append(used)
                 free, used = free + away_ms, 0.0

@@ -325,13 +325,6 @@ def _share(text: str) -> float:
     return value
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--intensity", type=_share, required=True, metavar="0-1", help="share of the time to be busy")
@@ -342,13 +335,13 @@ def main() -> int:
     parser.add_argument("--model", type=Path, metavar="FILE", help="of kind model: the ONNX file; a bare name is also looked "
                                                                    "for in model_zoo")
     cli.add_dim(parser)
-    parser.add_argument("--duration", type=_positive, metavar="S", help="seconds (default: until a signal)")
+    parser.add_argument("--duration", type=cli.positive, metavar="S", help="seconds (default: until a signal)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: the GPU where there is one")
-    parser.add_argument("--burst-ms", type=_positive, default=COMPUTE.burst_ms, metavar="MS",
+    parser.add_argument("--burst-ms", type=cli.positive, default=COMPUTE.burst_ms, metavar="MS",
                         help=f"a burst on a GPU, about (default: {COMPUTE.burst_ms:g})")
-    parser.add_argument("--period-ms", type=_positive, default=COMPUTE.period_ms, metavar="MS",
+    parser.add_argument("--period-ms", type=cli.positive, default=COMPUTE.period_ms, metavar="MS",
                         help=f"a share and its pause together, {LONGEST_PERIOD_MS:g} at most (default: {COMPUTE.period_ms:g})")
-    parser.add_argument("--report-every", type=_positive, metavar="S", help="report the load this often while running")
+    parser.add_argument("--report-every", type=cli.positive, metavar="S", help="report the load this often while running")
     args = parser.parse_args()
     workspace = cli.start(args)
     load = run(args, background_of(args, workspace))

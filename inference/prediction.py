@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inference.memory import Layout, Memory, layout_of, peak_memory
-from inference.sharing import NotShared, UnderLoad, other_work, under_load
+from inference.sharing import NotShared, ToldBy, UnderLoad, other_work, under_load
 from inference.sources import Source, record_of
 from inference.targets import Fitted, check_fit, fitted_for
 from ort_analysis.cuda_capture import capture_obstacle
@@ -229,7 +229,7 @@ class Beside(NamedTuple):
 
     sharing: Sharing
     other: OtherWork
-    told_by: Literal["probe", "metrics"]
+    told_by: ToldBy
 
 
 def _beside(fitted: Fitted, used: Composition, way: WayOfRunning, load: Mapping[str, float],

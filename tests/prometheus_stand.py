@@ -128,7 +128,7 @@ class MadeUpExporter:
         self._end = Event()
         exporter = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(Quiet):
             def do_GET(self) -> None:
                 page = exporter.pages[self.path.strip("/")]
                 if page.mode == "stalled":
@@ -142,9 +142,6 @@ class MadeUpExporter:
                 reply(self, status, text, "text/plain; version=0.0.4")
                 page.scrapes += page.mode == "well"
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
         self._server = serve(Handler)
         self.address = f"127.0.0.1:{self._server.server_address[1]}"
 
@@ -152,6 +149,13 @@ class MadeUpExporter:
         self._end.set()
         self._server.shutdown()
         self._server.server_close()
+
+
+class Quiet(BaseHTTPRequestHandler):
+    """A handler without a line for every request."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
 
 
 def serve(handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
@@ -241,7 +245,7 @@ class Recorder:
         self.answer: tuple[int, str] | None = None
         recorder = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(Quiet):
             protocol_version = "HTTP/1.1"
 
             def setup(self) -> None:
@@ -258,9 +262,6 @@ class Recorder:
                     return reply(self, 403, f"Forbidden: {seen}\n", "text/plain")
                 passed = requests.get(f"http://127.0.0.1:{port}{self.path}", timeout=10)
                 return reply(self, passed.status_code, json.dumps(passed.json()), "application/json")
-
-            def log_message(self, *_: Any) -> None:
-                pass
 
         self._server = serve(Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"

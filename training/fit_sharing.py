@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from benchmark.dataset import Block
+    from benchmark.dataset import Block, Measurement
     from overlap_simulator import OtherWork, PipelineCosts
     from training.estimators import TrainingConfig
     from training.pipeline import Tracks
@@ -92,6 +92,11 @@ def alone_ms(blocks: Iterable[Block]) -> dict[str, float]:
     return {name: float(np.median(found)) for name, found in runs.items()}
 
 
+def latencies_in(block: Block) -> list[Measurement]:
+    """The latencies of whole models that a block measured."""
+    return [m for m in block.measurements if (m.subject, m.label, m.status) == ("model", "latency", "ok")]
+
+
 def shared_runs(blocks: Sequence[Block], alone: Mapping[str, float]) -> list[SharedRuns]:
     """Every model's runs beside a background, where the same machine ran it idle and the probe was read."""
     import numpy as np
@@ -101,9 +106,8 @@ def shared_runs(blocks: Sequence[Block], alone: Mapping[str, float]) -> list[Sha
     idle: dict[tuple[str, str], list[float]] = defaultdict(list)
     for block in blocks:
         if not block.level:
-            for m in block.measurements:
-                if (m.subject, m.label, m.status) == ("model", "latency", "ok"):
-                    idle[block.machine, m.id].append(float(np.median(m.samples_ms)))
+            for m in latencies_in(block):
+                idle[block.machine, m.id].append(float(np.median(m.samples_ms)))
     found = []
     for block in blocks:
         busy = busy_share(block.background)
@@ -112,8 +116,7 @@ def shared_runs(blocks: Sequence[Block], alone: Mapping[str, float]) -> list[Sha
         other = other_work_probed(block.probe, alone)
         found += [SharedRuns(m.id, block.background_name, block.level, np.array(m.samples_ms),
                              float(np.median(idle[block.machine, m.id])), other, busy)
-                  for m in block.measurements
-                  if (m.subject, m.label, m.status) == ("model", "latency", "ok") and (block.machine, m.id) in idle]
+                  for m in latencies_in(block) if (block.machine, m.id) in idle]
     return found
 
 

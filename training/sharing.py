@@ -91,7 +91,7 @@ def other_work_seen(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, alone
     starts, latencies = np.asarray(starts_ms, dtype=float), np.asarray(latencies_ms, dtype=float)
     busy = latencies > waiting_from_ms(alone_ms)
     waits = latencies[busy] - alone_ms
-    if busy.mean() == 0 or not len(busy):
+    if not busy.any():
         return OtherWork(0.0, 1.0, waits)
     edges = np.flatnonzero(np.diff(busy.astype(int))) + 1
     begins, ends = np.concatenate([[0], edges]), np.concatenate([edges, [len(busy)]]) - 1
