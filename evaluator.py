@@ -1,42 +1,55 @@
 """Phase 7.2: predicted against measured latency, model by model, and how far off the predictor is.
 
 Reads ONNX models (files or folders) and what training learned for the target. Measures the models here, under the load that
-inference/config.yaml tells of, or, with --recorded, takes the measurements that the target's dataset holds. Prints a row a
-model and the errors, and writes evaluation/<target>/evaluation.csv, .json and .png. Scores; fits nothing.
+inference/config.yaml tells of, or beside the backgrounds of a collector's config, which it starts itself (--under-load); or,
+with --recorded, takes the measurements that the target's dataset holds. Prints a row a model and the errors, and writes
+evaluation/<target>/evaluation.csv, .json and .png. Scores; fits nothing.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inference.evaluation_cases import (
+    Case,
+    Failures,
+    cases_of,
+    measure_here,
+    predict_case,
+    recorded_canary_ms,
+    recorded_cases,
+)
+from inference.sharing import ToldBy
 from ort_analysis.records import Frozen, ModelRecord, family
 from utils import cli, files
 from utils.errors import UserError
 from utils.logger import get_logger
-from utils.paths import Workspace
+from utils.paths import ROOT, Workspace
 from utils.timing import ErrorStatistics, error_statistics, summarize
 
 if TYPE_CHECKING:
-    from inference.load import InferenceConfig
-    from inference.prediction import Prediction, WayOfRunning
+    from benchmark.backgrounds import Background
+    from benchmark.collector_config import CollectorConfig
+    from inference.load import InferenceConfig, Load
+    from inference.prediction import WayOfRunning
     from inference.targets import Fitted
+    from overlap_simulator import OtherWork
 
 log = get_logger("evaluator")
 
 EVALUATION_VERSION = 1
-WARMUP = 3
-LEAST_RUNS, MOST_RUNS = 10, 500  # of a session on an idle GPU
-STEADY = 0.10  # how much slower than its best the canary may be before a measurement
 PATIENCE_S = 15.0  # how long to wait for that
 LABELLED_POINTS = 40  # in the plot; more names would cover each other
 EXAMPLES = """
 python evaluator.py models/
 python evaluator.py resnet18.onnx --dim batch=1,4,16 --io host
+python evaluator.py resnet50.onnx --dim batch=16 --under-load gpu_dataset/live.yaml --probe
 python evaluator.py --recorded --target nvidia-h200-cuda-ort1.31-all
 """
 
@@ -46,14 +59,17 @@ class Comparison(Frozen):
 
     Attributes:
         model: the record's name, with the sizes of dynamic dimensions.
-        level: share of time that the stressor was busy while the measurement was recorded; 0 is idle.
-        background: what the stressor was busy with, by its name in the dataset; "" is idle.
+        level: share of time that the stressor was busy meanwhile; 0 is idle.
+        background: what the stressor was busy with, by its name in the dataset or config; "" is idle.
+        load: the metrics that the prediction was told, by DCGM field name.
+        told_by: what the prediction learned of other work from; None where it is of an idle device, or has no distribution.
         held_out: its family is in no fit.
         background_held_out: rows beside this background are in no fit.
         predicted_ms, strict_ms: with measured kernels looked up, and with every kernel predicted.
         measured_ms: what is compared with: the median of the samples, under load their mean.
         error, strict_error: predicted / measured − 1, ratios.
         spread: interquartile range over the median of the samples, a ratio.
+        p50_error, p95_error: of these percentiles, likewise; None where the prediction has no distribution.
         runs: number of samples.
         measured_share: part of predicted_ms's kernel time that was looked up, a ratio.
         canary: how long the canary took before its measurements over its best in the dataset, a ratio: 1 is steady.
@@ -64,6 +80,8 @@ class Comparison(Frozen):
     batch: int | None
     level: float
     background: str = ""
+    load: dict[str, float] = {}
+    told_by: ToldBy | None = None
     held_out: bool
     background_held_out: bool = False
     predicted_ms: float
@@ -73,6 +91,8 @@ class Comparison(Frozen):
     mean_ms: float
     error: float
     strict_error: float
+    p50_error: float | None = None
+    p95_error: float | None = None
     spread: float
     runs: int
     measured_share: float
@@ -83,7 +103,8 @@ class Comparison(Frozen):
 
 
 class Summary(Frozen):
-    """Errors of a group of comparisons, with look-up and strict."""
+    """Errors of a group of comparisons, with look-up and strict; mean absolute ones of percentiles (ratios), where all of them
+    have distributions."""
 
     group: str
     level: float
@@ -91,6 +112,8 @@ class Summary(Frozen):
     background_held_out: bool = False
     lookup: ErrorStatistics
     strict: ErrorStatistics
+    p50: float | None = None
+    p95: float | None = None
 
 
 class Evaluation(Frozen):
@@ -99,7 +122,7 @@ class Evaluation(Frozen):
     Attributes:
         source: `measured` here and now, or `recorded` in the dataset.
         way: how the models were run, in words.
-        load: what the predictions were told: `idle`, or metrics; `recorded` where each level has its own.
+        load: what the predictions were told: `idle`, or metrics; `recorded` or `by level` where each level has its own.
         failures: models that could not be evaluated, and why.
         warnings: what to know about the load.
     """
@@ -116,171 +139,11 @@ class Evaluation(Frozen):
     warnings: tuple[str, ...] = ()
 
 
-@dataclass
-class Case:
-    """One model to evaluate: its record, its file where it is to run, the load, and what was found; `failed` drops it."""
-
-    record: ModelRecord
-    path: Path | None = None
-    level: float = 0.0
-    background: str = ""
-    load: Mapping[str, float] = field(default_factory=dict)
-    with_lookup: Prediction | None = None
-    strict: Prediction | None = None
-    samples_ms: list[float] = field(default_factory=list)
-    memory_mib: float | None = None
-    canaries: list[float] = field(default_factory=list)
-    failed: bool = False
-
-
-class Failures(dict[str, str]):
-    """Why models failed, by name; each is told when it happens."""
-
-    def add(self, name: str, reason: UserError) -> None:
-        self[name] = str(reason)
-        log.error("%s", reason if name in str(reason) else f"{name}: {reason}")
-
-    def add_case(self, case: Case, reason: UserError) -> None:
-        case.failed = True
-        self.add(case.record.model, reason)
-
-
-def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], execution_provider: str,
-             failures: Failures) -> list[Case]:
-    """The models of `paths` made ready: a case a combination of those of `dims` that are dynamic in the model.
-
-    Raises:
-        UserError: one of `dims` is dynamic in none of the models.
-    """
-    from inference.sources import record_of
-    from ort_analysis.ort_graph_parser import own_sizes
-
-    cases: list[Case] = []
-    unused = set(dims)
-    for path in cli.track(list(dict.fromkeys(paths)), "analysing"):
-        try:
-            sizes = own_sizes(path, dims)
-            unused -= set(sizes[0])
-            for size in sizes:
-                cases.append(Case(record=record_of(path, execution_provider, size), path=path))
-        except UserError as error:
-            failures.add(path.name, error)
-    if unused and cases:
-        raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")
-    return cases
-
-
-def measure_here(cases: Sequence[Case], execution_provider: str, way: WayOfRunning, rounds: int, budget_s: float,
-                 best_canary_ms: float, patience_s: float, failures: Failures) -> None:
-    """Times every case `rounds` times for `budget_s` seconds, all cases in each round, so that drift hits all alike.
-
-    Before each it waits a while for the machine to be as fast as it was when the dataset was measured, by the canary.
-
-    Args:
-        patience_s: how long to wait at most.
-        best_canary_ms: the canary then; 0 where that is not known, or where the device is not idle: no waiting.
-    """
-    from benchmark.canary import canary_ms, wait_until_steady
-
-    warmed = False
-    for case in cli.track([case for _ in range(rounds) for case in cases], "measuring"):
-        if case.failed:
-            continue
-        try:
-            if not warmed:  # the first session loads the runtime, whose time and memory are no model's
-                measure_once(Case(record=case.record, path=case.path), execution_provider, way, 0.0, watch_host=False)
-                warmed = True
-            canary = wait_until_steady(lambda: canary_ms(execution_provider), best_canary_ms, STEADY, patience_s)
-            if best_canary_ms:
-                case.canaries.append(canary / best_canary_ms)
-            measure_once(case, execution_provider, way, budget_s, watch_host=execution_provider == "cuda" and not case.load)
-        except UserError as error:
-            failures.add_case(case, error)
-
-
-def measure_once(case: Case, execution_provider: str, way: WayOfRunning, budget_s: float, watch_host: bool) -> None:
-    """Adds one session's samples to a case (with `watch_host`, those of moments in which the host was undisturbed), and what
-    the first session took in memory."""
-    from benchmark.ort_kernel_runner import open_runner
-    from benchmark.protocol import Effort
-    from benchmark.quiet_host import host_probe, quiet_samples_ms
-
-    if case.path is None:
-        raise UserError(f"{case.record.model}: no file to run")
-    probe = host_probe(execution_provider) if watch_host else None  # first: its session is no part of the model's memory
-    before = memory_in_use_mib(execution_provider)
-    runner = open_runner(case.path, execution_provider, dims=case.record.dims, io=way.io, cuda_graph=way.cuda_graph)
-    if probe:
-        runner.warm_up(WARMUP)
-        effort = Effort(budget_s=budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)
-        case.samples_ms += quiet_samples_ms(probe, {"latency": runner.run_s}, effort)["latency"].samples_ms
-    else:
-        case.samples_ms += runner.time(warmup=WARMUP, budget_s=budget_s).samples_ms
-    if case.memory_mib is None:
-        case.memory_mib = memory_in_use_mib(execution_provider) - before
-
-
-def memory_in_use_mib(execution_provider: str) -> float:
-    """Memory that this process holds on the CPU, or that the first GPU has given out, in MiB."""
-    if execution_provider == "cuda":
-        import pynvml
-
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used / 2**20
-    import ctypes
-
-    import psutil
-
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what earlier models left, or it hides what this one takes
-    except (OSError, AttributeError):
-        log.debug("no malloc_trim here: memory figures are rough")
-    return psutil.Process().memory_info().rss / 2**20
-
-
-def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str], label: str) -> list[Case]:
-    """A case for every model of `records`, level, background and machine that the dataset in `folder` holds a good measurement
-    of, by `label`; idle, without those that a disturbed host held up."""
-    import pandas as pd
-
-    from benchmark.dataset import Block, Measurement, model_rows, model_sessions, paced_rows, read_journal
-
-    sessions = [session for session in model_sessions(read_journal(folder)) if "latency" in session.labels]
-    rows = paced_rows(pd.DataFrame(model_rows(sessions)))
-    held_up = set(rows.index[~rows["tells"]])
-    if held_up:
-        log.warning("%d latencies that a disturbed host held up are left out; the collector measures them again", len(held_up))
-    measured: dict[tuple[str, tuple[float, str], str], list[tuple[Block, Measurement]]] = defaultdict(list)
-    for place, (model, block, labels) in enumerate(sessions):
-        found = labels.get(label)
-        if place not in held_up and found and found.status == "ok" and found.samples_ms and model in records:
-            measured[model, block.load, block.machine].append((block, found))
-    cases = []
-    for (model, (level, background), _), of_model in measured.items():
-        alone = of_model[-1][0].background
-        load = {name: alone[name] for name in metrics if name in alone} if level else {}
-        cases.append(Case(record=records[model], level=level, background=background, load=load,
-                          samples_ms=[sample for _, found in of_model for sample in found.samples_ms]))
-    return sorted(cases, key=lambda case: (case.level, case.background, case.record.model))
-
-
 def name_missing(records: Mapping[str, ModelRecord], found: set[str], folder: Path, failures: Failures) -> None:
     """Names the models that a record tells of and the dataset in `folder` does not."""
     for name in sorted(set(records) - found):
         failures.add(name, UserError(f"{name}: {folder} holds no good measurement of it; measure it with: "
                                      "python benchmark/collector.py"))
-
-
-def predict_case(case: Case, target: str, way: WayOfRunning, workspace: Workspace, force: bool, failures: Failures) -> None:
-    """Fills in a case's predictions: with look-up, and strict."""
-    from inference.prediction import predict
-
-    try:
-        case.with_lookup, case.strict = (
-            predict(case.record, target=target, strict=strict, load=case.load, way=way, workspace=workspace, force=force)
-            for strict in (False, True))
-    except UserError as error:
-        failures.add_case(case, error)
 
 
 def compare(case: Case, held_out: Sequence[str], held_out_backgrounds: Sequence[str] = ()) -> Comparison | None:
@@ -289,12 +152,17 @@ def compare(case: Case, held_out: Sequence[str], held_out_backgrounds: Sequence[
         return None
     statistics = summarize(case.samples_ms)
     predicted_ms, strict_ms = case.with_lookup.latency_ms, case.strict.latency_ms
-    measured_ms = statistics.mean_ms if case.level or case.load else statistics.median_ms
+    measured_ms = statistics.median_ms if case.idle else statistics.mean_ms
+    shared = case.with_lookup.under_load
+    p50_error, p95_error = (shared.percentile_ms(percent) / found - 1 if shared else None for percent, found in (
+        (50, statistics.median_ms), (95, statistics.p95_ms)))
     return Comparison(
-        model=case.record.model, batch=case.record.batch, level=case.level, background=case.background,
+        model=case.record.model, batch=case.record.batch, level=case.level, background=case.background, load=dict(case.load),
+        told_by=shared.told_by if shared else None,
         held_out=family(case.record.model) in held_out, background_held_out=case.background in held_out_backgrounds,
         predicted_ms=predicted_ms, strict_ms=strict_ms, measured_ms=measured_ms, median_ms=statistics.median_ms,
         mean_ms=statistics.mean_ms, error=predicted_ms / measured_ms - 1, strict_error=strict_ms / measured_ms - 1,
+        p50_error=p50_error, p95_error=p95_error,
         spread=statistics.spread, runs=statistics.runs, measured_share=case.with_lookup.time_share["measured"],
         fallback_share=case.with_lookup.time_share["fallback"],
         canary=sum(case.canaries) / len(case.canaries) if case.canaries else None,
@@ -312,9 +180,16 @@ def summarise(comparisons: Sequence[Comparison]) -> tuple[Summary, ...]:
     return tuple(
         Summary(group=group, level=load[0], background=load[1], background_held_out=members[0].background_held_out,
                 lookup=error_statistics([c.predicted_ms for c in members], [c.measured_ms for c in members]),
-                strict=error_statistics([c.strict_ms for c in members], [c.measured_ms for c in members]))
+                strict=error_statistics([c.strict_ms for c in members], [c.measured_ms for c in members]),
+                p50=_mean_size([c.p50_error for c in members]), p95=_mean_size([c.p95_error for c in members]))
         for (load, group), members in groups.items()
         if group == "all models" or len(members) < len(groups[load, "all models"]))
+
+
+def _mean_size(errors: Sequence[float | None]) -> float | None:
+    """The mean of their absolute values; None where one is missing."""
+    known = [abs(error) for error in errors if error is not None]
+    return sum(known) / len(known) if len(known) == len(errors) else None
 
 
 def held_out_of_fits(workspace: Workspace, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -326,18 +201,6 @@ def held_out_of_fits(workspace: Workspace, target: str) -> tuple[tuple[str, ...]
         return (), ()
     header = load_header(folder)
     return header.held_out, header.held_out_backgrounds
-
-
-def recorded_canary_ms(workspace: Workspace, target: str, execution_provider: str) -> float:
-    """The canary's shortest time in the idle blocks of the target's dataset, if it was measured on this machine; else 0."""
-    from benchmark.dataset import load_model_table, model_table_path
-    from utils.fingerprint import machine
-
-    if not model_table_path(workspace.dataset(target)).exists():
-        return 0.0
-    rows = load_model_table(workspace, target)
-    here = rows[(rows["Level"] == 0) & (rows["Machine"] == machine(execution_provider).uuid)]
-    return float(here["Canary_ms"].min()) if len(here) else 0.0
 
 
 def draw(evaluation: Evaluation, path: Path) -> None:
@@ -386,6 +249,14 @@ def percent(ratio: float) -> str:
     return f"{100 * ratio:+.1f} %"
 
 
+def percentile_columns(one: Comparison, others: Sequence[Comparison]) -> dict[str, Any]:
+    """Errors of percentiles, where any of `others` has them."""
+    if all(other.p50_error is None for other in others):
+        return {}
+    return {name: None if error is None else percent(error)
+            for name, error in (("p50 error", one.p50_error), ("p95 error", one.p95_error))}
+
+
 def load_columns(one: Comparison | Summary, others: Sequence[Comparison | Summary]) -> dict[str, Any]:
     """The columns that tell what else ran, where any of `others` was measured under load."""
     if not any(other.level for other in others):
@@ -399,7 +270,8 @@ def table(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     return [
         {"model": c.model, **load_columns(c, comparisons),
          "held out": "yes" if c.held_out else "", "measured (ms)": c.measured_ms, "spread": f"{100 * c.spread:.1f} %",
-         "canary": c.canary, "predicted (ms)": c.predicted_ms, "error": percent(c.error), "strict (ms)": c.strict_ms,
+         "canary": c.canary, "predicted (ms)": c.predicted_ms, "error": percent(c.error),
+         **percentile_columns(c, comparisons), "strict (ms)": c.strict_ms,
          "strict error": percent(c.strict_error), "memory (MiB)": c.predicted_memory_mib,
          "measured (MiB)": c.measured_memory_mib}
         for c in comparisons]
@@ -410,26 +282,32 @@ def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     return [
         {"models": s.group, **load_columns(s, summaries), "kernels": kind, "count": e.count, "MAPE": f"{e.mape:.1%}",
          "median": f"{e.median:.1%}", "within ±5 %": f"{e.within_5:.0%}", "within ±10 %": f"{e.within_10:.0%}",
-         "worst": f"{e.worst:.1%}"}
+         "worst": f"{e.worst:.1%}",
+         **({"p50": f"{s.p50:.1%}", "p95": f"{s.p95:.1%}"} if kind == "looked up" and s.p50 is not None and s.p95 is not None
+            else {"p50": None, "p95": None} if any(other.p50 is not None for other in summaries) else {})}
         for s in summaries for kind, e in (("looked up", s.lookup), ("all predicted", s.strict))]
 
 
 def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str, Sequence[int]] | None = None,
              target: str | None = None, recorded: bool = False, way: WayOfRunning | None = None,
-             metrics_file: Path | None = None, config: InferenceConfig | None = None, rounds: int = 3, budget_s: float = 1.0,
+             metrics_file: Path | None = None, config: InferenceConfig | None = None,
+             under_load: CollectorConfig | None = None, probe: bool = False, rounds: int = 3, budget_s: float = 1.0,
              patience_s: float = PATIENCE_S, force: bool = False) -> Evaluation:
     """Predicts and measures `models` (or takes recorded measurements); a model that fails costs only itself.
 
-    The load, the same for all predictions, is read once and first: before models of this process are part of it.
+    The load is read once and first, before models of this process are part of it; `under_load`, at each level beside each
+    background.
 
     Args:
         metrics_file, config: where the load is read from, as `inference.load.current_load` does; neither: idle.
+        under_load: whose levels and backgrounds the device is put under; where `config` names no Prometheus, its source of
+            metrics tells of them.
+        probe: whether the sharing probe tells what else runs.
 
     Raises:
         UserError: no predictors, the target is another machine's and `recorded` is off, the load is not known, or not one
             model is left.
     """
-    from inference.load import InferenceConfig, Load, current_load, fields_asked
     from inference.prediction import AS_USUAL, check_way
     from inference.targets import fitted_for, local_targets
 
@@ -441,24 +319,33 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
     if not recorded and name not in here:
         raise UserError(f"target {name} is not this machine ({', '.join(here)}): compare with the measurements in its "
                         "dataset: --recorded")
-    load = Load()
+    load: str | dict[str, float]
+    notices: list[str]
     if recorded:
+        load, notices = "recorded", []
         records = recorded_records(workspace, models, dims or {}, fitted, failures)
         cases = recorded_cases(workspace.dataset(name), records, fitted.predictors.sidecar.metrics, way.label)
         if models:  # else all that the dataset holds is asked for
             name_missing(records, {case.record.model for case in cases}, workspace.dataset(name), failures)
-    else:
-        load = current_load(config or InferenceConfig(), metrics_file, fields_asked(fitted))
-        for notice in load.notices:
-            log.warning("%s", notice)
-        cases = cases_of(workspace.find_models(models), dims or {}, provider, failures)
         for case in cases:
-            case.load = load.metrics
-    for case in cases:
-        predict_case(case, name, way, workspace, force, failures)
-    if not recorded:
-        best_canary_ms = 0.0 if load.metrics else recorded_canary_ms(workspace, name, provider)
-        measure_here(cases, provider, way, rounds, budget_s, best_canary_ms, patience_s, failures)
+            predict_case(case, name, way, workspace, force, failures)
+    else:
+        cases, load, notices = [], "by level" if under_load else "idle", []
+        ready = cases_of(workspace.find_models(models), dims or {}, provider, failures)
+        for level, background in under_load.loads() if under_load else [(0.0, None)]:
+            with under_stress(level, background, under_load, config, provider, workspace):
+                now, other = what_runs(fitted, metrics_file, config, under_load if level else None, probe)
+                notices += now.notices
+                load = load if under_load else now.metrics or "idle"
+                of_level = [case.beside(level, background.name if background else "", now.metrics, other) for case in ready]
+                for case in of_level:
+                    predict_case(case, name, way, workspace, force, failures)
+                best_canary_ms = recorded_canary_ms(workspace, name, provider) if not (level or now.metrics) else 0.0
+                measure_here(of_level, provider, way, rounds, budget_s, best_canary_ms, patience_s, failures)
+                cases += of_level
+    notices = list(dict.fromkeys(notices))
+    for notice in notices:
+        log.warning("%s", notice)
     held_out = held_out_of_fits(workspace, name)
     comparisons = tuple(found for case in cases if (found := compare(case, *held_out)))
     if not comparisons:
@@ -466,8 +353,38 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
                         f": the dataset of {name} holds no measurement of them" if recorded else ""))
     return Evaluation(
         target=name, composition=composition_facts(fitted), source="recorded" if recorded else "measured", way=way.in_words,
-        load="recorded" if recorded else load.metrics or "idle", comparisons=comparisons, summaries=summarise(comparisons),
-        failures=dict(failures), warnings=load.notices)
+        load=load, comparisons=comparisons, summaries=summarise(comparisons), failures=dict(failures),
+        warnings=tuple(notices))
+
+
+@contextmanager
+def under_stress(level: float, background: Background | None, under_load: CollectorConfig | None,
+                 config: InferenceConfig | None, execution_provider: str,
+                 workspace: Workspace) -> Iterator[None]:
+    """Keeps the device as busy as asked while a block runs; the load is up when it begins, and in a Prometheus's window."""
+    from benchmark.backgrounds import COMPUTE
+    from benchmark.stressor import stress
+
+    with stress(level, background or COMPUTE, execution_provider, workspace=workspace):
+        if under_load:
+            time.sleep(under_load.stress.settle_s + (config.prometheus.window_s if config and config.prometheus.url else 0.0))
+        yield
+
+
+def what_runs(fitted: Fitted, metrics_file: Path | None, config: InferenceConfig | None, under_load: CollectorConfig | None,
+              probe: bool) -> tuple[Load, OtherWork | None]:
+    """What else runs on this machine now: by metrics (this machine's own, `under_load` without a Prometheus), and by a probe
+    where one is asked for; arguments and errors as of `evaluate`."""
+    from benchmark.metrics import values
+    from inference.load import InferenceConfig, Load, current_load, fields_asked
+    from inference.sharing import probed
+
+    config = config or InferenceConfig()
+    if under_load and config.prometheus.url is None:
+        load = Load(values(under_load.open_source(fitted.target.flavour.execution_provider).window(under_load.window_s)))
+    else:
+        load = current_load(config, metrics_file, fields_asked(fitted))
+    return load, probed(fitted) if probe else None
 
 
 def composition_facts(fitted: Fitted) -> dict[str, Any]:
@@ -498,6 +415,11 @@ def main() -> int:
                         help="compare with the measurements in the target's dataset (without MODEL: with all of them)")
     cli.add_way(parser)
     cli.add_load(parser)
+    parser.add_argument("--under-load", type=Path, nargs="?", const=ROOT / "benchmark" / "config.yaml", metavar="CONFIG",
+                        help="measure at the levels and beside the backgrounds of a collector's config (without one: "
+                             "benchmark/config.yaml), which are started here")
+    parser.add_argument("--probe", action="store_true",
+                        help="learn what else runs from the sharing probe, read on this GPU just before")
     parser.add_argument("--patience-s", type=float, default=PATIENCE_S, metavar="S",
                         help="how long to wait, before each measurement, for the machine to be as fast as when its dataset "
                              f"was measured (default: {PATIENCE_S:g})")
@@ -514,7 +436,12 @@ def main() -> int:
         parser.error("name models (files or folders), or --recorded for all that the dataset holds")
     if args.recorded and (args.metrics or args.config):
         parser.error("--recorded takes the load from the dataset: leave --metrics and --config out")
+    if args.recorded and (args.under_load or args.probe):
+        parser.error("--recorded measures nothing: leave --under-load and --probe out")
+    if args.under_load and args.metrics:
+        parser.error("--under-load: one file of metrics does not tell of several loads; leave --metrics out")
     workspace = cli.start(args)
+    from benchmark.collector_config import CollectorConfig
     from inference.load import CONFIG_FILE, InferenceConfig
     from inference.prediction import WayOfRunning
     from utils.config import load_config
@@ -522,7 +449,9 @@ def main() -> int:
     evaluation = evaluate(
         workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target, recorded=args.recorded,
         way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), metrics_file=args.metrics,
-        config=load_config(args.config or CONFIG_FILE, InferenceConfig), patience_s=args.patience_s,
+        config=load_config(args.config or CONFIG_FILE, InferenceConfig),
+        under_load=load_config(args.under_load, CollectorConfig) if args.under_load else None, probe=args.probe,
+        patience_s=args.patience_s,
         rounds=args.rounds, budget_s=args.budget_s, force=args.force)
     folder = workspace.evaluation / evaluation.target
     write(evaluation, folder)

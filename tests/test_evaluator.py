@@ -9,16 +9,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from trained_workspace import HELD_OUT, METRIC, conv_net, model_ms, trained
 
 import evaluator
 from benchmark import dataset
 from benchmark.backgrounds import Background
+from benchmark.collector_config import CollectorConfig, StressConfig
 from inference import predict
+from inference.evaluation_cases import Case
 from inference.prediction import WayOfRunning
 from ort_analysis.fusion_detector import analyze
 from ort_analysis.records import load_records
+from overlap_simulator import OtherWork
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Target, flavour_of, local_target
@@ -215,3 +219,51 @@ def test_recorded_loads_are_told_apart_by_background(workspace: Workspace, tmp_p
     assert shown == ["", "", "net (held out)", "net (held out)", "products", "products"]
     assert {(row["level"], row["background"]) for row in evaluator.table(found.comparisons)} == {
         (0.0, ""), (0.5, "products"), (0.5, "net (held out)")}
+
+
+def test_the_evaluator_puts_the_device_under_load_itself(workspace: Workspace) -> None:
+    """Idle, then beside a real stressor: metrics of it alone tell the predictions, what was measured is a mean."""
+    config = CollectorConfig(device="cpu", levels=(0.0, 0.5), window_s=0.3, stress=StressConfig(settle_s=0.2))
+    found = evaluator.evaluate(workspace, [Path("anet_c8.onnx"), Path("anet_c16.onnx")], target=TARGET, under_load=config,
+                               rounds=1, budget_s=0.05)
+    assert [(one.model, one.level, one.background) for one in found.comparisons] == [
+        ("anet_c8", 0.0, ""), ("anet_c16", 0.0, ""), ("anet_c8", 0.5, "compute"), ("anet_c16", 0.5, "compute")]
+    idle, _, loaded, other = found.comparisons
+    assert (found.load, idle.load, idle.measured_ms, loaded.measured_ms) == ("by level", {}, idle.median_ms, loaded.mean_ms)
+    assert 0.2 < loaded.load[METRIC] <= 1.0
+    assert other.load == loaded.load
+    assert loaded.predicted_ms == predict("anet_c8.onnx", target=TARGET, workspace=workspace, load=loaded.load).latency_ms
+    assert (loaded.told_by, loaded.p50_error) == (None, None)
+    assert {(summary.level, summary.background) for summary in found.summaries} == {(0.0, ""), (0.5, "compute")}
+
+
+def test_distributions_are_scored_by_percentiles(torch_models: dict[str, Path]) -> None:
+    """What the shipped H200's predictors say beside other work, against latencies of which a tenth is twice as long."""
+    path, other = torch_models["resnet18"], OtherWork(1.0, 0.0, np.array([0.7, 1.4]))
+    expected = predict(path, target="nvidia-h200", other=other)
+    assert expected.under_load is not None
+    case = Case(record=analyze(path, "cuda"), level=1.0, background="compute", other=other, with_lookup=expected,
+                strict=expected, samples_ms=[1.0] * 90 + [2.0] * 10)
+    compared = evaluator.compare(case, ())
+    assert compared is not None
+    assert (compared.told_by, compared.measured_ms) == ("probe", pytest.approx(1.1))
+    assert compared.error == pytest.approx(expected.under_load.mean_ms / 1.1 - 1)
+    assert compared.p50_error is not None
+    assert compared.p95_error is not None
+    assert compared.p50_error == pytest.approx(expected.under_load.percentile_ms(50) / 1.0 - 1)
+    assert compared.p95_error == pytest.approx(expected.under_load.percentile_ms(95) / 2.0 - 1)
+    (summary,) = evaluator.summarise([compared])
+    assert (summary.p50, summary.p95) == (pytest.approx(abs(compared.p50_error)), pytest.approx(abs(compared.p95_error)))
+    assert evaluator.summary_table([summary])[0]["p95"] == f"{abs(compared.p95_error):.1%}"
+    (row,) = evaluator.table([compared])
+    assert row["p50 error"] == evaluator.percent(compared.p50_error)
+
+
+def test_loads_of_the_evaluator_that_do_not_fit(workspace: Workspace, tmp_path: Path) -> None:
+    (tmp_path / "busy.json").write_text('{"DCGM_FI_DEV_CPU_UTIL_TOTAL": 0.5}')
+    for options in (["--recorded", "--probe"], ["--recorded", "--under-load"],
+                    ["anet_c8.onnx", "--metrics", tmp_path / "busy.json", "--under-load"]):
+        assert shell(workspace, *options).returncode == 2
+    done = shell(workspace, "anet_c8.onnx", "--probe")
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "nothing was learned of how it is shared" in done.stderr
