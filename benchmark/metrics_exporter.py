@@ -141,7 +141,10 @@ def serve(args: argparse.Namespace) -> None:
     else:
         print(f"{url}: {source.name}, every {args.interval:g} s", flush=True)
     sys.stdout.flush()
+    began_s, used_s = time.monotonic(), time.process_time()
     over.wait(args.duration)
+    lasted_s, used_s = time.monotonic() - began_s, time.process_time() - used_s
+    log.info("served for %.0f s, which took %.2f %% of a core", lasted_s, 100 * used_s / lasted_s)
     server.shutdown()
     server.server_close()
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from inference.missing_kernels import Filled
     from inference.prediction import Prediction
     from inference.slo import SloUnderLoad
+    from overlap_simulator import OtherWork
 
 log = get_logger("predict")
 
@@ -42,6 +43,7 @@ python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,
 python inference/predict_model_latency.py --model model.onnx --strict --top 10 --json
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --metrics busy.json --slo-ms 5
 python inference/predict_model_latency.py --model model.onnx --config prometheus.yaml --watch --slo-ms 5 --export 9401
+python inference/predict_model_latency.py --model model.onnx --probe --watch 5
 python inference/predict_model_latency.py --model model.onnx --measure-missing
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace timeline.json
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --cuda-graph
@@ -127,8 +129,8 @@ def main() -> int:
     parser.add_argument("--slo-ms", type=cli.positive, metavar="MS", help="whether the latency keeps to this, and by how much")
     parser.add_argument("--slo-percentile", type=cli.percentile, metavar="P", help="… which percentile of it (default: 95)")
     parser.add_argument("--probe", nargs="?", const="", metavar="FILE",
-                        help="learn what else runs from the sharing probe: read on this machine now, which is the target, or "
-                             "from what benchmark/sharing_probe.py --out wrote")
+                        help="learn what else runs from the sharing probe: read on this machine now (with --watch, each time), "
+                             "which is the target, or from what benchmark/sharing_probe.py --out wrote")
     parser.add_argument("--watch", type=cli.positive, nargs="?", const=WATCH_S, metavar="S",
                         help=f"a line with the load and the prediction every S seconds (default: {WATCH_S:g}), until Ctrl-C")
     parser.add_argument("--export", type=cli.address, metavar="[ADDRESS:]PORT",
@@ -146,8 +148,10 @@ def main() -> int:
         parser.error("--slo-percentile goes with --slo-ms MS")
     if args.watch and (len(sizes) > 1 or args.trace or args.measure_missing):
         parser.error("--watch follows one size of one model, without --trace and --measure-missing")
-    if args.probe is not None and (args.watch or args.measure_missing):
-        parser.error("--probe is one reading of what else runs: it goes neither with --watch nor with --measure-missing")
+    if args.probe is not None and args.measure_missing:
+        parser.error("--measure-missing: idle times are not looked up beside other work; leave --probe out")
+    if args.probe and args.watch:
+        parser.error("--probe FILE is one reading of what else runs; with --watch, leave FILE out")
     if args.export and not args.watch:
         parser.error("--export goes with --watch")
     workspace = cli.start(args)
@@ -169,37 +173,39 @@ def main() -> int:
                         f"{args.config or CONFIG_FILE}")
     asked = config.prometheus.url is not None and not args.metrics
     fields = fields_asked(fitted_for(workspace, args.target)) if asked else ()
-    other = None
-    if args.probe is not None:
-        from benchmark.probe_reading import read_reading
-        from inference.sharing import probed
-
-        other = probed(fitted_for(workspace, args.target), read_reading(Path(args.probe)) if args.probe else None)
     way = WayOfRunning(io=args.io, cuda_graph=args.cuda_graph)
     percentile = args.slo_percentile or PERCENTILE
 
-    def predicted(dims: dict[str, int], load: Load) -> Prediction:
+    def probed_now() -> OtherWork | None:
+        if args.probe is None:
+            return None
+        from benchmark.probe_reading import read_reading
+        from inference.sharing import probed
+
+        return probed(fitted_for(workspace, args.target), read_reading(Path(args.probe)) if args.probe else None)
+
+    def predicted(dims: dict[str, int], load: Load, other: OtherWork | None) -> Prediction:
         return predict(args.model, dims=dims, target=args.target, strict=args.strict, load=load.metrics, workspace=workspace,
                        way=way, force=args.force, notices=load.notices, other=other)
 
     if args.watch:
-        if not asked and not args.metrics:
+        if not asked and not args.metrics and args.probe is None:
             raise UserError(f"--watch: nothing says what else runs; set prometheus.url in {args.config or CONFIG_FILE}, or "
-                            "give --metrics FILE, which is read each time")
+                            "give --metrics FILE, which is read each time, or --probe on the GPU itself")
         if asked and not fields:
             raise UserError("--watch: the predictors were trained without metrics, so no load changes what they say")
-        for warning in predicted(sizes[0], Load()).warnings:  # a model or target that can't be used ends the command at once
+        for warning in predicted(sizes[0], Load(), probed_now()).warnings:  # what can't be used ends the command at once
             log.warning("%s", warning)
         live = config.never_idle()
-        follow(Watch(lambda: predicted(sizes[0], current_load(live, args.metrics, fields)), args.watch, args.slo_ms,
-                     percentile), args.export, args.json)
+        follow(Watch(lambda: predicted(sizes[0], current_load(live, args.metrics, fields), probed_now()), args.watch,
+                     args.slo_ms, percentile), args.export, args.json)
         return 0
-    load = current_load(config, args.metrics, fields)
+    load, other = current_load(config, args.metrics, fields), probed_now()
     if args.measure_missing:
         from inference.missing_kernels import measure_missing
 
         tell(measure_missing(args.model, sizes, target=args.target, workspace=workspace, force=args.force))
-    found = [predicted(dims, load) for dims in cli.track(sizes, "predicting")]
+    found = [predicted(dims, load, other) for dims in cli.track(sizes, "predicting")]
     slos = [slo_under_load(one, args.model, args.slo_ms, percentile, workspace, args.force, other) for one in found
             ] if args.slo_ms else [None] * len(found)
     if args.trace:

@@ -41,6 +41,7 @@ from overlap_simulator import OtherWork, PipelineCosts, turns_ms
 from training.sharing import Sharing, sharing_path
 from utils import files
 from utils.errors import UserError
+from utils.fingerprint import has_cuda
 from utils.paths import ROOT, SHIPPED, Workspace
 from utils.scrape_server import STALE
 
@@ -313,7 +314,8 @@ def test_the_command_follows_a_prometheus(workspace: Workspace, model: SharedMod
             assert line[1:] == ["40%", *expected, "met", "-"]
             address = f"http://127.0.0.1:{export}/metrics"
             served = {family.name: family for family in text_string_to_metric_families(requests.get(address, timeout=5).text)}
-            assert set(served) == {LATENCY, MEAN, PREDICTED, FAILED}
+            assert {name for name in served if name.startswith("hase_")} == {LATENCY, MEAN, PREDICTED, FAILED}
+            assert served["process_cpu_seconds"].samples[0].value > 0
             labels = {"model": model.idle.model, "target": TARGET}
             assert {sample.labels["quantile"]: sample.value for sample in served[LATENCY].samples} == pytest.approx(
                 {f"{percent / 100:g}": shared.percentile_ms(percent) / 1e3 for percent in (50, 95, 99)})
@@ -340,5 +342,13 @@ def test_a_watch_needs_something_to_follow(workspace: Workspace) -> None:
     done = shell(workspace, "predict_model_latency", "--watch")
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
     assert "nothing says what else runs" in done.stderr
-    for options in (["--export", "9401"], ["--watch", "--dim", "batch=1,2"], ["--watch", "0"]):
+    for options in (["--export", "9401"], ["--watch", "--dim", "batch=1,2"], ["--watch", "0"],
+                    ["--watch", "--probe", "reading.json"], ["--measure-missing", "--probe"]):
         assert shell(workspace, "predict_model_latency", *options).returncode == 2
+
+
+@pytest.mark.skipif(has_cuda(), reason="needs a machine that is not the target")
+def test_a_watch_probes_only_the_gpu_in_question(workspace: Workspace) -> None:
+    done = shell(workspace, "predict_model_latency", "--watch", "--probe")
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+    assert "the probe has to run on the GPU in question" in done.stderr

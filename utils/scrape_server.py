@@ -52,10 +52,11 @@ def scrape_server(collector: Collector, trouble: Callable[[], str], host: str, p
     Raises:
         UserError: the port can't be had.
     """
-    from prometheus_client import CollectorRegistry, make_wsgi_app
+    from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
+    ProcessCollector(registry=registry)  # what serving itself costs: process_cpu_seconds_total
     metrics = make_wsgi_app(registry)
 
     def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
