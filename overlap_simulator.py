@@ -208,7 +208,8 @@ class _Stages(NamedTuple):
 def _queued(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts) -> _Stages:
     """The nodes that leave the GPU something to do, each by itself."""
     at, working = dispatched_ms(launches, moves, costs), launches > 0
-    return _Stages((at + costs.lead_ms)[working], (gpu_ms + costs.gap_ms * launches)[working],
+    ready = np.maximum(at + costs.lead_ms, 0.0)  # no launch comes before its run, whatever lead was fitted
+    return _Stages(ready[working], (gpu_ms + costs.gap_ms * launches)[working],
                    float(at[-1]) if len(at) else costs.start_ms)
 
 
@@ -220,8 +221,7 @@ def _stages(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], cost
     slack = ready - (done - work)  # the start of all work that would make a node wait for its dispatch just not
     begins = np.unique(np.linspace(0, len(work), min(len(work), MOST_STAGES), endpoint=False).astype(int))
     latest = np.maximum.reduceat(slack, begins) if len(work) else slack
-    begun = np.maximum(latest + (done - work)[begins], 0.0)  # no launch comes before its run, whatever lead was fitted
-    return _Stages(begun, np.add.reduceat(work, begins) if len(work) else work, dispatched)
+    return _Stages(latest + (done - work)[begins], np.add.reduceat(work, begins) if len(work) else work, dispatched)
 
 
 def shared_runs_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts, slice_ms: float,
@@ -271,6 +271,11 @@ def shared_runs_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_
         latencies[run] = end - begin
         begin = end + BETWEEN_RUNS_MS
     return latencies[1:]
+
+
+def gpu_work_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts) -> float:
+    """What a run takes the GPU, the pauses between launches with it; arguments as `pipeline_ms` takes them."""
+    return float(_queued(gpu_ms, launches, moves, costs).work_ms.sum())
 
 
 def turns_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts, longest_ms: float,

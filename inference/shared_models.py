@@ -12,7 +12,7 @@ from inference.sharing import NotShared, ToldBy, UnderLoad, under_load
 from inference.sources import Source, record_of
 from inference.targets import fitted_for
 from inference.timeline import Tracks, tracks_of
-from overlap_simulator import OtherWork, PipelineCosts, turns_ms
+from overlap_simulator import OtherWork, PipelineCosts
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
@@ -45,20 +45,11 @@ class SharedModel:
 
         return self.beside(other_work_guessed(share, self.sharing, like), "share")
 
-    @property
-    def gpu_ms(self) -> float:
-        """What a run takes the GPU, the pauses between launches with it."""
-        working = self.tracks.launches > 0
-        return float((self.tracks.gpu_ms + self.costs.gap_ms * self.tracks.launches)[working].sum())
-
     def in_a_loop(self, other: SharedModel) -> OtherWork:
-        """This model, run without a pause, as `other` meets it: it always has work; a wait is one of its turns and a switch.
+        """This model, run without a pause, as `other` meets it."""
+        from training.sharing import in_a_loop
 
-        It is away from the GPU for as long as `other` works in one slice, and for a switch, and dispatches meanwhile.
-        """
-        away_ms = min(other.gpu_ms, self.sharing.slice_ms) + self.sharing.switch_ms
-        turns = turns_ms(*self.tracks, self.costs, self.sharing.longest_turn_ms, away_ms)
-        return OtherWork(1.0, 0.0, turns + self.sharing.switch_ms) if len(turns) else OtherWork(0.0, 1.0, turns)
+        return in_a_loop((*self.tracks, self.costs), (*other.tracks, other.costs), self.sharing)
 
 
 def shared_model(source: Source, *, dims: Mapping[str, int] | None = None, target: str | None = None, strict: bool = False,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from benchmark.probe_reading import ProbeReading, waiting_from_ms
 from ort_analysis.records import Frozen
-from overlap_simulator import OtherWork
+from overlap_simulator import OtherWork, PipelineCosts, gpu_work_ms, turns_ms
 from utils import files
 from utils.sharing_mode import check_sharing_mode
 
@@ -29,6 +29,7 @@ ALWAYS = 0.95  # of the time: what is busy for more of it is taken to never paus
 BUSY_FIELDS = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1.0, "DCGM_FI_DEV_GPU_UTIL": 100.0}  # and what each shows of a GPU that is
 # never idle; the first one there is taken: utilisation counts a whole sampling period as busy in which anything ran
 QUANTILES = 21  # of waits that are kept
+PipelineTracks = tuple[Floats, Floats, npt.NDArray[np.bool_], PipelineCosts]  # what `overlap_simulator.pipeline_ms` takes
 
 
 class SharingErrors(Frozen):
@@ -50,9 +51,9 @@ class Sharing(Frozen):
         waits_ms: evenly spaced quantiles of the waits beside the backgrounds that were measured.
         cycle_ms: of a background that pauses: from one busy phase to the next, at the median.
         longest_turn_ms, switch_ms: how long another process has the GPU at most while this one waits, and what its turn costs
-            this one besides. The defaults were measured on an H200: waits beside bursts of B ms are min(B, 2.16) + 0.26 ms;
-            training/fit_sharing.py is to fit them.
-        probed, from_metrics: errors of predictions from a probe and from the metrics alone; None where nothing was left out.
+            this one besides (training/pairs.py). The defaults were fitted on an H200.
+        probed, from_metrics, paired: errors of predictions from a probe, from the metrics alone, and from what is predicted of
+            the model that runs in a loop beside; None where nothing was left out.
     """
 
     version: int = SHARING_VERSION
@@ -65,6 +66,7 @@ class Sharing(Frozen):
     switch_ms: float = 0.26
     probed: SharingErrors | None = None
     from_metrics: SharingErrors | None = None
+    paired: SharingErrors | None = None
 
 
 def sharing_path(folder: Path) -> Path:
@@ -132,3 +134,12 @@ def other_work_guessed(share: float, sharing: Sharing, like: OtherWork | None = 
     if share > ALWAYS:
         return OtherWork(1.0, 0.0, waits)
     return OtherWork(share * cycle_ms, (1.0 - share) * cycle_ms, waits)
+
+
+def in_a_loop(looped: PipelineTracks, beside: PipelineTracks, sharing: Sharing) -> OtherWork:
+    """A model that runs without a pause, as the model `beside` meets it: it always has work; a wait is one of its turns and a
+    switch. It is away from the GPU for as long as the other works in one slice, and for a switch, and dispatches meanwhile.
+    """
+    away_ms = min(gpu_work_ms(*beside), sharing.slice_ms) + sharing.switch_ms
+    turns = turns_ms(*looped, sharing.longest_turn_ms, away_ms)
+    return OtherWork(1.0, 0.0, turns + sharing.switch_ms) if len(turns) else OtherWork(0.0, 1.0, turns)

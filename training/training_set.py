@@ -36,6 +36,7 @@ class TrainingSet:
         sha256: of the kernel table, to tell what was learned from what.
         ids, types: of each row's kernel.
         families: of each row, the model families that hold its kernel (or near whose shapes it was sampled).
+        backgrounds: what else ran beside each row, by its name in the dataset; "" where nothing did.
         idle: rows without background load.
         features: rows × FEATURES.
         load: rows × `metrics`; idle rows all hold `idle_load`, so that noise of idle metrics is not learned.
@@ -51,6 +52,7 @@ class TrainingSet:
     ids: npt.NDArray[np.str_]
     types: npt.NDArray[np.str_]
     families: tuple[frozenset[str], ...]
+    backgrounds: npt.NDArray[np.str_]
     idle: npt.NDArray[np.bool_]
     features: Floats
     load: Floats
@@ -68,6 +70,7 @@ class TrainingSet:
         """The rows where `mask` is true."""
         return replace(
             self, ids=self.ids[mask], types=self.types[mask], idle=self.idle[mask], features=self.features[mask],
+            backgrounds=self.backgrounds[mask],
             families=tuple(names for names, kept in zip(self.families, mask, strict=True) if kept), load=self.load[mask],
             times_ms={label: times[mask] for label, times in self.times_ms.items()}, flops=self.flops[mask],
             bytes_moved=self.bytes_moved[mask])
@@ -155,7 +158,8 @@ def _arrays(header: dataset.DatasetHeader, sha256: str, table: pd.DataFrame, own
     load[idle] = list(idle_load.values())
     return TrainingSet(
         header=header, sha256=sha256, ids=ids, types=np.array([kernels[name].type for name in ids]), families=tuple(owners),
-        idle=idle, features=np.array([described[name] for name in ids], dtype=float).reshape(len(ids), len(FEATURES)),
+        backgrounds=table["Background"].fillna("").to_numpy(dtype=str), idle=idle,
+        features=np.array([described[name] for name in ids], dtype=float).reshape(len(ids), len(FEATURES)),
         load=load, metrics=metrics, idle_load=idle_load, times_ms=_times(table, header.target.flavour.execution_provider),
         flops=np.array([kernels[name].flops for name in ids], dtype=float),
         bytes_moved=np.array([kernels[name].bytes_read + kernels[name].bytes_written for name in ids], dtype=float),
