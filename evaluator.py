@@ -361,13 +361,14 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
 def under_stress(level: float, background: Background | None, under_load: CollectorConfig | None,
                  config: InferenceConfig | None, execution_provider: str,
                  workspace: Workspace) -> Iterator[None]:
-    """Keeps the device as busy as asked while a block runs; the load is up when it begins, and in a Prometheus's window."""
+    """Keeps the device as busy as asked while a block runs; the load is up when it begins, and fills a Prometheus's window."""
     from benchmark.backgrounds import COMPUTE
     from benchmark.stressor import stress
 
     with stress(level, background or COMPUTE, execution_provider, workspace=workspace):
         if under_load:
-            time.sleep(under_load.stress.settle_s + (config.prometheus.window_s if config and config.prometheus.url else 0.0))
+            asked = config.prometheus if config and config.prometheus.url else None
+            time.sleep(under_load.stress.settle_s + (asked.window_s + asked.max_age_s if asked else 0.0))
         yield
 
 

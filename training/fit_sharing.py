@@ -203,9 +203,7 @@ def fit_target(workspace: Workspace, beside: Sequence[Workspace], target: str,
     if pairs.cases:
         left_out[PAIRED] = np.full_like(measured, np.nan)
         left_out[PAIRED][pairs.cases] = pairs.left_out()
-        longest_ms, switch_ms = pairs.best()
-        learned = learned.model_copy(update={"longest_turn_ms": longest_ms, "switch_ms": switch_ms,
-                                             "paired": errors_of(left_out[PAIRED], measured)})
+        learned = pairs.learned(learned).model_copy(update={"paired": errors_of(left_out[PAIRED], measured)})
     for one in beside:
         if rows := measured_under_load(one, target):
             summed = summed_ms(rows, evaluation.runs, models.records, models.families, config)

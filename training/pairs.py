@@ -1,12 +1,11 @@
 """Two models, each in a loop of its own: what one sees is predicted from the other's predicted run, without any probe.
 
-Fits how long a looped model keeps the GPU at most while another waits, and what a switch costs, to models measured beside
+The longest that any probe waited is the longest turn and a switch. What a switch costs is fitted to models measured beside
 backgrounds that are themselves models in a loop.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
     from benchmark.backgrounds import Background
 
 Floats = npt.NDArray[np.float64]
-LONGEST_TURNS_MS = (1.6, 1.8, 2.0, 2.2, 2.4)  # to choose from: on an H200 about as long as a slice …
-SWITCHES_MS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # … and about 0.2
-TURNS = list(itertools.product(LONGEST_TURNS_MS, SWITCHES_MS))
+SWITCHES_MS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # to choose from: on an H200 about 0.2
+LONGEST = 0.9  # quantile of a probe's waits that is taken for the longest
 
 
 def looped_models(backgrounds: Mapping[str, Background], known: Collection[str]) -> dict[str, str]:
@@ -34,8 +32,18 @@ def looped_models(backgrounds: Mapping[str, Background], known: Collection[str])
     return {name: record for name, record in named.items() if record in known}
 
 
+def longest_wait_ms(runs: Sequence[SharedRuns]) -> float:
+    """The longest that a probe waits for its turn."""
+    return max(float(np.quantile(run.other.waits_ms, LONGEST)) for run in runs if len(run.other.waits_ms))
+
+
+def with_turns(sharing: Sharing, wait_ms: float, switch_ms: float) -> Sharing:
+    """The same where the longest wait and a switch are these."""
+    return sharing.model_copy(update={"longest_turn_ms": round(wait_ms - switch_ms, 3), "switch_ms": switch_ms})
+
+
 class Pairs:
-    """Runs beside a model in a loop that never pauses, at every choice of the two constants.
+    """Runs beside a model in a loop that never pauses, at every one of SWITCHES_MS.
 
     Attributes:
         cases: which of the runs these are.
@@ -54,24 +62,25 @@ class Pairs:
         """
         self.cases = [place for place, run in enumerate(runs) if run.background in looped and run.level > ALWAYS]
         self._background = [runs[place].background for place in self.cases]
-        self._measured = measured[self.cases]
+        self._measured, self._wait_ms = measured[self.cases], longest_wait_ms(runs)
         self._predicted = np.array([[
-            _beside(models[runs[place].model], models[looped[runs[place].background]], learned[place].model_copy(
-                update={"longest_turn_ms": longest_ms, "switch_ms": switch_ms})) for longest_ms, switch_ms in TURNS]
+            _beside(models[runs[place].model], models[looped[runs[place].background]],
+                    with_turns(learned[place], self._wait_ms, switch_ms)) for switch_ms in SWITCHES_MS]
             for place in cli.track(self.cases, "simulating pairs")])
 
-    def best(self, kept: Sequence[int] | None = None) -> tuple[float, float]:
-        """Which of TURNS errs least for all three statistics of all cases, or of some of `cases` by their place among them."""
-        return TURNS[self._best(range(len(self.cases)) if kept is None else kept)]
+    def learned(self, sharing: Sharing) -> Sharing:
+        """What was learned of sharing, with turns that err least for all cases."""
+        return with_turns(sharing, self._wait_ms, SWITCHES_MS[self._best(range(len(self.cases)))])
 
     def _best(self, kept: Sequence[int]) -> int:
+        """Which of SWITCHES_MS errs least for all three statistics of some of the cases, by their place among them."""
         kept = list(kept)
         errors = np.abs(self._predicted[kept] / self._measured[kept, None] - 1.0).mean(axis=(0, 2))
         return int(errors.argmin())
 
     def left_out(self) -> Floats:
-        """Predictions with the constants fitted without the looped model, shape (cases, 3); all are kept where there is only
-        one looped model."""
+        """Predictions with a switch fitted without the looped model, shape (cases, 3); all are kept where there is only one
+        looped model."""
         found = []
         for place, background in enumerate(self._background):
             others = [i for i, other in enumerate(self._background) if other != background]
