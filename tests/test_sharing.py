@@ -11,8 +11,20 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from overlap_simulator import OtherWork, PipelineCosts, pipeline_ms, shared_runs_ms
-from training.sharing import Sharing, busy_share, other_work_guessed, other_work_seen, read_sharing, sharing_path
+from benchmark.backgrounds import Background
+from overlap_simulator import OtherWork, PipelineCosts, gpu_work_ms, pipeline_ms, shared_runs_ms
+from training.pairs import longest_wait_ms, looped_models, with_turns
+from training.shared_runs import SharedRuns, measured_elsewhere
+from training.sharing import (
+    PipelineTracks,
+    Sharing,
+    busy_share,
+    in_a_loop,
+    other_work_guessed,
+    other_work_seen,
+    read_sharing,
+    sharing_path,
+)
 from utils import files
 from utils.errors import UserError
 
@@ -115,3 +127,44 @@ def test_what_was_learned_is_read_as_written(tmp_path: Path) -> None:
         '"version":1', '"version":2'))
     with pytest.raises(UserError, match=r"version 2, .*fit_sharing\.py"):
         read_sharing(tmp_path)
+
+
+def shared(model: str, machine: str, latencies_ms: list[float], wait_ms: float = 0.7) -> SharedRuns:
+    return SharedRuns(model, "compute", 0.5, np.array(latencies_ms), 1.0, OtherWork(10.0, 10.0, np.array([wait_ms])), 0.5, {},
+                      machine)
+
+
+def test_what_another_machine_measured() -> None:
+    found = measured_elsewhere([shared("a", "one", [1.0]), shared("a", "two", [2.0]), shared("a", "three", [4.0]),
+                                shared("b", "one", [9.0])])
+    assert found[:, 0].tolist()[:3] == [3.0, 2.5, 1.5]
+    assert np.isnan(found[3]).all()
+
+
+def test_backgrounds_that_are_a_known_model_in_a_loop() -> None:
+    backgrounds = {one.name: one for one in (
+        Background(name="compute"), Background(name="r50", kind="model", model=Path("zoo/resnet50.onnx"), dims={"batch": 16}),
+        Background(name="other", kind="model", model=Path("other.onnx")))}
+    assert looped_models(backgrounds, {"resnet50@batch=16", "resnet50"}) == {"r50": "resnet50@batch=16"}
+
+
+def test_the_longest_wait_is_a_turn_and_a_switch() -> None:
+    wait_ms = longest_wait_ms([shared("a", "one", [1.0]), shared("a", "one", [1.0], 2.4)])
+    assert wait_ms == 2.4
+    found = with_turns(SHARING, wait_ms, 0.2)
+    assert (found.longest_turn_ms, found.switch_ms, found.slice_ms) == (pytest.approx(2.2), 0.2, SHARING.slice_ms)
+
+
+def test_a_model_in_a_loop_as_another_meets_it() -> None:
+    """A short one has its turn run by run; one longer than the longest turn is cut, the rest of it a turn as well."""
+    sharing = SHARING.model_copy(update={"longest_turn_ms": 2.2, "switch_ms": 0.2})
+
+    def run(gpu_ms: float) -> PipelineTracks:
+        return np.full(10, gpu_ms / 10), np.zeros(10) + 1e-6, np.ones(10, dtype=bool), COSTS.model_copy(update={"gap_ms": 0.0})
+
+    short, long = (in_a_loop(run(gpu_ms), run(1.0), sharing) for gpu_ms in (0.5, 3.0))
+    assert (short.busy_ms, short.quiet_ms) == (1.0, 0.0)
+    assert short.waits_ms.max() == pytest.approx(0.5 + 0.2, rel=0.05)
+    assert long.waits_ms.max() == pytest.approx(2.4)
+    assert long.waits_ms.min() == pytest.approx(0.8 + 0.2, rel=0.05)
+    assert gpu_work_ms(*run(3.0)) == pytest.approx(3.0)

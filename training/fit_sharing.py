@@ -8,8 +8,8 @@ waits are like where only metrics are known, and how models in a loop take turns
 Prints the errors of the mean, the median and the 95th percentile of latencies, each family of models and each background left
 out of every fit, with all kernels predicted: from a probe's reading just before, from the metrics alone, and, where a model in
 a loop is the background, from that model's prediction; and beside them what the plan's own path errs where kernels were
-measured under load too (training/kernels_under_load.py), the idle latency, and that divided by the share of the time that is
-left.
+measured under load too (training/kernels_under_load.py), the idle latency, that divided by the share of the time that is
+left, and what another machine's measurement of the same is off.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SLICES_MS = (1.6, 1.8, 1.9, 2.0, 2.1, 2.2, 2.4)  # to choose from: on an H200 ab
 CYCLE_MS = 20.0  # where no background that pauses was measured
 LEAST_LEFT = 0.05  # of the time, for the quotient: a GPU that is always busy leaves none
 PROBED, FROM_METRICS, PAIRED = "a probe", "metrics alone", "the looped model's prediction"
-PLAN = "kernels under load, summed"
+PLAN, ELSEWHERE = "kernels under load, summed", "measured on another machine"
 EXAMPLES = """
 python training/fit_sharing.py
 python training/fit_sharing.py --workspace out/h200 --beside out/h200_beside --json
@@ -183,7 +183,7 @@ def fit_target(workspace: Workspace, beside: Sequence[Workspace], target: str,
     from benchmark.dataset import load_header, read_journal
     from training.kernels_under_load import measured_under_load, summed_ms
     from training.pairs import Pairs, looped_models
-    from training.shared_runs import alone_ms, shared_runs, simulated_models
+    from training.shared_runs import alone_ms, measured_elsewhere, shared_runs, simulated_models
 
     folders = [one.dataset(target) for one in beside]
     blocks = [block for folder in folders for block in read_journal(folder)]
@@ -208,6 +208,9 @@ def fit_target(workspace: Workspace, beside: Sequence[Workspace], target: str,
         if rows := measured_under_load(one, target):
             summed = summed_ms(rows, evaluation.runs, models.records, models.families, config)
             left_out[PLAN] = np.repeat(summed[:, None], measured.shape[1], axis=1)
+    elsewhere = measured_elsewhere(evaluation.runs)
+    if np.isfinite(elsewhere).any():
+        left_out[ELSEWHERE] = elsewhere
     return learned, *tables(evaluation, left_out)
 
 

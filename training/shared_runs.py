@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -37,6 +37,7 @@ class SharedRuns:
         other: what the probe saw just before.
         busy: for what share of the time the GPU was busy before, by the metrics.
         metrics: all that were read then, by DCGM field name.
+        machine: that ran them.
     """
 
     model: str
@@ -46,7 +47,8 @@ class SharedRuns:
     idle_ms: float
     other: OtherWork
     busy: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float]
+    machine: str
 
 
 def alone_ms(blocks: Iterable[Block]) -> dict[str, float]:
@@ -86,9 +88,19 @@ def shared_runs(blocks: Sequence[Block], alone: Mapping[str, float]) -> list[Sha
         other = other_work_probed(block.probe, alone)
         found += [SharedRuns(m.id, block.background_name, block.level, np.array(m.samples_ms),
                              float(np.median(idle[block.machine, m.id])), other, busy,
-                             block.background)
+                             block.background, block.machine)
                   for m in latencies_in(block) if (block.machine, m.id) in idle]
     return found
+
+
+def measured_elsewhere(runs: Sequence[SharedRuns]) -> Floats:
+    """For each of some runs the statistics of the same model beside the same background on other machines, their mean; shape
+    (runs, 3), NaN where no other measured it."""
+    found: dict[tuple[str, str, float], list[tuple[str, Floats]]] = defaultdict(list)
+    for run in runs:
+        found[run.model, run.background, run.level].append((run.machine, statistics_of(run.samples_ms)))
+    others = [[of for machine, of in found[run.model, run.background, run.level] if machine != run.machine] for run in runs]
+    return np.array([np.mean(of, axis=0) if of else np.full(len(STATISTICS), np.nan) for of in others])
 
 
 def statistics_of(latencies_ms: Floats) -> Floats:
