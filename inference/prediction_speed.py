@@ -1,6 +1,7 @@
 """Phase 7.3: how long a prediction takes: from the shell, at first sight of a file, again, and from a kernel record.
 
-Reads a model and what training learned for the target, as the predictor does. Prints a row a case; writes nothing.
+Reads a model and what training learned for the target, as the predictor does. Where --config names a Prometheus, or --metrics a
+file, predictions beside what these tell are timed too, the load read anew each time. Prints a row a case; writes nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
 if TYPE_CHECKING:
+    from inference.load import Load
     from ort_analysis.records import ModelRecord
 
 MANY = 1000
+SHELLS = 3  # predictions from the shell, at most
 EXAMPLES = """
 python inference/prediction_speed.py --model resnet18.onnx
 python inference/prediction_speed.py --workspace out/demo --model resnet18_fp32_b1_224x224.onnx --repeats 20
 python inference/prediction_speed.py --model resnet50.onnx --target nvidia-h200
+python inference/prediction_speed.py --model resnet50.onnx --target nvidia-h200 --config prometheus.yaml
 """
 
 
@@ -65,15 +69,16 @@ def copies(record: ModelRecord, count: int) -> list[ModelRecord]:
             for number in range(count)]
 
 
-def cases(model: Path, workspace: Workspace, target: str | None, repeats: int) -> list[dict[str, Any]]:
-    """A row a case: what is predicted from what, and the median time in ms."""
+def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
+          read_load: Callable[[], Load] | None = None) -> list[dict[str, Any]]:
+    """A row a case: what is predicted from what, and the median time in ms; with `read_load`, beside the load that it reads."""
     from inference import predict, predict_many
     from inference.sources import record_of
     from inference.targets import choose_target, fitted_for
 
     target, _ = choose_target(workspace, target)
-    cold = milliseconds(lambda: from_the_shell(model, workspace, target, False), 3)
-    cold_strict = milliseconds(lambda: from_the_shell(model, workspace, target, True), 3)
+    cold, cold_strict = (milliseconds(partial(from_the_shell, model, workspace, target, strict), min(repeats, SHELLS))
+                         for strict in (False, True))
     predict, predict_many = partial(predict, target=target), partial(predict_many, target=target)
     provider = fitted_for(workspace, target).target.flavour.execution_provider
     first = milliseconds(lambda: predict(model, workspace=workspace), 1)
@@ -82,6 +87,11 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int) -
     from_record = milliseconds(lambda: predict(record, workspace=workspace), repeats)
     strict_first = milliseconds(lambda: predict(record, workspace=workspace, strict=True), 1)
     strict_again = milliseconds(lambda: predict(record, workspace=workspace, strict=True), repeats)
+    beside: list[tuple[str, float]] = []
+    if read_load:
+        beside = [("reading the load", milliseconds(read_load, repeats)),
+                  ("the same file beside the load, which is read each time", milliseconds(
+                      lambda: predict(model, workspace=workspace, load=read_load().metrics), repeats))]
     records = copies(record, MANY)
     gc.collect()  # what reading the records left to be collected is no part of predicting
     many = milliseconds(lambda: predict_many(records, workspace=workspace), 1)
@@ -89,7 +99,7 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int) -
         ("from the shell", cold), ("from the shell, --strict", cold_strict),
         ("in a running process, first prediction of all", first), ("the same file again", again),
         ("from its record", from_record), ("from its record, strict, first", strict_first),
-        ("from its record, strict, again", strict_again), (f"{MANY} records in one call, each read by itself", many))]
+        ("from its record, strict, again", strict_again), *beside, (f"{MANY} records in one call, each read by itself", many))]
 
 
 def main() -> int:
@@ -97,11 +107,22 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="an ONNX file; a bare name is also looked for in model_zoo")
     parser.add_argument("--repeats", type=int, default=20, help="calls of the cases that can be repeated (default: 20)")
     parser.add_argument("--target", help="whose predictors, as the predictor takes it (default: this machine's)")
+    cli.add_load(parser)
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error("--repeats must be at least 1")
     workspace = cli.start(args)
-    rows = cases(workspace.find_model(args.model).resolve(), workspace, args.target, args.repeats)
+    from inference.load import CONFIG_FILE, InferenceConfig, current_load, fields_asked
+    from inference.targets import fitted_for
+    from utils.config import load_config
+
+    config = load_config(args.config or CONFIG_FILE, InferenceConfig).never_idle()
+
+    def read_load() -> Load:
+        return current_load(config, args.metrics, fields_asked(fitted_for(workspace, args.target)))
+
+    rows = cases(workspace.find_model(args.model).resolve(), workspace, args.target, args.repeats,
+                 read_load if args.metrics or config.prometheus.url else None)
     cli.print_rows(rows, args.json, "how long a prediction takes")
     return 0
 

@@ -150,6 +150,16 @@ def test_copies_share_nothing_and_are_predicted_alike(workspace: Workspace, reco
         alone.model_copy(update={"model": one.model}) for one in many]
 
 
+def test_the_speed_beside_a_load_is_timed_too(workspace: Workspace, tmp_path: Path) -> None:
+    files.write_json(tmp_path / "busy.json", {METRIC: 0.4})
+    command = [sys.executable, "inference/prediction_speed.py", "--workspace", str(workspace.root), "--model", "anet_c16.onnx",
+               "--target", TARGET, "--repeats", "1", "--json", "--metrics", str(tmp_path / "busy.json")]
+    found = {row["case"]: row["median_ms"] for row in json.loads(
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)}
+    assert found["reading the load"] > 0
+    assert 0 < found["the same file beside the load, which is read each time"] < found["from the shell"]
+
+
 def test_another_cudnn_widens_the_interval(workspace: Workspace, record: ModelRecord, tmp_path: Path,
                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that pretends to be a GPU of a made-up target, first with the cuDNN that was measured, then with another."""
