@@ -16,8 +16,8 @@ compare() {  # and keeps what it found as $out/$1.txt and .json
 
 hase model_zoo/torchvision_exporter.py --config gpu_dataset/model_zoo.yaml --model resnet50 "${models[@]/#/--model=}" \
   > "$out/exported.txt"
-hase benchmark/metrics_exporter.py --host 127.0.0.1 > "$out/exporter.txt" &
 trap 'kill $(jobs -p) 2> /dev/null; wait' EXIT
+python benchmark/metrics_exporter.py --workspace "$out" --host 127.0.0.1 > "$out/exporter.txt" &  # says at its end what it took
 prometheus --config.file gpu_dataset/prometheus.yml --storage.tsdb.path "$out/prometheus" --web.listen-address 127.0.0.1:9090 \
   --log.level warn &
 compare from_prometheus --config gpu_dataset/live_prometheus.yaml
