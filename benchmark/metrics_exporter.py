@@ -44,6 +44,7 @@ EXAMPLES = """
 """
 PORT = 9400  # dcgm-exporter's
 INTERVAL_S = 5.0
+LOOK_UP_S = 3600.0  # between two looks of the server whether to end, which it does with the process: each costs CPU time
 LAST_SAMPLE = "hase_exporter_last_sample_timestamp_seconds"
 
 log = get_logger("metrics_exporter")
@@ -134,7 +135,7 @@ def serve(args: argparse.Namespace) -> None:
     sampler = Sampler(source, args.interval)
     server = make_exporter(sampler, device_labels(provider, args.replay), args.host, args.port, args.names == "new")
     threading.Thread(target=sampler.run, args=(over,), daemon=True).start()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(LOOK_UP_S,), daemon=True).start()
     url = f"http://{args.host or 'localhost'}:{server.server_port}/metrics"
     if args.json:
         cli.print_json({"url": url, "source": source.name, "fields": list(source.fields)})
@@ -145,7 +146,6 @@ def serve(args: argparse.Namespace) -> None:
     over.wait(args.duration)
     lasted_s, used_s = time.monotonic() - began_s, time.process_time() - used_s
     log.info("served for %.0f s, which took %.2f %% of a core", lasted_s, 100 * used_s / lasted_s)
-    server.shutdown()
     server.server_close()
 
 
