@@ -9,9 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from utils import sharing_mode
 from utils.errors import UserError
+from utils.fingerprint import Target, flavour_of
 from utils.sharing_mode import PIPE_DIRECTORY, check_sharing_mode, mps_daemon_answers
 
 MIG_OFF, MIG_ON = 0, 1
@@ -119,3 +121,11 @@ def test_only_what_was_measured_passes() -> None:
         check_sharing_mode("mps")
     with pytest.raises(UserError, match=r"mig: .* in time slices only; .* another device .*; switch it off"):
         check_sharing_mode("mig")
+
+
+def test_a_target_says_how_its_device_is_shared() -> None:
+    """An older file's word for time slices is understood, and no other."""
+    older = Target(device="Some GPU", flavour=flavour_of("cuda")).model_dump() | {"sharing": "exclusive"}
+    assert Target.model_validate(older) == Target(device="Some GPU", flavour=flavour_of("cuda"), sharing="time_slices")
+    with pytest.raises(ValidationError, match="sharing"):
+        Target.model_validate(older | {"sharing": "shared"})

@@ -7,14 +7,17 @@ import platform
 import re
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import psutil
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from utils.errors import UserError
 
 CUDNN = "nvidia-cudnn-cu13"  # the package that brings it
 MACHINE_ID = Path("/etc/machine-id")
+SharingMode = Literal["time_slices", "mps", "mig"]  # how processes share a device; on a CPU the first, whatever else a GPU has
+OLDER_SHARING = {"exclusive": "time_slices"}  # what older files call it
 
 
 class _Frozen(BaseModel):
@@ -55,14 +58,19 @@ class Machine(_Frozen):
     versions: dict[str, str]
 
 
+def _current_sharing(mode: Any) -> Any:
+    return OLDER_SHARING.get(mode, mode) if isinstance(mode, str) else mode
+
+
 class Target(_Frozen):
-    """What a predictor holds for: device model, flavour, provider options, threads and sharing mode."""
+    """What a predictor holds for: device model, flavour, provider options, threads and sharing mode. Another mode than time
+    slices was never measured, and is refused where it matters (utils/sharing_mode.py)."""
 
     device: str
     flavour: Flavour
     provider_options: dict[str, str] = {}
     threads: int = 0  # intra-op threads; 0 on CUDA
-    sharing: str = "exclusive"
+    sharing: Annotated[SharingMode, BeforeValidator(_current_sharing)] = "time_slices"
 
     @property
     def name(self) -> str:

@@ -7,12 +7,10 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Literal
 
 from utils.errors import UserError
-from utils.fingerprint import gpu_facts
+from utils.fingerprint import SharingMode, gpu_facts
 
-SharingMode = Literal["time_slices", "mps", "mig"]
 PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"  # names the folder in which CUDA looks for MPS …
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"  # … which otherwise is this one (NVIDIA's guide to MPS, "Environment Variables")
 UNMEASURED = {  # what is so different, and how to leave it
