@@ -8,14 +8,14 @@ schema: version 1 is the first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.probe_reading import ProbeReading, waiting_from_ms
+from benchmark.probe_reading import ALWAYS, ProbeReading, ProbeSummary, phases_ms, waiting_from_ms
 from ort_analysis.records import Frozen
 from overlap_simulator import OtherWork, PipelineCosts, gpu_work_ms, turns_ms
 from utils import files
@@ -25,10 +25,10 @@ SHARING_VERSION = 1
 FIT = "python training/fit_sharing.py"
 FILE = "sharing.json"
 Floats = npt.NDArray[np.float64]
-ALWAYS = 0.95  # of the time: what is busy for more of it is taken to never pause
 BUSY_FIELDS = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1.0, "DCGM_FI_DEV_GPU_UTIL": 100.0}  # and what each shows of a GPU that is
 # never idle; the first one there is taken: utilisation counts a whole sampling period as busy in which anything ran
 QUANTILES = 21  # of waits that are kept
+EVENLY = 100  # values that stand for a summary's quantiles
 PipelineTracks = tuple[Floats, Floats, npt.NDArray[np.bool_], PipelineCosts]  # what `overlap_simulator.pipeline_ms` takes
 
 
@@ -85,24 +85,17 @@ def read_sharing(folder: Path) -> Sharing | None:
 
 
 def other_work_seen(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, alone_ms: float) -> OtherWork:
-    """What else runs, as a probe's runs of one piece of work met it.
+    """What else runs, as a probe's runs of one piece of work met it, in the phases of `phases_ms`."""
+    latencies = np.asarray(latencies_ms, dtype=float)
+    waited = latencies > waiting_from_ms(alone_ms)
+    return _in_phases(*phases_ms(starts_ms, latencies, waited), latencies[waited] - alone_ms)
 
-    Runs that waited one after another are a busy phase, the others between them a quiet one. Phases that the probe's beginning
-    or end cut are left out where whole ones are there.
-    """
-    starts, latencies = np.asarray(starts_ms, dtype=float), np.asarray(latencies_ms, dtype=float)
-    busy = latencies > waiting_from_ms(alone_ms)
-    waits = latencies[busy] - alone_ms
-    if not busy.any():
-        return OtherWork(0.0, 1.0, waits)
-    edges = np.flatnonzero(np.diff(busy.astype(int))) + 1
-    begins, ends = np.concatenate([[0], edges]), np.concatenate([edges, [len(busy)]]) - 1
-    lengths = starts[ends] + latencies[ends] - starts[begins]
-    inner = slice(1, -1) if len(begins) > 3 else slice(None)
-    kinds, lengths = busy[begins][inner], lengths[inner]
-    if lengths[kinds].sum() > ALWAYS * lengths.sum():
-        return OtherWork(1.0, 0.0, waits)
-    return OtherWork(float(lengths[kinds].mean()), float(lengths[~kinds].mean()), waits)
+
+def _in_phases(busy_ms: float, quiet_ms: float, waits_ms: Floats) -> OtherWork:
+    """Other work in phases of these lengths, of which one may be 0."""
+    if not busy_ms:
+        return OtherWork(0.0, 1.0, waits_ms)
+    return OtherWork(busy_ms, quiet_ms, waits_ms) if quiet_ms else OtherWork(1.0, 0.0, waits_ms)
 
 
 def other_work_probed(reading: ProbeReading, alone_ms: Mapping[str, float]) -> OtherWork:
@@ -117,6 +110,31 @@ def other_work_probed(reading: ProbeReading, alone_ms: Mapping[str, float]) -> O
     if reading.sharing is not None:
         check_sharing_mode(reading.sharing)
     return other_work_seen(reading.long.starts_ms, reading.long.latencies_ms, alone_ms["long"])
+
+
+def other_work_summarised(summary: ProbeSummary, alone_ms: Mapping[str, float]) -> OtherWork:
+    """What else runs, as the summary of a reading tells it: what `other_work_probed` says of that reading, with quantiles in the
+    place of all waits, and but for a run at the border of waiting.
+
+    Raises:
+        UserError: the GPU was shared in a way that was not measured.
+    """
+    if summary.sharing is not None:
+        check_sharing_mode(summary.sharing)
+    alone = alone_ms["long"]
+    if summary.latencies_ms[0] > waiting_from_ms(alone):  # other work left no gap, so that the shortest run waited too
+        return OtherWork(1.0, 0.0, _evenly(summary.latencies_ms) - alone)
+    waits = np.maximum(_evenly(summary.waited_ms) - alone, 0.0)  # on a faster GPU than was learned from
+    return _in_phases(summary.busy_ms, summary.quiet_ms, waits)
+
+
+def _evenly(quantiles: Sequence[float]) -> Floats:
+    """Values of which each stands for as many as any other, from evenly spaced quantiles; the outer ones stand for only half
+    as many as the others, and of a few long waits the longest would count too much."""
+    if not quantiles:
+        return np.zeros(0)
+    at = (np.arange(EVENLY) + 0.5) / EVENLY
+    return np.interp(at, np.linspace(0.0, 1.0, len(quantiles)), quantiles)
 
 
 def busy_share(metrics: Mapping[str, float]) -> float | None:
