@@ -112,9 +112,9 @@ class ProbeSummary(Frozen):
 def summarised(reading: ProbeReading) -> ProbeSummary:
     """A reading in few numbers.
 
-    A run waited that is longer than those that surely did not, which are about as short as the shortest: with the shortest
-    itself, of noise, two of eleven readings of an idle H200 were taken for readings beside other work. That all runs waited tells
-    only who knows what they take on an idle device (`training.sharing.other_work_summarised`).
+    A run waited that is longer than those that surely did not, which are about as short as the shortest: compared with the
+    shortest itself, two of eleven readings of an idle H200 had runs that waited, and by the other rule none of these. That all
+    runs waited can tell only who knows what they take on an idle device (`training.sharing.other_work_summarised`).
     """
     import numpy as np
 
