@@ -113,8 +113,8 @@ def other_work_probed(reading: ProbeReading, alone_ms: Mapping[str, float]) -> O
 
 
 def other_work_summarised(summary: ProbeSummary, alone_ms: Mapping[str, float]) -> OtherWork:
-    """What else runs, as the summary of a reading tells it: what `other_work_probed` says of that reading, with quantiles in the
-    place of all waits, and but for a run at the border of waiting.
+    """What else runs, as the summary of a reading tells it: what `other_work_probed` says of that reading, with quantiles in
+    the place of all waits, and but for a run at the border of waiting.
 
     Raises:
         UserError: the GPU was shared in a way that was not measured.
