@@ -132,7 +132,8 @@ def main() -> int:
     parser.add_argument("--slo-percentile", type=cli.percentile, metavar="P", help="… which percentile of it (default: 95)")
     parser.add_argument("--probe", nargs="?", const="", metavar="FILE",
                         help="learn what else runs from the sharing probe: read on this machine now (with --watch, each time), "
-                             "which is the target, or from what benchmark/sharing_probe.py --out wrote")
+                             "which is the target, or from what benchmark/sharing_probe.py --out wrote (default: as the "
+                             "config's Prometheus says, if its exporter reads one)")
     parser.add_argument("--watch", type=cli.positive, nargs="?", const=WATCH_S, metavar="S",
                         help=f"a line with the load and the prediction every S seconds (default: {WATCH_S:g}), until Ctrl-C")
     parser.add_argument("--export", type=cli.address, metavar="[ADDRESS:]PORT",

@@ -173,7 +173,7 @@ def predict(source: Source, *, dims: Mapping[str, int] | None = None,
         workspace: the folder that holds the predictors; by default the repository.
         force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
         notices: what to know about the load; put first among the prediction's warnings.
-        other: what else runs on the GPU, as a probe met it (`training.sharing.other_work_probed`), which tells more than metrics.
+        other: what else runs on the GPU, as a probe met it (`training.sharing.other_work_probed`); metrics tell less.
 
     Raises:
         UserError: the model, the predictors or the load can't be used; the message says why.

@@ -8,7 +8,7 @@ schema: version 1 is the first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +28,6 @@ Floats = npt.NDArray[np.float64]
 BUSY_FIELDS = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1.0, "DCGM_FI_DEV_GPU_UTIL": 100.0}  # and what each shows of a GPU that is
 # never idle; the first one there is taken: utilisation counts a whole sampling period as busy in which anything ran
 QUANTILES = 21  # of waits that are kept
-EVENLY = 100  # values that stand for a summary's quantiles
 PipelineTracks = tuple[Floats, Floats, npt.NDArray[np.bool_], PipelineCosts]  # what `overlap_simulator.pipeline_ms` takes
 
 
@@ -123,18 +122,9 @@ def other_work_summarised(summary: ProbeSummary, alone_ms: Mapping[str, float]) 
         check_sharing_mode(summary.sharing)
     alone = alone_ms["long"]
     if summary.latencies_ms[0] > waiting_from_ms(alone):  # other work left no gap, so that the shortest run waited too
-        return OtherWork(1.0, 0.0, _evenly(summary.latencies_ms) - alone)
-    waits = np.maximum(_evenly(summary.waited_ms) - alone, 0.0)  # on a faster GPU than was learned from
+        return OtherWork(1.0, 0.0, np.array(summary.latencies_ms) - alone)
+    waits = np.maximum(np.array(summary.waited_ms) - alone, 0.0)  # on a faster GPU than was learned from
     return _in_phases(summary.busy_ms, summary.quiet_ms, waits)
-
-
-def _evenly(quantiles: Sequence[float]) -> Floats:
-    """Values of which each stands for as many as any other, from evenly spaced quantiles; the outer ones stand for only half
-    as many as the others, and of a few long waits the longest would count too much."""
-    if not quantiles:
-        return np.zeros(0)
-    at = (np.arange(EVENLY) + 0.5) / EVENLY
-    return np.interp(at, np.linspace(0.0, 1.0, len(quantiles)), quantiles)
 
 
 def busy_share(metrics: Mapping[str, float]) -> float | None:
