@@ -361,31 +361,35 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
 def under_stress(level: float, background: Background | None, under_load: CollectorConfig | None,
                  config: InferenceConfig | None, execution_provider: str,
                  workspace: Workspace) -> Iterator[None]:
-    """Keeps the device as busy as asked while a block runs; the load is up when it begins, and fills a Prometheus's window."""
+    """Keeps the device as busy as asked while a block runs; the load is up when it begins, and fills a Prometheus's window, so
+    that no reading of a probe that still counts is from before."""
     from benchmark.backgrounds import COMPUTE
     from benchmark.stressor import stress
 
     with stress(level, background or COMPUTE, execution_provider, workspace=workspace):
         if under_load:
             asked = config.prometheus if config and config.prometheus.url else None
-            time.sleep(under_load.stress.settle_s + (asked.window_s + asked.max_age_s if asked else 0.0))
+            filled_s = max(asked.window_s + asked.max_age_s, asked.probe_max_age_s or 0.0) if asked else 0.0
+            time.sleep(under_load.stress.settle_s + filled_s)
         yield
 
 
 def what_runs(fitted: Fitted, metrics_file: Path | None, config: InferenceConfig | None, under_load: CollectorConfig | None,
               probe: bool) -> tuple[Load, OtherWork | None]:
-    """What else runs on this machine now: by metrics (this machine's own, `under_load` without a Prometheus), and by a probe
-    where one is asked for; arguments and errors as of `evaluate`."""
+    """What else runs on this machine now: by metrics (this machine's own, `under_load` without a Prometheus), and as a probe
+    met it: this machine's where one is asked for, else the Prometheus's; arguments and errors as of `evaluate`."""
     from benchmark.metrics import values
     from inference.load import InferenceConfig, Load, current_load, fields_asked
-    from inference.sharing import probed
+    from inference.sharing import probed, summarised
 
     config = config or InferenceConfig()
     if under_load and config.prometheus.url is None:
         load = Load(values(under_load.open_source(fitted.target.flavour.execution_provider).window(under_load.window_s)))
     else:
-        load = current_load(config, metrics_file, fields_asked(fitted))
-    return load, probed(fitted) if probe else None
+        load = current_load(config, metrics_file, fields_asked(fitted), not probe and fitted.sharing is not None)
+    if probe:
+        return load, probed(fitted)
+    return load, summarised(fitted, load.probe) if load.probe else None
 
 
 def composition_facts(fitted: Fitted) -> dict[str, Any]:

@@ -6,6 +6,10 @@ have other units. The values are means over `--interval` seconds, from any sourc
 served; when the last sound ones are older than STALE intervals, the answer is HTTP 503 with the reason, so that Prometheus
 sees the target as down, and no old value as new.
 
+With --probe-every the sharing probe (benchmark/sharing_probe.py) takes a reading now and then, and `hase_probe_…` tell what it
+saw: how long work waits for the other processes', which the other metrics hide, so that predictions from Prometheus err less.
+A reading that fails or is older than STALE of its intervals costs only itself.
+
 Reads nothing but the device, or a file with --source replay; writes nothing. Ctrl-C ends it.
 """
 
@@ -27,6 +31,8 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from benchmark.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
 from benchmark.metric_fields import FIELDS
 from benchmark.metrics import SOURCES, Mean, MetricSource, open_source
+from benchmark.probe_metrics import MEANINGS, OWN_LABELS, Probed, samples_of
+from benchmark.probe_reading import summarised
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import machine, resolve_provider
@@ -37,13 +43,17 @@ from utils.scrape_server import scrape_server, stale
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
+    from benchmark.sharing_probe import SharingProbe
+
 EXAMPLES = """
   python benchmark/metrics_exporter.py
+  python benchmark/metrics_exporter.py --probe-every 15
   python benchmark/metrics_exporter.py --port 9401 --interval 2 --source psutil --names new
   python benchmark/metrics_exporter.py --source replay --replay readings.jsonl --duration 60
 """
 PORT = 9400  # dcgm-exporter's
 INTERVAL_S = 5.0
+LEAST_PROBE_EVERY_S = 1.0  # a reading keeps the device busy for a fifth of it
 LOOK_UP_S = 3600.0  # between two looks of the server whether to end, which it does with the process: each costs CPU time
 LAST_SAMPLE = "hase_exporter_last_sample_timestamp_seconds"
 
@@ -86,6 +96,47 @@ class Sampler:
         return stale("sound sample", self.sampled_s, self.interval_s, self.error)
 
 
+@dataclass
+class ProbeSampler:
+    """Takes a reading of the sharing probe now and then, with one probe that is kept.
+
+    Attributes:
+        execution_provider: `cuda` or `cpu`.
+        every_s: from one reading to the next.
+        latest: the last reading that there was; None before the first.
+        error: why there has been none since; "" while all is well.
+    """
+
+    execution_provider: str
+    every_s: float
+    latest: Probed | None = None
+    error: str = ""
+    _probe: SharingProbe | None = None
+
+    def run(self, over: threading.Event) -> None:
+        """Reads until `over`."""
+        self.read()
+        while not over.wait(self.every_s):
+            self.read()
+
+    def read(self) -> None:
+        """One reading; a failure is told where it is not the last one's."""
+        from benchmark.sharing_probe import SharingProbe
+
+        try:
+            self._probe = self._probe or SharingProbe(self.execution_provider)  # what had no memory may have some now
+            self.latest, self.error = Probed(summarised(self._probe.read()), time.time()), ""
+        except UserError as error:
+            if str(error) != self.error:
+                log.warning("the sharing probe: %s", error)
+            self.error = str(error)
+
+    def fresh(self) -> Probed | None:
+        """The last reading, if it is not too old to be served."""
+        latest = self.latest
+        return None if latest is None or stale("reading", latest.taken_s, self.every_s, self.error) else latest
+
+
 @dataclass(frozen=True, eq=False)  # a registry holds it by identity
 class DeviceMetrics:
     """What Prometheus is told: a collector of `prometheus_client`."""
@@ -93,9 +144,10 @@ class DeviceMetrics:
     sampler: Sampler
     labels: dict[str, str]
     new_names: bool
+    probes: ProbeSampler | None = None
 
     def collect(self) -> Iterator[Any]:
-        """The metric families of the last sample."""
+        """The metric families of the last sample, and of the probe's last reading while that is fresh."""
         from prometheus_client.core import GaugeMetricFamily
 
         for name, mean in self.sampler.means.items():
@@ -105,6 +157,14 @@ class DeviceMetrics:
             family.add_metric(list(self.labels.values()), mean.value / NAMES[shown].scale)
             yield family
         yield GaugeMetricFamily(LAST_SAMPLE, "time of the last sound sample (s since 1970)", value=self.sampler.sampled_s)
+        probed = self.probes.fresh() if self.probes else None
+        if probed is None:
+            return
+        families = {name: GaugeMetricFamily(name, meaning, labels=[*self.labels, *OWN_LABELS[name]])
+                    for name, meaning in MEANINGS.items()}
+        for sample in samples_of(probed):
+            families[sample.name].add_metric([*self.labels.values(), *sample.labels.values()], sample.value)
+        yield from families.values()
 
 
 def device_labels(provider: str, replay: Path | None) -> dict[str, str]:
@@ -119,9 +179,10 @@ def device_labels(provider: str, replay: Path | None) -> dict[str, str]:
     return {INDEX_LABEL: index, UUID_LABEL: uuid, DEVICE_LABEL: device, MODEL_LABEL: model, HOST_LABEL: platform.node()}
 
 
-def make_exporter(sampler: Sampler, labels: dict[str, str], host: str, port: int, new_names: bool = False) -> WSGIServer:
+def make_exporter(sampler: Sampler, labels: dict[str, str], host: str, port: int, new_names: bool = False,
+                  probes: ProbeSampler | None = None) -> WSGIServer:
     """A server that answers scrapes once `serve_forever` runs; `port` 0 takes a free one."""
-    return scrape_server(DeviceMetrics(sampler, labels, new_names), sampler.trouble, host, port)
+    return scrape_server(DeviceMetrics(sampler, labels, new_names, probes), sampler.trouble, host, port)
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -133,8 +194,11 @@ def serve(args: argparse.Namespace) -> None:
     if args.interval < source.minimum_window_s:
         raise UserError(f"--interval {args.interval:g}: {source.name} needs {source.minimum_window_s:g} s at least")
     sampler = Sampler(source, args.interval)
-    server = make_exporter(sampler, device_labels(provider, args.replay), args.host, args.port, args.names == "new")
+    probes = ProbeSampler(provider, args.probe_every) if args.probe_every else None
+    server = make_exporter(sampler, device_labels(provider, args.replay), args.host, args.port, args.names == "new", probes)
     threading.Thread(target=sampler.run, args=(over,), daemon=True).start()
+    if probes:
+        threading.Thread(target=probes.run, args=(over,), daemon=True).start()
     threading.Thread(target=server.serve_forever, args=(LOOK_UP_S,), daemon=True).start()
     url = f"http://{args.host or 'localhost'}:{server.server_port}/metrics"
     if args.json:
@@ -161,8 +225,16 @@ def main() -> int:
     parser.add_argument("--replay", type=Path, metavar="FILE", help="readings to play, for --source replay")
     parser.add_argument("--replay-step", type=cli.positive, metavar="S",
                         help="seconds from one of its readings to the next (default: as their timestamps say)")
+    parser.add_argument("--probe-every", type=cli.positive, metavar="S",
+                        help="read the sharing probe every S seconds and serve what it saw; each time it keeps the device busy "
+                             "with a fifth of a second of tiny work, and it holds some of its memory (default: never)")
     parser.add_argument("--duration", type=cli.positive, metavar="S", help="seconds to serve (default: until a signal)")
     args = parser.parse_args()
+    if args.probe_every and args.probe_every < LEAST_PROBE_EVERY_S:
+        parser.error(f"--probe-every {args.probe_every:g}: {LEAST_PROBE_EVERY_S:g} s at least, since each reading keeps the "
+                     "device busy for a fifth of a second")
+    if args.probe_every and args.source == "replay":
+        parser.error("--probe-every: with --source replay there is no device to probe, only a file")
     cli.start(args)
     serve(args)
     return 0

@@ -1,4 +1,4 @@
-"""What else runs on the device while a model is to run: nothing (idle), or metrics by DCGM field name."""
+"""What else runs on the device while a model is to run: nothing (idle), or metrics by DCGM field name, and what a probe saw."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmark.dcgm_names import NAMES, in_unit
 from benchmark.metrics import values
@@ -16,6 +17,9 @@ from utils import files
 from utils.config import Config
 from utils.errors import UserError
 from utils.paths import ROOT
+
+if TYPE_CHECKING:
+    from benchmark.probe_reading import ProbeSummary
 
 CONFIG_FILE = ROOT / "inference" / "config.yaml"
 
@@ -66,17 +70,26 @@ def fields_asked(fitted: Fitted) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Load:
-    """What else runs on the device: metrics by DCGM field name, empty where nothing does; and what to know about that."""
+    """What else runs on the device.
+
+    Attributes:
+        metrics: by DCGM field name; empty where nothing runs.
+        notices: what to know about them.
+        probe: the sharing probe's reading, which tells more than they do; None where there is none.
+    """
 
     metrics: dict[str, float] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
+    probe: ProbeSummary | None = None
 
 
-def current_load(config: InferenceConfig, metrics_file: Path | None = None, fields: Collection[str] = ()) -> Load:
+def current_load(config: InferenceConfig, metrics_file: Path | None = None, fields: Collection[str] = (),
+                 probe: bool = False) -> Load:
     """The load to predict for: that of `metrics_file`, else what the config's Prometheus says, else idle.
 
     Args:
         fields: those that Prometheus is asked for (`fields_asked`).
+        probe: whether it is asked for a reading of the sharing probe too: where it is known how the target is shared.
 
     Raises:
         UserError: the file can't be read, or Prometheus gives no metrics that can be believed and the config does not say
@@ -91,8 +104,18 @@ def current_load(config: InferenceConfig, metrics_file: Path | None = None, fiel
                              "asked",))
     from inference.prometheus_metrics import PrometheusSource
 
+    server, max_age_s = server_for(config.prometheus), config.prometheus.probe_max_age_s
     try:
-        return Load(values(PrometheusSource(server_for(config.prometheus), fields).latest()))
+        metrics = values(PrometheusSource(server, fields).latest())
+        if not probe or max_age_s is None:
+            return Load(metrics)
+        from inference.prometheus_probe import latest_probe
+
+        summary, age_s = latest_probe(server, fields) or (None, 0.0)
+        if age_s <= max_age_s:
+            return Load(metrics, probe=summary)
+        return Load(metrics, (f"the sharing probe's last reading is {age_s:.0f} s old, prometheus.probe_max_age_s is "
+                              f"{max_age_s:g}: metrics tell what else runs",))
     except PrometheusError as error:
         if config.prometheus.on_failure == "idle":
             return Load(notices=(f"predicted for an idle device, as prometheus.on_failure says, since the load is not known: "

@@ -59,7 +59,7 @@ def predict_curve(source: Source, *, points: int = POINTS, dims: Mapping[str, in
     """The latency of a model at `points` shares of the time, evenly spaced from 0 to 1, for which a background is busy.
 
     The other arguments and the errors are those of `inference.shared_model`; from 0.95 on the background never
-    pauses (`training.sharing.ALWAYS`).
+    pauses (`benchmark.probe_reading.ALWAYS`).
     """
     from inference.shared_models import shared_model
 

@@ -81,7 +81,9 @@ def print_predictions(found: Sequence[Prediction], top: int) -> None:
     how = (f"{used.alpha:.4g}·{base} {used.beta_ms:+.4g} ms over kernels by label {used.label}" if used.costs is None
            else "the end of the host's and the GPU's track, kernels by label gpu")
     load = first.load if isinstance(first.load, str) else ", ".join(f"{k}={v:g}" for k, v in first.load.items())
-    log.info("target %s, %s, load %s; latency = %s", first.target, first.way.in_words, load or "as the probe met it", how)
+    if first.under_load and first.under_load.told_by == "probe":
+        load = ", ".join(filter(None, (load, "as the probe met it")))
+    log.info("target %s, %s, load %s; latency = %s", first.target, first.way.in_words, load, how)
     cli.print_table([summary(one) for one in found], "predicted latency")
     if len(found) == 1 and top:
         print()
@@ -130,7 +132,8 @@ def main() -> int:
     parser.add_argument("--slo-percentile", type=cli.percentile, metavar="P", help="… which percentile of it (default: 95)")
     parser.add_argument("--probe", nargs="?", const="", metavar="FILE",
                         help="learn what else runs from the sharing probe: read on this machine now (with --watch, each time), "
-                             "which is the target, or from what benchmark/sharing_probe.py --out wrote")
+                             "which is the target, or from what benchmark/sharing_probe.py --out wrote (default: as the "
+                             "config's Prometheus says, if its exporter reads one)")
     parser.add_argument("--watch", type=cli.positive, nargs="?", const=WATCH_S, metavar="S",
                         help=f"a line with the load and the prediction every S seconds (default: {WATCH_S:g}), until Ctrl-C")
     parser.add_argument("--export", type=cli.address, metavar="[ADDRESS:]PORT",
@@ -173,14 +176,20 @@ def main() -> int:
                         f"{args.config or CONFIG_FILE}")
     asked = config.prometheus.url is not None and not args.metrics
     fields = fields_asked(fitted_for(workspace, args.target)) if asked else ()
+    probe = asked and args.probe is None and fitted_for(workspace, args.target).sharing is not None
     way = WayOfRunning(io=args.io, cuda_graph=args.cuda_graph)
     percentile = args.slo_percentile or PERCENTILE
 
-    def probed_now() -> OtherWork | None:
+    def load_now(config: InferenceConfig) -> Load:
+        return current_load(config, args.metrics, fields, probe)
+
+    def other_than(load: Load) -> OtherWork | None:
+        """As a probe met it: the one that --probe names, or else Prometheus's."""
+        from inference.sharing import probed, summarised
+
         if args.probe is None:
-            return None
+            return summarised(fitted_for(workspace, args.target), load.probe) if load.probe else None
         from benchmark.probe_reading import read_reading
-        from inference.sharing import probed
 
         return probed(fitted_for(workspace, args.target), read_reading(Path(args.probe)) if args.probe else None)
 
@@ -194,13 +203,18 @@ def main() -> int:
                             "give --metrics FILE, which is read each time, or --probe on the GPU itself")
         if asked and not fields:
             raise UserError("--watch: the predictors were trained without metrics, so no load changes what they say")
-        for warning in predicted(sizes[0], Load(), probed_now()).warnings:  # what can't be used ends the command at once
+        unread = Load()  # what can't be used ends the command at once
+        for warning in predicted(sizes[0], unread, other_than(unread)).warnings:
             log.warning("%s", warning)
-        live = config.never_idle()
-        follow(Watch(lambda: predicted(sizes[0], current_load(live, args.metrics, fields), probed_now()), args.watch,
-                     args.slo_ms, percentile), args.export, args.json)
+
+        def followed() -> Prediction:
+            load = load_now(config.never_idle())
+            return predicted(sizes[0], load, other_than(load))
+
+        follow(Watch(followed, args.watch, args.slo_ms, percentile), args.export, args.json)
         return 0
-    load, other = current_load(config, args.metrics, fields), probed_now()
+    load = load_now(config)
+    other = other_than(load)
     if args.measure_missing:
         from inference.missing_kernels import measure_missing
 

@@ -173,7 +173,7 @@ def predict(source: Source, *, dims: Mapping[str, int] | None = None,
         workspace: the folder that holds the predictors; by default the repository.
         force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
         notices: what to know about the load; put first among the prediction's warnings.
-        other: what else runs on the GPU, as a probe met it (`training.sharing.other_work_seen`); it tells more than metrics do.
+        other: what else runs on the GPU, as a probe met it (`training.sharing.other_work_probed`); metrics tell less.
 
     Raises:
         UserError: the model, the predictors or the load can't be used; the message says why.
@@ -259,7 +259,8 @@ def _sharing_warning(beside: Beside | None) -> tuple[str, ...]:
     if beside is None or beside.told_by == "probe" or not beside.sharing.probed or not beside.sharing.from_metrics:
         return ()
     return (f"metrics alone hide how long the other work's turns are: means predicted from them erred by "
-            f"{beside.sharing.from_metrics.mean:.0%} on average, from a probe (--probe) by {beside.sharing.probed.mean:.0%}",)
+            f"{beside.sharing.from_metrics.mean:.0%} on average, from a probe (--probe, or --probe-every of Prometheus's "
+            f"exporter, benchmark/metrics_exporter.py) by {beside.sharing.probed.mean:.0%}",)
 
 
 def check_way(way: WayOfRunning, used: Composition, target: str) -> None:

@@ -73,6 +73,7 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
           read_load: Callable[[], Load] | None = None) -> list[dict[str, Any]]:
     """A row a case: what is predicted from what, and the median time in ms; with `read_load`, beside the load that it reads."""
     from inference import predict, predict_many
+    from inference.sharing import summarised
     from inference.sources import record_of
     from inference.targets import choose_target, fitted_for
 
@@ -89,9 +90,13 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
     strict_again = milliseconds(lambda: predict(record, workspace=workspace, strict=True), repeats)
     beside: list[tuple[str, float]] = []
     if read_load:
+        def beside_the_load() -> None:
+            load = read_load()
+            other = summarised(fitted_for(workspace, target), load.probe) if load.probe else None
+            predict(model, workspace=workspace, load=load.metrics, other=other)
+
         beside = [("reading the load", milliseconds(read_load, repeats)),
-                  ("the same file beside the load, which is read each time", milliseconds(
-                      lambda: predict(model, workspace=workspace, load=read_load().metrics), repeats))]
+                  ("the same file beside the load, which is read each time", milliseconds(beside_the_load, repeats))]
     records = copies(record, MANY)
     gc.collect()  # what reading the records left to be collected is no part of predicting
     many = milliseconds(lambda: predict_many(records, workspace=workspace), 1)
@@ -119,7 +124,8 @@ def main() -> int:
     config = load_config(args.config or CONFIG_FILE, InferenceConfig).never_idle()
 
     def read_load() -> Load:
-        return current_load(config, args.metrics, fields_asked(fitted_for(workspace, args.target)))
+        fitted = fitted_for(workspace, args.target)
+        return current_load(config, args.metrics, fields_asked(fitted), fitted.sharing is not None)
 
     rows = cases(workspace.find_model(args.model).resolve(), workspace, args.target, args.repeats,
                  read_load if args.metrics or config.prometheus.url else None)

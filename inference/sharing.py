@@ -15,7 +15,7 @@ from utils.errors import UserError
 from utils.sharing_mode import check_sharing_mode, sharing_mode
 
 if TYPE_CHECKING:
-    from benchmark.probe_reading import ProbeReading
+    from benchmark.probe_reading import ProbeReading, ProbeSummary
     from training.sharing import Sharing
 
 Floats = npt.NDArray[np.float64]
@@ -108,3 +108,17 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> OtherWork:
                             "benchmark/sharing_probe.py --out reading.json, and give that file")
         reading = probe(fitted.target.flavour.execution_provider)
     return other_work_probed(reading, fitted.sharing.alone_ms)
+
+
+def summarised(fitted: Fitted, summary: ProbeSummary) -> OtherWork:
+    """What else runs, as a reading that a Prometheus has tells it.
+
+    Raises:
+        NotShared: nothing was learned of the target's sharing.
+        UserError: the GPU was shared in a way that was not measured.
+    """
+    from training.sharing import other_work_summarised
+
+    if fitted.sharing is None:
+        raise NotShared(fitted.target.name)
+    return other_work_summarised(summary, fitted.sharing.alone_ms)

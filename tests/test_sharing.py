@@ -5,6 +5,7 @@ No GPU is here: tracks are made up, and what they should give was seen on an H20
 
 from __future__ import annotations
 
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -12,21 +13,27 @@ import numpy.typing as npt
 import pytest
 
 from benchmark.backgrounds import Background
+from benchmark.dataset import Block
+from benchmark.probe_reading import ProbedRuns, ProbeReading, summarised
 from overlap_simulator import OtherWork, PipelineCosts, gpu_work_ms, pipeline_ms, shared_runs_ms
 from training.pairs import longest_wait_ms, looped_models, with_turns
-from training.shared_runs import SharedRuns, measured_elsewhere
+from training.shared_runs import SharedRuns, alone_ms, measured_elsewhere
 from training.sharing import (
     PipelineTracks,
     Sharing,
     busy_share,
     in_a_loop,
     other_work_guessed,
+    other_work_probed,
     other_work_seen,
+    other_work_summarised,
     read_sharing,
     sharing_path,
 )
 from utils import files
 from utils.errors import UserError
+from utils.paths import ROOT
+from utils.sharing_mode import SharingMode
 
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0, launch_ms=0.004, start_ms=0.02, gap_ms=0.001, lead_ms=-0.01, end_ms=0.01)
 SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=(0.3, 0.7, 2.4), cycle_ms=20.0)
@@ -97,6 +104,67 @@ def test_a_probe_tells_phases_apart() -> None:
     seen = other_work_seen(starts, latencies, 0.016)
     assert (seen.busy_ms, seen.quiet_ms) == (pytest.approx(8.0, abs=0.75), pytest.approx(12.0, abs=0.75))
     assert seen.waits_ms == pytest.approx(np.full(len(seen.waits_ms), 0.724))
+
+
+def long_runs(latencies_ms: list[float], sharing: SharingMode = "time_slices") -> ProbeReading:
+    """A reading whose long piece took these, run after run."""
+    starts = np.cumsum([0.0, *latencies_ms[:-1]]).tolist()
+    long = ProbedRuns(starts_ms=tuple(starts), latencies_ms=tuple(latencies_ms))
+    return ProbeReading(machine_uuid="GPU-0", execution_provider="cuda", sharing=sharing, started="2026-01-01T00:00:00+00:00",
+                        seconds=0.2, tiny=ProbedRuns(starts_ms=(0.0,), latencies_ms=(0.016,)), long=long)
+
+
+@pytest.mark.parametrize("archive", ["beside", "under-load"])
+def test_a_summary_tells_what_its_reading_does(archive: str) -> None:
+    """Readings of H200s, idle and beside everything that was measured. In one of them a run takes 0.490 ms, which is the border
+    of waiting: it cuts a quiet phase in two for the summary alone."""
+    with tarfile.open(ROOT / "gpu_dataset" / f"{archive}-nvidia-h200.tar.xz") as opened:
+        journal = opened.extractfile("benchmark/dataset/nvidia-h200-cuda-ort1.31-all/measurements.jsonl")
+        assert journal is not None
+        blocks = [block for line in journal if (block := Block.model_validate_json(line)).probe]
+    alone, at_the_border = alone_ms(blocks), 0
+    for block in blocks:
+        assert block.probe is not None
+        probed, summary = other_work_probed(block.probe, alone), summarised(block.probe)
+        found = other_work_summarised(summary, alone)
+        assert (found.busy_ms == 0.0, found.quiet_ms == 0.0) == (probed.busy_ms == 0.0, probed.quiet_ms == 0.0)
+        assert found.busy_ms == pytest.approx(probed.busy_ms, rel=0.05)
+        at_the_border += found.quiet_ms != pytest.approx(probed.quiet_ms, rel=0.05)
+        assert found.quiet_ms == pytest.approx(probed.quiet_ms, rel=0.2)
+        assert bool(len(found.waits_ms)) == bool(len(probed.waits_ms))
+        if len(probed.waits_ms):
+            assert found.waits_ms.mean() == pytest.approx(probed.waits_ms.mean(), rel=0.05)
+    assert {block.level for block in blocks} >= {0.0, 0.25, 0.5, 1.0}
+    assert at_the_border <= 1
+
+
+def test_a_summary_where_even_the_shortest_run_waited() -> None:
+    """Alone they took 0.5 ms; among themselves, of 2 to 3 ms, some seem to wait and some not."""
+    reading = long_runs([2.0, 2.1, 3.0, 2.9, 2.0, 2.05, 3.0] * 5)
+    summary = summarised(reading)
+    assert summary.busy_ms > 0
+    assert summary.quiet_ms > 0
+    found, probed = (other_work_summarised(summary, SHARING.alone_ms), other_work_probed(reading, SHARING.alone_ms))
+    assert (found.busy_ms, found.quiet_ms) == (probed.busy_ms, probed.quiet_ms) == (1.0, 0.0)
+    assert found.waits_ms.mean() == pytest.approx(probed.waits_ms.mean(), rel=0.02)
+
+
+def test_summaries_of_nothing_and_of_next_to_nothing_but_waiting() -> None:
+    nothing = summarised(long_runs([0.5] * 30 + [0.6]))
+    assert (nothing.waited_ms, nothing.busy_ms, nothing.quiet_ms) == ((), 0.0, pytest.approx(15.6))
+    assert (nothing.latencies_ms[0], nothing.latencies_ms[-1], len(nothing.latencies_ms)) == (0.5, 0.6, 21)
+    assert other_work_summarised(nothing, SHARING.alone_ms)[:2] == (0.0, 1.0)
+    always = summarised(long_runs([2.9] * 30 + [0.5] + [2.9] * 30))
+    assert (always.busy_ms, always.quiet_ms) == (pytest.approx(60 * 2.9 + 0.5), 0.0)
+    found = other_work_summarised(always, SHARING.alone_ms)
+    assert found[:2] == (1.0, 0.0)
+    assert found.waits_ms == pytest.approx(np.full(21, 2.4))
+
+
+@pytest.mark.parametrize("mode", ["mps", "mig"])
+def test_a_summary_of_a_gpu_that_is_shared_otherwise(mode: SharingMode) -> None:
+    with pytest.raises(UserError, match=f"sharing mode {mode}: .* measured in time slices only"):
+        other_work_summarised(summarised(long_runs([0.5], mode)), SHARING.alone_ms)
 
 
 def test_metrics_tell_how_busy_the_gpu_is() -> None:

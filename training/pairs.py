@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from benchmark.probe_reading import ALWAYS
 from ort_analysis.records import record_name
 from training.shared_runs import SharedRuns, Simulated
-from training.sharing import ALWAYS, Sharing, in_a_loop
+from training.sharing import Sharing, in_a_loop
 from utils import cli
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.probe_reading import ProbeReading, waiting_from_ms
+from benchmark.probe_reading import ALWAYS, ProbeReading, ProbeSummary, phases_ms, waiting_from_ms
 from ort_analysis.records import Frozen
 from overlap_simulator import OtherWork, PipelineCosts, gpu_work_ms, turns_ms
 from utils import files
@@ -25,7 +25,6 @@ SHARING_VERSION = 1
 FIT = "python training/fit_sharing.py"
 FILE = "sharing.json"
 Floats = npt.NDArray[np.float64]
-ALWAYS = 0.95  # of the time: what is busy for more of it is taken to never pause
 BUSY_FIELDS = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1.0, "DCGM_FI_DEV_GPU_UTIL": 100.0}  # and what each shows of a GPU that is
 # never idle; the first one there is taken: utilisation counts a whole sampling period as busy in which anything ran
 QUANTILES = 21  # of waits that are kept
@@ -85,24 +84,17 @@ def read_sharing(folder: Path) -> Sharing | None:
 
 
 def other_work_seen(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, alone_ms: float) -> OtherWork:
-    """What else runs, as a probe's runs of one piece of work met it.
+    """What else runs, as a probe's runs of one piece of work met it, in the phases of `phases_ms`."""
+    latencies = np.asarray(latencies_ms, dtype=float)
+    waited = latencies > waiting_from_ms(alone_ms)
+    return _in_phases(*phases_ms(starts_ms, latencies, waited), latencies[waited] - alone_ms)
 
-    Runs that waited one after another are a busy phase, the others between them a quiet one. Phases that the probe's beginning
-    or end cut are left out where whole ones are there.
-    """
-    starts, latencies = np.asarray(starts_ms, dtype=float), np.asarray(latencies_ms, dtype=float)
-    busy = latencies > waiting_from_ms(alone_ms)
-    waits = latencies[busy] - alone_ms
-    if not busy.any():
-        return OtherWork(0.0, 1.0, waits)
-    edges = np.flatnonzero(np.diff(busy.astype(int))) + 1
-    begins, ends = np.concatenate([[0], edges]), np.concatenate([edges, [len(busy)]]) - 1
-    lengths = starts[ends] + latencies[ends] - starts[begins]
-    inner = slice(1, -1) if len(begins) > 3 else slice(None)
-    kinds, lengths = busy[begins][inner], lengths[inner]
-    if lengths[kinds].sum() > ALWAYS * lengths.sum():
-        return OtherWork(1.0, 0.0, waits)
-    return OtherWork(float(lengths[kinds].mean()), float(lengths[~kinds].mean()), waits)
+
+def _in_phases(busy_ms: float, quiet_ms: float, waits_ms: Floats) -> OtherWork:
+    """Other work in phases of these lengths, of which one may be 0."""
+    if not busy_ms:
+        return OtherWork(0.0, 1.0, waits_ms)
+    return OtherWork(busy_ms, quiet_ms, waits_ms) if quiet_ms else OtherWork(1.0, 0.0, waits_ms)
 
 
 def other_work_probed(reading: ProbeReading, alone_ms: Mapping[str, float]) -> OtherWork:
@@ -117,6 +109,22 @@ def other_work_probed(reading: ProbeReading, alone_ms: Mapping[str, float]) -> O
     if reading.sharing is not None:
         check_sharing_mode(reading.sharing)
     return other_work_seen(reading.long.starts_ms, reading.long.latencies_ms, alone_ms["long"])
+
+
+def other_work_summarised(summary: ProbeSummary, alone_ms: Mapping[str, float]) -> OtherWork:
+    """What else runs, as the summary of a reading tells it: what `other_work_probed` says of that reading, with quantiles in
+    the place of all waits, and but for a run at the border of waiting.
+
+    Raises:
+        UserError: the GPU was shared in a way that was not measured.
+    """
+    if summary.sharing is not None:
+        check_sharing_mode(summary.sharing)
+    alone = alone_ms["long"]
+    if summary.latencies_ms[0] > waiting_from_ms(alone):  # other work left no gap, so that the shortest run waited too
+        return OtherWork(1.0, 0.0, np.array(summary.latencies_ms) - alone)
+    waits = np.maximum(np.array(summary.waited_ms) - alone, 0.0)  # on a faster GPU than was learned from
+    return _in_phases(summary.busy_ms, summary.quiet_ms, waits)
 
 
 def busy_share(metrics: Mapping[str, float]) -> float | None:
