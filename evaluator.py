@@ -9,22 +9,13 @@ evaluation/<target>/evaluation.csv, .json and .png. Scores; fits nothing.
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference.evaluation_cases import (
-    Case,
-    Failures,
-    cases_of,
-    measure_here,
-    predict_case,
-    recorded_canary_ms,
-    recorded_cases,
-)
+from inference.evaluation_cases import Case, Failures, cases_of, predict_case, recorded_cases
+from inference.evaluation_here import PATIENCE_S, LoadsHere, MeasuredHere, MeasuringPlan, measure_all
 from inference.sharing import ToldBy
 from ort_analysis.records import Frozen, ModelRecord, family
 from utils import cli, files
@@ -34,17 +25,12 @@ from utils.paths import ROOT, Workspace
 from utils.timing import ErrorStatistics, error_statistics, summarize
 
 if TYPE_CHECKING:
-    from benchmark.backgrounds import Background
-    from benchmark.collector_config import CollectorConfig
-    from inference.load import InferenceConfig, Load
     from inference.prediction import WayOfRunning
     from inference.targets import Fitted
-    from overlap_simulator import OtherWork
 
 log = get_logger("evaluator")
 
 EVALUATION_VERSION = 1
-PATIENCE_S = 15.0  # how long to wait for that
 LABELLED_POINTS = 40  # in the plot; more names would cover each other
 EXAMPLES = """
 python evaluator.py models/
@@ -122,7 +108,8 @@ class Evaluation(Frozen):
     Attributes:
         source: `measured` here and now, or `recorded` in the dataset.
         way: how the models were run, in words.
-        load: what the predictions were told: `idle`, or metrics; `recorded` or `by level` where each level has its own.
+        load: what the predictions were told: metrics, or in words `idle` or `as the probe met it`; `recorded` or `by level`
+            where each level has its own.
         failures: models that could not be evaluated, and why.
         warnings: what to know about the load.
     """
@@ -290,19 +277,12 @@ def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
 
 def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str, Sequence[int]] | None = None,
              target: str | None = None, recorded: bool = False, way: WayOfRunning | None = None,
-             metrics_file: Path | None = None, config: InferenceConfig | None = None,
-             under_load: CollectorConfig | None = None, probe: bool = False, rounds: int = 3, budget_s: float = 1.0,
-             patience_s: float = PATIENCE_S, force: bool = False) -> Evaluation:
+             loads: LoadsHere | None = None, plan: MeasuringPlan | None = None, force: bool = False) -> Evaluation:
     """Predicts and measures `models` (or takes recorded measurements); a model that fails costs only itself.
 
-    The load is read once and first, before models of this process are part of it; `under_load`, at each level beside each
-    background.
-
     Args:
-        metrics_file, config: where the load is read from, as `inference.load.current_load` does; neither: idle.
-        under_load: whose levels and backgrounds the device is put under; where `config` names no Prometheus, its source of
-            metrics tells of them.
-        probe: whether the sharing probe tells what else runs.
+        loads: what else runs meanwhile; None: nothing.
+        plan: how models are measured.
 
     Raises:
         UserError: no predictors, the target is another machine's and `recorded` is off, the load is not known, or not one
@@ -311,85 +291,42 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
     from inference.prediction import AS_USUAL, check_way
     from inference.targets import fitted_for, local_targets
 
-    fitted, way = fitted_for(workspace, target), way or AS_USUAL
+    fitted, way, loads = fitted_for(workspace, target), way or AS_USUAL, loads or LoadsHere()
     check_way(way, fitted.composition, fitted.target.name)
     name, provider = fitted.target.name, fitted.target.flavour.execution_provider
     failures = Failures()
-    here = [local.name for local in local_targets()]
-    if not recorded and name not in here:
-        raise UserError(f"target {name} is not this machine ({', '.join(here)}): compare with the measurements in its "
-                        "dataset: --recorded")
-    load: str | dict[str, float]
-    notices: list[str]
     if recorded:
-        load, notices = "recorded", []
-        records = recorded_records(workspace, models, dims or {}, fitted, failures)
-        cases = recorded_cases(workspace.dataset(name), records, fitted.predictors.sidecar.metrics, way.label)
-        if models:  # else all that the dataset holds is asked for
-            name_missing(records, {case.record.model for case in cases}, workspace.dataset(name), failures)
-        for case in cases:
+        found = MeasuredHere(recorded_models(workspace, models, dims or {}, fitted, way, failures), "recorded")
+        for case in found.cases:
             predict_case(case, name, way, workspace, force, failures)
     else:
-        cases, load, notices = [], "by level" if under_load else "idle", []
+        here = [local.name for local in local_targets()]
+        if name not in here:
+            raise UserError(f"target {name} is not this machine ({', '.join(here)}): compare with the measurements in its "
+                            "dataset: --recorded")
+        loads.check(fitted, way, workspace)
         ready = cases_of(workspace.find_models(models), dims or {}, provider, failures)
-        for level, background in under_load.loads() if under_load else [(0.0, None)]:
-            with under_stress(level, background, under_load, config, provider, workspace):
-                now, other = what_runs(fitted, metrics_file, config, under_load if level else None, probe)
-                notices += now.notices
-                load = load if under_load else now.metrics or "idle"
-                of_level = [case.beside(level, background.name if background else "", now.metrics, other) for case in ready]
-                for case in of_level:
-                    predict_case(case, name, way, workspace, force, failures)
-                best_canary_ms = recorded_canary_ms(workspace, name, provider) if not (level or now.metrics) else 0.0
-                measure_here(of_level, provider, way, rounds, budget_s, best_canary_ms, patience_s, failures)
-                cases += of_level
-    notices = list(dict.fromkeys(notices))
-    for notice in notices:
-        log.warning("%s", notice)
+        found = measure_all(ready, fitted, way, loads, plan or MeasuringPlan(), workspace, force, failures)
     held_out = held_out_of_fits(workspace, name)
-    comparisons = tuple(found for case in cases if (found := compare(case, *held_out)))
+    comparisons = tuple(compared for case in found.cases if (compared := compare(case, *held_out)))
     if not comparisons:
         raise UserError("no model could be evaluated" + (f": {', '.join(failures)} failed" if failures else
                         f": the dataset of {name} holds no measurement of them" if recorded else ""))
     return Evaluation(
         target=name, composition=composition_facts(fitted), source="recorded" if recorded else "measured", way=way.in_words,
-        load=load, comparisons=comparisons, summaries=summarise(comparisons), failures=dict(failures),
-        warnings=tuple(notices))
+        load=found.load, comparisons=comparisons, summaries=summarise(comparisons), failures=dict(failures),
+        warnings=tuple(found.notices))
 
 
-@contextmanager
-def under_stress(level: float, background: Background | None, under_load: CollectorConfig | None,
-                 config: InferenceConfig | None, execution_provider: str,
-                 workspace: Workspace) -> Iterator[None]:
-    """Keeps the device as busy as asked while a block runs; the load is up when it begins, and fills a Prometheus's window, so
-    that no reading of a probe that still counts is from before."""
-    from benchmark.backgrounds import COMPUTE
-    from benchmark.stressor import stress
-
-    with stress(level, background or COMPUTE, execution_provider, workspace=workspace):
-        if under_load:
-            asked = config.prometheus if config and config.prometheus.url else None
-            filled_s = max(asked.window_s + asked.max_age_s, asked.probe_max_age_s or 0.0) if asked else 0.0
-            time.sleep(under_load.stress.settle_s + filled_s)
-        yield
-
-
-def what_runs(fitted: Fitted, metrics_file: Path | None, config: InferenceConfig | None, under_load: CollectorConfig | None,
-              probe: bool) -> tuple[Load, OtherWork | None]:
-    """What else runs on this machine now: by metrics (this machine's own, `under_load` without a Prometheus), and as a probe
-    met it: this machine's where one is asked for, else the Prometheus's; arguments and errors as of `evaluate`."""
-    from benchmark.metrics import values
-    from inference.load import InferenceConfig, Load, current_load, fields_asked
-    from inference.sharing import probed, summarised
-
-    config = config or InferenceConfig()
-    if under_load and config.prometheus.url is None:
-        load = Load(values(under_load.open_source(fitted.target.flavour.execution_provider).window(under_load.window_s)))
-    else:
-        load = current_load(config, metrics_file, fields_asked(fitted), not probe and fitted.sharing is not None)
-    if probe:
-        return load, probed(fitted)
-    return load, summarised(fitted, load.probe) if load.probe else None
+def recorded_models(workspace: Workspace, models: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
+                    way: WayOfRunning, failures: Failures) -> list[Case]:
+    """The models that the target's dataset holds measurements of, of those named or of all."""
+    folder = workspace.dataset(fitted.target.name)
+    records = recorded_records(workspace, models, dims, fitted, failures)
+    cases = recorded_cases(folder, records, fitted.predictors.sidecar.metrics, way.label)
+    if models:  # else all that the dataset holds is asked for
+        name_missing(records, {case.record.model for case in cases}, folder, failures)
+    return cases
 
 
 def composition_facts(fitted: Fitted) -> dict[str, Any]:
@@ -422,7 +359,8 @@ def main() -> int:
     cli.add_load(parser)
     parser.add_argument("--under-load", type=Path, nargs="?", const=ROOT / "benchmark" / "config.yaml", metavar="CONFIG",
                         help="measure at the levels and beside the backgrounds of a collector's config (without one: "
-                             "benchmark/config.yaml), which are started here")
+                             "benchmark/config.yaml), which are started here; of its other keys, settle_s, source, metrics and "
+                             "window_s count")
     parser.add_argument("--probe", action="store_true",
                         help="learn what else runs from the sharing probe, read on this GPU just before")
     parser.add_argument("--patience-s", type=float, default=PATIENCE_S, metavar="S",
@@ -451,13 +389,12 @@ def main() -> int:
     from inference.prediction import WayOfRunning
     from utils.config import load_config
 
+    loads = LoadsHere(config=load_config(args.config or CONFIG_FILE, InferenceConfig), metrics_file=args.metrics,
+                      under_load=load_config(args.under_load, CollectorConfig) if args.under_load else None, probe=args.probe)
     evaluation = evaluate(
         workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target, recorded=args.recorded,
-        way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), metrics_file=args.metrics,
-        config=load_config(args.config or CONFIG_FILE, InferenceConfig),
-        under_load=load_config(args.under_load, CollectorConfig) if args.under_load else None, probe=args.probe,
-        patience_s=args.patience_s,
-        rounds=args.rounds, budget_s=args.budget_s, force=args.force)
+        way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), loads=loads,
+        plan=MeasuringPlan(args.rounds, args.budget_s, args.patience_s), force=args.force)
     folder = workspace.evaluation / evaluation.target
     write(evaluation, folder)
     if args.json:

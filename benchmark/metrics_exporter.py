@@ -54,7 +54,7 @@ EXAMPLES = """
 PORT = 9400  # dcgm-exporter's
 INTERVAL_S = 5.0
 LEAST_PROBE_EVERY_S = 1.0  # a reading keeps the device busy for a fifth of it
-LOOK_UP_S = 3600.0  # between two looks of the server whether to end, which it does with the process: each costs CPU time
+POLL_S = 3600.0  # how often the server looks whether it is to end: it ends with the process, and a look costs CPU time
 LAST_SAMPLE = "hase_exporter_last_sample_timestamp_seconds"
 
 log = get_logger("metrics_exporter")
@@ -199,7 +199,7 @@ def serve(args: argparse.Namespace) -> None:
     threading.Thread(target=sampler.run, args=(over,), daemon=True).start()
     if probes:
         threading.Thread(target=probes.run, args=(over,), daemon=True).start()
-    threading.Thread(target=server.serve_forever, args=(LOOK_UP_S,), daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True).start()
     url = f"http://{args.host or 'localhost'}:{server.server_port}/metrics"
     if args.json:
         cli.print_json({"url": url, "source": source.name, "fields": list(source.fields)})

@@ -1,4 +1,4 @@
-"""The models that an evaluation is about: made ready, predicted, and measured here or found in the dataset."""
+"""The models that an evaluation is about: made ready, predicted, and found in the dataset."""
 
 from __future__ import annotations
 
@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 
 log = get_logger("evaluator")
 
-WARMUP = 3
-LEAST_RUNS, MOST_RUNS = 10, 500  # of a session on an idle GPU
-STEADY = 0.10  # how much slower than its best the canary may be before a measurement
-
-
 @dataclass
 class Case:
     """One model to evaluate: its record, its file where it is to run, what else runs (by metrics, and as a probe met it), and
@@ -45,8 +40,15 @@ class Case:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing else is to run."""
-        return not self.level and not self.load and self.other is None
+        """Whether nothing else runs, as far as is known: no load was started, no metrics tell of one, and no probe waited."""
+        return not self.level and not self.load and (self.other is None or not self.other.busy_ms)
+
+    @property
+    def name(self) -> str:
+        """The model's, and beside what it runs."""
+        from benchmark.collector import load_in_words
+
+        return self.record.model + (f" at {load_in_words(self.level, self.background)}" if self.level else "")
 
     def beside(self, level: float, background: str, load: Mapping[str, float], other: OtherWork | None) -> Case:
         """The same model, not measured yet, beside other work."""
@@ -62,7 +64,7 @@ class Failures(dict[str, str]):
 
     def add_case(self, case: Case, reason: UserError) -> None:
         case.failed = True
-        self.add(case.record.model, reason)
+        self.add(case.name, reason)
 
 
 def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], execution_provider: str,
@@ -88,74 +90,6 @@ def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], execution
     if unused and cases:
         raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")
     return cases
-
-
-def measure_here(cases: Sequence[Case], execution_provider: str, way: WayOfRunning, rounds: int, budget_s: float,
-                 best_canary_ms: float, patience_s: float, failures: Failures) -> None:
-    """Times every case `rounds` times for `budget_s` seconds, all cases in each round, so that drift hits all alike.
-
-    Before each it waits a while for the machine to be as fast as it was when the dataset was measured, by the canary.
-
-    Args:
-        patience_s: how long to wait at most.
-        best_canary_ms: the canary then; 0 where that is not known, or where the device is not idle: no waiting.
-    """
-    from benchmark.canary import canary_ms, wait_until_steady
-
-    warmed = False
-    for case in cli.track([case for _ in range(rounds) for case in cases], "measuring"):
-        if case.failed:
-            continue
-        try:
-            if not warmed:  # the first session loads the runtime, whose time and memory are no model's
-                measure_once(Case(record=case.record, path=case.path), execution_provider, way, 0.0, watch_host=False)
-                warmed = True
-            canary = wait_until_steady(lambda: canary_ms(execution_provider), best_canary_ms, STEADY, patience_s)
-            if best_canary_ms:
-                case.canaries.append(canary / best_canary_ms)
-            measure_once(case, execution_provider, way, budget_s, watch_host=execution_provider == "cuda" and case.idle)
-        except UserError as error:
-            failures.add_case(case, error)
-
-
-def measure_once(case: Case, execution_provider: str, way: WayOfRunning, budget_s: float, watch_host: bool) -> None:
-    """Adds one session's samples to a case (with `watch_host`, those of moments in which the host was undisturbed), and what
-    the first session took in memory."""
-    from benchmark.ort_kernel_runner import open_runner
-    from benchmark.protocol import Effort
-    from benchmark.quiet_host import host_probe, quiet_samples_ms
-
-    if case.path is None:
-        raise UserError(f"{case.record.model}: no file to run")
-    probe = host_probe(execution_provider) if watch_host else None  # first: its session is no part of the model's memory
-    before = memory_in_use_mib(execution_provider)
-    runner = open_runner(case.path, execution_provider, dims=case.record.dims, io=way.io, cuda_graph=way.cuda_graph)
-    if probe:
-        runner.warm_up(WARMUP)
-        effort = Effort(budget_s=budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)
-        case.samples_ms += quiet_samples_ms(probe, {"latency": runner.run_s}, effort)["latency"].samples_ms
-    else:
-        case.samples_ms += runner.time(warmup=WARMUP, budget_s=budget_s).samples_ms
-    if case.memory_mib is None:
-        case.memory_mib = memory_in_use_mib(execution_provider) - before
-
-
-def memory_in_use_mib(execution_provider: str) -> float:
-    """Memory that this process holds on the CPU, or that the first GPU has given out, in MiB."""
-    if execution_provider == "cuda":
-        import pynvml
-
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used / 2**20
-    import ctypes
-
-    import psutil
-
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what earlier models left, or it hides what this one takes
-    except (OSError, AttributeError):
-        log.debug("no malloc_trim here: memory figures are rough")
-    return psutil.Process().memory_info().rss / 2**20
 
 
 def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str], label: str) -> list[Case]:
@@ -195,15 +129,3 @@ def predict_case(case: Case, target: str, way: WayOfRunning, workspace: Workspac
             for strict in (False, True))
     except UserError as error:
         failures.add_case(case, error)
-
-
-def recorded_canary_ms(workspace: Workspace, target: str, execution_provider: str) -> float:
-    """The canary's shortest time in the idle blocks of the target's dataset, if it was measured on this machine; else 0."""
-    from benchmark.dataset import load_model_table, model_table_path
-    from utils.fingerprint import machine
-
-    if not model_table_path(workspace.dataset(target)).exists():
-        return 0.0
-    rows = load_model_table(workspace, target)
-    here = rows[(rows["Level"] == 0) & (rows["Machine"] == machine(execution_provider).uuid)]
-    return float(here["Canary_ms"].min()) if len(here) else 0.0

@@ -248,10 +248,15 @@ def _beside(fitted: Fitted, used: Composition, way: WayOfRunning, load: Mapping[
     found = other or other_work(fitted, load)
     if found is None:
         return None
+    check_beside(way)
+    return Beside(sharing, found, "metrics" if other is None else "probe")
+
+
+def check_beside(way: WayOfRunning) -> None:
+    """Refuses ways of running that were not measured beside other work."""
     if way != AS_USUAL:
         raise UserError(f"a model run {way.in_words} was not measured beside other work; predict it with tensors on the "
                         "device, node by node, or idle")
-    return Beside(sharing, found, "metrics" if other is None else "probe")
 
 
 def _sharing_warning(beside: Beside | None) -> tuple[str, ...]:

@@ -66,6 +66,11 @@ class PrometheusConfig(Config):
     client_cert_file: Path | None = None
     client_key_file: Path | None = None
 
+    @property
+    def memory_s(self) -> float:
+        """How long what was so stays in answers that still count (s): nothing of it does where no server is named."""
+        return max(self.window_s + self.max_age_s, self.probe_max_age_s or 0.0) if self.url else 0.0
+
     @field_validator("gpu", mode="before")
     @classmethod
     def _uuid_or_place(cls, value: Any) -> Any:

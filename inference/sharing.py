@@ -93,10 +93,13 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> OtherWork:
 
     Raises:
         NotShared: nothing was learned of the target's sharing.
-        UserError: this machine is not the target, or its GPU is shared in a way that was not measured.
+        UserError: the target is a CPU, this machine is not the target, or its GPU is shared in a way that was not measured.
     """
     from training.sharing import other_work_probed
 
+    if fitted.target.flavour.execution_provider == "cpu":
+        raise UserError(f"{fitted.target.name}: only a GPU is shared in time slices, which is what the probe tells of; a CPU's "
+                        "load is told by metrics, so leave --probe out")
     if fitted.sharing is None:
         raise NotShared(fitted.target.name)
     if reading is None:

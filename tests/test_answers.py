@@ -46,7 +46,8 @@ from utils.paths import ROOT, SHIPPED, Workspace
 from utils.scrape_server import STALE
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
-SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=(0.3, 0.7, 2.4), cycle_ms=20.0)
+SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=(0.3, 0.7, 2.4), cycle_ms=20.0,
+                  longest_wait_ms=2.42, switch_ms=0.26)
 FREE = PipelineCosts(node_ms=0, view_ms=0, launch_ms=0, start_ms=0, gap_ms=0, lead_ms=0, end_ms=0)
 BUSY = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
 WATCH_S = 0.3

@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from trained_workspace import HELD_OUT, METRIC, conv_net, model_ms, trained
 
@@ -17,19 +19,23 @@ import evaluator
 from benchmark import dataset
 from benchmark.backgrounds import Background
 from benchmark.collector_config import CollectorConfig, StressConfig
-from inference import predict
+from inference import evaluation_here, predict
 from inference.evaluation_cases import Case
+from inference.evaluation_here import LoadsHere, MeasuringPlan
+from inference.load import InferenceConfig
 from inference.prediction import WayOfRunning
+from inference.prometheus import PrometheusConfig
 from ort_analysis.fusion_detector import analyze
 from ort_analysis.records import load_records
 from overlap_simulator import OtherWork
 from utils import files
+from utils.config import load_config
 from utils.errors import UserError
 from utils.fingerprint import Target, flavour_of, local_target
 from utils.paths import ROOT, Workspace
 
 TARGET = local_target("cpu").name
-QUICK = {"rounds": 2, "budget_s": 0.02}
+QUICK = MeasuringPlan(rounds=2, budget_s=0.02)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +50,7 @@ def shell(workspace: Workspace, *arguments: str | Path) -> subprocess.CompletedP
 
 def test_a_model_is_predicted_and_measured(workspace: Workspace) -> None:
     names = [Path("anet_c16.onnx"), Path(f"{HELD_OUT}_c40.onnx")]
-    found = evaluator.evaluate(workspace, names, target=TARGET, **QUICK)  # type: ignore[arg-type]
+    found = evaluator.evaluate(workspace, names, target=TARGET, plan=QUICK)
     assert [one.model for one in found.comparisons] == ["anet_c16", f"{HELD_OUT}_c40"]
     assert [one.held_out for one in found.comparisons] == [False, True]
     for one in found.comparisons:
@@ -61,7 +67,7 @@ def test_a_model_is_predicted_and_measured(workspace: Workspace) -> None:
 
 def test_host_copies_are_asked_for_and_told(workspace: Workspace) -> None:
     way = WayOfRunning(io="host")
-    found = evaluator.evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, way=way, **QUICK)  # type: ignore[arg-type]
+    found = evaluator.evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, way=way, plan=QUICK)
     assert found.way == "with tensors on the host"
     recorded = evaluator.evaluate(workspace, [], target=TARGET, recorded=True, way=way)
     assert {one.level for one in recorded.comparisons} == {0.0}
@@ -70,7 +76,7 @@ def test_host_copies_are_asked_for_and_told(workspace: Workspace) -> None:
 
 def test_dynamic_models_take_a_row_a_size(workspace: Workspace) -> None:
     found = evaluator.evaluate(workspace, [Path("dynnet.onnx"), Path("anet_c16.onnx")], dims={"batch": [1, 4]},
-                               target=TARGET, **QUICK)  # type: ignore[arg-type]
+                               target=TARGET, plan=QUICK)
     assert [(one.model, one.batch) for one in found.comparisons] == [
         ("dynnet@batch=1", 1), ("dynnet@batch=4", 4), ("anet_c16", 1)]
     with pytest.raises(UserError, match="height"):
@@ -82,7 +88,7 @@ def test_a_failing_model_costs_only_itself(workspace: Workspace, tmp_path: Path)
     conv_net(tmp_path / "good.onnx")
     (tmp_path / "broken.onnx").write_text("no model")
     conv_net(tmp_path / "open.onnx", batch="batch")
-    found = evaluator.evaluate(workspace, [tmp_path], target=TARGET, **QUICK)  # type: ignore[arg-type]
+    found = evaluator.evaluate(workspace, [tmp_path], target=TARGET, plan=QUICK)
     assert [one.model for one in found.comparisons] == ["good"]
     assert set(found.failures) == {"broken.onnx", "open.onnx"}
     (tmp_path / "good.onnx").unlink()
@@ -224,8 +230,8 @@ def test_recorded_loads_are_told_apart_by_background(workspace: Workspace, tmp_p
 def test_the_evaluator_puts_the_device_under_load_itself(workspace: Workspace) -> None:
     """Idle, then beside a real stressor: metrics of it alone tell the predictions, what was measured is a mean."""
     config = CollectorConfig(device="cpu", levels=(0.0, 0.5), window_s=0.3, stress=StressConfig(settle_s=0.2))
-    found = evaluator.evaluate(workspace, [Path("anet_c8.onnx"), Path("anet_c16.onnx")], target=TARGET, under_load=config,
-                               rounds=1, budget_s=0.05)
+    found = evaluator.evaluate(workspace, [Path("anet_c8.onnx"), Path("anet_c16.onnx")], target=TARGET,
+                               loads=LoadsHere(under_load=config), plan=MeasuringPlan(rounds=1, budget_s=0.05))
     assert [(one.model, one.level, one.background) for one in found.comparisons] == [
         ("anet_c8", 0.0, ""), ("anet_c16", 0.0, ""), ("anet_c8", 0.5, "compute"), ("anet_c16", 0.5, "compute")]
     idle, _, loaded, other = found.comparisons
@@ -266,4 +272,60 @@ def test_loads_of_the_evaluator_that_do_not_fit(workspace: Workspace, tmp_path: 
         assert shell(workspace, *options).returncode == 2
     done = shell(workspace, "anet_c8.onnx", "--probe")
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
-    assert "nothing was learned of how it is shared" in done.stderr
+    assert "only a GPU is shared in time slices" in done.stderr
+
+
+def loads_of(text: str, folder: Path, **more: object) -> LoadsHere:
+    (folder / "loads.yaml").write_text(text)
+    return LoadsHere(under_load=load_config(folder / "loads.yaml", CollectorConfig), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    ("device: cuda", "described for device cuda"),
+    ("{levels: [0, 0.5], stress: {backgrounds: [{name: deep, queue: deep}]}}", "queue deep: only a GPU has a queue"),
+    ("{levels: [0, 0.5], stress: {backgrounds: [{name: other, kind: model, model: nowhere.onnx}]}}", "nowhere.onnx"),
+])
+def test_loads_that_cannot_be_had_are_told_before_anything_is_measured(workspace: Workspace, tmp_path: Path, text: str,
+                                                                       reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        evaluator.evaluate(workspace, [Path("no_model.onnx")], target=TARGET, loads=loads_of(text, tmp_path))
+
+
+TWO_LEVELS = "{device: cpu, levels: [0.5, 0.0], window_s: 0.2, stress: {settle_s: 0.0}}"
+
+
+def test_a_load_that_breaks_down_costs_only_its_level(workspace: Workspace, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stressor is killed while the first level's models are measured: what they took then is no latency under load."""
+    measured = evaluation_here.measure_here
+
+    def kill_and_measure(cases: list[Case], *rest: Any) -> None:
+        if cases[0].level:
+            children = psutil.Process().children(recursive=True)
+            for child in children:
+                child.kill()
+            psutil.wait_procs(children)
+        measured(cases, *rest)
+
+    monkeypatch.setattr(evaluation_here, "measure_here", kill_and_measure)
+    loads = loads_of(TWO_LEVELS, tmp_path)
+    found = evaluator.evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads, plan=QUICK)
+    assert [(one.level, one.background) for one in found.comparisons] == [(0.0, "")]
+    assert list(found.failures) == ["level 0.5, compute"]
+    assert "the stressor ended" in found.failures["level 0.5, compute"]
+
+
+def test_a_started_load_is_never_taken_for_idle(workspace: Workspace, tmp_path: Path) -> None:
+    """A Prometheus that nobody can reach, and a config that would have predictions for an idle device then."""
+    asked = PrometheusConfig(url="http://127.0.0.1:9", window_s=0.1, max_age_s=0.1, probe_max_age_s=None, on_failure="idle")
+    loads = loads_of(TWO_LEVELS, tmp_path, config=InferenceConfig(prometheus=asked))
+    with pytest.raises(UserError, match=r"no model could be evaluated: level 0\.5, compute, level 0 failed"):
+        evaluator.evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads, plan=QUICK)
+
+
+def test_a_probe_that_never_waited_met_an_idle_device(tmp_path: Path) -> None:
+    record = analyze(conv_net(tmp_path / "net.onnx"), "cpu")
+    assert Case(record=record, other=OtherWork(0.0, 1.0, np.zeros(0))).idle
+    assert not Case(record=record, other=OtherWork(1.0, 0.0, np.array([0.5]))).idle
+    loaded = Case(record=record).beside(0.5, "compute", {}, None)
+    assert (loaded.idle, loaded.name, Case(record=record).name) == (False, "net at level 0.5, compute", "net")

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 from conftest import TORCH_MODELS
@@ -16,8 +18,13 @@ from benchmark import dataset
 from benchmark.dataset_writer import write_tables
 from inference import predict
 from ort_analysis.records import family, load_record
+from training.composition import fit_line
+from training.estimators import TrainingConfig
+from training.kernels_under_load import measured_under_load, summed_ms
 from training.predictor_files import read_sidecar
+from training.shared_runs import alone_ms, shared_runs
 from training.sharing import read_sharing
+from training.training_set import TrainingSet
 from utils import files
 from utils.fingerprint import has_cuda
 from utils.paths import ROOT, SHIPPED, Workspace
@@ -139,7 +146,43 @@ def test_sharing_is_learned_from_models_beside_other_work(part: Workspace, besid
     assert 0.005 < sharing.alone_ms["tiny"] < 0.05 < sharing.alone_ms["long"] < 1
     assert sharing.waits_ms == tuple(sorted(sharing.waits_ms))
     assert 0.05 <= sharing.switch_ms <= 0.4
-    assert 2.2 < sharing.longest_turn_ms + sharing.switch_ms < 2.6  # what one waits beside a queue that never runs dry
+    assert 2.2 < sharing.longest_wait_ms < 2.6
+
+
+def test_the_plans_own_path_sees_nothing_of_what_it_predicts(part: Workspace, under_load: Workspace,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a training that notes what it is given and takes a millisecond for every kernel, a sum is a number of nodes."""
+    models = {"alexnet@batch=16", "resnet18@batch=16", "squeezenet1_1@batch=1"}
+    blocks = dataset.read_journal(under_load.dataset(TARGET))
+    runs = [run for run in shared_runs(blocks, alone_ms(blocks)) if run.model in models]
+    rows = measured_under_load(under_load, TARGET)
+    assert rows is not None
+    paths = list((part.kernel_records / rows.header.target.flavour.name).glob("*.json"))
+    records = {path.stem: load_record(path) for path in paths if path.stem in models}
+    families = {name: family(name) for name in models}
+    given: list[TrainingSet] = []
+
+    def learn(seen: TrainingSet, *_: object) -> SimpleNamespace:
+        given.append(seen)
+        return SimpleNamespace(predict_ms=lambda types, *_: np.ones(len(types)))
+
+    monkeypatch.setattr("training.kernels_under_load.fit_kernel_model", learn)
+    found = summed_ms(rows, runs, records, families, TrainingConfig(threads=1))
+    assert np.isfinite(found).all()
+    left_out = {(background, name) for seen in given for background in set(rows.backgrounds) - set(seen.backgrounds)
+                for name in families.values() if not any(name in owners for owners in seen.families)}
+    assert left_out >= {(run.background, families[run.model]) for run in runs}
+    place = next(place for place, run in enumerate(runs) if (run.model, run.background) == ("alexnet@batch=16", "compute"))
+    others = [run for run in runs if families[run.model] != "alexnet" and run.background != "compute"]
+    line = fit_line(np.array([float(len(records[run.model].nodes)) for run in others]),
+                    np.array([run.samples_ms.mean() for run in others]))
+    assert found[place] == pytest.approx(line.alpha * len(records["alexnet@batch=16"].nodes) + line.beta_ms)
+    only = [run for run in runs if run.background == "compute"]
+    assert np.isnan(summed_ms(rows, only, records, families, TrainingConfig(threads=1))).all()
+    header = dataset.load_header(under_load.dataset(TARGET))
+    without = Workspace(part.root / "without")
+    write_tables(without.dataset(TARGET), header, [block for block in blocks if not block.level][:0])
+    assert measured_under_load(without, TARGET) is None
 
 
 def test_a_shipped_reading_of_the_probe_tells_a_prediction(beside: Workspace, torch_models: dict[str, Path],

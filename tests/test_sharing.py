@@ -6,6 +6,7 @@ No GPU is here: tracks are made up, and what they should give was seen on an H20
 from __future__ import annotations
 
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,10 @@ from benchmark.backgrounds import Background
 from benchmark.dataset import Block
 from benchmark.probe_reading import ProbedRuns, ProbeReading, summarised
 from overlap_simulator import OtherWork, PipelineCosts, gpu_work_ms, pipeline_ms, shared_runs_ms
-from training.pairs import longest_wait_ms, looped_models, with_turns
-from training.shared_runs import SharedRuns, alone_ms, measured_elsewhere
+from training.fit_sharing import errors_of, typical
+from training.pairs import Pairs, looped_models
+from training.pipeline import Tracks
+from training.shared_runs import SharedRuns, Simulated, alone_ms, measured_elsewhere
 from training.sharing import (
     PipelineTracks,
     Sharing,
@@ -36,7 +39,8 @@ from utils.paths import ROOT
 from utils.sharing_mode import SharingMode
 
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0, launch_ms=0.004, start_ms=0.02, gap_ms=0.001, lead_ms=-0.01, end_ms=0.01)
-SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=(0.3, 0.7, 2.4), cycle_ms=20.0)
+SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=(0.3, 0.7, 2.4), cycle_ms=20.0,
+                  longest_wait_ms=2.4)
 
 
 def runs(gpu_ms: float, other: OtherWork, nodes: int = 60, launches: float = 2.0) -> npt.NDArray[np.float64]:
@@ -191,15 +195,20 @@ def test_what_was_learned_is_read_as_written(tmp_path: Path) -> None:
     assert read_sharing(tmp_path) is None
     files.write_json(sharing_path(tmp_path), SHARING)
     assert read_sharing(tmp_path) == SHARING
-    sharing_path(tmp_path).write_text(sharing_path(tmp_path).read_text().replace('"version": 1', '"version": 2').replace(
-        '"version":1', '"version":2'))
-    with pytest.raises(UserError, match=r"version 2, .*fit_sharing\.py"):
+    sharing_path(tmp_path).write_text(sharing_path(tmp_path).read_text().replace('"version": 2', '"version": 3').replace(
+        '"version":2', '"version":3'))
+    with pytest.raises(UserError, match=r"version 3, .*fit_sharing\.py"):
         read_sharing(tmp_path)
 
 
 def shared(model: str, machine: str, latencies_ms: list[float], wait_ms: float = 0.7) -> SharedRuns:
     return SharedRuns(model, "compute", 0.5, np.array(latencies_ms), 1.0, OtherWork(10.0, 10.0, np.array([wait_ms])), 0.5, {},
                       machine)
+
+
+def track(gpu_ms: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """Ten nodes that are dispatched at once."""
+    return np.full(10, gpu_ms / 10), np.full(10, 1e-6), np.ones(10, dtype=bool)
 
 
 def test_what_another_machine_measured() -> None:
@@ -216,19 +225,48 @@ def test_backgrounds_that_are_a_known_model_in_a_loop() -> None:
     assert looped_models(backgrounds, {"resnet50@batch=16", "resnet50"}) == {"r50": "resnet50@batch=16"}
 
 
-def test_the_longest_wait_is_a_turn_and_a_switch() -> None:
-    wait_ms = longest_wait_ms([shared("a", "one", [1.0]), shared("a", "one", [1.0], 2.4)])
-    assert wait_ms == 2.4
-    found = with_turns(SHARING, wait_ms, 0.2)
-    assert (found.longest_turn_ms, found.switch_ms, found.slice_ms) == (pytest.approx(2.2), 0.2, SHARING.slice_ms)
+def test_the_longest_wait_is_that_of_the_reading_that_has_it_largest() -> None:
+    found = typical([shared("a", "one", [1.0]), shared("a", "one", [1.0], 2.4)], 2.0, SHARING.alone_ms)
+    assert (found.longest_wait_ms, found.slice_ms, found.cycle_ms) == (2.4, 2.0, 20.0)
+    with pytest.raises(UserError, match="no reading of the sharing probe waited"):
+        typical([], 2.0, SHARING.alone_ms)
+
+
+def test_errors_are_of_what_is_predicted() -> None:
+    found = errors_of(np.array([[1.1, 1.0, 0.9], [np.nan] * 3]), np.ones((2, 3)))
+    assert (found.cases, found.mean, found.p50, found.p95) == (1, pytest.approx(0.1), 0.0, pytest.approx(0.1))
+
+
+def test_a_switch_is_fitted_without_the_looped_model_and_without_the_family() -> None:
+    """Beside one looped model runs were measured as with a switch of 0.1, beside the other of 0.3: each is predicted with that
+    of the other, and with its own where nothing else is left."""
+    models = {name: Simulated(Tracks(*track(gpu_ms), 0.0, 0.0), COSTS) for name, gpu_ms in (
+        ("a", 1.0), ("b", 1.5), ("short", 0.5), ("long", 3.0))}
+    learned = SHARING.model_copy(update={"longest_wait_ms": 2.4})
+    runs = [replace(shared(model, "one", [1.0]), background=background, level=1.0)
+            for background in ("s", "l") for model in ("a", "b")]
+    looped = {"s": "short", "l": "long"}
+
+    def beside(place: int, switch_ms: float) -> npt.NDArray[np.float64]:
+        sharing = learned.model_copy(update={"switch_ms": switch_ms})
+        model, other = models[runs[place].model], models[looped[runs[place].background]]
+        return model.beside(in_a_loop(other.run, model.run, sharing), sharing.slice_ms)
+
+    measured = np.array([beside(0, 0.1), beside(1, 0.1), beside(2, 0.3), beside(3, 0.3)])
+    pairs = Pairs(runs, measured, models, {"a": "a", "b": "b"}, looped, [learned] * 4)
+    assert pairs.cases == [0, 1, 2, 3]
+    expected = [beside(0, 0.3), beside(1, 0.3), beside(2, 0.1), beside(3, 0.1)]
+    assert pairs.left_out() == pytest.approx(np.array(expected))
+    alone = Pairs(runs[:1], measured[:1], models, {"a": "a"}, looped, [learned])
+    assert (alone.switch_ms(), alone.left_out()[0]) == (0.1, pytest.approx(beside(0, 0.1)))
 
 
 def test_a_model_in_a_loop_as_another_meets_it() -> None:
     """A short one has its turn run by run; one longer than the longest turn is cut, the rest of it a turn as well."""
-    sharing = SHARING.model_copy(update={"longest_turn_ms": 2.2, "switch_ms": 0.2})
+    sharing = SHARING.model_copy(update={"longest_wait_ms": 2.4, "switch_ms": 0.2})
 
     def run(gpu_ms: float) -> PipelineTracks:
-        return np.full(10, gpu_ms / 10), np.zeros(10) + 1e-6, np.ones(10, dtype=bool), COSTS.model_copy(update={"gap_ms": 0.0})
+        return *track(gpu_ms), COSTS.model_copy(update={"gap_ms": 0.0})
 
     short, long = (in_a_loop(run(gpu_ms), run(1.0), sharing) for gpu_ms in (0.5, 3.0))
     assert (short.busy_ms, short.quiet_ms) == (1.0, 0.0)

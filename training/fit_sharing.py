@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from benchmark.backgrounds import Background
     from training.estimators import TrainingConfig
     from training.shared_runs import SharedRuns, Simulated, SimulatedModels
     from training.sharing import Sharing, SharingErrors
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 log = get_logger("sharing")
 SLICES_MS = (1.6, 1.8, 1.9, 2.0, 2.1, 2.2, 2.4)  # to choose from: on an H200 about 2
 CYCLE_MS = 20.0  # where no background that pauses was measured
+LONGEST = 0.9  # quantile of a reading's waits; what the reading has it largest stands for the longest wait
 LEAST_LEFT = 0.05  # of the time, for the quotient: a GPU that is always busy leaves none
 PROBED, FROM_METRICS, PAIRED = "a probe", "metrics alone", "the looped model's prediction"
 PLAN, ELSEWHERE = "kernels under load, summed", "measured on another machine"
@@ -52,17 +54,26 @@ python training/fit_sharing.py --workspace out/h200 --beside out/h200_beside --j
 
 
 def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, float]) -> Sharing:
-    """What was learned from some runs: waits of all probes alike, and how long a background that pauses takes for a cycle."""
+    """What was learned from some runs: waits of all probes alike, the longest of them, and how long a background that pauses
+    takes for a cycle.
+
+    Raises:
+        UserError: no probe waited.
+    """
     import numpy as np
 
     from training.sharing import QUANTILES, Sharing
 
     at = np.linspace(0.0, 1.0, QUANTILES)
     others = {id(run.other): run.other for run in runs if len(run.other.waits_ms)}.values()
+    if not others:
+        raise UserError("no reading of the sharing probe waited for a background, so there is nothing to learn; measure at "
+                        "levels above 0 (levels in the collector's config)")
     waits = np.concatenate([np.quantile(other.waits_ms, at) for other in others])
     cycles = [other.busy_ms + other.quiet_ms for other in others if other.quiet_ms]
     return Sharing(slice_ms=slice_ms, alone_ms=dict(alone), waits_ms=tuple(np.quantile(waits, at).round(4).tolist()),
-                   cycle_ms=float(np.median(cycles)) if cycles else CYCLE_MS)
+                   cycle_ms=float(np.median(cycles)) if cycles else CYCLE_MS,
+                   longest_wait_ms=round(max(float(np.quantile(other.waits_ms, LONGEST)) for other in others), 4))
 
 
 class Evaluation:
@@ -180,38 +191,66 @@ def fit_target(workspace: Workspace, beside: Sequence[Workspace], target: str,
     """
     import numpy as np
 
-    from benchmark.dataset import load_header, read_journal
-    from training.kernels_under_load import measured_under_load, summed_ms
+    from benchmark.dataset import read_journal
     from training.pairs import Pairs, looped_models
     from training.shared_runs import alone_ms, measured_elsewhere, shared_runs, simulated_models
 
-    folders = [one.dataset(target) for one in beside]
-    blocks = [block for folder in folders for block in read_journal(folder)]
+    backgrounds = backgrounds_of(beside, target)
+    blocks = [block for one in beside for block in read_journal(one.dataset(target))]
     alone = alone_ms(blocks)
     runs = shared_runs(blocks, alone)
     if not runs:
-        raise UserError(f"{', '.join(map(str, folders))}: no model was measured beside a background with the sharing probe "
-                        "read before it; add levels and stress.backgrounds to the collector's config")
+        raise UserError(f"{', '.join(str(one.dataset(target)) for one in beside)}: no model was measured beside a background "
+                        "with the sharing probe read before it; add levels and stress.backgrounds to the collector's config")
     models = simulated_models(workspace, target, config)
     evaluation = Evaluation(runs, models, alone)
     fits, measured = evaluation.fits(), evaluation.measured
     left_out = evaluation.left_out(fits)
-    learned = evaluation.learned().model_copy(update={
-        "probed": errors_of(left_out[PROBED], measured), "from_metrics": errors_of(left_out[FROM_METRICS], measured)})
-    backgrounds = {name: one for folder in folders for name, one in load_header(folder).backgrounds.items()}
-    pairs = Pairs(evaluation.runs, measured, models.strict, looped_models(backgrounds, models.strict), [one for _, one in fits])
+    learned = evaluation.learned()
+    pairs = Pairs(evaluation.runs, measured, models.strict, models.families, looped_models(backgrounds, models.strict),
+                  [one for _, one in fits])
     if pairs.cases:
         left_out[PAIRED] = np.full_like(measured, np.nan)
         left_out[PAIRED][pairs.cases] = pairs.left_out()
-        learned = pairs.learned(learned).model_copy(update={"paired": errors_of(left_out[PAIRED], measured)})
+        learned = learned.model_copy(update={"switch_ms": pairs.switch_ms()})
+    left_out |= {PLAN: by_the_plan(evaluation, beside, target, models, config), ELSEWHERE: measured_elsewhere(evaluation.runs)}
+    left_out = {what: predicted for what, predicted in left_out.items() if np.isfinite(predicted).any()}
+    errors = {field: errors_of(left_out[what], measured) for field, what in (
+        ("probed", PROBED), ("from_metrics", FROM_METRICS), ("paired", PAIRED)) if what in left_out}
+    return learned.model_copy(update=errors), *tables(evaluation, left_out)
+
+
+def backgrounds_of(beside: Sequence[Workspace], target: str) -> dict[str, Background]:
+    """The backgrounds of a target's datasets, by name.
+
+    Raises:
+        UserError: a dataset is missing, or two give one name to different backgrounds.
+    """
+    from benchmark.dataset import load_header
+
+    found: dict[str, Background] = {}
+    for one in beside:
+        for name, background in load_header(one.dataset(target)).backgrounds.items():
+            if found.setdefault(name, background) != background:
+                raise UserError(f"{one.dataset(target)}: background {name} is another there than in a dataset before it; learn "
+                                "from them one at a time")
+    return found
+
+
+def by_the_plan(evaluation: Evaluation, beside: Sequence[Workspace], target: str, models: SimulatedModels,
+                config: TrainingConfig) -> Floats:
+    """What the plan's own path gives each run, from the first dataset with kernels under load that tells of it; one number for
+    all three statistics."""
+    import numpy as np
+
+    from training.kernels_under_load import measured_under_load, summed_ms
+
+    found = np.full(len(evaluation.runs), np.nan)
     for one in beside:
         if rows := measured_under_load(one, target):
             summed = summed_ms(rows, evaluation.runs, models.records, models.families, config)
-            left_out[PLAN] = np.repeat(summed[:, None], measured.shape[1], axis=1)
-    elsewhere = measured_elsewhere(evaluation.runs)
-    if np.isfinite(elsewhere).any():
-        left_out[ELSEWHERE] = elsewhere
-    return learned, *tables(evaluation, left_out)
+            found = np.where(np.isfinite(found), found, summed)
+    return np.repeat(found[:, None], evaluation.measured.shape[1], axis=1)
 
 
 def main() -> int:
@@ -238,11 +277,12 @@ def main() -> int:
                         "backgrounds; add levels and stress.backgrounds to the collector's config")
     results: dict[str, Any] = {}
     for name in names:
-        sharing, by_what, by_load = fit_target(workspace, beside, name, config)
+        there = [one for one in beside if args.target or name in collected_targets(one)]
+        sharing, by_what, by_load = fit_target(workspace, there, name, config)
         path = sharing_path(workspace.predictors(name))
         files.write_json(path, sharing)
-        log.info("saved %s: a slice of %g ms, turns of a looped model up to %g ms, a switch of %g ms", path, sharing.slice_ms,
-                 sharing.longest_turn_ms, sharing.switch_ms)
+        log.info("saved %s: a slice of %g ms, waits of up to %g ms, a switch of %g ms", path, sharing.slice_ms,
+                 sharing.longest_wait_ms, sharing.switch_ms)
         results[name] = {"sharing": sharing.model_dump(mode="json"), "latency_by": by_what, "backgrounds": by_load}
         if not args.json:
             cli.print_table(by_what, f"{name}: latencies beside other work, families and backgrounds left out")

@@ -1,7 +1,6 @@
 """Two models, each in a loop of its own: what one sees is predicted from the other's predicted run, without any probe.
 
-The longest that any probe waited is the longest turn and a switch. What a switch costs is fitted to models measured beside
-backgrounds that are themselves models in a loop.
+What a switch from one to the other costs is fitted to models measured beside backgrounds that are themselves models in a loop.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 SWITCHES_MS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # to choose from: on an H200 about 0.2
-LONGEST = 0.9  # quantile of a probe's waits that is taken for the longest
 
 
 def looped_models(backgrounds: Mapping[str, Background], known: Collection[str]) -> dict[str, str]:
@@ -33,16 +31,6 @@ def looped_models(backgrounds: Mapping[str, Background], known: Collection[str])
     return {name: record for name, record in named.items() if record in known}
 
 
-def longest_wait_ms(runs: Sequence[SharedRuns]) -> float:
-    """The longest that a probe waits for its turn."""
-    return max(float(np.quantile(run.other.waits_ms, LONGEST)) for run in runs if len(run.other.waits_ms))
-
-
-def with_turns(sharing: Sharing, wait_ms: float, switch_ms: float) -> Sharing:
-    """The same where the longest wait and a switch are these."""
-    return sharing.model_copy(update={"longest_turn_ms": round(wait_ms - switch_ms, 3), "switch_ms": switch_ms})
-
-
 class Pairs:
     """Runs beside a model in a loop that never pauses, at every one of SWITCHES_MS.
 
@@ -50,28 +38,28 @@ class Pairs:
         cases: which of the runs these are.
     """
 
-    def __init__(self, runs: Sequence[SharedRuns], measured: Floats, models: Mapping[str, Simulated], looped: Mapping[str, str],
-                 learned: Sequence[Sharing]) -> None:
+    def __init__(self, runs: Sequence[SharedRuns], measured: Floats, models: Mapping[str, Simulated],
+                 families: Mapping[str, str], looped: Mapping[str, str], learned: Sequence[Sharing]) -> None:
         """Simulates them.
 
         Args:
             runs: all.
             measured: their statistics, shape (runs, 3).
-            models: by name of the record.
+            models, families: by name of the record.
             looped: see `looped_models`.
-            learned: what was learned of sharing without each run.
+            learned: what was learned of sharing without each run's background and family.
         """
         self.cases = [place for place, run in enumerate(runs) if run.background in looped and run.level > ALWAYS]
-        self._background = [runs[place].background for place in self.cases]
-        self._measured, self._wait_ms = measured[self.cases], longest_wait_ms(runs)
+        self._left_out = [(runs[place].background, families[runs[place].model]) for place in self.cases]
+        self._measured = measured[self.cases]
         self._predicted = np.array([[
             _beside(models[runs[place].model], models[looped[runs[place].background]],
-                    with_turns(learned[place], self._wait_ms, switch_ms)) for switch_ms in SWITCHES_MS]
+                    learned[place].model_copy(update={"switch_ms": switch_ms})) for switch_ms in SWITCHES_MS]
             for place in cli.track(self.cases, "simulating pairs")])
 
-    def learned(self, sharing: Sharing) -> Sharing:
-        """What was learned of sharing, with turns that err least for all cases."""
-        return with_turns(sharing, self._wait_ms, SWITCHES_MS[self._best(range(len(self.cases)))])
+    def switch_ms(self) -> float:
+        """What errs least for all cases."""
+        return SWITCHES_MS[self._best(range(len(self.cases)))]
 
     def _best(self, kept: Sequence[int]) -> int:
         """Which of SWITCHES_MS errs least for all three statistics of some of the cases, by their place among them."""
@@ -80,11 +68,11 @@ class Pairs:
         return int(errors.argmin())
 
     def left_out(self) -> Floats:
-        """Predictions with a switch fitted without the looped model, shape (cases, 3); all are kept where there is only one
-        looped model."""
+        """Predictions with a switch fitted without the looped model and without the family of the other, shape (cases, 3); all
+        are kept where nothing else is there."""
         found = []
-        for place, background in enumerate(self._background):
-            others = [i for i, other in enumerate(self._background) if other != background]
+        for place, (background, family) in enumerate(self._left_out):
+            others = [i for i, (other, of) in enumerate(self._left_out) if other != background and of != family]
             found.append(self._predicted[place, self._best(others or range(len(self.cases)))])
         return np.array(found)
 

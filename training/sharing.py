@@ -3,7 +3,7 @@
 Without MPS and MIG two processes never run side by side: each has the GPU for a slice of time, or for as long as its work lasts
 if that is shorter. The slice is the device's; how long the other one's turns are, and how often it has work, is read on the
 spot by a probe (benchmark/sharing_probe.py), or guessed from how busy the metrics say that the GPU is. History of the
-schema: version 1 is the first.
+schema: version 1 is the first; 2 has `longest_wait_ms` in the place of the longest turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from overlap_simulator import OtherWork, PipelineCosts, gpu_work_ms, turns_ms
 from utils import files
 from utils.sharing_mode import check_sharing_mode
 
-SHARING_VERSION = 1
+SHARING_VERSION = 2
 FIT = "python training/fit_sharing.py"
 FILE = "sharing.json"
 Floats = npt.NDArray[np.float64]
@@ -49,8 +49,9 @@ class Sharing(Frozen):
         alone_ms: what the probe's pieces of work take on an idle GPU, by name.
         waits_ms: evenly spaced quantiles of the waits beside the backgrounds that were measured.
         cycle_ms: of a background that pauses: from one busy phase to the next, at the median.
-        longest_turn_ms, switch_ms: how long another process has the GPU at most while this one waits, and what its turn costs
-            this one besides (training/pairs.py). The defaults were fitted on an H200.
+        longest_wait_ms: how long one waits beside work that never runs dry: the longest turn that it has, and a switch.
+        switch_ms: what a turn of the other process costs besides (training/pairs.py). The default was fitted on an H200, and
+            stands where no model in a loop was measured.
         probed, from_metrics, paired: errors of predictions from a probe, from the metrics alone, and from what is predicted of
             the model that runs in a loop beside; None where nothing was left out.
     """
@@ -61,8 +62,8 @@ class Sharing(Frozen):
     alone_ms: dict[str, float]
     waits_ms: tuple[float, ...]
     cycle_ms: float
-    longest_turn_ms: float = 2.16
-    switch_ms: float = 0.26
+    longest_wait_ms: float
+    switch_ms: float = 0.2
     probed: SharingErrors | None = None
     from_metrics: SharingErrors | None = None
     paired: SharingErrors | None = None
@@ -149,5 +150,5 @@ def in_a_loop(looped: PipelineTracks, beside: PipelineTracks, sharing: Sharing) 
     switch. It is away from the GPU for as long as the other works in one slice, and for a switch, and dispatches meanwhile.
     """
     away_ms = min(gpu_work_ms(*beside), sharing.slice_ms) + sharing.switch_ms
-    turns = turns_ms(*looped, sharing.longest_turn_ms, away_ms)
+    turns = turns_ms(*looped, sharing.longest_wait_ms - sharing.switch_ms, away_ms)
     return OtherWork(1.0, 0.0, turns + sharing.switch_ms) if len(turns) else OtherWork(0.0, 1.0, turns)
