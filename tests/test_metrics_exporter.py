@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,10 +17,13 @@ from typing import Any
 import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_stand import INTERVAL_S, recorded, start_exporter
+from prometheus_stand import INTERVAL_S, Exporter, free_port, recorded, start_exporter
 
-from benchmark.metrics_exporter import LAST_SAMPLE, Sampler, device_labels
+from benchmark.metrics_exporter import LAST_SAMPLE, ProbeSampler, Sampler, device_labels
+from benchmark.probe_metrics import ALL, LATENCY, MODE, PHASE, QUANTILE, RUNS, TAKEN, Sample, probed_of
 from benchmark.replay_metrics import ReplaySource
+from benchmark.sharing_probe import SharingProbe
+from utils.errors import UserError
 from utils.paths import ROOT
 from utils.scrape_server import STALE
 
@@ -163,3 +168,136 @@ def test_labels_of_a_cpu() -> None:
     labels = device_labels("cpu", None)
     assert list(labels) == ["gpu", "UUID", "device", "modelName", "Hostname"]
     assert (labels["gpu"], labels["device"], labels["Hostname"]) == ("", "cpu", platform.node())
+
+
+# the sharing probe ---------------------------------------------------------------------------------------------------------
+
+
+def probe_samples(found: Mapping[str, Any]) -> list[Sample]:
+    """Those of the probe, among families."""
+    return [Sample(one.name, one.labels, one.value) for name in (LATENCY, PHASE, TAKEN) if name in found
+            for one in found[name].samples]
+
+
+def test_the_probe_beside_the_metrics_of_a_cpu(tmp_path: Path) -> None:
+    """The command, for real: every second a reading."""
+    port, began = free_port(), time.time()
+    process = subprocess.Popen(
+        [sys.executable, "benchmark/metrics_exporter.py", "--host", "127.0.0.1", "--port", str(port), "--source", "psutil",
+         "--interval", "0.5", "--probe-every", "1", "--workspace", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        process.stdout.readline()
+        url = f"http://127.0.0.1:{port}/metrics"
+
+        def probed() -> dict[str, Any]:
+            until = time.monotonic() + PATIENCE_S
+            while TAKEN not in (found := families(answer(url, 200).text)):
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            return found
+
+        found = probed()
+        assert found["DCGM_FI_DEV_CPU_UTIL_TOTAL"].samples[0].labels == device_labels("cpu", None)
+        assert all(device_labels("cpu", None).items() <= one.labels.items() for one in probe_samples(found))
+        assert all(found[name].type == "gauge" and found[name].documentation for name in (LATENCY, PHASE, TAKEN))
+        summary, taken_s = probed_of(probe_samples(found))
+        assert summary.sharing is None
+        assert found[TAKEN].samples[0].labels[MODE] == "cpu"
+        assert began < taken_s <= time.time()
+        alone_ms = min(SharingProbe("cpu").read(0.1).long.latencies_ms)
+        assert alone_ms / 5 < summary.latencies_ms[0] < 20 * alone_ms  # others use this machine too
+        assert summary.busy_ms + summary.quiet_ms < 1e3
+        medians = [one.value for one in found[LATENCY].samples if (one.labels[RUNS], one.labels[QUANTILE]) == (ALL, "0.5")]
+        assert medians == [pytest.approx(summary.latencies_ms[10] / 1e3)]
+        until = time.monotonic() + PATIENCE_S
+        while probed_of(probe_samples(probed())).taken_s == taken_s:
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def probed_exporter(tmp_path: Path) -> Iterator[tuple[ProbeSampler, str]]:
+    """An exporter of a replay with a probe of this CPU that is read when asked to, and its address."""
+    probes = ProbeSampler("cpu", every_s=5.0)
+    exporter = Exporter(recorded(tmp_path / "gpu.jsonl", [READING] * 600), device_labels("cpu", None), probes=probes)
+    yield probes, f"http://{exporter.address}/metrics"
+    exporter.close()
+
+
+def test_a_reading_that_is_old_is_not_served(probed_exporter: tuple[ProbeSampler, str]) -> None:
+    probes, url = probed_exporter
+    assert not probe_samples(families(answer(url, 200).text))  # none so far
+    probes.read()
+    assert probes.latest
+    summary, taken_s = probed_of(probe_samples(families(answer(url, 200).text)))
+    assert taken_s == probes.latest.taken_s
+    assert summary.latencies_ms == pytest.approx(probes.latest.summary.latencies_ms)
+    for age_s, served in ((5.0 * STALE - 2.0, True), (5.0 * STALE + 1.0, False)):
+        probes.latest = probes.latest._replace(taken_s=time.time() - age_s)
+        found = families(answer(url, 200).text)
+        assert bool(probe_samples(found)) == served
+        assert found[SM].samples[0].value == READING[SM]
+
+
+def test_a_probe_that_fails_costs_only_itself(probed_exporter: tuple[ProbeSampler, str], monkeypatch: pytest.MonkeyPatch,
+                                              caplog: pytest.LogCaptureFixture) -> None:
+    """FAKE: a device without memory for the probe's sessions, at first; then one that fails while it runs."""
+    probes, url = probed_exporter
+
+    def fails(why: str) -> Callable[..., Any]:
+        def fail(*_: object) -> Any:
+            raise UserError(why)
+        return fail
+
+    monkeypatch.setattr(logging.getLogger("hase"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "hase"):
+        with monkeypatch.context() as patched:
+            patched.setattr("benchmark.sharing_probe.SharingProbe.__init__", fails("no memory left"))
+            for _ in range(3):
+                probes.read()
+        assert (probes.latest, probes.error) == (None, "no memory left")
+        assert set(families(answer(url, 200).text)) == {*READING, LAST_SAMPLE}
+        probes.read()  # there is some now
+        assert probes.error == ""
+        latest = probes.latest
+        with monkeypatch.context() as patched:
+            patched.setattr("benchmark.sharing_probe.SharingProbe.read", fails("the device fails"))
+            for _ in range(3):
+                probes.read()
+        assert (probes.latest, probes.error) == (latest, "the device fails")
+        assert set(families(answer(url, 200).text)) == {*READING, LAST_SAMPLE, LATENCY, PHASE, TAKEN}  # while it is fresh
+    assert [record.getMessage() for record in caplog.records] == [
+        "the sharing probe: no memory left", "the sharing probe: the device fails"]
+
+
+def test_readings_are_taken_until_it_is_over() -> None:
+    probes, over = ProbeSampler("cpu", every_s=0.05), threading.Event()
+    thread = threading.Thread(target=probes.run, args=(over,))
+    thread.start()
+    taken: set[float] = set()
+    until = time.monotonic() + PATIENCE_S
+    while len(taken) < 3:
+        assert time.monotonic() < until
+        taken |= {probes.latest.taken_s} if probes.latest else set()
+        time.sleep(0.02)
+    over.set()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (["--probe-every", "0.5"], "--probe-every 0.5: 1 s at least, since each reading keeps the device busy"),
+    (["--probe-every", "0"], "not a positive number"),
+    (["--probe-every", "5", "--source", "replay", "--replay", "gpu.jsonl"], "with --source replay there is no device to probe"),
+])
+def test_readings_that_cannot_be(options: list[str], said: str) -> None:
+    done = subprocess.run([sys.executable, "benchmark/metrics_exporter.py", *options], cwd=ROOT, capture_output=True, text=True,
+                          timeout=PATIENCE_S, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr

@@ -166,19 +166,27 @@ def errors_of(predicted: Floats, measured: Floats) -> SharingErrors:
 
 
 def tables(evaluation: Evaluation, left_out: Mapping[str, Floats]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Errors in per cent: a row a way of predicting, and a row a background (from a probe)."""
+    """Errors in per cent: a row a way of predicting, with those from a probe in the same cases, and a row a background (from a
+    probe)."""
     import numpy as np
 
-    def row(name: Mapping[str, Any], predicted: Floats, kept: Floats | slice = slice(None)) -> dict[str, Any]:
-        found = errors_of(predicted[kept], evaluation.measured[kept])
-        errors = np.abs(predicted[kept, 0] / evaluation.measured[kept, 0] - 1.0)
-        within = errors[np.isfinite(errors)] <= 0.1
-        return {**name, "cases": found.cases, "mean_%": 100 * found.mean, "p50_%": 100 * found.p50, "p95_%": 100 * found.p95,
-                "mean_within_10_%": 100 * float(within.mean())}
+    from training.shared_runs import STATISTICS
+
+    measured = evaluation.measured
+
+    def errors(predicted: Floats, kept: Floats, prefix: str = "") -> dict[str, float]:
+        found = errors_of(predicted[kept], measured[kept])
+        return {f"{prefix}{name}_%": 100 * getattr(found, name) for name in STATISTICS}
+
+    def row(name: Mapping[str, Any], predicted: Floats, kept: Floats) -> dict[str, Any]:
+        within = np.abs(predicted[kept, 0] / measured[kept, 0] - 1.0) <= 0.1
+        return {**name, "cases": int(kept.sum()), **errors(predicted, kept), "mean_within_10_%": 100 * float(within.mean())}
 
     loads = sorted({(run.background, run.level) for run in evaluation.runs})
     which = {load: np.array([(run.background, run.level) == load for run in evaluation.runs]) for load in loads}
-    return ([row({"latency by": what}, predicted) for what, predicted in left_out.items()],
+    there = {what: np.isfinite(predicted[:, 0]) for what, predicted in left_out.items()}
+    return ([row({"latency by": what}, predicted, there[what]) | errors(left_out[PROBED], there[what], "probe_")
+             for what, predicted in left_out.items()],
             [row({"background": name, "level": level}, left_out[PROBED], which[name, level]) for name, level in loads])
 
 
