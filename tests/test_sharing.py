@@ -14,10 +14,10 @@ import numpy.typing as npt
 import pytest
 
 from benchmark.backgrounds import Background
-from benchmark.dataset import Block
+from benchmark.dataset import Block, DatasetHeader, header_path
 from benchmark.probe_reading import ProbedRuns, ProbeReading, summarised
 from overlap_simulator import OtherWork, PipelineCosts, gpu_work_ms, pipeline_ms, shared_runs_ms
-from training.fit_sharing import errors_of, typical
+from training.fit_sharing import backgrounds_of, errors_of, typical
 from training.pairs import Pairs, looped_models
 from training.pipeline import Tracks
 from training.shared_runs import SharedRuns, Simulated, alone_ms, measured_elsewhere
@@ -35,7 +35,8 @@ from training.sharing import (
 )
 from utils import files
 from utils.errors import UserError
-from utils.paths import ROOT
+from utils.fingerprint import local_target
+from utils.paths import ROOT, Workspace
 from utils.sharing_mode import SharingMode
 
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0, launch_ms=0.004, start_ms=0.02, gap_ms=0.001, lead_ms=-0.01, end_ms=0.01)
@@ -223,6 +224,23 @@ def test_backgrounds_that_are_a_known_model_in_a_loop() -> None:
         Background(name="compute"), Background(name="r50", kind="model", model=Path("zoo/resnet50.onnx"), dims={"batch": 16}),
         Background(name="other", kind="model", model=Path("other.onnx")))}
     assert looped_models(backgrounds, {"resnet50@batch=16", "resnet50"}) == {"r50": "resnet50@batch=16"}
+
+
+def test_one_name_for_two_backgrounds_is_refused(tmp_path: Path) -> None:
+    target = local_target("cpu")
+
+    def workspace(name: str, burst_ms: float) -> Workspace:
+        found = Workspace(tmp_path / name)
+        files.write_json(header_path(found.dataset(target.name)), DatasetHeader(
+            target=target, metrics=(), machines={}, backgrounds={"bursts": Background(name="bursts", burst_ms=burst_ms)}))
+        return found
+
+    one, same, other = workspace("one", 0.5), workspace("same", 0.5), workspace("other", 2.0)
+    assert list(backgrounds_of([one, same], target.name)) == ["bursts"]
+    with pytest.raises(UserError, match=r"other.*background bursts is another there"):
+        backgrounds_of([one, other], target.name)
+    with pytest.raises(UserError, match="no dataset of target"):
+        backgrounds_of([one, Workspace(tmp_path / "none")], target.name)
 
 
 def test_the_longest_wait_is_that_of_the_reading_that_has_it_largest() -> None:
