@@ -213,11 +213,11 @@ def draw(evaluation: Evaluation, path: Path) -> None:
             load = f" ({' '.join(filter(None, (f'{c.level:g}', c.background)))})" if c.level else ""
             axes.annotate(c.model + load, (c.measured_ms, c.predicted_ms), xytext=(4, -8), textcoords="offset points",
                           fontsize=6)
-    whole = evaluation.summaries[0]
+    predicted, strict, measured = zip(*((c.predicted_ms, c.strict_ms, c.measured_ms) for c in points), strict=True)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal", xlabel="measured latency (ms)",
              ylabel="predicted latency (ms)",
-             title=f"{evaluation.target}\n{whole.lookup.count} models, MAPE {whole.lookup.mape:.1%}, "
-                   f"all kernels predicted {whole.strict.mape:.1%}")
+             title=f"{evaluation.target}\n{len(points)} latencies, MAPE {error_statistics(predicted, measured).mape:.1%}, "
+                   f"all kernels predicted {error_statistics(strict, measured).mape:.1%}")
     axes.legend(loc="upper left")
     with files.replacing(path) as temporary:
         figure.savefig(temporary, dpi=150)
@@ -306,7 +306,8 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
                             "dataset: --recorded")
         loads.check(fitted, way, workspace)
         ready = cases_of(workspace.find_models(models), dims or {}, provider, failures)
-        found = measure_all(ready, fitted, way, loads, plan or MeasuringPlan(), workspace, force, failures)
+        found = measure_all(ready, fitted, way, loads, plan or MeasuringPlan(), workspace, force, failures) if ready else (
+            MeasuredHere())
     held_out = held_out_of_fits(workspace, name)
     comparisons = tuple(compared for case in found.cases if (compared := compare(case, *held_out)))
     if not comparisons:

@@ -287,7 +287,7 @@ def turns_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], cos
 
     Args:
         gpu_ms, launches, moves, costs: as `pipeline_ms` takes them.
-        longest_ms: after which the GPU is taken away.
+        longest_ms: after which the GPU is taken away; positive.
         away_ms: the other process's turn, and the switching.
         runs: how many are simulated after a first one, which only brings the two into step.
 

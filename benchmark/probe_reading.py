@@ -113,8 +113,8 @@ def summarised(reading: ProbeReading) -> ProbeSummary:
     """A reading in few numbers.
 
     A run waited that is longer than those that surely did not, which are about as short as the shortest: compared with the
-    shortest itself, two of eleven readings of an idle H200 had runs that waited, and by the other rule none of these. That all
-    runs waited can tell only who knows what they take on an idle device (`training.sharing.other_work_summarised`).
+    shortest itself, twice as many readings of an idle H200 have runs that waited. That all runs waited can tell only who knows
+    what they take on an idle device (`training.sharing.other_work_summarised`).
     """
     import numpy as np
 

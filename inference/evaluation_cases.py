@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from overlap_simulator import OtherWork
 
 log = get_logger("evaluator")
+IDLE_BELOW = 0.02  # of the time: an idle GPU's counters are not quite 0, and now and then a probe's run takes long for itself
 
 @dataclass
 class Case:
@@ -40,8 +41,13 @@ class Case:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing else runs, as far as is known: no load was started, no metrics tell of one, and no probe waited."""
-        return not self.level and not self.load and (self.other is None or not self.other.busy_ms)
+        """Whether nothing else runs, as far as is known: no load was started, and probe or metrics tell of none to speak of."""
+        if self.level or (self.other is None and not self.load):
+            return not self.level
+        from training.sharing import busy_share
+
+        share = busy_share(self.load) if self.other is None else self.other.busy_ms / (self.other.busy_ms + self.other.quiet_ms)
+        return share is not None and share < IDLE_BELOW
 
     @property
     def name(self) -> str:

@@ -19,6 +19,7 @@ from utils.paths import Workspace
 if TYPE_CHECKING:
     from benchmark.backgrounds import Background
     from benchmark.collector_config import CollectorConfig
+    from benchmark.metrics import MetricSource
     from benchmark.stressor import Stress
     from inference.prediction import WayOfRunning
     from inference.targets import Fitted
@@ -75,6 +76,9 @@ class LoadsHere:
         provider = fitted.target.flavour.execution_provider
         if fitted.sharing and (self.under_load or self.probe):
             check_beside(way)
+        if self.under_load and not self.probe and not fields_asked(fitted):
+            raise UserError(f"{fitted.target.name}: its predictors were trained without metrics, so no load changes what they "
+                            "say; collect at levels above 0 and train again, or leave --under-load out")
         if self.probe:
             probed(fitted)
         if self.under_load:
@@ -93,15 +97,25 @@ class LoadsHere:
     def running(self, level: float, background: Background | None, provider: str, workspace: Workspace) -> Iterator[Stress]:
         """One of them while a block runs; it is up when the block begins, and no metrics from before it are left."""
         from benchmark.backgrounds import COMPUTE
+        from benchmark.collector import load_in_words
         from benchmark.stressor import stress
 
         with stress(level, background or COMPUTE, provider, workspace=workspace) as stressor:
             if self.under_load:
-                time.sleep(self.under_load.stress.settle_s + self.config.prometheus.memory_s)
+                settle_s = self.under_load.stress.settle_s + self.config.prometheus.memory_s
+                log.info("%s: up; measuring in %g s", load_in_words(level, background.name if background else ""), settle_s)
+                time.sleep(settle_s)
             yield stressor
 
-    def now(self, fitted: Fitted, level: float) -> tuple[Load, OtherWork | None]:
+    def source(self, provider: str) -> MetricSource | None:
+        """What reads this machine's metrics where loads are started and no Prometheus tells of them; else None."""
+        return self.under_load.open_source(provider) if self.under_load and self.config.prometheus.url is None else None
+
+    def now(self, fitted: Fitted, level: float, source: MetricSource | None) -> tuple[Load, OtherWork | None]:
         """What else runs at this moment: by metrics, and as a probe met it.
+
+        Args:
+            source: see `source`.
 
         Raises:
             UserError: metrics or probe can't be read; a load that was started is never taken for idle.
@@ -109,8 +123,7 @@ class LoadsHere:
         from benchmark.metrics import values
         from inference.sharing import probed, summarised
 
-        if self.under_load and self.config.prometheus.url is None:
-            source = self.under_load.open_source(fitted.target.flavour.execution_provider)
+        if self.under_load and source:
             load = Load(values(source.window(self.under_load.window_s)) if level else {})
         else:
             config = self.config.never_idle() if self.under_load else self.config
@@ -148,11 +161,12 @@ def measure_all(ready: Sequence[Case], fitted: Fitted, way: WayOfRunning, loads:
 
     target, provider = fitted.target.name, fitted.target.flavour.execution_provider
     found = MeasuredHere(load="by level" if loads.under_load else "idle")
+    source = loads.source(provider)
     for level, background in loads.each():
         name = background.name if background else ""
         try:
             with loads.running(level, background, provider, workspace) as stressor:
-                now, other = loads.now(fitted, level)
+                now, other = loads.now(fitted, level, source)
                 for notice in now.notices:
                     log.warning("%s", notice)
                 cases = [case.beside(level, name, now.metrics, other) for case in ready]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inference.prediction import Prediction, predict
-from inference.sharing import NotShared, ToldBy, UnderLoad, under_load
+from inference.sharing import NotShared, ToldBy, UnderLoad, check_mode_here, under_load
 from inference.sources import Source, record_of
 from inference.targets import fitted_for
 from inference.timeline import Tracks, tracks_of
@@ -62,6 +62,8 @@ def shared_model(source: Source, *, dims: Mapping[str, int] | None = None, targe
     """
     workspace = workspace or Workspace()
     fitted = fitted_for(workspace, target)
+    if fitted.sharing is not None:
+        check_mode_here(fitted)
     record = record_of(workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source,
                        fitted.target.flavour.execution_provider, dims)
     idle = predict(record, target=target, strict=strict, workspace=workspace, force=force)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from inference.targets import Fitted, local_targets
+from inference.targets import Fitted, is_here, local_targets
 from ort_analysis.records import Frozen
 from overlap_simulator import OtherWork, PipelineCosts, shared_runs_ms
 from utils.errors import UserError
@@ -68,19 +68,26 @@ def under_load(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], c
         busy_share=other.busy_ms / (other.busy_ms + other.quiet_ms), told_by=told_by)
 
 
+def check_mode_here(fitted: Fitted) -> None:
+    """Refuses a GPU of this machine that is shared in a way that was not measured; from elsewhere nobody can tell."""
+    if is_here(fitted.target):
+        check_sharing_mode(sharing_mode())
+
+
 def other_work(fitted: Fitted, load: Mapping[str, float]) -> OtherWork | None:
     """What else runs, as metrics tell; None where nothing was learned of sharing, so that kernels' times answer to the load.
 
     Raises:
-        UserError: no metric says how busy the GPU is, or it is this machine's and shared in a way that was not measured.
+        UserError: no metric says how busy the GPU is, or one that it can't be; or it is this machine's and shared in a way that
+            was not measured.
     """
     if fitted.sharing is None or not load:
         return None
+    from benchmark.soundness import checked
     from training.sharing import BUSY_FIELDS, busy_share, other_work_guessed
 
-    if fitted.target in local_targets():
-        check_sharing_mode(sharing_mode())
-
+    check_mode_here(fitted)
+    load = {field: checked(field, value) if field in BUSY_FIELDS else value for field, value in load.items()}
     share = busy_share(load)
     if share is None:
         raise UserError(f"the load has neither {' nor '.join(BUSY_FIELDS)}, so that it doesn't say how busy the GPU is: give "
@@ -105,7 +112,7 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> OtherWork:
     if reading is None:
         from benchmark.sharing_probe import probe
 
-        if fitted.target not in local_targets():
+        if not is_here(fitted.target):
             raise UserError(f"the probe has to run on the GPU in question, a {fitted.target.name}, and this machine is "
                             f"{' and '.join(own.name for own in local_targets())}; run there: python "
                             "benchmark/sharing_probe.py --out reading.json, and give that file")

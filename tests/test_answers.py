@@ -280,10 +280,18 @@ def test_a_mode_of_sharing_that_was_not_measured_is_refused(workspace: Workspace
                                                             mode: str) -> None:
     """FAKE: this machine is taken for the target, and its GPU to be shared so."""
     target = fitted_for(workspace, TARGET).target
-    monkeypatch.setattr("inference.sharing.local_targets", lambda: (target,))
+    monkeypatch.setattr("inference.targets.local_targets", lambda: (target,))
     monkeypatch.setattr("inference.sharing.sharing_mode", lambda: mode)
     with pytest.raises(UserError, match=f"sharing mode {mode}: .* measured in time slices only"):
         predict("resnet18.onnx", target=TARGET, load={BUSY: 0.5}, workspace=workspace)
+    with pytest.raises(UserError, match=f"sharing mode {mode}"):
+        shared_model("resnet18.onnx", target=TARGET, workspace=workspace)
+
+
+@pytest.mark.parametrize("share", [60.0, -0.1, float("nan")])
+def test_a_load_that_cannot_be_is_refused(workspace: Workspace, share: float) -> None:
+    with pytest.raises(UserError, match=f"{BUSY}: the device reports"):
+        predict("resnet18.onnx", target=TARGET, load={BUSY: share}, workspace=workspace)
 
 
 def test_a_shared_target_needs_one_metric(workspace: Workspace) -> None:

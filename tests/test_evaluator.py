@@ -326,6 +326,10 @@ def test_a_started_load_is_never_taken_for_idle(workspace: Workspace, tmp_path: 
 def test_a_probe_that_never_waited_met_an_idle_device(tmp_path: Path) -> None:
     record = analyze(conv_net(tmp_path / "net.onnx"), "cpu")
     assert Case(record=record, other=OtherWork(0.0, 1.0, np.zeros(0))).idle
+    assert Case(record=record, other=OtherWork(0.5, 49.5, np.array([0.2]))).idle  # a run that took long for itself
     assert not Case(record=record, other=OtherWork(1.0, 0.0, np.array([0.5]))).idle
+    engine = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
+    assert [Case(record=record, load=load).idle for load in ({}, {engine: 6e-5}, {engine: 0.1}, {METRIC: 0.0})] == [
+        True, True, False, False]
     loaded = Case(record=record).beside(0.5, "compute", {}, None)
     assert (loaded.idle, loaded.name, Case(record=record).name) == (False, "net at level 0.5, compute", "net")

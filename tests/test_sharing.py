@@ -292,3 +292,5 @@ def test_a_model_in_a_loop_as_another_meets_it() -> None:
     assert long.waits_ms.max() == pytest.approx(2.4)
     assert long.waits_ms.min() == pytest.approx(0.8 + 0.2, rel=0.05)
     assert gpu_work_ms(*run(3.0)) == pytest.approx(3.0)
+    brief = sharing.model_copy(update={"longest_wait_ms": 0.15})  # all that was measured was shorter than a switch
+    assert in_a_loop(run(3.0), run(1.0), brief).waits_ms.max() == pytest.approx(0.4)

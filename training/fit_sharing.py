@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 log = get_logger("sharing")
-SLICES_MS = (1.6, 1.8, 1.9, 2.0, 2.1, 2.2, 2.4)  # to choose from: on an H200 about 2
+SLICES_MS = (1.6, 1.8, 1.9, 2.0, 2.1, 2.2, 2.4)  # to choose from: on an H200 2.2
 CYCLE_MS = 20.0  # where no background that pauses was measured
 LONGEST = 0.9  # quantile of a reading's waits; what the reading has it largest stands for the longest wait
 LEAST_LEFT = 0.05  # of the time, for the quotient: a GPU that is always busy leaves none

@@ -32,7 +32,7 @@ def looped_models(backgrounds: Mapping[str, Background], known: Collection[str])
 
 
 class Pairs:
-    """Runs beside a model in a loop that never pauses, at every one of SWITCHES_MS.
+    """Runs beside a model in a loop that never pauses, at every one of SWITCHES_MS that leaves something of the longest wait.
 
     Attributes:
         cases: which of the runs these are.
@@ -50,19 +50,21 @@ class Pairs:
             learned: what was learned of sharing without each run's background and family.
         """
         self.cases = [place for place, run in enumerate(runs) if run.background in looped and run.level > ALWAYS]
+        shortest_ms = min(sharing.longest_wait_ms for sharing in learned)
+        self._switches_ms = [switch_ms for switch_ms in SWITCHES_MS if switch_ms < shortest_ms] or [SWITCHES_MS[0]]
         self._left_out = [(runs[place].background, families[runs[place].model]) for place in self.cases]
         self._measured = measured[self.cases]
         self._predicted = np.array([[
             _beside(models[runs[place].model], models[looped[runs[place].background]],
-                    learned[place].model_copy(update={"switch_ms": switch_ms})) for switch_ms in SWITCHES_MS]
+                    learned[place].model_copy(update={"switch_ms": switch_ms})) for switch_ms in self._switches_ms]
             for place in cli.track(self.cases, "simulating pairs")])
 
     def switch_ms(self) -> float:
         """What errs least for all cases."""
-        return SWITCHES_MS[self._best(range(len(self.cases)))]
+        return self._switches_ms[self._best(range(len(self.cases)))]
 
     def _best(self, kept: Sequence[int]) -> int:
-        """Which of SWITCHES_MS errs least for all three statistics of some of the cases, by their place among them."""
+        """Which switch errs least for all three statistics of some of the cases, by their place among them."""
         kept = list(kept)
         errors = np.abs(self._predicted[kept] / self._measured[kept, None] - 1.0).mean(axis=(0, 2))
         return int(errors.argmin())

@@ -49,7 +49,8 @@ class Sharing(Frozen):
         alone_ms: what the probe's pieces of work take on an idle GPU, by name.
         waits_ms: evenly spaced quantiles of the waits beside the backgrounds that were measured.
         cycle_ms: of a background that pauses: from one busy phase to the next, at the median.
-        longest_wait_ms: how long one waits beside work that never runs dry: the longest turn that it has, and a switch.
+        longest_wait_ms: the longest that a probe waited beside what was measured: beside work that never runs dry it is the
+            longest turn that a process has, and a switch.
         switch_ms: what a turn of the other process costs besides (training/pairs.py). The default was fitted on an H200, and
             stands where no model in a loop was measured.
         probed, from_metrics, paired: errors of predictions from a probe, from the metrics alone, and from what is predicted of
@@ -150,5 +151,6 @@ def in_a_loop(looped: PipelineTracks, beside: PipelineTracks, sharing: Sharing) 
     switch. It is away from the GPU for as long as the other works in one slice, and for a switch, and dispatches meanwhile.
     """
     away_ms = min(gpu_work_ms(*beside), sharing.slice_ms) + sharing.switch_ms
-    turns = turns_ms(*looped, sharing.longest_wait_ms - sharing.switch_ms, away_ms)
+    longest_ms = max(sharing.longest_wait_ms - sharing.switch_ms, sharing.switch_ms)  # where all that was measured was short
+    turns = turns_ms(*looped, longest_ms, away_ms)
     return OtherWork(1.0, 0.0, turns + sharing.switch_ms) if len(turns) else OtherWork(0.0, 1.0, turns)

@@ -16,7 +16,7 @@ from utils.errors import UserError
 
 CUDNN = "nvidia-cudnn-cu13"  # the package that brings it
 MACHINE_ID = Path("/etc/machine-id")
-SharingMode = Literal["time_slices", "mps", "mig"]  # how processes share a device; on a CPU the first, whatever else a GPU has
+SharingMode = Literal["time_slices", "mps", "mig"]  # how processes share a GPU; a CPU's target says the first
 OLDER_SHARING = {"exclusive": "time_slices"}  # what older files call it
 
 
