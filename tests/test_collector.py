@@ -827,14 +827,20 @@ def test_config_errors(tmp_path: Path, text: str, message: str) -> None:
     assert str(path) in str(raised.value)
 
 
-def test_the_shipped_config_under_load_is_a_gpus() -> None:
-    config = load_config(ROOT / "gpu_dataset" / "collector_under_load.yaml", CollectorConfig)
-    assert {background.kind for background in config.stress.backgrounds} == set(KINDS)
-    assert {background.queue for background in config.stress.backgrounds} == set(QUEUES)
-    assert [level for level, _ in config.loads()] == [0.0] + [0.5] * 5 + [1.0] * 5
-    assert list(config.backgrounds_on("cuda"))[-1:] == list(config.held_out_backgrounds)
+def test_the_shipped_configs_under_load_are_a_gpus_and_of_the_same_backgrounds() -> None:
+    """Families and backgrounds are left out when learning, one after another, so none is held out of the collecting."""
+    beside, with_kernels, live = (load_config(ROOT / "gpu_dataset" / f"{name}.yaml", CollectorConfig)
+                                  for name in ("beside", "collector_under_load", "live"))
+    assert beside.stress.backgrounds == with_kernels.stress.backgrounds
+    assert {background.kind for background in beside.stress.backgrounds} == set(KINDS) - {"mixed"}
+    assert {background.queue for background in beside.stress.backgrounds} == set(QUEUES)
+    assert {level for level, _ in beside.loads()} == {level for level, _ in with_kernels.loads()} == {0.0, 0.25, 0.5, 1.0}
+    assert {level for level, _ in live.loads()} == {0.0, 0.25, 0.5, 0.75, 1.0}
+    assert beside.kernel_levels == ()
+    assert with_kernels.kernel_levels is None
+    assert beside.held_out_backgrounds == with_kernels.held_out_backgrounds == ()
     with pytest.raises(UserError, match="compute_deep: queue deep: only a GPU"):
-        config.backgrounds_on("cpu")
+        with_kernels.backgrounds_on("cpu")
 
 
 def test_the_shipped_config_is_the_plans() -> None:
