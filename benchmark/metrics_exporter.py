@@ -30,7 +30,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from benchmark.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
 from benchmark.metric_fields import FIELDS
-from benchmark.metrics import SOURCES, Mean, MetricSource, open_source
+from benchmark.metrics import SOURCES, Mean, MetricSource, Window, open_source
 from benchmark.probe_metrics import MEANINGS, OWN_LABELS, Probed, samples_of
 from benchmark.probe_reading import summarised
 from utils import cli
@@ -78,18 +78,20 @@ class Sampler:
 
     def run(self, over: threading.Event) -> None:
         """Samples until `over`."""
-        window = self.source.start()
-        while not over.wait(self.interval_s):
-            following = self.source.start()
+        window: Window | None = None
+        while True:
+            following = None
             try:
-                means = self.source.stop(window)
+                following = self.source.start()
+                if window:
+                    self.means, self.sampled_s, self.error = self.source.stop(window), time.time(), ""
             except UserError as error:
                 if str(error) != self.error:
                     log.warning("%s", error)
                 self.error = str(error)
-            else:
-                self.means, self.sampled_s, self.error = means, time.time(), ""
             window = following
+            if over.wait(self.interval_s):
+                return
 
     def trouble(self) -> str:
         """Why there is nothing to serve; "" where the last sample is fresh."""

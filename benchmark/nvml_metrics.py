@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,12 +137,21 @@ class NvmlSource(MetricSource):
     def _read(self) -> _Reading:
         energy = self._has_energy and POWER in self.fields
         return _Reading(
-            gpm=_Late(self._gpm_sample) if self._gpm else None,
+            gpm=_Late(self._gpm_sample, self._nvml.NVMLError) if self._gpm else None,
             energy_mj=self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device) if energy else None,
         )
 
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """`UserError` where the driver fails meanwhile: a GPU that was lost, say."""
+        try:
+            yield
+        except self._nvml.NVMLError as error:
+            raise UserError(f"{self.name}: the driver does not answer ({error}); nvidia-smi should list the GPU") from None
+
     def start(self) -> Window:
-        window = super().start()
+        with self._answering():
+            window = super().start()
         if self._polled:
             window.reading.polls = _Polls(lambda: {field: self._poll_one(field) for field in self._polled})
         return window
@@ -148,7 +159,8 @@ class NvmlSource(MetricSource):
     def stop(self, window: Window) -> dict[str, Mean]:
         if window.reading.polls is not None:
             window.reading.polls.end()
-        return super().stop(window)
+        with self._answering():
+            return super().stop(window)
 
     def _readings(self, before: Window, after: Window) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {}
@@ -162,21 +174,23 @@ class NvmlSource(MetricSource):
 
 
 class _Late:
-    """What `read` gives GPM_LAG_SECONDS from now."""
+    """What `read` gives GPM_LAG_SECONDS from now, or the `failure` that it raises then."""
 
-    def __init__(self, read: Callable[[], Any]) -> None:
-        self._read = read
-        self._timer = threading.Timer(GPM_LAG_SECONDS, self._run)
-        self._timer.daemon = True
-        self._timer.start()
+    def __init__(self, read: Callable[[], Any], failure: type[Exception]) -> None:
+        self._read, self._failure, self._value = read, failure, Future[Any]()
+        timer = threading.Timer(GPM_LAG_SECONDS, self._run)
+        timer.daemon = True
+        timer.start()
 
     def _run(self) -> None:
-        self._value = self._read()
+        try:
+            self._value.set_result(self._read())
+        except self._failure as error:
+            self._value.set_exception(error)
 
     def value(self) -> Any:
         """Waits until it is there."""
-        self._timer.join()
-        return self._value
+        return self._value.result()
 
 
 class _Polls:

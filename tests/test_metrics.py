@@ -162,6 +162,21 @@ def test_gpm_gives_ratios_and_bytes(fake: FakeNvml) -> None:
     assert fake.samples == 0  # every sample was given back
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_a_driver_that_fails_is_told(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """A GPU that is lost while a window is open, whether its sample or the means of two are asked for."""
+    source = nvml_metrics.NvmlSource([SM])
+    opened = source.start()
+    opened.reading.gpm.value()
+
+    def lost(*_: object) -> None:
+        raise fake.NVMLError("GPU is lost")
+
+    monkeypatch.setattr(fake, "nvmlGpmSampleGet" if late else "nvmlGpmMetricsGet", lost, raising=False)
+    with pytest.raises(UserError, match=r"NVML with GPM: the driver does not answer \(GPU is lost\)"):
+        source.stop(opened)
+
+
 def test_a_gpm_window_is_the_time_meant_although_samples_lag(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[float] = []
     source = nvml_metrics.NvmlSource([SM])
