@@ -60,6 +60,13 @@ LAST_SAMPLE = "hase_exporter_last_sample_timestamp_seconds"
 log = get_logger("metrics_exporter")
 
 
+def told_once(error: UserError, before: str, whose: str = "") -> str:
+    """What an error says; it is told, of `whose` it is, where that is not what was said `before`."""
+    if str(error) != before:
+        log.warning("%s%s", whose, error)
+    return str(error)
+
+
 @dataclass
 class Sampler:
     """Takes a sample an interval.
@@ -86,9 +93,7 @@ class Sampler:
                 if window:
                     self.means, self.sampled_s, self.error = self.source.stop(window), time.time(), ""
             except UserError as error:
-                if str(error) != self.error:
-                    log.warning("%s", error)
-                self.error = str(error)
+                self.error = told_once(error, self.error)
             window = following
             if over.wait(self.interval_s):
                 return
@@ -129,9 +134,7 @@ class ProbeSampler:
             self._probe = self._probe or SharingProbe(self.execution_provider)  # what had no memory may have some now
             self.latest, self.error = Probed(summarised(self._probe.read()), time.time()), ""
         except UserError as error:
-            if str(error) != self.error:
-                log.warning("the sharing probe: %s", error)
-            self.error = str(error)
+            self.error = told_once(error, self.error, "the sharing probe: ")
 
     def fresh(self) -> Probed | None:
         """The last reading, if it is not too old to be served."""

@@ -13,7 +13,7 @@ from pydantic import FiniteFloat, model_validator
 
 from ort_analysis.records import Frozen
 from utils import files
-from utils.sharing_mode import SharingMode
+from utils.fingerprint import SharingMode
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -23,7 +23,7 @@ TINY_ALONE_MS = 0.1  # within which a free device runs the tiny piece, a slower 
 WAITED = 1.2  # a run waited that took longer than this many times what it takes alone …
 WAITED_MS = 0.1  # … and this: the shortest wait seen on an H200, beside bursts of 0.1 ms, is 0.35 ms
 ALWAYS = 0.95  # of the time: what is busy for more of it is taken to never pause
-QUANTILES = 21  # of latencies that a summary keeps
+QUANTILES = 21  # of latencies that a summary keeps, and of waits that are learned
 
 
 class ProbedRuns(Frozen):

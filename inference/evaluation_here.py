@@ -121,16 +121,14 @@ class LoadsHere:
             UserError: metrics or probe can't be read; a load that was started is never taken for idle.
         """
         from benchmark.metrics import values
-        from inference.sharing import probed, summarised
+        from inference.sharing import probe_of, probed
 
         if self.under_load and source:
             load = Load(values(source.window(self.under_load.window_s)) if level else {})
         else:
             config = self.config.never_idle() if self.under_load else self.config
             load = current_load(config, self.metrics_file, fields_asked(fitted), not self.probe and fitted.sharing is not None)
-        if self.probe:
-            return load, probed(fitted)
-        return load, summarised(fitted, load.probe) if load.probe else None
+        return load, probed(fitted) if self.probe else probe_of(fitted, load)
 
 
 @dataclass

@@ -185,10 +185,10 @@ def main() -> int:
 
     def other_than(load: Load) -> OtherWork | None:
         """As a probe met it: the one that --probe names, or else Prometheus's."""
-        from inference.sharing import probed, summarised
+        from inference.sharing import probe_of, probed
 
         if args.probe is None:
-            return summarised(fitted_for(workspace, args.target), load.probe) if load.probe else None
+            return probe_of(fitted_for(workspace, args.target), load)
         from benchmark.probe_reading import read_reading
 
         return probed(fitted_for(workspace, args.target), read_reading(Path(args.probe)) if args.probe else None)

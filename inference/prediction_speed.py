@@ -73,7 +73,7 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
           read_load: Callable[[], Load] | None = None) -> list[dict[str, Any]]:
     """A row a case: what is predicted from what, and the median time in ms; with `read_load`, beside the load that it reads."""
     from inference import predict, predict_many
-    from inference.sharing import summarised
+    from inference.sharing import probe_of
     from inference.sources import record_of
     from inference.targets import choose_target, fitted_for
 
@@ -92,8 +92,7 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
     if read_load:
         def beside_the_load() -> None:
             load = read_load()
-            other = summarised(fitted_for(workspace, target), load.probe) if load.probe else None
-            predict(model, workspace=workspace, load=load.metrics, other=other)
+            predict(model, workspace=workspace, load=load.metrics, other=probe_of(fitted_for(workspace, target), load))
 
         beside = [("reading the load", milliseconds(read_load, repeats)),
                   ("the same file beside the load, which is read each time", milliseconds(beside_the_load, repeats))]

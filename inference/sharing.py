@@ -15,7 +15,8 @@ from utils.errors import UserError
 from utils.sharing_mode import check_sharing_mode, sharing_mode
 
 if TYPE_CHECKING:
-    from benchmark.probe_reading import ProbeReading, ProbeSummary
+    from benchmark.probe_reading import ProbeReading
+    from inference.load import Load
     from training.sharing import Sharing
 
 Floats = npt.NDArray[np.float64]
@@ -120,15 +121,17 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> OtherWork:
     return other_work_probed(reading, fitted.sharing.alone_ms)
 
 
-def summarised(fitted: Fitted, summary: ProbeSummary) -> OtherWork:
-    """What else runs, as a reading that a Prometheus has tells it.
+def probe_of(fitted: Fitted, load: Load) -> OtherWork | None:
+    """What else runs, as the probe's reading that a Prometheus gave with the load tells it; None where it gave none.
 
     Raises:
         NotShared: nothing was learned of the target's sharing.
         UserError: the GPU was shared in a way that was not measured.
     """
+    if load.probe is None:
+        return None
     from training.sharing import other_work_summarised
 
     if fitted.sharing is None:
         raise NotShared(fitted.target.name)
-    return other_work_summarised(summary, fitted.sharing.alone_ms)
+    return other_work_summarised(load.probe, fitted.sharing.alone_ms)

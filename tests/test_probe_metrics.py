@@ -49,8 +49,8 @@ from inference.evaluation_here import LoadsHere
 from inference.load import InferenceConfig, Load, current_load, fields_asked
 from inference.prediction import Prediction, predict
 from inference.prometheus import PrometheusConfig, PrometheusError
+from inference.sharing import probe_of
 from inference.sharing import probed as probed_work
-from inference.sharing import summarised as summarised_work
 from inference.targets import fitted_for
 from utils import files
 from utils.errors import UserError
@@ -186,7 +186,7 @@ def load_of(given: InferenceConfig, workspace: Workspace) -> Load:
 
 
 def predicted(load: Load, model: Path, workspace: Workspace) -> Prediction:
-    other = summarised_work(fitted_for(workspace, TARGET), load.probe) if load.probe else None
+    other = probe_of(fitted_for(workspace, TARGET), load)
     return predict(model, target=TARGET, workspace=workspace, load=load.metrics, notices=load.notices, other=other)
 
 

@@ -35,9 +35,8 @@ from training.sharing import (
 )
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import local_target
+from utils.fingerprint import SharingMode, local_target
 from utils.paths import ROOT, Workspace
-from utils.sharing_mode import SharingMode
 
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0, launch_ms=0.004, start_ms=0.02, gap_ms=0.001, lead_ms=-0.01, end_ms=0.01)
 SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=(0.3, 0.7, 2.4), cycle_ms=20.0,

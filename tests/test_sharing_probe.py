@@ -20,9 +20,8 @@ from benchmark.stressor import stress
 from kernel_model.dummy_data import random_floats
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import machine
+from utils.fingerprint import SharingMode, machine
 from utils.paths import ROOT, Workspace
-from utils.sharing_mode import SharingMode
 
 
 @pytest.fixture(scope="module")

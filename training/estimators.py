@@ -19,6 +19,7 @@ from utils.config import Config
 if TYPE_CHECKING:
     import xgboost
 
+    from ort_analysis.records import Kernel
     from training.training_set import TrainingSet
 
 Floats = npt.NDArray[np.float64]
@@ -254,6 +255,19 @@ def fit_kernel_model(rows: TrainingSet, label: str, own: Sequence[str], config: 
             boosters[name] = train_booster(problem.matrix[mask], problem.log_ratios[mask], settings, config.seed)
             predictor_of[name] = name
     return KernelModel(problem.roofline, problem.type_codes, predictor_of, boosters, tuple(rows.idle_load.values()))
+
+
+def predict_kernels(predictor: TimePredictor, kernels: Sequence[Kernel], features: Floats, load: Sequence[float]) -> Floats:
+    """The time of each kernel in ms beside one load.
+
+    Args:
+        features: kernels × FEATURES.
+        load: a value for each metric.
+    """
+    return predictor.predict_ms(
+        [kernel.type for kernel in kernels], features, np.tile(np.array(load, dtype=float), (len(kernels), 1)),
+        np.array([kernel.flops for kernel in kernels], dtype=float),
+        np.array([kernel.bytes_read + kernel.bytes_written for kernel in kernels], dtype=float))
 
 
 def predict_rows(model: KernelModel, rows: TrainingSet) -> Floats:

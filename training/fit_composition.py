@@ -150,12 +150,12 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
     """
     import numpy as np
 
-    from training.estimators import fit_kernel_model, side_by_side
+    from training.estimators import fit_kernel_model, predict_kernels, side_by_side
     from training.features import kernel_features
     from training.predictor_files import leaves_gpu_idle
 
     rows = rows.rows(np.isfinite(rows.times_ms[label]))
-    idle_load = np.array(list(rows.idle_load.values()))
+    idle_load = list(rows.idle_load.values())
 
     def one_fold(fold: Fold) -> dict[str, dict[str, float]]:
         seen = fold.seen
@@ -166,10 +166,7 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
         fitted: TimePredictor = (
             learn(rows.rows(seen)) if learn else fit_kernel_model(rows.rows(seen), label, own, config))
         listed = list(fold.kernels.values())
-        times = fitted.predict_ms(
-            [kernel.type for kernel in listed], np.array([kernel_features(kernel) for kernel in listed]),
-            np.tile(idle_load, (len(listed), 1)), np.array([float(kernel.flops) for kernel in listed]),
-            np.array([float(kernel.bytes_read + kernel.bytes_written) for kernel in listed]))
+        times = predict_kernels(fitted, listed, np.array([kernel_features(kernel) for kernel in listed]), idle_load)
         return by_model(fold, {kernel.id: 0.0 if leaves_gpu_idle(kernel, label) else float(time)
                                for kernel, time in zip(listed, times, strict=True)})
 

@@ -62,7 +62,8 @@ def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, flo
     """
     import numpy as np
 
-    from training.sharing import QUANTILES, Sharing
+    from benchmark.probe_reading import QUANTILES
+    from training.sharing import Sharing
 
     at = np.linspace(0.0, 1.0, QUANTILES)
     others = {id(run.other): run.other for run in runs if len(run.other.waits_ms)}.values()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from benchmark.dataset import kernel_table_path, load_kernel_table
 from training.composition import fit_line, latency_ms
-from training.estimators import KernelModel, fit_kernel_model, side_by_side
+from training.estimators import KernelModel, fit_kernel_model, predict_kernels, side_by_side
 from training.features import kernel_features
 from training.training_set import TrainingSet, load_training_set
 
@@ -84,8 +84,5 @@ def summed_ms(rows: TrainingSet, runs: Sequence[SharedRuns], records: Mapping[st
 def _sum_ms(model: KernelModel, rows: TrainingSet, record: ModelRecord, metrics: Mapping[str, float]) -> float:
     """Σ of a model's kernels (ms), each as often as it stands in it, at the metrics of a load."""
     kernels = [record.kernel_of(node) for node in record.nodes]
-    load = np.array([metrics[name] for name in rows.metrics])
-    return float(model.predict_ms(
-        [kernel.type for kernel in kernels], np.array([kernel_features(kernel) for kernel in kernels]),
-        np.tile(load, (len(kernels), 1)), np.array([float(kernel.flops) for kernel in kernels]),
-        np.array([float(kernel.bytes_read + kernel.bytes_written) for kernel in kernels])).sum())
+    features = np.array([kernel_features(kernel) for kernel in kernels])
+    return float(predict_kernels(model, kernels, features, [metrics[name] for name in rows.metrics]).sum())

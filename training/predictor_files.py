@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from benchmark.dataset import GPU_LABEL
 from ort_analysis.records import Frozen, Kernel
-from training.estimators import LAUNCHES, SHARED, KernelModel, Roofline
+from training.estimators import LAUNCHES, SHARED, KernelModel, Roofline, predict_kernels
 from training.features import FEATURES, kernel_features
 from utils import files
 from utils.errors import UserError
@@ -331,10 +331,7 @@ class Predictors:
         if not rest:
             return times
         model = self.kernel_model(label)
-        predicted = model.predict_ms(
-            [kernel.type for kernel in rest], self.features_of(rest), np.tile(np.array(load), (len(rest), 1)),
-            np.array([kernel.flops for kernel in rest], dtype=float),
-            np.array([kernel.bytes_read + kernel.bytes_written for kernel in rest], dtype=float))
+        predicted = predict_kernels(model, rest, self.features_of(rest), load)
         for kernel, time_ms in zip(rest, predicted.tolist(), strict=True):
             times[kernel.id] = (time_ms, "predicted" if kernel.type in model.predictor_of else "fallback")
         return times

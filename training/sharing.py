@@ -27,7 +27,6 @@ FILE = "sharing.json"
 Floats = npt.NDArray[np.float64]
 BUSY_FIELDS = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1.0, "DCGM_FI_DEV_GPU_UTIL": 100.0}  # and what each shows of a GPU that is
 # never idle; the first one there is taken: utilisation counts a whole sampling period as busy in which anything ran
-QUANTILES = 21  # of waits that are kept
 PipelineTracks = tuple[Floats, Floats, npt.NDArray[np.bool_], PipelineCosts]  # what `overlap_simulator.pipeline_ms` takes
 
 
