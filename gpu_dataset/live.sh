@@ -2,11 +2,17 @@
 # The live path on this machine's GPU, at five levels of two kinds of load that it starts: predictions from exporter and
 # Prometheus, against latencies measured in the same minute; then the same from a probe on the spot, and from readings of the
 # probe that the exporter takes and serves, beside the models as well. Needs `prometheus` and predictors for this GPU: as shipped,
-# an H200's. A quarter of an hour. Usage: gpu_dataset/live.sh [workspace]
+# an H200's. A quarter of an hour. Usage: gpu_dataset/live.sh [workspace [part]...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-out/live}
 models=(resnet18 mobilenet_v2 efficientnet_b0)
+all=(from_metrics from_probe from_exported_probe)
+parts=("${@:2}")
+[ ${#parts[@]} -gt 0 ] || parts=("${all[@]}")
+for part in "${parts[@]}"; do
+  [[ " ${all[*]} " == *" $part "* ]] || { echo "error: $part is none of ${all[*]}" >&2; exit 2; }
+done
 worst=0
 command -v prometheus > /dev/null || { echo "error: no prometheus on the PATH: apt-get install prometheus" >&2; exit 1; }
 mkdir -p "$out"
@@ -24,17 +30,22 @@ stop_exporter() {  # it says what it took of a core
   kill "$exporter"
   wait "$exporter"
 }
+from_metrics() {
+  start_exporter
+  compare from_metrics --config gpu_dataset/live_prometheus.yaml
+  stop_exporter
+}
+from_probe() { compare from_probe --probe; }
+from_exported_probe() {
+  start_exporter --probe-every 5
+  compare from_exported_probe --config gpu_dataset/live_prometheus.yaml
+  stop_exporter
+}
 
 hase model_zoo/torchvision_exporter.py --config gpu_dataset/model_zoo.yaml --model resnet50 "${models[@]/#/--model=}" \
   > "$out/exported.txt"
 trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT
 prometheus --config.file gpu_dataset/prometheus.yml --storage.tsdb.path "$out/prometheus" --web.listen-address 127.0.0.1:9090 \
   --log.level warn &
-start_exporter
-compare from_metrics --config gpu_dataset/live_prometheus.yaml
-stop_exporter
-compare from_probe --probe
-start_exporter --probe-every 5
-compare from_exported_probe --config gpu_dataset/live_prometheus.yaml
-stop_exporter
+for part in "${parts[@]}"; do "$part"; done
 exit "$worst"
