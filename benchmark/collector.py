@@ -396,7 +396,7 @@ def plan(work: Work, there: Iterable[Block], block_kernels: int, first_label: st
     for turn in range(max(missing, default=0) or 1):
         models = [item for item, left in zip(work.models, missing, strict=True) if left > turn]
         of_turn: list[Planned] = [
-            (chunk[0].record.model + (f" and {len(chunk) - 1} more" if len(chunk) > 1 else ""), [], list(chunk))
+            (cli.first_of([item.record.model for item in chunk]), [], list(chunk))
             for chunk in chunks(models, block_models)]
         of_turn += of_kernels if not turn else []
         planned += [of_turn[i] for i in np.random.default_rng(turn + 1).permutation(len(of_turn))]  # models and kernels in turn

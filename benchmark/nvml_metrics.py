@@ -20,7 +20,7 @@ from typing import Any
 from benchmark.metrics import Mean, MetricSource, Window
 from benchmark.soundness import LOOKS_BACK
 from utils.errors import UserError
-from utils.fingerprint import gpu_facts
+from utils.fingerprint import driver_fails, gpu_facts
 
 MIB = 2**20
 GPM = {  # field -> (GPM metric, our unit over GPM's: per cent to ratio, MiB/s to bytes/s)
@@ -147,7 +147,7 @@ class NvmlSource(MetricSource):
         try:
             yield
         except self._nvml.NVMLError as error:
-            raise UserError(f"{self.name}: the driver does not answer ({error}); nvidia-smi should list the GPU") from None
+            raise driver_fails(self.name, error) from None
 
     def start(self) -> Window:
         with self._answering():

@@ -105,7 +105,7 @@ def test_an_error_of_nvml_is_not_taken_for_time_slices(fake: FakeNvml, monkeypat
         raise FakeNvml.NVMLError("GPU is lost")
 
     monkeypatch.setattr(fake, "nvmlDeviceGetMigMode", broken)
-    with pytest.raises(FakeNvml.NVMLError, match="GPU is lost"):
+    with pytest.raises(UserError, match=r"does not answer \(GPU is lost\); nvidia-smi"):
         sharing_mode.sharing_mode()
 
 

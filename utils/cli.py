@@ -159,6 +159,11 @@ def one_size_dims(texts: Sequence[str]) -> dict[str, int]:
     return {name: sizes[0] for name, sizes in dims.items()}
 
 
+def first_of(names: Sequence[str]) -> str:
+    """The first name, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
 def print_json(value: Any) -> None:
     """One JSON document on stdout; pydantic models are dumped by field name."""
     if hasattr(value, "model_dump"):

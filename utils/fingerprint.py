@@ -109,6 +109,11 @@ def gpu_facts() -> dict[str, str]:
     }
 
 
+def driver_fails(whose: str, error: Exception) -> UserError:
+    """What to tell where NVML fails while `whose` question is asked: of a GPU that was lost, say."""
+    return UserError(f"{whose}: the driver does not answer ({error}); nvidia-smi should list the GPU")
+
+
 @functools.cache
 def _cpu_info() -> tuple[str, frozenset[str]]:
     """The CPU's model name and its feature flags."""

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.fingerprint import SharingMode, gpu_facts
+from utils.fingerprint import SharingMode, driver_fails, gpu_facts
 
 PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"  # names the folder in which CUDA looks for MPS …
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"  # … which otherwise is this one (NVIDIA's guide to MPS, "Environment Variables")
@@ -28,14 +28,23 @@ def sharing_mode() -> SharingMode:
     too (manual page of nvidia-cuda-mps-control). Neither: time slices, the driver's default.
 
     Raises:
-        UserError: there is no NVIDIA GPU.
+        UserError: there is no NVIDIA GPU, or its driver fails.
     """
     import pynvml
 
     facts = gpu_facts()
     if not facts:
         raise UserError("sharing mode: no NVIDIA GPU that the driver can talk to on this machine (nvidia-smi should list one)")
-    gpu = pynvml.nvmlDeviceGetHandleByUUID(facts["uuid"])
+    try:
+        return _asked(pynvml.nvmlDeviceGetHandleByUUID(facts["uuid"]))
+    except pynvml.NVMLError as error:
+        raise driver_fails("sharing mode", error) from None
+
+
+def _asked(gpu: object) -> SharingMode:
+    """What NVML and the MPS daemon say of a GPU."""
+    import pynvml
+
     unknown_here = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound)  # to this GPU or driver: it has none
     try:
         if pynvml.nvmlDeviceGetMigMode(gpu)[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
