@@ -2,8 +2,8 @@
 
 Reads ONNX models (files or folders) and what training learned for the target. Measures the models here, under the load that
 inference/config.yaml tells of, or beside the backgrounds of a collector's config, which it starts itself (--under-load); or,
-with --recorded, takes the measurements that the target's dataset holds. Prints a row a model and the errors, and writes
-evaluation/<target>/evaluation.csv, .json and .png. Scores; fits nothing.
+with --recorded, takes the measurements that the target's dataset holds. Prints a row a model and the errors, what predictions
+warn of, and writes evaluation/<target>/evaluation.csv, .json and .png. Scores; fits nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ log = get_logger("evaluator")
 
 EVALUATION_VERSION = 1
 LABELLED_POINTS = 40  # in the plot; more names would cover each other
+TOLD_WARNINGS = 5  # on the console, those of most models first
 EXAMPLES = """
 python evaluator.py models/
 python evaluator.py resnet18.onnx --dim batch=1,4,16 --io host
@@ -60,6 +61,7 @@ class Comparison(Frozen):
         measured_share: part of predicted_ms's kernel time that was looked up, a ratio.
         canary: how long the canary took before its measurements over its best in the dataset, a ratio: 1 is steady.
         predicted_memory_mib, measured_memory_mib: what a run holds; measured is what opening and running took.
+        warnings: what the prediction with look-up says should be known about it.
     """
 
     model: str
@@ -86,6 +88,7 @@ class Comparison(Frozen):
     canary: float | None
     predicted_memory_mib: float
     measured_memory_mib: float | None = None
+    warnings: tuple[str, ...] = ()
 
 
 class Summary(Frozen):
@@ -154,6 +157,7 @@ def compare(case: Case, held_out: Sequence[str], held_out_backgrounds: Sequence[
         fallback_share=case.with_lookup.time_share["fallback"],
         canary=sum(case.canaries) / len(case.canaries) if case.canaries else None,
         predicted_memory_mib=case.with_lookup.peak_memory_mib, measured_memory_mib=case.memory_mib,
+        warnings=case.with_lookup.warnings,
     )
 
 
@@ -226,8 +230,8 @@ def draw(evaluation: Evaluation, path: Path) -> None:
 
 def write(evaluation: Evaluation, folder: Path) -> None:
     """The CSV, the JSON and the plot of an evaluation."""
-    rows = [comparison.model_dump() for comparison in evaluation.comparisons]
-    files.write_csv(folder / "evaluation.csv", list(Comparison.model_fields), rows)
+    rows = [comparison.model_dump(exclude={"warnings"}) for comparison in evaluation.comparisons]
+    files.write_csv(folder / "evaluation.csv", [name for name in Comparison.model_fields if name != "warnings"], rows)
     files.write_json(folder / "evaluation.json", evaluation)
     draw(evaluation, folder / "evaluation.png")
 
@@ -273,6 +277,15 @@ def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
          **({"p50": f"{s.p50:.1%}", "p95": f"{s.p95:.1%}"} if kind == "looked up" and s.p50 is not None and s.p95 is not None
             else {"p50": None, "p95": None} if any(other.p50 is not None for other in summaries) else {})}
         for s in summaries for kind, e in (("looked up", s.lookup), ("all predicted", s.strict))]
+
+
+def warned_of(comparisons: Sequence[Comparison]) -> dict[str, list[str]]:
+    """By warning, the models that predictions warn of so; what many are warned of comes first."""
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for one in comparisons:
+        for warning in one.warnings:
+            found[warning][one.model] = None
+    return {warning: list(found[warning]) for warning in sorted(found, key=lambda warning: -len(found[warning]))}
 
 
 def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str, Sequence[int]] | None = None,
@@ -404,6 +417,11 @@ def main() -> int:
         cli.print_table(table(evaluation.comparisons), f"{evaluation.target}, {evaluation.way}, {evaluation.source}")
         print()
         cli.print_table(summary_table(evaluation.summaries), "errors")
+    warned = warned_of(evaluation.comparisons)
+    for warning in list(warned)[:TOLD_WARNINGS]:
+        log.warning("%s: %s", cli.first_of(warned[warning]), warning)
+    if len(warned) > TOLD_WARNINGS:
+        log.warning("%d more warnings are in evaluation.json", len(warned) - TOLD_WARNINGS)
     log.info("load %s; written to %s: evaluation.csv, evaluation.json, evaluation.png", evaluation.load, folder)
     if evaluation.failures:
         log.error("%d failed: %s", len(evaluation.failures), ", ".join(evaluation.failures))

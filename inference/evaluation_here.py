@@ -65,12 +65,15 @@ class LoadsHere:
     probe: bool = False
 
     def check(self, fitted: Fitted, way: WayOfRunning, workspace: Workspace) -> None:
-        """Whether all loads can be had on a target that is this machine, before the first is measured.
+        """Whether all loads can be had on a target that is this machine, and a Prometheus that is to tell of them answers,
+        before the first is measured.
 
         Raises:
-            UserError: one can't, or nothing is known of models run that way beside other work.
+            UserError: one can't, it does not (whatever `on_failure` says: a load that was started is never taken for idle), or
+                nothing is known of models run that way beside other work.
         """
         from inference.prediction import check_beside
+        from inference.prometheus import server_for
         from inference.sharing import probed
 
         provider = fitted.target.flavour.execution_provider
@@ -88,6 +91,8 @@ class LoadsHere:
             for background in self.under_load.backgrounds_on(provider).values():
                 if background.model:
                     workspace.find_model(background.model)
+            if self.config.prometheus.url is not None:  # else each level would find out, after its wait
+                server_for(self.config.prometheus).check()
 
     def each(self) -> list[tuple[float, Background | None]]:
         """Levels and backgrounds in turn; a single idle one where no loads are started."""

@@ -126,6 +126,14 @@ class Server:
         self.config = config
         self._session = requests.Session()
 
+    def check(self) -> None:
+        """Whether it answers, whatever it knows.
+
+        Raises:
+            UserError, PrometheusError: as `query`.
+        """
+        self.query("vector(1)", "vector")
+
     def query(self, promql: str, kind: Literal["matrix", "vector"]) -> list[dict[str, Any]]:
         """The series that `promql` gives now, as the API's JSON has them.
 

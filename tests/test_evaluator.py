@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from prometheus_stand import prometheus
 from trained_workspace import HELD_OUT, METRIC, conv_net, model_ms, trained
 
 import evaluator
@@ -28,7 +29,7 @@ from inference.prometheus import PrometheusConfig
 from ort_analysis.fusion_detector import analyze
 from ort_analysis.records import load_records
 from overlap_simulator import OtherWork
-from utils import files
+from utils import cli, files
 from utils.config import load_config
 from utils.errors import UserError
 from utils.fingerprint import Target, flavour_of, local_target
@@ -265,6 +266,22 @@ def test_distributions_are_scored_by_percentiles(torch_models: dict[str, Path]) 
     assert row["p50 error"] == evaluator.percent(compared.p50_error)
 
 
+def test_what_predictions_warn_of_is_told_once(torch_models: dict[str, Path]) -> None:
+    """Metrics alone, beside two models: one warning about both."""
+    cases = []
+    for name in ("resnet18", "mobilenet_v3_small"):
+        record = analyze(torch_models[name], "cuda")
+        told = predict(record, target="nvidia-h200", load={"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5})
+        cases.append(Case(record=record, level=0.5, with_lookup=told, strict=told, samples_ms=[1.0]))
+    compared = [one for case in (*cases, cases[0]) if (one := evaluator.compare(case, ()))]
+    warned = evaluator.warned_of(compared)
+    (of_metrics,) = [names for warning, names in warned.items() if "metrics alone hide" in warning]
+    assert of_metrics == [compared[0].model, compared[1].model]
+    assert cases[0].with_lookup is not None
+    assert compared[0].warnings == cases[0].with_lookup.warnings
+    assert cli.first_of(of_metrics) == f"{compared[0].model} and 1 more"
+
+
 def test_loads_of_the_evaluator_that_do_not_fit(workspace: Workspace, tmp_path: Path) -> None:
     (tmp_path / "busy.json").write_text('{"DCGM_FI_DEV_CPU_UTIL_TOTAL": 0.5}')
     for options in (["--recorded", "--probe"], ["--recorded", "--under-load"],
@@ -315,11 +332,25 @@ def test_a_load_that_breaks_down_costs_only_its_level(workspace: Workspace, tmp_
     assert "the stressor ended" in found.failures["level 0.5, compute"]
 
 
+def asking(port: int) -> InferenceConfig:
+    """A config whose Prometheus is at a port of this machine, and that would have predictions for an idle device without it."""
+    return InferenceConfig(prometheus=PrometheusConfig(url=f"http://127.0.0.1:{port}", window_s=0.1, max_age_s=0.1,
+                                                       probe_max_age_s=None, on_failure="idle"))
+
+
 def test_a_started_load_is_never_taken_for_idle(workspace: Workspace, tmp_path: Path) -> None:
-    """A Prometheus that nobody can reach, and a config that would have predictions for an idle device then."""
-    asked = PrometheusConfig(url="http://127.0.0.1:9", window_s=0.1, max_age_s=0.1, probe_max_age_s=None, on_failure="idle")
-    loads = loads_of(TWO_LEVELS, tmp_path, config=InferenceConfig(prometheus=asked))
-    with pytest.raises(UserError, match=r"no model could be evaluated: level 0\.5, compute, level 0 failed"):
+    """A Prometheus that scrapes nothing."""
+    with prometheus(tmp_path, {}) as port:
+        loads = loads_of(TWO_LEVELS, tmp_path, config=asking(port))
+        with pytest.raises(UserError, match=r"no model could be evaluated: level 0\.5, compute, level 0 failed"):
+            evaluator.evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads, plan=QUICK)
+
+
+def test_a_prometheus_that_is_not_there_is_told_before_any_load_is_started(
+        workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoadsHere, "running", lambda *_: pytest.fail("a load was started"))
+    loads = loads_of(TWO_LEVELS, tmp_path, config=asking(9))
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9: can't be reached"):
         evaluator.evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads, plan=QUICK)
 
 
