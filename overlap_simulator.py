@@ -195,6 +195,16 @@ class OtherWork(NamedTuple):
     quiet_ms: float
     waits_ms: Floats
 
+    @property
+    def cycle_ms(self) -> float:
+        """From the beginning of one busy phase to the next."""
+        return self.busy_ms + self.quiet_ms
+
+    @property
+    def busy_share(self) -> float:
+        """For what share of the time it is busy; a ratio."""
+        return self.busy_ms / self.cycle_ms
+
 
 class _Stages(NamedTuple):
     """What a run queues on the GPU, by node or by group of nodes: when the work of each can begin at the earliest (ms from the
@@ -245,11 +255,11 @@ def shared_runs_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_
     """
     callers, runs = shape
     stages = _stages(gpu_ms, launches, moves, costs)
-    phase = generator.uniform(0.0, other.busy_ms + other.quiet_ms, callers)
+    phase = generator.uniform(0.0, other.cycle_ms, callers)
     waits = other.waits_ms if len(other.waits_ms) else np.zeros(1)
 
     def busy(when: Floats) -> npt.NDArray[np.bool_]:
-        return (phase + when) % (other.busy_ms + other.quiet_ms) < other.busy_ms if other.quiet_ms else when < np.inf
+        return (phase + when) % other.cycle_ms < other.busy_ms if other.quiet_ms else when < np.inf
 
     begin, free, used = np.zeros(callers), -generator.uniform(0.0, 1.0, callers), np.zeros(callers)
     latencies = np.empty((runs, callers))

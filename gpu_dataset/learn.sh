@@ -9,10 +9,13 @@ mkdir -p "$out"
 tar xJf "gpu_dataset/$target.tar.xz" -C "$out"
 python training/train_kernel_model.py --workspace "$out" --target "$target"
 python training/fit_composition.py --workspace "$out" --target "$target"
-mkdir -p "$out/beside" "$out/under_load"
-tar xJf gpu_dataset/beside-nvidia-h200.tar.xz -C "$out/beside"
-tar xJf gpu_dataset/under-load-nvidia-h200.tar.xz -C "$out/under_load"
-python training/fit_sharing.py --workspace "$out" --target "$target" --beside "$out/beside" --beside "$out/under_load"
+others=()
+for name in beside under-load beside-more; do
+  mkdir -p "$out/$name"
+  tar xJf "gpu_dataset/$name-nvidia-h200.tar.xz" -C "$out/$name"
+  others+=(--beside "$out/$name")
+done
+python training/fit_sharing.py --workspace "$out" --target "$target" "${others[@]}"
 mkdir -p "training/shipped/$target"
 rm -f "training/shipped/$target"/*
 cp "$out/training/predictors/$target"/* "training/shipped/$target/"

@@ -46,7 +46,7 @@ class Case:
             return not self.level
         from training.sharing import busy_share
 
-        share = busy_share(self.load) if self.other is None else self.other.busy_ms / (self.other.busy_ms + self.other.quiet_ms)
+        share = busy_share(self.load) if self.other is None else self.other.busy_share
         return share is not None and share < IDLE_BELOW
 
     @property

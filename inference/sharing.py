@@ -66,7 +66,7 @@ def under_load(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], c
     runs = shared_runs_ms(gpu_ms, launches, moves, costs, sharing.slice_ms, other, np.random.default_rng(SEED))
     return UnderLoad(
         mean_ms=float(runs.mean()), percentiles_ms=tuple(np.percentile(runs, np.arange(101)).tolist()),
-        busy_share=other.busy_ms / (other.busy_ms + other.quiet_ms), told_by=told_by)
+        busy_share=other.busy_share, told_by=told_by)
 
 
 def check_mode_here(fitted: Fitted) -> None:

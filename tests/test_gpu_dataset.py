@@ -122,10 +122,18 @@ def under_load(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return unpacked("under-load-nvidia-h200.tar.xz", tmp_path_factory.mktemp("under_load"))
 
 
-def test_sharing_is_learned_from_models_beside_other_work(part: Workspace, beside: Workspace, under_load: Workspace) -> None:
+@pytest.fixture(scope="module")
+def beside_more(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """The same beside other kinds of work, from a fourth machine, as shipped."""
+    return unpacked("beside-more-nvidia-h200.tar.xz", tmp_path_factory.mktemp("beside_more"))
+
+
+def test_sharing_is_learned_from_models_beside_other_work(part: Workspace, beside: Workspace, under_load: Workspace,
+                                                          beside_more: Workspace) -> None:
     """A probe tells more than metrics, and these more than an idle latency or kernels under load; a looped model's prediction
     tells as much, and another machine's measurement more. What was learned is kept beside the predictors."""
-    done = run("training/fit_sharing.py", part, "--beside", str(beside.root), "--beside", str(under_load.root), "--json")
+    datasets = [option for one in (beside, under_load, beside_more) for option in ("--beside", str(one.root))]
+    done = run("training/fit_sharing.py", part, *datasets, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)[TARGET]
     errors = {row["latency by"]: row for row in found["latency_by"]}
@@ -134,11 +142,13 @@ def test_sharing_is_learned_from_models_beside_other_work(part: Workspace, besid
     assert errors["a probe"]["p95_%"] < 20
     assert errors["a probe"]["mean_%"] < errors["metrics alone"]["mean_%"] < errors["idle latency"]["mean_%"]
     assert errors["metrics alone"]["mean_%"] < errors["kernels under load, summed"]["mean_%"]
+    assert errors["a probe"]["mean_%"] < errors["the background's busy share"]["mean_%"] < errors["idle latency"]["mean_%"]
     looped = errors["the looped model's prediction"]
     assert 20 < looped["cases"] < errors["a probe"]["cases"] / 4
     assert looped["mean_%"] < 15
     assert errors["measured on another machine"]["mean_%"] < errors["a probe"]["mean_%"]
-    assert {row["background"] for row in found["backgrounds"]} == set(dataset.load_header(beside.dataset(TARGET)).backgrounds)
+    assert {row["background"] for row in found["backgrounds"]} == {
+        name for one in (beside, beside_more) for name in dataset.load_header(one.dataset(TARGET)).backgrounds}
     sharing = read_sharing(part.predictors(TARGET))
     assert sharing is not None
     assert sharing.model_dump(mode="json") == found["sharing"]
@@ -147,6 +157,22 @@ def test_sharing_is_learned_from_models_beside_other_work(part: Workspace, besid
     assert sharing.waits_ms == tuple(sorted(sharing.waits_ms))
     assert 0.05 <= sharing.switch_ms <= 0.4
     assert 2.2 < sharing.longest_wait_ms < 2.6
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/sharing.md"])
+def test_what_is_said_of_sharing_is_what_is_shipped(page: str) -> None:
+    """The rows of the tables whose errors are kept, and the README's first figures."""
+    sharing, text = read_sharing(SHIPPED / TARGET), (ROOT / page).read_text()
+    assert sharing is not None
+    assert sharing.probed is not None
+    assert f"{sharing.probed.cases} cases" in text
+    for row, errors in (("a probe of a fifth of a second just before", sharing.probed),
+                        ("the metrics just before, alone", sharing.from_metrics), ("in a loop", sharing.paired)):
+        assert errors is not None
+        told = " | ".join(f"{error:.1%}".replace("%", " %") for error in (errors.mean, errors.p50, errors.p95))
+        assert [line for line in text.splitlines() if row in line and told in line], (row, told)
+    mean, p95 = (f"{error:.1%}".replace("%", " %") for error in (sharing.probed.mean, sharing.probed.p95))
+    assert page != "README.md" or f"a mean error of {mean} and\n95th percentiles with one of {p95}" in text
 
 
 def test_the_plans_own_path_sees_nothing_of_what_it_predicts(part: Workspace, under_load: Workspace,

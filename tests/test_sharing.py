@@ -118,8 +118,8 @@ def long_runs(latencies_ms: list[float], sharing: SharingMode = "time_slices") -
                         seconds=0.2, tiny=ProbedRuns(starts_ms=(0.0,), latencies_ms=(0.016,)), long=long)
 
 
-@pytest.mark.parametrize("archive", ["beside", "under-load"])
-def test_a_summary_tells_what_its_reading_does(archive: str) -> None:
+@pytest.mark.parametrize(("archive", "border_runs"), [("beside", 1), ("under-load", 0), ("beside-more", 0)])
+def test_a_summary_tells_what_its_reading_does(archive: str, border_runs: int) -> None:
     """Readings of H200s, idle and beside everything that was measured. In one of them a run takes 0.490 ms, which is the border
     of waiting: it cuts a quiet phase in two for the summary alone."""
     with tarfile.open(ROOT / "gpu_dataset" / f"{archive}-nvidia-h200.tar.xz") as opened:
@@ -139,7 +139,7 @@ def test_a_summary_tells_what_its_reading_does(archive: str) -> None:
         if len(probed.waits_ms):
             assert found.waits_ms.mean() == pytest.approx(probed.waits_ms.mean(), rel=0.05)
     assert {block.level for block in blocks} >= {0.0, 0.25, 0.5, 1.0}
-    assert at_the_border <= 1
+    assert at_the_border == border_runs
 
 
 def test_a_summary_where_even_the_shortest_run_waited() -> None:
@@ -247,6 +247,14 @@ def test_the_longest_wait_is_that_of_the_reading_that_has_it_largest() -> None:
     assert (found.longest_wait_ms, found.slice_ms, found.cycle_ms) == (2.4, 2.0, 20.0)
     with pytest.raises(UserError, match="no reading of the sharing probe waited"):
         typical([], 2.0, SHARING.alone_ms)
+
+
+def test_waits_are_those_beside_an_average_kind_of_work() -> None:
+    """Of two kinds, however often each was read: no mixture of both."""
+    short, again, long = (replace(shared("a", "one", [1.0], wait_ms), background=name)
+                          for name, wait_ms in (("short", 0.5), ("short", 0.5), ("long", 2.5)))
+    found = typical([short, again, long], 2.0, SHARING.alone_ms)
+    assert set(found.waits_ms) == {1.5}
 
 
 def test_errors_are_of_what_is_predicted() -> None:

@@ -6,8 +6,9 @@ models measured beside backgrounds, with the sharing probe's readings, from the 
 waits are like where only metrics are known, and how models in a loop take turns.
 
 Prints the errors of the mean, the median and the 95th percentile of latencies, each family of models and each background left
-out of every fit, with all kernels predicted: from a probe's reading just before, from the metrics alone, and, where a model in
-a loop is the background, from that model's prediction; and beside them what the plan's own path errs where kernels were
+out of every fit, with all kernels predicted: from a probe's reading just before, from the metrics alone, from the background's
+busy share and nothing else (as inference/load_curve.py is told it; here the probe found it), and, where a model in a loop is
+the background, from that model's prediction; and beside them what the plan's own path errs where kernels were
 measured under load too (training/kernels_under_load.py), the idle latency, that divided by the share of the time that is
 left, and what another machine's measurement of the same is off.
 """
@@ -46,6 +47,7 @@ CYCLE_MS = 20.0  # where no background that pauses was measured
 LONGEST = 0.9  # quantile of a reading's waits; what the reading has it largest stands for the longest wait
 LEAST_LEFT = 0.05  # of the time, for the quotient: a GPU that is always busy leaves none
 PROBED, FROM_METRICS, PAIRED = "a probe", "metrics alone", "the looped model's prediction"
+FROM_SHARE = "the background's busy share"
 PLAN, ELSEWHERE = "kernels under load, summed", "measured on another machine"
 EXAMPLES = """
 python training/fit_sharing.py
@@ -54,8 +56,11 @@ python training/fit_sharing.py --workspace out/h200 --beside out/h200_beside --j
 
 
 def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, float]) -> Sharing:
-    """What was learned from some runs: waits of all probes alike, the longest of them, and how long a background that pauses
-    takes for a cycle.
+    """What was learned from some runs: waits beside an average kind of work, the longest of all, and how long a background that
+    pauses takes for a cycle.
+
+    Kinds are averaged quantile by quantile: other work is of one kind, not of all of them in turn, which would have long waits
+    beside any (so predictions' 95th percentiles err by a sixth less).
 
     Raises:
         UserError: no probe waited.
@@ -66,13 +71,17 @@ def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, flo
     from training.sharing import Sharing
 
     at = np.linspace(0.0, 1.0, QUANTILES)
-    others = {id(run.other): run.other for run in runs if len(run.other.waits_ms)}.values()
+    readings = {id(run.other): run for run in runs if len(run.other.waits_ms)}.values()
+    others = [run.other for run in readings]
     if not others:
         raise UserError("no reading of the sharing probe waited for a background, so there is nothing to learn; measure at "
                         "levels above 0 (levels in the collector's config)")
-    waits = np.concatenate([np.quantile(other.waits_ms, at) for other in others])
-    cycles = [other.busy_ms + other.quiet_ms for other in others if other.quiet_ms]
-    return Sharing(slice_ms=slice_ms, alone_ms=dict(alone), waits_ms=tuple(np.quantile(waits, at).round(4).tolist()),
+    by_kind: dict[str, list[Floats]] = defaultdict(list)
+    for run in readings:
+        by_kind[run.background].append(np.quantile(run.other.waits_ms, at))
+    waits = np.mean([np.mean(of_kind, axis=0) for of_kind in by_kind.values()], axis=0)
+    cycles = [other.cycle_ms for other in others if other.quiet_ms]
+    return Sharing(slice_ms=slice_ms, alone_ms=dict(alone), waits_ms=tuple(waits.round(4).tolist()),
                    cycle_ms=float(np.median(cycles)) if cycles else CYCLE_MS,
                    longest_wait_ms=round(max(float(np.quantile(other.waits_ms, LONGEST)) for other in others), 4))
 
@@ -143,6 +152,7 @@ class Evaluation:
             model = self._strict[run.model]
             idle = model.idle_ms()
             found[PROBED].append(model.beside(run.other, learned.slice_ms))
+            found[FROM_SHARE].append(model.beside(other_work_guessed(run.other.busy_share, learned), learned.slice_ms))
             found[FROM_METRICS].append(model.beside(other_work_guessed(run.busy, learned), learned.slice_ms))
             found["a probe, idle latency as measured"].append(self._as_measured[place, chosen])
             found["idle latency"].append(np.full(3, idle))
