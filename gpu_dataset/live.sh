@@ -1,33 +1,37 @@
 #!/usr/bin/env bash
-# The live path on this machine's GPU, at five levels of two kinds of load that it starts: predictions from exporter and
-# Prometheus, against latencies measured in the same minute; then the same from a probe on the spot, and from readings of the
-# probe that the exporter takes and serves, beside the models as well. Needs `prometheus` and predictors for this GPU: as shipped,
-# an H200's. A quarter of an hour. Usage: gpu_dataset/live.sh [workspace [part]...]
+# The live path on this machine's GPU, at five levels of two kinds of load that it starts: predictions against latencies measured
+# in the same minute, in three parts. from_metrics: exporter and Prometheus tell of the load; from_probe: a probe on the spot does;
+# from_exported_probe: the exporter probes too, beside the models as well, and Prometheus tells what it saw. Needs `prometheus` and
+# predictors for this GPU: as shipped, an H200's. A quarter of an hour. Usage: gpu_dataset/live.sh [workspace [part]...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-out/live}
 models=(resnet18 mobilenet_v2 efficientnet_b0)
-all=(from_metrics from_probe from_exported_probe)
 parts=("${@:2}")
-[ ${#parts[@]} -gt 0 ] || parts=("${all[@]}")
-for part in "${parts[@]}"; do
-  [[ " ${all[*]} " == *" $part "* ]] || { echo "error: $part is none of ${all[*]}" >&2; exit 2; }
-done
+[ ${#parts[@]} -gt 0 ] || parts=(from_metrics from_probe from_exported_probe)
 worst=0
-command -v prometheus > /dev/null || { echo "error: no prometheus on the PATH: apt-get install prometheus" >&2; exit 1; }
+fail() { echo "error: $1" >&2; exit "${2:-1}"; }
+for part in "${parts[@]}"; do
+  case $part in from_metrics | from_probe | from_exported_probe) ;; *) fail "$part is none of live.sh's parts" 2 ;; esac
+done
+command -v prometheus > /dev/null || fail "no prometheus on the PATH: apt-get install prometheus"
+for port in 9090 9400; do
+  (: < "/dev/tcp/127.0.0.1/$port") 2> /dev/null && fail "port $port is taken; stop what listens there, another Prometheus perhaps"
+done
 mkdir -p "$out"
 hase() { python "$1" --workspace "$out" "${@:2}"; }
 compare() {  # and keeps what it found as $out/$1.txt and .json, also where a model or a level failed
+  rm -f "$out"/evaluation/*/evaluation.json "$out/$1.json"
   hase evaluator.py "${models[@]/%/.onnx}" --dim batch=1,16 --rounds 1 --budget-s 0.5 --under-load gpu_dataset/live.yaml \
     "${@:2}" | tee "$out/$1.txt" || worst=1
-  cp "$(ls -t "$out"/evaluation/*/evaluation.json | head -n 1)" "$out/$1.json"
+  cp "$out"/evaluation/*/evaluation.json "$out/$1.json" || worst=1
 }
 start_exporter() {
   python benchmark/metrics_exporter.py --workspace "$out" --host 127.0.0.1 "$@" >> "$out/exporter.txt" 2>&1 &
   exporter=$!
 }
 stop_exporter() {  # it says what it took of a core
-  kill "$exporter"
+  kill "$exporter" 2> /dev/null || fail "the exporter ended by itself; see $out/exporter.txt"
   wait "$exporter"
 }
 from_metrics() {
@@ -41,11 +45,18 @@ from_exported_probe() {
   compare from_exported_probe --config gpu_dataset/live_prometheus.yaml
   stop_exporter
 }
+ready() {  # whether Prometheus answers, which is later than that it listens
+  (exec 3<> /dev/tcp/127.0.0.1/9090; printf 'GET /-/ready HTTP/1.0\r\n\r\n' >&3; head -n 1 <&3 | grep -q 200) 2> /dev/null
+}
 
 hase model_zoo/torchvision_exporter.py --config gpu_dataset/model_zoo.yaml --model resnet50 "${models[@]/#/--model=}" \
   > "$out/exported.txt"
 trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT
 prometheus --config.file gpu_dataset/prometheus.yml --storage.tsdb.path "$out/prometheus" --web.listen-address 127.0.0.1:9090 \
   --log.level warn &
+until ready; do
+  kill -0 $! 2> /dev/null || fail "prometheus ended by itself"
+  sleep 0.2
+done
 for part in "${parts[@]}"; do "$part"; done
 exit "$worst"
