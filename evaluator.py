@@ -337,8 +337,7 @@ def recorded_models(workspace: Workspace, models: Sequence[Path], dims: Mapping[
     """The models that the target's dataset holds measurements of, of those named or of all."""
     folder = workspace.dataset(fitted.target.name)
     records = recorded_records(workspace, models, dims, fitted, failures)
-    cases = recorded_cases(folder, records, fitted.predictors.sidecar.metrics, way.label,
-                           fitted.target.flavour.execution_provider)
+    cases = recorded_cases(folder, records, fitted.predictors.sidecar.metrics, way.label)
     if models:  # else all that the dataset holds is asked for
         name_missing(records, {case.record.model for case in cases}, folder, failures)
     return cases

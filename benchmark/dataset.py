@@ -37,7 +37,6 @@ BELOW_BEST = 0.05  # how much slower than its best the canary may be beyond what
 UNFINISHED = "unfinished"  # status of a kernel whose first label was not (yet) taken, only others
 VARIANTS = ("host_io", "cuda_graph")  # further ways to run a whole model: numpy in and out; captured and replayed
 DISTURBANCE_ADMITTED = 0.12  # by which a probe of the host may exceed a good reading; beside a disturbed host it does by 0.4
-GOOD_CANARY = 0.05  # quantile of the canary's times on an idle machine that is what it takes at its best; the least is chance
 GOOD_PROBE = 0.25  # quantile of the readings of the probe that surely are of an undisturbed host: others only slow it down
 HOST_IDLES = 0.7  # a model whose host needs less of its latency is held up by the GPU, however disturbed the host is
 MODEL_TIMES = ("median_ms", "host_ms", "gpu_ms", *(f"{name}_ms" for name in VARIANTS))  # of a whole model, in its table
@@ -477,26 +476,6 @@ def run_ms(table: pd.DataFrame, execution_provider: str) -> npt.NDArray[np.float
     median = table["run_median_ms"].to_numpy(dtype=float)
     by_mean = np.array([means_add_up(level, execution_provider) for level in table["Level"]], dtype=bool)
     return np.where(np.isfinite(median) & ~by_mean, median, mean)
-
-
-def slowdown(table: pd.DataFrame, execution_provider: str) -> npt.NDArray[np.float64]:
-    """How many times slower than at its best the machine was for each row of a table, by the canary around it; a ratio.
-
-    1 for rows under load, where the canary varies with the load, and on a GPU, which keeps its pace (and whose host has a probe
-    of its own, see `paced_rows`). A CPU is slowed by its neighbours on a shared host: whole models, measured at 1.02 to 1.22
-    times the canary's best on a virtual machine of two cores, took 1.00 to 1.24 times as long as when it was steady.
-    """
-    if execution_provider != "cpu" or "Canary_ms" not in table.columns:
-        return np.ones(len(table))
-    canary = table["Canary_ms"].where(table["Level"] == 0)
-    best = canary.groupby(table["Machine"]).transform("quantile", GOOD_CANARY)
-    return (canary / best).fillna(1.0).to_numpy(dtype=float)
-
-
-def at_best_pace(table: pd.DataFrame, execution_provider: str) -> pd.DataFrame:
-    """A table with its times (ms) as the machine at its best would take them: over `slowdown`."""
-    times = [name for name in table.columns if name.endswith("_ms") and name != "Canary_ms"]
-    return table.assign(**{name: table[name] / slowdown(table, execution_provider) for name in times})
 
 
 def idle_rows(table: pd.DataFrame) -> pd.DataFrame:

@@ -15,7 +15,6 @@ from utils.logger import get_logger
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
-    from benchmark.dataset import Block
     from inference.prediction import Prediction, WayOfRunning
     from overlap_simulator import OtherWork
 
@@ -99,32 +98,29 @@ def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], execution
     return cases
 
 
-def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str], label: str,
-                   execution_provider: str) -> list[Case]:
+def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str], label: str) -> list[Case]:
     """A case for every model of `records`, level, background and machine that the dataset in `folder` holds a good measurement
-    of, by `label`; idle, without those that a disturbed host held up, and on a CPU at the machine's best pace, as all that was
-    learned."""
+    of, by `label`; idle, without those that a disturbed host held up."""
     import pandas as pd
 
-    from benchmark.dataset import model_rows, model_sessions, paced_rows, read_journal, slowdown
+    from benchmark.dataset import Block, Measurement, model_rows, model_sessions, paced_rows, read_journal
 
     sessions = [session for session in model_sessions(read_journal(folder)) if "latency" in session.labels]
-    table = pd.DataFrame(model_rows(sessions))
-    rows, slower = paced_rows(table), slowdown(table, execution_provider)
+    rows = paced_rows(pd.DataFrame(model_rows(sessions)))
     held_up = set(rows.index[~rows["tells"]])
     if held_up:
         log.warning("%d latencies that a disturbed host held up are left out; the collector measures them again", len(held_up))
-    measured: dict[tuple[str, tuple[float, str], str], list[tuple[Block, list[float]]]] = defaultdict(list)
+    measured: dict[tuple[str, tuple[float, str], str], list[tuple[Block, Measurement]]] = defaultdict(list)
     for place, (model, block, labels) in enumerate(sessions):
         found = labels.get(label)
         if place not in held_up and found and found.status == "ok" and found.samples_ms and model in records:
-            measured[model, block.load, block.machine].append((block, [ms / slower[place] for ms in found.samples_ms]))
+            measured[model, block.load, block.machine].append((block, found))
     cases = []
     for (model, (level, background), _), of_model in measured.items():
         alone = of_model[-1][0].background
         load = {name: alone[name] for name in metrics if name in alone} if level else {}
         cases.append(Case(record=records[model], level=level, background=background, load=load,
-                          samples_ms=[sample for _, samples_ms in of_model for sample in samples_ms]))
+                          samples_ms=[sample for _, found in of_model for sample in found.samples_ms]))
     return sorted(cases, key=lambda case: (case.level, case.background, case.record.model))
 
 

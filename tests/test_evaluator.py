@@ -128,7 +128,7 @@ def test_other_labels_of_a_model_are_not_its_latency(workspace: Workspace) -> No
     with_host = block.model_copy(update={"measurements": (*block.measurements, host)})
     records = {record.model: record for record in load_records(workspace, flavour_of("cpu"))}
     files.write_text(dataset.journal_path(workspace.root / "other"), with_host.model_dump_json() + "\n")
-    found = evaluator.recorded_cases(workspace.root / "other", {name: records[name]}, (), "latency", "cpu")
+    found = evaluator.recorded_cases(workspace.root / "other", {name: records[name]}, (), "latency")
     assert [case.record.model for case in found] == [name]
     assert min(found[0].samples_ms) > 1e-3
 
@@ -143,7 +143,7 @@ def test_all_sessions_that_a_disturbed_host_did_not_hold_up_are_compared(workspa
     lines = [block.model_copy(update={"measurements": (whole.model_copy(update={
         "disturbance": disturbance, "samples_ms": (time, time)}),)}).model_dump_json() + "\n" for disturbance, time in times]
     files.write_text(dataset.journal_path(workspace.root / "again"), "".join(lines))
-    (case,) = evaluator.recorded_cases(workspace.root / "again", records, (), "latency", "cpu")
+    (case,) = evaluator.recorded_cases(workspace.root / "again", records, (), "latency")
     assert case.samples_ms == [1.0, 1.0, 5.0, 5.0]
 
 

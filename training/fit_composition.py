@@ -67,12 +67,11 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
     Raises:
         UserError: there is none.
     """
-    from benchmark.dataset import COLLECT, at_best_pace, idle_models, load_model_table
+    from benchmark.dataset import COLLECT, idle_models, load_model_table
     from ort_analysis.records import REMAKE, family, load_record, record_path
 
     found = []
-    table = at_best_pace(load_model_table(workspace, target), sidecar.target.flavour.execution_provider)
-    for name, times in idle_models(table).iterrows():
+    for name, times in idle_models(load_model_table(workspace, target)).iterrows():
         if family(str(name)) in sidecar.held_out:
             continue
         path = record_path(workspace, sidecar.target.flavour, str(name))

@@ -42,8 +42,7 @@ class TrainingSet:
         load: rows × `metrics`; idle rows all hold `idle_load`, so that noise of idle metrics is not learned.
         metrics: names of the load's columns.
         idle_load: median of each metric without background load.
-        times_ms: of each label that was measured, at the machine's best pace (`benchmark.dataset.at_best_pace`), NaN where a
-            row lacks it; under LAUNCHES their number.
+        times_ms: of each label that was measured, NaN where a row lacks it; under LAUNCHES their number.
         flops, bytes_moved: of each row's kernel.
         dtypes: that the kernels compute in.
     """
@@ -91,7 +90,7 @@ def load_training_set(workspace: Workspace, target: str) -> TrainingSet:
     """
     folder = workspace.dataset(target)
     header = dataset.load_header(folder)
-    table = dataset.at_best_pace(dataset.load_kernel_table(workspace, target), header.target.flavour.execution_provider)
+    table = dataset.load_kernel_table(workspace, target)
     kernels = {described.kernel.id: described.kernel for described in dataset.read_kernels(folder)}
     table = _measured(table)
     beside = table["Background"].isin(header.held_out_backgrounds)
@@ -118,19 +117,17 @@ def load_training_set(workspace: Workspace, target: str) -> TrainingSet:
 
 
 def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, float]]:
-    """Idle times in ms by kernel id and label, for look-up: the median over the machines that measured a kernel, each at its
-    best pace (`benchmark.dataset.at_best_pace`).
+    """Idle times in ms by kernel id and label, for look-up: the median over the machines that measured a kernel.
 
     Those of held-out families are among them, where they were measured: to look up is not to learn.
 
     Raises:
         UserError: no dataset, or a damaged one.
     """
-    provider = dataset.load_header(workspace.dataset(target)).target.flavour.execution_provider
-    table = dataset.at_best_pace(dataset.load_kernel_table(workspace, target), provider)
+    header, table = dataset.load_header(workspace.dataset(target)), dataset.load_kernel_table(workspace, target)
     idle = table[(table["Status"] == "ok") & (table["Level"] == 0)]
     found: dict[str, dict[str, float]] = {}
-    for label, times in _times(idle, provider).items():
+    for label, times in _times(idle, header.target.flavour.execution_provider).items():
         for name, time_ms in pd.Series(times).groupby(idle["Kernel_ID"].to_numpy()).median().dropna().items():
             found.setdefault(str(name), {})[label] = float(time_ms)
     return found
