@@ -1,8 +1,8 @@
 """A model's latency over the load: mean, p50, p95 and p99 for backgrounds from idle to always busy.
 
-Reads the model and what training learned for the target, how it is shared above all. The background's waits and phases are as
-of those that were measured; what varies is for what share of the time it is busy, while the model is idle. Prints a table;
-writes it to --out and draws it to --plot.
+Reads the model and what training learned for the target, how it is shared above all. The background's waits are as beside an
+average kind of those that were measured, and a cycle of it takes their median; what varies is for what share of the time it is
+busy, while the model is idle. Prints a table; writes it to --out and draws it to --plot.
 """
 
 from __future__ import annotations

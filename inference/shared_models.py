@@ -39,8 +39,8 @@ class SharedModel:
         return under_load(*self.tracks, self.costs, self.sharing, other, told_by)
 
     def at_share(self, share: float, like: OtherWork | None = None) -> UnderLoad:
-        """The distribution beside a background that is busy for `share` of the time (a ratio), with waits and phases as of the
-        backgrounds that were measured, or of `like`."""
+        """The distribution beside a background that is busy for `share` of the time (a ratio), with waits and phases as of an
+        average kind of background, or of `like`."""
         from training.sharing import other_work_guessed
 
         return self.beside(other_work_guessed(share, self.sharing, like), "share")

@@ -137,7 +137,8 @@ def busy_share(metrics: Mapping[str, float]) -> float | None:
 
 
 def other_work_guessed(share: float, sharing: Sharing, like: OtherWork | None = None) -> OtherWork:
-    """What else runs where only its share of the time is known: with waits and phases as of what was measured, or of `like`."""
+    """What else runs where only its share of the time is known: with waits as beside an average kind of what was measured, and
+    their median cycle, or as of `like`."""
     waits = like.waits_ms if like and len(like.waits_ms) else np.asarray(sharing.waits_ms)
     cycle_ms = like.cycle_ms if like and like.busy_ms and like.quiet_ms else sharing.cycle_ms
     if share > ALWAYS:
