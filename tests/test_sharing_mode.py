@@ -100,11 +100,12 @@ def test_without_the_variable_cuda_looks_in_tmp(monkeypatch: pytest.MonkeyPatch,
     assert mps_daemon_answers()
 
 
-def test_an_error_of_nvml_is_not_taken_for_time_slices(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(gpu: str) -> list[int]:
+@pytest.mark.parametrize("question", ["gpu_facts", "nvmlDeviceGetMigMode"])
+def test_an_error_of_nvml_is_not_taken_for_time_slices(fake: FakeNvml, question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
         raise FakeNvml.NVMLError("GPU is lost")
 
-    monkeypatch.setattr(fake, "nvmlDeviceGetMigMode", broken)
+    monkeypatch.setattr(sharing_mode if question == "gpu_facts" else fake, question, broken)
     with pytest.raises(UserError, match=r"does not answer \(GPU is lost\); nvidia-smi"):
         sharing_mode.sharing_mode()
 

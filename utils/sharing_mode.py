@@ -32,13 +32,12 @@ def sharing_mode() -> SharingMode:
     """
     import pynvml
 
-    facts = gpu_facts()
-    if not facts:
-        raise UserError("sharing mode: no NVIDIA GPU that the driver can talk to on this machine (nvidia-smi should list one)")
     try:
-        return _asked(pynvml.nvmlDeviceGetHandleByUUID(facts["uuid"]))
+        if facts := gpu_facts():
+            return _asked(pynvml.nvmlDeviceGetHandleByUUID(facts["uuid"]))
     except pynvml.NVMLError as error:
         raise driver_fails("sharing mode", error) from None
+    raise UserError("sharing mode: no NVIDIA GPU that the driver can talk to on this machine (nvidia-smi should list one)")
 
 
 def _asked(gpu: object) -> SharingMode:
