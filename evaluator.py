@@ -229,9 +229,10 @@ def draw(evaluation: Evaluation, path: Path) -> None:
 
 
 def write(evaluation: Evaluation, folder: Path) -> None:
-    """The CSV, the JSON and the plot of an evaluation."""
-    rows = [comparison.model_dump(exclude={"warnings"}) for comparison in evaluation.comparisons]
-    files.write_csv(folder / "evaluation.csv", [name for name in Comparison.model_fields if name != "warnings"], rows)
+    """The CSV, the JSON and the plot of an evaluation; warnings, which are sentences, stand in the JSON alone."""
+    columns = [name for name in Comparison.model_fields if name != "warnings"]
+    rows = [one.model_dump(include=set(columns)) for one in evaluation.comparisons]
+    files.write_csv(folder / "evaluation.csv", columns, rows)
     files.write_json(folder / "evaluation.json", evaluation)
     draw(evaluation, folder / "evaluation.png")
 

@@ -26,24 +26,12 @@ compare() {  # and keeps what it found as $out/$1.txt and .json, also where a mo
     "${@:2}" | tee "$out/$1.txt" || worst=1
   cp "$out"/evaluation/*/evaluation.json "$out/$1.json" || worst=1
 }
-start_exporter() {
-  python benchmark/metrics_exporter.py --workspace "$out" --host 127.0.0.1 "$@" >> "$out/exporter.txt" 2>&1 &
-  exporter=$!
-}
-stop_exporter() {  # it says what it took of a core
+by_prometheus() {  # a part, and the exporter's options; the exporter says at its end what it took of a core
+  python benchmark/metrics_exporter.py --workspace "$out" --host 127.0.0.1 "${@:2}" >> "$out/exporter.txt" 2>&1 &
+  local exporter=$!
+  compare "$1" --config gpu_dataset/live_prometheus.yaml
   kill "$exporter" 2> /dev/null || fail "the exporter ended by itself; see $out/exporter.txt"
   wait "$exporter"
-}
-from_metrics() {
-  start_exporter
-  compare from_metrics --config gpu_dataset/live_prometheus.yaml
-  stop_exporter
-}
-from_probe() { compare from_probe --probe; }
-from_exported_probe() {
-  start_exporter --probe-every 5
-  compare from_exported_probe --config gpu_dataset/live_prometheus.yaml
-  stop_exporter
 }
 ready() {  # whether Prometheus answers, which is later than that it listens
   (exec 3<> /dev/tcp/127.0.0.1/9090; printf 'GET /-/ready HTTP/1.0\r\n\r\n' >&3; head -n 1 <&3 | grep -q 200) 2> /dev/null
@@ -58,5 +46,11 @@ until ready; do
   kill -0 $! 2> /dev/null || fail "prometheus ended by itself"
   sleep 0.2
 done
-for part in "${parts[@]}"; do "$part"; done
+for part in "${parts[@]}"; do
+  case $part in
+    from_metrics) by_prometheus "$part" ;;
+    from_probe) compare "$part" --probe ;;
+    from_exported_probe) by_prometheus "$part" --probe-every 5 ;;
+  esac
+done
 exit "$worst"
