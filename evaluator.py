@@ -84,7 +84,7 @@ class Comparison(Frozen):
     spread: float
     runs: int
     measured_share: float
-    fallback_share: float
+    estimated_share: float
     canary: float | None
     predicted_memory_mib: float
     measured_memory_mib: float | None = None
@@ -154,7 +154,7 @@ def compare(case: Case, held_out: Sequence[str], held_out_backgrounds: Sequence[
         mean_ms=statistics.mean_ms, error=predicted_ms / measured_ms - 1, strict_error=strict_ms / measured_ms - 1,
         p50_error=p50_error, p95_error=p95_error,
         spread=statistics.spread, runs=statistics.runs, measured_share=case.with_lookup.time_share["measured"],
-        fallback_share=case.with_lookup.time_share["fallback"],
+        estimated_share=case.with_lookup.time_share["estimated"],
         canary=sum(case.canaries) / len(case.canaries) if case.canaries else None,
         predicted_memory_mib=case.with_lookup.peak_memory_mib, measured_memory_mib=case.memory_mib,
         warnings=case.with_lookup.warnings,

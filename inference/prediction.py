@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 
-Provenance = Literal["measured", "predicted", "fallback"]
-PROVENANCES: tuple[Provenance, ...] = ("measured", "predicted", "fallback")
+Provenance = Literal["measured", "predicted", "estimated"]
+PROVENANCES: tuple[Provenance, ...] = ("measured", "predicted", "estimated")
 PREDICTION_VERSION = 1
 OTHER_CUDNN = 2.0  # how many times as far from the prediction its interval reaches under another cuDNN minor: a choice, not
 # measured, since no GPU was measured under two of them
@@ -338,9 +338,9 @@ def _compose(record: ModelRecord, known: Mapping[str, KnownKernel], fitted: Fitt
     if way.io == "host" and used.host_io:
         latency += host_io_ms(used.host_io, copied_mib(record))
         interval = used.host_io.interval
-    unknown = sorted({record.kernels[name].type for name in totals if known[name].provenance == "fallback"})
+    unknown = sorted({record.kernels[name].type for name in totals if known[name].provenance == "estimated"})
     if unknown:
-        warnings = (*warnings, f"no predictor for {', '.join(unknown)}: {shares['fallback']:.1%} of the kernel time "
+        warnings = (*warnings, f"no predictor for {', '.join(unknown)}: {shares['estimated']:.1%} of the kernel time "
                                "is estimated from FLOPs and bytes")
     widen = OTHER_CUDNN if fitted.other_cudnn else 1.0
     memory = peak_memory(record, layouts={kernel_id: known[kernel_id].layout for kernel_id in counts})

@@ -81,7 +81,7 @@ def test_the_command_measures_what_never_was(workspace: Workspace) -> None:
     assert told
     assert 0 < float(told[1]) <= float(told[2])
     found = json.loads(done.stdout)
-    assert found["time_share"] == pytest.approx({"measured": 1.0, "predicted": 0.0, "fallback": 0.0})
+    assert found["time_share"] == pytest.approx({"measured": 1.0, "predicted": 0.0, "estimated": 0.0})
     times = run_ms(workspace)
     assert set(times) == unknown
     assert {kernel["id"]: kernel["latency_ms"] for kernel in found["kernels"] if kernel["id"] in unknown} == pytest.approx(
@@ -154,7 +154,7 @@ def test_kernels_that_fail_are_named_and_stay_predicted(workspace: Workspace) ->
     assert (second.measured, set(second.left)) == (0, {damaged, "loop"})
     found = predict(record, target=TARGET, workspace=workspace)
     assert {kernel.id for kernel in found.kernels if kernel.provenance == "predicted"} == {damaged, "loop"}
-    assert found.time_share["fallback"] == 0
+    assert found.time_share["estimated"] == 0
 
 
 def test_what_was_measured_but_not_noted_down_is_looked_up(workspace: Workspace) -> None:

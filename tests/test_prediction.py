@@ -58,8 +58,8 @@ def test_a_measured_model_is_alpha_times_its_kernels_plus_beta(workspace: Worksp
     assert found.latency_ms == pytest.approx(model_ms(record), rel=0.02)  # α and β of the made-up models are found again
     assert found.sum_latency_ms == found.latency_ms
     assert found.load == "idle"
-    assert found.time_share == pytest.approx({"measured": 1.0, "predicted": 0.0, "fallback": 0.0})
-    assert found.kernel_count == {"measured": len(record.nodes), "predicted": 0, "fallback": 0}
+    assert found.time_share == pytest.approx({"measured": 1.0, "predicted": 0.0, "estimated": 0.0})
+    assert found.kernel_count == {"measured": len(record.nodes), "predicted": 0, "estimated": 0}
     assert sum(kernel.total_ms for kernel in found.kernels) == pytest.approx(found.kernel_sum_ms)
     assert sum(kernel.share for kernel in found.kernels) == pytest.approx(1)
     assert [kernel.share for kernel in found.kernels] == sorted((kernel.share for kernel in found.kernels), reverse=True)
@@ -105,8 +105,8 @@ def test_an_unknown_kernel_type_is_named_and_estimated(workspace: Workspace) -> 
     model = conv_net(workspace.root / "odd.onnx", extra="Erf")
     found = predict(model, target=TARGET, workspace=workspace)
     assert found.types_without_predictor == ("Erf",)
-    assert found.kernel_count["fallback"] == 1
-    assert 0 < found.time_share["fallback"] < 1
+    assert found.kernel_count["estimated"] == 1
+    assert 0 < found.time_share["estimated"] < 1
     assert any("Erf" in warning for warning in found.warnings)
     assert next(kernel for kernel in found.kernels if kernel.type == "Erf").latency_ms > 0
 

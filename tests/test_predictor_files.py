@@ -97,7 +97,7 @@ def test_a_type_without_predictor_falls_back_and_is_not_dropped(trained: Workspa
     one = tensor(1, 64, 32, 32)
     unknown = describe_kernel("NobodyKnows", "org.example", 1, {}, [one], [Tensor(dtype="float32", shape=one.shape)])
     times = load_predictors(trained.predictors(TARGET.name)).predict([unknown, NEW[0]], {})
-    assert times.provenance == ["fallback", "predicted"]
+    assert times.provenance == ["estimated", "predicted"]
     assert times.latency_ms[0] == pytest.approx(true_ms(unknown), rel=1.0)
 
 

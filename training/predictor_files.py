@@ -127,7 +127,7 @@ class Sidecar(Frozen):
 
 
 class KernelTimes(NamedTuple):
-    """The time of each kernel asked for (ms), and where it comes from: `measured`, `predicted` or `fallback`."""
+    """The time of each kernel asked for (ms), and where it comes from: `measured`, `predicted` or `estimated`."""
 
     latency_ms: list[float]
     provenance: list[str]
@@ -333,7 +333,7 @@ class Predictors:
         model = self.kernel_model(label)
         predicted = predict_kernels(model, rest, self.features_of(rest), load)
         for kernel, time_ms in zip(rest, predicted.tolist(), strict=True):
-            times[kernel.id] = (time_ms, "predicted" if kernel.type in model.predictor_of else "fallback")
+            times[kernel.id] = (time_ms, "predicted" if kernel.type in model.predictor_of else "estimated")
         return times
 
 
