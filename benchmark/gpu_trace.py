@@ -8,14 +8,13 @@ lies in its range.
 from __future__ import annotations
 
 import bisect
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from utils import files
+from utils.temporary import temporary_folder
 from utils.timing import Interval
 
 RANGE_PREFIX = "hase:"
@@ -83,8 +82,8 @@ def trace(runs: Sequence[Callable[[], Any]]) -> list[GpuRun]:
     """
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    with tempfile.TemporaryDirectory(prefix="hase-") as folder:
-        path = Path(folder) / "trace.json"
+    with temporary_folder() as folder:
+        path = folder / "trace.json"
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             for number, run in enumerate(runs):
                 with record_function(f"{RANGE_PREFIX}{number}"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from benchmark.ort_profile import ProfiledRun, read_profile
 from benchmark.protocol import Effort
 from ort_analysis.ort_graph_parser import ParsedGraph, parse_into
 from utils.ort_sessions import model_errors, open_session
+from utils.temporary import temporary_folder
 
 
 def profile_runs(run: Callable[[], Any], effort: Effort) -> list[bool]:
@@ -47,11 +47,11 @@ def profile_model(model: Path, execution_provider: str, dims: Mapping[str, int],
     Raises:
         UserError: ORT can't load or run it.
     """
-    with tempfile.TemporaryDirectory(prefix="hase-") as folder:
-        optimized = Path(folder) / "optimized.onnx"
+    with temporary_folder() as folder:
+        optimized = folder / "optimized.onnx"
         graph = parse_into(optimized, model, execution_provider, dims)
         session = open_session(optimized, execution_provider, optimize="none", name=str(model),
-                               profile_prefix=Path(folder) / "model", provider_options=provider_options)
+                               profile_prefix=folder / "model", provider_options=provider_options)
         with model_errors(str(model)):
             counted = profile_runs(bind(session, random_feed(session), execution_provider, "device"), effort)
         return counted_runs(session.end_profiling(), counted), graph

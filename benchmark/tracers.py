@@ -6,7 +6,6 @@ They are not the one that times whole runs, since a process that CUPTI has looke
 from __future__ import annotations
 
 import queue
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from typing import TypeVar
 
 from benchmark.protocol import Request
 from benchmark.worker_client import Worker
+from utils.temporary import temporary_folder
 
 R = TypeVar("R")
 
@@ -35,7 +35,7 @@ class Tracers:
 
     def __enter__(self) -> Tracers:
         if self.count > 1:
-            self.turns = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hase-turns-"))
+            self.turns = str(self._stack.enter_context(temporary_folder()))
         for _ in range(self.count):
             self._workers.append(self._stack.enter_context(Worker(self._timeout_s)))
             self._idle.put(self._workers[-1])

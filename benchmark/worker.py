@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -41,6 +40,7 @@ from ort_analysis.records import load_record, record_name
 from utils.errors import UserError
 from utils.ort_sessions import model_errors, open_session
 from utils.processes import die_with_parent
+from utils.temporary import temporary_folder
 
 TRACED_RUNS = 5
 CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
@@ -97,10 +97,10 @@ def time_carrier(request: Request) -> Reply:
     kernels = [built_kernel(Path(path)) for path in request.paths]
     on_gpu = request.execution_provider == "cuda"
     model, feed = build_carrier(kernels, request.execution_provider, with_floats=not on_gpu)
-    with tempfile.TemporaryDirectory(prefix="hase-") as folder, model_errors("carrier"):
+    with temporary_folder() as folder, model_errors("carrier"):
         with gpu_turns.preparing(request.turns):
             session = open_session(model.SerializeToString(), request.execution_provider, optimize="none", name="carrier",
-                                   profile_prefix=Path(folder) / "carrier", provider_options=request.provider_options)
+                                   profile_prefix=folder / "carrier", provider_options=request.provider_options)
             run = shared_memory().bind(session, feed) if on_gpu else bind(session, feed, "cpu", "device")
             counted = profile_runs(run, request.effort)
         with gpu_turns.alone(request.turns):

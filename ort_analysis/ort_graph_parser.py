@@ -15,7 +15,6 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from utils.errors import UserError
 from utils.fingerprint import Flavour, flavour_of, has_cuda, resolve_provider
 from utils.logger import get_logger
 from utils.ort_sessions import CPU_ONLY_FUSIONS, PROVIDER_NAMES, model_errors, open_session
+from utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
     import onnx
@@ -363,8 +363,8 @@ def parse_graph(model: Path | onnx.ModelProto, execution_provider: str = "auto",
     Raises:
         UserError: as `read_source`, and where ORT can't load the model.
     """
-    with tempfile.TemporaryDirectory(prefix="hase-") as folder:
-        return parse_into(Path(folder) / "optimized.onnx", model, execution_provider, dims, name)
+    with temporary_folder() as folder:
+        return parse_into(folder / "optimized.onnx", model, execution_provider, dims, name)
 
 
 def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: str = "auto",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ort_analysis.fusion_detector import analyze, update_index
 from ort_analysis.records import record_path
 from utils import files
 from utils.fingerprint import Flavour, flavour_of
+from utils.locks import FOLDER_VARIABLE
 from utils.paths import Workspace
 
 TORCH_MODELS = {"resnet18": 64, "mobilenet_v3_small": 64, "vit_tiny": 32}  # name: side of the image
@@ -34,6 +35,15 @@ def torch_model(name: str) -> Any:
     else:
         model = torchvision.models.get_model(name, weights=None)
     return model.eval()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_locks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests don't wait for what else measures on this machine: they and the processes that they start have devices' locks of
+    their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER_VARIABLE, str(tmp_path_factory.mktemp("locks")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,149 @@
+"""Locks between processes that end with the process that holds them: one writer a folder, one measuring process a device.
+
+A lock is flock's on an open file, so the system releases it when its process ends, however it ends. Processes that are
+started meanwhile don't inherit it. The file stays, and says who holds the lock or held it last. Where there is no flock
+(Windows), nothing is locked.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from utils.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+FOLDER_VARIABLE = "HASE_LOCK_FOLDER"  # environment: where the devices' locks lie, if not in /tmp
+WRITER = ".writer.lock"  # in a folder that one process at a time may write
+EVERYBODY = 0o666  # root and every user share a device's lock
+SAFE = (os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC) if fcntl else 0  # /tmp is everybody's: no link, no pipe that waits
+COMMAND_CHARACTERS = 200  # of a holder's command line in errors
+_held: Counter[Path] = Counter()  # how many blocks of this process hold each lock
+_open: dict[Path, int] = {}
+_guard = threading.Lock()
+
+
+def try_lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
+    """A descriptor that holds the lock of a file or folder that is there; None where another process holds it, or where
+    nothing can be locked. Closing it releases the lock.
+
+    Raises:
+        OSError: it can't be opened or locked.
+    """
+    if fcntl is None:
+        return None
+    descriptor = os.open(path, flags | SAFE)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return descriptor
+
+
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Holds the lock of the file `path`, made if missing, while the block runs. A process may hold one several times over.
+
+    Args:
+        path: of the lock.
+        what: errors call it so.
+
+    Raises:
+        UserError: another process holds it; it is named.
+    """
+    path = path.absolute()
+    with _guard:
+        if fcntl is not None and not _held[path]:
+            _open[path] = _acquire(path, what)
+        _held[path] += 1
+    try:
+        yield
+    finally:
+        with _guard:
+            _held[path] -= 1
+            if not _held[path] and path in _open:
+                os.close(_open.pop(path))
+
+
+def _acquire(path: Path, what: str) -> int:
+    """A descriptor that holds the lock; the file says whose it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE, EVERYBODY)
+        try:
+            os.chmod(made, EVERYBODY)  # whatever the umask
+        finally:
+            os.close(made)
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise OSError(errno.EINVAL, "no plain file")
+        descriptor = try_lock(path, os.O_RDWR)
+    except OSError as error:
+        raise UserError(f"{path}: can't be locked ({error.strerror}); remove it, unless another process uses it") from None
+    if descriptor is None:
+        raise UserError(f"{what} is in use by {_holder(path)}; wait until that has ended, or end it")
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "command": " ".join(sys.argv)[:COMMAND_CHARACTERS],
+                                      "since": datetime.now(UTC).isoformat(timespec="seconds")}).encode(), 0)
+    return descriptor
+
+
+def _holder(path: Path) -> str:
+    """Who holds a lock, as its file tells."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {told['pid']} ({told['command']}, since {told['since']})"
+    except (OSError, ValueError, LookupError, TypeError):  # it has the lock and has not said so yet
+        return "another process"
+
+
+def sole_writer(folder: Path) -> AbstractContextManager[None]:
+    """A block during which no other process that asks writes into `folder`, which is made if missing.
+
+    Raises:
+        UserError: another process writes there; it is named.
+    """
+    return locked(folder / WRITER, f"{folder}: this folder")
+
+
+def measuring(execution_provider: str) -> AbstractContextManager[None]:
+    """A block during which no other process of this machine that asks, whoever's it is, measures on the same device.
+
+    What is meant to run beside a measurement (stressor, exporter, sharing probe) does not ask.
+
+    Args:
+        execution_provider: `cpu`, or `cuda` for the first GPU.
+
+    Raises:
+        UserError: another process measures; it is named.
+    """
+    device = "cpu"
+    if execution_provider == "cuda":
+        from utils.fingerprint import gpu_facts
+
+        device = gpu_facts().get("uuid", "cuda")
+    return locked(_folder_of_devices() / f"hase-{device}.lock", f"device {device}: it")
+
+
+def _folder_of_devices() -> Path:
+    """Where the devices' locks lie: the same for all users of this machine, whatever their TMPDIR."""
+    if named := os.environ.get(FOLDER_VARIABLE):
+        return Path(named)
+    return Path("/tmp") if os.name == "posix" else Path(tempfile.gettempdir())
