@@ -20,6 +20,7 @@ from utils.paths import ROOT, Workspace
 T = TypeVar("T")
 _QUIET_SECONDS = 15.0  # between two progress lines where stderr is no terminal
 _GROWING_COLUMN = 10  # characters that a column has at least in a table whose cells are not all known yet
+LEFT_OUT = ("torch", "torchvision", "onnxscript", "pandas", "sklearn", "matplotlib")  # of a light install
 
 OS_ERROR_ADVICE = {
     errno.ENOSPC: "the disk is full; free some space and run the same command again: what was finished is kept",
@@ -257,6 +258,12 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        code = 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in LEFT_OUT:
+            raise
+        print(f"error: needs the package {error.name}, which requirements-predict.txt leaves out; "
+              "pip install -r requirements.txt", file=sys.stderr)
         code = 1
     except BrokenPipeError:  # the reader (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,103 @@
+"""The README's light install: requirements-predict.txt in an environment of its own predicts what the full one predicts.
+
+Needs a package index. Without one the test of the install is skipped, or fails where HASE_NEEDS_PACKAGES is set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from utils.cli import LEFT_OUT
+from utils.paths import ROOT
+
+NEEDED = "HASE_NEEDS_PACKAGES"  # set where an index that can't be reached is a failure
+NO_NETWORK = ("Retrying (Retry", "Temporary failure in name resolution", "Failed to establish a new connection")
+FOLDER = ".venv-predict"  # as the README names it
+FENCE = re.compile(r"^```shell\n(.*?)^```", re.MULTILINE | re.DOTALL)
+POSIX_ONLY = ("fcntl", "resource", "termios", "pwd", "grp")  # Windows has none of these
+RUN_WITHOUT = """
+import json, runpy, sys
+import psutil, subprocess, multiprocessing, tempfile, shutil  # theirs depend on the system, Hase's may not
+from pathlib import Path
+for name in {absent}:
+    sys.modules[name] = None
+sys.argv = sys.argv[1:]
+code = 0
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    code = end.code
+Path({modules!r}).write_text(json.dumps([name for name, module in sys.modules.items() if module is not None]))
+sys.exit(code)
+"""
+
+
+def pins(name: str) -> dict[str, str]:
+    """Versions by package of a requirements file, without what says for which system."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    lines = (line.partition("#")[0].partition(";")[0].strip() for line in text.splitlines())
+    return dict(line.split("==") for line in lines if line)
+
+
+def test_both_files_pin_the_same_versions() -> None:
+    whole, light = pins("requirements.txt"), pins("requirements-predict.txt")
+    same_library = {"onnxruntime": "onnxruntime-gpu", "xgboost": "xgboost-cpu"}
+    assert light == {name: whole[same_library.get(name, name)] for name in light}
+    assert not {"torch", "torchvision", "onnxscript"} & set(light)
+
+
+@pytest.mark.parametrize("name", LEFT_OUT[:2])
+def test_a_script_that_needs_more_says_what_to_install(name: str) -> None:
+    program = (f"import sys\nfrom utils import cli\nsys.path[:] = [at for at in sys.path if 'site-packages' not in at]\n"
+               f"cli.run(lambda: __import__({name!r}))")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert f"needs the package {name}" in done.stderr
+    assert "requirements.txt" in done.stderr
+
+
+def light_commands() -> list[str]:
+    (block,) = FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    return [line for line in block.splitlines() if line]
+
+
+def predicted(command: list[str]) -> dict[str, object]:
+    done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def test_the_light_install_predicts_what_the_full_one_does(tmp_path: Path) -> None:
+    environment = os.environ | {"PIP_NO_COMPILE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_RETRIES": "1"}
+    *install, predict = [line.replace(FOLDER, str(tmp_path / "light")) for line in light_commands()]
+    assert len(install) == 2
+    for command in install:
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+                              timeout=300)
+        if done.returncode:
+            told = f"$ {command}\n{done.stderr[-3000:]}"
+            if any(sign in done.stderr + done.stdout for sign in NO_NETWORK):
+                told = f"needs a package index, which can't be reached from here:\n{told}"
+                pytest.fail(told) if os.environ.get(NEEDED) else pytest.skip(told)
+            pytest.fail(told)
+    expanded = subprocess.run(["bash", "-c", f"printf '%s\\n' {predict}"], capture_output=True, text=True, check=True).stdout
+    python, *arguments = expanded.splitlines()
+    assert shlex.split(predict)[0] == python
+    modules = tmp_path / "modules.json"
+    driver = RUN_WITHOUT.format(absent=(*POSIX_ONLY, *LEFT_OUT), modules=str(modules))
+    light = predicted([python, "-c", driver, *arguments])
+    assert light["target"] == "nvidia-h200-cuda-ort1.31-all"
+    assert 0.5 < float(str(light["latency_ms"])) < 3
+    imported = {name.partition(".")[0] for name in json.loads(modules.read_text(encoding="utf-8"))}
+    assert not imported & set(LEFT_OUT)
+    assert {"onnxruntime", "inference"} <= imported
+    assert predicted([sys.executable, *arguments]) == light  # whichever ONNX Runtime wheel derives the graph
