@@ -20,6 +20,7 @@ from inference.sharing import ToldBy
 from ort_analysis.records import Frozen, ModelRecord, family
 from utils import cli, files
 from utils.errors import UserError
+from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
 from utils.timing import ErrorStatistics, error_statistics, summarize
@@ -411,7 +412,8 @@ def main() -> int:
         way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), loads=loads,
         plan=MeasuringPlan(args.rounds, args.budget_s, args.patience_s), force=args.force)
     folder = workspace.evaluation / evaluation.target
-    write(evaluation, folder)
+    with sole_writer(folder):
+        write(evaluation, folder)
     if args.json:
         cli.print_json(evaluation)
     else:

@@ -60,6 +60,7 @@ from utils import cli
 from utils.config import load_config
 from utils.errors import UserError
 from utils.fingerprint import Target, local_target, machine, resolve_provider
+from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace, model_files
 
@@ -425,14 +426,16 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
     """Measures all that is still missing and returns the totals.
 
     Raises:
-        UserError: nothing to measure, a metric that is not there, or a dataset of another target.
+        UserError: nothing to measure, a metric that is not there, a dataset of another target, or one that another process
+            writes, or another process measures on this device.
     """
     provider = resolve_provider(config.device)
     if config.device == "auto" and provider == "cpu":
         log.info("no NVIDIA GPU here: measuring the CPU")
     target = local_target(provider)
     work = find_work(workspace, target, config.held_out)
-    with start_crew(config, provider, config.labels_on(provider)) as crew:
+    with (sole_writer(workspace.dataset(target.name)),
+          start_crew(config, provider, config.labels_on(provider)) as crew):
         return collect_work(workspace, config, target, work, crew)
 
 
@@ -452,9 +455,17 @@ def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequ
         crew: for the device and the labels of `config`.
 
     Raises:
-        UserError: a metric that is not there, or a dataset without the labels that are needed.
+        UserError: a metric that is not there, or a dataset without the labels that are needed, or one that another process
+            writes.
     """
     target = local_target(resolve_provider(config.device))
+    with sole_writer(workspace.dataset(target.name)):
+        return collect_work(workspace, *_quick(workspace, config, target, kernels), crew)
+
+
+def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
+           kernels: Sequence[DatasetKernel]) -> tuple[CollectorConfig, Target, Work]:
+    """What `collect_kernels` measures of `target`, and how."""
     folder, built = workspace.dataset(target.name), workspace.kernel_onnx / target.flavour.name
     config = config.model_copy(update={
         "levels": (0.0,), "variants": (), "each_machine": False, "ties": 0, "window_s": min(config.window_s, QUICK_WINDOW_S),
@@ -469,7 +480,7 @@ def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequ
     described = tuple(DatasetKernel(kernel=entry.kernel, models=tuple(dict.fromkeys(
         (*owners.get(entry.kernel.id, ()), *entry.models)))) for entry in kernels)
     items = tuple(KernelItem(built / f"{entry.kernel.id}.onnx", entry.kernel) for entry in kernels)
-    return collect_work(workspace, config, target, Work(items, (), described), crew)
+    return config, target, Work(items, (), described)
 
 
 def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, work: Work, crew: Crew) -> dict[str, Any]:

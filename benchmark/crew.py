@@ -14,6 +14,7 @@ from benchmark.dataset import GPU_LABEL
 from benchmark.protocol import Effort, Request
 from benchmark.tracers import Tracers
 from benchmark.worker_client import Worker
+from utils.locks import measuring
 
 
 class Crew(NamedTuple):
@@ -30,9 +31,14 @@ class Crew(NamedTuple):
 
 @contextmanager
 def start_crew(config: CollectorConfig, execution_provider: str, labels: Sequence[str]) -> Iterator[Crew]:
-    """The processes for some labels on `cpu` or `cuda`; none outlives the block."""
+    """The processes for some labels on `cpu` or `cuda`; none outlives the block.
+
+    Raises:
+        UserError: another process measures on this device.
+    """
     request = Request(do="prepare", execution_provider=execution_provider, effort=Effort())
-    with Worker(config.timeout_s) as worker, Tracers(config.tracers, config.timeout_s) as tracers:
+    with (measuring(execution_provider), Worker(config.timeout_s) as worker,
+          Tracers(config.tracers, config.timeout_s) as tracers):
         worker.prepare(request)
         if GPU_LABEL in labels:
             tracers.prepare(request.model_copy(update={"labels": (GPU_LABEL,)}))

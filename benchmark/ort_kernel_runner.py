@@ -30,6 +30,7 @@ from ort_analysis.records import Frozen, Kernel, numpy_dtype
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import resolve_provider
+from utils.locks import measuring
 from utils.logger import get_logger
 from utils.ort_sessions import CUDA_GRAPH, model_errors, open_session
 from utils.timing import LatencyStatistics, summarize
@@ -276,8 +277,9 @@ def main() -> int:
     provider = resolve_provider(args.device)
     if args.device == "auto" and provider == "cpu":
         log.info("no NVIDIA GPU here: running on the CPU")
-    timing = measure(workspace.find_model(args.model), provider, dims=cli.one_size_dims(args.dim), warmup=args.warmup,
-                     loops=args.loops, budget_s=args.budget_s, io=args.io, cuda_graph=args.cuda_graph)
+    with measuring(provider):
+        timing = measure(workspace.find_model(args.model), provider, dims=cli.one_size_dims(args.dim), warmup=args.warmup,
+                         loops=args.loops, budget_s=args.budget_s, io=args.io, cuda_graph=args.cuda_graph)
     if timing.statistics.unstable:
         log.warning("unstable: half of the runs differ by %.0f %% of the median; close other work on this device, "
                     "or run longer (--loops, --budget-s)", 100 * timing.statistics.spread)

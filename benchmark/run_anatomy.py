@@ -29,6 +29,7 @@ from ort_analysis.records import Frozen, record_name
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
+from utils.locks import measuring
 from utils.logger import get_logger
 from utils.timing import summarize
 
@@ -168,7 +169,7 @@ def main() -> int:
     effort = Effort(warmup=3, warmup_s=0.05, budget_s=args.budget_s, least_runs=10, most_runs=1000)
     timeout_s = TIMEOUT_S + 2 * PATIENCE * args.budget_s
     found, failed = [], []
-    with Worker(timeout_s) as timer, Worker(timeout_s) as tracer:
+    with measuring("cuda"), Worker(timeout_s) as timer, Worker(timeout_s) as tracer:
         for case in cli.track(cases, "measuring"):
             try:
                 measured, run = measure(case, timer, tracer, effort)

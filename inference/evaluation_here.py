@@ -13,6 +13,7 @@ from inference.evaluation_cases import Case, Failures, predict_case
 from inference.load import InferenceConfig, Load, current_load, fields_asked
 from utils import cli
 from utils.errors import UserError
+from utils.locks import measuring
 from utils.logger import get_logger
 from utils.paths import Workspace
 
@@ -158,8 +159,14 @@ def measure_all(ready: Sequence[Case], fitted: Fitted, way: WayOfRunning, loads:
     What else runs is read first, before models of this process are part of it.
 
     Raises:
-        UserError: what else runs is not known, where no load is started.
+        UserError: what else runs is not known, where no load is started; or another process measures on this device.
     """
+    with measuring(fitted.target.flavour.execution_provider):
+        return _measure_all(ready, fitted, way, loads, plan, workspace, force, failures)
+
+
+def _measure_all(ready: Sequence[Case], fitted: Fitted, way: WayOfRunning, loads: LoadsHere, plan: MeasuringPlan,
+                 workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
     from benchmark.collector import load_in_words
 
     target, provider = fitted.target.name, fitted.target.flavour.execution_provider

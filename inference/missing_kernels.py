@@ -17,6 +17,7 @@ from inference.sources import Source, record_of
 from inference.targets import Fitted, check_fit, fitted_for, local_targets
 from ort_analysis.records import Kernel, ModelRecord
 from utils.errors import UserError
+from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
 
@@ -114,7 +115,8 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
         if not missing:
             return Filled(0, 0.0, 0.0, ())
         began = time.monotonic()
-        built = build(missing, workspace.kernel_onnx / flavour.name)
+        with sole_writer(workspace.kernel_onnx):
+            built = build(missing, workspace.kernel_onnx / flavour.name)
         kernels = [DatasetKernel(kernel=kernel, models=tuple(record.model for record in records if kernel.id in record.kernels))
                    for kernel in missing.values() if kernel.id in built]
         measured, measuring_s = _measure(kernels, fitted, workspace, config, crew) if kernels else (0, 0.0)
@@ -145,9 +147,10 @@ def _measure(kernels: Sequence[DatasetKernel], fitted: Fitted, workspace: Worksp
 
     name, folder = fitted.target.name, workspace.predictors(fitted.target.name)
     totals = collect_kernels(workspace, config, kernels, crew)
-    if fitted.predictors.folder != folder:
-        log.warning("%s: what comes with Hase for %s is copied here and added to; a training in this workspace would replace "
-                    "it by what its own dataset tells", folder, name)
-        copy_predictors(fitted.predictors.folder, folder)
-    renew_measured(folder, measured_times(workspace, name))
+    with sole_writer(workspace.predictors("")):
+        if fitted.predictors.folder != folder:
+            log.warning("%s: what comes with Hase for %s is copied here and added to; a training in this workspace would "
+                        "replace it by what its own dataset tells", folder, name)
+            copy_predictors(fitted.predictors.folder, folder)
+        renew_measured(folder, measured_times(workspace, name))
     return totals["measured_kernels"], totals["measuring_s"]

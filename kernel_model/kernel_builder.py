@@ -25,6 +25,7 @@ from ort_analysis.records import Kernel, KernelIndex, KernelInput, ModelRecord, 
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import flavour_of, has_cuda
+from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.ort_sessions import model_errors, open_session
 from utils.paths import Workspace
@@ -207,6 +208,40 @@ def default_sources(workspace: Workspace) -> list[Path]:
     return found
 
 
+def build_all(source: Path, workspace: Workspace, check: bool, force: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """Builds the kernels in one of the files that `read_kernels` reads: a row for each that is there then, and the ids of those
+    that can't be built.
+
+    Args:
+        source: the file.
+        workspace: where to.
+        check: also run each once on dummy inputs.
+        force: build again what is there already.
+
+    Raises:
+        UserError: the file can't be read.
+    """
+    built: list[dict[str, Any]] = []
+    failed: list[str] = []
+    flavour, kernels = read_kernels(source)
+    folder = workspace.kernel_onnx / (flavour or flavour_of("cuda" if has_cuda() else "cpu").name)
+    provider = "cuda" if folder.name.startswith("cuda") else "cpu"
+    for kernel in cli.track(kernels, "building"):
+        path = folder / f"{kernel.id}.onnx"
+        try:
+            kept = path.exists() and not force
+            if not kept:
+                kernel_build(kernel, folder)
+            if check:
+                check_kernel(path, kernel, provider)
+        except UserError as error:
+            log.error("%s", error)
+            failed.append(kernel.id)
+            continue
+        built.append({"kernel": kernel.id, "type": kernel.type, "file": str(path), "kept": kept})
+    return built, failed
+
+
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--record", "--kernel", type=Path, action="append", dest="sources", metavar="JSON",
@@ -215,25 +250,9 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="build again what is there already")
     args = parser.parse_args()
     workspace = cli.start(args)
-    built: list[dict[str, Any]] = []
-    failed: list[str] = []
-    for source in args.sources or default_sources(workspace):
-        flavour, kernels = read_kernels(source)
-        folder = workspace.kernel_onnx / (flavour or flavour_of("cuda" if has_cuda() else "cpu").name)
-        provider = "cuda" if folder.name.startswith("cuda") else "cpu"
-        for kernel in cli.track(kernels, "building"):
-            path = folder / f"{kernel.id}.onnx"
-            try:
-                kept = path.exists() and not args.force
-                if not kept:
-                    kernel_build(kernel, folder)
-                if args.check:
-                    check_kernel(path, kernel, provider)
-            except UserError as error:
-                log.error("%s", error)
-                failed.append(kernel.id)
-                continue
-            built.append({"kernel": kernel.id, "type": kernel.type, "file": str(path), "kept": kept})
+    with sole_writer(workspace.kernel_onnx):
+        done = [build_all(source, workspace, args.check, args.force) for source in args.sources or default_sources(workspace)]
+    built, failed = ([one for part in parts for one in part] for parts in zip(*done, strict=True))
     kept_count = sum(row["kept"] for row in built)
     log.info("%d kernels built, %d kept, %d failed", len(built) - kept_count, kept_count, len(failed))
     if args.json:

@@ -31,6 +31,7 @@ from ort_analysis.ort_graph_parser import session_dtype
 from ort_analysis.records import IndexEntry, Kernel, KernelInput, Tensor, family, load_index
 from utils import cli, files
 from utils.errors import UserError
+from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.ort_sessions import open_session
 from utils.processes import process_pool
@@ -396,32 +397,33 @@ def main() -> int:
     errors = read_errors(args.errors) if args.errors else None
     sources = [(errors.target.flavour.name, ())] if errors else map(indexed, default_sources(workspace))
     rows = []
-    for flavour, entries in sources:
-        folder = workspace.kernel_onnx / flavour
-        there = read_seeds(folder)
-        row: dict[str, Any] = {"flavour": flavour, "sampled": 0, "free": 0, "there_before": len(there)}
-        refusals: Counter[str] = Counter()
-        free_before = sum(seeded_by == FREE for seeded_by in there.values())
-        limits: dict[str, Any] = {"batches": batches, "most_gflop": args.most_gflop, "most_mib": args.most_mib}
-        if errors:
-            built = frozenset(path.stem for path in folder.glob("*.onnx"))  # held-out families' kernels too
-            plan = [("sampled", partial(sample_again, errors, without=args.without, there=built, **limits), args.count)]
-        else:
-            limits["there"] = frozenset(there)
-            near = partial(sample, entries, without=args.without, **limits)
-            plan = [("sampled", near, args.count - len(there) + free_before),
-                    ("free", partial(sample_free, **limits), args.free - free_before)]
-        for what, sampler, wanted in plan:
-            if wanted <= 0:
-                continue
-            drawn, refused = side_by_side(sampler, wanted, [args.seed, len(there), what == "free"], folder, args.jobs)
-            there |= drawn
-            files.write_json(folder / SEED_FILE, there)
-            row[what] = len(drawn)
-            refusals += refused
-            if len(drawn) < wanted:
-                log.warning("%s: only %d of %d kernels (%s) found", flavour, len(drawn), wanted, what)
-        rows.append(row | {f"refused: {why}": number for why, number in sorted(refusals.items())})
+    with sole_writer(workspace.kernel_onnx):
+        for flavour, entries in sources:
+            folder = workspace.kernel_onnx / flavour
+            there = read_seeds(folder)
+            row: dict[str, Any] = {"flavour": flavour, "sampled": 0, "free": 0, "there_before": len(there)}
+            refusals: Counter[str] = Counter()
+            free_before = sum(seeded_by == FREE for seeded_by in there.values())
+            limits: dict[str, Any] = {"batches": batches, "most_gflop": args.most_gflop, "most_mib": args.most_mib}
+            if errors:
+                built = frozenset(path.stem for path in folder.glob("*.onnx"))  # held-out families' kernels too
+                plan = [("sampled", partial(sample_again, errors, without=args.without, there=built, **limits), args.count)]
+            else:
+                limits["there"] = frozenset(there)
+                near = partial(sample, entries, without=args.without, **limits)
+                plan = [("sampled", near, args.count - len(there) + free_before),
+                        ("free", partial(sample_free, **limits), args.free - free_before)]
+            for what, sampler, wanted in plan:
+                if wanted <= 0:
+                    continue
+                drawn, refused = side_by_side(sampler, wanted, [args.seed, len(there), what == "free"], folder, args.jobs)
+                there |= drawn
+                files.write_json(folder / SEED_FILE, there)
+                row[what] = len(drawn)
+                refusals += refused
+                if len(drawn) < wanted:
+                    log.warning("%s: only %d of %d kernels (%s) found", flavour, len(drawn), wanted, what)
+            rows.append(row | {f"refused: {why}": number for why, number in sorted(refusals.items())})
     cli.print_rows(rows, args.json, "sampled kernels")
     return 0
 

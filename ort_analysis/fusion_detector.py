@@ -35,6 +35,7 @@ from ort_analysis.records import (
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import Flavour
+from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import Workspace, model_files
 from utils.processes import process_pool
@@ -264,14 +265,15 @@ def main() -> int:
         raise UserError(f"{workspace.models}: no models; export some with: python model_zoo/torchvision_exporter.py")
     sizes = cli.parse_dims(args.dim)
     work = [(path, dims) for path in paths for dims in cli.combinations(sizes)]
-    done = write_records(workspace, work, args.device, args.jobs)
-    records = [record for record in done if isinstance(record, ModelRecord)]
+    with sole_writer(workspace.kernel_records):
+        done = write_records(workspace, work, args.device, args.jobs)
+        records = [record for record in done if isinstance(record, ModelRecord)]
+        indexes = [update_index(workspace, flavour) for flavour in {one.flavour.name: one.flavour for one in records}.values()]
     failed = [path.name for (path, _), found in zip(work, done, strict=True) if isinstance(found, UserError)]
     for error in (found for found in done if isinstance(found, UserError)):
         log.error("%s", error)
-    for flavour in {record.flavour.name: record.flavour for record in records}.values():
-        index = update_index(workspace, flavour)
-        log.info("%s: %d kernels of %d types in the index", index_path(workspace, flavour),
+    for index in indexes:
+        log.info("%s: %d kernels of %d types in the index", index_path(workspace, index.flavour),
                  len(index.all_kernels()), len(index.kernels))
     rows = [summary(record) for record in records]
     if args.json:

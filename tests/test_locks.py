@@ -8,14 +8,24 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from benchmark.collector_config import CollectorConfig
+from benchmark.crew import start_crew
+from inference.evaluation_cases import Failures
+from inference.evaluation_here import LoadsHere, MeasuringPlan, measure_all
+from inference.prediction import AS_USUAL
+from tests.conftest import build_workspace, small_model
 from utils import locks
 from utils.errors import UserError
+from utils.fingerprint import local_target
 from utils.locks import measuring, sole_writer
-from utils.paths import ROOT
+from utils.paths import ROOT, Workspace
 from utils.temporary import remove_left_over, temporary_folder
 
 HOLDER = """
@@ -55,6 +65,56 @@ def test_the_other_is_named_and_its_locks_die_with_it(tmp_path: Path) -> None:
         process.wait()  # its child lives on
         with sole_writer(tmp_path / "data"), measuring("cpu"):
             pass
+
+
+SCRIPTS = {  # each with what it writes or measures
+    "benchmark.collector": ("{dataset}", ["--config", "{config}"]),
+    "benchmark.ort_kernel_runner": ("cpu", ["--model", "anet_b1.onnx"]),
+    "kernel_model.kernel_builder": ("kernel_model/kernel_onnx", []),
+    "kernel_model.kernel_sampler": ("kernel_model/kernel_onnx", ["--count", "1"]),
+    "ort_analysis.fusion_detector": ("ort_analysis/ort_kernel_record", []),
+    "training.train_kernel_model": ("training/predictors", ["--target", "one"]),
+    "training.fit_composition": ("training/predictors", ["--target", "one"]),
+    "training.fit_sharing": ("training/predictors", ["--target", "one"]),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A workspace with one model, its record and its kernels."""
+    workspace = Workspace(tmp_path_factory.mktemp("built"))
+    build_workspace(workspace, {"anet_b1": small_model()})
+    (workspace.root / "config.yaml").write_text("device: cpu\n")
+    return workspace
+
+
+@pytest.mark.parametrize("script", list(SCRIPTS))
+def test_every_script_asks_before_it_writes_or_measures(script: str, built: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, options = SCRIPTS[script]
+    there = {"dataset": str(built.dataset(local_target("cpu").name)), "config": str(built.root / "config.yaml")}
+    options = [option.format(**there) for option in options]
+    monkeypatch.setattr(sys, "argv", [script, "--workspace", str(built.root), "--quiet", *options])
+    with holder(built.root / place.format(**there)) as (process, _), pytest.raises(
+            UserError, match=f"in use by process {process.pid} "):
+        import_module(script).main()
+
+
+def test_whoever_measures_asks_for_the_device(tmp_path: Path) -> None:
+    fitted: Any = SimpleNamespace(target=local_target("cpu"))
+    with holder(tmp_path / "other") as (process, _):
+        with pytest.raises(UserError, match=f"device cpu: it is in use by process {process.pid} "):
+            measure_all([], fitted, AS_USUAL, LoadsHere(), MeasuringPlan(), Workspace(tmp_path), False, Failures())
+        with pytest.raises(UserError, match="in use"), start_crew(CollectorConfig(), "cpu", ()):
+            pass
+
+
+def test_what_a_kill_left_half_written_is_removed(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "below"):
+        folder.mkdir(exist_ok=True)
+        (folder / ".index.a1b2c3.tmp.json").write_text("{")
+        (folder / "index.json").write_text("{}")
+    with sole_writer(tmp_path):
+        assert {path.name for path in tmp_path.rglob("*")} == {"index.json", "below", locks.WRITER}
 
 
 def test_a_process_may_hold_a_lock_several_times_over(tmp_path: Path) -> None:

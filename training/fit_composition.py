@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from utils import cli
 from utils.errors import UserError
+from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace, targets_in
 
@@ -333,19 +334,20 @@ def main() -> int:
 
     config = load_config(args.config, TrainingConfig)
     results = {}
-    for target in [args.target] if args.target else targets(workspace):
-        path = composition_path(workspace.predictors(target))
-        composition = None if args.force else kept_composition(workspace, target)
-        if composition is None:
-            composition = fit_target(workspace, target, config)
-            files.write_json(path, composition)
-            log.info("saved %s", path)
-        else:
-            log.info("kept %s: nothing changed since", path)
-        results[target] = composition.model_dump(mode="json")
-        if not args.json:
-            cli.print_table(candidate_table(composition), f"{target}: {len(composition.models)} models, "
-                                                          f"each {composition.left_out} left out in turn")
+    with sole_writer(workspace.predictors("")):
+        for target in [args.target] if args.target else targets(workspace):
+            path = composition_path(workspace.predictors(target))
+            composition = None if args.force else kept_composition(workspace, target)
+            if composition is None:
+                composition = fit_target(workspace, target, config)
+                files.write_json(path, composition)
+                log.info("saved %s", path)
+            else:
+                log.info("kept %s: nothing changed since", path)
+            results[target] = composition.model_dump(mode="json")
+            if not args.json:
+                cli.print_table(candidate_table(composition), f"{target}: {len(composition.models)} models, "
+                                                              f"each {composition.left_out} left out in turn")
     if args.json:
         cli.print_json(results)
     return 0

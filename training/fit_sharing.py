@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils import cli, files
 from utils.errors import UserError
+from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
 
@@ -295,17 +296,18 @@ def main() -> int:
         raise UserError(f"{', '.join(str(one.dataset('')) for one in beside)}: no target with predictors was measured beside "
                         "backgrounds; add levels and stress.backgrounds to the collector's config")
     results: dict[str, Any] = {}
-    for name in names:
-        there = [one for one in beside if args.target or name in collected_targets(one)]
-        sharing, by_what, by_load = fit_target(workspace, there, name, config)
-        path = sharing_path(workspace.predictors(name))
-        files.write_json(path, sharing)
-        log.info("saved %s: a slice of %g ms, waits of up to %g ms, a switch of %g ms", path, sharing.slice_ms,
-                 sharing.longest_wait_ms, sharing.switch_ms)
-        results[name] = {"sharing": sharing.model_dump(mode="json"), "latency_by": by_what, "backgrounds": by_load}
-        if not args.json:
-            cli.print_table(by_what, f"{name}: latencies beside other work, families and backgrounds left out")
-            cli.print_table(by_load, f"{name}: the same by background, from a probe")
+    with sole_writer(workspace.predictors("")):
+        for name in names:
+            there = [one for one in beside if args.target or name in collected_targets(one)]
+            sharing, by_what, by_load = fit_target(workspace, there, name, config)
+            path = sharing_path(workspace.predictors(name))
+            files.write_json(path, sharing)
+            log.info("saved %s: a slice of %g ms, waits of up to %g ms, a switch of %g ms", path, sharing.slice_ms,
+                     sharing.longest_wait_ms, sharing.switch_ms)
+            results[name] = {"sharing": sharing.model_dump(mode="json"), "latency_by": by_what, "backgrounds": by_load}
+            if not args.json:
+                cli.print_table(by_what, f"{name}: latencies beside other work, families and backgrounds left out")
+                cli.print_table(by_load, f"{name}: the same by background, from a probe")
     if args.json:
         cli.print_json(results)
     return 0

@@ -402,7 +402,8 @@ def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) ->
 
 def copy_predictors(source: Path, folder: Path) -> None:
     """Copies what was learned for a target, composition and all; the sidecar, copied last, makes the copy count."""
-    for path in sorted(source.iterdir(), key=lambda path: (path == sidecar_path(source), path)):
+    there = [path for path in source.iterdir() if not path.name.startswith(".")]  # neither a lock nor what is being written
+    for path in sorted(there, key=lambda path: (path == sidecar_path(source), path)):
         files.write_bytes(folder / path.name, path.read_bytes())
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils import cli
 from utils.errors import UserError
+from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
 
@@ -285,22 +286,23 @@ def main() -> int:
 
     config = load_config(args.config, TrainingConfig)
     results = []
-    for target in [args.target] if args.target else collected_targets(workspace):
-        rows = load_training_set(workspace, target)
-        log.info("%s: %d rows of %d kernels, %d idle", target, len(rows), len(set(rows.ids.tolist())), int(rows.idle.sum()))
-        if not args.json:
-            cli.print_table(head(rows, next(iter(rows.times_ms))), f"{target}: the first rows as numbers")
-        sidecar = None if args.force else kept_sidecar(workspace, rows, config)
-        if sidecar is None:
-            trained = [train_label(rows, label, config) for label in cli.track(list(rows.times_ms), f"training {target}")]
-            sidecar = save(workspace, rows, trained, config)
-            log.info("saved %s", sidecar_path(workspace.predictors(target)))
-        else:
-            log.info("kept %s: nothing changed since", sidecar_path(workspace.predictors(target)))
-        results.append({"target": target, "folder": str(workspace.predictors(target)), "errors": {
-            label: [errors.model_dump() for errors in about.errors] for label, about in sidecar.labels.items()}})
-        for label, about in sidecar.labels.items() if not args.json else ():
-            cli.print_table(error_table(label, about.errors), f"{target}, label {label}: kernels left out of training")
+    with sole_writer(workspace.predictors("")):
+        for target in [args.target] if args.target else collected_targets(workspace):
+            rows = load_training_set(workspace, target)
+            log.info("%s: %d rows of %d kernels, %d idle", target, len(rows), len(set(rows.ids.tolist())), int(rows.idle.sum()))
+            if not args.json:
+                cli.print_table(head(rows, next(iter(rows.times_ms))), f"{target}: the first rows as numbers")
+            sidecar = None if args.force else kept_sidecar(workspace, rows, config)
+            if sidecar is None:
+                trained = [train_label(rows, label, config) for label in cli.track(list(rows.times_ms), f"training {target}")]
+                sidecar = save(workspace, rows, trained, config)
+                log.info("saved %s", sidecar_path(workspace.predictors(target)))
+            else:
+                log.info("kept %s: nothing changed since", sidecar_path(workspace.predictors(target)))
+            results.append({"target": target, "folder": str(workspace.predictors(target)), "errors": {
+                label: [errors.model_dump() for errors in about.errors] for label, about in sidecar.labels.items()}})
+            for label, about in sidecar.labels.items() if not args.json else ():
+                cli.print_table(error_table(label, about.errors), f"{target}, label {label}: kernels left out of training")
     if args.json:
         cli.print_json(results)
     return 0

@@ -114,13 +114,20 @@ def _holder(path: Path) -> str:
         return "another process"
 
 
-def sole_writer(folder: Path) -> AbstractContextManager[None]:
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
     """A block during which no other process that asks writes into `folder`, which is made if missing.
+
+    What a process that was killed left half written there, or in a folder below, is removed first.
 
     Raises:
         UserError: another process writes there; it is named.
     """
-    return locked(folder / WRITER, f"{folder}: this folder")
+    with locked(folder / WRITER, f"{folder}: this folder"):
+        for level in ("", "*/"):
+            for left_over in folder.glob(f"{level}.*.tmp*"):  # named so by files.replacing
+                left_over.unlink(missing_ok=True)
+        yield
 
 
 def measuring(execution_provider: str) -> AbstractContextManager[None]:
