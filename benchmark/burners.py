@@ -247,6 +247,8 @@ def burn_core(background: Background, intensity: float, offset_s: float, ready: 
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
     parent = multiprocessing.parent_process()
+    if parent is None or os.getppid() != parent.pid:  # killed before this process could ask to die with it
+        return
     try:
         step = cpu_step(background)
         step()
@@ -255,5 +257,5 @@ def burn_core(background: Background, intensity: float, offset_s: float, ready: 
         return
     ready.send("")
     for _ in bursts(Work(step), intensity, background.period_ms / 1e3, offset_s):
-        if parent is None or os.getppid() != parent.pid:
+        if os.getppid() != parent.pid:
             return

@@ -52,6 +52,8 @@ EXAMPLES = """
 REPORT_SECONDS = 0.5  # how often a stressor that `stress` started reports
 READY_SECONDS = 120.0
 STOP_SECONDS = 5.0
+POLL_SECONDS = 0.2  # how soon the end of a stressor that was not ready yet is noticed
+REPORT_PATIENCE_S = 60.0  # for the first report of a stressor that is ready
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 log = get_logger("stressor")
@@ -246,23 +248,26 @@ class Stress:
         if self._process is None or self._process.stdout is None:
             return
         for line in self._process.stdout:
-            event = json.loads(line)
-            if event.pop("event") == "load":
+            if line.endswith("\n") and (event := json.loads(line)).pop("event") == "load":  # a kill may tear the last line
                 self._loads[:] = [event]
 
     def reached(self) -> dict[str, float]:
         """The load in the latest half second or so: `duty`, and the device's metrics by DCGM field name.
 
         Raises:
-            UserError: the stressor has ended.
+            UserError: the stressor has ended, or does not report.
         """
         if self._process is None:
             return {"duty": 0.0}
-        if self._process.poll() is not None:
-            raise UserError(f"the stressor ended with exit code {self._process.returncode}: there is no load any more")
-        while not self._loads and self._process.poll() is None:
+        deadline = time.monotonic() + REPORT_PATIENCE_S
+        while True:
+            if self._process.poll() is not None:
+                raise UserError(f"the stressor ended with exit code {self._process.returncode}: there is no load any more")
+            if self._loads:
+                return {name: value for name, value in self._loads[0].items() if name != "seconds"}
+            if time.monotonic() > deadline:
+                raise UserError(f"the stressor has not reported its load for {REPORT_PATIENCE_S:g} s: see its messages above")
             time.sleep(0.02)
-        return {name: value for name, value in (self._loads or [{"duty": 0.0}])[0].items() if name != "seconds"}
 
 
 @contextlib.contextmanager
@@ -286,17 +291,27 @@ def stress(intensity: float, background: Background = COMPUTE, execution_provide
                "--device", execution_provider, "--report-every", str(REPORT_SECONDS), *options(background)]
     if workspace is not None:
         command += ["--workspace", str(workspace.root)]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+                               process_group=0 if os.name == "posix" else None)
     try:
         _wait_until_ready(process)
         yield Stress(intensity, process)
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a stressor and what it started: one that was killed as its workers began could not take them with it, and they
+    would hold its end of the pipe."""
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if os.name == "posix":
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def options(background: Background) -> list[str]:
@@ -311,9 +326,12 @@ def options(background: Background) -> list[str]:
 def _wait_until_ready(process: subprocess.Popen[str]) -> None:
     if process.stdout is None:
         raise RuntimeError("the stressor was started without a pipe")
-    answered, _, _ = select.select([process.stdout], [], [], READY_SECONDS)
-    if not answered:
-        raise UserError(f"the stressor was not ready within {READY_SECONDS:g} s")
+    deadline = time.monotonic() + READY_SECONDS
+    while not select.select([process.stdout], [], [], POLL_SECONDS)[0]:
+        if process.poll() is not None:  # whoever it had started may hold the pipe open
+            raise UserError(f"the stressor ended with exit code {process.returncode}: see its message above")
+        if time.monotonic() > deadline:
+            raise UserError(f"the stressor was not ready within {READY_SECONDS:g} s")
     if '"ready"' not in process.stdout.readline():
         raise UserError(f"the stressor ended with exit code {process.wait()}: see its message above")
 

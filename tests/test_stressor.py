@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_limits
 from benchmark import burners
 from benchmark.backgrounds import COMPUTE, KINDS, QUEUES, Background, Queue
 from benchmark.burners import AHEAD_S, Work, as_work, bursts, cpu_step
-from benchmark.stressor import EXAMPLES, options, stress
+from benchmark.stressor import EXAMPLES, Stress, _end, _wait_until_ready, options, stress
 from model_zoo.zoo_config import DEFAULT_DIMS_KEY
 from utils import files
 from utils.errors import UserError
@@ -106,6 +106,44 @@ def test_a_stressor_that_died_is_told(workspace: Workspace) -> None:
         time.sleep(0.1)
         with pytest.raises(UserError, match="the stressor ended with exit code -9"):
             stressor.reached()
+
+
+def left_alone(script: str) -> subprocess.Popen[str]:
+    """A shell that stands for a stressor: it leads a group of its own, as a stressor does."""
+    return subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True, process_group=0)
+
+
+def test_a_stressor_killed_as_its_workers_start_is_told_at_once_and_they_end() -> None:
+    process = left_alone("sleep 60 & kill -9 $$")  # the child holds the pipe, as a worker does that is still being started
+    began = time.monotonic()
+    with pytest.raises(UserError, match="the stressor ended with exit code -9"):
+        _wait_until_ready(process)
+    _end(process)
+    assert process.stdout is not None
+    assert process.stdout.read() == ""  # nobody holds the pipe any more
+    assert time.monotonic() - began < 5
+
+
+def test_a_stressor_that_is_ready_and_never_reports_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmark.stressor.REPORT_PATIENCE_S", 0.3)
+    process = left_alone("""echo '{"event": "ready"}'; sleep 60""")
+    _wait_until_ready(process)
+    with pytest.raises(UserError, match=r"has not reported its load for 0\.3 s"):
+        Stress(0.5, process).reached()
+    _end(process)
+
+
+def test_a_report_that_a_kill_tore_is_no_report() -> None:
+    process = left_alone("""echo '{"event": "ready"}'; echo '{"event": "load", "duty": 0.5}'
+                            printf '{"event": "lo'; sleep 60""")
+    _wait_until_ready(process)
+    stressor = Stress(0.5, process)
+    assert stressor.reached() == {"duty": 0.5}
+    process.kill()
+    process.wait()
+    with pytest.raises(UserError, match="the stressor ended with exit code -9"):
+        stressor.reached()
+    _end(process)
 
 
 def test_dies_with_its_parent(tmp_path: Path) -> None:
