@@ -25,8 +25,9 @@ from benchmark.affinity import off_the_workers_cores
 from benchmark.protocol import Effort
 from kernel_model.dummy_data import dummy_inputs, random_floats
 from kernel_model.kernel_builder import KERNEL_KEY
-from ort_analysis.ort_graph_parser import read_source, session_dtype
+from ort_analysis.ort_graph_parser import read_source
 from ort_analysis.records import Frozen, Kernel, numpy_dtype
+from ort_analysis.tensor_shapes import session_dtype
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import resolve_provider

@@ -9,8 +9,8 @@ import numpy as np
 
 from benchmark.ort_kernel_runner import device_binding
 from kernel_model.dummy_data import random_floats
-from ort_analysis.ort_graph_parser import session_dtype
 from ort_analysis.records import numpy_dtype
+from ort_analysis.tensor_shapes import session_dtype
 
 if TYPE_CHECKING:
     import onnxruntime

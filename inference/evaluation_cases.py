@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,9 +69,22 @@ class Failures(dict[str, str]):
         self[name] = str(reason)
         log.error("%s", reason if name in str(reason) else f"{name}: {reason}")
 
-    def add_case(self, case: Case, reason: UserError) -> None:
-        case.failed = True
-        self.add(case.name, reason)
+    @contextmanager
+    def costing(self, name: str, case: Case | None = None) -> Iterator[None]:
+        """What goes wrong in this block costs one model, `case` where there is one already; a fault of Hase's own leaves its
+        traceback in the log."""
+        try:
+            yield
+        except UserError as error:
+            reason = error
+        except Exception as fault:  # a sweep must not end at one model; the exit code and the report name it
+            log.exception("%s: a fault of Hase's", name)
+            reason = UserError(f"{name}: {type(fault).__name__}: {fault} (a fault of Hase's; the log has its traceback)")
+        else:
+            return
+        if case:
+            case.failed = True
+        self.add(name, reason)
 
 
 def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], execution_provider: str,
@@ -86,13 +100,11 @@ def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], execution
     cases: list[Case] = []
     unused = set(dims)
     for path in cli.track(list(dict.fromkeys(paths)), "analysing"):
-        try:
+        with failures.costing(path.name):
             sizes = own_sizes(path, dims)
             unused -= set(sizes[0])
             for size in sizes:
                 cases.append(Case(record=record_of(path, execution_provider, size), path=path))
-        except UserError as error:
-            failures.add(path.name, error)
     if unused and cases:
         raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")
     return cases
@@ -128,10 +140,8 @@ def predict_case(case: Case, target: str, way: WayOfRunning, workspace: Workspac
     """Fills in a case's predictions: with look-up, and strict."""
     from inference.prediction import predict
 
-    try:
+    with failures.costing(case.name, case):
         case.with_lookup, case.strict = (
             predict(case.record, target=target, strict=strict, load=case.load, way=way, workspace=workspace, force=force,
                     other=case.other)
             for strict in (False, True))
-    except UserError as error:
-        failures.add_case(case, error)

@@ -213,7 +213,7 @@ def measure_here(cases: Sequence[Case], execution_provider: str, way: WayOfRunni
     for case in cli.track([case for _ in range(plan.rounds) for case in cases], "measuring"):
         if case.failed:
             continue
-        try:
+        with failures.costing(case.name, case):
             if not warmed:  # the first session loads the runtime, whose time and memory are no model's
                 measure_once(Case(record=case.record, path=case.path), execution_provider, way, 0.0, watch_host=False)
                 warmed = True
@@ -221,8 +221,6 @@ def measure_here(cases: Sequence[Case], execution_provider: str, way: WayOfRunni
             if best_canary_ms:
                 case.canaries.append(canary / best_canary_ms)
             measure_once(case, execution_provider, way, plan.budget_s, watch_host=execution_provider == "cuda" and case.idle)
-        except UserError as error:
-            failures.add_case(case, error)
 
 
 def measure_once(case: Case, execution_provider: str, way: WayOfRunning, budget_s: float, watch_host: bool) -> None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kernel_model.dummy_data import dummy_tensor
-from kernel_model.kernel_builder import IR_VERSION, kernel_node, tensor_code
-from ort_analysis.records import Kernel
+from kernel_model.kernel_builder import IR_VERSION, kernel_node
+from ort_analysis.records import Kernel, type_code
 
 if TYPE_CHECKING:
     import onnx
@@ -69,12 +69,12 @@ def build_carrier(kernels: Sequence[Kernel], execution_provider: str,
                 constants.append(numpy_helper.from_array(np.asarray(value, order="C"), name))
             elif tensor.dtype in WRITTEN_BEFORE[execution_provider]:
                 shared = f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
-                inputs[shared] = helper.make_tensor_value_info(shared, tensor_code(tensor.dtype), tensor.shape)
+                inputs[shared] = helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
                 if with_floats and shared not in feed:
                     feed[shared] = dummy_tensor(kernel, position, number)
                 nodes.append(helper.make_node("Abs", [shared], [name], name=f"{WRITER}{number}_{position}"))
             else:
-                inputs[name] = helper.make_tensor_value_info(name, tensor_code(tensor.dtype), tensor.shape)
+                inputs[name] = helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
                 feed[name] = dummy_tensor(kernel, position, number)
             names.append(name)
         made = [f"k{number}_y{position}" if tensor.present else "" for position, tensor in enumerate(kernel.outputs)]
@@ -84,7 +84,7 @@ def build_carrier(kernels: Sequence[Kernel], execution_provider: str,
                 shape = f"k{number}_shape{position}"
                 nodes.append(helper.make_node("Shape", [name], [shape], name=f"shape_{number}_{position}"))
                 rank = len(kernel.outputs[position].shape)
-                outputs.append(helper.make_tensor_value_info(shape, tensor_code("int64"), [rank]))
+                outputs.append(helper.make_tensor_value_info(shape, type_code("int64"), [rank]))
     graph = helper.make_graph(nodes, "carrier", list(inputs.values()), outputs, constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid(d, v) for d, v in opsets.items()],
                               ir_version=IR_VERSION, producer_name="hase")

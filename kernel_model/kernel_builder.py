@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from kernel_model.dummy_data import dummy_inputs, input_name, output_name, random_floats, weight_value
-from ort_analysis.records import Kernel, KernelIndex, KernelInput, ModelRecord, load_index, load_record
+from ort_analysis.records import Kernel, KernelIndex, KernelInput, ModelRecord, load_index, load_record, type_code
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import flavour_of, has_cuda
@@ -45,28 +45,22 @@ python kernel_model/kernel_builder.py --kernel one_kernel.json --check
 """
 
 
-def tensor_code(dtype: str) -> int:
-    """ONNX's number of an element type named as in the records."""
-    import onnx
-
-    name = {"float32": "float", "float64": "double"}.get(dtype, dtype).upper()
-    return int(onnx.TensorProto.DataType.Value(name))
-
-
 def kernel_node(kernel: Kernel, inputs: list[str], outputs: list[str], name: str) -> onnx.NodeProto:
     """The kernel's node with the given tensor names.
 
     Raises:
-        UserError: the kernel holds a subgraph, of which records keep only a hash.
+        UserError: the kernel holds a subgraph, of which records keep only a hash, or takes or gives what is no tensor.
     """
     from onnx import helper
 
     node = helper.make_node(kernel.op_type, inputs, outputs, name=name, domain=kernel.domain)
     if kernel.subgraphs:
         raise UserError(f"{kernel.id}: holds a subgraph ({kernel.subgraphs[0]}); such a kernel can't be built alone")
+    if other := next((t.dtype for t in (*kernel.inputs, *kernel.outputs) if t.present and not t.is_tensor), None):
+        raise UserError(f"{kernel.id}: takes or gives a {other}, and only kernels of tensors can be built alone")
     for key, value in sorted(kernel.attributes.items()):
         if isinstance(value, dict):
-            tensor_type = tensor_code(value["dtype"])
+            tensor_type = type_code(value["dtype"])
             value = helper.make_tensor(key, tensor_type, value["shape"], value["values"])
         if value == []:
             continue
@@ -94,9 +88,9 @@ def build_model(kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None,
     outs = [output_name(i) if tensor.present else "" for i, tensor in enumerate(kernel.outputs)]
     graph = helper.make_graph(
         [kernel_node(kernel, names, outs, kernel.type)], "kernel",
-        [helper.make_tensor_value_info(names[i], tensor_code(t.dtype), t.shape)
+        [helper.make_tensor_value_info(names[i], type_code(t.dtype), t.shape)
          for i, t in enumerate(kernel.inputs) if t.present and not t.constant],
-        [helper.make_tensor_value_info(outs[i], tensor_code(t.dtype), t.shape)
+        [helper.make_tensor_value_info(outs[i], type_code(t.dtype), t.shape)
          for i, t in enumerate(kernel.outputs) if t.present],
         [shared(names[i], t) if shared and shareable(t)
          else numpy_helper.from_array(np.asarray(weight_value(kernel, i, weights), order="C"), names[i])
@@ -123,7 +117,7 @@ def shared_weight(folder: Path, name: str, tensor: KernelInput) -> onnx.TensorPr
     shared = folder / f"random_{tensor.dtype}.bin"
     if not shared.exists() or shared.stat().st_size < tensor.bytes:
         files.write_bytes(shared, random_floats((tensor.elements,), tensor.dtype).tobytes())
-    made = onnx.TensorProto(name=name, data_type=tensor_code(tensor.dtype), dims=tensor.shape,
+    made = onnx.TensorProto(name=name, data_type=type_code(tensor.dtype), dims=tensor.shape,
                             data_location=onnx.TensorProto.EXTERNAL)
     for key, value in (("location", shared.name), ("offset", "0"), ("length", str(tensor.bytes))):
         made.external_data.append(onnx.StringStringEntryProto(key=key, value=value))

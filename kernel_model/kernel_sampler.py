@@ -27,8 +27,8 @@ from kernel_model.free_shapes import draw_free_kernel
 from kernel_model.kernel_builder import build_model, default_sources, kernel_build, shareable
 from kernel_model.kernel_errors import KernelErrors, draw_weights, read_errors
 from ort_analysis.kernel_types import BASE_NAMES, VIEW_OPS, describe_kernel
-from ort_analysis.ort_graph_parser import session_dtype
 from ort_analysis.records import IndexEntry, Kernel, KernelInput, Tensor, family, load_index
+from ort_analysis.tensor_shapes import session_dtype
 from utils import cli, files
 from utils.errors import UserError
 from utils.locks import sole_writer

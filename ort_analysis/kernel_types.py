@@ -66,21 +66,22 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
     base = BASE_NAMES.get(op_type, op_type)
     out = outputs[0].elements if outputs else 0
     first = inputs[0] if inputs else Tensor(dtype="")
+    second = inputs[1] if len(inputs) > 1 else Tensor(dtype="")
     if base in ("Conv", "NhwcConv", "NhwcFusedConv"):
-        weights = inputs[1].shape
+        weights = second.shape
         return out * (2 * math.prod(weights[1:]) + sum(tensor.present for tensor in inputs[2:4]))
     if base == "ConvTranspose":
-        return 2 * first.elements * math.prod(inputs[1].shape[1:])
+        return 2 * first.elements * math.prod(second.shape[1:])
     if base == "Gemm":
-        inner = first.shape[0] if attributes.get("transA") else first.shape[-1]
+        inner = _size(first, 0 if attributes.get("transA") else -1)
         return out * (2 * inner + (1 if len(inputs) > 2 and inputs[2].present else 0))
     if base in ("MatMul", "FusedMatMul", "MatMulInteger", "TransposeMatMul"):
-        inner = first.shape[-2] if attributes.get("transA") and len(first.shape) > 1 else first.shape[-1]
+        inner = _size(first, -2 if attributes.get("transA") else -1)
         return 2 * out * inner
     if base == "Einsum" and (product := einsum_product(attributes, inputs)):
         return 2 * math.prod(product)
     if base in ("Attention", "MultiHeadAttention"):
-        return _attention_flops(base, attributes, inputs)
+        return _attention_flops(base, first, second)
     if base in ("MaxPool", "AveragePool"):
         return out * math.prod(attributes.get("kernel_shape", [1]))
     if base.startswith(("Global", "Reduce", "Arg")):
@@ -119,14 +120,19 @@ def einsum_product(attributes: Mapping[str, Any], inputs: Sequence[Tensor]) -> t
             elements(i for i in size if i in first and i in second and i not in result))
 
 
-def _attention_flops(base: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> int:
-    """Two products over the sequence; the fused Attention also projects its input to query, key and value."""
-    batch, sequence, hidden = (*inputs[0].shape, 1, 1, 1)[:3]
-    other = inputs[1].shape[1] if base == "MultiHeadAttention" and len(inputs) > 1 and len(inputs[1].shape) > 1 else sequence
-    total = 4 * batch * sequence * other * hidden
-    if base == "Attention":
-        total += 2 * batch * sequence * math.prod(inputs[1].shape)
-    return total
+def _size(tensor: Tensor, axis: int) -> int:
+    """A dimension of a tensor; 1 where it has not that many."""
+    return tensor.shape[axis] if -len(tensor.shape) <= axis < len(tensor.shape) else 1
+
+
+def _attention_flops(base: str, query: Tensor, second: Tensor) -> int:
+    """Two products over the sequence; ORT's fused Attention, whose second input is a matrix, also projects its input to query,
+    key and value. ONNX's own Attention takes query and key, and may hold its heads as a dimension of their own."""
+    *_, sequence, hidden = (1, 1, *query.shape)
+    projects = base == "Attention" and len(second.shape) == 2
+    other = sequence if projects or not second.present else _size(second, -2 if base == "Attention" else 1)
+    total = 4 * query.elements * other if query.shape else 0
+    return total + (2 * (query.elements // max(hidden, 1)) * second.elements if projects else 0)
 
 
 def spatial(inputs: Sequence[Tensor]) -> tuple[int, int]:

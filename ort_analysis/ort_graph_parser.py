@@ -15,7 +15,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,12 @@ from model_zoo.zoo_config import DEFAULT_DIMS_KEY
 from ort_analysis.cuda_rewrites import rewrite_for_cuda
 from ort_analysis.half_precision import as_single, holds_half, in_half
 from ort_analysis.records import KernelInput, Tensor
+from ort_analysis.tensor_shapes import infer_tensors
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import Flavour, flavour_of, has_cuda, resolve_provider
 from utils.logger import get_logger
-from utils.ort_sessions import CPU_ONLY_FUSIONS, PROVIDER_NAMES, model_errors, open_session
+from utils.ort_sessions import CPU_ONLY_FUSIONS, model_errors, open_session
 from utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
@@ -35,9 +36,7 @@ if TYPE_CHECKING:
 
 log = get_logger("parser")
 
-SMALL_INTS = 64  # whole-number constants up to this many elements are kept by value: shapes, axes, splits
 EXTERNAL_BYTES = 1024  # constants above this stay outside the proto while it is analysed
-FLOAT_VALUES_MATTER = {"Resize", "Upsample"}  # operators whose small floating constants set the output's shape
 EXAMPLES = """
 python ort_analysis/ort_graph_parser.py --model resnet18.onnx --dim batch=1
 python ort_analysis/ort_graph_parser.py --model model.onnx --device cuda --json
@@ -60,7 +59,7 @@ class Source:
         constants = {tensor.name for tensor in self.graph_only.graph.initializer}
         first = next((value for value in self.graph_only.graph.input if value.name not in constants), None)
         shape = first.type.tensor_type.shape.dim if first else ()
-        return (shape[0].dim_value or self.dims[shape[0].dim_param]) if shape else None
+        return (self.dims[shape[0].dim_param] if shape[0].dim_param else shape[0].dim_value) if shape else None
 
 
 @dataclass(frozen=True)
@@ -101,14 +100,6 @@ class ParsedGraph:
     proto: onnx.ModelProto
 
 
-def dtype_name(code: int) -> str:
-    """numpy's name of an ONNX element type (ONNX's own where numpy has none)."""
-    import onnx
-
-    name = onnx.TensorProto.DataType.Name(code).lower()
-    return {"float": "float32", "double": "float64"}.get(name, name)
-
-
 def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
     """The dynamic dimensions of the graph's inputs by name, each with the places it stands in.
 
@@ -120,7 +111,7 @@ def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
         if value.name in constants or not value.type.HasField("tensor_type"):
             continue
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            if dim.HasField("dim_value") and dim.dim_value > 0:
+            if dim.HasField("dim_value") and dim.dim_value >= 0:
                 continue
             if not dim.dim_param:
                 dim.dim_param = f"{value.name}.{axis}"
@@ -258,101 +249,6 @@ def attribute_value(attribute: onnx.AttributeProto) -> Any:
     return value
 
 
-def constant_input(tensor: onnx.TensorProto, keep_floats: bool) -> KernelInput:
-    """An initializer as a constant tensor; its value is kept where it decides what the kernel does."""
-    from onnx import numpy_helper
-    from onnx.external_data_helper import uses_external_data
-
-    dtype, shape = dtype_name(tensor.data_type), tuple(tensor.dims)
-    plain = KernelInput(dtype=dtype, shape=shape, constant=True)
-    if uses_external_data(tensor) or dtype == "string":
-        return plain
-    whole = dtype.startswith(("int", "uint", "bool"))
-    if not (plain.elements <= SMALL_INTS if whole or keep_floats else plain.elements == 1):
-        return plain
-    return plain.model_copy(update={"values": tuple(numpy_helper.to_array(tensor).ravel().tolist())})
-
-
-def _small_values_by_use(graph: onnx.GraphProto) -> set[str]:
-    """Names of the tensors whose floating values set an output's shape."""
-    return {name for node in graph.node if node.op_type in FLOAT_VALUES_MATTER for name in node.input[1:] if name}
-
-
-def _ranges(folder: Path, graph: onnx.GraphProto) -> dict[str, tuple[int, int]]:
-    """Smallest and largest value of each large whole-number constant of `graph` (index tables)."""
-    from onnx import TensorProto, numpy_helper
-    from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
-
-    ranges = {}
-    for tensor in graph.initializer:
-        if tensor.data_type not in (TensorProto.INT32, TensorProto.INT64):
-            continue
-        copy = TensorProto()
-        copy.CopyFrom(tensor)
-        if uses_external_data(copy):
-            load_external_data_for_tensor(copy, str(folder))
-        array = numpy_helper.to_array(copy)
-        if array.size > SMALL_INTS:
-            ranges[tensor.name] = (int(array.min()), int(array.max()))
-    return ranges
-
-
-def infer_tensors(proto: onnx.ModelProto, execution_provider: str, name: str,
-                  folder: Path) -> tuple[dict[str, KernelInput], dict[str, str]]:
-    """Type and shape of every tensor of an optimised graph, and the provider of every node by name, as ORT knows them.
-
-    Every tensor is made an output of a copy of the graph, and large weights are made inputs, so that ORT's own shape
-    inference answers and no weight is loaded.
-
-    Raises:
-        UserError: a shape that depends on data; the tensor is named.
-    """
-    import onnx
-    from onnx import helper
-
-    graph = proto.graph
-    keep_floats = _small_values_by_use(graph)
-    ranges = _ranges(folder, graph)
-    tensors = {}
-    for tensor in graph.initializer:
-        made = constant_input(tensor, tensor.name in keep_floats)
-        tensors[tensor.name] = made.model_copy(update={"value_range": ranges.get(tensor.name)})
-    probe = onnx.ModelProto()
-    probe.CopyFrom(proto)
-    outside = [tensor for tensor in probe.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
-    for tensor in outside:
-        probe.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
-    kept = [tensor for tensor in probe.graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL]
-    del probe.graph.initializer[:]
-    probe.graph.initializer.extend(kept)
-    known = {value.name for value in probe.graph.output}
-    for node in graph.node:
-        probe.graph.output.extend(helper.ValueInfoProto(name=out) for out in node.output if out and out not in known)
-    session = open_session(probe.SerializeToString(), execution_provider, optimize="none", name=name,
-                           entries={"session.record_ep_graph_assignment_info": "1"})
-    for value in [*session.get_inputs(), *session.get_outputs()]:
-        if value.name in tensors:
-            continue
-        dims = value.shape or []
-        if any(not isinstance(dim, int) for dim in dims):
-            raise UserError(f"{name}: the shape of tensor {value.name} ({dims}) depends on data or on an open dimension")
-        tensors[value.name] = KernelInput(dtype=session_dtype(value.type), shape=tuple(dims))
-    return tensors, dict(_assignments(session))
-
-
-def session_dtype(text: str) -> str:
-    """`tensor(float)` as `float32`."""
-    inner = text[text.find("(") + 1:text.rfind(")")] if "(" in text else text
-    return {"float": "float32", "double": "float64"}.get(inner, inner)
-
-
-def _assignments(session: Any) -> Iterator[tuple[str, str]]:
-    """Pairs of node name and provider as ORT assigned them."""
-    for part in session.get_provider_graph_assignment_info():
-        for node in part.get_nodes():
-            yield node.name, PROVIDER_NAMES.get(part.ep_name, part.ep_name)
-
-
 def parse_graph(model: Path | onnx.ModelProto, execution_provider: str = "auto", dims: Mapping[str, int] | None = None,
                 name: str | None = None) -> ParsedGraph:
     """The optimised graph of a model for `cpu` or `cuda` (`auto`: what this machine has).
@@ -388,7 +284,9 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
     proto = onnx.load(str(path), load_external_data=False)
     name_nodes(proto.graph)
     onnx.save(proto, str(path))
-    tensors, providers = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent)
+    inferred = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent,
+                             source.dims)
+    tensors, providers = inferred.tensors, inferred.providers
     if derived:
         rewrite_for_cuda(proto, source.graph_only.graph, tensors)
         onnx.save(proto, str(path))

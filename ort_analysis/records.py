@@ -30,12 +30,32 @@ DTYPE_BYTES = {
 SHORT_DTYPE = {"float32": "fp32", "float16": "fp16", "float64": "fp64", "bfloat16": "bf16"}
 
 
+def type_name(code: int) -> str:
+    """numpy's name of an ONNX element type (ONNX's own where numpy has none)."""
+    import onnx
+
+    name = onnx.TensorProto.DataType.Name(code).lower()
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
+def type_code(dtype: str) -> int:
+    """ONNX's number of an element type named as in the records."""
+    import onnx
+
+    name = {"float32": "float", "float64": "double"}.get(dtype, dtype).upper()
+    return int(onnx.TensorProto.DataType.Value(name))
+
+
 class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Tensor(Frozen):
-    """A tensor's element type (numpy's name) and shape. `dtype` "" stands for an optional input or output left out."""
+    """A tensor's element type (numpy's name) and shape. `dtype` "" stands for an optional input or output left out.
+
+    What is no tensor has its type in words as `dtype`, `sequence(map(int64,float32))`, and neither shape nor size: how much it
+    holds is not known, and the tensors that go in or come out of it are counted where they are read or written.
+    """
 
     dtype: str
     shape: tuple[int, ...] = ()
@@ -45,8 +65,13 @@ class Tensor(Frozen):
         return bool(self.dtype)
 
     @property
+    def is_tensor(self) -> bool:
+        """Whether it is there, and no sequence, map, optional or sparse tensor."""
+        return self.present and "(" not in self.dtype
+
+    @property
     def elements(self) -> int:
-        return math.prod(self.shape) if self.dtype else 0
+        return math.prod(self.shape) if self.is_tensor else 0
 
     @property
     def bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from made_up_dataset import conv, gemm, relu, tensor
 from ort_analysis.fusion_detector import analyze
 from ort_analysis.kernel_types import describe_kernel
 from ort_analysis.records import Kernel, KernelInput, Tensor
-from training.features import FEATURES, kernel_features
+from training.features import FEATURES, OP_CLASSES, kernel_features
 
 
 def named(kernel: Kernel) -> dict[str, float]:
@@ -145,3 +146,30 @@ def test_every_kernel_of_real_models(torch_models: dict[str, Path], provider: st
             assert all(isinstance(value, (int, float)) and math.isfinite(value) for value in features), kernel.id
             seen[(*features, hash(kernel.type))] = kernel
     assert len(seen) > 60
+
+
+SHAPES = [(), (0,), (1,), (5,), (0, 7), (1, 1), (3, 4), (2, 0, 4), (2, 3, 4), (2, 8, 4, 4), (1, 8, 2, 4, 4),
+          (1, 2, 3, 4, 5, 6)]
+ODD_OPS = (*OP_CLASSES, "Add", "LSTM", "ReduceMax", "GlobalAveragePool", "MaxPool", "ArgMax", "FusedMatMul", "MatMulInteger",
+           "ConvTranspose", "LayerNormalization", "GroupNormalization", "MultiHeadAttention", "GatherND",
+           "EmbedLayerNormalization", "TreeEnsembleClassifier", "SequenceAt", "ConvInteger", "QLinearConv", "FusedConv")
+
+
+@pytest.mark.parametrize("op_type", ODD_OPS)
+def test_every_operation_at_every_rank(op_type: str) -> None:
+    """Scalars, empty tensors and ranks that an operator never has: some number for each, never an error."""
+    for shape, result in itertools.product(SHAPES, SHAPES[::3]):
+        for inputs in ([tensor(*shape)], [tensor(*shape), tensor(*result, constant=True)],
+                       [KernelInput(dtype="int64", shape=shape)] * 3, [KernelInput(dtype="sequence(float32)")], []):
+            for attributes in ({}, {"axis": 1}, {"axis": -1, "transA": 1}):
+                given = [*inputs, *[tensor(*result)] * (4 if "Conv" in op_type else 0)]  # ORT lets none without weights pass
+                kernel = describe_kernel(op_type, "", 20, attributes, given, [Tensor(dtype="float32", shape=result)])
+                features = kernel_features(kernel)
+                assert len(features) == len(FEATURES)
+                assert all(math.isfinite(value) for value in features), (shape, result, attributes)
+                assert min(kernel.flops, kernel.bytes_read, kernel.bytes_written) >= 0
+
+
+def test_a_reduction_to_a_scalar() -> None:
+    kernel = describe_kernel("ReduceMax", "", 20, {"keepdims": 0}, [tensor(2, 3, 8)], [Tensor(dtype="float32")])
+    expect(kernel, reduced=48, m=1, n=1, rank=3)

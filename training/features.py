@@ -81,7 +81,7 @@ def kernel_features(kernel: Kernel) -> list[float]:
     elif kernel.op_type == "Einsum" and (product := einsum_product(attributes, inputs)):
         matrices, m, n, k = product
     elif out_elements and kernel.flops > 8 * out_elements:  # Attention and its kind: a mean depth
-        matrices, m, n, k = 1, out_elements // max(out[-1], 1), out[-1], kernel.flops // (2 * out_elements)
+        matrices, m, n, k = 1, out_elements // (out or (1,))[-1], (out or (1,))[-1], kernel.flops // (2 * out_elements)
 
     reduced, axis_inner = _axis(kernel, shape, out)
     blocks = _permuted_blocks(kernel, shape)

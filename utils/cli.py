@@ -129,7 +129,7 @@ def parse_dims(texts: Sequence[str]) -> dict[str, list[int]]:
     """`["batch=1,2", "height=224"]` as `{"batch": [1, 2], "height": [224]}`.
 
     Raises:
-        UserError: a text that is no NAME=SIZE, a size that is no positive whole number, or a name given twice.
+        UserError: a text that is no NAME=SIZE, a size that is no whole number, or below 0, or a name given twice.
     """
     dims: dict[str, list[int]] = {}
     for text in texts:
@@ -138,8 +138,8 @@ def parse_dims(texts: Sequence[str]) -> dict[str, list[int]]:
             values = [int(size) for size in sizes.split(",")]
         except ValueError:
             values = []
-        if not name or not values or min(values) < 1:
-            raise UserError(f"--dim {text}: write NAME=SIZE with positive whole numbers, for example --dim batch=16")
+        if not name or not values or min(values) < 0:
+            raise UserError(f"--dim {text}: write NAME=SIZE with whole numbers, for example --dim batch=16")
         if name in dims:
             raise UserError(f"--dim {text}: {name} is given twice; give several sizes as {name}=1,2,4")
         dims[name] = values

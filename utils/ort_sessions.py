@@ -43,7 +43,7 @@ def open_session(
     Args:
         model: a file, or a serialised model.
         execution_provider: `cpu` or `cuda`.
-        optimize: `all`, `extended` or `none`.
+        optimize: `all`, `extended`, `basic` or `none`.
         disabled: optimisers to leave out, by ORT's name.
         dims: sizes of dynamic dimensions, fixed before optimising.
         save_to: where ORT writes the optimised graph.
@@ -59,7 +59,8 @@ def open_session(
     options = runtime.SessionOptions()
     levels = runtime.GraphOptimizationLevel
     options.graph_optimization_level = {
-        "all": levels.ORT_ENABLE_ALL, "extended": levels.ORT_ENABLE_EXTENDED, "none": levels.ORT_DISABLE_ALL}[optimize]
+        "all": levels.ORT_ENABLE_ALL, "extended": levels.ORT_ENABLE_EXTENDED,
+        "basic": levels.ORT_ENABLE_BASIC, "none": levels.ORT_DISABLE_ALL}[optimize]
     options.log_severity_level = FATAL
     for dim, size in (dims or {}).items():
         options.add_free_dimension_override_by_name(dim, size)

@@ -1,0 +1,265 @@
+"""Type and shape of every tensor of an optimised graph, as ONNX Runtime itself infers them.
+
+The graph that ORT saves holds no shapes, and ONNX's own inference stops at ORT's operators. So a copy of the graph, in which
+every tensor is an output and large weights are inputs, is opened and saved again: its outputs then carry what ORT knows. Where
+shapes depend on whole numbers that the graph computes from other shapes, ORT's constant folding works these out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ort_analysis.open_shapes import ONNX_DOMAINS, Shape, shapes_when_run
+from ort_analysis.records import KernelInput, type_code, type_name
+from utils.errors import UserError
+from utils.ort_sessions import PROVIDER_NAMES, open_session
+from utils.temporary import temporary_folder
+
+if TYPE_CHECKING:
+    import onnx
+
+SMALL_INTS = 64  # whole-number constants up to this many elements are kept by value: shapes, axes, splits
+FLOAT_VALUES_MATTER = {"Resize", "Upsample"}  # operators whose small floating constants set the output's shape
+FRESH = "hase.fresh"  # an input of probes, and its open dimension: only a graph that a session changed is saved with its shapes
+Values = tuple[int | float | bool, ...]
+
+
+@dataclass(frozen=True)
+class InferredTensors:
+    """What is known of a graph's tensors.
+
+    Attributes:
+        tensors: type and shape by name, constants with their small values.
+        computed: values of small whole-number tensors that the graph computes from shapes and constants, by name.
+        providers: by node name, the provider that ORT assigned.
+    """
+
+    tensors: dict[str, KernelInput]
+    computed: dict[str, Values]
+    providers: dict[str, str]
+
+
+def constant_input(tensor: onnx.TensorProto, keep_floats: bool) -> KernelInput:
+    """An initializer as a constant tensor; its value is kept where it decides what the kernel does."""
+    from onnx import numpy_helper
+    from onnx.external_data_helper import uses_external_data
+
+    dtype, shape = type_name(tensor.data_type), tuple(tensor.dims)
+    plain = KernelInput(dtype=dtype, shape=shape, constant=True)
+    if uses_external_data(tensor) or dtype == "string":
+        return plain
+    whole = dtype.startswith(("int", "uint", "bool"))
+    if not (plain.elements <= SMALL_INTS if whole or keep_floats else plain.elements == 1):
+        return plain
+    return plain.model_copy(update={"values": tuple(numpy_helper.to_array(tensor).ravel().tolist())})
+
+
+def small_values_by_use(graph: onnx.GraphProto) -> set[str]:
+    """Names of the tensors whose floating values set an output's shape."""
+    return {name for node in graph.node if node.op_type in FLOAT_VALUES_MATTER for name in node.input[1:] if name}
+
+
+def index_ranges(folder: Path, graph: onnx.GraphProto) -> dict[str, tuple[int, int]]:
+    """Smallest and largest value of each large whole-number constant of `graph` (index tables)."""
+    from onnx import TensorProto, numpy_helper
+    from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
+
+    ranges = {}
+    for tensor in graph.initializer:
+        if tensor.data_type not in (TensorProto.INT32, TensorProto.INT64):
+            continue
+        copy = TensorProto()
+        copy.CopyFrom(tensor)
+        if uses_external_data(copy):
+            load_external_data_for_tensor(copy, str(folder))
+        array = numpy_helper.to_array(copy)
+        if array.size > SMALL_INTS:
+            ranges[tensor.name] = (int(array.min()), int(array.max()))
+    return ranges
+
+
+def infer_tensors(proto: onnx.ModelProto, execution_provider: str, name: str, folder: Path,
+                  dims: Mapping[str, int] | None = None) -> InferredTensors:
+    """Type and shape of every tensor of an optimised graph, and the provider of every node, as ORT knows them.
+
+    Args:
+        proto: the graph; nodes named uniquely.
+        execution_provider: `cpu` or `cuda`.
+        name: of the model, for errors.
+        folder: where its external weights lie.
+        dims: sizes of the dimensions that are still dynamic in it.
+
+    Raises:
+        UserError: a shape that depends on data, or a rank that is not known; the tensor is named.
+    """
+    constants = _constants(proto.graph, folder)
+    probe = _probe(proto, dims or {})
+    answer = _ask(probe, execution_provider, name, fold=False)
+    providers = answer.providers
+    if answer.unknown(constants):
+        answer = _ask(probe, execution_provider, name, fold=True)
+    while answer.unknown(constants):
+        _stamp(probe, _first_open(answer, proto, constants, name), answer.dtypes)
+        answer = _ask(probe, execution_provider, name, fold=True)
+    tensors = constants | {tensor: KernelInput(dtype=dtype, shape=tuple(int(size) for size in answer.shapes[tensor] or ()))
+                           for tensor, dtype in answer.dtypes.items() if tensor not in constants}
+    computed = {tensor: values for tensor, values in answer.values.items() if tensor in tensors and tensor not in constants}
+    return InferredTensors(tensors, computed, providers)
+
+
+def _constants(graph: onnx.GraphProto, folder: Path) -> dict[str, KernelInput]:
+    keep_floats, ranges = small_values_by_use(graph), index_ranges(folder, graph)
+    return {tensor.name: constant_input(tensor, tensor.name in keep_floats).model_copy(
+        update={"value_range": ranges.get(tensor.name)}) for tensor in graph.initializer}
+
+
+def _probe(proto: onnx.ModelProto, dims: Mapping[str, int]) -> onnx.ModelProto:
+    """A copy in which every tensor is an output, the weights that lie outside the file are inputs, and `dims` are fixed."""
+    import onnx
+    from onnx import helper
+
+    probe = onnx.ModelProto()
+    probe.CopyFrom(proto)
+    graph = probe.graph
+    outside = [tensor for tensor in graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
+    inside = [tensor for tensor in graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL]
+    declared = {value.name for value in graph.input}
+    graph.input.extend(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+                       for tensor in outside if tensor.name not in declared)
+    graph.input.append(helper.make_tensor_value_info(FRESH, onnx.TensorProto.FLOAT, [FRESH]))
+    del graph.initializer[:]
+    graph.initializer.extend(inside)
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim if value.type.HasField("tensor_type") else ():
+            if dim.dim_param in dims:
+                dim.dim_value = dims[dim.dim_param]
+    known = {value.name for value in graph.output}
+    for node in proto.graph.node:
+        graph.output.extend(helper.ValueInfoProto(name=out) for out in node.output if out and out not in known)
+    return probe
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What ORT says of a probe's tensors, by name: types, shapes (None for what is no tensor, too), values of small
+    whole-number tensors; and providers by node name."""
+
+    dtypes: dict[str, str]
+    shapes: dict[str, Shape]
+    values: dict[str, Values]
+    providers: dict[str, str]
+
+    def is_open(self, tensor: str) -> bool:
+        """Whether the shape of `tensor` is not wholly known."""
+        shape = self.shapes[tensor]
+        if shape is None:
+            return "(" not in self.dtypes[tensor]  # sequences and maps have none
+        return any(isinstance(size, str) for size in shape)
+
+    def unknown(self, besides: Mapping[str, KernelInput]) -> list[str]:
+        """The tensors, but for `besides`, whose shapes are not wholly known."""
+        return [tensor for tensor in self.shapes if tensor not in besides and self.is_open(tensor)]
+
+
+def _ask(probe: onnx.ModelProto, execution_provider: str, name: str, fold: bool) -> _Answer:
+    """Has ORT infer the shapes of a probe; with `fold`, it also computes what follows from shapes and constants alone."""
+    import onnx
+
+    with temporary_folder() as folder:
+        saved = Path(folder) / "probe.onnx"
+        session = open_session(probe.SerializeToString(), execution_provider, optimize="basic" if fold else "none", name=name,
+                               dims={FRESH: 1}, save_to=saved, entries={"session.record_ep_graph_assignment_info": "1"})
+        graph = onnx.load(str(saved)).graph
+    dtypes, shapes, values = {}, {}, {}
+    for value in (value for value in [*graph.input, *graph.output] if value.name != FRESH):
+        dtypes[value.name] = value_type(value.type)
+        shapes[value.name] = shape_of(value.type)
+    for tensor in graph.initializer:  # a tensor that was folded keeps its name
+        made = constant_input(tensor, keep_floats=True)
+        if made.values is not None:
+            values[tensor.name] = made.values
+        if tensor.name in shapes:
+            shapes[tensor.name] = tuple(tensor.dims)
+    return _Answer(dtypes, shapes, values, dict(_assignments(session)))
+
+
+def value_type(kind: onnx.TypeProto) -> str:
+    """The element type of a tensor; for what is no tensor its type in words: `sequence(map(int64,float32))`."""
+    which = kind.WhichOneof("value")
+    if which == "tensor_type":
+        return type_name(kind.tensor_type.elem_type)
+    if which == "sparse_tensor_type":
+        return f"sparse({type_name(kind.sparse_tensor_type.elem_type)})"
+    if which == "map_type":
+        return f"map({type_name(kind.map_type.key_type)},{value_type(kind.map_type.value_type)})"
+    if which in ("sequence_type", "optional_type"):
+        return f"{which.removesuffix('_type')}({value_type(getattr(kind, which).elem_type)})"
+    return f"{which or 'unknown'}()"
+
+
+def session_dtype(text: str) -> str:
+    """What a session calls `tensor(float)` as `float32`."""
+    inner = text[text.find("(") + 1:text.rfind(")")] if "(" in text else text
+    return {"float": "float32", "double": "float64"}.get(inner, inner)
+
+
+def shape_of(kind: onnx.TypeProto) -> Shape:
+    """The shape of a tensor's type, its unknown sizes as words; None where its rank is unknown, or it is no tensor."""
+    if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
+        return None
+    return tuple(dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else dim.dim_param
+                 for dim in kind.tensor_type.shape.dim)
+
+
+def _first_open(answer: _Answer, proto: onnx.ModelProto, constants: Mapping[str, KernelInput],
+                name: str) -> dict[str, tuple[int, ...]]:
+    """Shapes, found otherwise, of the open outputs of each node whose inputs are all known: at least one.
+
+    Raises:
+        UserError: they can't be found; the tensor is named.
+    """
+    waiting = set(answer.unknown(constants))
+    made = {out for node in proto.graph.node for out in node.output}
+    for tensor in sorted(waiting - made):
+        raise UserError(f"{name}: {_trouble(tensor, answer.shapes[tensor])}")
+    known = {**constants, **{tensor: KernelInput(dtype=dtype, shape=tuple(int(size) for size in answer.shapes[tensor] or ()))
+                         for tensor, dtype in answer.dtypes.items() if tensor not in waiting and tensor not in constants}}
+    found: dict[str, tuple[int, ...]] = {}
+    for node in proto.graph.node:
+        outputs = waiting & set(node.output)
+        if not outputs or waiting & set(node.input):
+            continue
+        first = next(out for out in node.output if out in outputs)
+        if node.domain in ONNX_DOMAINS:
+            raise UserError(f"{name}: {_trouble(first, answer.shapes[first])}")
+        found |= {out: shape for out, shape in shapes_when_run(node, proto, known, name).items() if out in outputs}
+        if first not in found:
+            raise UserError(f"{name}: {_trouble(first, answer.shapes[first])}")
+    return found
+
+
+def _stamp(probe: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> None:
+    """Declares the shapes of some of a probe's outputs, which ORT then takes for granted."""
+    from onnx import helper
+
+    for value in probe.graph.output:
+        if value.name in shapes:
+            value.CopyFrom(helper.make_tensor_value_info(value.name, type_code(dtypes[value.name]), shapes[value.name]))
+
+
+def _trouble(tensor: str, shape: Shape) -> str:
+    """Why the shape of a tensor is no use."""
+    if shape is None:
+        return f"the rank of tensor {tensor} is not known; export the model with the shapes of its inputs"
+    sizes = ", ".join(str(size) or "?" for size in shape)
+    return f"the shape of tensor {tensor} ([{sizes}]) depends on data or on an open dimension"
+
+
+def _assignments(session: Any) -> Iterator[tuple[str, str]]:
+    """Pairs of node name and provider as ORT assigned them."""
+    for part in session.get_provider_graph_assignment_info():
+        for node in part.get_nodes():
+            yield node.name, PROVIDER_NAMES.get(part.ep_name, part.ep_name)
