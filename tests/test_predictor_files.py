@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import lzma
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -11,8 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+import xgboost
 from made_up_dataset import METRIC, TARGET, chain, conv, draw_kernels, gemm, relu, tensor, true_ms, write_workspace
 
+from gpu_dataset.to_version_2 import rewrite
 from ort_analysis.kernel_types import describe_kernel
 from ort_analysis.records import Kernel, Tensor
 from training import estimators, predictor_files
@@ -21,7 +25,7 @@ from training.train_kernel_model import save, train_label
 from training.training_set import load_training_set
 from utils import files
 from utils.errors import UserError
-from utils.paths import ROOT, Workspace
+from utils.paths import ROOT, SHIPPED, Workspace
 
 QUICK = estimators.TrainingConfig(
     folds=2, threads=1, own_min_kernels=40, xgboost=estimators.XgboostSettings(trees=150, learning_rate=0.1, bins=64),
@@ -131,7 +135,7 @@ def test_the_sidecar_says_what_the_predictors_are(trained: Workspace) -> None:
     assert sidecar.labels["run"].errors[0].mape < 0.2
 
 
-@pytest.mark.parametrize("which", ["run-*.pkl.xz", "kernel_time-*.pkl.xz", "measured-*.json.xz"])
+@pytest.mark.parametrize("which", ["run-*.pkl", "kernel_time-*.pkl", "measured-*.json.gz"])
 def test_one_changed_byte_is_noticed(folder: Path, which: str) -> None:
     path = next(folder.glob(which))
     data = bytearray(path.read_bytes())
@@ -142,7 +146,7 @@ def test_one_changed_byte_is_noticed(folder: Path, which: str) -> None:
 
 
 def test_a_truncated_or_missing_file_is_noticed(folder: Path) -> None:
-    path = next(folder.glob("run-*.pkl.xz"))
+    path = next(folder.glob("run-*.pkl"))
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match="damaged"):
         load_predictors(folder)
@@ -154,9 +158,7 @@ def test_a_truncated_or_missing_file_is_noticed(folder: Path) -> None:
 def plant(folder: Path, data: bytes) -> None:
     """Puts `data` in the place of a predictor, with a sidecar that vouches for it."""
     import hashlib
-    import lzma
 
-    data = lzma.compress(data)
     sidecar = json.loads(sidecar_path(folder).read_text())
     (folder / sidecar["labels"]["run"]["file"]).write_bytes(data)
     sidecar["labels"]["run"]["sha256"] = hashlib.sha256(data).hexdigest()
@@ -229,7 +231,7 @@ def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
             predictor_files.save_predictors(folder, models, {"run": ()}, {}, about)
     assert load_predictors(folder).predict(NEW, {}, "run").latency_ms == before
     predictor_files.save_predictors(folder, models, {"run": ()}, {}, about)
-    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".xz", ".xz"]
+    assert sorted(path.suffix for path in folder.iterdir()) == [".gz", ".json", ".pkl"]
     assert load_predictors(folder).predict(NEW, {}, "run").latency_ms == predictors.predict(NEW, {}, "kernel_time").latency_ms
 
 
@@ -240,7 +242,7 @@ def test_the_look_up_is_renewed_alone(folder: Path) -> None:
     after = load_predictors(folder)
     assert after.sidecar == sidecar == before.sidecar.model_copy(
         update={"measured": sidecar.measured, "measured_sha256": sidecar.measured_sha256})
-    assert after.measured == before.measured | {NEW[0].id: {"run": 7.0}, known: before.measured[known] | {"run": 8.0}}
+    assert after.measured == dict(before.measured) | {NEW[0].id: {"run": 7.0}, known: before.measured[known] | {"run": 8.0}}
     assert after.pickles == before.pickles
     assert [path.name for path in folder.glob("measured-*")] == [sidecar.measured]
     times = after.predict(NEW[:2], {}, "run")
@@ -267,3 +269,61 @@ def test_predicting_a_model_is_quick(trained: Workspace) -> None:
         fresh.predict(kernels, {METRIC: 40.0 + attempt})
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.01
+
+
+def test_a_saved_booster_predicts_what_the_trained_one_does(trained: Workspace) -> None:
+    rows = load_training_set(trained, TARGET.name)
+    problem = estimators.pose(rows, "run")
+    booster = estimators.train_booster(problem.matrix, problem.log_ratios, QUICK.booster("run"), seed=3)
+    packed = pickle.dumps({"shared": predictor_files.pack_booster(booster)})
+    saved = predictor_files.SavedBoosters(packed, Path("here"))["shared"]
+    assert (saved.inplace_predict(problem.matrix) == booster.inplace_predict(problem.matrix)).all()
+    assert max(gains(booster)) > 0 == max(gains(saved))
+    assert len(packed) < 0.25 * len(booster.save_raw("ubj"))
+
+
+def gains(booster: xgboost.Booster) -> list[float]:
+    """Every inner node's, as XGBoost's own dump says."""
+    return [float(gain) for gain in re.findall(r"gain=([0-9.e+-]+)", "".join(booster.get_dump(with_stats=True)))]
+
+
+def test_only_the_boosters_that_a_prediction_needs_are_read() -> None:
+    predictors = load_predictors(SHIPPED / "nvidia-h200-cuda-ort1.31-all")
+    boosters = predictors.kernel_model("gpu").boosters
+    assert isinstance(boosters, predictor_files.SavedBoosters)
+    times = predictors.predict([relu(channels=40, side=20)], {}, "gpu", strict=True)
+    assert times.provenance == ["predicted"]
+    assert boosters.opened == {"Relu"} < set(boosters)
+
+
+def test_measured_times_are_looked_up_one_by_one() -> None:
+    times = {"b": {"run": 1.5}, "ab": {"run": 2.0, "gpu": 0.25}, "a": {"run": 3.0}, 'quote"': {}, "ü": {"run": 4.0}}
+    read = predictor_files.MeasuredTimes(predictor_files.MeasuredTimes.text(times))
+    assert (read, len(read), set(read), read.whole()) == (times, 5, set(times), times)
+    assert [read.get(name) for name in ("a", "ab", "abc", "", "z")] == [times["a"], times["ab"], None, None, None]
+    assert predictor_files.MeasuredTimes(predictor_files.MeasuredTimes.text({})) == {}
+
+
+def test_predictors_of_version_1_are_rewritten_and_predict_the_same(folder: Path) -> None:
+    new = load_predictors(folder)
+    sidecar = json.loads(sidecar_path(folder).read_text()) | {"version": 1}
+
+    def older(stem: str, data: bytes) -> tuple[str, str]:
+        path = folder / f"{stem}.xz"
+        path.write_bytes(lzma.compress(data))
+        return path.name, files.sha256(path)
+
+    for label, about in sidecar["labels"].items():
+        (folder / about["file"]).unlink()
+        about["file"], about["sha256"] = older(label, pickle.dumps(dict(new.kernel_model(label).boosters), protocol=5))
+    (folder / sidecar["measured"]).unlink()
+    sidecar["measured"], sidecar["measured_sha256"] = older("measured", json.dumps(dict(new.measured)).encode())
+    sidecar_path(folder).write_text(json.dumps(sidecar))
+    with pytest.raises(UserError, match="version 1, this Hase reads version 2"):
+        load_predictors(folder)
+    assert sorted(rewrite(folder)) == sorted(path.name for path in folder.iterdir() if path.suffix in (".pkl", ".gz"))
+    again = load_predictors(folder)
+    assert again.predict(NEW, {}, "run") == new.predict(NEW, {}, "run")
+    assert again.measured == new.measured
+    with pytest.raises(UserError, match="of version 2, not of version 1"):
+        rewrite(folder)

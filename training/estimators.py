@@ -160,8 +160,9 @@ class KernelModel:
                 continue
             idle = matrix[rows]
             idle[:, idle.shape[1] - len(self.idle_load):] = self.idle_load
-            shared = self.boosters[SHARED]
-            log_ratio[rows] += shared.inplace_predict(matrix[rows]) - shared.inplace_predict(idle)
+            if not np.array_equal(idle, matrix[rows], equal_nan=True):  # else the shared predictor need not be read
+                shared = self.boosters[SHARED]
+                log_ratio[rows] += shared.inplace_predict(matrix[rows]) - shared.inplace_predict(idle)
         return self.roofline.bound_ms(flops, bytes_moved, features[:, TABLES]) * np.exp(log_ratio)
 
 

@@ -3,27 +3,33 @@
 In training/predictors/<target>/:
 - `predictors.json`, the sidecar: what the predictors hold for, what they read, how far off they are, and the files below
   with their SHA-256.
-- `<label>-<hash>.pkl.xz`: the boosters of one label, a compressed pickle of xgboost's Booster and plain data.
-- `measured-<hash>.json.xz`: idle times by kernel and label, for look-up; renewed without a training where kernels were
-  measured for one model (inference/missing_kernels.py).
+- `<label>-<hash>.pkl`: the boosters of one label: a pickle of bytes by name, each a booster as XGBoost saves it (UBJSON),
+  compressed by zlib; so a prediction opens those that its model needs. What only training and explanations read (each
+  node's gain, cover and base weight) is zero: that makes the file half as large, and changes no prediction.
+- `measured-<hash>.json.gz`: idle times by kernel and label, for look-up; renewed without a training where kernels were
+  measured for one model (inference/missing_kernels.py). A line a kernel, sorted, so that a look-up reads one line.
 
-The hash guards against damage. Against attack, unpickling admits only the classes on a list. History of the schema:
-version 1 is the first.
+The hash guards against damage. Against attack, unpickling admits no class at all. History of the schema: in version 1, the
+first, a file of boosters was one compressed pickle of xgboost's Booster, and the times were compressed by lzma.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
-import lzma
 import math
 import pickle
-from collections.abc import Mapping, Sequence
+import re
+import struct
+import zlib
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,16 +43,20 @@ from utils.errors import UserError
 from utils.fingerprint import Machine, Target, package_version
 from utils.logger import get_logger
 
+if TYPE_CHECKING:
+    import xgboost
+
 log = get_logger("predictors")
-SIDECAR_VERSION = 1
+SIDECAR_VERSION = 2
 TRAIN = "python training/train_kernel_model.py"
-ADMITTED = {("xgboost.core", "Booster")}  # all that unpickling may name
 ON_GPU = (GPU_LABEL, LAUNCHES)
 REMEMBERED_KERNELS = 100_000
 REMEMBERED_LOADS = 64
 SLACK = 1e-6  # of a feature beyond its range: what rounding may do
-COMPRESSION = 3  # of lzma's presets: higher ones gain little and take long
-TIMES_COMPRESSION = 1  # the same for measured times, whose renewal somebody waits for: a quarter of the time, 3 % larger
+BOOSTER_COMPRESSION = 9  # zlib's: lzma saves a quarter more and takes three times as long to read
+TIMES_COMPRESSION = 6  # for measured times, whose renewal somebody waits for
+UNREAD_ARRAYS = re.compile(rb"(?:base_weights|loss_changes|sum_hessian)\[\$d#([UiIlL])")  # of a tree, as UBJSON names them
+COUNT_FORMATS = {b"U": ">B", b"i": ">b", b"I": ">h", b"l": ">i", b"L": ">q"}  # UBJSON's whole numbers
 
 
 class TypeErrors(Frozen):
@@ -183,43 +193,118 @@ def read_checked(path: Path, sha256: str) -> bytes:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds only what ADMITTED lists: a pickle can otherwise name, and so run, anything that is installed."""
+    """Builds plain data alone: a pickle can otherwise name, and so run, anything that is installed."""
 
     def __init__(self, data: bytes, where: Path) -> None:
         super().__init__(io.BytesIO(data))
         self.where = where
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in ADMITTED:
-            raise UserError(f"{self.where}: refused: it holds {module}.{name}, which no saved predictor does; "
-                            f"don't use this file, train anew: {TRAIN}")
-        return super().find_class(module, name)
+        raise UserError(f"{self.where}: refused: it holds {module}.{name}, which no saved predictor does; "
+                        f"don't use this file, train anew: {TRAIN}")
 
 
-def unpickle_boosters(data: bytes, where: Path) -> dict[str, Any]:
-    """The boosters in the bytes of a saved predictor, by name, set to predict with one thread.
+class SavedBoosters(Mapping[str, "xgboost.Booster"]):
+    """The boosters in the bytes of a saved predictor, by name. Each is read when it is first asked for, and predicts with one
+    thread.
 
     Raises:
-        UserError: the bytes name a class that is not admitted, or are no pickled boosters.
+        UserError: the bytes name a class, or are no pickled boosters; from a look-up: what lies under the name is none.
     """
-    try:
-        boosters = _Unpickler(lzma.decompress(data), where).load()
-    except UserError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a pickle that is none can fail in any way
-        raise UserError(f"{where}: not a saved predictor ({error}); train again: {TRAIN}") from None
-    import xgboost
 
-    if not isinstance(boosters, dict) or not all(isinstance(booster, xgboost.Booster) for booster in boosters.values()):
-        raise UserError(f"{where}: not a saved predictor; train again: {TRAIN}")
-    for booster in boosters.values():
+    def __init__(self, data: bytes, where: Path) -> None:
+        try:
+            packed = _Unpickler(data, where).load()
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a pickle that is none can fail in any way
+            raise UserError(f"{where}: not a saved predictor ({error}); train again: {TRAIN}") from None
+        if not isinstance(packed, dict) or not all(isinstance(member, bytes) for member in packed.values()):
+            raise UserError(f"{where}: not a saved predictor; train again: {TRAIN}")
+        self._packed: dict[str, bytes] = packed
+        self._read: dict[str, xgboost.Booster] = {}
+        self._where = where
+
+    def __getitem__(self, name: str) -> xgboost.Booster:
+        if name not in self._read:
+            self._read[name] = self._open(self._packed[name])
+        return self._read[name]
+
+    @property
+    def opened(self) -> set[str]:
+        """The names of those that were read."""
+        return set(self._read)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._packed)
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def _open(self, packed: bytes) -> xgboost.Booster:
+        import xgboost
+
+        try:
+            booster = xgboost.Booster(model_file=bytearray(zlib.decompress(packed)))
+        except (zlib.error, xgboost.core.XGBoostError, ValueError) as error:
+            raise UserError(f"{self._where}: not a saved predictor ({error}); train again: {TRAIN}") from None
         booster.set_param({"nthread": 1})  # a few dozen rows: starting threads would take longer than predicting
-    return boosters
+        return booster
+
+
+def pack_booster(booster: xgboost.Booster) -> bytes:
+    """A booster for `SavedBoosters`: XGBoost's own UBJSON, what no prediction reads set to zero, compressed."""
+    saved = booster.save_raw("ubj")
+    at = 0
+    while found := UNREAD_ARRAYS.search(saved, at):
+        count_format = COUNT_FORMATS[found.group(1)]
+        start = found.end() + struct.calcsize(count_format)
+        at = start + 4 * struct.unpack_from(count_format, saved, found.end())[0]
+        saved[start:at] = bytes(at - start)
+    return zlib.compress(saved, BOOSTER_COMPRESSION)
+
+
+class MeasuredTimes(Mapping[str, dict[str, float]]):
+    """Idle times (ms) by kernel id and label, from JSON that has a line for each kernel, sorted; only lines that are asked
+    for are parsed."""
+
+    def __init__(self, text: bytes) -> None:
+        self._lines = text.split(b"\n")[1:-1]
+
+    def __getitem__(self, kernel: str) -> dict[str, float]:
+        key = _line_start(kernel)
+        at = bisect_left(self._lines, key)
+        if at == len(self._lines) or not self._lines[at].startswith(key):
+            raise KeyError(kernel)
+        times: dict[str, float] = json.loads(self._lines[at][len(key):].removesuffix(b","))
+        return times
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.whole())
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def whole(self) -> dict[str, dict[str, float]]:
+        """All times, parsed at once."""
+        times: dict[str, dict[str, float]] = json.loads(b"{" + b"".join(self._lines) + b"}")
+        return times
+
+    @staticmethod
+    def text(times: Mapping[str, Mapping[str, float]]) -> bytes:
+        """The JSON that this class reads."""
+        lines = sorted(_line_start(kernel) + json.dumps(dict(found), separators=(",", ":")).encode()
+                       for kernel, found in times.items())
+        return b"\n".join([b"{", *([b",\n".join(lines)] if lines else []), b"}"])
+
+
+def _line_start(kernel: str) -> bytes:
+    return json.dumps(kernel).encode() + b":"
 
 
 @dataclass
 class Predictors:
-    """The predictors of a target, ready to predict. Boosters are unpickled at the first prediction that needs them.
+    """The predictors of a target, ready to predict. A booster is read at the first prediction that needs it.
 
     Attributes:
         folder: where they lie.
@@ -230,7 +315,7 @@ class Predictors:
 
     folder: Path
     sidecar: Sidecar
-    measured: dict[str, dict[str, float]]
+    measured: Mapping[str, dict[str, float]]
     pickles: dict[str, bytes]
     _models: dict[str, KernelModel] = field(default_factory=dict, repr=False)
     _features: dict[str, list[float]] = field(default_factory=dict, repr=False)
@@ -250,7 +335,7 @@ class Predictors:
             raise UserError(f"label {label}: not measured on {self.sidecar.target.name} (there: {', '.join(self.labels)})")
         if label not in self._models:
             about = self.sidecar.labels[label]
-            boosters = unpickle_boosters(self.pickles[label], self.folder / about.file)
+            boosters = SavedBoosters(self.pickles[label], self.folder / about.file)
             absent = sorted({SHARED, *about.predictor_of.values()} - set(boosters))
             if absent:
                 raise UserError(f"{self.folder / about.file}: predictor {absent[0]} is missing; train again: {TRAIN}")
@@ -337,11 +422,9 @@ class Predictors:
         return times
 
 
-def read_measured(folder: Path, sidecar: Sidecar) -> dict[str, dict[str, float]]:
+def read_measured(folder: Path, sidecar: Sidecar) -> MeasuredTimes:
     """The measured idle times (ms) by kernel id and label; errors as of `read_checked`."""
-    found: dict[str, dict[str, float]] = json.loads(
-        lzma.decompress(read_checked(folder / sidecar.measured, sidecar.measured_sha256)))
-    return found
+    return MeasuredTimes(gzip.decompress(read_checked(folder / sidecar.measured, sidecar.measured_sha256)))
 
 
 def load_predictors(folder: Path) -> Predictors:
@@ -369,14 +452,14 @@ def save_predictors(folder: Path, models: Mapping[str, KernelModel], errors: Map
     labels = {}
     for label, model in models.items():
         used = {name: model.boosters[name] for name in sorted({SHARED, *model.predictor_of.values()})}
-        name, digest = _write_hashed(folder, label, "pkl.xz", pickle.dumps(used, protocol=5), COMPRESSION)
+        name, digest = write_boosters(folder, label, used)
         labels[label] = LabelPredictors(
             file=name, sha256=digest, roofline=model.roofline, type_codes=dict(model.type_codes),
             predictor_of=dict(model.predictor_of), errors=tuple(errors[label]))
-    name, digest = _write_measured(folder, measured)
+    name, digest = write_measured(folder, measured)
     sidecar = Sidecar(features=FEATURES, packages=installed_packages(), measured=name, measured_sha256=digest, labels=labels,
                       **about)
-    _write_sidecar(folder, sidecar)
+    write_sidecar(folder, sidecar)
     return sidecar
 
 
@@ -392,11 +475,11 @@ def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) ->
         UserError: no predictors there, another version's, or a damaged file.
     """
     sidecar = read_sidecar(folder)
-    there = read_measured(folder, sidecar)
-    name, digest = _write_measured(folder, there | {kernel: there.get(kernel, {}) | dict(times)
+    there = read_measured(folder, sidecar).whole()
+    name, digest = write_measured(folder, there | {kernel: there.get(kernel, {}) | dict(times)
                                                     for kernel, times in measured.items()})
     sidecar = sidecar.model_copy(update={"measured": name, "measured_sha256": digest})
-    _write_sidecar(folder, sidecar)
+    write_sidecar(folder, sidecar)
     return sidecar
 
 
@@ -407,25 +490,29 @@ def copy_predictors(source: Path, folder: Path) -> None:
         files.write_bytes(folder / path.name, path.read_bytes())
 
 
-def _write_sidecar(folder: Path, sidecar: Sidecar) -> None:
+def write_sidecar(folder: Path, sidecar: Sidecar) -> None:
     """Writes the sidecar, then removes the files of the one before."""
     files.write_json(sidecar_path(folder), sidecar)
     kept = {sidecar.measured, *(about.file for about in sidecar.labels.values())}
-    for old in [*folder.glob("*-*.pkl.xz"), *folder.glob("measured-*.json.xz")]:
+    for old in [*folder.glob("*-*.pkl"), *folder.glob("measured-*.json.gz")]:
         if old.name not in kept:
             old.unlink()
 
 
-def _write_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) -> tuple[str, str]:
+def write_boosters(folder: Path, label: str, boosters: Mapping[str, xgboost.Booster]) -> tuple[str, str]:
+    """Writes the boosters of a label; returns the file's name and its SHA-256."""
+    packed = {name: pack_booster(booster) for name, booster in boosters.items()}
+    return _write_hashed(folder, label, "pkl", pickle.dumps(packed, protocol=5))
+
+
+def write_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) -> tuple[str, str]:
     """Writes the times to look up; returns the file's name and its SHA-256."""
-    return _write_hashed(folder, "measured", "json.xz", json.dumps(measured, separators=(",", ":")).encode(),
-                         TIMES_COMPRESSION)
+    return _write_hashed(folder, "measured", "json.gz", gzip.compress(MeasuredTimes.text(measured), TIMES_COMPRESSION, mtime=0))
 
 
-def _write_hashed(folder: Path, stem: str, suffix: str, data: bytes, preset: int) -> tuple[str, str]:
-    """Writes `data`, compressed, under a name that holds a part of the file's SHA-256; returns the name and the whole hash."""
-    compressed = lzma.compress(data, preset=preset)
-    digest = hashlib.sha256(compressed).hexdigest()
+def _write_hashed(folder: Path, stem: str, suffix: str, data: bytes) -> tuple[str, str]:
+    """Writes `data` under a name that holds a part of its SHA-256; returns the name and the whole hash."""
+    digest = hashlib.sha256(data).hexdigest()
     name = f"{stem}-{digest[:8]}.{suffix}"
-    files.write_bytes(folder / name, compressed)
+    files.write_bytes(folder / name, data)
     return name, digest
