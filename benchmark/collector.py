@@ -557,4 +557,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, kept="what was measured")

@@ -42,7 +42,7 @@ from utils.errors import UserError
 from utils.fingerprint import resolve_provider
 from utils.logger import get_logger
 from utils.paths import Workspace
-from utils.processes import die_with_parent
+from utils.processes import die_with_parent, set_by_signal
 
 EXAMPLES = """
   python benchmark/stressor.py --kind compute --intensity 0.6 --duration 30
@@ -112,6 +112,9 @@ class CpuBurner(Burner):
             reasons = [ready.recv() for ready in waiting]
         except EOFError:
             reasons = ["a worker of the stressor ended before it began: see the message above"]
+        except KeyboardInterrupt:
+            self.close()
+            raise
         if reason := max(reasons):
             self.close()
             raise UserError(reason)
@@ -171,9 +174,6 @@ def run(args: argparse.Namespace, background: Background) -> dict[str, float]:
     """
     parent = os.getppid()
     die_with_parent(signal.SIGTERM)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     provider = resolve_provider(args.device)
     source = open_source(provider)
     if args.report_every is not None and args.report_every < source.minimum_window_s:
@@ -183,6 +183,7 @@ def run(args: argparse.Namespace, background: Background) -> dict[str, float]:
         log.info("intensity 0: nothing to do")
         return {"seconds": 0.0, "duty": 0.0}
     burner = (GpuBurner if provider == "cuda" else CpuBurner)(background, args.intensity)
+    stop = set_by_signal()  # before that, a signal ends it without a report
     try:
         whole = Meter(burner, source)
         began = time.monotonic()

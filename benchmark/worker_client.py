@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 
 from benchmark.protocol import Reply, Request
 from utils.logger import get_logger
 from utils.paths import ROOT
+from utils.temporary import temporary_folder
 
 log = get_logger("collector")
 
@@ -32,6 +33,7 @@ class Worker:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._temporary = ExitStack()  # the folder of its temporary files: it is killed, and can't remove them
         self._unread = b""
         self._preparing = False
 
@@ -49,6 +51,7 @@ class Worker:
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe:
                     pipe.close()
+            self._temporary.close()
         self._process, self._unread, self._preparing = None, b"", False
 
     def prepare(self, request: Request) -> None:
@@ -75,8 +78,11 @@ class Worker:
 
     def _send(self, request: Request) -> None:
         if self._process is None:
-            self._process = subprocess.Popen([sys.executable, "-m", "benchmark.worker"], cwd=ROOT,
-                                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=False)
+            folder = self._temporary.enter_context(temporary_folder())
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "benchmark.worker"], cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                process_group=0 if os.name == "posix" else None)  # Ctrl-C is for the process that started it
         if self._process.stdin is None:
             raise RuntimeError("the worker was started without pipes")
         with suppress(BrokenPipeError):  # then there is no reply to read either

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
-import sys
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -16,7 +15,7 @@ from model_zoo.zoo_config import Export
 from utils import cli, logger
 from utils.errors import UserError
 from utils.paths import Workspace
-from utils.processes import die_with_parent
+from utils.processes import begin_child
 
 STOP_SECONDS = 10.0
 
@@ -94,9 +93,7 @@ class ExportProcess:
 
 def _serve(connection: Connection, made_with: tuple[Workspace, str, bool], quiet: bool) -> None:
     """Answers requests until the other end is closed, as it is when that process dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the other one decides
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exception, so that half-written files go
-    die_with_parent(signal.SIGTERM)  # a long export would go on for nobody
+    begin_child()
     logger.configure(made_with[0].log_file, quiet=quiet)
     exporter = Exporter(*made_with)
     while True:

@@ -82,7 +82,7 @@ def main() -> int:
                         help="also write <model>.onnx with open sizes")
     parser.add_argument("--force", action="store_true", help="make files anew that are there")
     args = parser.parse_args()
-    workspace = cli.start(args)
+    workspace = cli.start(args, begins=True)
     rows = export_all(workspace, with_options(load_zoo_config(args.config), args), args.force)
     if args.json:
         cli.print_json(rows)
@@ -97,4 +97,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, kept="what was exported")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ sys.meta_path.insert(0, Forbid())
 """
 SCRIPTS = sorted(
     str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
-    if path.parent.name not in (".venv", "tests") and "cli.run(main)" in path.read_text(encoding="utf-8"))
+    if path.parent.name not in (".venv", "tests") and "    cli.run(main" in path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -72,5 +73,5 @@ def test_examples_use_options_that_exist(script: str, helped: dict[str, subproce
 def test_scripts_end_as_scripts_do() -> None:
     for script in SCRIPTS:
         text = (ROOT / script).read_text(encoding="utf-8")
-        assert text.rstrip().endswith('if __name__ == "__main__":\n    cli.run(main)'), script
+        assert re.search(r'\nif __name__ == "__main__":\n    cli\.run\(main(, kept="[^"]+")?\)\n$', text), script
         assert Path(script).parent == Path() or "if not __package__:" in text, script

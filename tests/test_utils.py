@@ -238,7 +238,7 @@ def run_script(body: str, *arguments: str, workspace: Path | None = None) -> sub
     lines = ["from utils import cli", "from utils.errors import UserError", "from pathlib import Path",
              "def main():", "    parser = cli.parser('what', 'an example')", "    args = parser.parse_args()",
              "    workspace = cli.start(args)", *(f"    {line}" for line in body.splitlines()), "cli.run(main)"]
-    where = ["--workspace", str(workspace)] if workspace else ["--workspace", os.devnull + "/none"]
+    where = ["--workspace", str(workspace)] if workspace else ["--workspace", "/proc"]  # no log can be written there
     return subprocess.run([sys.executable, "-c", "\n".join(lines), *where, *arguments], cwd=ROOT,
                           capture_output=True, text=True)
 
@@ -247,8 +247,10 @@ def run_script(body: str, *arguments: str, workspace: Path | None = None) -> sub
     ("print('done')", (), 0, None),
     ("return 1", (), 1, None),
     ("raise UserError('mend this')", (), 1, "error: mend this"),
-    ("pass", ("--no-such",), 2, None),
-    ("raise KeyboardInterrupt", (), 130, "interrupted: what was finished is kept"),
+    ("pass", ("--no-such",), 2, "error: unknown option --no-such (see "),
+    ("raise KeyboardInterrupt", (), 130, "stopped"),
+    ("pass", ("--workspace", "/no/such"), 1, "error: --workspace /no/such: no such folder; check its name, or make it first: "),
+    ("pass", ("--workspace", "/dev/null"), 1, "error: --workspace /dev/null: a file; a workspace is a folder"),
     ("(Path('/proc') / 'here').write_text('x')", (), 1, "error: /proc/here: "),
 ])
 def test_exit_codes(body: str, arguments: tuple[str, ...], code: int, message: str | None) -> None:
@@ -256,6 +258,27 @@ def test_exit_codes(body: str, arguments: tuple[str, ...], code: int, message: s
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     assert message is None or (message in done.stderr and len(done.stderr.splitlines()) == 1)
+
+
+@pytest.mark.parametrize(("option", "hint"), [
+    ("--quite", "; did you mean --quiet?"), ("--verb", "; did you mean --verbose?"), ("-json", "; did you mean --json?"),
+    ("--Work_space=x", "; did you mean --workspace?"), ("--throughput", ""),
+])
+def test_an_option_that_is_mistyped(option: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where another option is missing, and where it would do as an abbreviation."""
+    made = cli.parser("what", "an example")
+    made.add_argument("--model", required=True)
+    with pytest.raises(SystemExit) as ended:
+        made.parse_args([option, "x"])
+    name = option.partition("=")[0]
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"error: unknown option {name}{hint} (see {made.prog} --help)\n")
+
+
+def test_words_that_only_look_like_options() -> None:
+    made = cli.parser("what", "an example")
+    made.add_argument("--top", type=int)
+    made.add_argument("models", nargs="*")
+    assert made.parse_args(["--top", "-1", "--", "--odd.onnx"]).models == ["--odd.onnx"]
 
 
 def test_a_bug_keeps_its_traceback() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import itertools
 import json
 import os
+import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,8 +19,11 @@ from typing import Any, NoReturn, TypeVar
 from utils import logger
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
+from utils.stopping import Stopped, say, stop_at_signals
 
 T = TypeVar("T")
+EXIT_USAGE = 2
+EXIT_SLO_MISSED = 4  # a latency objective is not met
 _QUIET_SECONDS = 15.0  # between two progress lines where stderr is no terminal
 _GROWING_COLUMN = 10  # characters that a column has at least in a table whose cells are not all known yet
 LEFT_OUT = ("torch", "torchvision", "onnxscript", "pandas", "sklearn", "matplotlib")  # of a light install
@@ -35,6 +41,33 @@ OS_ERROR_ADVICE = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """Refuses a wrong command line in one line, and suggests what an unknown option was meant to be.
+
+    Options can't be abbreviated: a typo would pass for another option, and a new option would break old commands.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            name = word.partition("=")[0]
+            if re.fullmatch(r"--?[a-zA-Z][\w-]*", name) and name not in self._option_string_actions:
+                self.error(f"unknown option {name}{self._suggestion(name)}")
+        return super().parse_known_args(words, namespace)
+
+    def _suggestion(self, name: str) -> str:
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        asked = "--" + name.lstrip("-").lower().replace("_", "-")
+        near = [option for option in known if option.startswith(asked)] or difflib.get_close_matches(asked, known, 1, 0.7)
+        return f"; did you mean {' or '.join(near)}?" if near else ""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"error: {message} (see {self.prog} --help)\n")
+
+
 def parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
     """An argument parser that shows the script's own docstring first and `examples` last, and knows the shared options.
 
@@ -42,7 +75,7 @@ def parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
         doc: the script's `__doc__`.
         examples: shell lines to paste, one a line.
     """
-    made = argparse.ArgumentParser(
+    made = Parser(
         description=doc, epilog="examples:\n" + examples.strip("\n"), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     shared = made.add_argument_group("shared options")
@@ -54,9 +87,21 @@ def parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
     return made
 
 
-def start(args: argparse.Namespace) -> Workspace:
-    """Sets logging up as the shared options ask, and returns the workspace."""
-    workspace = Workspace(Path(args.workspace).resolve())
+def start(args: argparse.Namespace, begins: bool = False) -> Workspace:
+    """Sets logging up as the shared options ask, and returns the workspace.
+
+    Args:
+        begins: the script makes a workspace that is not there.
+
+    Raises:
+        UserError: the workspace is a file, or not there.
+    """
+    folder = Path(args.workspace)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--workspace {folder}: a file; a workspace is a folder")
+    if not folder.exists() and not begins:
+        raise UserError(f"--workspace {folder}: no such folder; check its name, or make it first: mkdir -p {folder}")
+    workspace = Workspace(folder.resolve())
     logger.configure(workspace.log_file, verbose=args.verbose, quiet=args.quiet)
     return workspace
 
@@ -248,11 +293,17 @@ def explain(error: OSError) -> str:
     return where + OS_ERROR_ADVICE.get(error.errno or 0, error.strerror or str(error))
 
 
-def run(main: Callable[[], int | None]) -> NoReturn:
-    """Runs a script's `main` and exits: 0 done, 1 the user's to mend (one line on stderr), 2 usage, 130 interrupted.
+def run(main: Callable[[], int | None], kept: str = "") -> NoReturn:
+    """Runs a script's `main` and exits: 0 done, 1 the user's to mend (one line on stderr), 2 usage, or another EXIT_… that
+    `main` returns. Ctrl-C gives 130 and SIGTERM 143, each after tidying up and within a second.
 
     Bugs keep their traceback: only `UserError` and file-system errors that a user can mend are turned into a line.
+
+    Args:
+        kept: what is not lost when the script is stopped and goes on from when it is run again, in words; "" for nothing.
     """
+    stopped = f"stopped; {kept} is kept: run again to go on" if kept else "stopped"
+    stop_at_signals(stopped)
     try:
         code = main() or 0
         sys.stdout.flush()
@@ -273,7 +324,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
             raise
         print(f"error: {explain(error)}", file=sys.stderr)
         code = 1
-    except KeyboardInterrupt:
-        print("interrupted: what was finished is kept; run the same command again to go on", file=sys.stderr)
-        code = 130
+    except KeyboardInterrupt as stop:
+        say(stopped)
+        code = 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
     sys.exit(code)

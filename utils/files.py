@@ -8,7 +8,6 @@ import io
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from utils.errors import UserError
+from utils.temporary import temporary_file
 
 M = TypeVar("M", bound=BaseModel)
 _CHUNK = 1 << 20
@@ -30,17 +30,13 @@ def replacing(path: Path) -> Iterator[Path]:
     The temporary name keeps the suffix, for writers that look at it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=f".tmp{path.suffix}", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
+    with temporary_file(path) as temporary:
+        temporary.touch(mode=0o600, exist_ok=False)
         yield temporary
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         temporary.chmod(0o644)
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
