@@ -18,8 +18,8 @@ from types import FrameType
 from utils.temporary import remove_temporaries
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-GRACE_S = 0.6  # between a signal and the hard end of a script: with what that takes, less than a second
-CHILD_GRACE_S = 0.25  # the same for a child process, whose parent waits for it
+GRACE_S = 0.7  # between a signal and the hard end of a script: with what that takes, less than a second
+CHILD_GRACE_S = 0.15  # the same for a child process, whose parent waits for it
 SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
 _lock = threading.Lock()
 _said = False
