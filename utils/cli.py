@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 from utils import logger
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
-from utils.stopping import Stopped, say, stop_at_signals
+from utils.stopping import asked_by, say, stop_at_signals
 
 T = TypeVar("T")
 EXIT_USAGE = 2
@@ -307,24 +307,26 @@ def run(main: Callable[[], int | None], kept: str = "") -> NoReturn:
     try:
         code = main() or 0
         sys.stdout.flush()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 1
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in LEFT_OUT:
+    except BaseException as error:
+        told = _told(error, stopped)
+        if told is None:
             raise
-        print(f"error: needs the package {error.name}, which requirements-predict.txt leaves out; "
-              "pip install -r requirements.txt", file=sys.stderr)
-        code = 1
-    except BrokenPipeError:  # the reader (`| head`) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    except OSError as error:
-        if error.errno not in OS_ERROR_ADVICE:
-            raise
-        print(f"error: {explain(error)}", file=sys.stderr)
-        code = 1
-    except KeyboardInterrupt as stop:
-        say(stopped)
-        code = 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
+        code = told
     sys.exit(code)
+
+
+def _told(error: BaseException, stopped: str) -> int | None:
+    """Tells the user of an error, or that the script was stopped, and returns the exit code; None for a bug."""
+    if asked_by() or isinstance(error, KeyboardInterrupt):
+        say(stopped)
+        return 128 + (asked_by() or signal.SIGINT)
+    if isinstance(error, BrokenPipeError):  # the reader (`| head`) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    if isinstance(error, UserError):
+        print(f"error: {error}", file=sys.stderr)
+    elif isinstance(error, OSError) and error.errno in OS_ERROR_ADVICE:
+        print(f"error: {explain(error)}", file=sys.stderr)
+    else:
+        return None
+    return 1

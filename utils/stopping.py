@@ -23,14 +23,11 @@ CHILD_GRACE_S = 0.15  # the same for a child process, whose parent waits for it
 SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
 _lock = threading.Lock()
 _said = False
+_asked = 0
 
 
 class Stopped(KeyboardInterrupt):
-    """The process is asked to end, by the signal `number`."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    """The process is asked to end; the argument is the signal's number."""
 
 
 def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseException] = Stopped) -> None:
@@ -43,12 +40,10 @@ def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseExce
         message: what the thread prints on stderr if it ends the process and `say` did not before; "" for nothing.
         error: is raised with the signal's number.
     """
-    stopping = False
-
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopping
-        if not stopping:  # a second signal must not interrupt the tidying up
-            stopping = True
+        global _asked
+        if not _asked:  # a second signal must not interrupt the tidying up
+            _asked = number
             raise error(number)
 
     def end_at_last() -> None:
@@ -68,6 +63,12 @@ def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseExce
             signal.signal(number, stop)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     threading.Thread(target=end_at_last, daemon=True, name="stopping").start()
+
+
+def asked_by() -> int:
+    """The number of the signal that asked this process to end; 0 if none did. A library may have turned `Stopped` into an error
+    of its own: importing ONNX Runtime makes it an ImportError."""
+    return _asked
 
 
 def say(message: str) -> None:
