@@ -23,6 +23,7 @@ from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Machine, Target
 from utils.paths import Workspace, targets_in
+from utils.safe_names import FileName
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -63,7 +64,7 @@ class Measurement(Frozen):
     """
 
     subject: str
-    id: str
+    id: FileName
     label: str
     context: str
     samples_ms: tuple[float, ...] = ()

@@ -21,6 +21,7 @@ from utils import cli, files
 from utils.errors import UserError
 from utils.logger import get_logger
 from utils.paths import Workspace
+from utils.safe_names import FileName
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -54,8 +55,8 @@ class DagFile(Frozen):
     """A model's DAG; nodes in execution order."""
 
     version: int = DAG_VERSION
-    model: str
-    flavour: str
+    model: FileName
+    flavour: FileName
     nodes: tuple[DagNode, ...]
     edges: tuple[DagEdge, ...]
 

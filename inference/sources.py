@@ -6,7 +6,6 @@ that hold its weights, are looked at on every call.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ort_analysis.records import ModelRecord, load_record
 from utils.errors import UserError
 from utils.files import cached
+from utils.model_files import weight_files
 
 if TYPE_CHECKING:
     import onnx
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 Source: TypeAlias = "str | Path | onnx.ModelProto | ModelRecord"
 Signature = tuple[tuple[str, int, int, int, int], ...]
 KEPT_FILES = 256  # records held in a process: a few hundred KiB each
-_EXTERNAL_KEY = b"\x0a\x08location"  # how an ONNX file spells that a weight lies in another file
 _files: dict[Any, tuple[tuple[Path, ...], Signature, ModelRecord]] = {}
 
 
@@ -61,7 +60,7 @@ def _record_of_file(path: Path, execution_provider: str, dims: dict[str, int]) -
     else:
         from ort_analysis.fusion_detector import analyze
 
-        record, watched = analyze(path, execution_provider, dims), (path, *_weight_files(path))
+        record, watched = analyze(path, execution_provider, dims), (path, *weight_files(path))
     if before == _signature((path,)):  # else the file changed meanwhile: what was read is not kept
         cached(_files, key, lambda: (watched, _signature(watched), record), KEPT_FILES)
     return record
@@ -84,15 +83,3 @@ def _signature(paths: tuple[Path, ...]) -> Signature:
             continue
         found.append((str(path), stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns))
     return tuple(found)
-
-
-def _weight_files(path: Path) -> list[Path]:
-    """The files beside `path` that hold its weights; the model is parsed only where it mentions any."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if content.find(_EXTERNAL_KEY) < 0:
-            return []
-    import onnx
-
-    from ort_analysis.ort_graph_parser import external_files
-
-    return external_files(path, onnx.load(str(path), load_external_data=False))

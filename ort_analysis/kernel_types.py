@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ort_analysis.records import SHORT_DTYPE, Kernel, KernelInput, Tensor
+from utils.safe_names import as_file_name
 
 # Operators that absorb an activation or an addition, and what they are without it.
 BASE_NAMES = {"FusedConv": "Conv", "FusedGemm": "Gemm"}
@@ -158,7 +159,8 @@ def kernel_id(type_name: str, op_type: str, domain: str, opset: int, attributes:
         [op_type, domain, opset, dict(attributes), [t.model_dump(mode="json") for t in inputs],
          [t.model_dump(mode="json") for t in outputs]], sort_keys=True, default=str)
     digest = hashlib.sha256(description.encode()).hexdigest()[:8]
-    return "_".join(part for part in (type_name, f"{height}x{width}", f"in{text}"[:120], marks, dtype, digest) if part)
+    parts = (type_name, f"{height}x{width}", f"in{text}"[:120], marks, dtype, digest)
+    return as_file_name("_".join(part for part in parts if part))
 
 
 def describe_kernel(op_type: str, domain: str, opset: int, attributes: Mapping[str, Any], inputs: Sequence[KernelInput],

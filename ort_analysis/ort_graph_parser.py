@@ -28,7 +28,9 @@ from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import Flavour, flavour_of, has_cuda, resolve_provider
 from utils.logger import get_logger
+from utils.model_files import check_plain_file, external_files
 from utils.ort_sessions import CPU_ONLY_FUSIONS, model_errors, open_session
+from utils.safe_names import as_file_name
 from utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
@@ -142,14 +144,6 @@ def default_dims(proto: onnx.ModelProto) -> dict[str, int]:
     return {}
 
 
-def external_files(path: Path, proto: onnx.ModelProto) -> list[Path]:
-    """The files beside `path` that hold weights of `proto`."""
-    from onnx.external_data_helper import ExternalDataInfo, uses_external_data
-
-    names = {ExternalDataInfo(tensor).location for tensor in proto.graph.initializer if uses_external_data(tensor)}
-    return sorted(path.parent / name for name in names)
-
-
 def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> Source:
     """A model made ready: readable, not empty, every dynamic dimension given a size.
 
@@ -161,16 +155,14 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     given = dict(dims or {})
     if isinstance(model, Path):
         shown = str(model)
-        if not model.is_file():
-            raise UserError(f"{model}: no such file")
+        check_plain_file(model)
         with model_errors(shown):
             proto = onnx.load(str(model), load_external_data=False)
-        for external in external_files(model, proto):
-            if not external.is_file():
-                raise UserError(f"{model}: its weights lie in {external.name}, which is missing from {external.parent}")
+        external_files(model, proto)
         digest, stem = files.sha256(model), model.stem
     else:
         proto, shown, stem = model, name or model.graph.name or "model", name or model.graph.name or "model"
+        external_files(Path(as_file_name(shown)), proto)
         digest = hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
     if not proto.graph.node:
         raise UserError(f"{shown}: no ONNX model with nodes in it (an empty graph)")

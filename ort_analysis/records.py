@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Flavour
 from utils.paths import Workspace
+from utils.safe_names import FileName, as_file_name
 
 RECORD_VERSION = 1
 INDEX_VERSION = 1
@@ -46,6 +47,9 @@ def type_code(dtype: str) -> int:
     return int(onnx.TensorProto.DataType.Value(name))
 
 
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]  # of elements, operations, bytes
+
+
 class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -58,7 +62,7 @@ class Tensor(Frozen):
     """
 
     dtype: str
-    shape: tuple[int, ...] = ()
+    shape: tuple[Count, ...] = ()
 
     @property
     def present(self) -> bool:
@@ -105,7 +109,7 @@ class Kernel(Frozen):
         weight_bytes: the part of the inputs that is constant.
     """
 
-    id: str
+    id: FileName
     type: str
     op_type: str
     domain: str
@@ -113,10 +117,10 @@ class Kernel(Frozen):
     attributes: dict[str, Any]
     inputs: tuple[KernelInput, ...]
     outputs: tuple[Tensor, ...]
-    flops: int
-    bytes_read: int
-    bytes_written: int
-    weight_bytes: int
+    flops: Count
+    bytes_read: Count
+    bytes_written: Count
+    weight_bytes: Count
 
     @property
     def moves_data(self) -> bool:
@@ -185,7 +189,7 @@ class ModelRecord(Frozen):
     """
 
     version: int = RECORD_VERSION
-    model: str
+    model: FileName
     sha256: str
     dims: dict[str, int]
     flavour: Flavour
@@ -196,6 +200,14 @@ class ModelRecord(Frozen):
     opsets: dict[str, int]
     kernels: dict[str, Kernel]
     nodes: tuple[Node, ...]
+
+    @model_validator(mode="after")
+    def _names_agree(self) -> ModelRecord:
+        if wrong := [name for name, kernel in self.kernels.items() if kernel.id != name]:
+            raise ValueError(f"kernel {wrong[0]} has another id, {self.kernels[wrong[0]].id}")
+        if missing := [node for node in self.nodes if node.kernel_id not in self.kernels]:
+            raise ValueError(f"node {missing[0].name} is of kernel {missing[0].kernel_id}, which is not there")
+        return self
 
     def kernel_of(self, node: Node) -> Kernel:
         return self.kernels[node.kernel_id]
@@ -211,7 +223,7 @@ class IndexEntry(Frozen):
     """A kernel of the index: itself, and the models (by record name) that hold it."""
 
     kernel: Kernel
-    models: tuple[str, ...]
+    models: tuple[FileName, ...]
 
 
 class KernelIndex(Frozen):
@@ -220,6 +232,13 @@ class KernelIndex(Frozen):
     version: int = INDEX_VERSION
     flavour: Flavour
     kernels: dict[str, dict[str, IndexEntry]]
+
+    @model_validator(mode="after")
+    def _names_agree(self) -> KernelIndex:
+        wrong = [name for entries in self.kernels.values() for name, entry in entries.items() if entry.kernel.id != name]
+        if wrong:
+            raise ValueError(f"kernel {wrong[0]} has another id")
+        return self
 
     def all_kernels(self) -> list[Kernel]:
         return [entry.kernel for entries in self.kernels.values() for entry in entries.values()]
@@ -236,8 +255,8 @@ def index_path(workspace: Workspace, flavour: Flavour) -> Path:
 
 
 def record_name(stem: str, dims: dict[str, int]) -> str:
-    """A model's name with the sizes given to its dynamic dimensions."""
-    return stem if not dims else stem + "@" + ",".join(f"{name}={size}" for name, size in sorted(dims.items()))
+    """A model's name with the sizes given to its dynamic dimensions, fit for a file's name."""
+    return as_file_name(stem if not dims else stem + "@" + ",".join(f"{name}={size}" for name, size in sorted(dims.items())))
 
 
 def load_record(path: Path) -> ModelRecord:

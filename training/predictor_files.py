@@ -42,6 +42,7 @@ from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Machine, Target, package_version
 from utils.logger import get_logger
+from utils.safe_names import FileName
 
 if TYPE_CHECKING:
     import xgboost
@@ -83,7 +84,7 @@ class TypeErrors(Frozen):
 class LabelPredictors(Frozen):
     """What the sidecar says of one label's predictors."""
 
-    file: str
+    file: FileName
     sha256: str
     roofline: Roofline
     type_codes: dict[str, float]
@@ -131,7 +132,7 @@ class Sidecar(Frozen):
     config: dict[str, Any]
     machines: tuple[Machine, ...]
     feature_range: tuple[tuple[float, float], ...]
-    measured: str
+    measured: FileName
     measured_sha256: str
     labels: dict[str, LabelPredictors]
 

@@ -21,6 +21,7 @@ from utils.temporary import temporary_file
 
 M = TypeVar("M", bound=BaseModel)
 _CHUNK = 1 << 20
+DIGEST = "digest"  # the key of a versioned record's own SHA-256
 
 
 @contextmanager
@@ -51,9 +52,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a pydantic model or plain data as indented JSON, whole or not at all."""
+    """Writes a pydantic model or plain data as indented JSON, whole or not at all.
+
+    A versioned record carries a digest of itself, which `read_record` checks: a damaged number would otherwise be believed.
+    """
     if isinstance(value, BaseModel):
-        write_text(path, value.model_dump_json(indent=1) + "\n")
+        text = value.model_dump_json(indent=1)
+        if "version" in type(value).model_fields:
+            text = f'{text.removesuffix("}").rstrip()},\n "{DIGEST}": "{digest_of(json.loads(text))}"\n}}'
+        write_text(path, text + "\n")
     else:
         write_text(path, json.dumps(value, indent=1, default=str) + "\n")
 
@@ -133,7 +140,9 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise UserError(f"{path}: not a JSON document of Hase's: nested too deeply") from None
+    except ValueError as error:  # no JSON, no UTF-8, or a number of thousands of digits
         raise UserError(f"{path}: not valid JSON ({error})") from None
 
 
@@ -146,19 +155,31 @@ def read_record(path: Path, schema: type[M], version: int, remake: str) -> M:
         version: the only version this code reads.
         remake: the command that makes a new one, named in the error.
 
+    A record without a digest is of a Hase before there was any, and is believed.
+
     Raises:
-        UserError: missing, damaged, of another version, or not of this kind.
+        UserError: missing, damaged, changed by hand, of another version, or not of this kind.
     """
     data = read_json(path)
     found = data.get("version") if isinstance(data, dict) else None
     if found != version:
         raise UserError(f"{path}: version {found}, this Hase reads version {version}; make it anew: {remake}")
+    digest = data.pop(DIGEST, None)
     try:
-        return schema.model_validate(data)
+        record = schema.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UserError(f"{path}: damaged at {where}: {first['msg']}; make it anew: {remake}") from None
+    if digest is not None and digest != digest_of(data):
+        raise UserError(f"{path}: damaged or changed by hand: its contents are not those that its {DIGEST} is of; make it "
+                        f"anew: {remake}")
+    return record
+
+
+def digest_of(document: Any) -> str:
+    """The SHA-256 of a JSON document's contents, in hex, however it is laid out."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def cached(cache: dict[Any, Any], key: Any, make: Callable[[], Any], limit: int = 256) -> Any:

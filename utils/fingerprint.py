@@ -13,6 +13,7 @@ import psutil
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from utils.errors import UserError
+from utils.safe_names import FileNamePart
 
 CUDNN = "nvidia-cudnn-cu13"  # the package that brings it
 MACHINE_ID = Path("/etc/machine-id")
@@ -34,10 +35,10 @@ class Flavour(_Frozen):
         instruction_set: the CPU's vector width class, which sets the block size of NCHWc layouts; "" on CUDA.
     """
 
-    execution_provider: str
-    ort_version: str
-    optimization: str = "all"
-    instruction_set: str = ""
+    execution_provider: FileNamePart
+    ort_version: FileNamePart
+    optimization: FileNamePart = "all"
+    instruction_set: FileNamePart = ""
 
     @property
     def name(self) -> str:

@@ -1,0 +1,49 @@
+"""Names that become the names of files: of kernels, models, flavours, predictors. What is read from a file is not trusted.
+
+A schema's field that names a file is a `FileName`, so that a record which would write or read anywhere else is refused as it
+is read; what Hase makes of a model's own names goes through `as_file_name`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+LONGEST_BYTES = 240  # of a name: file systems take 255, and a suffix follows
+_UNSAFE = re.compile(r'[/\\\x00-\x1f\x7f]')  # parts a path, or does not show
+
+
+def _checked(name: str) -> str:
+    if name in ("", ".", ".."):
+        raise ValueError(f"{name!r} can't be the name of a file")
+    return _checked_part(name)
+
+
+def _checked_part(name: str) -> str:
+    if found := _UNSAFE.search(name):
+        raise ValueError(f"{name[:80]!r} can't be the name of a file: it holds {found.group()!r}")
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"{name[:80]!r} can't be the name of a file: it is no valid text") from None
+    if length > LONGEST_BYTES:
+        raise ValueError(f"{name[:80]!r}… can't be the name of a file: it is longer than {LONGEST_BYTES} bytes")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_checked)]
+FileNamePart = Annotated[str, AfterValidator(_checked_part)]  # of what is put together to a name; may be empty
+
+
+def as_file_name(name: str) -> str:
+    """`name` as a `FileName`: what can't stand there is replaced by "_", and a name that is too long ends in its hash."""
+    safe = _UNSAFE.sub("_", name).encode("utf-8", "replace").decode()
+    if safe in ("", ".", ".."):
+        safe = f"_{safe}"
+    if len(safe.encode()) <= LONGEST_BYTES:
+        return safe
+    digest = hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:8]
+    return safe.encode()[:LONGEST_BYTES - 9].decode("utf-8", "ignore") + "~" + digest
