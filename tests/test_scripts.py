@@ -25,7 +25,7 @@ class Forbid:
 sys.meta_path.insert(0, Forbid())
 """
 SCRIPTS = sorted(
-    str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
+    str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("recipes/*/*.py")]
     if path.parent.name not in (".venv", "tests") and "    cli.run(main" in path.read_text(encoding="utf-8"))
 
 

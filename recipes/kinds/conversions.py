@@ -1,0 +1,141 @@
+"""Models made of other models: quantised, in half precision, at another operator set, or as ONNX Runtime saved them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from utils.ort_sessions import open_session
+
+Write = Callable[[Path], None]
+IN_SINGLE = ("Softmax", "LayerNormalization", "GlobalAveragePool", "ReduceMean", "Resize")  # what stays in float32
+HALF_LIMIT = 65504.0  # the largest number of float16
+
+
+@contextlib.contextmanager
+def written(write: Write) -> Iterator[Path]:
+    """What `write` writes, for as long as the block runs."""
+    with tempfile.TemporaryDirectory(prefix="hase-kinds-") as folder:
+        path = Path(folder) / "model.onnx"
+        write(path)
+        yield path
+
+
+class RandomFeeds:
+    """What onnxruntime.quantization calibrates with: a few random batches."""
+
+    def __init__(self, path: Path, batches: int = 2) -> None:
+        session = open_session(path, "cpu", optimize="none")
+        generator = np.random.default_rng(0)
+        self._feeds = iter([{one.name: generator.standard_normal(one.shape).astype(np.float32) for one in session.get_inputs()}
+                            for _ in range(batches)])
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return next(self._feeds, None)
+
+
+def write_static_int8(path: Path, write: Write, as_qdq: bool) -> None:
+    """Quantised to 8 bits by calibration: with QuantizeLinear and DequantizeLinear, or with operators of integers."""
+    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    logging.disable(logging.WARNING)
+    with written(write) as plain:
+        prepared = plain.with_name("prepared.onnx")
+        quant_pre_process(plain, prepared, skip_symbolic_shape=True)
+        reader: Any = RandomFeeds(prepared)
+        quantize_static(prepared, path, reader, quant_format=QuantFormat.QDQ if as_qdq else QuantFormat.QOperator,
+                        per_channel=False, activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8)
+
+
+def write_dynamic_int8(path: Path, write: Write) -> None:
+    """Weights in 8 bits, activations quantised while the model runs."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    logging.disable(logging.WARNING)
+    with written(write) as plain:
+        quantize_dynamic(plain, path, weight_type=QuantType.QUInt8)
+
+
+def write_mixed_fp16(path: Path, write: Write, single: Sequence[str] = IN_SINGLE) -> None:
+    """In float16 between inputs and outputs in float32; operators `single` compute in float32, with casts around them.
+
+    Every tensor that is float32 in the model becomes float16 but for what the operators in `single` read and write.
+    """
+    with written(write) as plain:
+        proto = onnx.shape_inference.infer_shapes(onnx.load(plain))
+    graph = proto.graph
+    single_typed = {one.name for one in [*graph.value_info, *graph.input, *graph.output]
+                    if one.type.tensor_type.elem_type == TensorProto.FLOAT}
+    weights = {one.name: one for one in graph.initializer if one.data_type == TensorProto.FLOAT}
+    nodes: list[onnx.NodeProto] = []
+    renamed: dict[str, str] = {}
+    for one in graph.input:
+        if one.name in single_typed and one.name not in weights:
+            renamed[one.name] = f"{one.name}_half"
+            nodes.append(helper.make_node("Cast", [one.name], [renamed[one.name]], to=TensorProto.FLOAT16))
+    for number, node in enumerate(graph.node):
+        names = [renamed.get(name, name) for name in node.input]
+        outputs = list(node.output)
+        if node.op_type in single:
+            for place, name in enumerate(node.input):
+                if name in single_typed or name in weights:
+                    names[place] = f"{name}_single_{number}"
+                    nodes.append(helper.make_node("Cast", [renamed.get(name, name)], [names[place]], to=TensorProto.FLOAT))
+            outputs = [f"{name}_single" if name in single_typed else name for name in node.output]
+        made = helper.make_node(node.op_type, names, outputs, name=node.name, domain=node.domain)
+        made.attribute.extend(node.attribute)
+        for attribute in made.attribute:
+            if node.op_type == "Constant" and attribute.t.data_type == TensorProto.FLOAT:
+                attribute.t.CopyFrom(_half(attribute.t))
+            if node.op_type == "Cast" and attribute.name == "to" and attribute.i == TensorProto.FLOAT:
+                attribute.i = TensorProto.FLOAT16
+        nodes.append(made)
+        if node.op_type in single:
+            nodes += [helper.make_node("Cast", [f"{name}_single"], [name], to=TensorProto.FLOAT16)
+                      for name in node.output if name in single_typed]
+    for one in graph.output:
+        if one.name in single_typed:
+            nodes = [_with_output(node, one.name, f"{one.name}_half") for node in nodes]
+            nodes.append(helper.make_node("Cast", [f"{one.name}_half"], [one.name], to=TensorProto.FLOAT))
+    for tensor in weights.values():
+        tensor.CopyFrom(_half(tensor))
+    del graph.node[:], graph.value_info[:]
+    graph.node.extend(nodes)
+    onnx.save(proto, path)
+
+
+def _half(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    values = np.clip(numpy_helper.to_array(tensor), -HALF_LIMIT, HALF_LIMIT).astype(np.float16)
+    return numpy_helper.from_array(values, tensor.name)
+
+
+def _with_output(node: onnx.NodeProto, old: str, new: str) -> onnx.NodeProto:
+    """The node with a tensor's name changed wherever it stands."""
+    for names in (node.input, node.output):
+        for place, name in enumerate(names):
+            if name == old:
+                names[place] = new
+    return node
+
+
+def write_saved_by_ort(path: Path, write: Write, optimize: str, dims: dict[str, int] | None = None) -> None:
+    """The graph that ONNX Runtime's CPU provider saves: at level `all` with its own layouts, at `extended` with its fusions."""
+    with written(write) as plain:
+        open_session(plain, "cpu", optimize=optimize, dims=dims, save_to=path)
+
+
+def write_converted(path: Path, write: Write, opset: int) -> None:
+    """Another operator set, by ONNX's own converter."""
+    from onnx import version_converter
+
+    with written(write) as plain:
+        onnx.save(version_converter.convert_version(onnx.load(plain), opset), path)

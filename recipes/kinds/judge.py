@@ -1,0 +1,192 @@
+"""Asks Hase about the models of `make_models.py` as a user would, measures them here, and compares.
+
+For each model: a prediction for the shipped H200; one for this machine's CPU; two measurements on it, taken in turn, whose
+difference is the noise; and a prediction after --measure-missing. Every step is a command of its own with a time limit, so that
+one crash costs one item. Writes judgement.jsonl into the models' folder, a line a step; a second run goes on from there.
+Prints a row a model and target, and how all of it compares with what was asked of Hase. --measure-missing adds to the dataset
+of --workspace, so give a copy. What compare_on_gpu.py measured on a GPU machine goes in with --gpu.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.kinds.judgement import JUDGEMENT, SAID, Found, Step, page, read_judgement, rows_of, summary
+from recipes.kinds.manifest import MadeModel, load_manifest
+from utils import cli, files
+from utils.errors import UserError
+from utils.fingerprint import ort_version
+from utils.logger import get_logger
+from utils.paths import ROOT
+
+log = get_logger("kinds")
+
+H200 = "nvidia-h200"
+PREDICT, MEASURE = "inference/predict_model_latency.py", "benchmark/ort_kernel_runner.py"
+STEPS: tuple[Step, ...] = ("h200", "cpu", "measured", "cpu_filled")
+ASKED_FIRST: tuple[Step, ...] = ("h200", "cpu")  # before any kernel is measured that another model may share
+EXAMPLES = """
+python recipes/kinds/judge.py out/kinds --workspace out/demo
+python recipes/kinds/judge.py out/kinds --workspace out/demo --only unet bert_mask --again cpu h200
+python recipes/kinds/judge.py out/kinds --table-only --gpu out/kinds/on_gpu.json --docs docs/kinds.md
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its exit status (None: it took too long), what it printed, how many seconds it took."""
+
+    status: int | None
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def outcome(self) -> str:
+        if self.status is None:
+            return "too long"
+        if "Traceback (most recent call last)" in self.err:
+            return "traceback"
+        if self.status == 0:
+            return "answered"
+        return "refused" if self.status > 0 and "error: " in self.err else "died"
+
+    @property
+    def message(self) -> str:
+        lines = [line for line in self.err.strip().splitlines() if line.strip()]
+        said = [line for line in lines if "error: " in line] or lines
+        return said[-1].removeprefix("error: ")[:400] if said else ""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(line.removeprefix("warning: ") for line in self.err.splitlines() if line.startswith("warning: "))
+
+
+def run_limited(command: Sequence[str], limit_s: float) -> Ended:
+    """Runs a script of this repository; after `limit_s` seconds it is ended, with all that it started."""
+    began = time.monotonic()
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    status: int | None
+    try:
+        out, err = process.communicate(timeout=limit_s)
+        status = process.returncode
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        status = None
+    return Ended(status, out, err, round(time.monotonic() - began, 2))
+
+
+def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s: float) -> Found:
+    """Asks for a prediction, as step `h200`, `cpu` or `cpu_filled`."""
+    options = {"h200": ["--target", H200], "cpu": [], "cpu_filled": ["--measure-missing"]}[step]
+    ended = run_limited([PREDICT, "--model", str(path), *model.dim_options, *options, "--workspace", str(workspace), "--json"],
+                        limit_s)
+    found: dict[str, Any] = {}
+    if ended.outcome == "answered":
+        answer = json.loads(ended.out)
+        answer = answer[0] if isinstance(answer, list) else answer
+        found = {"latency_ms": answer["latency_ms"], "interval_ms": answer["interval_ms"], "time_share": answer["time_share"],
+                 "rough": answer.get("rough_estimate"),
+                 "estimated": answer.get("estimated_operators", answer.get("types_without_predictor", ()))}
+    return Found.model_validate({
+        "model": model.name, "step": step, "outcome": ended.outcome, "seconds": ended.seconds, "warnings": ended.warnings,
+        "message": "" if ended.outcome == "answered" else ended.message, **found})
+
+
+def measured(model: MadeModel, path: Path, rounds: int, budget_s: float, limit_s: float, workspace: Path) -> Found:
+    """Measures a model twice, `rounds` sessions of `budget_s` seconds each time, in turn, so that drift hits both alike."""
+    samples: tuple[list[float], list[float]] = ([], [])
+    seconds = 0.0
+    for turn in range(2 * rounds):
+        ended = run_limited([MEASURE, "--model", str(path), *model.dim_options, "--device", "cpu", "--budget-s", str(budget_s),
+                             "--workspace", str(workspace), "--json"], limit_s)
+        seconds += ended.seconds
+        if ended.outcome != "answered":
+            return Found.model_validate({"model": model.name, "step": "measured", "outcome": ended.outcome,
+                                         "message": ended.message, "seconds": round(seconds, 2)})
+        samples[turn % 2].extend(json.loads(ended.out)["samples_ms"])
+    first, second = (round(statistics.median(some), 6) for some in samples)
+    return Found(model=model.name, step="measured", outcome="answered", seconds=round(seconds, 2), first_ms=first,
+                 second_ms=second)
+
+
+def on_gpu(path: Path | None) -> dict[str, float]:
+    """Latencies in ms by model, of what compare_on_gpu.py wrote; empty without a file."""
+    if path is None:
+        return {}
+    return {one["model"]: one["latency_ms"] for one in files.read_json(path)["models"] if one.get("latency_ms")}
+
+
+def context() -> str:
+    """This machine and what was measured with, in a sentence."""
+    from utils.fingerprint import machine
+
+    here = machine("cpu")
+    return (f"Measured on {here.cores} cores of {here.cpu}, ONNX Runtime {ort_version()}; NVIDIA H200: as a GPU machine "
+            "measured (`recipes/kinds/compare_on_gpu.py`).")
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where make_models.py wrote the models")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these models alone")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="what to do (default: all)")
+    parser.add_argument("--again", nargs="+", choices=STEPS, default=[], metavar="STEP", help="steps to do anew")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="sessions of each measurement (default: 3)")
+    parser.add_argument("--budget-s", type=cli.positive, default=0.7, metavar="S", help="for each session (default: 0.7)")
+    parser.add_argument("--limit-s", type=cli.positive, default=300.0, metavar="S", help="for each command (default: 300)")
+    parser.add_argument("--table-only", action="store_true", help="ask nothing; print what is there")
+    parser.add_argument("--gpu", type=Path, metavar="FILE", help="what compare_on_gpu.py wrote")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="write the results as a page, too")
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error("--rounds must be positive")
+    workspace = cli.start(args).root
+    models = load_manifest(args.folder).chosen(args.only)
+    if not models:
+        raise UserError(f"{args.folder}: none of its models is called {' or '.join(args.only)}")
+    there = read_judgement(args.folder)
+    steps = [] if args.table_only else args.steps
+    todo = [(model, step) for some in (ASKED_FIRST, tuple(set(STEPS) - set(ASKED_FIRST))) for model in models
+            for step in STEPS if step in some and step in steps and (step in args.again or (model.name, step) not in there)]
+    for model, step in cli.track(todo, "judging"):
+        path = (args.folder / model.file).resolve()
+        found = (measured(model, path, args.rounds, args.budget_s, args.limit_s, workspace) if step == "measured" else
+                 predicted(model, path, step, workspace, args.limit_s))
+        files.append_line(args.folder / JUDGEMENT, found.model_dump_json())
+        if found.outcome != "answered":
+            log.info("%s, %s: %s", model.name, SAID.get(step, step), found.in_words)
+    rows = rows_of(models, read_judgement(args.folder), on_gpu(args.gpu))
+    if args.docs:
+        files.write_text(args.docs, page(rows, "python recipes/kinds/make_models.py --out out/kinds --large\n"
+                                         "python recipes/kinds/judge.py out/kinds --workspace out/demo --docs docs/kinds.md",
+                                         context()))
+    if args.json:
+        cli.print_json({"models": [row.columns() for row in rows], "summary": summary(rows)})
+        return 0
+    cli.print_table([row.columns() for row in rows])
+    print()
+    cli.print_table(summary(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,166 @@
+"""Recipes that make models of every kind and judge what Hase says of them: on a few tiny models, as typed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from recipes.kinds.judge import Ended
+from recipes.kinds.judgement import JUDGEMENT, Found, page, read_judgement, rows_of, summary
+from recipes.kinds.manifest import MadeModel, load_manifest
+from utils.errors import UserError
+from utils.ort_sessions import open_session
+from utils.paths import ROOT
+
+TINY = ("tiny_add", "loop_constant_trips", "sklearn_linear")
+
+
+def command(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, f"recipes/kinds/{script}", *options], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with TINY, as the script makes them."""
+    folder = tmp_path_factory.mktemp("kinds")
+    done = command("make_models.py", "--out", str(folder), "--only", *TINY)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_models_are_made_and_listed(made: Path) -> None:
+    found = {model.name: model for model in load_manifest(made).models}
+    assert set(found) == set(TINY)
+    assert found["tiny_add"] == MadeModel(name="tiny_add", file="tiny_add.onnx", kind="tiny", opset=18, tiny=True)
+    assert found["sklearn_linear"].dim_options == ["--dim", "rows=256"]
+    for model in found.values():
+        session = open_session(made / model.file, "cpu", dims=model.dims)
+        feed = {value.name: np.ones(value.shape, np.float32) for value in session.get_inputs()}
+        assert all(np.all(np.isfinite(output)) for output in session.run(None, feed))
+
+
+def test_models_that_are_there_are_kept(made: Path) -> None:
+    before = (made / "tiny_add.onnx").stat().st_mtime_ns
+    (made / "sklearn_linear.onnx").unlink()
+    assert command("make_models.py", "--out", str(made), "--only", *TINY).returncode == 0
+    assert (made / "tiny_add.onnx").stat().st_mtime_ns == before
+    assert (made / "sklearn_linear.onnx").exists()
+
+
+def test_an_unknown_model_is_an_error(made: Path) -> None:
+    done = command("make_models.py", "--out", str(made), "--only", "no_such_model")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "no_such_model: no such model; there are classify_resnet18" in done.stderr
+
+
+def test_a_model_that_cannot_be_made_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipes.kinds import make_models
+
+    def fail(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise ValueError("no such\noperator")
+
+    monkeypatch.setattr(make_models, "recipes", lambda: [make_models.Recipe("bad", "tiny", fail)])
+    assert make_models.make("bad", tmp_path) == "ValueError: no such operator"
+    assert not list(tmp_path.iterdir())
+
+
+def test_mixed_half_precision_computes_the_same(tmp_path: Path) -> None:
+    import torch
+
+    from recipes.kinds import conversions, torch_kinds
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = torch.nn.Conv2d(3, 8, 3), torch.nn.Linear(8, 4)
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(self.head(torch.relu(self.conv(image)).mean((2, 3))), -1)
+
+    torch.manual_seed(0)
+    net, path, image = Net().eval(), tmp_path / "mixed.onnx", torch.randn(1, 3, 8, 8)
+    conversions.write_mixed_fp16(path, lambda plain: torch_kinds.export(net, {"image": image}, plain, 17))
+    types = {weight.name: weight.data_type for weight in onnx.load(path).graph.initializer}
+    assert types["conv.weight"] == types["head.weight"] == onnx.TensorProto.FLOAT16
+    session = open_session(path, "cpu")
+    assert [value.type for value in (*session.get_inputs(), *session.get_outputs())] == ["tensor(float)"] * 2
+    with torch.no_grad():
+        assert np.allclose(session.run(None, {"image": image.numpy()})[0], net(image).numpy(), atol=2e-3)
+
+
+MODELS = tuple(MadeModel(name=name, file=f"{name}.onnx", kind=kind, opset=18) for name, kind in (
+    ("a", "U-Net"), ("b", "LSTM"), ("c", "torchvision classification"), ("d", "detector")))
+
+
+def answer(model: str, step: str, latency_ms: float, **more: object) -> Found:
+    return Found.model_validate({"model": model, "step": step, "outcome": "answered", "seconds": 1.0, "latency_ms": latency_ms,
+                                 **more})
+
+
+def timed(model: str, first_ms: float, second_ms: float) -> Found:
+    return Found(model=model, step="measured", outcome="answered", seconds=1.0, first_ms=first_ms, second_ms=second_ms)
+
+
+def test_the_summary_counts_what_was_asked(tmp_path: Path) -> None:
+    steps = [
+        answer("a", "cpu", 15.0, interval_ms=(5.0, 20.0)), answer("a", "cpu_filled", 10.5), timed("a", 10.0, 11.0),
+        answer("b", "cpu", 2.1, rough=True, estimated=("LSTM",)), answer("b", "cpu_filled", 2.4), timed("b", 2.0, 2.0),
+        answer("c", "h200", 1.0, rough=True), answer("c", "cpu", 1.2, rough=True), timed("c", 1.0, 1.0),
+        Found(model="d", step="h200", outcome="traceback", seconds=1.0, message="KeyError: 'x'"),
+    ]
+    (tmp_path / JUDGEMENT).write_text("".join(step.model_dump_json() + "\n" for step in steps) + '{"torn')
+    rows = rows_of(MODELS, read_judgement(tmp_path), {"c": 1.4})
+    assert {(row.model, row.step): row.error for row in rows if row.error is not None} == pytest.approx({
+        ("a", "cpu"): 0.5, ("a", "cpu_filled"): 0.05, ("b", "cpu"): 0.05, ("b", "cpu_filled"): 0.2, ("c", "cpu"): 0.2,
+        ("c", "h200"): 1 / 1.4 - 1})
+    told = {line["what"]: (line["reached"], line["met"]) for line in summary(rows)}
+    assert told["this CPU, kernels measured: median error of 2"] == ("12.5%", "no")
+    assert told["this CPU, kernels measured: MAPE"] == ("12.5%", "yes")
+    assert told["this CPU, kernels measured: a second measurement, median / mean"] == ("5.0% / 5.0%", "-")
+    assert told["answers: traceback"] == ("1: d (nvidia-h200)", "no")
+    assert told["of 3 unmarked answers off by more than 30%"] == ("1: a (this CPU, +50.0%)", "no")
+    assert told["of 3 marked answers within 15%"] == ("1: b (this CPU, +5.0%)", "yes")
+    assert told["torchvision classification models marked"][1] == "no"
+    assert told["this CPU: interval's width over the prediction, median / widest"] == ("100% / 100%", "-")
+    text = page(rows, "python recipes/kinds/judge.py out/kinds", "Measured here.")
+    assert text.startswith("# Models of every kind\n\n4 models of 4 kinds were put to Hase. ")
+    assert "| b | LSTM | this CPU | 2.1 | - | rough estimate (LSTM) | 2 | +5.0% | +0.0% |" in text
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / JUDGEMENT).write_text("{}\n")
+    with pytest.raises(UserError, match=r"judgement.jsonl, line 1: damaged"):
+        read_judgement(tmp_path)
+
+
+@pytest.mark.parametrize(("ended", "outcome", "message"), [
+    (Ended(1, "", "reading\nerror: m.onnx: no such file\n", 0.1), "refused", "m.onnx: no such file"),
+    (Ended(1, "", "Traceback (most recent call last):\n  …\nKeyError: 3\n", 0.1), "traceback", "KeyError: 3"),
+    (Ended(-11, "", "", 0.1), "died", ""),
+    (Ended(None, "", "warning: slow\n", 60.0), "too long", "warning: slow"),
+    (Ended(0, "{}", "warning: rough\n", 0.1), "answered", "warning: rough"),
+])
+def test_how_a_command_ended(ended: Ended, outcome: str, message: str) -> None:
+    assert (ended.outcome, ended.message) == (outcome, message)
+
+
+def test_models_are_judged_and_a_second_run_asks_nothing(made: Path, tmp_path: Path) -> None:
+    options = [str(made), "--workspace", str(tmp_path), "--only", "tiny_add", "--steps", "h200", "measured", "--rounds", "1",
+               "--budget-s", "0.05", "--json"]
+    done = command("judge.py", *options)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["models"]
+    assert row["target"] == "nvidia-h200"
+    assert 0.001 < row["predicted (ms)"] < 1.0
+    found = read_judgement(made)
+    assert found["tiny_add", "measured"].first_ms is not None
+    lines = (made / JUDGEMENT).read_text()
+    assert command("judge.py", *options).returncode == 0
+    assert (made / JUDGEMENT).read_text() == lines
