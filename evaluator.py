@@ -60,6 +60,8 @@ class Comparison(Frozen):
         p50_error, p95_error: of these percentiles, likewise; None where the prediction has no distribution.
         runs: number of samples.
         measured_share: part of predicted_ms's kernel time that was looked up, a ratio.
+        rough_estimate: whether the prediction with look-up is one.
+        interval_low_ms, interval_high_ms: of the prediction with look-up.
         canary: how long the canary took before its measurements over its best in the dataset, a ratio: 1 is steady.
         predicted_memory_mib, measured_memory_mib: what a run holds; measured is what opening and running took.
         warnings: what the prediction with look-up says should be known about it.
@@ -86,6 +88,9 @@ class Comparison(Frozen):
     runs: int
     measured_share: float
     estimated_share: float
+    rough_estimate: bool = False
+    interval_low_ms: float | None = None
+    interval_high_ms: float | None = None
     canary: float | None
     predicted_memory_mib: float
     measured_memory_mib: float | None = None
@@ -155,7 +160,8 @@ def compare(case: Case, held_out: Sequence[str], held_out_backgrounds: Sequence[
         mean_ms=statistics.mean_ms, error=predicted_ms / measured_ms - 1, strict_error=strict_ms / measured_ms - 1,
         p50_error=p50_error, p95_error=p95_error,
         spread=statistics.spread, runs=statistics.runs, measured_share=case.with_lookup.time_share["measured"],
-        estimated_share=case.with_lookup.time_share["estimated"],
+        estimated_share=case.with_lookup.time_share["estimated"], rough_estimate=case.with_lookup.rough_estimate,
+        interval_low_ms=case.with_lookup.interval_ms[0], interval_high_ms=case.with_lookup.interval_ms[1],
         canary=sum(case.canaries) / len(case.canaries) if case.canaries else None,
         predicted_memory_mib=case.with_lookup.peak_memory_mib, measured_memory_mib=case.memory_mib,
         warnings=case.with_lookup.warnings,
@@ -264,6 +270,8 @@ def table(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
         {"model": c.model, **load_columns(c, comparisons),
          "held out": "yes" if c.held_out else "", "measured (ms)": c.measured_ms, "spread": f"{100 * c.spread:.1f} %",
          "canary": c.canary, "predicted (ms)": c.predicted_ms, "error": percent(c.error),
+         **({"rough estimate": "yes" if c.rough_estimate else "no"} if any(other.rough_estimate for other in comparisons)
+            else {}),
          **percentile_columns(c, comparisons), "strict (ms)": c.strict_ms,
          "strict error": percent(c.strict_error), "memory (MiB)": c.predicted_memory_mib,
          "measured (MiB)": c.measured_memory_mib}

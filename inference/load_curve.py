@@ -45,12 +45,15 @@ class LoadPoint(Frozen):
 
 
 class LoadCurve(Frozen):
-    """A model's latency over the load, from idle to a background that is always busy; with the prediction's warnings."""
+    """A model's latency over the load, from idle to a background that is always busy; with the idle prediction's mark and
+    warnings."""
 
     model: str
     target: str
     dims: dict[str, int]
     points: tuple[LoadPoint, ...]
+    rough_estimate: bool = False
+    estimated_operators: tuple[str, ...] = ()
     warnings: tuple[str, ...]
 
 
@@ -71,6 +74,7 @@ def predict_curve(source: Source, *, points: int = POINTS, dims: Mapping[str, in
         p50, p95, p99 = (under.percentile_ms(percent) for percent in (50, 95, 99))
         found.append(LoadPoint(busy_share=share, mean_ms=under.mean_ms, p50_ms=p50, p95_ms=p95, p99_ms=p99))
     return LoadCurve(model=model.idle.model, target=model.idle.target, dims=model.idle.dims, points=tuple(found),
+                     rough_estimate=model.idle.rough_estimate, estimated_operators=model.idle.estimated_operators,
                      warnings=model.idle.warnings)
 
 
@@ -89,7 +93,7 @@ def draw(curve: LoadCurve, path: Path, slo_ms: float | None = None) -> None:
     if slo_ms is not None:
         axes.axhline(slo_ms, color="0.2", linewidth=1, label=f"SLO {slo_ms:g} ms")
     axes.set(xlim=(0, 100), xlabel="time for which the background is busy (%)", ylabel="predicted latency (ms)",
-             title=f"{curve.model}\n{curve.target}")
+             title=f"{curve.model}\n{curve.target}{' (a rough estimate)' if curve.rough_estimate else ''}")
     axes.set_ylim(bottom=0)
     axes.grid(color="0.9")
     figure.legend(loc="outside right upper")
@@ -121,9 +125,9 @@ def main() -> int:
                           strict=args.strict, workspace=workspace, force=args.force)
     for warning in curve.warnings:
         log.warning("%s", warning)
-    rows = [point.model_dump() for point in curve.points]
+    rows = [point.model_dump() | {"rough_estimate": curve.rough_estimate} for point in curve.points]
     if args.out:
-        files.write_csv(args.out, list(LoadPoint.model_fields), rows)
+        files.write_csv(args.out, [*LoadPoint.model_fields, "rough_estimate"], rows)
     if args.plot:
         draw(curve, args.plot, args.slo_ms)
     if args.json:
@@ -131,7 +135,7 @@ def main() -> int:
     else:
         cli.print_table([{"busy share": f"{point.busy_share:.0%}", "mean (ms)": point.mean_ms, "p50 (ms)": point.p50_ms,
                           "p95 (ms)": point.p95_ms, "p99 (ms)": point.p99_ms} for point in curve.points],
-                        f"{curve.model} on {curve.target}")
+                        f"{curve.model} on {curve.target}{' (a rough estimate)' if curve.rough_estimate else ''}")
     return 0
 
 

@@ -35,12 +35,15 @@ log = get_logger("pair_latency")
 
 
 class OneOfTwo(Frozen):
-    """A model's latency alone, and its distribution while the other one runs in a loop."""
+    """A model's latency alone, and its distribution while the other one runs in a loop; a rough estimate where that of either
+    model alone is one."""
 
     model: str
     dims: dict[str, int]
     idle_ms: float
     under_load: UnderLoad
+    rough_estimate: bool = False
+    estimated_operators: tuple[str, ...] = ()
 
 
 class Pair(Frozen):
@@ -72,7 +75,9 @@ def predict_pair(source: Source, beside: Source, *, dims: Mapping[str, int] | No
 
 def _beside(model: SharedModel, other: SharedModel) -> OneOfTwo:
     return OneOfTwo(model=model.idle.model, dims=model.idle.dims, idle_ms=model.idle.latency_ms,
-                    under_load=model.beside(other.in_a_loop(model), "prediction"))
+                    under_load=model.beside(other.in_a_loop(model), "prediction"),
+                    rough_estimate=model.idle.rough_estimate or other.idle.rough_estimate,
+                    estimated_operators=model.idle.estimated_operators)
 
 
 def main() -> int:
@@ -95,7 +100,8 @@ def main() -> int:
         return 0
     cli.print_table([
         {"model": one.model, "beside": other.model, "alone (ms)": one.idle_ms, **one.under_load.columns(),
-         "mean / alone": one.under_load.mean_ms / one.idle_ms}
+         "mean / alone": one.under_load.mean_ms / one.idle_ms,
+         **({"rough estimate": "yes"} if one.rough_estimate else {})}
         for one, other in (pair.models, pair.models[::-1])], f"side by side on {pair.target}")
     return 0
 

@@ -21,12 +21,15 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import argparse
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from utils import cli
 from utils.errors import UserError
 from utils.logger import get_logger
+from utils.paths import ROOT
 
 if TYPE_CHECKING:
     from inference.missing_kernels import Filled
@@ -56,7 +59,7 @@ def summary(found: Prediction) -> dict[str, Any]:
     return {
         "model": found.model, "batch": found.batch,
         **(found.under_load.columns() if found.under_load else {"latency (ms)": found.latency_ms}),
-        **({"90 % between (ms)": "{:.4g} and {:.4g}".format(*found.interval_ms)} if found.interval_ms else {}),
+        "90 % between (ms)": "{:.4g} and {:.4g}".format(*found.interval_ms),
         "items/s": found.items_per_second, "peak memory (MiB)": found.peak_memory_mib,
         "Σ kernels (ms)": found.kernel_sum_ms,
         **{name: f"{share:.0%}" for name, share in found.time_share.items()},
@@ -84,16 +87,34 @@ def print_predictions(found: Sequence[Prediction], top: int) -> None:
     if first.under_load and first.under_load.told_by == "probe":
         load = ", ".join(filter(None, (load, "as the probe met it")))
     log.info("target %s, %s, load %s; latency = %s", first.target, first.way.in_words, load, how)
-    cli.print_table([summary(one) for one in found], "predicted latency")
+    mark = any(one.rough_estimate for one in found)
+    cli.print_table([summary(one) | ({"rough estimate": "yes" if one.rough_estimate else "no"} if mark else {})
+                     for one in found], "predicted latency")
     if len(found) == 1 and top:
         print()
         cli.print_table(kernel_rows(first, top), f"the kernels that take most of {first.kernel_sum_ms:.4g} ms")
 
 
+def advise_measuring(args: argparse.Namespace, found: Sequence[Prediction]) -> None:
+    """Logs the command that measures doubtful kernels, where this machine is the target and look-ups would help."""
+    from inference.targets import local_targets
+
+    doubtful = [one for one in found if one.estimated_operators or one.doubtful_operators]
+    if (not doubtful or args.strict or args.measure_missing or doubtful[0].load != "idle"
+            or doubtful[0].target not in {target.name for target in local_targets()}):
+        return
+    command = ["python", "inference/predict_model_latency.py", "--model", str(args.model), "--measure-missing"]
+    for option, values in (("--dim", args.dim), ("--target", [args.target] if args.target else []),
+                           ("--workspace", [str(args.workspace)] if args.workspace != ROOT else [])):
+        for value in values:
+            command += [option, value]
+    log.warning("this machine is the target; have them measured with: %s", shlex.join(command))
+
+
 def verdict(found: Prediction, slo: SloUnderLoad) -> str:
     """A line that says whether an objective is met, by how much, and beside how much other work it still would be."""
     what = f"p{slo.percentile:g}" if found.under_load else "latency"
-    could = "" if slo.could_be_ms is None else f" (it could be {slo.could_be_ms:.4g})"
+    could = f" (it could be {slo.could_be_ms:.4g})"
     said = (f"{found.model}: {what} {slo.latency_ms:.4g} ms{could} {'meets' if slo.met else 'misses'} the SLO of "
             f"{slo.limit_ms:g} ms by {abs(slo.headroom_ms):.4g} ms, {abs(slo.headroom_percent):.3g} %; ")
     if slo.unknown_because is not None:
@@ -138,6 +159,8 @@ def main() -> int:
                         help=f"a line with the load and the prediction every S seconds (default: {WATCH_S:g}), until Ctrl-C")
     parser.add_argument("--export", type=cli.address, metavar="[ADDRESS:]PORT",
                         help="with --watch: serve the latest prediction to Prometheus; port 0: a free one")
+    parser.add_argument("--fail-on-rough", action="store_true",
+                        help=f"end with status {cli.EXIT_ROUGH} where a prediction is a rough estimate")
     cli.add_trust(parser)
     args = parser.parse_args()
     sizes = cli.combinations(cli.parse_dims(args.dim))
@@ -163,6 +186,7 @@ def main() -> int:
 
     from inference.load import CONFIG_FILE, InferenceConfig, Load, current_load, fields_asked
     from inference.prediction import WayOfRunning, predict
+    from inference.sizes import never_falling
     from inference.slo import PERCENTILE, slo_under_load
     from inference.targets import fitted_for
     from inference.watch import Watch, follow
@@ -219,7 +243,7 @@ def main() -> int:
         from inference.missing_kernels import measure_missing
 
         tell(measure_missing(args.model, sizes, target=args.target, workspace=workspace, force=args.force))
-    found = [predicted(dims, load, other) for dims in cli.track(sizes, "predicting")]
+    found = never_falling([predicted(dims, load, other) for dims in cli.track(sizes, "predicting")])
     slos = [slo_under_load(one, args.model, args.slo_ms, percentile, workspace, args.force, other) for one in found
             ] if args.slo_ms else [None] * len(found)
     if args.trace:
@@ -232,6 +256,7 @@ def main() -> int:
         write_json(args.trace, document([*trace_of(found[0], record)["traceEvents"], *real]))
     for warning in dict.fromkeys(warning for one in found for warning in one.warnings):
         log.warning("%s", warning)
+    advise_measuring(args, found)
     if args.json:
         dumped = [one.model_dump(mode="json") | ({"slo": slo.model_dump(mode="json")} if slo else {})
                   for one, slo in zip(found, slos, strict=True)]
@@ -241,6 +266,8 @@ def main() -> int:
         for one, slo in zip(found, slos, strict=True):
             if slo:
                 print(verdict(one, slo))
+    if args.fail_on_rough and any(one.rough_estimate for one in found):
+        return cli.EXIT_ROUGH
     return 0
 
 

@@ -19,10 +19,24 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from inference.doubt import (
+    CERTAIN,
+    FORCED,
+    OTHER_CUDNN,
+    KernelDoubt,
+    Span,
+    doubt_warnings,
+    fitted_span,
+    is_rough,
+    joined,
+    kernel_doubts,
+    kernels_under_load_span,
+    load_span,
+)
 from inference.memory import Layout, Memory, layout_of, peak_memory
 from inference.sharing import NotShared, ToldBy, UnderLoad, other_work, under_load
 from inference.sources import Source, record_of
-from inference.targets import Fitted, check_fit, fitted_for
+from inference.targets import Fitted, check_fit, fitted_for, misfits
 from ort_analysis.cuda_capture import capture_obstacle
 from ort_analysis.records import Frozen, ModelRecord
 from overlap_simulator import OtherWork, PipelineCosts
@@ -30,7 +44,7 @@ from utils.errors import UserError
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
-    from training.composition import Composition, Interval
+    from training.composition import Composition
     from training.sharing import Sharing
 
 Floats = npt.NDArray[np.float64]
@@ -38,8 +52,6 @@ Floats = npt.NDArray[np.float64]
 Provenance = Literal["measured", "predicted", "estimated"]
 PROVENANCES: tuple[Provenance, ...] = ("measured", "predicted", "estimated")
 PREDICTION_VERSION = 1
-OTHER_CUDNN = 2.0  # how many times as far from the prediction its interval reaches under another cuDNN minor: a choice, not
-# measured, since no GPU was measured under two of them
 
 
 class UsedComposition(Frozen):
@@ -111,9 +123,12 @@ class Prediction(Frozen):
         composition: how the kernels' times were put together.
         way: how the model is run.
         latency_ms: the prediction; under a load with a distribution, its mean.
-        interval_ms: between which latencies nine of ten models lay, OTHER_CUDNN times as wide where this machine is the
-            target's device with another cuDNN minor; None under load, where a kernel is estimated from
-            FLOPs and bytes, or where too few models were measured to tell.
+        interval_ms: between which latencies nine of ten models lay, wider with every doubt (inference/doubt.py); under load, of
+            the mean.
+        rough_estimate: the plausible error of doubtful kernels (estimated, known in other forms only, or far beyond what was
+            measured) could move the latency by more than doubt.ROUGH.
+        estimated_operators: kernel types that were never measured, so that they are estimated from FLOPs and bytes.
+        doubtful_operators: kernel types that were measured for other ranks or element types only.
         sum_latency_ms: α·Σ+β; the prediction itself, unless the composition uses the longest path.
         kernel_sum_ms: Σ of the kernels' times.
         critical_path_ms: the longest path, where the composition uses it.
@@ -123,7 +138,7 @@ class Prediction(Frozen):
         strict: no measured kernel time was looked up.
         time_share, kernel_count: by provenance: ratios of kernel_sum_ms, and numbers of nodes.
         kernels: each once, the dominating ones first.
-        types_without_predictor: kernel types that were estimated from FLOPs and bytes.
+        types_without_predictor: the same as estimated_operators, by its older name.
         dims: sizes given to dynamic dimensions.
         batch, items_per_second: of the first input; None where it has no dimension.
         memory, peak_memory_mib: what a run holds at its fullest moment.
@@ -137,7 +152,10 @@ class Prediction(Frozen):
     composition: UsedComposition
     way: WayOfRunning = AS_USUAL
     latency_ms: float
-    interval_ms: tuple[float, float] | None = None
+    interval_ms: tuple[float, float]
+    rough_estimate: bool = False
+    estimated_operators: tuple[str, ...] = ()
+    doubtful_operators: tuple[str, ...] = ()
     sum_latency_ms: float | None
     kernel_sum_ms: float
     critical_path_ms: float | None = None
@@ -214,13 +232,13 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
         from training.estimators import LAUNCHES
 
         launches = fitted.predictors.predict(list(kernels.values()), of_kernels, LAUNCHES, strict).latency_ms
-    known = {name: KnownKernel(time_ms, cast("Provenance", provenance), count, kernel.moves_data, layout_of(kernel))
+    doubts = kernel_doubts(kernels.values(), times.provenance, fitted, used.label)
+    known = {name: KnownKernel(time_ms, cast("Provenance", provenance), count, kernel.moves_data, layout_of(kernel),
+                               doubts.get(name))
              for (name, kernel), time_ms, provenance, count in zip(
                  kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
-    predicted = [kernel for name, kernel in kernels.items() if known[name].provenance == "predicted"]
-    beyond = set(fitted.predictors.beyond_range(predicted))
     return [_compose(record, known, fitted, used, given, beside, strict, way,
-                     (*warned, *_capture_warning(record, way), *_range_warning(record, known, beyond)))
+                     (*warned, *_capture_warning(record, way), *_range_warning(record, known)))
             for record, warned in zip(records, warnings, strict=True)]
 
 
@@ -290,6 +308,7 @@ class KnownKernel(NamedTuple):
     Attributes:
         launches: how many launches it takes, where the composition asks.
         layout: what it does with buffers.
+        doubt: how far its time may be off, where it is doubtful.
     """
 
     latency_ms: float
@@ -297,24 +316,25 @@ class KnownKernel(NamedTuple):
     launches: float | None
     moves_data: bool
     layout: Layout
+    doubt: KernelDoubt | None = None
+
+    def at(self, end: Literal["low", "high"], marking_only: bool) -> KnownKernel:
+        """The same kernel at one end of its plausible times; as it is where it is not doubtful."""
+        if self.doubt is None or (marking_only and not self.doubt.marks):
+            return self
+        time, launches = getattr(self.doubt.time, end), getattr(self.doubt.launches, end)
+        return self._replace(latency_ms=time * self.latency_ms,
+                             launches=None if self.launches is None else launches * self.launches)
 
 
 def _compose(record: ModelRecord, known: Mapping[str, KnownKernel], fitted: Fitted, used: Composition,
              load: dict[str, float], beside: Beside | None, strict: bool, way: WayOfRunning,
              warnings: tuple[str, ...]) -> Prediction:
     """A model's time from what is known of its kernels, by id."""
-    from training.composition import copied_mib, host_io_ms, latency_ms, working_nodes
-
     ids = [node.kernel_id for node in record.nodes]
     counts = Counter(ids)
     totals = {kernel_id: count * known[kernel_id].latency_ms for kernel_id, count in counts.items()}
     kernel_sum_ms = sum(totals.values())
-    critical_path_ms = None
-    if used.kind == "critical_path":
-        from graph_model.dag_critical_path import build_dag, calculate_latency
-
-        by_node = {node.name: known[node.kernel_id].latency_ms for node in record.nodes}
-        critical_path_ms = calculate_latency(build_dag(record), by_node, "critical_path")
     whole_ms = kernel_sum_ms or 1.0  # a graph that is optimised away has no kernels
     by_provenance: dict[Provenance, float] = dict.fromkeys(PROVENANCES, 0.0)
     nodes_by_provenance: dict[Provenance, int] = dict.fromkeys(PROVENANCES, 0)
@@ -322,35 +342,37 @@ def _compose(record: ModelRecord, known: Mapping[str, KnownKernel], fitted: Fitt
         by_provenance[known[kernel_id].provenance] += total_ms
         nodes_by_provenance[known[kernel_id].provenance] += counts[kernel_id]
     shares = {name: part / whole_ms for name, part in by_provenance.items()}
-    costs, interval = used.costs, used.interval_for(shares["measured"])
-    shared: UnderLoad | None = None
-    if way.cuda_graph and used.cuda_graph:
-        costs, interval = used.cuda_graph.costs, used.cuda_graph.interval
-    if used.kind == "pipeline" and costs is not None:
-        nodes = [known[kernel_id] for kernel_id in ids]
-        latency = _pipeline_ms(nodes, costs)
-        if beside:
-            shared = under_load(*_tracks(nodes), costs, beside.sharing, beside.other, beside.told_by)
-            latency = shared.mean_ms
-    else:
-        base_ms = kernel_sum_ms if critical_path_ms is None else critical_path_ms
-        latency = float(latency_ms(used, base_ms, working_nodes(record)))
-    if way.io == "host" and used.host_io:
-        latency += host_io_ms(used.host_io, copied_mib(record))
-        interval = used.host_io.interval
-    unknown = sorted({record.kernels[name].type for name in totals if known[name].provenance == "estimated"})
-    if unknown:
-        warnings = (*warnings, f"no predictor for {', '.join(unknown)}: {shares['estimated']:.1%} of the kernel time "
-                               "is estimated from FLOPs and bytes")
-    widen = OTHER_CUDNN if fitted.other_cudnn else 1.0
+    costs = used.cuda_graph.costs if way.cuda_graph and used.cuda_graph else used.costs
+    composed = _composed(record, known, used, costs, way)
+    latency, shared = composed.latency_ms, None
+    provider = fitted.target.flavour.execution_provider
+    doubts = [(record.kernels[name], doubt) for name in counts if (doubt := known[name].doubt) is not None]
+    moved = marking = CERTAIN
+    if doubts:
+        moved, marking = (_moved(record, known, used, costs, way, latency, marking_only) for marking_only in (False, True))
+    spans = [fitted_span(used, way, shares["measured"], provider), moved]
+    if beside and costs is not None:
+        shared = under_load(*_tracks([known[kernel_id] for kernel_id in ids]), costs, beside.sharing, beside.other,
+                            beside.told_by)
+        latency = shared.mean_ms
+        spans.append(load_span(beside.sharing, beside.told_by))
+    elif load:
+        spans.append(kernels_under_load_span(fitted.predictors, used.label))
+    times = (OTHER_CUDNN if fitted.other_cudnn else 1.0) * (
+        FORCED if misfits(record, fitted.target, fitted.predictors.sidecar.dtypes) else 1.0)
+    span = joined(spans).widened(times)
+    estimated, doubtful = (tuple(sorted({kernel.type for kernel, doubt in doubts if doubt.reason == reason}))
+                           for reason in ("estimated", "other form"))
+    warnings = (*warnings, *doubt_warnings(doubts, marking))
     memory = peak_memory(record, layouts={kernel_id: known[kernel_id].layout for kernel_id in counts})
     return Prediction(
         model=record.model, target=fitted.target.name, flavour=record.flavour.name,
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
                                     node_ms=used.node_ms, costs=costs),
-        way=way, latency_ms=latency, interval_ms=None if load or shared or unknown else _interval_ms(latency, interval, widen),
+        way=way, latency_ms=latency, interval_ms=(span.low * latency, span.high * latency),
+        rough_estimate=is_rough(marking), estimated_operators=estimated, doubtful_operators=doubtful,
         sum_latency_ms=_sum_latency_ms(used, kernel_sum_ms), kernel_sum_ms=kernel_sum_ms,
-        critical_path_ms=critical_path_ms,
+        critical_path_ms=composed.critical_path_ms,
         load=load or ({} if shared else "idle"), under_load=shared, strict=strict, time_share=shares,
         kernel_count=nodes_by_provenance,
         kernels=tuple(
@@ -358,10 +380,47 @@ def _compose(record: ModelRecord, known: Mapping[str, KnownKernel], fitted: Fitt
                         latency_ms=known[kernel_id].latency_ms, total_ms=total_ms, share=total_ms / whole_ms,
                         provenance=known[kernel_id].provenance, launches=known[kernel_id].launches)
             for kernel_id, total_ms in sorted(totals.items(), key=lambda item: -item[1])),
-        types_without_predictor=tuple(unknown), dims=record.dims, batch=record.batch,
+        types_without_predictor=estimated, dims=record.dims, batch=record.batch,
         items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
         memory=memory, peak_memory_mib=memory.peak_mib, warnings=warnings,
     )
+
+
+class Composed(NamedTuple):
+    """A model's time on an otherwise idle device, and the longest path where the composition uses it; ms."""
+
+    latency_ms: float
+    critical_path_ms: float | None
+
+
+def _composed(record: ModelRecord, known: Mapping[str, KnownKernel], used: Composition, costs: PipelineCosts | None,
+              way: WayOfRunning) -> Composed:
+    """A model's time from its kernels'. On a GPU it is no shorter than what the GPU itself has to do."""
+    from training.composition import copied_mib, host_io_ms, latency_ms, working_nodes
+
+    nodes = [known[node.kernel_id] for node in record.nodes]
+    kernel_sum_ms, critical_path_ms = sum(node.latency_ms for node in nodes), None
+    if used.kind == "pipeline" and costs is not None:
+        latency = max(_pipeline_ms(nodes, costs), kernel_sum_ms)
+    else:
+        if used.kind == "critical_path":
+            from graph_model.dag_critical_path import build_dag, calculate_latency
+
+            by_node = {node.name: known[node.kernel_id].latency_ms for node in record.nodes}
+            critical_path_ms = calculate_latency(build_dag(record), by_node, "critical_path")
+        base_ms = kernel_sum_ms if critical_path_ms is None else critical_path_ms
+        latency = float(latency_ms(used, base_ms, working_nodes(record)))
+    if way.io == "host" and used.host_io:
+        latency += host_io_ms(used.host_io, copied_mib(record))
+    return Composed(latency, critical_path_ms)
+
+
+def _moved(record: ModelRecord, known: Mapping[str, KnownKernel], used: Composition, costs: PipelineCosts | None,
+           way: WayOfRunning, latency: float, marking_only: bool) -> Span:
+    """By what factors a latency moves when all doubtful kernels are at the low, or at the high end of their plausible times."""
+    low, high = (_composed(record, {name: kernel.at(end, marking_only) for name, kernel in known.items()}, used, costs, way)
+                 for end in ("low", "high"))
+    return Span(low.latency_ms / latency, high.latency_ms / latency) if latency else CERTAIN
 
 
 def _capture_warning(record: ModelRecord, way: WayOfRunning) -> tuple[str, ...]:
@@ -370,24 +429,15 @@ def _capture_warning(record: ModelRecord, way: WayOfRunning) -> tuple[str, ...]:
     return (f"ONNX Runtime can't capture it as a CUDA graph: {obstacle}; predicted as though it could",) if obstacle else ()
 
 
-def _range_warning(record: ModelRecord, known: Mapping[str, KnownKernel], beyond: set[str]) -> tuple[str, ...]:
+def _range_warning(record: ModelRecord, known: Mapping[str, KnownKernel]) -> tuple[str, ...]:
     """What to know about a model's kernels that are smaller or larger than any measured; nothing where there are none."""
-    found = [kernel for kernel in record.kernels if kernel in beyond] if beyond else []
+    found = [name for name in record.kernels if (doubt := known[name].doubt) is not None and doubt.reason == "beyond"]
     if not found:
         return ()
     counts = Counter(node.kernel_id for node in record.nodes)
     part, total = (sum(counts[name] * known[name].latency_ms for name in names) for names in (found, record.kernels))
     return (f"{len(found)} of its kernels, {part / total if total else 0.0:.1%} of the kernel time, are beyond what was "
             f"measured in some size, and less sure: {', '.join(found[:2])}{' …' if len(found) > 2 else ''}",)
-
-
-def _interval_ms(latency: float, interval: Interval | None, widen: float) -> tuple[float, float] | None:
-    """The interval around a latency, each end `widen` times as far out."""
-    if interval is None:
-        return None
-    low = interval.low - (widen - 1.0) * abs(interval.low - 1.0)
-    high = interval.high + (widen - 1.0) * abs(interval.high - 1.0)
-    return max(low, 0.0) * latency, high * latency
 
 
 def _pipeline_ms(nodes: Sequence[KnownKernel], costs: PipelineCosts) -> float:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from inference.watch import Watch
 
 LATENCY, MEAN = "hase_predicted_latency_seconds", "hase_predicted_latency_mean_seconds"
+ROUGH = "hase_prediction_rough_estimate"
 PREDICTED, FAILED = "hase_prediction_timestamp_seconds", "hase_prediction_failed_readings"
 
 
@@ -45,6 +46,7 @@ class PredictedLatency:
                 family.add_metric([*labels.values(), f"{percent / 100:g}"], found.under_load.percentile_ms(percent) / 1e3)
             yield family
         yield gauge(MEAN, "predicted latency beside what else runs, its mean (s)", found.latency_ms / 1e3)
+        yield gauge(ROUGH, "whether the prediction is a rough estimate (1) or not (0)", float(found.rough_estimate))
         yield gauge(PREDICTED, "time of the last good prediction (s since 1970)", self.watch.predicted_s)
         yield CounterMetricFamily(FAILED, "readings of the load that failed", value=self.watch.failed)
 

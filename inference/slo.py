@@ -23,8 +23,9 @@ class Slo(Frozen):
             It is the median of a model's runs, whose spread there is not predicted, for any percentile.
         met: latency_ms is at most limit_ms.
         headroom_ms, headroom_percent: how far below the limit it is (of the limit); negative where it is missed.
-        could_be_ms: the upper end of the prediction's interval, between whose ends nine of ten models lay; it says how wrong
-            the prediction may be, not how runs spread. None where there is no interval.
+        could_be_ms: the upper end of the prediction's interval, between whose ends nine of ten models lay (under load: the
+            percentile by as much longer as that end is than the mean); it says how wrong the prediction may be, not how runs
+            spread.
     """
 
     limit_ms: float
@@ -33,7 +34,7 @@ class Slo(Frozen):
     met: bool
     headroom_ms: float
     headroom_percent: float
-    could_be_ms: float | None
+    could_be_ms: float
 
 
 class SloUnderLoad(Slo):
@@ -51,10 +52,12 @@ class SloUnderLoad(Slo):
 def check_slo(prediction: Prediction, limit_ms: float, percentile: float = PERCENTILE) -> Slo:
     """How a prediction compares with the objective that `percentile` % of the runs take at most `limit_ms`."""
     shared = prediction.under_load
-    latency = prediction.latency_ms if shared is None else shared.percentile_ms(percentile)
+    latency, could_be = prediction.latency_ms, prediction.interval_ms[1]
+    if shared is not None:
+        latency, could_be = shared.percentile_ms(percentile), could_be * shared.percentile_ms(percentile) / latency
     return Slo(limit_ms=limit_ms, percentile=percentile, latency_ms=latency, met=latency <= limit_ms,
                headroom_ms=limit_ms - latency, headroom_percent=100 * (1 - latency / limit_ms),
-               could_be_ms=prediction.interval_ms[1] if prediction.interval_ms else None)
+               could_be_ms=could_be)
 
 
 def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = PERCENTILE,

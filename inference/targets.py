@@ -16,6 +16,7 @@ from utils.paths import SHIPPED, Workspace
 
 if TYPE_CHECKING:
     from training.composition import Composition
+    from training.doubt import Doubt
     from training.predictor_files import Predictors, Sidecar
     from training.sharing import Sharing
 
@@ -23,7 +24,7 @@ MAKE_PREDICTORS = (
     "python benchmark/collector.py", "python training/train_kernel_model.py", "python training/fit_composition.py")
 SIDECAR = "predictors.json"  # written last by training: a folder without it holds nothing that counts
 FLOATING = ("float16", "bfloat16", "float32", "float64")
-_fitted: dict[tuple[Any, ...], tuple[Predictors, Composition, Sharing | None]] = {}
+_fitted: dict[tuple[Any, ...], tuple[Predictors, Composition, Sharing | None, Doubt]] = {}
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Fitted:
     """What was learned for one target, and what to know about its being chosen.
 
     Attributes:
+        doubt: how far off kernels may be that nothing was learned of.
         sharing: how the target's GPU turns between processes; None where that was not learned.
         other_cudnn: this machine is the target's device, but has another minor version of cuDNN than was measured.
         notices: for the reader.
@@ -39,6 +41,7 @@ class Fitted:
     target: Target
     predictors: Predictors
     composition: Composition
+    doubt: Doubt
     sharing: Sharing | None = None
     other_cudnn: bool = False
     notices: tuple[str, ...] = ()
@@ -134,18 +137,34 @@ def fitted_for(workspace: Workspace, name: str | None = None) -> Fitted:
     folder = predictor_folders(workspace)[name]
     key = (str(folder), *sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in folder.iterdir()))
 
-    def load() -> tuple[Predictors, Composition, Sharing | None]:
+    def load() -> tuple[Predictors, Composition, Sharing | None, Doubt]:
         from training.composition import load_composition
+        from training.doubt import read_doubt
         from training.predictor_files import load_predictors
         from training.sharing import read_sharing
 
-        return load_predictors(folder), load_composition(folder), read_sharing(folder)
+        return load_predictors(folder), load_composition(folder), read_sharing(folder), read_doubt(folder)
 
-    predictors, composition, sharing = cached(_fitted, key, load, limit=4)
+    predictors, composition, sharing, doubt = cached(_fitted, key, load, limit=4)
     sidecar = predictors.sidecar
     versions = version_notice(sidecar)
-    return Fitted(sidecar.target, predictors, composition, sharing, other_cudnn=other_cudnn(sidecar) is not None,
+    return Fitted(sidecar.target, predictors, composition, doubt, sharing, other_cudnn=other_cudnn(sidecar) is not None,
                   notices=(*notices, versions) if versions else notices)
+
+
+def misfits(record: ModelRecord, target: Target, dtypes: Sequence[str]) -> list[str]:
+    """In what a record is not what the target's predictors hold for: ONNX Runtime's minor version, element types.
+
+    Arguments are those of `check_fit`.
+    """
+    graph, trained = record.flavour, target.flavour
+    found = []
+    if graph.ort_version != trained.ort_version:
+        found.append(f"the graph is of ONNX Runtime {graph.ort_version}, the predictors hold for {trained.ort_version}")
+    unseen = sorted({kernel.dtype for kernel in record.kernels.values()} & set(FLOATING) - set(dtypes))
+    if unseen:
+        found.append(f"it computes in {', '.join(unseen)}, the predictors hold for {', '.join(dtypes)}")
+    return found
 
 
 def check_fit(record: ModelRecord, target: Target, dtypes: Sequence[str], force: bool) -> list[str]:
@@ -164,15 +183,10 @@ def check_fit(record: ModelRecord, target: Target, dtypes: Sequence[str], force:
     if graph.execution_provider != trained.execution_provider:
         raise UserError(f"{record.model}: the record is of a {graph.execution_provider} graph, the predictors of target "
                         f"{target.name} hold for {trained.execution_provider}")
-    refusals, warnings = [], []
-    if graph.ort_version != trained.ort_version:
-        refusals.append(f"the graph is of ONNX Runtime {graph.ort_version}, the predictors hold for {trained.ort_version}")
-    unseen = sorted({kernel.dtype for kernel in record.kernels.values()} & set(FLOATING) - set(dtypes))
-    if unseen:
-        refusals.append(f"it computes in {', '.join(unseen)}, the predictors hold for {', '.join(dtypes)}")
+    refusals = misfits(record, target, dtypes)
     if refusals and not force:
         raise UserError(f"{record.model}: {'; '.join(refusals)}; measure and train for it, or use --force")
-    warnings += [f"forced: {refusal}" for refusal in refusals]
+    warnings = [f"forced: {refusal}" for refusal in refusals]
     if graph.instruction_set != trained.instruction_set:
         warnings.append(f"the graph is shaped for {graph.instruction_set or 'another CPU'}, "
                         f"the target is an {trained.instruction_set} CPU: layouts may differ")

@@ -242,7 +242,8 @@ def test_in_a_pipeline_launches_are_looked_up_too(workspace: Workspace) -> None:
     view = describe_kernel("Flatten", "", 13, {}, [known.inputs[0]], [Tensor(dtype="float32", shape=(1, 16384))])
     predictors = load_predictors(fitted.predictors.folder)
     predictors.measured = {lacking.id: {"gpu": 0.1}, known.id: {"gpu": 0.1, "launches": 2.0}}
-    on_gpu = Fitted(fitted.target, predictors, fitted.composition.model_copy(update={"kind": "pipeline", "label": "gpu"}))
+    on_gpu = Fitted(fitted.target, predictors, fitted.composition.model_copy(update={"kind": "pipeline", "label": "gpu"}),
+                    fitted.doubt)
     assert set(missing_kernels.missing_kernels(on_gpu, [chain("net", [lacking, known, view])])) == {lacking.id}
     assert set(missing_kernels.missing_kernels(fitted, [chain("net", [lacking, known, view])])) == {
         lacking.id, known.id, view.id}

@@ -124,6 +124,8 @@ class Composition(Frozen):
         interval_measured: of predictions with all kernels measured; None where that is not known.
         host_io: what numpy arrays in and out add; None where no models were run so.
         cuda_graph: the same of models captured as CUDA graphs.
+        assumed: no model was ever measured on this machine: label, kind and constants are stated defaults
+            (training/default_composition.py).
         probe_us: what the probe of the host (quiet_host) takes at the pace that predictions hold for, in microseconds; None
             where it was not recorded.
     """
@@ -145,6 +147,7 @@ class Composition(Frozen):
     interval_measured: Interval | None = None
     host_io: HostIo | None = None
     cuda_graph: GraphReplay | None = None
+    assumed: bool = False
     probe_us: float | None = None
 
     def interval_for(self, measured_share: float) -> Interval | None:

@@ -54,6 +54,7 @@ ON_GPU = (GPU_LABEL, LAUNCHES)
 REMEMBERED_KERNELS = 100_000
 REMEMBERED_LOADS = 64
 SLACK = 1e-6  # of a feature beyond its range: what rounding may do
+LOGARITHMIC = np.array([name.startswith("log_") for name in FEATURES])  # features that are logarithms to base 2
 BOOSTER_COMPRESSION = 9  # zlib's: lzma saves a quarter more and takes three times as long to read
 TIMES_COMPRESSION = 6  # for measured times, whose renewal somebody waits for
 UNREAD_ARRAYS = re.compile(rb"(?:base_weights|loss_changes|sum_hessian)\[\$d#([UiIlL])")  # of a tree, as UBJSON names them
@@ -396,14 +397,17 @@ class Predictors:
         return np.array([files.cached(self._features, kernel.id, partial(kernel_features, kernel), REMEMBERED_KERNELS)
                          for kernel in kernels])
 
-    def beyond_range(self, kernels: Sequence[Kernel]) -> list[str]:
-        """The ids of those kernels of which a feature is smaller or greater than any in training."""
+    def beyond_range(self, kernels: Sequence[Kernel]) -> dict[str, float]:
+        """Those kernels of which a feature is smaller or greater than any in training, by id: how many times, at most."""
         moving = [kernel for kernel in kernels if kernel.moves_data]
         if not moving:
-            return []
+            return {}
         features, (low, high) = self.features_of(moving), np.array(self.sidecar.feature_range).T
-        beyond = ((features < low - SLACK) | (features > high + SLACK)).any(axis=1)
-        return [kernel.id for kernel, out in zip(moving, beyond, strict=True) if out]
+        beyond = (features < low - SLACK) | (features > high + SLACK)
+        sizes, least, most = (np.where(LOGARITHMIC, values, np.log2(1.0 + np.abs(values))) for values in (features, low, high))
+        doublings = np.where(beyond, np.maximum(sizes - most, least - sizes), 0.0).max(axis=1)
+        return {kernel.id: float(2.0 ** max(found, 0.0)) for kernel, found, out in zip(
+            moving, doublings, beyond.any(axis=1), strict=True) if out}
 
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:
@@ -419,7 +423,11 @@ class Predictors:
         model = self.kernel_model(label)
         predicted = predict_kernels(model, rest, self.features_of(rest), load)
         for kernel, time_ms in zip(rest, predicted.tolist(), strict=True):
-            times[kernel.id] = (time_ms, "predicted" if kernel.type in model.predictor_of else "estimated")
+            known = kernel.type in model.predictor_of
+            if not known and not kernel.moves_data:  # of whatever type, it only renames a tensor: that costs next to nothing
+                times[kernel.id] = (model.roofline.floor_ms, "predicted")
+            else:
+                times[kernel.id] = (time_ms, "predicted" if known else "estimated")
         return times
 
 

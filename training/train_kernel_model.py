@@ -229,9 +229,11 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config
     import numpy as np
 
     from benchmark.dataset import GPU_LABEL
+    from training.fit_doubt import save_doubt
     from training.predictor_files import save_predictors
     from training.training_set import measured_times
 
+    save_doubt(workspace, rows, workspace.predictors(rows.header.target.name))
     save_errors(workspace, rows, next((one for one in trained if one.label == GPU_LABEL), trained[0]))
     header = rows.header
     spans = {name: (float(low), float(high)) for name, low, high in zip(

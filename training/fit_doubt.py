@@ -1,0 +1,69 @@
+"""Phase 5, a part of it: how far off the time of a kernel may be whose operator was never measured.
+
+Reads the dataset of each target (by default of all that have predictors). Writes training/predictors/<target>/doubt.json.
+training/train_kernel_model.py does the same as it trains; this command is for predictors that were trained before.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from typing import TYPE_CHECKING, Any
+
+from utils import cli
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+if TYPE_CHECKING:
+    from training.doubt import Doubt
+    from training.training_set import TrainingSet
+
+log = get_logger("training")
+EXAMPLES = """
+python training/fit_doubt.py
+python training/fit_doubt.py --target h200-cuda-ort1.31-all --out training/shipped/h200-cuda-ort1.31-all
+"""
+
+
+def save_doubt(workspace: Workspace, rows: TrainingSet, folder: Path) -> Doubt:
+    """Learns doubt from the dataset of `rows`, and writes it into `folder`."""
+    from benchmark.dataset import read_kernels
+    from training.doubt import doubt_path, learn_doubt
+    from utils import files
+
+    described = read_kernels(workspace.dataset(rows.header.target.name), set(rows.ids.tolist()))
+    doubt = learn_doubt(rows, (entry.kernel for entry in described))
+    files.write_json(doubt_path(folder), doubt)
+    return doubt
+
+
+def table(target: str, doubt: Doubt) -> list[dict[str, Any]]:
+    """The ranges as rows to print."""
+    return [{"target": target, "label": label, "operators": kind, "measured": found.operators, "low": found.low,
+             "high": found.high} for label, ranges in doubt.ranges.items() for kind, found in sorted(ranges.items())]
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--target", help="name of a dataset in benchmark/dataset (default: all)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write into this folder (default: the target's predictors)")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    from benchmark.dataset import collected_targets
+    from training.training_set import load_training_set
+
+    rows = []
+    for target in [args.target] if args.target else collected_targets(workspace):
+        folder = args.out or workspace.predictors(target)
+        rows += table(target, save_doubt(workspace, load_training_set(workspace, target), folder))
+        log.info("saved %s", folder)
+    cli.print_rows(rows, args.json, "true over estimated time of operators that were never measured")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
