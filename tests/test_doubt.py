@@ -30,11 +30,11 @@ TARGET = local_target("cpu").name
 
 def graph(path: Path, nodes: list[onnx.NodeProto], inputs: dict[str, list[Any]], outputs: dict[str, list[Any]],
           weights: dict[str, np.ndarray], opset: int = 20) -> Path:
-    made = helper.make_graph(
-        nodes, path.stem, *([helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in of.items()]
-                            for of in (inputs, outputs)),
-        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()])
-    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", opset)], ir_version=10), path)
+    given, made = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in of.items()]
+                   for of in (inputs, outputs))
+    constants = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()]
+    body = helper.make_graph(nodes, path.stem, given, made, constants)
+    onnx.save(helper.make_model(body, opset_imports=[helper.make_opsetid("", opset)], ir_version=10), path)
     return path
 
 
