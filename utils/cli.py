@@ -22,12 +22,9 @@ from utils.paths import ROOT, Workspace
 from utils.stopping import asked_by, say, stop_at_signals
 
 T = TypeVar("T")
-<<<<<<< HEAD
 EXIT_USAGE = 2
-EXIT_SLO_MISSED = 4  # a latency objective is not met
-=======
 EXIT_ROUGH = 3  # asked for (--fail-on-rough): an answer is a rough estimate
->>>>>>> 7dd9adf (Doubt said aloud: rough estimates are marked, and an interval is always given)
+EXIT_SLO_MISSED = 4  # a latency objective is not met
 _QUIET_SECONDS = 15.0  # between two progress lines where stderr is no terminal
 _GROWING_COLUMN = 10  # characters that a column has at least in a table whose cells are not all known yet
 LEFT_OUT = ("torch", "torchvision", "onnxscript", "pandas", "sklearn", "matplotlib")  # of a light install
