@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from model_zoo.zoo_config import DEFAULT_DIMS_KEY
+from ort_analysis.cuda_placement import assign_providers
 from ort_analysis.cuda_rewrites import rewrite_for_cuda
 from ort_analysis.half_precision import as_single, holds_half, in_half
 from ort_analysis.records import KernelInput, Tensor
@@ -281,15 +282,17 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
     tensors, providers = inferred.tensors, inferred.providers
     if derived:
         rewrite_for_cuda(proto, source.graph_only.graph, tensors)
-        onnx.save(proto, str(path))
         tensors = in_half(tensors) if half else tensors
+        assigned = assign_providers(proto, tensors)
+        onnx.save(proto, str(path))
+    else:
+        assigned = [providers.get(node.name, provider) for node in proto.graph.node]
     tensors[""] = KernelInput(dtype="")
     nodes = tuple(
-        ParsedNode(name=node.name, op_type=node.op_type, domain=node.domain, 
-                   provider=provider if derived else providers.get(node.name, provider),
+        ParsedNode(name=node.name, op_type=node.op_type, domain=node.domain, provider=assigned_to,
                    attributes={a.name: attribute_value(a) for a in sorted(node.attribute, key=lambda a: a.name)},
                    inputs=tuple(node.input), outputs=tuple(node.output))
-        for node in proto.graph.node)
+        for node, assigned_to in zip(proto.graph.node, assigned, strict=True))
     constants = {tensor.name for tensor in proto.graph.initializer}
     return ParsedGraph(
         source=source, flavour=flavour, derived=derived, nodes=nodes, tensors=tensors,

@@ -1,9 +1,10 @@
 """Finds which operators ONNX Runtime's CUDA provider runs, by asking it: one small graph per operator, version and types.
 
-Needs an NVIDIA GPU. Reads the operator schemas of the installed ONNX Runtime and writes the table that `ort_analysis` uses to
-assign nodes to providers on machines without a GPU (ort_analysis/cuda_kernels.json):
+Needs an NVIDIA GPU. Reads the operator schemas of the installed ONNX Runtime and writes its answers; `--table` makes of them
+the table by which `ort_analysis` assigns nodes to providers on machines without a GPU (no GPU needed, but the same version):
 
-    python recipes/cuda_kernels/probe_kernels.py --out ort_analysis/cuda_kernels.json
+    python recipes/cuda_kernels/probe_kernels.py --out answers.json
+    python recipes/cuda_kernels/probe_kernels.py --table answers.json --out ort_analysis/cuda_kernels.json
 
 Each graph is `input → Identity → operator → Identity → output`, opened without optimisation. Where the operator went says
 whether the CUDA provider has a kernel for these types. The Memcpy nodes around it say which of its inputs and outputs the
@@ -20,6 +21,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import functools
 import itertools
+import json
 import os
 import tempfile
 from collections import defaultdict
@@ -321,12 +323,83 @@ def versions_in_use() -> list[tuple[str, str, int, int]]:
     return found
 
 
+def products(accepted: Sequence[Mapping[str, str]]) -> list[dict[str, list[str]]]:
+    """Combinations of types as few products of sets: two that differ in one variable alone become one."""
+    found = [{name: frozenset([kind]) for name, kind in one.items()} for one in accepted]
+    for name in found[0] if found else ():
+        merged: dict[tuple[tuple[str, frozenset[str]], ...], frozenset[str]] = {}
+        for one in found:
+            rest = tuple(sorted((other, kinds) for other, kinds in one.items() if other != name))
+            merged[rest] = merged.get(rest, frozenset()) | one[name]
+        found = [{**dict(rest), name: kinds} for rest, kinds in merged.items()]
+    return [{name: sorted(short(kind) for kind in one[name]) for name in sorted(one)} for one in found]
+
+
+def short(kind: str) -> str:
+    """numpy's name of `tensor(float)`, as kernel records spell it."""
+    name = kind.removeprefix("tensor(").removesuffix(")")
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
+def accepted_types(answer: Mapping[str, Any], schema: Any) -> list[dict[str, list[str]]]:
+    """The types that a kernel takes. Where not every combination was tried, none that was tried and refused lies in the product
+    of all that were taken; then that product is what it takes."""
+    sets: dict[str, set[str]] = defaultdict(set)
+    for one in answer["cuda"]:
+        for name, kind in one.items():
+            sets[name].add(kind)
+    taken = [dict(zip(sets, kinds, strict=True)) for one in answer["cuda"]  # without optional inputs, their types are free
+             for kinds in itertools.product(*([one[name]] if name in one else sorted(sets[name]) for name in sets))]
+    tried = [dict(probe.types) for probe in probes_of(schema, with_optional=True)]
+    inside = [one for one in tried if all(one.get(name) in kinds for name, kinds in sets.items())]
+    if all(one in taken for one in inside):
+        return [{name: sorted(map(short, kinds)) for name, kinds in sorted(sets.items())}]
+    return products(taken)
+
+
+def union(places: Sequence[Sequence[int]]) -> list[int]:
+    return sorted({place for one in places for place in one})
+
+
+def table_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """By domain, operator and version: what the CUDA provider's kernel takes; null where it has none for that version."""
+    schemas = {(one.domain, one.name, one.since_version): one for one in _schemas()}
+    table: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
+    for answer in sorted(answers, key=lambda one: (one["domain"], one["op_type"], one["version"])):
+        schema = schemas[answer["domain"], answer["op_type"], answer["version"]]
+        kernel = None
+        if answer["cuda"]:
+            kernel = {"inputs": answer["inputs"], "outputs": answer["outputs"],
+                      "variadic": any(str(one.option).endswith("Variadic") for one in schema.inputs),
+                      "types": accepted_types(answer, schema), "host_inputs": union(answer["host_inputs"]),
+                      "host_outputs": [] if answer["op_type"] == "MemcpyToHost" else union(answer["host_outputs"])}
+        table[answer["domain"]][answer["op_type"]][str(answer["version"])] = kernel
+    return {domain: {name: versions for name, versions in operators.items() if any(versions.values())}
+            for domain, operators in table.items()}
+
+
+def write_table(answers_path: Path, out: Path) -> None:
+    """Writes the table, one operator a line."""
+    saved = files.read_json(answers_path)
+    lines = [f'{{"ort_version": {json.dumps(saved["ort_version"])},', ' "source": "recipes/cuda_kernels/probe_kernels.py",',
+             ' "kernels": {']
+    table = table_of(saved["answers"])
+    domains = [f' {json.dumps(domain)}: {{\n' + ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(versions, separators=(',', ':'))}" for name, versions in operators.items()) + "}"
+        for domain, operators in table.items() if operators]
+    files.write_text(out, "\n".join(lines) + "\n" + ",\n".join(domains) + "}}\n")
+
+
 def main() -> int:
     parser = cli.parser(__doc__, "python recipes/cuda_kernels/probe_kernels.py --out answers.json")
     parser.add_argument("--out", type=Path, required=True, help="where the answers go")
+    parser.add_argument("--table", type=Path, metavar="ANSWERS", help="make the table of answers that were written before")
     parser.add_argument("--only", nargs="*", help="operators to ask about (default: all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="sessions opened at a time")
     args = parser.parse_args()
+    if args.table:
+        write_table(args.table, args.out)
+        return 0
     work = [one for one in versions_in_use() if not args.only or one[0] in args.only]
     answers, failed = [], []
     with process_pool(args.jobs) as pool:

@@ -1,0 +1,74 @@
+"""Which operators ONNX Runtime's CUDA provider has kernels for, at which version and types, and what they keep in host memory.
+
+The table, cuda_kernels.json, was read off a session on an NVIDIA H200 (recipes/cuda_kernels/probe_kernels.py), which was asked
+about every operator that ONNX Runtime 1.31 has a schema for. What such a probe can't ask, control flow and operators on
+sequences, is from ONNX Runtime's source (core/providers/cuda/controlflow and the list of kernels in
+cuda_execution_provider.cc).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TABLE = Path(__file__).with_name("cuda_kernels.json")
+SEQUENCE_OPERATORS = ("SequenceAt", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength",
+                      "ConcatFromSequence")
+# Operators with kernels that the table lacks: inputs and outputs that they keep in host memory.
+FROM_SOURCE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "If": ((0,), ()), "Loop": ((0, 1), ()), "Scan": ((), ()),
+    "SequenceAt": ((1,), ()), "SequenceErase": ((1,), ()), "SequenceInsert": ((2,), ()), "SequenceLength": ((), (0,)),
+    "SequenceConstruct": ((), ()), "SequenceEmpty": ((), ()), "ConcatFromSequence": ((), ()),
+}
+
+
+class CudaKernel(NamedTuple):
+    """A kernel of the CUDA provider: the places of inputs and outputs that it keeps in host memory."""
+
+    host_inputs: tuple[int, ...]
+    host_outputs: tuple[int, ...]
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return found
+
+
+def table_ort_version() -> str:
+    """The version of ONNX Runtime that the table was read off."""
+    return str(_table()["ort_version"])
+
+
+def cuda_kernel(op_type: str, domain: str, opset: int, inputs: Sequence[str], outputs: Sequence[str]) -> CudaKernel | None:
+    """The CUDA provider's kernel for an operator; None where it has none, so that the CPU provider runs it.
+
+    Args:
+        op_type, domain: the operator; "" is ONNX's own domain.
+        opset: the version of the domain's operator set that the model imports.
+        inputs, outputs: element types by numpy's names, "" for one left out.
+    """
+    if not domain and op_type in FROM_SOURCE:
+        return CudaKernel(*FROM_SOURCE[op_type])
+    versions = _table()["kernels"].get(domain, {}).get(op_type, {})
+    version = max((int(one) for one in versions if int(one) <= opset), default=None)
+    kernel = versions.get(str(version))
+    if kernel is None or not any(_takes(kernel, types, inputs, outputs) for types in kernel["types"]):
+        return None
+    return CudaKernel(tuple(kernel["host_inputs"]), tuple(kernel["host_outputs"]))
+
+
+def _takes(kernel: Mapping[str, Any], types: Mapping[str, Sequence[str]], inputs: Sequence[str],
+           outputs: Sequence[str]) -> bool:
+    """Whether a kernel takes tensors of these types; a variadic operator's last input stands for all that follow."""
+    for formal, given in ((kernel["inputs"], inputs), (kernel["outputs"], outputs)):
+        for place, dtype in enumerate(given):
+            if not dtype or not formal:
+                continue
+            allowed = types.get(formal[min(place, len(formal) - 1)])
+            if allowed is not None and dtype not in allowed:
+                return False
+    return True
