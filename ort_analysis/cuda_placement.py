@@ -118,9 +118,9 @@ def _prefer_cpu(nodes: Sequence[onnx.NodeProto], kernels: Sequence[CudaKernel | 
     on_host: set[str] = set()
     waiting: list[int] = []
     for node, kernel in zip(nodes, kernels, strict=True):
-        for output in (node.output[output] for output in (kernel.host_outputs if kernel else ()) if output < len(node.output)):
-            on_host.add(output)
-            for consumer in consumers[output]:
+        for slot in (slot for slot in (kernel.host_outputs if kernel else ()) if slot < len(node.output)):
+            on_host.add(node.output[slot])
+            for consumer in consumers[node.output[slot]]:
                 heapq.heappush(waiting, consumer)
     found: set[int] = set()
     seen: set[int] = set()
@@ -174,14 +174,14 @@ def insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[st
     read_on: dict[str, set[Provider]] = defaultdict(set)
     sides: list[tuple[Provider, ...]] = []  # where each node wants each of its inputs
     for node, provider, kernel in zip(nodes, placement.providers, placement.kernels, strict=True):
-        cuda = kernel if provider == "cuda" else None
+        kernel_used = kernel if provider == "cuda" else None
         wanted: tuple[Provider, ...] = tuple(
-            "cpu" if cuda is None or slot in cuda.host_inputs else "cuda" for slot in range(len(node.input)))
+            "cpu" if kernel_used is None or slot in kernel_used.host_inputs else "cuda" for slot in range(len(node.input)))
         sides.append(wanted)
         for name, side in zip(node.input, wanted, strict=True):
             read_on[name].add(side)
         for slot, name in enumerate(node.output):
-            made_on[name] = "cpu" if cuda is None or slot in cuda.host_outputs else "cuda"
+            made_on[name] = "cpu" if kernel_used is None or slot in kernel_used.host_outputs else "cuda"
     graph_inputs = {value.name for value in graph.input}
     copies: dict[str, Any] = {}
     for name, readers in read_on.items():
@@ -194,10 +194,10 @@ def insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[st
             to_host = False
         else:
             continue
-        copy = name + (ON_HOST if to_host else ON_DEVICE)
+        there = name + (ON_HOST if to_host else ON_DEVICE)
         op_type = "MemcpyToHost" if to_host else "MemcpyFromHost"
-        copies[name] = helper.make_node(op_type, [name], [copy], name=f"{op_type}_{name}")
-        tensors[copy] = tensor
+        copies[name] = helper.make_node(op_type, [name], [there], name=f"{op_type}_{name}")
+        tensors[there] = tensor
     if not copies:
         return list(placement.providers)
     ordered: list[Any] = []

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from model_zoo.zoo_config import DEFAULT_DIMS_KEY
+from ort_analysis.cuda_optimizers import cuda_optimizers
 from ort_analysis.cuda_placement import assign_providers
 from ort_analysis.cuda_rewrites import rewrite_for_cuda
 from ort_analysis.half_precision import as_single, holds_half, in_half
@@ -30,7 +31,7 @@ from utils.errors import UserError
 from utils.fingerprint import Flavour, flavour_of, has_cuda, resolve_provider
 from utils.logger import get_logger
 from utils.model_files import check_plain_file, external_files
-from utils.ort_sessions import CPU_ONLY_FUSIONS, model_errors, open_session
+from utils.ort_sessions import model_errors, open_session
 from utils.safe_names import as_file_name
 from utils.temporary import temporary_folder
 
@@ -202,8 +203,9 @@ def optimize(source: Source, flavour: Flavour, derived: bool, save_to: Path) -> 
         "session.optimized_model_external_initializers_min_size_in_bytes": str(EXTERNAL_BYTES),
     }
     if derived:
-        open_session(source.loadable, "cpu", optimize="extended", disabled=CPU_ONLY_FUSIONS, dims=source.dims,
-                     save_to=save_to, name=source.name, entries=entries)
+        level, disabled = cuda_optimizers(source.graph_only.graph)
+        open_session(source.loadable, "cpu", optimize=level, disabled=disabled, dims=source.dims, save_to=save_to,
+                     name=source.name, entries=entries)
     else:
         open_session(source.loadable, flavour.execution_provider, optimize=flavour.optimization, dims=source.dims,
                      save_to=save_to, name=source.name, entries=entries)
@@ -283,7 +285,7 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
     if derived:
         rewrite_for_cuda(proto, source.graph_only.graph, tensors)
         tensors = in_half(tensors) if half else tensors
-        assigned = assign_providers(proto, tensors)
+        assigned: list[str] = [*assign_providers(proto, tensors)]
         onnx.save(proto, str(path))
     else:
         assigned = [providers.get(node.name, provider) for node in proto.graph.node]
