@@ -38,7 +38,7 @@ from utils.errors import UserError
 from utils.fingerprint import machine, resolve_provider
 from utils.logger import get_logger
 from utils.processes import set_by_signal
-from utils.scrape_server import scrape_server, stale
+from utils.scrape_server import LOCALHOST, scrape_server, stale
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -205,7 +205,7 @@ def serve(args: argparse.Namespace) -> None:
     if probes:
         threading.Thread(target=probes.run, args=(over,), daemon=True).start()
     threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True).start()
-    url = f"http://{args.host or 'localhost'}:{server.server_port}/metrics"
+    url = f"http://{args.host}:{server.server_port}/metrics"
     if args.json:
         cli.print_json({"url": url, "source": source.name, "fields": list(source.fields)})
     else:
@@ -221,7 +221,8 @@ def serve(args: argparse.Namespace) -> None:
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--port", type=int, default=PORT, help=f"0: a free one (default: {PORT})")
-    parser.add_argument("--host", default="", metavar="ADDRESS", help="address to listen at (default: all of this machine's)")
+    parser.add_argument("--host", default=LOCALHOST, metavar="ADDRESS",
+                        help=f"address to listen at; 0.0.0.0: all of this machine's (default: {LOCALHOST})")
     parser.add_argument("--interval", type=cli.positive, default=INTERVAL_S, metavar="S",
                         help=f"seconds that each value is a mean of (default: {INTERVAL_S:g})")
     parser.add_argument("--source", choices=SOURCES, default="auto", help="who reads the device (default: auto, which says)")

@@ -158,7 +158,8 @@ def main() -> int:
     parser.add_argument("--watch", type=cli.positive, nargs="?", const=WATCH_S, metavar="S",
                         help=f"a line with the load and the prediction every S seconds (default: {WATCH_S:g}), until Ctrl-C")
     parser.add_argument("--export", type=cli.address, metavar="[ADDRESS:]PORT",
-                        help="with --watch: serve the latest prediction to Prometheus; port 0: a free one")
+                        help="with --watch: serve the latest prediction to Prometheus, on this machine alone unless an address "
+                             "is given (0.0.0.0: to all); port 0: a free one")
     parser.add_argument("--fail-on-rough", action="store_true",
                         help=f"end with status {cli.EXIT_ROUGH} where a prediction is a rough estimate")
     cli.add_trust(parser)

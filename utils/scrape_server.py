@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
@@ -13,6 +14,8 @@ from utils.errors import UserError
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
+LOCALHOST = "127.0.0.1"  # whatever else listens anywhere shows it to the whole network
+SILENT_S = 30.0  # for which a client may say nothing
 STALE = 3  # intervals without anything new after which nothing is served
 
 
@@ -35,8 +38,15 @@ def stale(what: str, last_s: float, interval_s: float, error: str) -> str:
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """No traceback for a client that went away or never asked; one for a fault."""
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
+
 
 class _Quiet(WSGIRequestHandler):
+    timeout = SILENT_S
+
     def log_message(self, format: str, *args: Any) -> None:
         """No line for every scrape."""
 
@@ -47,7 +57,7 @@ def scrape_server(collector: Collector, trouble: Callable[[], str], host: str, p
     Args:
         collector: of the metrics, asked at every scrape.
         trouble: why there is nothing to serve, which is then answered with HTTP 503; "" while all is well.
-        host, port: where to listen; "" all of this machine's addresses, 0 a free port.
+        host, port: where to listen; "" this machine alone, 0.0.0.0 all of its addresses; 0 a free port.
 
     Raises:
         UserError: the port can't be had.
@@ -67,6 +77,6 @@ def scrape_server(collector: Collector, trouble: Callable[[], str], host: str, p
         return [f"{why}\n".encode()]
 
     try:
-        return make_server(host, port, app, server_class=_Server, handler_class=_Quiet)
+        return make_server(host or LOCALHOST, port, app, server_class=_Server, handler_class=_Quiet)
     except OSError as error:
         raise UserError(f"port {port}: {error.strerror}; is another exporter running? Choose another port") from None
