@@ -190,11 +190,13 @@ def main() -> int:
     from inference.sizes import never_falling
     from inference.slo import PERCENTILE, slo_under_load
     from inference.targets import fitted_for
-    from inference.watch import Watch, follow
     from utils.config import load_config
-    from utils.trace_events import MEASURED, document, read_processes
 
-    real = read_processes(args.beside, MEASURED, 2) if args.beside else []  # before the predictions: it may be no trace
+    real: list[dict[str, Any]] = []
+    if args.beside:  # before the predictions: it may be no trace
+        from utils.trace_events import MEASURED, read_processes
+
+        real = read_processes(args.beside, MEASURED, 2)
     config = load_config(args.config or CONFIG_FILE, InferenceConfig)
     if args.measure_missing and config.prometheus.url is not None:
         raise UserError("--measure-missing: idle times are not looked up under a load; set prometheus.url to null in "
@@ -223,6 +225,8 @@ def main() -> int:
                        way=way, force=args.force, notices=load.notices, other=other)
 
     if args.watch:
+        from inference.watch import Watch, follow
+
         if not asked and not args.metrics and args.probe is None:
             raise UserError(f"--watch: nothing says what else runs; set prometheus.url in {args.config or CONFIG_FILE}, or "
                             "give --metrics FILE, which is read each time, or --probe on the GPU itself")
@@ -251,6 +255,7 @@ def main() -> int:
         from inference.sources import record_of
         from inference.timeline import trace_of
         from utils.files import write_json
+        from utils.trace_events import document
 
         provider = fitted_for(workspace, args.target).target.flavour.execution_provider
         record = record_of(workspace.find_model(args.model), provider, found[0].dims)

@@ -128,17 +128,17 @@ class OriginFinder:
 
     def origins(self, nodes: tuple[ParsedNode, ...]) -> list[tuple[Origin, ...]]:
         """The original nodes that each node of the optimised graph stands for."""
-        import networkx as nx
-
-        linked: nx.Graph[int] = nx.Graph()
-        linked.add_nodes_from(range(len(nodes)))
+        group_of = [[index] for index in range(len(nodes))]  # joined here: to import networkx takes longer than a prediction
         maker = {name: index for index, node in enumerate(nodes) for name in node.outputs if name}
         for index, node in enumerate(nodes):
             for name in node.inputs:
-                if name in maker and self.resolve(name) is None:
-                    linked.add_edge(index, maker[name])
+                if name in maker and self.resolve(name) is None and group_of[index] is not group_of[maker[name]]:
+                    larger, smaller = sorted((group_of[index], group_of[maker[name]]), key=len, reverse=True)
+                    larger += smaller
+                    for moved in smaller:
+                        group_of[moved] = larger
         result: list[tuple[Origin, ...]] = [()] * len(nodes)
-        for group in nx.connected_components(linked):
+        for group in {id(found): found for found in group_of}.values():
             outputs = {found for i in group for name in nodes[i].outputs if name and (found := self.resolve(name))}
             inputs = {found for i in group for name in nodes[i].inputs if name and (found := self.resolve(name))}
             region = self.region(outputs, inputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -91,9 +92,24 @@ def has_cuda() -> bool:
     return bool(gpu_facts())
 
 
+def _nvml_there() -> bool:
+    """Whether pynvml, whose import takes a tenth of a second, could find the driver's library; beyond Linux it has to look."""
+    if sys.platform != "linux":
+        return True
+    import ctypes
+
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")  # the name that pynvml loads
+    except OSError:
+        return False
+    return True
+
+
 @functools.cache
 def gpu_facts() -> dict[str, str]:
     """Name, uuid, driver and clocks of the first NVIDIA GPU; empty where there is none."""
+    if "pynvml" not in sys.modules and not _nvml_there():
+        return {}
     import pynvml
 
     try:
