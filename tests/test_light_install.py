@@ -98,6 +98,6 @@ def test_the_light_install_predicts_what_the_full_one_does(tmp_path: Path) -> No
     assert light["target"] == "nvidia-h200-cuda-ort1.31-all"
     assert 0.5 < float(str(light["latency_ms"])) < 3
     imported = {name.partition(".")[0] for name in json.loads(modules.read_text(encoding="utf-8"))}
-    assert not imported & {*LEFT_OUT, "networkx", "prometheus_client", "requests"}  # the last three would cost a third of a second
+    assert not imported & {*LEFT_OUT, "networkx", "prometheus_client", "requests"}
     assert {"onnxruntime", "inference"} <= imported
     assert predicted([sys.executable, *arguments]) == light  # whichever ONNX Runtime wheel derives the graph
