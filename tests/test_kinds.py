@@ -11,9 +11,11 @@ import numpy as np
 import onnx
 import pytest
 
+from recipes.kinds.compare_on_gpu import difference_rows
 from recipes.kinds.judge import Ended
 from recipes.kinds.judgement import JUDGEMENT, Found, page, read_judgement, rows_of, summary
 from recipes.kinds.manifest import MadeModel, load_manifest
+from recipes.kinds.node_lists import NodeList, NodeRow, compare, derived_nodes, every_node, feed_of, named
 from utils.errors import UserError
 from utils.ort_sessions import open_session
 from utils.paths import ROOT
@@ -164,3 +166,57 @@ def test_models_are_judged_and_a_second_run_asks_nothing(made: Path, tmp_path: P
     lines = (made / JUDGEMENT).read_text()
     assert command("judge.py", *options).returncode == 0
     assert (made / JUDGEMENT).read_text() == lines
+
+
+def rows(*told: str) -> tuple[NodeRow, ...]:
+    """`Conv cuda a` as a node that makes tensor a."""
+    return tuple(NodeRow(name=f"{number}", op_type=line.split()[0], provider=line.split()[1], outputs=(line.split()[2],),
+                         types=("float32[1,2]",)) for number, line in enumerate(told))
+
+
+def test_graphs_are_compared_node_by_node() -> None:
+    real = NodeList(model="m", way="static", opsets={"": 17}, kernels={"k1": 2, "k2": 1}, nodes=rows(
+        "MemcpyFromHost cuda x1", "Conv cuda a", "Shape cpu s", "MatMul cuda t7", "Gemm cuda g", "TopK cuda v"))
+    derived = NodeList(model="m", way="derived", opsets={"": 17}, kernels={"k1": 1, "k2": 1}, nodes=rows(
+        "Conv cuda a", "Shape cuda s", "MatMul cuda other_name", "FusedGemm cuda g", "Relu cuda r"))
+    found = compare([real], derived)
+    assert (found.nodes, found.same, found.agrees) == (5, 2, False)
+    assert (found.copies, found.derived_copies) == ((0, 1), (0, 0))
+    assert (found.kernels, found.same_kernels) == (3, 2)
+    assert {(one.what, one.tensor, one.derived, one.real) for one in found.differences} == {
+        ("provider", "s", "cuda", "cpu"), ("operator", "g", "FusedGemm cuda", "Gemm cuda"), ("only real", "v", "", "cuda"),
+        ("only derived", "r", "cuda", "")}
+    provider = next(row for row in difference_rows([found]) if row["difference"] == "provider")
+    assert provider == {"difference": "provider", "operator": "Shape", "opset": 17, "types": "float32", "derived": "cuda",
+                        "real": "cpu", "nodes": 1, "models": "m"}
+
+
+def test_the_nearer_session_is_compared_with() -> None:
+    static = NodeList(model="m", way="static", nodes=rows("Conv cuda a"))
+    dynamic = NodeList(model="m", way="dynamic", nodes=rows("Conv cuda a", "Shape cpu s"))
+    assert compare([static, dynamic], NodeList(model="m", way="derived", nodes=rows("Conv cuda a", "Shape cpu s"))).agrees
+    failed = NodeList(model="m", way="derived", error="UserError: no")
+    assert compare([static, dynamic], failed).error == "derived: UserError: no"
+    assert not compare([static], failed).agrees
+
+
+def test_a_derived_graph_agrees_with_itself_and_bodies_have_names(made: Path) -> None:
+    model = next(model for model in load_manifest(made).models if model.name == "tiny_add")
+    derived = derived_nodes(model, made / model.file)
+    assert [(node.op_type, node.provider, node.types[0]) for node in derived.nodes] == [
+        ("Add", "cuda", "float32[1,8]"), ("Relu", "cuda", "float32[1,8]")]
+    assert compare([derived], derived).agrees
+    whole = named(made / "loop_constant_trips.onnx")
+    assert isinstance(whole, bytes)
+    loop = onnx.load_from_string(whole)
+    inner = [(node.name, inside) for node, inside in every_node(loop.graph) if inside]
+    assert inner[0] == ("Loop_0/body/0_MatMul", "Loop_0")
+    assert len({name for name, _ in inner}) == len(inner) == 5
+    session = open_session(made / "sklearn_linear.onnx", "cpu")
+    assert feed_of(session, {"rows": 3})["x"].shape == (3, 64)
+
+
+def test_without_a_gpu_the_comparison_says_what_to_do(made: Path, tmp_path: Path) -> None:
+    done = command("compare_on_gpu.py", str(made), "--out", str(tmp_path), "--only", "tiny_add", "--derive-only")
+    assert done.returncode == 1
+    assert "real_nodes.json.gz: no such file" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import re
 import sys
@@ -17,6 +18,7 @@ from utils.errors import UserError
 from utils.safe_names import FileNamePart
 
 CUDNN = "nvidia-cudnn-cu13"  # the package that brings it
+WITHOUT_GPU = "HASE_WITHOUT_GPU"  # in the environment: do as a machine without a GPU does
 MACHINE_ID = Path("/etc/machine-id")
 SharingMode = Literal["time_slices", "mps", "mig"]  # how processes share a GPU; a CPU's target says the first
 OLDER_SHARING = {"exclusive": "time_slices"}  # what older files call it
@@ -107,7 +109,9 @@ def _nvml_there() -> bool:
 
 @functools.cache
 def gpu_facts() -> dict[str, str]:
-    """Name, uuid, driver and clocks of the first NVIDIA GPU; empty where there is none."""
+    """Name, uuid, driver and clocks of the first NVIDIA GPU; empty where there is none, or where WITHOUT_GPU is set."""
+    if os.environ.get(WITHOUT_GPU):
+        return {}
     if "pynvml" not in sys.modules and not _nvml_there():
         return {}
     import pynvml

@@ -1,0 +1,211 @@
+"""Compares the CUDA graphs that Hase derives without a GPU with those that sessions really run, node by node.
+
+On a machine with an NVIDIA GPU: opens a CUDA session for each model that make_models.py wrote (with its sizes fixed, and with
+its dimensions left dynamic), notes the nodes that run, each one's provider and the copies between the devices, and times the
+models. Derives the same graphs as a machine without a GPU would, and prints where the two differ. Writes into --out:
+on_gpu.json (latencies, and how far the graphs agree), real_nodes.json.gz and differences.json. Elsewhere, with --derive-only,
+it derives anew from the same models and compares with the real_nodes.json.gz that is there, so that no GPU is needed to go on.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Literal
+
+from recipes.kinds.manifest import MadeModel, load_manifest
+from utils import cli, files
+from utils.errors import UserError
+from utils.fingerprint import WITHOUT_GPU
+from utils.logger import get_logger
+from utils.paths import ROOT
+
+if TYPE_CHECKING:
+    from recipes.kinds.node_lists import Compared, NodeList
+
+log = get_logger("kinds")
+
+Work = Literal["real", "derived", "times"]
+REAL = "real_nodes.json.gz"
+TABLE_ROWS = 60  # of differences on the console; all are in the file
+EXAMPLES = """
+python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu --jobs 8
+python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu --derive-only
+"""
+
+
+def one(work: Work, model: MadeModel, folder: Path, budget_s: float) -> list[dict[str, Any]]:
+    """What a piece of work finds about one model, in this process; a failure is found, too."""
+    from recipes.kinds import node_lists
+    from utils.temporary import temporary_folder
+
+    path, found = folder / model.file, []
+    for way in node_lists.ways_of(model) if work != "derived" else ("derived",):
+        made: Any
+        try:
+            with temporary_folder() as scratch:
+                if work == "real":
+                    made = node_lists.real_nodes(model, path, way, scratch)
+                elif work == "derived":
+                    made = node_lists.derived_nodes(model, path)
+                else:
+                    made = node_lists.gpu_latency(model, path, way, budget_s)
+        except Exception as error:  # noqa: BLE001 - one model that fails in whatever way costs only itself
+            told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            made = node_lists.GpuLatency(model=model.name, way=way, error=told) if work == "times" else node_lists.NodeList(
+                model=model.name, way=way, error=told)
+        found.append(made.model_dump(mode="json"))
+    return found
+
+
+def work_through(work: Work, models: Sequence[MadeModel], folder: Path, lines: Path, budget_s: float, limit_s: int) -> None:
+    """Does a piece of work for models one after another, a line each; one that hangs ends this process (SIGALRM)."""
+    for model in models:
+        signal.alarm(limit_s)
+        found = one(work, model, folder, budget_s)
+        signal.alarm(0)
+        files.append_line(lines, json.dumps({"model": model.name, "found": found}))
+
+
+def in_processes(work: Work, names: Sequence[str], folder: Path, scratch: Path, jobs: int, budget_s: float,
+                 limit_s: int) -> list[dict[str, Any]]:
+    """Does a piece of work for models in `jobs` processes; one that dies costs the model that it died of.
+
+    Returns:
+        Everything found, in the order of `names`.
+    """
+    def chunk(number: int) -> dict[str, list[dict[str, Any]]]:
+        left, lines = list(names[number::jobs]), scratch / f"{work}{number}.jsonl"
+        found: dict[str, list[dict[str, Any]]] = {}
+        while left:
+            options = ["--work", work, "--lines", str(lines), "--budget-s", str(budget_s), "--limit-s", str(limit_s), "--only"]
+            environment = os.environ | ({WITHOUT_GPU: "1"} if work == "derived" else {})
+            done = subprocess.run([sys.executable, __file__, str(folder), "--out", str(scratch), *options, *left], cwd=ROOT,
+                                  env=environment, capture_output=True, text=True)
+            found = {line["model"]: line["found"] for line in map(json.loads, files.read_lines(lines))}
+            left = [name for name in left if name not in found]
+            if left:
+                last = (done.stderr.strip().splitlines() or [""])[-1][:300]
+                log.warning("%s, %s: its process ended with %d %s", left[0], work, done.returncode, last)
+                failed = {"model": left[0], "way": work, "error": f"its process ended with {done.returncode} {last}"}
+                files.append_line(lines, json.dumps({"model": left[0], "found": [failed]}))
+                found[left.pop(0)] = [failed]
+        return found
+
+    with ThreadPoolExecutor(jobs) as pool:
+        every = {name: found for part in pool.map(chunk, range(jobs)) for name, found in part.items()}
+    return [row for name in names for row in every.get(name, ())]
+
+
+def read_real(path: Path) -> list[NodeList]:
+    """The nodes of real sessions; `UserError` where there is no such file."""
+    from recipes.kinds.node_lists import NodeList
+
+    if not path.exists():
+        raise UserError(f"{path}: no such file; run without --derive-only on a machine with an NVIDIA GPU, and bring it here")
+    return [NodeList.model_validate(row) for row in json.loads(gzip.decompress(path.read_bytes()))["sessions"]]
+
+
+def compare_all(real: Sequence[NodeList], derived: Sequence[NodeList]) -> list[Compared]:
+    """Every derived graph against the sessions of its model; models without a session are left out."""
+    from recipes.kinds.node_lists import compare
+
+    sessions: dict[str, list[NodeList]] = {}
+    for session in real:
+        sessions.setdefault(session.model, []).append(session)
+    return [compare(sessions[graph.model], graph) for graph in derived if graph.model in sessions]
+
+
+def difference_rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
+    """The differences of all models, alike ones counted."""
+    alike: Counter[tuple[Any, ...]] = Counter()
+    where: dict[tuple[Any, ...], set[str]] = {}
+    for model in compared:
+        for found in model.differences:
+            dtypes = " ".join(text.partition("[")[0] or "-" for text in found.types.split())
+            key = (found.what, found.operator, found.opset, dtypes, found.derived, found.real)
+            alike[key] += 1
+            where.setdefault(key, set()).add(model.model)
+    return [dict(zip(("difference", "operator", "opset", "types", "derived", "real"), key, strict=True))
+            | {"nodes": count, "models": ", ".join(sorted(where[key])[:4])} for key, count in alike.most_common()]
+
+
+def report(compared: Sequence[Compared], say: Callable[[str], None]) -> None:
+    """Prints what differs, and how much agrees."""
+    cli.print_table([model.columns() for model in compared if not model.agrees], "graphs that differ")
+    rows = difference_rows(compared)
+    say("")
+    cli.print_table(rows[:TABLE_ROWS], "how they differ")
+    nodes, same = sum(model.nodes for model in compared), sum(model.same for model in compared)
+    say(f"\n{sum(model.agrees for model in compared)} of {len(compared)} graphs agree; {same} of {nodes} nodes "
+        f"({same / max(1, nodes):.2%}) have the same operator and provider")
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where make_models.py wrote the models")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the results go")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these models alone")
+    parser.add_argument("--derive-only", action="store_true", help="without a GPU: compare with the real nodes in --out")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes that work beside each other (default: 2); "
+                        "models are timed by one alone")
+    parser.add_argument("--budget-s", type=cli.positive, default=1.0, metavar="S", help="to time each session (default: 1)")
+    parser.add_argument("--limit-s", type=int, default=60, metavar="S", help="for each model (default: 60)")
+    parser.add_argument("--no-times", action="store_true", help="leave the latencies out")
+    parser.add_argument("--work", choices=("real", "derived", "times"), help="used by the script itself: one piece of work")
+    parser.add_argument("--lines", type=Path, metavar="FILE", help="used by the script itself: where its lines go")
+    args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error("--jobs must be positive")
+    cli.start(args)
+    models = load_manifest(args.folder).chosen(args.only)
+    if args.work:
+        work_through(args.work, models, args.folder, args.lines, args.budget_s, args.limit_s)
+        return 0
+    from recipes.kinds.node_lists import NodeList, versions
+    from utils.fingerprint import gpu_facts
+    from utils.temporary import temporary_folder
+
+    if not args.derive_only and not gpu_facts():
+        raise UserError("no NVIDIA GPU here; --derive-only compares with what one wrote")
+    names, folder = [model.name for model in models], args.folder.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    with temporary_folder() as scratch:
+        def each(work: Work, jobs: int) -> list[dict[str, Any]]:
+            log.info("%s: %d models", work, len(names))
+            return in_processes(work, names, folder, scratch, jobs, args.budget_s, args.limit_s)
+
+        if not args.derive_only:
+            real = each("real", args.jobs)
+            document = json.dumps({"gpu": gpu_facts(), "versions": versions(), "sessions": real})
+            files.write_bytes(args.out / REAL, gzip.compress(document.encode()))
+        times = [] if args.derive_only or args.no_times else each("times", 1)
+        derived = [NodeList.model_validate(row) for row in each("derived", args.jobs)]
+    compared = compare_all(read_real(args.out / REAL), derived)
+    files.write_json(args.out / "differences.json", [model.model_dump(mode="json") for model in compared])
+    if times:
+        # a model's latency is that of the session which the user opens: with dynamic dimensions, where it has any
+        latest = {row["model"]: row for row in sorted(times, key=lambda row: row["way"] == "dynamic") if row.get("latency_ms")}
+        files.write_json(args.out / "on_gpu.json", {
+            "gpu": gpu_facts(), "versions": versions(), "models": list(latest.values()), "sessions": times})
+    if args.json:
+        cli.print_json({"graphs": [model.columns() for model in compared], "differences": difference_rows(compared)})
+    else:
+        report(compared, print)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,352 @@
+"""The nodes of a CUDA session as it really runs, and of the graph that Hase derives without a GPU, as plain rows to compare."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from recipes.kinds.manifest import MadeModel
+from utils.fingerprint import package_version
+
+if TYPE_CHECKING:
+    import onnx
+    import onnxruntime
+
+MEMCPY = ("MemcpyToHost", "MemcpyFromHost")
+PROVIDERS = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
+
+
+class NodeRow(BaseModel):
+    """One node.
+
+    Attributes:
+        inside: name of the node whose body it belongs to; "" in the graph itself.
+        inputs, outputs: names of tensors.
+        types: of the inputs, where they are known: `float32[1,64]`.
+        provider: `cpu`, `cuda`, or "" where nothing says.
+        kernel: id of its kernel, of a derived graph.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    op_type: str
+    domain: str = ""
+    inside: str = ""
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
+    provider: str = ""
+    kernel: str = ""
+
+    @property
+    def operator(self) -> str:
+        return f"{self.domain}.{self.op_type}" if self.domain else self.op_type
+
+    @property
+    def is_copy(self) -> bool:
+        return self.op_type in MEMCPY
+
+
+class NodeList(BaseModel):
+    """The nodes of one model, in execution order.
+
+    Attributes:
+        way: `static`: every size fixed before the graph is optimised; `dynamic`: as a session with dynamic dimensions runs.
+        opsets: versions by domain.
+        kernels: ids of the kernels as Hase analyses the model, with how often each stands there.
+        error: why there is none.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    way: str
+    opsets: dict[str, int] = {}
+    nodes: tuple[NodeRow, ...] = ()
+    kernels: dict[str, int] = {}
+    error: str = ""
+
+
+class GpuLatency(BaseModel):
+    """How long a model takes on the GPU, in ms: the median of `runs` runs, tensors on the device or (`io` host) not."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    way: str
+    latency_ms: float | None = None
+    p95_ms: float | None = None
+    runs: int = 0
+    io: str = ""
+    error: str = ""
+
+
+def ways_of(model: MadeModel) -> tuple[str, ...]:
+    """In which ways its sessions are opened."""
+    return ("static", "dynamic") if model.dims else ("static",)
+
+
+def feed_of(session: onnxruntime.InferenceSession, dims: Mapping[str, int]) -> dict[str, Any]:
+    """Inputs as the runner makes them, for a session whose dimensions may be open."""
+    from benchmark.ort_kernel_runner import random_floats, session_dtype
+    from ort_analysis.records import numpy_dtype
+
+    feed = {}
+    for value in session.get_inputs():
+        shape = tuple(dims.get(size, 1) if isinstance(size, str) else size or 1 for size in value.shape)
+        dtype = session_dtype(value.type)
+        feed[value.name] = random_floats(shape, dtype) if "float" in dtype else np.zeros(shape, numpy_dtype(dtype))
+    return feed
+
+
+def named(path: Path) -> bytes | Path:
+    """The model with a name for every node, those of bodies too; the file itself where its weights lie elsewhere."""
+    import onnx
+
+    from ort_analysis.ort_graph_parser import external_files, name_nodes
+
+    proto = onnx.load(str(path), load_external_data=False)
+    if external_files(path, proto):
+        return path
+    name_nodes(proto.graph)
+    for node, _ in every_node(proto.graph):
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                for number, inner in enumerate(attribute.g.node):
+                    inner.name = f"{node.name}/{attribute.name}/{number}_{inner.op_type}"
+    return proto.SerializeToString()
+
+
+def every_node(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[onnx.NodeProto, str]]:
+    """The nodes of a graph and of all bodies in it, each with the name of the node that it is inside of."""
+    for node in graph.node:
+        yield node, inside
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from every_node(attribute.g, node.name)
+
+
+def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList:
+    """What a CUDA session runs: its graph as ONNX Runtime saves it, each node's provider as its profile of a run tells."""
+    import onnx
+
+    from ort_analysis.ort_graph_parser import EXTERNAL_BYTES
+    from utils.ort_sessions import open_session
+
+    saved = folder / "saved.onnx"
+    entries = {
+        "session.record_ep_graph_assignment_info": "1",
+        "session.optimized_model_external_initializers_file_name": "saved.weights",
+        "session.optimized_model_external_initializers_min_size_in_bytes": str(EXTERNAL_BYTES)}
+    session = open_session(named(path), "cuda", dims=model.dims if way == "static" else None, save_to=saved,
+                           profile_prefix=folder / "profile", entries=entries, name=model.name)
+    providers = {node.name: PROVIDERS.get(part.ep_name, part.ep_name)
+                 for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()}
+    error, types = "", {}
+    try:
+        session.run(None, feed_of(session, model.dims))
+    except Exception as failed:  # noqa: BLE001 - a session that opens and can't run still tells its nodes
+        error = " ".join(str(failed).split())[:300]
+    for event in json.loads(Path(session.end_profiling()).read_text()):
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            name = event["name"].removesuffix("_kernel_time")
+            providers[name] = PROVIDERS.get(event["args"]["provider"], event["args"]["provider"])
+            types[name] = tuple(f"{dtype}{shape}".replace(" ", "") for one in event["args"].get("input_type_shape", ())
+                                for dtype, shape in one.items())
+    proto = onnx.load(str(saved), load_external_data=False)
+    rows = tuple(NodeRow(
+        name=node.name, op_type=node.op_type, domain=node.domain, inside=inside, inputs=tuple(node.input),
+        outputs=tuple(node.output), types=types.get(node.name, ()),
+        provider="cuda" if node.op_type in MEMCPY else providers.get(node.name, ""))
+        for node, inside in every_node(proto.graph))
+    return NodeList(model=model.name, way=way, nodes=rows, error=error,
+                    opsets={entry.domain: entry.version for entry in proto.opset_import},
+                    kernels=hases_kernels(model, path) if way == "static" else {})
+
+
+def hases_kernels(model: MadeModel, path: Path) -> dict[str, int]:
+    """The kernels of Hase's own record of a model on CUDA; none where it can't be analysed."""
+    from ort_analysis.fusion_detector import analyze
+    from utils.errors import UserError
+
+    try:
+        record = analyze(path, "cuda", model.dims)
+    except UserError:
+        return {}
+    return dict(Counter(node.kernel_id for node in record.nodes))
+
+
+def derived_nodes(model: MadeModel, path: Path) -> NodeList:
+    """What Hase takes a CUDA session to run, on a machine without a GPU."""
+    from ort_analysis.fusion_detector import kernel_of
+    from ort_analysis.ort_graph_parser import parse_graph, shape_text
+
+    graph = parse_graph(path, "cuda", model.dims)
+    rows = []
+    for node in graph.nodes:
+        rows.append(NodeRow(
+            name=node.name, op_type=node.op_type, domain=node.domain, inputs=node.inputs, outputs=node.outputs,
+            types=tuple(shape_text(graph.tensors[name]) for name in node.inputs), provider=node.provider,
+            kernel="" if node.op_type in MEMCPY else kernel_of(graph, node).id))
+    return NodeList(model=model.name, way="derived", nodes=tuple(rows), opsets=graph.opsets,
+                    kernels=dict(Counter(row.kernel for row in rows if row.kernel)))
+
+
+def gpu_latency(model: MadeModel, path: Path, way: str, budget_s: float) -> GpuLatency:
+    """Times a CUDA session; with numpy arrays where its outputs can't stay on the device (maps, say)."""
+    from benchmark.ort_kernel_runner import Runner, bind
+    from utils.ort_sessions import open_session
+
+    session = open_session(path, "cuda", dims=model.dims if way == "static" else None, name=model.name)
+    feed = feed_of(session, model.dims)
+    io = "device" if all(value.type.startswith("tensor(") and "string" not in value.type
+                         for value in (*session.get_inputs(), *session.get_outputs())) else "host"
+    runner = Runner(session=session, name=model.name, execution_provider="cuda", io=io,
+                    run_once=bind(session, feed, "cuda", io))
+    timing = runner.time(warmup=5, budget_s=budget_s, least_runs=20)
+    return GpuLatency(model=model.name, way=way, latency_ms=timing.statistics.median_ms, p95_ms=timing.statistics.p95_ms,
+                      runs=len(timing.samples_ms), io=io)
+
+
+class Difference(BaseModel):
+    """One node that is not the same in both graphs; `what` is `provider`, `operator`, `only real` or `only derived`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    what: str
+    operator: str
+    opset: int | None = None
+    types: str = ""
+    derived: str = ""
+    real: str = ""
+    tensor: str = ""
+
+
+class Compared(BaseModel):
+    """A model's derived graph against the real one.
+
+    Attributes:
+        way: which real session is the nearer one.
+        nodes: of the real graph, copies left out.
+        same: of these, how many stand in the derived graph with the same operator and provider.
+        copies, derived_copies: number of MemcpyToHost and of MemcpyFromHost in each.
+        kernels, same_kernels: of the real graph as Hase analyses it there, and how many of them the derived one has.
+        error: why nothing could be compared.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    way: str = ""
+    nodes: int = 0
+    same: int = 0
+    copies: tuple[int, int] = (0, 0)
+    derived_copies: tuple[int, int] = (0, 0)
+    kernels: int = 0
+    same_kernels: int = 0
+    error: str = ""
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        return not self.error and self.nodes == self.same and self.copies == self.derived_copies
+
+    def columns(self) -> dict[str, Any]:
+        """As a row of a table."""
+        return {"model": self.model, "session": self.way, "nodes": self.nodes, "same": self.same,
+                "copies to / from the host": f"{self.copies[0]} / {self.copies[1]}",
+                "derived": f"{self.derived_copies[0]} / {self.derived_copies[1]}",
+                "kernels": self.kernels, "same kernels": self.same_kernels, "error": self.error or None}
+
+
+def compare(real: Sequence[NodeList], derived: NodeList) -> Compared:
+    """The derived graph of a model against that of the real session which it is nearest to.
+
+    Args:
+        real: of the model's sessions; one at least.
+    """
+    usable = [one for one in real if one.nodes]
+    if derived.error or not usable:
+        told = f"derived: {derived.error}" if derived.error else f"real: {real[0].error}"
+        return Compared(model=derived.model, error=told)
+    found = [_compare(one, derived) for one in usable]
+    return min(found, key=lambda one: (len(one.differences), one.way != "dynamic"))
+
+
+def _compare(real: NodeList, derived: NodeList) -> Compared:
+    left = [node for node in derived.nodes if not node.is_copy]
+    waiting: list[NodeRow] = []
+    differences: list[Difference] = []
+    by_output = {name: node for node in left for name in node.outputs if name}
+    matched: set[int] = set()
+    same = 0
+
+    def pair(node: NodeRow, other: NodeRow) -> None:
+        nonlocal same
+        matched.add(id(other))
+        if (node.operator, node.provider) == (other.operator, other.provider):
+            same += 1
+            return
+        what = "provider" if node.operator == other.operator else "operator"
+        differences.append(_difference(real, what, node, other))
+
+    ours = [node for node in real.nodes if not node.is_copy]
+    for node in ours:
+        other = next((by_output[name] for name in node.outputs if name in by_output and id(by_output[name]) not in matched
+                      and by_output[name].operator == node.operator), None)
+        if other is None:
+            waiting.append(node)
+        else:
+            pair(node, other)
+    still: list[NodeRow] = []
+    for exact in (True, False):  # what makes tensors of other names: the same operator and provider, then the operator alone
+        still = []
+        for node in waiting:
+            other = next((one for one in left if id(one) not in matched and one.operator == node.operator
+                          and (one.provider == node.provider or not exact)), None)
+            if other is None:
+                still.append(node)
+            else:
+                pair(node, other)
+        waiting = still
+    for node in waiting:
+        other = next((by_output[name] for name in node.outputs if name in by_output
+                      and id(by_output[name]) not in matched), None)
+        if other is None:
+            differences.append(_difference(real, "only real", node, None))
+        else:
+            pair(node, other)
+    differences += [_difference(real, "only derived", None, one) for one in left if id(one) not in matched]
+    return Compared(
+        model=real.model, way=real.way, nodes=len(ours), same=same, copies=_copies(real), derived_copies=_copies(derived),
+        kernels=sum(real.kernels.values()), same_kernels=sum((Counter(real.kernels) & Counter(derived.kernels)).values()),
+        differences=tuple(differences))
+
+
+def _copies(of: NodeList) -> tuple[int, int]:
+    counts = Counter(node.op_type for node in of.nodes)
+    return counts[MEMCPY[0]], counts[MEMCPY[1]]
+
+
+def _difference(real: NodeList, what: str, node: NodeRow | None, other: NodeRow | None) -> Difference:
+    there = [one for one in (node, other) if one is not None]
+
+    def told(one: NodeRow | None) -> str:
+        return "" if one is None else f"{one.operator} {one.provider}" if what == "operator" else one.provider
+
+    return Difference(model=real.model, what=what, operator=there[0].operator, opset=real.opsets.get(there[0].domain),
+                      types=" ".join(next((one.types for one in there if one.types), ())), derived=told(other),
+                      real=told(node), tensor=next(iter(there[0].outputs), ""))
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that decide about graphs and times."""
+    return {name: package_version(name) for name in ("onnxruntime-gpu", "torch", "torchvision", "onnxscript", "onnx")}
