@@ -48,11 +48,11 @@ def record_of(source: Source, execution_provider: str,
 
 def _record_of_file(path: Path, execution_provider: str, dims: dict[str, int]) -> ModelRecord:
     key = (str(path.absolute()), execution_provider, tuple(sorted(dims.items())))
-    if key in _files:
-        watched, before, record = _files[key]
+    if kept := _files.get(key):
+        watched, before, record = kept
         if _signature(watched) == before:
             return record
-        del _files[key]
+        _files.pop(key, None)
     before = _signature((path,))
     if path.suffix == ".json":
         record, watched = load_record(path), (path,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +136,8 @@ def fitted_for(workspace: Workspace, name: str | None = None) -> Fitted:
     """
     name, notices = choose_target(workspace, name)
     folder = predictor_folders(workspace)[name]
-    key = (str(folder), *sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in folder.iterdir()))
+    there = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))  # not what is just being written
+    key = (str(folder), *((entry.name, about.st_size, about.st_mtime_ns) for entry in there if (about := _about(entry))))
 
     def load() -> tuple[Predictors, Composition, Sharing | None, Doubt]:
         from training.composition import load_composition
@@ -165,6 +167,14 @@ def misfits(record: ModelRecord, target: Target, dtypes: Sequence[str]) -> list[
     if unseen:
         found.append(f"it computes in {', '.join(unseen)}, the predictors hold for {', '.join(dtypes)}")
     return found
+
+
+def _about(path: Path) -> os.stat_result | None:
+    """What the system says of a file; None where it was replaced since it was listed."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
 
 
 def check_fit(record: ModelRecord, target: Target, dtypes: Sequence[str], force: bool) -> list[str]:

@@ -47,7 +47,7 @@ def type_code(dtype: str) -> int:
     return int(onnx.TensorProto.DataType.Value(name))
 
 
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]  # of elements, operations, bytes
+Count = Annotated[int, Field(ge=0, le=10**30)]  # of elements, operations, bytes: more is damage, and no floating-point number
 
 
 class Frozen(BaseModel):

@@ -383,13 +383,15 @@ class Predictors:
         label = label if label is not None else self.labels[0]
         vector = self.load_vector(load)
         known = files.cached(self._times, (label, vector, bool(load), strict), dict, REMEMBERED_LOADS)
-        new = {kernel.id: kernel for kernel in kernels if kernel.id not in known}
+        found = {kernel.id: known.get(kernel.id) for kernel in kernels}  # another thread may clear what is known
+        new = {kernel.id: kernel for kernel in kernels if found[kernel.id] is None}
         if new:
+            made = self._time(new, vector, label, look_up=not load and not strict)
             if len(known) > REMEMBERED_KERNELS:
                 known.clear()
-                new = {kernel.id: kernel for kernel in kernels}
-            known |= self._time(new, vector, label, look_up=not load and not strict)
-        pairs = [known[kernel.id] for kernel in kernels]
+            known.update(made)
+            found.update(made)
+        pairs = [pair for kernel in kernels if (pair := found[kernel.id])]
         return KernelTimes([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
     def features_of(self, kernels: Sequence[Kernel]) -> npt.NDArray[np.float64]:

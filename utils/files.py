@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -21,6 +22,7 @@ from utils.temporary import temporary_file
 
 M = TypeVar("M", bound=BaseModel)
 _CHUNK = 1 << 20
+_evicting = threading.Lock()
 DIGEST = "digest"  # the key of a versioned record's own SHA-256
 
 
@@ -183,10 +185,14 @@ def digest_of(document: Any) -> str:
 
 
 def cached(cache: dict[Any, Any], key: Any, make: Callable[[], Any], limit: int = 256) -> Any:
-    """`cache[key]`, made on a miss; the oldest entry goes when more than `limit` are held."""
-    if key not in cache:
+    """`cache[key]`, made on a miss; the oldest entry goes when more than `limit` are held. Threads may share a cache: then two
+    may both make what neither has found."""
+    try:
+        return cache[key]
+    except KeyError:
         value = make()
+    with _evicting:
         while len(cache) >= limit:
             cache.pop(next(iter(cache)))
         cache[key] = value
-    return cache[key]
+    return value

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import onnx
 
 _EXTERNAL_KEY = b"location"  # what an ONNX file says where a weight lies in another file
+SHOWN = 200  # characters of a place in errors
 DEEPEST = 100  # graphs within graphs; protobuf reads no deeper either
 
 
@@ -77,13 +78,17 @@ def external_files(model: Path, proto: onnx.ModelProto) -> list[Path]:
     found = []
     for location in sorted({place for tensor in _tensors(proto) for place in _locations(tensor)}):
         path = model.parent / location
-        allowed = {model.parent.resolve(), model.resolve().parent}  # a model that is a link may have its weights beside either
-        if Path(location).is_absolute() or "\0" in location or not any(
-                path.resolve().is_relative_to(folder) for folder in allowed):
-            raise UserError(f"{model}: refused: it says that its weights lie in {location[:200]!r}, outside its own folder; "
+        try:
+            beside = (model.parent.resolve(), model.resolve().parent)  # a link's weights may lie beside it or its model
+            inside = any(path.resolve().is_relative_to(folder) for folder in beside) and not Path(location).is_absolute()
+            there = path.exists()
+        except (OSError, RuntimeError, ValueError):  # a name that no file can have, or links in a circle
+            inside, there = True, False
+        if not inside:
+            raise UserError(f"{model}: refused: it says that its weights lie in {location[:SHOWN]!r}, outside its own folder; "
                             "use models from sources that you trust, with their weights beside them")
-        if not path.exists():
-            raise UserError(f"{model}: its weights lie in {path.name}, which is missing from {path.parent}")
+        if not there:
+            raise UserError(f"{model}: its weights lie in {location[:SHOWN]}, which is missing from {model.parent}")
         check_plain_file(path, f"{model}: its weights lie in ")
         found.append(path)
     return found
