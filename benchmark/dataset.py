@@ -18,6 +18,7 @@ from pydantic_core import from_json
 
 from benchmark.backgrounds import Background
 from benchmark.probe_reading import ProbeReading
+from ort_analysis.kernel_costs import recosted
 from ort_analysis.records import Frozen, Kernel
 from utils import files
 from utils.errors import UserError
@@ -233,16 +234,18 @@ def kernel_lines(folder: Path) -> dict[str, str]:
 
 
 def read_kernels(folder: Path, ids: Collection[str] | None = None) -> list[DatasetKernel]:
-    """Every kernel of the dataset, with the models that hold it, or those of some ids, which is faster than all.
+    """Every kernel of the dataset, with the models that hold it, or those of some ids, which is faster than all. Operations and
+    bytes are counted anew, so that what is learned fits what will be predicted.
 
     Raises:
         UserError: a line that is none.
     """
     try:
-        return [DatasetKernel.model_validate_json(line) for name, line in kernel_lines(folder).items()
-                if ids is None or name in ids]
+        found = [DatasetKernel.model_validate_json(line) for name, line in kernel_lines(folder).items()
+                 if ids is None or name in ids]
     except ValidationError as error:
         raise UserError(f"{kernels_path(folder)}: damaged ({error.errors()[0]['msg']}); measure anew: {COLLECT}") from None
+    return [described.model_copy(update={"kernel": recosted(described.kernel)}) for described in found]
 
 
 def input_shape(kernel: Kernel) -> str:

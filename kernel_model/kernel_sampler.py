@@ -26,7 +26,8 @@ import numpy as np
 from kernel_model.free_shapes import draw_free_kernel
 from kernel_model.kernel_builder import build_model, default_sources, kernel_build, shareable
 from kernel_model.kernel_errors import KernelErrors, draw_weights, read_errors
-from ort_analysis.kernel_types import BASE_NAMES, VIEW_OPS, describe_kernel
+from ort_analysis.kernel_costs import BASE_NAMES, VIEW_OPS
+from ort_analysis.kernel_types import describe_kernel
 from ort_analysis.records import IndexEntry, Kernel, KernelInput, Tensor, family, load_index
 from ort_analysis.tensor_shapes import session_dtype
 from utils import cli, files

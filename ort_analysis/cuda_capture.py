@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ort_analysis.kernel_types import LAUNCHED_INPUTS, copied_tables
+from ort_analysis.kernel_costs import LAUNCHED_INPUTS, copied_tables
 from ort_analysis.records import ModelRecord, Node
 
 COPIES = ("MemcpyToHost", "MemcpyFromHost")

@@ -260,8 +260,11 @@ def record_name(stem: str, dims: dict[str, int]) -> str:
 
 
 def load_record(path: Path) -> ModelRecord:
-    """A model's record; `UserError` where it is missing, damaged or of another version."""
-    return files.read_record(path, ModelRecord, RECORD_VERSION, REMAKE)
+    """A model's record, its costs counted anew; `UserError` where it is missing, damaged or of another version."""
+    from ort_analysis.kernel_costs import recosted  # it imports this module
+
+    record = files.read_record(path, ModelRecord, RECORD_VERSION, REMAKE)
+    return record.model_copy(update={"kernels": {name: recosted(kernel) for name, kernel in record.kernels.items()}})
 
 
 def load_index(path: Path) -> KernelIndex:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ort_analysis.kernel_types import copied_tables, einsum_product
+from ort_analysis.kernel_costs import copied_tables, einsum_product
 from ort_analysis.records import DTYPE_BYTES, Kernel, Tensor
 
 FEATURE_GROUPS = {
