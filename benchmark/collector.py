@@ -89,12 +89,13 @@ class KernelItem:
 
 @dataclass(frozen=True)
 class ModelItem:
-    """A model to measure, and whether its kernels are measured in it."""
+    """A model to measure, and whether its kernels are measured in it; with `only`, nothing but these kernels, by id."""
 
     path: Path
     record_path: Path
     record: ModelRecord
     labels: bool
+    only: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,18 @@ class Collector:
             found += self._measurements("model", name, "cuda_graph", name, *self.ask(as_graph))
         return found
 
+    def time_kernels_in(self, item: ModelItem) -> list[Measurement]:
+        """The in-model labels of those of a model's kernels that are asked for; none where it can't be profiled."""
+        reply, status = self.ask(Request(
+            do="model_labels", execution_provider=self.provider, paths=(str(item.path),), record=str(item.record_path),
+            dims=item.record.dims, labels=IN_MODEL, effort=self.config.model.effort(),
+            provider_options=self.target.provider_options))
+        if status != "ok":
+            log.warning("%s: its kernels can't be measured in it: %s (%s)", item.record.model, reply.error, status)
+            return []
+        found = self._measurements("kernel", item.record.model, "", item.record.model, reply, status)
+        return [m for m in found if m.id in item.only]
+
     @staticmethod
     def _measurements(subject: str, name: str, label: str, context: str, reply: Reply, status: str) -> list[Measurement]:
         """A reply as measurements; one that failed as a single measurement that says so."""
@@ -280,7 +293,7 @@ class Collector:
 
     def measure(self, kernels: Sequence[KernelItem], models: Sequence[ModelItem]) -> list[Measurement]:
         """Every label of some kernels and models."""
-        found = [m for item in models for m in self.time_model(item)]
+        found = [m for item in models for m in (self.time_kernels_in(item) if item.only else self.time_model(item))]
         if "run" in self.labels:
             found += [m for item in kernels for m in self.time_alone(item)]
         at_fault = {m.id for m in found if m.status != "ok"}
@@ -463,9 +476,31 @@ def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequ
         return collect_work(workspace, *_quick(workspace, config, target, kernels), crew)
 
 
+def collect_in_models(workspace: Workspace, config: CollectorConfig, models: Sequence[ModelItem],
+                      kernels: Sequence[DatasetKernel], crew: Crew) -> dict[str, Any]:
+    """Measures kernels in models that hold them, idle, as ONNX Runtime's profile tells them apart: in the order and with the
+    caches that they really have. Nothing is noted down of the models themselves.
+
+    Args:
+        models: with the kernels that are measured in each (`only`).
+        kernels: these, with the models that hold them.
+
+    The other arguments, the totals and the errors are those of `collect_kernels`.
+    """
+    target = local_target(resolve_provider(config.device))
+    with sole_writer(workspace.dataset(target.name)):
+        config, target, work = _quick(workspace, config, target, kernels)
+        return collect_work(workspace, config, target, Work((), (), work.described), crew,
+                            [(item.record.model, [], [item]) for item in models])
+
+
 def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
            kernels: Sequence[DatasetKernel]) -> tuple[CollectorConfig, Target, Work]:
-    """What `collect_kernels` measures of `target`, and how."""
+    """What `collect_kernels` measures of `target`, and how.
+
+    Raises:
+        UserError: the dataset was collected without the labels that are needed.
+    """
     folder, built = workspace.dataset(target.name), workspace.kernel_onnx / target.flavour.name
     config = config.model_copy(update={
         "levels": (0.0,), "variants": (), "each_machine": False, "ties": 0, "window_s": min(config.window_s, QUICK_WINDOW_S),
@@ -483,8 +518,12 @@ def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
     return config, target, Work(items, (), described)
 
 
-def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, work: Work, crew: Crew) -> dict[str, Any]:
-    """Measures what of `work` is still missing in the dataset of `target`, which this machine is, and returns the totals."""
+def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, work: Work, crew: Crew,
+                 planned: Sequence[Planned] | None = None) -> dict[str, Any]:
+    """Measures what of `work` is still missing in the dataset of `target`, which this machine is, and returns the totals.
+
+    With `planned`, exactly these blocks are measured.
+    """
     provider = target.flavour.execution_provider
     here, source = machine(provider), config.open_source(provider)
     if config.window_s < source.minimum_window_s:
@@ -509,7 +548,9 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
         wanted = work if config.kernel_levels is None or level in config.kernel_levels else Work((), work.models, ())
         todo = plan(wanted, own if config.each_machine else there, config.block_kernels, labels[0], config.block_models,
                     () if level else variants, 1 if level else config.sessions)
-        if not (config.each_machine or level):
+        if planned is not None:
+            todo = list(planned)
+        elif not (config.each_machine or level):
             ties = choose_ties(work.kernels, there, here.uuid, labels[0], config.ties)
             todo = plan(Work(tuple(ties), (), ()), own, config.block_kernels, labels[0]) + todo
         if not todo:
@@ -523,7 +564,7 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
                 block = collector.block(key, kernels, models, stressor)
                 measuring_s += time.monotonic() - began
                 unsteady += block.drift > config.canary_drift
-                measured |= {item.kernel.id for item in kernels}
+                measured |= {item.kernel.id for item in kernels} | {m.id for m in block.measurements if m.subject == "kernel"}
                 writer.append(block)
                 if time.monotonic() > tables_due:
                     began = time.monotonic()

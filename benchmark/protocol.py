@@ -29,10 +29,10 @@ class Request(Frozen):
 
     Attributes:
         do: `alone` times a built kernel in its own session; `carrier` times several one after another in one graph;
-            `model` times a whole model and profiles its kernels; `model_gpu` traces a whole model on the GPU for its
-            label `gpu`, `model_trace` for the runs themselves; `model_graph` times it as a CUDA graph; `canary` times a fixed
-            piece of work; `sharing_probe` reads how long tiny work waits for other processes, for `effort.budget_s`
-            seconds; `prepare` loads what the others need, so that none waits for it.
+            `model` times a whole model and profiles its kernels, `model_labels` only profiles them; `model_gpu`
+            traces a whole model on the GPU for its label `gpu`, `model_trace` for the runs themselves; `model_graph` times it
+            as a CUDA graph; `canary` times a fixed piece of work; `sharing_probe` reads how long tiny work waits for other
+            processes, for `effort.budget_s` seconds; `prepare` loads what the others need, so that none waits for it.
         paths: the files of the kernels, or of the model.
         record: for a model whose kernels get labels, its record.
         dims: for a model, the sizes of its dynamic dimensions.
@@ -44,8 +44,8 @@ class Request(Frozen):
         turns: the folder through which workers take turns on the GPU (see gpu_turns.py); "" for one that is alone.
     """
 
-    do: Literal["alone", "carrier", "model", "model_gpu", "model_trace", "model_graph", "canary", "sharing_probe",
-                "prepare"]
+    do: Literal["alone", "carrier", "model", "model_labels", "model_gpu", "model_trace", "model_graph", "canary",
+                "sharing_probe", "prepare"]
     execution_provider: str
     effort: Effort
     paths: tuple[str, ...] = ()

@@ -10,8 +10,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from benchmark import canary, gpu_turns
 from benchmark.affinity import off_the_workers_cores
@@ -235,6 +238,18 @@ def model_labels(path: Path, request: Request) -> list[Samples]:
     return labels_of(runs, ids)
 
 
+def time_kernels_in_model(request: Request) -> Reply:
+    """The in-model labels of a model's kernels alone; of one that several nodes run, each run's mean over them, so that its
+    median times their number is what they take together."""
+    path, record = Path(request.paths[0]), load_record(Path(request.record))
+    count = Counter(node.kernel_id for node in record.nodes)
+    found = []
+    for samples in model_labels(path, request):
+        by_node = np.array(samples.samples_ms).reshape(count[samples.id], -1)  # `labels_of` joins them node by node
+        found.append(samples.model_copy(update={"samples_ms": tuple(by_node.mean(axis=0).round(6).tolist())}))
+    return Reply(samples=tuple(samples for samples in found if samples.label in request.labels))
+
+
 def prepare(request: Request) -> Reply:
     """Loads ONNX Runtime and has it run something on the device; for label `gpu` loads torch and CUPTI too, by tracing it."""
     runner = canary.canary(request.execution_provider)
@@ -245,7 +260,8 @@ def prepare(request: Request) -> Reply:
 
 
 WORK: dict[str, Callable[[Request], Reply]] = {  # each gives the reply but for its times
-    "alone": time_alone, "carrier": time_carrier, "model": time_model, "model_gpu": time_model_on_gpu,
+    "alone": time_alone, "carrier": time_carrier, "model": time_model, "model_labels": time_kernels_in_model,
+    "model_gpu": time_model_on_gpu,
     "model_trace": trace_model, "model_graph": time_model_as_graph, "canary": time_canary, "sharing_probe": probe_sharing,
     "prepare": prepare}
 

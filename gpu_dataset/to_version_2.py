@@ -63,7 +63,7 @@ def rewrite(folder: Path) -> list[str]:
     write_sidecar(folder, written)
     for name in old:
         (folder / name).unlink()
-    return [written.measured, *(about.file for about in written.labels.values())]
+    return [written.measured, *(about.file for about in written.labels.values() if about.file)]
 
 
 def main() -> int:

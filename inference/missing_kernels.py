@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmark.dataset import DatasetKernel
+from benchmark.dataset import DatasetKernel, header_path
 from inference.sources import Source, record_of
-from inference.targets import Fitted, check_fit, fitted_for, local_targets
+from inference.targets import MAKE_PREDICTORS, Fitted, check_fit, fitted_for, local_targets, predictor_folders
 from ort_analysis.records import Kernel, ModelRecord
 from utils.errors import UserError
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
+from utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from benchmark.collector_config import CollectorConfig
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 log = get_logger("predict")
 CONFIG = ROOT / "benchmark" / "config.yaml"
+IN_MODEL = ("kernel_time", "node_span")  # labels that tell what a kernel takes in a model: it is measured in the model itself
 
 
 @dataclass(frozen=True)
@@ -102,26 +104,56 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
     from utils.config import load_config
 
     workspace = workspace or Workspace()
-    fitted = fitted_for(workspace, target)
+    fitted = nothing_learned(workspace, target) or fitted_for(workspace, target)
     name, flavour = fitted.target.name, fitted.target.flavour
     if fitted.target not in local_targets():
         raise UserError(f"kernels of target {name} can be measured on such a machine alone, and this one is "
                         f"{' and '.join(own.name for own in local_targets())}; predict without --measure-missing, or there")
+    on_cpu, begins = flavour.execution_provider == "cpu", not header_path(workspace.dataset(name)).exists()
     config = (config or load_config(CONFIG, CollectorConfig)).model_copy(update={
-        "device": flavour.execution_provider, "labels": (fitted.composition.label,)})
+        "device": flavour.execution_provider,
+        "labels": () if on_cpu and begins and fitted.composition.assumed else (fitted.composition.label,)})
     with start_crew(config, flavour.execution_provider, config.labels) as crew:  # it gets ready while the model is analysed
         records = _records(source, sizes, fitted, workspace, force)
         missing = missing_kernels(fitted, records)
         if not missing:
             return Filled(0, 0.0, 0.0, ())
-        began = time.monotonic()
+        began, measured, measuring_s = time.monotonic(), 0, 0.0
+        if on_cpu and fitted.composition.label in IN_MODEL:
+            measured, measuring_s = _measure_in_model(source, records, missing, fitted, workspace, config, crew)
+            missing = missing_kernels(fitted_for(workspace, name), records) if measured else missing
         with sole_writer(workspace.kernel_onnx):
             built = build(missing, workspace.kernel_onnx / flavour.name)
         kernels = [DatasetKernel(kernel=kernel, models=tuple(record.model for record in records if kernel.id in record.kernels))
                    for kernel in missing.values() if kernel.id in built]
-        measured, measuring_s = _measure(kernels, fitted, workspace, config, crew) if kernels else (0, 0.0)
+        if kernels:
+            alone, alone_s = _measure(kernels, fitted, workspace, config, crew)
+            measured, measuring_s = measured + alone, measuring_s + alone_s
     left = tuple(missing_kernels(fitted_for(workspace, name), records))
     return Filled(measured, measuring_s, time.monotonic() - began, left)
+
+
+def nothing_learned(workspace: Workspace, target: str | None) -> Fitted | None:
+    """What a machine without predictors begins with: stated constants (training/default_composition.py), nothing written.
+
+    None where there are predictors for `target`, or, without a name, for this machine; and where it is not this machine.
+
+    Raises:
+        UserError: this machine is a GPU, and no composition of one comes with Hase.
+    """
+    from training.default_composition import default_composition, untrained
+    from training.doubt import NOTHING_LEARNED
+
+    there, own = predictor_folders(workspace), local_targets()
+    if target is not None:
+        own = tuple(local for local in own if target in local.name and not any(target in name for name in there))
+    if not own or any(local.name in there for local in own):
+        return None
+    begun = own[0]
+    log.warning("nothing was learned of this machine (%s): the model's kernels are measured and put together with default "
+                "constants; a training replaces them (%s)", begun.name, "; ".join(MAKE_PREDICTORS))
+    return Fitted(begun, untrained(workspace.predictors(begun.name), begun),
+                  default_composition(begun.flavour.execution_provider), NOTHING_LEARNED)
 
 
 def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted, workspace: Workspace,
@@ -142,15 +174,53 @@ def _measure(kernels: Sequence[DatasetKernel], fitted: Fitted, workspace: Worksp
              crew: Crew) -> tuple[int, float]:
     """Has built kernels measured and looked up; returns how many were measured, and the seconds that this took."""
     from benchmark.collector import collect_kernels
-    from training.predictor_files import copy_predictors, renew_measured
+
+    totals = collect_kernels(workspace, config, kernels, crew)
+    _note_down(fitted, workspace)
+    return totals["measured_kernels"], totals["measuring_s"]
+
+
+def _measure_in_model(source: Source, records: Sequence[ModelRecord], missing: Mapping[str, Kernel], fitted: Fitted,
+                      workspace: Workspace, config: CollectorConfig, crew: Crew) -> tuple[int, float]:
+    """Has kernels measured in the model itself, at each of its sizes; returns as `_measure`.
+
+    Nothing is measured where there is only a record of the model. What can't be measured so is left out, with a warning.
+    """
+    from benchmark.collector import ModelItem, collect_in_models
+    from utils.files import write_json
+
+    if isinstance(source, ModelRecord) or (isinstance(source, (str, Path)) and Path(source).suffix == ".json"):
+        return 0, 0.0
+    held = [DatasetKernel(kernel=kernel, models=tuple(record.model for record in records if name in record.kernels))
+            for name, kernel in missing.items()]
+    with temporary_folder() as folder:
+        path = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else folder / "model.onnx"
+        if not isinstance(source, (str, Path)):
+            path.write_bytes(source if isinstance(source, bytes) else source.SerializeToString())
+        items, left = [], set(missing)
+        for number, record in enumerate(records):
+            if only := left & set(record.kernels):
+                write_json(folder / f"{number}.json", record)
+                items.append(ModelItem(path, folder / f"{number}.json", record, labels=True, only=frozenset(only)))
+                left -= only
+        totals = collect_in_models(workspace, config, items, held, crew)
+    if totals["measured_kernels"]:
+        _note_down(fitted, workspace)
+    return totals["measured_kernels"], totals["measuring_s"]
+
+
+def _note_down(fitted: Fitted, workspace: Workspace) -> None:
+    """Has what was measured looked up from now on."""
+    from training.default_composition import save_default
+    from training.predictor_files import copy_predictors, renew_measured, sidecar_path
     from training.training_set import measured_times
 
     name, folder = fitted.target.name, workspace.predictors(fitted.target.name)
-    totals = collect_kernels(workspace, config, kernels, crew)
     with sole_writer(workspace.predictors("")):
-        if fitted.predictors.folder != folder:
+        if fitted.composition.assumed and not sidecar_path(folder).is_file():
+            save_default(folder, fitted.predictors)
+        elif fitted.predictors.folder != folder:
             log.warning("%s: what comes with Hase for %s is copied here and added to; a training in this workspace would "
                         "replace it by what its own dataset tells", folder, name)
             copy_predictors(fitted.predictors.folder, folder)
         renew_measured(folder, measured_times(workspace, name))
-    return totals["measured_kernels"], totals["measuring_s"]

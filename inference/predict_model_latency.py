@@ -243,11 +243,11 @@ def main() -> int:
         follow(Watch(followed, args.watch, args.slo_ms, percentile), args.export, args.json)
         return 0
     load = load_now(config)
-    other = other_than(load)
     if args.measure_missing:
         from inference.missing_kernels import measure_missing
 
         tell(measure_missing(args.model, sizes, target=args.target, workspace=workspace, force=args.force))
+    other = other_than(load)
     found = never_falling([predicted(dims, load, other) for dims in cli.track(sizes, "predicting")])
     slos = [slo_under_load(one, args.model, args.slo_ms, percentile, workspace, args.force, other) for one in found
             ] if args.slo_ms else [None] * len(found)

@@ -57,7 +57,7 @@ PREDICTION_VERSION = 1
 class UsedComposition(Frozen):
     """How kernel times became the model's: latency_ms = alpha · (Σ or longest path of the kernels) + beta_ms, and in
     kind `sum_nodes` + node_ms for each node that moves data. Kind `pipeline` lets host and GPU wait for each other at the
-    costs given, and takes no alpha or beta."""
+    costs given, and takes no alpha or beta. `assumed`: no model was ever measured on the target, so that these are defaults."""
 
     label: str
     kind: Literal["sum", "sum_nodes", "critical_path", "pipeline"]
@@ -65,6 +65,7 @@ class UsedComposition(Frozen):
     beta_ms: float
     node_ms: float = 0.0
     costs: PipelineCosts | None = None
+    assumed: bool = False
 
 
 Io = Literal["device", "host"]
@@ -363,12 +364,14 @@ def _compose(record: ModelRecord, known: Mapping[str, KnownKernel], fitted: Fitt
     span = joined(spans).widened(times)
     estimated, doubtful = (tuple(sorted({kernel.type for kernel, doubt in doubts if doubt.reason == reason}))
                            for reason in ("estimated", "other form"))
-    warnings = (*warnings, *doubt_warnings(doubts, marking))
+    warnings = (*warnings, *doubt_warnings(doubts, marking), *(
+        ["no model was ever measured on this machine: how kernels add up is a default, so the interval is wide"]
+        if used.assumed else []))
     memory = peak_memory(record, layouts={kernel_id: known[kernel_id].layout for kernel_id in counts})
     return Prediction(
         model=record.model, target=fitted.target.name, flavour=record.flavour.name,
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
-                                    node_ms=used.node_ms, costs=costs),
+                                    node_ms=used.node_ms, costs=costs, assumed=used.assumed),
         way=way, latency_ms=latency, interval_ms=(span.low * latency, span.high * latency),
         rough_estimate=is_rough(marking), estimated_operators=estimated, doubtful_operators=doubtful,
         sum_latency_ms=_sum_latency_ms(used, kernel_sum_ms), kernel_sum_ms=kernel_sum_ms,

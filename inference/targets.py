@@ -89,7 +89,8 @@ def choose_target(workspace: Workspace, name: str | None) -> tuple[str, tuple[st
     offer = f"; or predict for a target that Hase ships, with --target: {', '.join(shipped)}" if shipped else ""
     if not in_workspace:
         raise UserError(f"no predictors for this machine ({own[0]}) in {workspace.predictors('')}; make them with: "
-                        f"{'; '.join(MAKE_PREDICTORS)}{offer}")
+                        f"{'; '.join(MAKE_PREDICTORS)}; or have the kernels of one model measured, in seconds: "
+                        f"--measure-missing{offer}")
     if len(in_workspace) > 1:
         raise UserError(f"no predictors for this machine ({own[0]}); choose a target with --target: {', '.join(in_workspace)}"
                         f"{offer}")

@@ -83,9 +83,10 @@ class TypeErrors(Frozen):
 
 
 class LabelPredictors(Frozen):
-    """What the sidecar says of one label's predictors."""
+    """What the sidecar says of one label's predictors; without a `file` nothing was trained, and the roofline is all there
+    is."""
 
-    file: FileName
+    file: FileName | None
     sha256: str
     roofline: Roofline
     type_codes: dict[str, float]
@@ -337,9 +338,10 @@ class Predictors:
             raise UserError(f"label {label}: not measured on {self.sidecar.target.name} (there: {', '.join(self.labels)})")
         if label not in self._models:
             about = self.sidecar.labels[label]
-            boosters = SavedBoosters(self.pickles[label], self.folder / about.file)
-            absent = sorted({SHARED, *about.predictor_of.values()} - set(boosters))
-            if absent:
+            boosters: Mapping[str, xgboost.Booster] = {}
+            if about.file is not None:
+                boosters = SavedBoosters(self.pickles[label], self.folder / about.file)
+            if about.file and (absent := sorted({SHARED, *about.predictor_of.values()} - set(boosters))):
                 raise UserError(f"{self.folder / about.file}: predictor {absent[0]} is missing; train again: {TRAIN}")
             self._models[label] = KernelModel(about.roofline, about.type_codes, about.predictor_of, boosters,
                                               tuple(self.sidecar.idle_load.values()))
@@ -446,7 +448,7 @@ def load_predictors(folder: Path) -> Predictors:
     """
     sidecar = read_sidecar(folder)
     measured = read_measured(folder, sidecar)
-    pickles = {label: read_checked(folder / about.file, about.sha256) for label, about in sidecar.labels.items()}
+    pickles = {label: read_checked(folder / about.file, about.sha256) for label, about in sidecar.labels.items() if about.file}
     return Predictors(folder, sidecar, measured, pickles)
 
 

@@ -119,13 +119,14 @@ def load_training_set(workspace: Workspace, target: str) -> TrainingSet:
 def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, float]]:
     """Idle times in ms by kernel id and label, for look-up: the median over the machines that measured a kernel.
 
-    Those of held-out families are among them, where they were measured: to look up is not to learn.
+    Those of held-out families are among them, where they were measured, and those that have other labels than the dataset's
+    first: to look up is not to learn.
 
     Raises:
         UserError: no dataset, or a damaged one.
     """
     header, table = dataset.load_header(workspace.dataset(target)), dataset.load_kernel_table(workspace, target)
-    idle = table[(table["Status"] == "ok") & (table["Level"] == 0)]
+    idle = table[table["Status"].isin(["ok", dataset.UNFINISHED]) & (table["Level"] == 0)]
     found: dict[str, dict[str, float]] = {}
     for label, times in _times(idle, header.target.flavour.execution_provider).items():
         for name, time_ms in pd.Series(times).groupby(idle["Kernel_ID"].to_numpy()).median().dropna().items():
