@@ -11,6 +11,10 @@ until Ctrl-C, and --export serves the latest prediction to Prometheus; a reading
 
 On a machine that is the target, --measure-missing first has the model's kernels measured that never were: the collector adds
 them to the target's dataset (as benchmark/config.yaml says, idle), and they are looked up from then on, without a training.
+Where nothing was trained yet, that begins with stated constants for how kernels add up; a training replaces them.
+
+An answer that rests on operators that were never measured is marked as a rough estimate (inference/doubt.py). Exit status: 0
+done, 1 an error that the message explains, 2 wrong usage, 3 a rough estimate (with --fail-on-rough), 4 a missed --slo-ms.
 """
 
 from __future__ import annotations
