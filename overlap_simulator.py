@@ -133,7 +133,37 @@ def dispatched_ms(launches: Floats, moves: npt.NDArray[np.bool_], costs: Pipelin
     return costs.start_ms + np.cumsum(np.where(moves, costs.node_ms, costs.view_ms) + costs.launch_ms * launches)
 
 
-def pipeline_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts) -> float:
+class OffGpu(NamedTuple):
+    """What the nodes of a run do besides giving the GPU work: those that the CPU provider runs, and copies.
+
+    Attributes:
+        host_ms: how long each keeps the host busy, beyond what its dispatch costs.
+        waits: whether the host waits at a node until the GPU has done all that it was given; so does a copy to the host.
+    """
+
+    host_ms: Floats
+    waits: npt.NDArray[np.bool_]
+
+
+def dispatched_off_gpu_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts,
+                          off_gpu: OffGpu) -> Floats:
+    """As `dispatched_ms`, where the host also computes, copies, and waits for the GPU; arguments as of `pipeline_ms`."""
+    own = np.where(moves, costs.node_ms, costs.view_ms) + costs.launch_ms * launches + off_gpu.host_ms
+    work = gpu_ms + costs.gap_ms * launches
+    at, host, gpu = np.empty(len(own)), costs.start_ms, -np.inf
+    for place, (takes, gives, count, waits) in enumerate(zip(own.tolist(), work.tolist(), launches.tolist(),
+                                                             off_gpu.waits.tolist(), strict=True)):
+        host += takes
+        if count > 0:
+            gpu = max(gpu, host + costs.lead_ms) + gives
+        if waits:
+            host = max(host, gpu)
+        at[place] = host
+    return at
+
+
+def pipeline_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts,
+                off_gpu: OffGpu | None = None) -> float:
     """A run's latency where the host dispatches node after node and the GPU does their work in that order.
 
     The GPU begins a node's work when the node is dispatched and the work before it is done, so that it ends with the
@@ -144,8 +174,10 @@ def pipeline_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], 
         launches: of each node; one without any leaves the GPU nothing to do.
         moves: whether a node moves data.
         costs: of the target.
+        off_gpu: what nodes of the CPU provider and copies do; None where the run has none.
     """
-    at = dispatched_ms(launches, moves, costs)
+    at = (dispatched_ms(launches, moves, costs) if off_gpu is None
+          else dispatched_off_gpu_ms(gpu_ms, launches, moves, costs, off_gpu))
     if not len(at):
         return costs.start_ms + costs.end_ms
     working = launches > 0
@@ -163,7 +195,8 @@ class NodeSpan(NamedTuple):
     gpu: tuple[float, float] | None
 
 
-def timeline(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts) -> list[NodeSpan]:
+def timeline(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts,
+             off_gpu: OffGpu | None = None) -> list[NodeSpan]:
     """The two tracks node by node; what `pipeline_ms` gives is the end of the later one (with its gap), and costs.end_ms.
 
     With a fitted lead that is longer than the first dispatch, the GPU's track begins before 0, as in that formula.
@@ -171,7 +204,9 @@ def timeline(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], cos
     Arguments are those of `pipeline_ms`.
     """
     spans, host, gpu = [], costs.start_ms, -np.inf
-    for dispatched, time, count in zip(dispatched_ms(launches, moves, costs).tolist(), gpu_ms, launches, strict=True):
+    at = (dispatched_ms(launches, moves, costs) if off_gpu is None
+          else dispatched_off_gpu_ms(gpu_ms, launches, moves, costs, off_gpu))
+    for dispatched, time, count in zip(at.tolist(), gpu_ms, launches, strict=True):
         work = None
         if count > 0:
             begins = max(gpu, dispatched + costs.lead_ms)

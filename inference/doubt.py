@@ -35,7 +35,7 @@ NORMAL_90 = 2.06  # 90 % of normal errors are within so many times their mean si
 SURE = 0.95  # of the kernel time measured: a prediction that rests on measurements
 UNKNOWN = 2.0  # the factor by which a prediction may be off of which no errors are known at all: a choice
 
-Reason = Literal["estimated", "other form", "beyond"]
+Reason = Literal["estimated", "on the CPU", "other form", "beyond"]
 
 
 class Span(NamedTuple):
@@ -166,6 +166,7 @@ def doubt_warnings(doubts: Sequence[tuple[Kernel, KernelDoubt]], moved: Span) ->
     rough = is_rough(moved)
     by = f"may move the latency by {moved.low - 1:+.0%} to {moved.high - 1:+.0%}"
     for reason, what in (("estimated", "never measured and estimated from FLOPs and bytes"),
+                         ("on the CPU", "run on the CPU in a CUDA session, where nothing was measured"),
                          ("other form", "measured for other ranks or element types only")):
         if names := sorted({kernel.type for kernel, doubt in doubts if doubt.reason == reason}):
             warnings.append(f"{'rough estimate: ' if rough else ''}{', '.join(names)}: {what}; doubtful kernels {by}")

@@ -38,8 +38,8 @@ from inference.sharing import NotShared, ToldBy, UnderLoad, other_work, under_lo
 from inference.sources import Source, record_of
 from inference.targets import Fitted, check_fit, fitted_for, misfits
 from ort_analysis.cuda_capture import capture_obstacle
-from ort_analysis.records import Frozen, ModelRecord
-from overlap_simulator import OtherWork, PipelineCosts
+from ort_analysis.records import Frozen, Kernel, ModelRecord
+from overlap_simulator import OffGpu, OtherWork, PipelineCosts, pipeline_ms
 from utils.errors import UserError
 from utils.paths import Workspace
 
@@ -103,6 +103,7 @@ class KernelShare:
 
     Attributes:
         launches: how many launches it takes, where the composition asks.
+        provider: that runs it, `cuda` or `cpu`; in a CUDA session some nodes are the CPU's.
     """
 
     id: str
@@ -113,6 +114,7 @@ class KernelShare:
     share: float
     provenance: Provenance
     launches: float | None = None
+    provider: str = ""
 
 
 class Prediction(Frozen):
@@ -217,12 +219,16 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
     provider = fitted.target.flavour.execution_provider
     records = [record_of(workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source, provider, dims)
                for source in sources]
+    from training.off_gpu import is_off_gpu
+
     sidecar = fitted.predictors.sidecar
     notices = (*notices, *fitted.notices)
     if fitted.sharing is None and (unread := sorted(set(load or {}) - set(sidecar.metrics))):
         notices = (*notices, f"the load's {', '.join(unread)} was in no training and is not looked at")
     warnings = [(*notices, *check_fit(record, fitted.target, sidecar.dtypes, force)) for record in records]
-    kernels = {name: kernel for record in records for name, kernel in record.kernels.items()}
+    placed = {(node.kernel_id, node.provider): record.kernel_of(node) for record in records for node in record.nodes}
+    off_gpu = {key: kernel for key, kernel in placed.items() if provider == "cuda" and is_off_gpu(kernel, key[1])}
+    kernels = {key: kernel for key, kernel in placed.items() if key not in off_gpu}
     given = dict(load or {})
     beside = _beside(fitted, used, way, given, other)
     warnings = [(*warned, *_sharing_warning(beside)) for warned in warnings]
@@ -234,10 +240,11 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
 
         launches = fitted.predictors.predict(list(kernels.values()), of_kernels, LAUNCHES, strict).latency_ms
     doubts = kernel_doubts(kernels.values(), times.provenance, fitted, used.label)
-    known = {name: KnownKernel(time_ms, cast("Provenance", provenance), count, kernel.moves_data, layout_of(kernel),
-                               doubts.get(name))
-             for (name, kernel), time_ms, provenance, count in zip(
+    known = {key: KnownKernel(time_ms, cast("Provenance", provenance), count, kernel.moves_data, layout_of(kernel),
+                              doubts.get(kernel.id))
+             for (key, kernel), time_ms, provenance, count in zip(
                  kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
+    known |= {key: _off_gpu_kernel(kernel, key[1]) for key, kernel in off_gpu.items()}
     return [_compose(record, known, fitted, used, given, beside, strict, way,
                      (*warned, *_capture_warning(record, way), *_range_warning(record, known)))
             for record, warned in zip(records, warnings, strict=True)]
@@ -310,6 +317,8 @@ class KnownKernel(NamedTuple):
         launches: how many launches it takes, where the composition asks.
         layout: what it does with buffers.
         doubt: how far its time may be off, where it is doubtful.
+        on_host: in a CUDA session, whether its time is the host's and not the GPU's.
+        waits: whether the host waits for the GPU there.
     """
 
     latency_ms: float
@@ -318,6 +327,13 @@ class KnownKernel(NamedTuple):
     moves_data: bool
     layout: Layout
     doubt: KernelDoubt | None = None
+    on_host: bool = False
+    waits: bool = False
+
+    @property
+    def gpu_ms(self) -> float:
+        """What it keeps the GPU busy."""
+        return 0.0 if self.on_host else self.latency_ms
 
     def at(self, end: Literal["low", "high"], marking_only: bool) -> KnownKernel:
         """The same kernel at one end of its plausible times; as it is where it is not doubtful."""
@@ -328,33 +344,54 @@ class KnownKernel(NamedTuple):
                              launches=None if self.launches is None else launches * self.launches)
 
 
-def _compose(record: ModelRecord, known: Mapping[str, KnownKernel], fitted: Fitted, used: Composition,
+Placed = tuple[str, str]  # a kernel's id, and the provider that runs it: the same kernel may run on the CPU and on the GPU
+
+
+def placed_kernels(record: ModelRecord) -> list[Placed]:
+    """The kernel and provider of each node, in order."""
+    return [(node.kernel_id, node.provider) for node in record.nodes]
+
+
+def _off_gpu_kernel(kernel: Kernel, provider: str) -> KnownKernel:
+    """What a copy, or a kernel that the CPU provider runs, brings to a CUDA session."""
+    from training.off_gpu import copy_ms, host_kernel_ms, host_range, is_copy, to_host
+
+    if is_copy(kernel):
+        return KnownKernel(copy_ms(kernel), "predicted", 1.0, True, layout_of(kernel), on_host=not to_host(kernel),
+                           waits=to_host(kernel))
+    doubt = KernelDoubt("on the CPU", Span(*host_range(kernel)), CERTAIN, True) if kernel.moves_data else None
+    return KnownKernel(host_kernel_ms(kernel), "estimated" if doubt else "measured", 0.0, kernel.moves_data, layout_of(kernel),
+                       doubt, on_host=True)
+
+
+def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: Fitted, used: Composition,
              load: dict[str, float], beside: Beside | None, strict: bool, way: WayOfRunning,
              warnings: tuple[str, ...]) -> Prediction:
-    """A model's time from what is known of its kernels, by id."""
-    ids = [node.kernel_id for node in record.nodes]
-    counts = Counter(ids)
-    totals = {kernel_id: count * known[kernel_id].latency_ms for kernel_id, count in counts.items()}
+    """A model's time from what is known of its kernels, by id and provider."""
+    placed = placed_kernels(record)
+    counts = Counter(placed)
+    totals = {key: count * known[key].latency_ms for key, count in counts.items()}
     kernel_sum_ms = sum(totals.values())
     whole_ms = kernel_sum_ms or 1.0  # a graph that is optimised away has no kernels
     by_provenance: dict[Provenance, float] = dict.fromkeys(PROVENANCES, 0.0)
     nodes_by_provenance: dict[Provenance, int] = dict.fromkeys(PROVENANCES, 0)
-    for kernel_id, total_ms in totals.items():
-        by_provenance[known[kernel_id].provenance] += total_ms
-        nodes_by_provenance[known[kernel_id].provenance] += counts[kernel_id]
+    for key, total_ms in totals.items():
+        by_provenance[known[key].provenance] += total_ms
+        nodes_by_provenance[known[key].provenance] += counts[key]
     shares = {name: part / whole_ms for name, part in by_provenance.items()}
     costs = used.cuda_graph.costs if way.cuda_graph and used.cuda_graph else used.costs
     composed = _composed(record, known, used, costs, way)
     latency, shared = composed.latency_ms, None
     provider = fitted.target.flavour.execution_provider
-    doubts = [(record.kernels[name], doubt) for name in counts if (doubt := known[name].doubt) is not None]
+    doubts = [(record.kernels[key[0]], doubt) for key in counts if (doubt := known[key].doubt) is not None]
     moved = marking = CERTAIN
     if doubts:
         moved, marking = (_moved(record, known, used, costs, way, latency, marking_only) for marking_only in (False, True))
     spans = [fitted_span(used, way, shares["measured"], provider), moved]
     if beside and costs is not None:
-        shared = under_load(*_tracks([known[kernel_id] for kernel_id in ids]), costs, beside.sharing, beside.other,
-                            beside.told_by)
+        nodes = [known[key] for key in placed]
+        shared = under_load(*_tracks(nodes), costs, beside.sharing, beside.other, beside.told_by)
+        shared = shared.later_by(_pipeline_ms(nodes, costs) - pipeline_ms(*_tracks(nodes), costs))
         latency = shared.mean_ms
         spans.append(load_span(beside.sharing, beside.told_by))
     elif load:
@@ -362,12 +399,12 @@ def _compose(record: ModelRecord, known: Mapping[str, KnownKernel], fitted: Fitt
     times = (OTHER_CUDNN if fitted.other_cudnn else 1.0) * (
         FORCED if misfits(record, fitted.target, fitted.predictors.sidecar.dtypes) else 1.0)
     span = joined(spans).widened(times)
-    estimated, doubtful = (tuple(sorted({kernel.type for kernel, doubt in doubts if doubt.reason == reason}))
-                           for reason in ("estimated", "other form"))
+    estimated, doubtful = (tuple(sorted({kernel.type for kernel, doubt in doubts if doubt.reason in reasons}))
+                           for reasons in (("estimated", "on the CPU"), ("other form",)))
     warnings = (*warnings, *doubt_warnings(doubts, marking), *(
         ["no model was ever measured on this machine: how kernels add up is a default, so the interval is wide"]
         if used.assumed else []))
-    memory = peak_memory(record, layouts={kernel_id: known[kernel_id].layout for kernel_id in counts})
+    memory = peak_memory(record, layouts={key[0]: known[key].layout for key in counts})
     return Prediction(
         model=record.model, target=fitted.target.name, flavour=record.flavour.name,
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
@@ -379,10 +416,10 @@ def _compose(record: ModelRecord, known: Mapping[str, KnownKernel], fitted: Fitt
         load=load or ({} if shared else "idle"), under_load=shared, strict=strict, time_share=shares,
         kernel_count=nodes_by_provenance,
         kernels=tuple(
-            KernelShare(id=kernel_id, type=record.kernels[kernel_id].type, count=counts[kernel_id],
-                        latency_ms=known[kernel_id].latency_ms, total_ms=total_ms, share=total_ms / whole_ms,
-                        provenance=known[kernel_id].provenance, launches=known[kernel_id].launches)
-            for kernel_id, total_ms in sorted(totals.items(), key=lambda item: -item[1])),
+            KernelShare(id=key[0], type=record.kernels[key[0]].type, count=counts[key],
+                        latency_ms=known[key].latency_ms, total_ms=total_ms, share=total_ms / whole_ms,
+                        provenance=known[key].provenance, launches=known[key].launches, provider=key[1])
+            for key, total_ms in sorted(totals.items(), key=lambda item: -item[1])),
         types_without_predictor=estimated, dims=record.dims, batch=record.batch,
         items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
         memory=memory, peak_memory_mib=memory.peak_mib, warnings=warnings,
@@ -396,20 +433,20 @@ class Composed(NamedTuple):
     critical_path_ms: float | None
 
 
-def _composed(record: ModelRecord, known: Mapping[str, KnownKernel], used: Composition, costs: PipelineCosts | None,
+def _composed(record: ModelRecord, known: Mapping[Placed, KnownKernel], used: Composition, costs: PipelineCosts | None,
               way: WayOfRunning) -> Composed:
     """A model's time from its kernels'. On a GPU it is no shorter than what the GPU itself has to do."""
     from training.composition import copied_mib, host_io_ms, latency_ms, working_nodes
 
-    nodes = [known[node.kernel_id] for node in record.nodes]
+    nodes = [known[key] for key in placed_kernels(record)]
     kernel_sum_ms, critical_path_ms = sum(node.latency_ms for node in nodes), None
     if used.kind == "pipeline" and costs is not None:
-        latency = max(_pipeline_ms(nodes, costs), kernel_sum_ms)
+        latency = max(_pipeline_ms(nodes, costs), sum(node.gpu_ms for node in nodes))
     else:
         if used.kind == "critical_path":
             from graph_model.dag_critical_path import build_dag, calculate_latency
 
-            by_node = {node.name: known[node.kernel_id].latency_ms for node in record.nodes}
+            by_node = {node.name: found.latency_ms for node, found in zip(record.nodes, nodes, strict=True)}
             critical_path_ms = calculate_latency(build_dag(record), by_node, "critical_path")
         base_ms = kernel_sum_ms if critical_path_ms is None else critical_path_ms
         latency = float(latency_ms(used, base_ms, working_nodes(record)))
@@ -418,41 +455,53 @@ def _composed(record: ModelRecord, known: Mapping[str, KnownKernel], used: Compo
     return Composed(latency, critical_path_ms)
 
 
-def _moved(record: ModelRecord, known: Mapping[str, KnownKernel], used: Composition, costs: PipelineCosts | None,
+def _moved(record: ModelRecord, known: Mapping[Placed, KnownKernel], used: Composition, costs: PipelineCosts | None,
            way: WayOfRunning, latency: float, marking_only: bool) -> Span:
     """By what factors a latency moves when all doubtful kernels are at the low, or at the high end of their plausible times."""
-    low, high = (_composed(record, {name: kernel.at(end, marking_only) for name, kernel in known.items()}, used, costs, way)
+    low, high = (_composed(record, {key: kernel.at(end, marking_only) for key, kernel in known.items()}, used, costs, way)
                  for end in ("low", "high"))
     return Span(low.latency_ms / latency, high.latency_ms / latency) if latency else CERTAIN
 
 
 def _capture_warning(record: ModelRecord, way: WayOfRunning) -> tuple[str, ...]:
-    """What to know about a model that is to be captured as a CUDA graph and can't be; nothing where it can."""
-    obstacle = capture_obstacle(record) if way.cuda_graph else None
-    return (f"ONNX Runtime can't capture it as a CUDA graph: {obstacle}; predicted as though it could",) if obstacle else ()
+    """What to know about a model that is to be captured as a CUDA graph; nothing where all of it runs on the GPU.
+
+    Raises:
+        UserError: ONNX Runtime can't capture it.
+    """
+    if not way.cuda_graph:
+        return ()
+    if (obstacle := capture_obstacle(record)) is not None:
+        raise UserError(f"{record.model}: ONNX Runtime can't capture it as a CUDA graph: {obstacle}; predict it without "
+                        "--cuda-graph")
+    on_cpu = [node.name for node in record.nodes if node.provider == "cpu"]
+    return (f"{len(on_cpu)} of its nodes work out sizes on the CPU ({', '.join(on_cpu[:2])}{' …' if len(on_cpu) > 2 else ''}): "
+            "a captured graph keeps the sizes of the run that was captured",) if on_cpu else ()
 
 
-def _range_warning(record: ModelRecord, known: Mapping[str, KnownKernel]) -> tuple[str, ...]:
+def _range_warning(record: ModelRecord, known: Mapping[Placed, KnownKernel]) -> tuple[str, ...]:
     """What to know about a model's kernels that are smaller or larger than any measured; nothing where there are none."""
-    found = [name for name in record.kernels if (doubt := known[name].doubt) is not None and doubt.reason == "beyond"]
+    counts = Counter(placed_kernels(record))
+    found = [key for key in counts if (doubt := known[key].doubt) is not None and doubt.reason == "beyond"]
     if not found:
         return ()
-    counts = Counter(node.kernel_id for node in record.nodes)
-    part, total = (sum(counts[name] * known[name].latency_ms for name in names) for names in (found, record.kernels))
+    part, total = (sum(counts[key] * known[key].latency_ms for key in keys) for keys in (found, counts))
+    named = ", ".join(name for name, _ in found[:2]) + (" …" if len(found) > 2 else "")
     return (f"{len(found)} of its kernels, {part / total if total else 0.0:.1%} of the kernel time, are beyond what was "
-            f"measured in some size, and less sure: {', '.join(found[:2])}{' …' if len(found) > 2 else ''}",)
+            f"measured in some size, and less sure: {named}",)
 
 
 def _pipeline_ms(nodes: Sequence[KnownKernel], costs: PipelineCosts) -> float:
     """The latency of host and GPU as two tracks; `nodes`: the kernel of each, in order."""
-    from overlap_simulator import pipeline_ms
-
-    return pipeline_ms(*_tracks(nodes), costs)
+    off_gpu = any(node.on_host or node.waits for node in nodes)
+    return pipeline_ms(*_tracks(nodes), costs, OffGpu(
+        np.array([node.latency_ms if node.on_host else 0.0 for node in nodes]),
+        np.array([node.waits for node in nodes], dtype=bool)) if off_gpu else None)
 
 
 def _tracks(nodes: Sequence[KnownKernel]) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
     """Each node's time on the GPU (ms), its launches, and whether it moves data."""
-    return (np.array([node.latency_ms for node in nodes]), np.array([node.launches for node in nodes]),
+    return (np.array([node.gpu_ms for node in nodes]), np.array([node.launches for node in nodes]),
             np.array([node.moves_data for node in nodes], dtype=bool))
 
 

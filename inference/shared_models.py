@@ -11,8 +11,8 @@ from inference.prediction import Prediction, predict
 from inference.sharing import NotShared, ToldBy, UnderLoad, check_mode_here, under_load
 from inference.sources import Source, record_of
 from inference.targets import fitted_for
-from inference.timeline import Tracks, tracks_of
-from overlap_simulator import OtherWork, PipelineCosts
+from inference.timeline import Tracks, off_gpu_of, tracks_of
+from overlap_simulator import OtherWork, PipelineCosts, pipeline_ms
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
@@ -27,16 +27,18 @@ class SharedModel:
         idle: its prediction on the idle device.
         tracks, costs: of its run.
         sharing: how the target's GPU turns between processes.
+        off_gpu_ms: by how much nodes of the CPU provider and copies make an idle run longer.
     """
 
     idle: Prediction
     tracks: Tracks
     costs: PipelineCosts
     sharing: Sharing
+    off_gpu_ms: float = 0.0
 
     def beside(self, other: OtherWork, told_by: ToldBy) -> UnderLoad:
         """The distribution of its latency beside other work."""
-        return under_load(*self.tracks, self.costs, self.sharing, other, told_by)
+        return under_load(*self.tracks, self.costs, self.sharing, other, told_by).later_by(self.off_gpu_ms)
 
     def at_share(self, share: float, like: OtherWork | None = None) -> UnderLoad:
         """The distribution beside a background that is busy for `share` of the time (a ratio), with waits and phases as of an
@@ -69,4 +71,7 @@ def shared_model(source: Source, *, dims: Mapping[str, int] | None = None, targe
     idle = predict(record, target=target, strict=strict, workspace=workspace, force=force)
     if fitted.sharing is None or idle.composition.costs is None:
         raise NotShared(fitted.target.name)
-    return SharedModel(idle, tracks_of(idle, record), idle.composition.costs, fitted.sharing)
+    tracks, costs = tracks_of(idle, record), idle.composition.costs
+    off_gpu = off_gpu_of(idle, record)
+    off_gpu_ms = pipeline_ms(*tracks, costs, off_gpu) - pipeline_ms(*tracks, costs) if off_gpu else 0.0
+    return SharedModel(idle, tracks, costs, fitted.sharing, off_gpu_ms)

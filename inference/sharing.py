@@ -55,6 +55,13 @@ class UnderLoad(Frozen):
         """The latency that `percent` % of the runs do not exceed."""
         return float(np.interp(percent, np.arange(len(self.percentiles_ms)), self.percentiles_ms))
 
+    def later_by(self, more_ms: float) -> UnderLoad:
+        """Every run longer by `more_ms`: what a model's nodes do off the GPU, which is not simulated beside other work."""
+        if not more_ms:
+            return self
+        return self.model_copy(update={"mean_ms": self.mean_ms + more_ms,
+                                       "percentiles_ms": tuple(one + more_ms for one in self.percentiles_ms)})
+
     def columns(self) -> dict[str, float]:
         """What a table shows of it."""
         return {"mean (ms)": self.mean_ms} | {f"p{percent} (ms)": self.percentile_ms(percent) for percent in SHOWN_PERCENTILES}

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from inference.prediction import Prediction
+from inference.prediction import Prediction, placed_kernels
 from ort_analysis.records import ModelRecord
-from overlap_simulator import NodeSpan, chrome_trace, timeline
+from overlap_simulator import NodeSpan, OffGpu, chrome_trace, timeline
 
 
 class Tracks(NamedTuple):
@@ -22,11 +22,31 @@ class Tracks(NamedTuple):
 
 def tracks_of(prediction: Prediction, record: ModelRecord) -> Tracks:
     """The nodes of `record`, of which `prediction` is; without composition `pipeline` no launches are known, and stand as 0."""
-    kernels = {kernel.id: kernel for kernel in prediction.kernels}
-    ids = [node.kernel_id for node in record.nodes]
-    return Tracks(np.array([kernels[name].latency_ms for name in ids]),
-                  np.array([kernels[name].launches or 0.0 for name in ids]),
-                  np.array([record.kernels[name].moves_data for name in ids], dtype=bool))
+    kernels = {(kernel.id, kernel.provider): kernel for kernel in prediction.kernels}
+    placed = placed_kernels(record)
+    on_host = on_host_of(prediction, record)
+    return Tracks(np.array([0.0 if host else kernels[key].latency_ms for key, host in zip(placed, on_host, strict=True)]),
+                  np.array([kernels[key].launches or 0.0 for key in placed]),
+                  np.array([record.kernels[key[0]].moves_data for key in placed], dtype=bool))
+
+
+def on_host_of(prediction: Prediction, record: ModelRecord) -> list[bool]:
+    """Whether each node's time is the host's, as that of the CPU provider's nodes and copies to the GPU in a CUDA session."""
+    if prediction.composition.costs is None:
+        return [False] * len(record.nodes)
+    return [node.provider == "cpu" or record.kernel_of(node).op_type == "MemcpyFromHost" for node in record.nodes]
+
+
+def off_gpu_of(prediction: Prediction, record: ModelRecord) -> OffGpu | None:
+    """What the nodes of a CUDA session do off the GPU; None where all of it is the GPU's."""
+    on_host = on_host_of(prediction, record)
+    waits = [prediction.composition.costs is not None and record.kernel_of(node).op_type == "MemcpyToHost"
+             for node in record.nodes]
+    if not any(on_host) and not any(waits):
+        return None
+    kernels = {(kernel.id, kernel.provider): kernel.latency_ms for kernel in prediction.kernels}
+    return OffGpu(np.array([kernels[key] if host else 0.0 for key, host in zip(placed_kernels(record), on_host, strict=True)]),
+                  np.array(waits, dtype=bool))
 
 
 def trace_of(prediction: Prediction, record: ModelRecord) -> dict[str, Any]:
@@ -44,5 +64,5 @@ def trace_of(prediction: Prediction, record: ModelRecord) -> dict[str, Any]:
         ends = np.cumsum(tracks.gpu_ms)
         spans = [NodeSpan((float(end - time), float(end)), None) for end, time in zip(ends, tracks.gpu_ms, strict=True)]
     else:
-        spans = timeline(*tracks, prediction.composition.costs)
+        spans = timeline(*tracks, prediction.composition.costs, off_gpu_of(prediction, record))
     return chrome_trace([f"{node.name} ({record.kernel_of(node).type})" for node in record.nodes], spans)

@@ -73,7 +73,7 @@ def refuses(node: onnx.NodeProto) -> bool:
         if node.op_type == "LSTM":
             input_forget = "input_forget" in attributes and attributes["input_forget"].i != 0
             return input_forget or (len(node.input) > PEEPHOLE and bool(node.input[PEEPHOLE]))
-        return node.op_type == "GRU" and "linear_before_reset" in attributes and attributes["linear_before_reset"].i != 1
+        return node.op_type == "GRU" and ("linear_before_reset" not in attributes or attributes["linear_before_reset"].i != 1)
     if node.op_type == "ConvTranspose":
         pads = list(attributes["pads"].ints) if "pads" in attributes else []
         half = len(pads) // 2

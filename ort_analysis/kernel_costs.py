@@ -111,8 +111,8 @@ def copied_tables(kernel: Kernel) -> int:
     """How often a kernel keeps a GPU waiting beyond its first launch.
 
     Four times for a Split into unequal parts or a Concat of more inputs than a launch carries, as traced on an H200: ONNX
-    Runtime copies four tables to the GPU. And for each step of a recurrent layer after its first: a step needs the state that the one
-    before it leaves, and so at least one launch of its own (not measured).
+    Runtime copies four tables to the GPU. And for each step of a recurrent layer after its first: a step needs the state that
+    the one before it leaves, and so at least one launch of its own (not measured).
     """
     if kernel.op_type in RECURRENT_OPS:
         return max(steps(kernel.op_type, kernel.attributes, kernel.inputs) - 1, 0)

@@ -16,6 +16,7 @@ from inference.prediction import WayOfRunning
 from ort_analysis.cuda_capture import capture_obstacle
 from ort_analysis.fusion_detector import analyze
 from ort_analysis.records import ModelRecord, load_record, record_path
+from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
@@ -98,12 +99,15 @@ def test_every_model_that_was_to_be_captured(tmp_path: Path) -> None:
             assert f"got {inputs.split()[0]} inputs" in m.error
 
 
-def test_a_prediction_warns_of_it() -> None:
+def test_a_model_that_cant_be_captured_is_refused() -> None:
     record = analyze(wide(33), "cuda")
-    (warning,) = (text for text in predict(record, target=TARGET, way=CAPTURED).warnings if "capture" in text)
-    assert warning == ("ONNX Runtime can't capture it as a CUDA graph: wide joins 33 inputs, and a Concat of more than 32 "
-                       "copies tables from the host; predicted as though it could")
-    assert predict(record, target=TARGET, way=CAPTURED).latency_ms > 0
-    assert not any("capture" in text for text in predict(record, target=TARGET).warnings)
-    captured = predict(analyze(wide(32), "cuda"), target=TARGET, way=CAPTURED)
-    assert not any("capture" in text for text in captured.warnings)
+    with pytest.raises(UserError, match=r"can't capture it as a CUDA graph: wide joins 33 inputs, and a Concat of more than 32 "
+                                        r"copies tables from the host; predict it without --cuda-graph"):
+        predict(record, target=TARGET, way=CAPTURED)
+    assert predict(record, target=TARGET).latency_ms > 0
+    assert not any("capture" in text for text in predict(analyze(wide(32), "cuda"), target=TARGET, way=CAPTURED).warnings)
+
+
+def test_sizes_that_the_cpu_works_out_are_allowed_with_a_warning() -> None:
+    captured = predict(on_the_cpu(analyze(wide(32), "cuda")), target=TARGET, way=CAPTURED)
+    assert [text for text in captured.warnings if "sizes on the CPU (relu)" in text]

@@ -141,7 +141,7 @@ def test_a_graph_that_the_cpu_provider_optimised_before_keeps_its_convolutions_o
     (node("LSTM", ["x", "w", "r"], ["y"], hidden_size=4, clip=1.0), True),
     (node("LSTM", ["x", "w", "r", "", "", "", "", "p"], ["y"], hidden_size=4), True),
     (node("LSTM", ["x", "w", "r"], ["y"], hidden_size=4, activations=["Sigmoid", "Tanh", "Relu"]), True),
-    (node("GRU", ["x", "w", "r"], ["y"], hidden_size=4), False),
+    (node("GRU", ["x", "w", "r"], ["y"], hidden_size=4), True),
     (node("GRU", ["x", "w", "r"], ["y"], hidden_size=4, linear_before_reset=0), True),
     (node("GRU", ["x", "w", "r"], ["y"], hidden_size=4, linear_before_reset=1), False),
     (node("ConvTranspose", ["x", "w"], ["y"], pads=[0, 0, 1, 1]), True),

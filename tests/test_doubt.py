@@ -40,7 +40,7 @@ def graph(path: Path, nodes: list[onnx.NodeProto], inputs: dict[str, list[Any]],
 
 def recurrent(path: Path, hidden: int = 64) -> Path:
     """A GRU over forty steps, and a Flatten and an Identity that cost nothing."""
-    nodes = [helper.make_node("GRU", ["x", "w", "r"], ["y"], hidden_size=hidden),
+    nodes = [helper.make_node("GRU", ["x", "w", "r"], ["y"], hidden_size=hidden, linear_before_reset=1),
              helper.make_node("Flatten", ["y"], ["f"]), helper.make_node("Relu", ["f"], ["out"])]
     return graph(path, nodes, {"x": [40, 1, 32]}, {"out": [40, hidden]},
                  {"w": np.zeros((1, 3 * hidden, 32)), "r": np.zeros((1, 3 * hidden, hidden))})
