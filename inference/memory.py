@@ -1,16 +1,29 @@
-"""What a model's run holds in memory: its weights, the activations live at the fullest moment, and what the arena keeps.
+"""What a model's session holds resident: its weights, the activations live at the fullest moment, what the arena keeps, the
+kernels' scratch, and what loading leaves behind.
 
 Counts what ONNX Runtime's allocation plan counts: a buffer lives from the node that makes it to the last that reads it;
 a node that only renames a tensor (Reshape) shares its input's buffer; a node that may work in place takes over an input
 that nobody reads later. The arena then keeps them twice: the first run allocates tensor by tensor, later runs take one
 block planned from it, and what the first run used is not given back.
 
-Left out, as no record tells them: a kernel's own scratch (cuDNN workspaces, im2col) and the runtime itself.
+On CUDA the arena takes whole regions from the device, each twice as large as the one before (`kNextPowerOfTwo`, ONNX Runtime's
+default: onnxruntime/core/framework/bfc_arena.cc), so it holds more than its tensors fill; weights are reserved exactly. On a
+CPU a page counts only once it is written, so regions cost what is used of them.
+
+On a CPU a session's weights were copied while it was loaded (parsed, folded, reordered for blocked convolutions). The copies
+are free again, but glibc keeps what lies under its greatest mmap threshold of 32 MiB in the process, where it counts as
+resident (`malloc_trim` gives it back: a session then holds its weights and about 2 MiB). How much stays depends on the order
+of loading and differs by tens of per cent from run to run: the shares below are medians over 24 models (ONNX Runtime 1.31,
+glibc 2.36); `python inference/memory_error.py` measures them again.
+
+Left out: the process without the session (about 70 MiB with Python and ONNX Runtime), a CUDA context (some 0.5 GiB of the
+device, the same for every model), and cuDNN's workspaces.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -32,14 +45,25 @@ _NCHWC_CONV_IN_PLACE = (3,)  # the tensor that a Conv with a fused Add adds to i
 _NCHWC_DOMAIN = "com.microsoft.nchwc"
 
 
+# bytes that stay in the heap for each byte of a weight: of a convolution, of one-byte integers, and of others
+ONCE_LOADED_CONV, ONCE_LOADED_INT8, ONCE_LOADED = 1.8, 1.0, 0.5
+LOADED_BASE_BYTES = 2 * MIB  # of the graph itself
+MMAPPED_BYTES = 32 * MIB  # of a weight: glibc maps those apart and gives them back (mallopt(3), M_MMAP_THRESHOLD)
+FIRST_REGION_BYTES, LARGEST_DOUBLED_BYTES = MIB, 1024 * MIB  # of ONNX Runtime's arena: initial chunk, end of its doubling
+CUBLAS_BYTES = 32 * MIB  # cuBLAS's own workspace on Hopper (its manual, cublasSetWorkspace: 4 MiB before)
+CUBLAS_USERS = ("MatMul", "Gemm", "Attention", "LSTM", "GRU", "RNN", "Einsum")  # in the operator's name
+
+
 class Memory(Frozen):
-    """Memory that a session holds while it runs, in MiB.
+    """Memory that a session holds while it runs, in MiB: of the process on a CPU, of the device on CUDA.
 
     Attributes:
         weights_mib: constants of the optimised graph.
         activations_mib: inputs, outputs and intermediate tensors alive at the fullest moment.
-        arena_mib: what the arena keeps beside them: the intermediate tensors once more.
-        workspace_mib: the kernels' own scratch; None where it is not known.
+        arena_mib: what the arena keeps beside them: the intermediate tensors once more, on CUDA in whole regions.
+        workspace_mib: the kernels' own scratch, as far as it is known: columns of transposed convolutions on a CPU, cuBLAS's
+            workspace on CUDA.
+        loading_mib: what loading leaves in the heap of a CPU's process; 0 on CUDA.
         peak_mib: all of it.
     """
 
@@ -47,6 +71,7 @@ class Memory(Frozen):
     activations_mib: float
     arena_mib: float
     workspace_mib: float | None = None
+    loading_mib: float = 0.0
     peak_mib: float
 
 
@@ -58,12 +83,14 @@ class Activations(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a kernel does with buffers: bytes of each output, whether it only renames its first input, and the inputs that
-    it may work in."""
+    """What a kernel does with memory: bytes of each output, whether it only renames its first input, the inputs that it may
+    work in, its scratch on a CPU, and what loading its weights leaves in the heap there."""
 
     output_bytes: tuple[int, ...]
     renames: bool
     in_place: tuple[int, ...]
+    scratch_bytes: int = 0
+    loading_bytes: float = 0.0
 
 
 def layout_of(kernel: Kernel) -> Layout:
@@ -71,7 +98,25 @@ def layout_of(kernel: Kernel) -> Layout:
     in_place = IN_PLACE.get(kernel.op_type, ())
     if kernel.domain == _NCHWC_DOMAIN and kernel.op_type == "Conv":
         in_place = _NCHWC_CONV_IN_PLACE
-    return Layout(tuple(tensor.bytes for tensor in kernel.outputs), not kernel.moves_data, in_place)
+    return Layout(tuple(tensor.bytes for tensor in kernel.outputs), not kernel.moves_data, in_place, _column_bytes(kernel),
+                  _loading_bytes(kernel))
+
+
+def _loading_bytes(kernel: Kernel) -> float:
+    """What loading a kernel's weights leaves in the heap of a CPU's process."""
+    of_floats = ONCE_LOADED_CONV if "Conv" in kernel.op_type else ONCE_LOADED
+    return sum(size * (ONCE_LOADED_INT8 if tensor.dtype in ("int8", "uint8") else of_floats)
+               for tensor in kernel.inputs if tensor.constant and (size := tensor.bytes) < MMAPPED_BYTES)
+
+
+def _column_bytes(kernel: Kernel) -> int:
+    """The columns that a transposed convolution multiplies out before it adds them up, for one image (ONNX Runtime's
+    conv_transpose.cc: col_buffer); 0 for other kernels."""
+    if kernel.op_type != "ConvTranspose" or len(kernel.inputs) < 2 or len(kernel.inputs[1].shape) < 3:
+        return 0
+    image, weights = kernel.inputs[0], kernel.inputs[1]
+    per_pixel = math.prod(weights.shape[1:]) * (image.bytes // max(image.elements, 1))
+    return per_pixel * math.prod(image.shape[2:])
 
 
 def peak_memory(record: ModelRecord, workspace_mib: float | None = None,
@@ -80,14 +125,48 @@ def peak_memory(record: ModelRecord, workspace_mib: float | None = None,
 
     Args:
         record: the model.
-        workspace_mib: the kernels' scratch, where it is known.
+        workspace_mib: the kernels' scratch, where it was measured; by default estimated.
         layouts: of its kernels by id, where they are known from another model; by default worked out.
     """
+    if layouts is None:
+        layouts = {name: layout_of(kernel) for name, kernel in record.kernels.items()}
     activations = live_activations(record, layouts)
-    weights, live, arena = (
-        size / MIB for size in (record.weight_bytes, activations.peak_bytes, activations.intermediate_peak_bytes))
-    return Memory(weights_mib=weights, activations_mib=live, arena_mib=arena, workspace_mib=workspace_mib,
-                  peak_mib=weights + live + arena + (workspace_mib or 0.0))
+    own = activations.intermediate_peak_bytes
+    used = [layouts[node.kernel_id] for node in record.nodes]
+    if record.flavour.execution_provider == "cuda":
+        largest = max((size for layout in used for size in layout.output_bytes), default=0)
+        arena, loading = arena_regions_bytes(own, min(largest, own)) - own, 0.0
+        operators = {kernel.op_type for kernel in record.kernels.values()}
+        scratch = CUBLAS_BYTES if any(user in operator for operator in operators for user in CUBLAS_USERS) else 0
+    else:
+        arena, loading = own, LOADED_BASE_BYTES + sum(layout.loading_bytes for layout in used)
+        scratch = max((layout.scratch_bytes for layout in used), default=0)
+    if workspace_mib is None:
+        workspace_mib = scratch / MIB
+    weights, live = record.weight_bytes / MIB, activations.peak_bytes / MIB
+    return Memory(weights_mib=weights, activations_mib=live, arena_mib=arena / MIB, workspace_mib=workspace_mib,
+                  loading_mib=loading / MIB, peak_mib=weights + live + arena / MIB + workspace_mib + loading / MIB)
+
+
+def arena_regions_bytes(peak_bytes: int, largest_bytes: int) -> int:
+    """What an arena that doubles its regions takes from the device for tensors of `peak_bytes` at once in the first run, the
+    largest of them `largest_bytes`, and for one block of `peak_bytes` in later runs."""
+    region, taken, free = FIRST_REGION_BYTES, 0, 0  # free: the largest region that the block may take
+
+    def extend(bytes_asked: int) -> int:
+        nonlocal region
+        grown = region
+        while region < bytes_asked:
+            region *= 2
+        size = region
+        if grown == region:
+            region = min(2 * region, LARGEST_DOUBLED_BYTES)
+        return size
+
+    while peak_bytes > taken:
+        size = extend(largest_bytes if not free else 0)
+        taken, free = taken + size, max(free, size)
+    return taken + (extend(peak_bytes) if peak_bytes > free else 0)
 
 
 def live_activations(record: ModelRecord, layouts: Mapping[str, Layout] | None = None) -> Activations:
@@ -117,7 +196,7 @@ def live_activations(record: ModelRecord, layouts: Mapping[str, Layout] | None =
         return None
 
     for node in record.nodes:
-        output_bytes, renames, in_place = layouts[node.kernel_id]
+        output_bytes, renames, in_place, *_ = layouts[node.kernel_id]
         unread = 0  # bytes that nobody reads once they are made
         may_share = renames or bool(in_place)
         for name, size in zip(node.outputs, output_bytes, strict=False):

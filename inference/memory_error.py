@@ -1,0 +1,114 @@
+"""Phase 7.4: how much memory a session on this machine's CPU really holds, against what is predicted.
+
+Opens each model in a process of its own with ONNX Runtime's defaults and runs it four times with made-up inputs. Held is the
+greatest resident memory during the runs, less that of the process before, in which ONNX Runtime had run a tiny model. Prints a
+row a model; writes nothing. Linux only.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import json
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+from utils import cli
+from utils.errors import UserError
+from utils.paths import ROOT
+
+RUNS = 4
+STATUS, RESET_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+EXAMPLES = """
+python inference/memory_error.py --model resnet18.onnx
+python inference/memory_error.py --model resnet50.onnx --model mobilenet_v2.onnx --dim batch=1,8 --json
+"""
+
+
+def resident_mib(peak: bool) -> float:
+    """This process's resident memory, or its peak since RESET_PEAK was written to."""
+    key = "VmHWM:" if peak else "VmRSS:"
+    return next(int(line.split()[1]) / 1024 for line in STATUS.read_text(encoding="ascii").splitlines() if line.startswith(key))
+
+
+def hold(model: Path, dims: Mapping[str, int]) -> float:
+    """What running `model` adds to this process at its peak, MiB; call it once a process."""
+    import numpy as np
+    from onnx import helper
+
+    from ort_analysis.records import numpy_dtype
+    from ort_analysis.tensor_shapes import session_dtype
+    from utils.ort_sessions import open_nodes, open_session
+
+    shape = [4]
+    tiny = open_nodes([helper.make_node("Relu", ["x"], ["y"])], ["x"], shape, "cpu", "tiny")
+    tiny.run(None, {"x": np.zeros(shape, np.float32)})
+    before = resident_mib(peak=False)
+    session = open_session(model, "cpu", dims=dims)
+    inputs = {value.name: np.ones(value.shape, numpy_dtype(session_dtype(value.type))) for value in session.get_inputs()}
+    RESET_PEAK.write_text("5", encoding="ascii")  # the peak while loading does not count
+    for _ in range(RUNS):
+        session.run(None, inputs)
+    return resident_mib(peak=True) - before
+
+
+def held_mib(model: Path, dims: Mapping[str, int]) -> float:
+    """What a session of `model` holds, measured in a process of its own.
+
+    Args:
+        model: an ONNX file.
+        dims: sizes of its dynamic dimensions.
+
+    Raises:
+        UserError: no Linux, or the model can't be run.
+    """
+    if not RESET_PEAK.exists():
+        raise UserError("resident memory is measured as Linux reports it; this system has no /proc/self/clear_refs")
+    program = ("from pathlib import Path; from inference.memory_error import hold; "
+               f"print(hold(Path({str(model.resolve())!r}), {dict(dims)}))")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{model}: its run failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+    return float(json.loads(done.stdout))
+
+
+def row(model: Path, dims: Mapping[str, int]) -> dict[str, Any]:
+    """Predicted and held memory of one model, as a row of the table."""
+    from inference.memory import peak_memory
+    from ort_analysis.fusion_detector import analyze
+
+    record = analyze(model, "cpu", dims)
+    predicted, held = peak_memory(record), held_mib(model, record.dims)
+    names = ("weights", "activations", "arena", "workspace", "loading")
+    parts = {f"{name} (MiB)": getattr(predicted, f"{name}_mib") for name in names}
+    return {"model": record.model, "held (MiB)": held, "predicted (MiB)": predicted.peak_mib,
+            "error": f"{predicted.peak_mib / held - 1:+.1%}", **parts}
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--model", type=Path, required=True, action="append",
+                        help="an ONNX file; a bare name is also looked for in model_zoo; may be repeated")
+    cli.add_dim(parser)
+    args = parser.parse_args()
+    workspace = cli.start(args)
+
+    from ort_analysis.ort_graph_parser import own_sizes
+
+    sizes = cli.parse_dims(args.dim)
+    asked = [(model, dims) for model in map(workspace.find_model, args.model) for dims in own_sizes(model, sizes)]
+    rows = [row(model, dims) for model, dims in cli.track(asked, "measuring")]
+    if args.json:
+        cli.print_json(rows)
+    else:
+        cli.print_table(rows, "memory of a session on this machine's CPU")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
