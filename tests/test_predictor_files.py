@@ -16,9 +16,9 @@ import pytest
 import xgboost
 from made_up_dataset import METRIC, TARGET, chain, conv, draw_kernels, gemm, relu, tensor, true_ms, write_workspace
 
-from gpu_dataset.to_version_2 import rewrite
 from ort_analysis.kernel_types import describe_kernel
 from ort_analysis.records import Kernel, Tensor
+from recipes.predictors_to_version_2 import rewrite
 from training import estimators, predictor_files
 from training.predictor_files import load_predictors, sidecar_path
 from training.train_kernel_model import save, train_label

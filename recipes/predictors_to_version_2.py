@@ -21,7 +21,7 @@ from utils import cli, files
 from utils.errors import UserError
 
 EXAMPLES = """
-python gpu_dataset/to_version_2.py --folder training/predictors/nvidia-h200-cuda-ort1.31-all
+python recipes/predictors_to_version_2.py --folder training/predictors/nvidia-h200-cuda-ort1.31-all
 """
 
 
