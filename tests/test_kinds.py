@@ -113,7 +113,7 @@ def timed(model: str, first_ms: float, second_ms: float) -> Found:
 def test_the_summary_counts_what_was_asked(tmp_path: Path) -> None:
     steps = [
         answer("a", "cpu", 15.0, interval_ms=(5.0, 20.0)), answer("a", "cpu_filled", 10.5), timed("a", 10.0, 11.0),
-        answer("b", "cpu", 2.1, rough=True, estimated=("LSTM",)), answer("b", "cpu_filled", 2.4), timed("b", 2.0, 2.0),
+        answer("b", "cpu", 2.1, rough=True, operators=("LSTM",)), answer("b", "cpu_filled", 2.4), timed("b", 2.0, 2.0),
         answer("c", "h200", 1.0, rough=True), answer("c", "cpu", 1.2, rough=True), timed("c", 1.0, 1.0),
         Found(model="d", step="h200", outcome="traceback", seconds=1.0, message="KeyError: 'x'"),
     ]

@@ -104,8 +104,8 @@ def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s
         answer = json.loads(ended.out)
         answer = answer[0] if isinstance(answer, list) else answer
         found = {"latency_ms": answer["latency_ms"], "interval_ms": answer["interval_ms"], "time_share": answer["time_share"],
-                 "rough": answer.get("rough_estimate"),
-                 "estimated": answer.get("estimated_operators", answer.get("types_without_predictor", ()))}
+                 "rough": answer["rough_estimate"],
+                 "operators": (*answer["estimated_operators"], *answer["doubtful_operators"])}
     return Found.model_validate({
         "model": model.name, "step": step, "outcome": ended.outcome, "seconds": ended.seconds, "warnings": ended.warnings,
         "message": "" if ended.outcome == "answered" else ended.message, **found})

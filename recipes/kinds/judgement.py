@@ -34,8 +34,8 @@ class Found(BaseModel):
         warnings: what it warned of.
         seconds: that the command took.
         latency_ms, interval_ms, time_share: of a prediction, as its JSON holds them.
-        rough: whether it is marked as a rough estimate; None where the JSON does not say.
-        estimated: the operators that were never measured.
+        rough: whether it is marked as a rough estimate; None where there is no prediction.
+        operators: those that were never measured, and those that may move the answer though they were.
         first_ms, second_ms: medians of two measurements, taken in turn.
     """
 
@@ -52,7 +52,7 @@ class Found(BaseModel):
     interval_ms: tuple[float, float] | None = None
     time_share: dict[str, float] = {}
     rough: bool | None = None
-    estimated: tuple[str, ...] = ()
+    operators: tuple[str, ...] = ()
     first_ms: float | None = None
     second_ms: float | None = None
 
@@ -61,7 +61,7 @@ class Found(BaseModel):
         """What the user was told."""
         if self.outcome != "answered":
             return f"{self.outcome}: {self.message}"
-        operators = f" ({', '.join(self.estimated)})" if self.estimated else ""
+        operators = f" ({', '.join(dict.fromkeys(self.operators))})" if self.operators else ""
         return f"rough estimate{operators}" if self.rough else "unmarked"
 
 
