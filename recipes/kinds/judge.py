@@ -38,6 +38,8 @@ log = get_logger("kinds")
 
 H200 = "nvidia-h200"
 PREDICT, MEASURE = "inference/predict_model_latency.py", "benchmark/ort_kernel_runner.py"
+IN_USE = "it is in use by process"  # what a command says that finds the device or dataset taken
+WAIT_S = 2.0
 STEPS: tuple[Step, ...] = ("h200", "cpu", "measured", "cpu_filled")
 ASKED_FIRST: tuple[Step, ...] = ("h200", "cpu")  # before any kernel is measured that another model may share
 EXAMPLES = """
@@ -77,6 +79,16 @@ class Ended:
         return tuple(line.removeprefix("warning: ") for line in self.err.splitlines() if line.startswith("warning: "))
 
 
+def run_in_turn(command: Sequence[str], limit_s: float) -> Ended:
+    """Like `run_limited`; waits as long for another process that measures on this device, or writes the same dataset."""
+    until = time.monotonic() + limit_s
+    while True:
+        ended = run_limited(command, limit_s)
+        if IN_USE not in ended.err or time.monotonic() > until:
+            return ended
+        time.sleep(WAIT_S)
+
+
 def run_limited(command: Sequence[str], limit_s: float) -> Ended:
     """Runs a script of this repository; after `limit_s` seconds it is ended, with all that it started."""
     began = time.monotonic()
@@ -97,7 +109,7 @@ def run_limited(command: Sequence[str], limit_s: float) -> Ended:
 def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s: float) -> Found:
     """Asks for a prediction, as step `h200`, `cpu` or `cpu_filled`."""
     options = {"h200": ["--target", H200], "cpu": [], "cpu_filled": ["--measure-missing"]}[step]
-    ended = run_limited([PREDICT, "--model", str(path), *model.dim_options, *options, "--workspace", str(workspace), "--json"],
+    ended = run_in_turn([PREDICT, "--model", str(path), *model.dim_options, *options, "--workspace", str(workspace), "--json"],
                         limit_s)
     found: dict[str, Any] = {}
     if ended.outcome == "answered":
@@ -116,7 +128,7 @@ def measured(model: MadeModel, path: Path, rounds: int, budget_s: float, limit_s
     samples: tuple[list[float], list[float]] = ([], [])
     seconds = 0.0
     for turn in range(2 * rounds):
-        ended = run_limited([MEASURE, "--model", str(path), *model.dim_options, "--device", "cpu", "--budget-s", str(budget_s),
+        ended = run_in_turn([MEASURE, "--model", str(path), *model.dim_options, "--device", "cpu", "--budget-s", str(budget_s),
                              "--workspace", str(workspace), "--json"], limit_s)
         seconds += ended.seconds
         if ended.outcome != "answered":
