@@ -59,6 +59,7 @@ def rewrite(folder: Path) -> list[str]:
         about["file"], about["sha256"] = write_boosters(folder, label, _Boosters(io.BytesIO(packed)).load())
     times = json.loads(lzma.decompress(read_checked(folder / sidecar["measured"], sidecar["measured_sha256"])))
     sidecar["measured"], sidecar["measured_sha256"] = write_measured(folder, times)
+    sidecar.pop("digest", None)  # of the file as it was; the new one gets its own
     written = Sidecar.model_validate(sidecar | {"version": SIDECAR_VERSION})
     write_sidecar(folder, written)
     for name in old:
