@@ -390,15 +390,13 @@ def main() -> int:
     parser.add_argument("--patience-s", type=float, default=PATIENCE_S, metavar="S",
                         help="how long to wait, before each measurement, for the machine to be as fast as when its dataset "
                              f"was measured (default: {PATIENCE_S:g})")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each model is measured, in turn (default: 3)")
-    parser.add_argument("--budget-s", type=float, default=1.0, help="seconds for each model and round (default: 1)")
+    parser.add_argument("--rounds", type=cli.count, default=3, help="how often each model is measured, in turn (default: 3)")
+    parser.add_argument("--budget-s", type=cli.positive, default=1.0, help="seconds for each model and round (default: 1)")
     parser.add_argument("--force", action="store_true",
                         help="predict although element type or ONNX Runtime version are not the predictors'")
     args = parser.parse_args()
-    if args.patience_s < 0:
+    if not 0 <= args.patience_s < math.inf:
         parser.error("--patience-s can't be negative")
-    if args.rounds < 1 or not (args.budget_s > 0 and math.isfinite(args.budget_s)):
-        parser.error("--rounds must be at least 1 and --budget-s positive")
     if not args.models and not args.recorded:
         parser.error("name models (files or folders), or --recorded for all that the dataset holds")
     if args.recorded and (args.metrics or args.config):

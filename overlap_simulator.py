@@ -468,12 +468,10 @@ def main() -> int:
     source.add_argument("--model", type=Path, help="an ONNX file to run; a bare name is also looked for in model_zoo")
     parser.add_argument("--record", type=Path, metavar="FILE", help="the kernel record of the profile's model")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where --model runs (default: auto)")
-    parser.add_argument("--loops", type=int, default=10, help="profiled runs of --model (default: 10)")
-    parser.add_argument("--rows", type=int, default=10, help="kernels to list (default: 10)")
+    parser.add_argument("--loops", type=cli.count, default=10, help="profiled runs of --model (default: 10)")
+    parser.add_argument("--rows", type=cli.whole, default=10, help="kernels to list (default: 10)")
     cli.add_dim(parser)
     args = parser.parse_args()
-    if args.loops < 1 or args.rows < 0:
-        parser.error("--loops must be positive, --rows not negative")
     if args.model and args.record:
         parser.error("--record goes with --profile; a model's graph is known")
     workspace = cli.start(args)

@@ -220,7 +220,7 @@ def serve(args: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--port", type=int, default=PORT, help=f"0: a free one (default: {PORT})")
+    parser.add_argument("--port", type=cli.port, default=PORT, help=f"0: a free one (default: {PORT})")
     parser.add_argument("--host", default=LOCALHOST, metavar="ADDRESS",
                         help=f"address to listen at; 0.0.0.0: all of this machine's (default: {LOCALHOST})")
     parser.add_argument("--interval", type=cli.positive, default=INTERVAL_S, metavar="S",

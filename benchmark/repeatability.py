@@ -101,11 +101,9 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--config", type=Path, default=ROOT / "benchmark" / "config.yaml",
                         help="the collector's config that the dataset was measured with (default: benchmark/config.yaml)")
-    parser.add_argument("--count", type=int, default=200, help="kernels to measure again (default: 200)")
-    parser.add_argument("--seed", type=int, default=0, help="which ones")
+    parser.add_argument("--count", type=cli.count, default=200, help="kernels to measure again (default: 200)")
+    parser.add_argument("--seed", type=cli.whole, default=0, help="which ones")
     args = parser.parse_args()
-    if args.count < 1:
-        parser.error("--count must be at least 1")
     workspace = cli.start(args)
     rows = repeat(workspace, args.config, args.count, args.seed)
     cli.print_rows(rows, args.json, "a second measurement against the first")

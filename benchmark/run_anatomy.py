@@ -151,14 +151,12 @@ def main() -> int:
     parser.add_argument("--model", type=Path, nargs="+", required=True, metavar="MODEL",
                         help="ONNX files or folders of them; a bare name is also looked for in model_zoo")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="only a GPU can be traced")
-    parser.add_argument("--budget-s", type=float, default=1.0, help="undisturbed time for each timing (default: 1)")
-    parser.add_argument("--trace", type=Path, metavar="FILE",
+    parser.add_argument("--budget-s", type=cli.positive, default=1.0, help="undisturbed time for each timing (default: 1)")
+    parser.add_argument("--trace", type=cli.out_file, metavar="FILE",
                         help="write the traced run of the one model and size, to be opened at ui.perfetto.dev or beside a "
                         "prediction (predict_model_latency.py --beside)")
     cli.add_dim(parser)
     args = parser.parse_args()
-    if args.budget_s <= 0:
-        parser.error("--budget-s must be positive")
     workspace = cli.start(args)
     if args.device == "cpu" or not has_cuda():
         raise UserError("where a GPU's time goes needs a GPU: "

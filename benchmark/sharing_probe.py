@@ -124,10 +124,10 @@ def rows(reading: ProbeReading) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--seconds", type=float, default=SECONDS, metavar="S",
+    parser.add_argument("--seconds", type=cli.positive, default=SECONDS, metavar="S",
                         help=f"for both pieces of work together (default: {SECONDS:g})")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: the GPU where there is one")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the raw reading as JSON")
+    parser.add_argument("--out", type=cli.out_file, metavar="FILE", help="write the raw reading as JSON")
     args = parser.parse_args()
     cli.start(args)
     reading = probe(args.device, args.seconds)

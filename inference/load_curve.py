@@ -107,10 +107,10 @@ def main() -> int:
     cli.add_model(parser)
     cli.add_dim(parser)
     cli.add_target(parser)
-    parser.add_argument("--points", type=int, default=POINTS, metavar="N",
+    parser.add_argument("--points", type=cli.count, default=POINTS, metavar="N",
                         help=f"loads, from idle to always busy (default: {POINTS})")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the curve as CSV")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: a .png, .svg or .pdf")
+    parser.add_argument("--out", type=cli.out_file, metavar="FILE", help="write the curve as CSV")
+    parser.add_argument("--plot", type=cli.out_file, metavar="FILE", help="draw it: a .png, .svg or .pdf")
     parser.add_argument("--slo-ms", type=cli.positive, metavar="MS", help="a line at this latency in the plot")
     cli.add_trust(parser)
     args = parser.parse_args()

@@ -15,6 +15,8 @@ Where nothing was trained yet, that begins with stated constants for how kernels
 
 An answer that rests on operators that were never measured is marked as a rough estimate (inference/doubt.py). Exit status: 0
 done, 1 an error that the message explains, 2 wrong usage, 3 a rough estimate (with --fail-on-rough), 4 a missed --slo-ms.
+
+--json prints a list with an object for each size, also where there is one; with --watch, an object a line.
 """
 
 from __future__ import annotations
@@ -146,8 +148,8 @@ def main() -> int:
     cli.add_target(parser)
     cli.add_load(parser)
     cli.add_way(parser)
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="show the N dominating kernels (default: 5)")
-    parser.add_argument("--trace", type=Path, metavar="FILE",
+    parser.add_argument("--top", type=cli.whole, default=5, metavar="N", help="show the N dominating kernels (default: 5)")
+    parser.add_argument("--trace", type=cli.out_file, metavar="FILE",
                         help="write the predicted timeline, to be opened at ui.perfetto.dev or chrome://tracing")
     parser.add_argument("--measure-missing", action="store_true",
                         help="first measure the kernels that never were; needs a machine that is the target")
@@ -270,7 +272,7 @@ def main() -> int:
     if args.json:
         dumped = [one.model_dump(mode="json") | ({"slo": slo.model_dump(mode="json")} if slo else {})
                   for one, slo in zip(found, slos, strict=True)]
-        cli.print_json(dumped[0] if len(dumped) == 1 else dumped)
+        cli.print_json(dumped)
     else:
         print_predictions(found, args.top)
         for one, slo in zip(found, slos, strict=True):
@@ -278,7 +280,7 @@ def main() -> int:
                 print(verdict(one, slo))
     if args.fail_on_rough and any(one.rough_estimate for one in found):
         return cli.EXIT_ROUGH
-    return 0
+    return cli.EXIT_SLO_MISSED if any(slo and not slo.met for slo in slos) else 0
 
 
 if __name__ == "__main__":

@@ -109,12 +109,10 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--model", type=Path, required=True, help="an ONNX file; a bare name is also looked for in model_zoo")
-    parser.add_argument("--repeats", type=int, default=20, help="calls of the cases that can be repeated (default: 20)")
+    parser.add_argument("--repeats", type=cli.count, default=20, help="calls of the cases that can be repeated (default: 20)")
     parser.add_argument("--target", help="whose predictors, as the predictor takes it (default: this machine's)")
     cli.add_load(parser)
     args = parser.parse_args()
-    if args.repeats < 1:
-        parser.error("--repeats must be at least 1")
     workspace = cli.start(args)
     from inference.load import CONFIG_FILE, InferenceConfig, current_load, fields_asked
     from inference.targets import fitted_for

@@ -39,6 +39,11 @@ def record_of(source: Source, execution_provider: str,
     if isinstance(source, (str, Path)):
         return _record_of_file(Path(source), execution_provider, dict(dims or {}))
     if not isinstance(source, ModelRecord):
+        import onnx
+
+        if not isinstance(source, onnx.ModelProto):
+            raise UserError(f"{type(source).__name__} is no model: give the path of an ONNX file or of a kernel record, an "
+                            "onnx.ModelProto, or a ModelRecord")
         from ort_analysis.fusion_detector import analyze
 
         return analyze(source, execution_provider, dims)

@@ -65,21 +65,16 @@ def choose_target(workspace: Workspace, name: str | None) -> tuple[str, tuple[st
 
     Args:
         workspace: whose predictors, beside those that are shipped.
-        name: the target's, or how only one target's begins (`nvidia-h200`); without one it is this machine, if there are
-            predictors for it; else the only one of the workspace.
+        name: the target's, or a part of it that only one target's name begins with or, if none does, holds (`h200`); upper case
+            or lower. Without one it is this machine, if there are predictors for it; else the only one of the workspace; else
+            the only one that is shipped.
 
     Raises:
         UserError: no predictors, none or several for `name`, or several of other devices to choose from.
     """
     there = predictor_folders(workspace)
     if name is not None:
-        found = [name] if name in there else [target for target in sorted(there) if target.startswith(name)]
-        if len(found) == 1:
-            return found[0], ()
-        if found:
-            raise UserError(f"target {name}: {', '.join(found)} begin so; say which")
-        raise UserError(f"target {name}: no predictors for it in {workspace.predictors('')} or shipped with Hase "
-                        f"(there: {', '.join(sorted(there)) or 'none'})")
+        return _named(name, sorted(there), workspace), ()
     own = [target.name for target in local_targets()]
     for target in own:
         if target in there:
@@ -87,6 +82,9 @@ def choose_target(workspace: Workspace, name: str | None) -> tuple[str, tuple[st
     in_workspace = sorted(target for target, folder in there.items() if folder.parent != SHIPPED)
     shipped = sorted(target for target, folder in there.items() if folder.parent == SHIPPED)
     offer = f"; or predict for a target that Hase ships, with --target: {', '.join(shipped)}" if shipped else ""
+    if not in_workspace and len(shipped) == 1:
+        return shipped[0], (f"no predictors for this machine ({own[0]}): predicted for {shipped[0]}, the only target that "
+                            "comes with Hase (--measure-missing has the model's kernels measured here instead)",)
     if not in_workspace:
         raise UserError(f"no predictors for this machine ({own[0]}) in {workspace.predictors('')}; make them with: "
                         f"{'; '.join(MAKE_PREDICTORS)}; or have the kernels of one model measured, in seconds: "
@@ -95,6 +93,19 @@ def choose_target(workspace: Workspace, name: str | None) -> tuple[str, tuple[st
         raise UserError(f"no predictors for this machine ({own[0]}); choose a target with --target: {', '.join(in_workspace)}"
                         f"{offer}")
     return in_workspace[0], (f"predictors of another device are used, {in_workspace[0]}: this machine is {own[0]}",)
+
+
+def _named(name: str, targets: Sequence[str], workspace: Workspace) -> str:
+    """The one of `targets` that `name` stands for; errors as of `choose_target`."""
+    part = name.lower()
+    found = [name] if name in targets else [target for target in targets if part and target.lower().startswith(part)] or [
+        target for target in targets if part and part in target.lower()]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"target {name}: which one? {', '.join(found)} hold that; give more of the name")
+    raise UserError(f"target {name}: no predictors for it in {workspace.predictors('')} or shipped with Hase "
+                    f"(there: {', '.join(targets) or 'none'})")
 
 
 def is_here(target: Target) -> bool:

@@ -373,27 +373,27 @@ def indexed(path: Path) -> tuple[str, Sequence[IndexEntry]]:
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--count", type=int, default=1000,
+    parser.add_argument("--count", type=cli.whole, default=1000,
                         help="kernels around those of models, those of earlier calls too (default: 1000)")
-    parser.add_argument("--free", type=int, default=0, metavar="N",
+    parser.add_argument("--free", type=cli.whole, default=0, metavar="N",
                         help="kernels of no model, sizes drawn from the usual ranges, those of earlier calls too (default: 0)")
     parser.add_argument("--errors", type=Path, metavar="FILE",
                         help="what training wrote to training/kernel_errors: --count further kernels, those of earlier calls "
                              "not counted, around those that are predicted worst")
-    parser.add_argument("--batch-sizes", default="1,2,4,8,16", metavar="N,…", help="batch sizes to draw from")
-    parser.add_argument("--most-gflop", type=float, default=2.0, help="largest kernel, in 10^9 operations (default: 2)")
-    parser.add_argument("--most-mib", type=float, default=MOST_MIB,
+    parser.add_argument("--batch-sizes", type=cli.counts, default="1,2,4,8,16", metavar="N,…",
+                        help="batch sizes to draw from")
+    parser.add_argument("--most-gflop", type=cli.positive, default=2.0, help="largest kernel, in 10^9 operations (default: 2)")
+    parser.add_argument("--most-mib", type=cli.positive, default=MOST_MIB,
                         help=f"largest kernel, all that it reads and writes (default: {MOST_MIB})")
     parser.add_argument("--without", action="append", default=[], metavar="FAMILY",
                         help="a model family whose kernels seed nothing (repeatable), e.g. vgg")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that draw side by side (default: 1)")
+    parser.add_argument("--seed", type=cli.whole, default=0)
+    parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="processes that draw side by side (default: 1)")
     args = parser.parse_args()
-    if args.count < 0 or args.free < 0 or args.count + args.free < 1 or args.jobs < 1:
-        parser.error("--count and --free can't be negative, nor both 0; --jobs must be at least 1")
+    if args.count + args.free < 1:
+        parser.error("--count and --free can't both be 0")
     if args.errors and args.free:
         parser.error("--errors and --free don't go together: call the sampler once for each")
-    batches = cli.parse_dims([f"batch={args.batch_sizes}"])["batch"]
     workspace = cli.start(args)
     errors = read_errors(args.errors) if args.errors else None
     sources = [(errors.target.flavour.name, ())] if errors else map(indexed, default_sources(workspace))
@@ -405,7 +405,7 @@ def main() -> int:
             row: dict[str, Any] = {"flavour": flavour, "sampled": 0, "free": 0, "there_before": len(there)}
             refusals: Counter[str] = Counter()
             free_before = sum(seeded_by == FREE for seeded_by in there.values())
-            limits: dict[str, Any] = {"batches": batches, "most_gflop": args.most_gflop, "most_mib": args.most_mib}
+            limits: dict[str, Any] = {"batches": args.batch_sizes, "most_gflop": args.most_gflop, "most_mib": args.most_mib}
             if errors:
                 built = frozenset(path.stem for path in folder.glob("*.onnx"))  # held-out families' kernels too
                 plan = [("sampled", partial(sample_again, errors, without=args.without, there=built, **limits), args.count)]

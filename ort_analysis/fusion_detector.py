@@ -255,10 +255,8 @@ def main() -> int:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto",
                         help="whose graph; cuda also works without a GPU (default: auto)")
     cli.add_dim(parser)
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="models analysed at a time (default: 1)")
+    parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="models analysed at a time (default: 1)")
     args = parser.parse_args()
-    if args.jobs < 1:
-        parser.error("--jobs must be at least 1")
     workspace = cli.start(args)
     paths = workspace.find_models(args.model) if args.model else model_files([workspace.models])
     if not paths:

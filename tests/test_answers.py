@@ -40,6 +40,7 @@ from inference.timeline import Tracks
 from overlap_simulator import OtherWork, PipelineCosts, turns_ms
 from training.sharing import Sharing, sharing_path
 from utils import files
+from utils.cli import EXIT_SLO_MISSED
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
 from utils.paths import ROOT, SHIPPED, Workspace
@@ -208,7 +209,7 @@ def test_the_command_says_whether_an_objective_is_met(workspace: Workspace, mode
     shared = expected.under_load
     assert shared == model.at_share(0.4).model_copy(update={"told_by": "metrics"})
     asked = ("--metrics", tmp_path / "busy.json", "--slo-ms", "2", "--slo-percentile", "90")
-    found = json.loads(told(shell(workspace, "predict_model_latency", *asked, "--json")))
+    (found,) = json.loads(told(shell(workspace, "predict_model_latency", *asked, "--json")))
     assert found["slo"] == slo_under_load(expected, "resnet18.onnx", 2.0, 90.0, workspace).model_dump(mode="json")
     assert found["slo"]["latency_ms"] == shared.percentile_ms(90)
     assert {name: part for name, part in found.items() if name != "slo"} == expected.model_dump(mode="json")
@@ -219,9 +220,10 @@ def test_the_command_says_whether_an_objective_is_met(workspace: Workspace, mode
         [shared.mean_ms, *(shared.percentile_ms(percent) for percent in (50, 95, 99))], rel=1e-3)
     assert "latency (ms)" not in columns
     assert verdict.startswith(f"{expected.model}: p90 {shared.percentile_ms(90):.4g} ms meets the SLO of 2 ms by ")
-    idle = told(shell(workspace, "predict_model_latency", "--slo-ms", "0.01"))
-    assert "latency (ms)" in idle
-    assert idle.rstrip().endswith("p95 misses it on an idle device too")
+    idle = shell(workspace, "predict_model_latency", "--slo-ms", "0.01")
+    assert idle.returncode == EXIT_SLO_MISSED
+    assert "latency (ms)" in idle.stdout
+    assert idle.stdout.rstrip().endswith("p95 misses it on an idle device too")
     assert shell(workspace, "predict_model_latency", "--slo-percentile", "99").returncode == 2
 
 

@@ -67,7 +67,7 @@ def test_a_recurrent_layer_is_a_rough_estimate(tmp_path: Path) -> None:
     path = recurrent(tmp_path / "gru.onnx")
     done = command("--workspace", tmp_path, "--model", path, "--target", H200, "--json", "--fail-on-rough")
     assert done.returncode == EXIT_ROUGH, done.stderr
-    found = json.loads(done.stdout)
+    (found,) = json.loads(done.stdout)
     assert found["rough_estimate"]
     assert found["estimated_operators"] == ["GRU"]
     low, high = found["interval_ms"]

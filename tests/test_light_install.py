@@ -72,8 +72,8 @@ def light_commands() -> list[str]:
 def predicted(command: list[str]) -> dict[str, object]:
     done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, object] = json.loads(done.stdout)
-    return found
+    found: list[dict[str, object]] = json.loads(done.stdout)
+    return found[0]
 
 
 def test_the_light_install_predicts_what_the_full_one_does(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_the_command_measures_what_never_was(workspace: Workspace) -> None:
     told = re.search(rf"measured {len(unknown)} kernels in (\d+\.\d) s; (\d+\.\d) s with all that goes with it", done.stderr)
     assert told
     assert 0 < float(told[1]) <= float(told[2])
-    found = json.loads(done.stdout)
+    (found,) = json.loads(done.stdout)
     assert found["time_share"] == pytest.approx({"measured": 1.0, "predicted": 0.0, "estimated": 0.0})
     times = run_ms(workspace)
     assert set(times) == unknown

@@ -295,25 +295,36 @@ def test_a_kernel_beyond_the_data_is_told(workspace: Workspace, record: ModelRec
 
 
 def test_shipped_targets(tmp_path: Path, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predictors that come with Hase are taken when they are named, also by how only one of them begins."""
+    """Predictors that come with Hase are taken when they are named, also by a part of only one of them, or where there is but
+    one."""
     shipped, elsewhere = tmp_path / "shipped", Workspace(tmp_path / "elsewhere")
     monkeypatch.setattr(targets, "SHIPPED", shipped)
     another = fitted_for(workspace, TARGET).target.model_copy(update={"device": "another"})
     monkeypatch.setattr(targets, "local_targets", lambda: (another,))  # this machine is none of them
     for name in ("gpu-a-cuda", "gpu-b-cuda"):
         shutil.copytree(workspace.predictors(TARGET), shipped / name)
-    assert choose_target(elsewhere, "gpu-a") == ("gpu-a-cuda", ())
-    with pytest.raises(UserError, match="target gpu-: gpu-a-cuda, gpu-b-cuda begin so"):
+    for part in ("gpu-a", "gpu-a-cuda", "u-A-"):
+        assert choose_target(elsewhere, part) == ("gpu-a-cuda", ())
+    with pytest.raises(UserError, match=r"target : no predictors for it .*there: gpu-a-cuda, gpu-b-cuda"):
+        choose_target(elsewhere, "")
+    with pytest.raises(UserError, match=r"target gpu-: which one\? gpu-a-cuda, gpu-b-cuda hold that"):
         choose_target(elsewhere, "gpu-")
     with pytest.raises(UserError, match=r"collector\.py.*or predict for a target that Hase ships.*gpu-a-cuda, gpu-b-cuda"):
         choose_target(elsewhere, None)
     found = fitted_for(elsewhere, "gpu-a")
     assert any(f"hold for {found.predictors.sidecar.machines[-1].device} with ONNX Runtime" in text for text in found.notices)
     assert fitted_for(workspace, TARGET).predictors.sidecar == found.predictors.sidecar
+    shutil.rmtree(shipped / "gpu-b-cuda")
+    assert choose_target(elsewhere, None) == ("gpu-a-cuda", (
+        f"no predictors for this machine ({another.name}): predicted for gpu-a-cuda, the only target that comes with Hase "
+        "(--measure-missing has the model's kernels measured here instead)",))
+    shutil.copytree(shipped / "gpu-a-cuda", shipped / "a-gpu-a")
+    assert choose_target(elsewhere, "gpu-a") == ("gpu-a-cuda", ())  # how a name begins comes before what is in it
 
 
-def test_the_target_is_this_machine_or_the_only_one(tmp_path: Path) -> None:
+def test_the_target_is_this_machine_or_the_only_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace = Workspace(tmp_path)
+    monkeypatch.setattr(targets, "SHIPPED", tmp_path / "nothing")
     with pytest.raises(UserError, match=r"collector\.py.*train_kernel_model\.py.*fit_composition\.py"):
         choose_target(workspace, None)
 
@@ -402,7 +413,7 @@ def test_the_command_prints_what_predict_returns(workspace: Workspace) -> None:
     done = shell(workspace, "--model", "anet_c16.onnx", "--target", TARGET, "--json")
     assert done.returncode == 0, done.stderr
     expected = predict("anet_c16.onnx", target=TARGET, workspace=workspace)
-    assert json.loads(done.stdout) == json.loads(expected.model_dump_json())
+    assert json.loads(done.stdout) == [json.loads(expected.model_dump_json())]
 
 
 def test_the_command_gives_a_row_a_batch(workspace: Workspace) -> None:

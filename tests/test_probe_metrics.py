@@ -277,7 +277,7 @@ def test_the_commands(port: int, readings: dict[float, ProbeReading], model: Pat
     def shell(*options: str) -> dict[str, object]:
         done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        found: dict[str, object] = json.loads(done.stdout)["under_load"]
+        found: dict[str, object] = json.loads(done.stdout)[0]["under_load"]
         return found
 
     expected = predicted(load_of(config(port, "level_0.25"), workspace), model, workspace).under_load

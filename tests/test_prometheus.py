@@ -452,12 +452,12 @@ def test_predictor_and_evaluator_ask(port: int, command: tuple[str, ...], tmp_pa
                                "--json"], cwd=ROOT, capture_output=True, text=True)
 
     done = shell("node7")
-    assert json.loads(done.stdout)["load"] == {METRIC: pytest.approx(0.375)}, done.stderr
+    assert json.loads(done.stdout)[0]["load"] == {METRIC: pytest.approx(0.375)}, done.stderr
     failed = shell("node1")
     assert failed.returncode == 1
     assert failed.stderr.startswith("error: prometheus: no metrics of Hostname node1; there are those of node7 (host node7), ")
     idle = shell("node1", "idle")
-    found = json.loads(idle.stdout)
+    (found,) = json.loads(idle.stdout)
     assert found["load"] == "idle"
     assert found["warnings"][0].startswith("predicted for an idle device, as prometheus.on_failure says")
     assert "warning: predicted for an idle device" in idle.stderr

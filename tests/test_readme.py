@@ -10,24 +10,27 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from model_zoo.zoo_config import load_zoo_config
 from utils.fingerprint import has_cuda
 from utils.paths import ROOT
 
-TINY = {
-    "model_zoo/config.yaml": "models: [resnet18]\nimage_sizes: [32]\nbatch_sizes: [1]\ndtypes: [fp32]\ndynamic: true\n",
-    "benchmark/config.yaml": (
-        "levels: [0.0, 0.5]\nstress: {settle_s: 0.2}\nwindow_s: 0.2\nattempts: 1\npatience_s: 0\n"
-        "kernel: {warmup: 1, budget_s: 0.005, least_runs: 3, most_runs: 5}\n"
-        "model: {warmup: 1, budget_s: 0.1, least_runs: 4, most_runs: 10}\n"),
-    "demo/model_zoo.yaml": (
-        "models: [resnet18, mnasnet1_0]\nimage_sizes: [32]\nbatch_sizes: [1, 8]\ndtypes: [fp32]\ndynamic: true\n"),
-    "demo/collector.yaml": (
-        "levels: [0.0]\nwindow_s: 0.2\nattempts: 1\npatience_s: 0\nheld_out: [mnasnet]\n"
-        "kernel: {warmup: 1, budget_s: 0.005, least_runs: 3, most_runs: 5}\n"
-        "model: {warmup: 1, budget_s: 0.1, least_runs: 4, most_runs: 10}\n"),
+QUICK_COLLECTOR = """
+window_s: 0.2
+attempts: 1
+patience_s: 0
+kernel: {warmup: 1, budget_s: 0.005, least_runs: 3, most_runs: 5}
+model: {warmup: 1, budget_s: 0.1, least_runs: 4, most_runs: 10}
+"""
+TINY = {  # instead of what a config says; all else stays as it says
+    "model_zoo/config.yaml": {"image_sizes": [32], "batch_sizes": [1]},
+    "benchmark/config.yaml": {"levels": [0.0, 0.5], "stress": {"settle_s": 0.2}, **yaml.safe_load(QUICK_COLLECTOR)},
+    "demo/model_zoo.yaml": {"models": ["resnet18", "mnasnet1_0"], "image_sizes": [32]},
+    "demo/open_sizes.yaml": {"image_sizes": [32]},
+    "demo/collector.yaml": {"levels": [0.0], **yaml.safe_load(QUICK_COLLECTOR)},
+    "training/config.yaml": {"folds": 2, "xgboost": {"trees": 40}, "forest": {"trees": 3}},
 }
-TINY["training/config.yaml"] = "folds: 2\nxgboost: {trees: 40}\nforest: {trees: 3}\n"
 SMALLER = (("224x224", "32x32"), ("--count 1000", "--count 20"), ("--duration 10", "--duration 2"))
 NEEDS_GPU = "python benchmark/run_anatomy.py"  # says so in one line where there is none
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -59,8 +62,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    for name, text in TINY.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    for name, changes in TINY.items():
+        (folder / name).write_text(yaml.safe_dump(yaml.safe_load((ROOT / name).read_text(encoding="utf-8")) | changes))
     script = folder / "demo" / "run.sh"
     script.write_text(smaller(script.read_text(encoding="utf-8")), encoding="utf-8")
     return folder
@@ -90,6 +93,26 @@ def test_the_demo_then_the_first_prediction(copy: Path) -> None:
         for line in block.splitlines():
             if line.startswith("python "):
                 run(smaller(line), copy)
+
+
+def test_the_demo_exports_what_the_first_prediction_asks_for() -> None:
+    """The other tests run a smaller demo; here are the files' names as `make demo` writes them."""
+    demo = (ROOT / "demo" / "run.sh").read_text(encoding="utf-8")
+    configs = re.findall(r"torchvision_exporter\.py --config (\S+)", demo)
+    written = {f"{export.stem}.onnx" for name in configs for export in load_zoo_config(ROOT / name).exports()}
+    asked = re.findall(r"model (\S+\.onnx)", "\n".join([demo, *fenced("bash")]))
+    assert len(asked) >= 6
+    assert set(asked) <= written
+
+
+def test_scripts_that_take_long_can_be_read_by_the_shell() -> None:
+    """They take a quarter of an hour and more, or a GPU: not run here, but bash parses them, and what they call exists."""
+    named = sorted(set(re.findall(r"`(\w+/\w+\.sh)`", readme())))
+    assert named
+    for name in named:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert subprocess.run(["bash", "-n", name], cwd=ROOT, check=False).returncode == 0, name
+        assert all((ROOT / script).is_file() for script in re.findall(r"(?:python|hase) (\w+(?:/\w+)*\.py)", text)), name
 
 
 def test_every_phase_of_the_table_in_its_order(copy: Path) -> None:

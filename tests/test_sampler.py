@@ -195,8 +195,8 @@ def test_what_was_sampled_before_is_not_drawn_again() -> None:
 
 
 @pytest.mark.parametrize(("options", "code", "message"), [
-    (("--count", "0"), 2, "nor both 0; --jobs must be"),
-    (("--batch-sizes", "1,x"), 1, "positive whole numbers"),
+    (("--count", "0"), 2, "can't both be 0"),
+    (("--batch-sizes", "1,x"), 2, "'x' is not a whole number, 1 or more"),
     ((), 1, "python ort_analysis/fusion_detector.py"),
 ])
 def test_wrong_arguments(workspace: Workspace, options: tuple[str, ...], code: int, message: str) -> None:

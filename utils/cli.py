@@ -25,6 +25,7 @@ T = TypeVar("T")
 EXIT_USAGE = 2
 EXIT_ROUGH = 3  # asked for (--fail-on-rough): an answer is a rough estimate
 EXIT_SLO_MISSED = 4  # a latency objective is not met
+LAST_PORT = 65535
 _QUIET_SECONDS = 15.0  # between two progress lines where stderr is no terminal
 _GROWING_COLUMN = 10  # characters that a column has at least in a table whose cells are not all known yet
 LEFT_OUT = ("torch", "torchvision", "onnxscript", "pandas", "sklearn", "matplotlib")  # of a light install
@@ -130,8 +131,8 @@ def add_model(made: argparse.ArgumentParser) -> None:
 
 def add_target(made: argparse.ArgumentParser) -> None:
     """`--target`: of what is predicted."""
-    made.add_argument("--target", help="whose latency, by name or its beginning, e.g. nvidia-h200, whose predictors come "
-                      "with Hase (default: this machine, or the only target with predictors)")
+    made.add_argument("--target", help="whose latency, by name or a part of it, e.g. h200, whose predictors come with Hase "
+                      "(default: this machine, or the only target with predictors)")
 
 
 def add_trust(made: argparse.ArgumentParser) -> None:
@@ -143,7 +144,7 @@ def add_trust(made: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> float:
     """The type of an option that is a positive number."""
-    value = float(text)
+    value = _number(text)
     if not 0.0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
@@ -151,16 +152,59 @@ def positive(text: str) -> float:
 
 def percentile(text: str) -> float:
     """The type of an option that is a percentile, in per cent."""
-    value = float(text)
+    value = _number(text)
     if not 0.0 < value <= 100.0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 100")
     return value
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def whole(text: str) -> int:
+    """The type of an option that is a whole number, 0 or more."""
+    if not re.fullmatch(r"\+?[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """The type of an option that is a whole number, 1 or more."""
+    if not re.fullmatch(r"\+?0*[1-9][0-9]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """The type of an option that is several of them, with commas between."""
+    return [count(part) for part in text.split(",")]
+
+
+def port(text: str) -> int:
+    """The type of an option that is a port to listen at; 0 is a free one."""
+    if not text.isdecimal() or int(text) > LAST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to {LAST_PORT}")
+    return int(text)
+
+
+def out_file(text: str) -> Path:
+    """The type of an option that names a file to write: looked at before the work starts."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: no folder {path.parent}; make it first, or check its name")
+    return path
+
+
 def address(text: str) -> tuple[str, int]:
     """The type of an option that says where to listen, `[ADDRESS:]PORT`."""
     host, _, port = text.rpartition(":")
-    if not port.isdecimal() or int(port) > 65535:
+    if not port.isdecimal() or int(port) > LAST_PORT:
         raise argparse.ArgumentTypeError(f"{text}: write PORT or ADDRESS:PORT")
     return host, int(port)
 

@@ -70,6 +70,10 @@ class Workspace:
         for candidate in (name, self.models / name):
             if candidate.is_file():
                 return candidate
+        if name.is_dir():
+            inside = [path.name for path in model_files([name])]
+            raise UserError(f"{name}: a folder, not a model; name " + (f"one of its models: {', '.join(inside)}" if inside else
+                            "an .onnx file (this folder holds none)"))
         there = ", ".join(path.name for path in model_files([self.models])) if self.models.is_dir() else ""
         raise UserError(
             f"{name}: no such model, here or in {self.models}"

@@ -1,0 +1,124 @@
+"""What a new user may mistype: each script says in one line what is wrong, and exits with code 2 or 1, before it works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import small_model
+
+from inference import predict
+from inference.sources import record_of
+from utils import files
+from utils.errors import UserError
+from utils.paths import ROOT, Workspace
+
+PREDICT = "inference/predict_model_latency.py --model dyn.onnx"
+H200 = f"{PREDICT} --target h200"
+CASES = [  # the command, its exit code, and a part of the line; {here} is a workspace with dyn.onnx, a dynamic model
+    (f"{PREDICT} --modle x", 2, "unknown option --modle; did you mean --model?"),
+    (f"{PREDICT} --top -1", 2, "--top: '-1' is not a whole number, 0 or more"),
+    (f"{PREDICT} --top many", 2, "--top: 'many' is not a whole number"),
+    (f"{PREDICT} --slo-ms fast", 2, "--slo-ms: 'fast' is not a number"),
+    (f"{PREDICT} --slo-ms -5", 2, "--slo-ms: -5 is not a positive number"),
+    (f"{PREDICT} --trace {{here}}/no/such/trace.json", 2, "--trace: {here}/no/such/trace.json: no folder {here}/no/such"),
+    (f"{PREDICT} --trace {{here}}", 2, "--trace: {here} is a folder; name a file in it"),
+    (f"{PREDICT} --target h20x", 1, "target h20x: no predictors for it"),
+    (f"{PREDICT} --target", 2, "--target: expected one argument"),
+    ("inference/predict_model_latency.py --model {here}/model_zoo/models", 1, "name one of its models: dyn"),
+    ("inference/predict_model_latency.py --model {here}/logs", 1, "a folder, not a model; name an .onnx file (this folder"),
+    ("inference/predict_model_latency.py --model {here}/none.onnx", 1, "no such model"),
+    ("inference/predict_model_latency.py --model {here}/text.onnx --target h200", 1, "text.onnx: not an ONNX model"),
+    ("inference/predict_model_latency.py --model {here}/text.json --target h200", 1, "text.json: not valid JSON"),
+    (f"{H200} --dim batch", 1, "--dim batch: write NAME=SIZE"),
+    (f"{H200} --dim batch=x", 1, "--dim batch=x: write NAME=SIZE"),
+    (f"{H200} --dim batch=-1", 1, "--dim batch=-1: write NAME=SIZE"),
+    (f"{H200} --dim batch=1 --dim batch=2", 1, "batch is given twice"),
+    (f"{H200} --dim size=3", 1, "no dynamic dimension size; its dynamic dimensions are batch"),
+    (f"{H200} --metrics {{here}}/none.json", 1, "none.json: no such file"),
+    (f"{H200} --metrics {{here}}", 1, "{here}: this is a folder, a file was expected"),
+    (f"{H200} --config {{here}}/none.yaml", 1, "none.yaml: no such config file"),
+    (f"{H200} --config {{here}}", 1, "{here}: this is a folder, a file was expected"),
+    (f"{H200} --trace {{here}}/t.json --beside {{here}}/none.json", 1, "none.json: no such file"),
+    (f"{H200} --probe {{here}}/none.json", 1, "none.json: no such file"),
+    ("inference/load_curve.py --model dyn.onnx --plot {here}/no/curve.png", 2, "--plot: {here}/no/curve.png: no folder"),
+    ("inference/load_curve.py --model dyn.onnx --points 0", 2, "--points: '0' is not a whole number, 1 or more"),
+    ("inference/load_curve.py --model dyn.onnx --target h200 --dim batch=1,2", 1, "takes one size, not 2"),
+    ("inference/prediction_speed.py --model dyn.onnx --repeats 0", 2, "--repeats: '0' is not a whole number, 1 or more"),
+    ("benchmark/metrics_exporter.py --port 70000", 2, "--port: '70000' is not a port"),
+    ("benchmark/sharing_probe.py --seconds -1", 2, "--seconds: -1 is not a positive number"),
+    ("benchmark/repeatability.py --seed -1", 2, "--seed: '-1' is not a whole number"),
+    ("benchmark/ort_kernel_runner.py --model dyn.onnx --budget-s nan", 2, "--budget-s: nan is not a positive number"),
+    ("benchmark/ort_kernel_runner.py --model dyn.onnx --raw {here}", 2, "--raw: {here} is a folder"),
+    ("benchmark/collector.py --config {here}/text.onnx", 1, "text.onnx: (the whole file): "),
+    ("benchmark/stressor.py --intensity 2", 2, "--intensity: 2 is not between 0 and 1"),
+    ("kernel_model/kernel_sampler.py --seed -1", 2, "--seed: '-1' is not a whole number"),
+    ("kernel_model/kernel_sampler.py --most-gflop nan", 2, "--most-gflop: nan is not a positive number"),
+    ("kernel_model/kernel_sampler.py --batch-sizes 1,x", 2, "--batch-sizes: 'x' is not a whole number, 1 or more"),
+    ("kernel_model/kernel_builder.py --record {here}/none.json", 1, "none.json: no such file"),
+    ("kernel_model/kernel_builder.py --record {here}", 1, "{here}: this is a folder, a file was expected"),
+    ("graph_model/dag_critical_path.py --record {here}", 1, "{here}: this is a folder, a file was expected"),
+    ("overlap_simulator.py --profile {here}", 1, "{here}: this is a folder, a file was expected"),
+    ("overlap_simulator.py --profile {here}/none.json", 1, "none.json: no such file"),
+    ("training/train_kernel_model.py --target none", 1, "none"),
+    ("training/fit_composition.py --target none", 1, "none"),
+    ("training/ablation.py --target none", 1, "none"),
+    ("training/leave_families_out.py --target none", 1, "none"),
+    ("training/fit_sharing.py --target none --beside {here}/no", 1, "no"),
+    ("benchmark/machine_ties.py --target none", 1, "none"),
+    ("benchmark/label_table.py --target none", 1, "none"),
+    ("evaluator.py {here}/none.onnx --target h200", 1, "h200"),
+    ("evaluator.py dyn.onnx --rounds 0", 2, "--rounds: '0' is not a whole number, 1 or more"),
+    ("evaluator.py dyn.onnx --patience-s nan", 2, "--patience-s"),
+    ("model_zoo/torchvision_exporter.py --model resnet81", 1, "resnet81"),
+    ("model_zoo/torchvision_exporter.py --batch-size -1", 1, "batch_sizes"),
+    ("model_zoo/torchvision_exporter.py --image-size 0x3", 1, "image_sizes"),
+]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("here")
+    files.write_bytes(folder / "model_zoo" / "models" / "dyn.onnx", small_model(batch="batch").SerializeToString())
+    (folder / "logs").mkdir()
+    for name in ("text.onnx", "text.json"):
+        (folder / name).write_text("just a text\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(here: Path) -> dict[str, subprocess.CompletedProcess[str]]:
+    def ask(command: str) -> subprocess.CompletedProcess[str]:
+        words = command.format(here=here).split()
+        return subprocess.run([sys.executable, *words, "--workspace", here, "--quiet"], cwd=ROOT, capture_output=True,
+                              text=True, timeout=120, check=False)
+
+    commands = [command for command, _, _ in CASES]
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(commands, pool.map(ask, commands), strict=True))
+
+
+@pytest.mark.parametrize(("command", "code", "line"), CASES)
+def test_one_line_says_what_is_wrong(command: str, code: int, line: str, here: Path,
+                                     answers: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    done = answers[command]
+    said = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, len(said)) == (code, "", 1), done.stderr
+    assert said[0].startswith("error: ")
+    assert line.format(here=here) in said[0]
+
+
+@pytest.mark.parametrize("nothing", [None, 5, [1]])
+def test_what_is_no_model(nothing: object) -> None:
+    with pytest.raises(UserError, match=f"{type(nothing).__name__} is no model: give the path of an ONNX file"):
+        predict(nothing, target="h200")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="is no model"):
+        record_of(nothing, "cpu")  # type: ignore[arg-type]
+
+
+def test_a_folder_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a folder, not a model"):
+        predict(tmp_path, target="h200", workspace=Workspace(tmp_path))
