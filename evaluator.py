@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from inference.evaluation_cases import Case, Failures, cases_of, predict_case, recorded_cases
 from inference.evaluation_here import PATIENCE_S, LoadsHere, MeasuredHere, MeasuringPlan, measure_all
+from inference.evaluation_plot import Point
+from inference.evaluation_plot import draw as draw_points
 from inference.sharing import ToldBy
 from ort_analysis.records import Frozen, ModelRecord, family
 from utils import cli, files
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 log = get_logger("evaluator")
 
 EVALUATION_VERSION = 1
-LABELLED_POINTS = 40  # in the plot; more names would cover each other
 TOLD_WARNINGS = 5  # on the console, those of most models first
 EXAMPLES = """
 python evaluator.py models/
@@ -202,37 +203,14 @@ def held_out_of_fits(workspace: Workspace, target: str) -> tuple[tuple[str, ...]
 
 
 def draw(evaluation: Evaluation, path: Path) -> None:
-    """Predicted against measured, both logarithmic, with the ±10 % band; held-out models stand out."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    points = evaluation.comparisons
-    values = [v for c in points for v in (c.measured_ms, c.predicted_ms)]
-    ends = [min(values) / 1.5, max(values) * 1.5]
-    figure, axes = plt.subplots(figsize=(8, 8), layout="constrained")
-    axes.fill_between(ends, [0.9 * e for e in ends], [1.1 * e for e in ends], color="0.9", label="±10 %")
-    axes.plot(ends, ends, color="0.5", linewidth=1)
-    for held_out, colour, label in ((False, "tab:blue", "not held out"), (True, "tab:orange", "held out of every fit")):
-        group = [c for c in points if c.held_out == held_out]
-        if group:
-            axes.scatter([c.measured_ms for c in group], [c.predicted_ms for c in group], color=colour, label=label,
-                         zorder=3)
-    if len(points) <= LABELLED_POINTS:
-        for c in points:
-            load = f" ({' '.join(filter(None, (f'{c.level:g}', c.background)))})" if c.level else ""
-            axes.annotate(c.model + load, (c.measured_ms, c.predicted_ms), xytext=(4, -8), textcoords="offset points",
-                          fontsize=6)
-    predicted, strict, measured = zip(*((c.predicted_ms, c.strict_ms, c.measured_ms) for c in points), strict=True)
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal", xlabel="measured latency (ms)",
-             ylabel="predicted latency (ms)",
-             title=f"{evaluation.target}\n{len(points)} latencies, MAPE {error_statistics(predicted, measured).mape:.1%}, "
-                   f"all kernels predicted {error_statistics(strict, measured).mape:.1%}")
-    axes.legend(loc="upper left")
-    with files.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150)
-    plt.close(figure)
+    """The evaluation's picture."""
+    points = [Point(c.model + (f" ({' '.join(filter(None, (f'load {c.level:g}', c.background)))})" if c.level else ""),
+                    c.measured_ms, c.predicted_ms, c.held_out) for c in evaluation.comparisons]
+    predicted, strict, measured = zip(*((c.predicted_ms, c.strict_ms, c.measured_ms) for c in evaluation.comparisons),
+                                      strict=True)
+    draw_points(points, f"{evaluation.target}\n{len(points)} {'latency' if len(points) == 1 else 'latencies'}: mean error "
+                        f"{error_statistics(predicted, measured).mape:.1%}, all kernels predicted "
+                        f"{error_statistics(strict, measured).mape:.1%}", path)
 
 
 def write(evaluation: Evaluation, folder: Path) -> None:

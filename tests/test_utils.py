@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -334,6 +335,22 @@ def test_dims_given_twice_or_several_where_one_is_taken() -> None:
 def test_table_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     cli.print_table([{"a": 1.23456, "b": None}, {"a": 123456.7, "b": "x"}])
     assert capsys.readouterr().out == "a\tb\n1.235\t-\n123457\tx\n"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_table_on_a_terminal(width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAKE: the terminal. No number is broken or cut, whatever is folded; the lines fit."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(width))
+    name = "mnasnet1_0@batch=16,height=224,width=224"
+    row = {"model": name, "batch": 16, "latency (ms)": 54.41, "90 % between (ms)": "3.012 and 4.123", "items/s": 1234.5,
+           "peak memory (MiB)": 88.13, "Σ kernels (ms)": 3.142, "measured": "99.5 %", "kernel": "Conv-" + "64x" * 20}
+    cli.print_table([row, row | {"model": "short"}], "a title")
+    said = capsys.readouterr().out
+    assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in said.splitlines()) <= width
+    assert all(said.count(number) == 2 for number in ("54.41", "3.012 and 4.123", "1234", "88.13", "3.142", "99.5 %"))
+    assert "…" not in said
+    assert said.count("a title") == 1
 
 
 def test_json_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,121 @@
+"""The picture of an evaluation: predicted against measured latencies, with the worst ones named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from utils import files
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NAMED = 5  # models, those with the largest errors
+BAND = 0.1  # a ratio
+LEAST_TICKS = 4
+TICK_STEPS = (  # within a decade, the coarsest first
+    (1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0), tuple(1 + n / 2 for n in range(18)),
+    tuple(1 + n / 5 for n in range(45)), tuple(1 + n / 10 for n in range(90)))
+LABEL_POINTS = 9.0  # the distance from a point to its number, and a number's size, in points
+DIRECTIONS = 8  # around a point, in which its number may stand
+RINGS = (1.3, 2.0, 3.0, 4.0)  # how far off, in sizes of a number
+CLEARANCE = 1.0  # between a number and all else, likewise
+
+
+class Point(NamedTuple):
+    """One latency: what it is of, both figures in ms, and whether its family was in no fit."""
+
+    name: str
+    measured_ms: float
+    predicted_ms: float
+    held_out: bool
+
+    @property
+    def error(self) -> float:
+        """The prediction's, a ratio."""
+        return self.predicted_ms / self.measured_ms - 1
+
+
+def worst(points: Sequence[Point], count: int = NAMED) -> list[Point]:
+    """Those with the largest errors, the largest first."""
+    return sorted(points, key=lambda point: -abs(point.error))[:count]
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers from `low` to `high` for a logarithmic axis: as few as there can be, but LEAST_TICKS of them."""
+    found: list[float] = []
+    for steps in TICK_STEPS:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        found = [value for decade in decades for step in steps if low <= (value := float(f"{step:g}e{decade}")) <= high]
+        if len(found) >= LEAST_TICKS:
+            break
+    return found
+
+
+def draw(points: Sequence[Point], title: str, path: Path) -> None:
+    """Writes the picture (a .png): both axes logarithmic, with the line of equality and a band of ±10 % around it."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    values = [value for point in points for value in (point.measured_ms, point.predicted_ms)]
+    ends = [min(values) / 1.3, max(values) * 1.3]
+    figure, (axes, below) = plt.subplots(2, figsize=(8, 9.6), height_ratios=(8, 1.5), layout="constrained")
+    axes.fill_between(ends, [(1 - BAND) * end for end in ends], [(1 + BAND) * end for end in ends], color="0.92",
+                      label=f"within ±{BAND:.0%}")
+    axes.plot(ends, ends, color="0.5", linewidth=1, label="predicted = measured")
+    for held_out, colour, label in ((False, "tab:blue", "families in the fit"), (True, "tab:orange", "families in no fit")):
+        group = [point for point in points if point.held_out == held_out]
+        if group:
+            axes.scatter([point.measured_ms for point in group], [point.predicted_ms for point in group], s=30, alpha=0.75,
+                         edgecolors="white", linewidths=0.6, color=colour, label=label, zorder=3)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(FixedLocator(ticks(*ends)))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.tick_params(labelsize=11)
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("measured latency (ms)", fontsize=12)
+    axes.set_ylabel("predicted latency (ms)", fontsize=12)
+    axes.set_title(title, fontsize=12)
+    axes.legend(loc="upper left", fontsize=10)
+    named = worst(points)
+    lines = [f"{number}  {point.error:+.1%}  {point.name}: {point.predicted_ms:.4g} ms, measured {point.measured_ms:.4g}"
+             for number, point in enumerate(named, 1)]
+    below.axis("off")
+    below.text(0, 1, "\n".join(["largest errors", *lines]), transform=below.transAxes, fontsize=10, va="top", linespacing=1.4)
+    figure.canvas.draw()  # settles the layout, on which the numbers' places depend
+    number_points(axes, named, points)
+    with files.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150)
+    plt.close(figure)
+
+
+def number_points(axes: Axes, named: Sequence[Point], points: Sequence[Point]) -> None:
+    """Writes 1, 2, … beside the `named` ones of `points`, each where it covers neither a point nor another number."""
+    from matplotlib import patheffects
+
+    scale = axes.get_figure(root=True).dpi / 72  # type: ignore[union-attr]
+    size = LABEL_POINTS * scale
+    taken = [tuple(axes.transData.transform((point.measured_ms, point.predicted_ms))) for point in points]
+    for number, point in enumerate(named, 1):
+        x, y = axes.transData.transform((point.measured_ms, point.predicted_ms))
+        outward = (3 if point.error > 0 else -1) * math.pi / 4
+        turns = sorted(range(DIRECTIONS), key=lambda turn: min(turn, DIRECTIONS - turn))
+        around = [(ring * size * math.cos(outward + turn * math.tau / DIRECTIONS),
+                   ring * size * math.sin(outward + turn * math.tau / DIRECTIONS))
+                  for ring in RINGS for turn in turns]
+        dx, dy = next(((dx, dy) for dx, dy in around if all(
+            math.dist((x + dx, y + dy), other) > CLEARANCE * size for other in taken)), around[0])
+        taken.append((x + dx, y + dy))
+        label = axes.annotate(
+            str(number), (point.measured_ms, point.predicted_ms), (dx / scale, dy / scale), textcoords="offset points",
+            fontsize=LABEL_POINTS, fontweight="bold", ha="center", va="center", zorder=4,
+            arrowprops={"arrowstyle": "-", "color": "0.4", "linewidth": 0.6, "shrinkA": 4, "shrinkB": 2})
+        label.set_path_effects([patheffects.withStroke(linewidth=2, foreground="white")])
