@@ -75,8 +75,8 @@ def test_the_command_in_a_fresh_workspace(workspace: Workspace) -> None:
     path = conv_net(workspace.root / "net.onnx", channels=16)
     asked = ("inference/predict_model_latency.py", workspace, "--model", path)
     without = command(*asked)
-    assert (without.returncode, without.stdout) == (1, "")
-    assert "--measure-missing" in without.stderr
+    assert without.returncode == 0  # for the only target that is shipped, as it says
+    assert "the only target that comes with Hase (--measure-missing has" in without.stderr
     done = command(*asked, "--measure-missing")
     assert done.returncode == 0, done.stderr
     assert "nothing was learned of this machine" in done.stderr
