@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ort_analysis.records import ModelRecord, load_record
 from utils.errors import UserError
-from utils.files import cached
+from utils.files import cached, signature
 from utils.model_files import weight_files
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ Source: TypeAlias = "str | Path | onnx.ModelProto | ModelRecord"
 Signature = tuple[tuple[str, int, int, int, int], ...]
 KEPT_FILES = 256  # records held in a process: a few hundred KiB each
 _files: dict[Any, tuple[tuple[Path, ...], Signature, ModelRecord]] = {}
+_weights: dict[Signature, list[Path]] = {}  # of each model file, by its signature: a model is read at several sizes
 
 
 def record_of(source: Source, execution_provider: str,
@@ -65,7 +66,8 @@ def _record_of_file(path: Path, execution_provider: str, dims: dict[str, int]) -
     else:
         from ort_analysis.fusion_detector import analyze
 
-        record, watched = analyze(path, execution_provider, dims), (path, *weight_files(path))
+        record = analyze(path, execution_provider, dims)
+        watched = (path, *cached(_weights, before, lambda: weight_files(path), KEPT_FILES))
     if before == _signature((path,)):  # else the file changed meanwhile: what was read is not kept
         cached(_files, key, lambda: (watched, _signature(watched), record), KEPT_FILES)
     return record
@@ -79,12 +81,5 @@ def _refuse_other_dims(record: ModelRecord, dims: Mapping[str, int] | None) -> N
 
 
 def _signature(paths: tuple[Path, ...]) -> Signature:
-    """Size, inode and times of change of each file (the second can't be set back); one that is missing has none."""
-    found = []
-    for path in paths:
-        try:
-            stat = path.stat()
-        except OSError:
-            continue
-        found.append((str(path), stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns))
-    return tuple(found)
+    """Of each file, as `utils.files.signature`; one that is missing has none."""
+    return tuple(found for path in paths if (found := signature(path)) is not None)

@@ -161,7 +161,7 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         with model_errors(shown):
             proto = onnx.load(str(model), load_external_data=False)
         external_files(model, proto)
-        digest, stem = files.sha256(model), model.stem
+        digest, stem = files.kept_sha256(model), model.stem
     else:
         proto, shown, stem = model, name or model.graph.name or "model", name or model.graph.name or "model"
         external_files(Path(as_file_name(shown)), proto)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -499,3 +500,23 @@ def test_a_machine_without_an_id_still_has_a_name(found: str | None, tmp_path: P
         (tmp_path / "machine-id").write_text(found)
     monkeypatch.setattr(fingerprint, "MACHINE_ID", tmp_path / "machine-id")
     assert fingerprint.machine("cpu").uuid == (platform.node() or "unknown")
+
+
+def test_a_digest_is_kept_while_its_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, plain = tmp_path / "model.onnx", files.sha256
+    read: list[Path] = []
+
+    def counted(path: Path) -> str:
+        read.append(path)
+        return plain(path)
+
+    monkeypatch.setattr(files, "sha256", counted)
+    path.write_bytes(b"one")
+    assert [files.kept_sha256(path) for _ in range(3)] == [hashlib.sha256(b"one").hexdigest()] * 3
+    assert len(read) == 1
+    stat = path.stat()
+    path.write_bytes(b"two")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as old and as long as before
+    assert files.kept_sha256(path) == hashlib.sha256(b"two").hexdigest()
+    with pytest.raises(FileNotFoundError):
+        files.kept_sha256(tmp_path / "missing")

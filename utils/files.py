@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -22,6 +22,8 @@ from utils.temporary import temporary_file
 
 M = TypeVar("M", bound=BaseModel)
 _CHUNK = 1 << 20
+Signature: TypeAlias = "tuple[str, int, int, int, int]"
+_digests: dict[Signature | None, str] = {}
 _evicting = threading.Lock()
 DIGEST = "digest"  # the key of a versioned record's own SHA-256
 
@@ -130,6 +132,27 @@ def sha256(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def signature(path: Path) -> Signature | None:
+    """What changes with a file's content: size, inode and times of change, of which the second can't be set back; None where
+    there is no such file."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return str(path.absolute()), stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def kept_sha256(path: Path) -> str:
+    """As `sha256`, worked out once in a process while the file's signature stays: a model is read at several sizes."""
+    before = signature(path)
+    if (kept := _digests.get(before)) is not None:
+        return kept
+    digest = sha256(path)
+    if before is not None and before == signature(path):  # else it changed meanwhile
+        cached(_digests, before, lambda: digest)
+    return digest
 
 
 def read_json(path: Path) -> Any:
