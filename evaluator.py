@@ -218,7 +218,7 @@ def write(evaluation: Evaluation, folder: Path) -> None:
     columns = [name for name in Comparison.model_fields if name != "warnings"]
     rows = [one.model_dump(include=set(columns)) for one in evaluation.comparisons]
     files.write_csv(folder / "evaluation.csv", columns, rows)
-    files.write_json(folder / "evaluation.json", evaluation)
+    files.write_json(folder / "evaluation.json", evaluation.model_dump(mode="json"))  # for people: without a digest
     draw(evaluation, folder / "evaluation.png")
 
 

@@ -444,6 +444,8 @@ def load_table(path: Path) -> pd.DataFrame:
     missing = [column for column in needed if column not in table.columns]
     if missing:
         raise UserError(f"{path}: column {', '.join(missing)} missing; make the dataset anew: {COLLECT}")
+    if pd.to_numeric(table["Level"], errors="coerce").isna().any():
+        raise UserError(f"{path}: column Level holds what is no number; make the dataset anew: {COLLECT}")
     ok = table[table["Status"] == "ok"]
     others = ("run_median_ms", "median_ms", *(f"{label}_ms" for label in LABELS))
     for column in ["Latency_ms", *(name for name in others if name in table.columns)]:

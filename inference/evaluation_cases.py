@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +16,14 @@ from utils import cli
 from utils.errors import UserError
 from utils.logger import get_logger
 from utils.paths import Workspace
+from utils.processes import CRASHED, each_in_a_process
 
 if TYPE_CHECKING:
     from inference.prediction import Prediction, WayOfRunning
     from overlap_simulator import OtherWork
 
 log = get_logger("evaluator")
+APART_FROM = 4  # models: a process of its own takes a second, and outlives none that takes ONNX Runtime down
 IDLE_BELOW = 0.02  # of the time: an idle GPU's counters are not quite 0, and now and then a probe's run takes long for itself
 
 @dataclass
@@ -99,15 +103,39 @@ def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], execution
 
     cases: list[Case] = []
     unused = set(dims)
-    for path in cli.track(list(dict.fromkeys(paths)), "analysing"):
+    sized: list[tuple[Path, dict[str, int]]] = []
+    for path in dict.fromkeys(paths):
         with failures.costing(path.name):
             sizes = own_sizes(path, dims)
             unused -= set(sizes[0])
-            for size in sizes:
-                cases.append(Case(record=record_of(path, execution_provider, size), path=path))
+            sized += [(path, size) for size in sizes]
+    apart = each_in_a_process(partial(_analysed, execution_provider), sized, 1, _crashed, "analysing") if (
+        len(sized) >= APART_FROM) else None
+    for number, (path, size) in enumerate(sized if apart else cli.track(sized, "analysing")):
+        with failures.costing(path.name):
+            found = apart[number] if apart else record_of(path, execution_provider, size)
+            if isinstance(found, Exception):
+                raise found
+            cases.append(Case(record=found, path=path))
     if unused and cases:
         raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")
     return cases
+
+
+def _analysed(execution_provider: str, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
+    """The record of a model at some sizes, or what was raised instead; for a process of its own."""
+    from inference.sources import record_of
+
+    try:
+        return record_of(sized[0], execution_provider, sized[1])
+    except UserError as error:
+        return error
+    except Exception:  # noqa: BLE001 - not all can be pickled; `Failures.costing` says whose fault it is
+        return RuntimeError(traceback.format_exc())
+
+
+def _crashed(sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
+    return UserError(f"{sized[0]}: {CRASHED}")
 
 
 def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str], label: str) -> list[Case]:
@@ -118,6 +146,8 @@ def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Se
     from benchmark.dataset import Block, Measurement, model_rows, model_sessions, paced_rows, read_journal
 
     sessions = [session for session in model_sessions(read_journal(folder)) if "latency" in session.labels]
+    if not sessions:
+        return []
     rows = paced_rows(pd.DataFrame(model_rows(sessions)))
     held_up = set(rows.index[~rows["tells"]])
     if held_up:

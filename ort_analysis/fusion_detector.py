@@ -15,6 +15,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ort_analysis.kernel_types import SUM_INPUT, describe_kernel
@@ -38,7 +39,7 @@ from utils.fingerprint import Flavour
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import Workspace, model_files
-from utils.processes import process_pool
+from utils.processes import CRASHED, each_in_a_process
 
 if TYPE_CHECKING:
     import onnx
@@ -240,12 +241,19 @@ def write_record(workspace: Workspace, path: Path, device: str, dims: dict[str, 
 
 def write_records(workspace: Workspace, work: Sequence[tuple[Path, dict[str, int]]], device: str,
                   jobs: int) -> list[ModelRecord | UserError]:
-    """`write_record` for models and sizes of their dynamic dimensions, `jobs` at a time, in the order of `work`."""
-    if jobs == 1:
-        return [write_record(workspace, path, device, dims) for path, dims in cli.track(work, "analysing")]
-    with process_pool(jobs) as pool:
-        pending = [pool.submit(write_record, workspace, path, device, dims) for path, dims in work]
-        return [done.result() for done in cli.track(pending, "analysing")]
+    """`write_record` for models and sizes of their dynamic dimensions, `jobs` at a time, in the order of `work`. Of several,
+    one that takes ONNX Runtime down costs only itself."""
+    if len(work) == 1:
+        return [_write_one(workspace, device, one) for one in work]
+    return each_in_a_process(partial(_write_one, workspace, device), work, jobs, _crashed, "analysing")
+
+
+def _write_one(workspace: Workspace, device: str, one: tuple[Path, dict[str, int]]) -> ModelRecord | UserError:
+    return write_record(workspace, one[0], device, one[1])
+
+
+def _crashed(one: tuple[Path, dict[str, int]]) -> ModelRecord | UserError:
+    return UserError(f"{one[0]}: {CRASHED}")
 
 
 def main() -> int:

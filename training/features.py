@@ -190,7 +190,7 @@ def _permutation(blocks: Sequence[tuple[int, int]]) -> tuple[int, int, int, int,
 def _tiles(matrices: int, m: int, n: int, size: int) -> tuple[float, float]:
     """How many size×size tiles cover the products (log2), and which share of their area is used."""
     tiles = matrices * math.ceil(m / size) * math.ceil(n / size)
-    return (math.log2(tiles), matrices * m * n / (tiles * size * size)) if tiles else (0.0, 0.0)
+    return (math.log2(tiles), matrices * m * n / (tiles * size * size)) if tiles > 0 else (0.0, 0.0)
 
 
 def _alignment(size: int) -> int:

@@ -399,7 +399,7 @@ class Predictors:
     def features_of(self, kernels: Sequence[Kernel]) -> npt.NDArray[np.float64]:
         """kernels × FEATURES, each kernel's worked out once."""
         return np.array([files.cached(self._features, kernel.id, partial(kernel_features, kernel), REMEMBERED_KERNELS)
-                         for kernel in kernels])
+                         for kernel in kernels], dtype=float)
 
     def beyond_range(self, kernels: Sequence[Kernel]) -> dict[str, float]:
         """Those kernels of which a feature is smaller or greater than any in training, by id: how many times, at most."""

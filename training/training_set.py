@@ -154,7 +154,11 @@ def _arrays(header: dataset.DatasetHeader, sha256: str, table: pd.DataFrame, own
     if not idle.any():
         raise UserError(f"dataset {header.target.name}: no idle rows (Level 0); measure them with: {dataset.COLLECT}")
     metrics = tuple(name for name in header.metrics if name in table.columns and table[name][idle].notna().any())
-    load = np.array(table[list(metrics)], dtype=float).reshape(len(table), len(metrics))
+    try:
+        load = np.array(table[list(metrics)], dtype=float).reshape(len(table), len(metrics))
+    except (KeyError, ValueError) as error:
+        raise UserError(f"the dataset of {header.target.name}: the metrics in kernel_latency.csv are damaged ({error}); make "
+                        f"it anew: {dataset.COLLECT}") from None
     idle_load = {name: float(np.nanmedian(load[idle, column])) for column, name in enumerate(metrics)}
     load[idle] = list(idle_load.values())
     return TrainingSet(

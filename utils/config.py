@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -10,6 +11,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from utils.errors import UserError
+
+_SHORTLY = reprlib.Repr()  # a few lines of YAML, whose aliases repeat each other, can stand for gigabytes of text
+_SHORTLY.maxstring = _SHORTLY.maxother = 200
 
 
 class Config(BaseModel):
@@ -48,7 +52,7 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
     if error["type"] == "missing":
         return f"{key}: missing"
     message = str(error["msg"]).removeprefix("Value error, ")
-    return f"{key}: {message[:1].lower()}{message[1:]} (got {error['input']!r})"
+    return f"{key}: {message[:1].lower()}{message[1:]} (got {_SHORTLY.repr(error['input'])})"
 
 
 def validate(data: Any, schema: type[C], where: str) -> C:
@@ -78,6 +82,10 @@ def load_config(path: Path, schema: type[C]) -> C:
         raise UserError(f"{path}: not a text file; a YAML config is expected") from None
     try:
         data = yaml.safe_load(text)
+    except RecursionError:
+        raise UserError(f"{path}: not a config: nested too deeply") from None
+    except ValueError as error:  # a date or number that is none
+        raise UserError(f"{path}: not valid YAML: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""

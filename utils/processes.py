@@ -6,14 +6,20 @@ import multiprocessing
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
+from typing import TypeVar
 
 from utils.stopping import CHILD_GRACE_S, SIGNALS, stop_at_signals
 from utils.temporary import temporary_folder
+
+T = TypeVar("T")
+R = TypeVar("R")
+CRASHED = "takes ONNX Runtime down (the process that read it has ended): a damaged file, or a fault of ONNX Runtime's"
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
@@ -57,6 +63,38 @@ def process_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
             raise
         finally:
             pool.shutdown()
+
+
+def each_in_a_process(task: Callable[[T], R], items: Sequence[T], jobs: int, crashed: Callable[[T], R],
+                      description: str) -> list[R]:
+    """`task` of each item in processes of their own, `jobs` at a time, in order. One that takes its process down, as ONNX
+    Runtime may where a model is damaged, costs only itself.
+
+    Args:
+        task: a function that a new process finds by its name.
+        items: what it takes; as all that it gives, such as can be pickled.
+        crashed: what stands for the result of such an item.
+        description: of the progress bar.
+    """
+    from utils import cli
+
+    results: dict[int, R] = {}
+    left = list(range(len(items)))
+    while left:
+        with process_pool(jobs) as pool:
+            pending = {number: pool.submit(task, items[number]) for number in left}
+            for number, done in cli.track(list(pending.items()), description):
+                with suppress(BrokenProcessPool):
+                    results[number] = done.result()
+        left = [number for number in left if number not in results]
+        for number in left[:jobs + 1]:  # they begin in order, so the one at fault is among these
+            with process_pool(1) as pool:
+                try:
+                    results[number] = pool.submit(task, items[number]).result()
+                except BrokenProcessPool:
+                    results[number] = crashed(items[number])
+        left = left[jobs + 1:]
+    return [results[number] for number in range(len(items))]
 
 
 def set_by_signal() -> Event:

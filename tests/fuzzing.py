@@ -1,0 +1,483 @@
+"""Damages what Hase reads, seeded, and looks at what Hase makes of it: an error in the user's words or an answer, never a
+traceback, a crash, a hang, or gigabytes.
+
+The tests run a short form. By hand, in a workspace of small models that is made first:
+
+    python -m tests.fuzzing --models 200 --files 30 --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import resource
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import TensorProto, helper
+
+ROOT = Path(__file__).resolve().parents[1]
+HANG_S = 60.0
+MOST_MIB = 4096.0
+ADDRESS_SPACE = 24 << 30  # bytes: ORT and numpy map far more than they touch
+ODD_NUMBERS: tuple[Any, ...] = (0, -1, 1, 2**31, 2**63 - 1, -2**63, 10**30, 1e308, -1e308, 1e-320, math.nan, math.inf, 0.5)
+ODD_VALUES: tuple[Any, ...] = (None, "", "x", "../../x", "\ud800", "a\0b", [], {}, [[]], True, "9" * 5000)
+
+
+# models ------------------------------------------------------------------------------------------------------------------
+
+def flipped(data: bytes, rng: random.Random) -> bytes:
+    """A few bits turned."""
+    changed = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 8, 64])):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def torn(data: bytes, rng: random.Random) -> bytes:
+    """Cut short, a part taken out, repeated, or overwritten by zeros."""
+    begin = rng.randrange(len(data))
+    end = min(len(data), begin + rng.choice([1, 8, 200, 4000]))
+    return rng.choice([data[:begin], data[:begin] + data[end:], data[:end] + data[begin:],
+                       data[:begin] + bytes(end - begin) + data[end:]])
+
+
+Edit = Callable[[onnx.ModelProto, random.Random], None]
+
+
+def _dims(value: onnx.ValueInfoProto) -> Any:
+    return value.type.tensor_type.shape.dim
+
+
+def odd_dimension(model: onnx.ModelProto, rng: random.Random) -> None:
+    dims = [dim for value in (*model.graph.input, *model.graph.output, *model.graph.value_info) for dim in _dims(value)]
+    rng.choice(dims).dim_value = rng.choice([0, -1, 2**31, 2**40, 2**62, 7])
+
+
+def odd_weight_shape(model: onnx.ModelProto, rng: random.Random) -> None:
+    weight = rng.choice(model.graph.initializer)
+    weight.dims[rng.randrange(len(weight.dims))] = rng.choice([0, -1, 2**31, 2**62, 3])
+
+
+def another_type(model: onnx.ModelProto, rng: random.Random) -> None:
+    if rng.random() < 0.5:
+        rng.choice(model.graph.initializer).data_type = rng.choice([0, 1, 7, 8, 10, 16, 22, 99])
+    else:
+        rng.choice([*model.graph.input, *model.graph.output]).type.tensor_type.elem_type = rng.choice([0, 6, 8, 9, 11, 99])
+
+
+def cycle(model: onnx.ModelProto, rng: random.Random) -> None:
+    first, last = sorted(rng.sample(range(len(model.graph.node)), 2))
+    model.graph.node[first].input[0] = model.graph.node[last].output[0]
+
+
+def missing_input(model: onnx.ModelProto, rng: random.Random) -> None:
+    node = rng.choice(model.graph.node)
+    node.input[rng.randrange(len(node.input))] = rng.choice(["", "nowhere", "../x"])
+
+
+def missing_weight(model: onnx.ModelProto, rng: random.Random) -> None:
+    del model.graph.initializer[rng.randrange(len(model.graph.initializer))]
+
+
+def odd_attribute(model: onnx.ModelProto, rng: random.Random) -> None:
+    node = rng.choice(model.graph.node)
+    odd = rng.choice([[0, 0], [-1, -1], [2**62] * 2, [2**31 - 1] * 2, 1.5, "x", 2**62, -1])
+    name = rng.choice([one.name for one in node.attribute] + ["pads", "strides", "kernel_shape", "group", "dilations", "axis"])
+    for one in [one for one in node.attribute if one.name == name]:
+        node.attribute.remove(one)
+    node.attribute.append(helper.make_attribute(name, odd))
+
+
+def same_names(model: onnx.ModelProto, rng: random.Random) -> None:
+    one, other = rng.sample(range(len(model.graph.node)), 2)
+    model.graph.node[one].name = model.graph.node[other].name
+    if rng.random() < 0.5:
+        model.graph.node[one].output[0] = model.graph.node[other].output[0]
+
+
+def odd_opset(model: onnx.ModelProto, rng: random.Random) -> None:
+    if rng.random() < 0.5:
+        model.opset_import[0].version = rng.choice([0, -1, 1, 5, 99, 2**31, 2**62])
+    else:
+        model.ir_version = rng.choice([0, 1, 3, 99, 2**40])
+
+
+def odd_operator(model: onnx.ModelProto, rng: random.Random) -> None:
+    node = rng.choice(model.graph.node)
+    node.op_type = rng.choice(["", "Nothing", "../x", "If", "Loop", "Sqrt", "MatMul", "Concat", "NonZero", "Conv" * 500])
+    node.domain = rng.choice(["", "com.microsoft", "ai.onnx.ml", "mine", "../.."])
+
+
+def other_place(model: onnx.ModelProto, rng: random.Random) -> None:
+    weight = rng.choice(model.graph.initializer)
+    weight.data_location = TensorProto.EXTERNAL
+    places = ["/dev/zero", "../x", "model.bin", "", ".", "*/_ORT_MEM_ADDR_/*", "x" * 5000]
+    sizes = ["0", "4", "-1", "", "x", str(2**62)]
+    for key, values in (("location", places), ("offset", sizes), ("length", sizes)):
+        value = rng.choice(values)
+        weight.external_data.append(onnx.StringStringEntryProto(key=key, value=value))
+
+
+def deep(model: onnx.ModelProto, rng: random.Random) -> None:
+    inner = helper.make_graph([helper.make_node("Identity", ["x"], ["d"])], "g", [], [])
+    for _ in range(rng.choice([3, 20])):
+        inner = helper.make_graph([helper.make_node("If", ["c"], ["d"], then_branch=inner)], "g", [], [])
+    model.graph.node.append(helper.make_node("If", ["c"], ["d"], then_branch=inner))
+
+
+def less_data(model: onnx.ModelProto, rng: random.Random) -> None:
+    weight = rng.choice(model.graph.initializer)
+    weight.raw_data = weight.raw_data[:rng.randrange(len(weight.raw_data))]
+
+
+def many_nodes(model: onnx.ModelProto, rng: random.Random) -> None:
+    name = model.graph.node[0].output[0]
+    for number in range(rng.choice([200, 1500])):
+        model.graph.node.append(helper.make_node("Relu", [name], [f"many{number}"]))
+        name = f"many{number}"
+
+
+EDITS: tuple[Edit, ...] = (odd_dimension, odd_weight_shape, another_type, cycle, missing_input, missing_weight, odd_attribute,
+                           same_names, odd_opset, odd_operator, other_place, deep, less_data, many_nodes)
+
+
+def damaged_model(data: bytes, rng: random.Random) -> tuple[str, bytes]:
+    """What was done, and the bytes: of the file, or through protobuf one to three fields."""
+    kind = rng.random()
+    if kind < 0.25:
+        return "flipped", flipped(data, rng)
+    if kind < 0.4:
+        return "torn", torn(data, rng)
+    model = onnx.load_from_string(data)
+    done = []
+    for edit in rng.sample(EDITS, rng.choice([1, 1, 2, 3])):
+        try:
+            edit(model, rng)
+        except (ValueError, IndexError, TypeError):  # nothing left to damage so, or no such value in protobuf
+            continue
+        done.append(edit.__name__)
+    return "+".join(done), model.SerializeToString()
+
+
+# files of a workspace ----------------------------------------------------------------------------------------------------
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    if isinstance(value, dict):
+        for key in value:
+            yield from _places(value[key], (*path, key))
+    elif isinstance(value, list):
+        for number in range(min(len(value), 20)):
+            yield from _places(value[number], (*path, number))
+
+
+def damaged_document(document: Any, rng: random.Random) -> tuple[str, Any]:
+    """A document of JSON or YAML with a value of another kind, one missing, one too many, or one too deep."""
+    document = json.loads(json.dumps(document))
+    path = rng.choice([place for place in _places(document) if place] or [()])
+    parent = document
+    for step in path[:-1]:
+        parent = parent[step]
+    what = rng.choice(["odd number", "odd number", "near", "odd value", "missing", "more", "deep", "whole"])
+    if what == "whole" or not path:
+        return "whole", rng.choice([[], {}, None, 1, "x", [document]])
+    if what == "missing":
+        del parent[path[-1]]
+    elif what == "more":
+        if isinstance(parent, dict):
+            parent["unknown"] = 1
+        else:
+            parent.append(parent[-1])
+    elif what == "near" and isinstance(parent[path[-1]], (int, float)) and not isinstance(parent[path[-1]], bool):
+        parent[path[-1]] = parent[path[-1]] * 2 + 1
+    elif what == "deep":
+        nested: Any = 1
+        for _ in range(rng.choice([10, 400])):
+            nested = [nested]
+        parent[path[-1]] = nested
+    else:
+        parent[path[-1]] = rng.choice(ODD_NUMBERS if "number" in what or what == "near" else ODD_VALUES)
+    return f"{what} at {'.'.join(map(str, path))[:60]}", document
+
+
+def damaged_file(path: Path, data: bytes, rng: random.Random) -> tuple[str, bytes]:
+    """What was done to a file's content, and the bytes, by the file's kind."""
+    kind = rng.random()
+    if kind < 0.2 or path.suffix in (".xz", ".gz", ".pkl"):
+        return "flipped", flipped(data, rng)
+    if kind < 0.35:
+        return "torn", torn(data, rng)
+    if kind < 0.4:
+        return "nested 100,000 deep", b"[" * 100_000
+    if path.suffix == ".csv":
+        lines = data.decode().split("\n")
+        number = rng.randrange(max(len(lines) - 1, 1))
+        cells = lines[number].split(",")
+        column = rng.randrange(len(cells))
+        cells[column] = str(rng.choice(ODD_NUMBERS + ODD_VALUES)).encode("utf-8", "replace").decode()
+        return f"line {number + 1}, cell {column}: {cells[column][:20]}", "\n".join(
+            [*lines[:number], ",".join(cells), *lines[number + 1:]]).encode()
+    if path.suffix == ".jsonl":
+        lines = data.decode().splitlines()
+        number = rng.randrange(len(lines))
+        what, document = damaged_document(json.loads(lines[number]), rng)
+        lines[number] = json.dumps(document)
+        return f"line {number + 1}: {what}", "\n".join([*lines, ""]).encode()
+    if path.suffix == ".yaml":
+        import yaml
+
+        what, document = damaged_document(yaml.safe_load(data), rng)
+        return what, json.dumps(document).encode()  # which is YAML too
+    what, document = damaged_document(json.loads(data), rng)
+    return what, json.dumps(document).encode()
+
+
+def commands(path: Path, root: Path, target: str) -> list[str]:
+    """What reads a file of the workspace at `root`, as lines of Python in which `answers` gathers what must not change."""
+    place = path.relative_to(root).as_posix()
+    quoted = repr(str(path))
+    predicting = f"answers.append(predict('anet_c16.onnx', target={target!r}, workspace=workspace).latency_ms)"
+    recorded = f"evaluate(workspace, [], recorded=True, target={target!r})"
+    training = f"load_training_set(workspace, {target!r})"
+    if path.suffix == ".yaml":
+        return [f"load_config(Path({quoted}), {schema})" for schema in
+                ("CollectorConfig", "TrainingConfig", "InferenceConfig", "ZooConfig")]
+    if place.endswith("index.json"):
+        return [f"read_kernels(Path({quoted}))"]
+    if place.startswith("ort_analysis"):
+        return [f"answers.append(predict({quoted}, target={target!r}, workspace=workspace).latency_ms)",
+                f"read_kernels(Path({quoted}))", "load_records(workspace, flavour_of('cpu'))"]
+    if place.startswith("training/predictors"):
+        return [predicting]
+    if place.startswith("training/kernel_errors"):
+        return [f"read_errors(Path({quoted}))"]
+    dataset = f"workspace.dataset({target!r})"
+    return [recorded, training, f"read_journal({dataset})", f"read_kernels_of({dataset})"]
+
+
+# the process that reads --------------------------------------------------------------------------------------------------
+
+NAMES = """
+from pathlib import Path
+from benchmark.collector_config import CollectorConfig
+from benchmark.dataset import read_journal, read_kernels as read_kernels_of
+from evaluator import evaluate
+from inference import predict
+from inference.load import InferenceConfig
+from kernel_model.kernel_builder import read_kernels
+from kernel_model.kernel_errors import read_errors
+from model_zoo.zoo_config import ZooConfig
+from ort_analysis.records import load_records
+from training.estimators import TrainingConfig
+from training.training_set import load_training_set
+from utils.config import load_config
+from utils.fingerprint import flavour_of
+"""  # what `commands` calls
+
+
+def serve(root: Path) -> None:
+    """Runs a line of Python after another and tells what came of each, as the command line would."""
+    from utils import cli
+    from utils.errors import UserError
+    from utils.paths import Workspace
+
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    known: dict[str, Any] = {"workspace": Workspace(root)}
+    exec(NAMES, known)
+    for line in sys.stdin:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak so far does not count
+        answers: list[float] = []
+        known["answers"] = answers
+        reply: dict[str, Any] = {"what": "answer"}
+        try:
+            exec(json.loads(line), known)
+        except UserError as error:
+            reply = {"what": "error", "said": str(error)}
+        except OSError as error:
+            reply = {"what": "error" if error.errno in cli.OS_ERROR_ADVICE else "traceback", "said": traceback.format_exc()}
+        except BaseException:  # noqa: BLE001 - whatever escapes is what is looked for
+            reply = {"what": "traceback", "said": traceback.format_exc()}
+        status = Path("/proc/self/status").read_text()
+        peak = float(status.partition("VmHWM:")[2].split()[0]) / 1024
+        print(json.dumps(reply | {"answers": answers, "peak_mib": peak}), file=sys.__stdout__, flush=True)
+
+
+@dataclass
+class Outcome:
+    """What came of a damaged file: `answer`, `error`, or a fault: `traceback`, `crash`, `hang`, `memory`, `another answer`."""
+
+    what: str
+    damage: str
+    said: str = ""
+    answers: tuple[float, ...] = ()
+    seconds: float = 0.0
+    peak_mib: float = 0.0
+
+    @property
+    def fault(self) -> bool:
+        return self.what not in ("answer", "error")
+
+
+class Reader:
+    """A process that reads; another one follows where it ends."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.process: subprocess.Popen[str] | None = None
+
+    def read(self, line: str, damage: str, wanted: list[float] | None = None) -> Outcome:
+        import select
+
+        if self.process is None:
+            command = [sys.executable, "-m", "tests.fuzzing", "--serve", str(self.root)]
+            self.process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                            stderr=subprocess.DEVNULL)
+            self.process.stdin.write(json.dumps("pass") + "\n")  # type: ignore[union-attr]
+            self.process.stdin.flush()  # type: ignore[union-attr]
+            self.process.stdout.readline()  # type: ignore[union-attr]
+        began = time.monotonic()
+        process = self.process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(line) + "\n")
+        process.stdin.flush()
+        ready = select.select([process.stdout], [], [], HANG_S)[0]
+        text = process.stdout.readline() if ready else ""
+        seconds = time.monotonic() - began
+        if not text:
+            self.close()
+            return Outcome("crash" if ready else "hang", damage, f"exit code {process.returncode}", seconds=seconds)
+        reply = json.loads(text)
+        what = reply["what"]
+        if reply["peak_mib"] > MOST_MIB:
+            what = "memory"
+            self.close()
+        if what == "answer" and wanted is not None and not all(
+                math.isclose(one, other, rel_tol=1e-9) for one, other in zip(reply["answers"], wanted, strict=True)):
+            what = "another answer"
+        return Outcome(what, damage, reply.get("said", ""), tuple(reply["answers"]), seconds, reply["peak_mib"])
+
+    def answers(self, line: str) -> list[float]:
+        """What an undamaged file gives."""
+        found = self.read(line, "none")
+        if found.what != "answer":
+            raise RuntimeError(f"{line}: {found.said}")
+        return list(found.answers)
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+def fuzz_models(root: Path, target: str, models: list[Path], count: int, seed: int) -> Iterator[Outcome]:
+    """Predicts damaged copies of `models`."""
+    reader = Reader(root)
+    place = root / "damaged"
+    place.mkdir(exist_ok=True)
+    for number in range(count):
+        rng = random.Random(f"{seed} {number}")
+        model = rng.choice(models)
+        damage, data = damaged_model(model.read_bytes(), rng)
+        path = place / f"m{number}.onnx"
+        path.write_bytes(data)
+        line = f"answers.append(predict({str(path)!r}, target={target!r}, workspace=workspace, force=True).latency_ms)"
+        found = reader.read(line, f"{number}: {model.name}: {damage}")
+        if found.what == "answer" and not all(0.0 <= one < math.inf for one in found.answers):
+            found.what = "another answer"
+        if not found.fault:
+            path.unlink()
+        yield found
+    reader.close()
+
+
+def fuzz_files(root: Path, target: str, paths: list[Path], count: int, seed: int) -> Iterator[Outcome]:
+    """Reads each file of a workspace with `count` damages, and puts it back."""
+    reader = Reader(root)
+    for path in paths:
+        lines = commands(path, root, target)
+        data = path.read_bytes()
+        wanted = {line: reader.answers(line) for line in lines if path.suffix != ".yaml"}
+        try:
+            for number in range(count):
+                damage, changed = damaged_file(path, data, random.Random(f"{seed} {path.name} {number}"))
+                if changed == data:
+                    continue
+                path.write_bytes(changed)
+                for line in lines:
+                    found = reader.read(line, f"{path.relative_to(root)}: {damage}: {line[:40]}", wanted.get(line))
+                    yield found
+        finally:
+            path.write_bytes(data)
+    reader.close()
+
+
+def files_of(workspace: Path, target: str) -> list[Path]:
+    """A file of every kind that a workspace holds but its models, and the configs that come with Hase."""
+    import shutil
+
+    records = sorted((workspace / "ort_analysis" / "ort_kernel_record").glob("*/*.json"))
+    configs = workspace / "configs"
+    configs.mkdir(exist_ok=True)
+    for config in [*ROOT.glob("*/config.yaml"), ROOT / "benchmark" / "config.yaml"]:
+        shutil.copy(config, configs / f"{config.parent.name}.yaml")
+    of_target = [workspace / "benchmark" / "dataset" / target, workspace / "training" / "predictors" / target]
+    return [*[path for path in records if path.stem in ("anet_c16", "index")],
+            *[path for folder in of_target for path in sorted(folder.iterdir()) if not path.name.startswith(".")],
+            *sorted((workspace / "training" / "kernel_errors").glob("*.json")), *sorted(configs.glob("*.yaml"))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--models", type=int, default=200, help="damaged models")
+    parser.add_argument("--files", type=int, default=30, help="damages of each other file")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "fuzzing", help="the workspace")
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve)
+        return 0
+    sys.path.insert(0, str(ROOT / "tests"))
+    from trained_workspace import trained
+
+    from ort_analysis.fusion_detector import update_index
+    from tests.conftest import small_model
+    from utils.fingerprint import flavour_of, local_target
+    from utils.paths import Workspace
+
+    target = local_target("cpu").name
+    if not (args.out / "training" / "predictors" / target / "composition.json").exists():
+        trained(args.out)
+    update_index(Workspace(args.out), flavour_of("cpu"))
+    models = sorted((args.out / "model_zoo" / "models").glob("anet_*.onnx"))[:3]
+    (args.out / "small.onnx").write_bytes(small_model().SerializeToString())
+    models.append(args.out / "small.onnx")
+    for title, outcomes in (("models", fuzz_models(args.out, target, models, args.models, args.seed)),
+                            ("files", fuzz_files(args.out, target, files_of(args.out, target), args.files, args.seed))):
+        counts: Counter[str] = Counter()
+        slowest = largest = 0.0
+        for found in outcomes:
+            counts[found.what] += 1
+            slowest, largest = max(slowest, found.seconds), max(largest, found.peak_mib)
+            if found.fault:
+                print(f"{found.what}: {found.damage}: {found.said.strip()[-700:]}\n", flush=True)
+        print(f"{title}: {dict(counts)}, slowest {slowest:.1f} s, most memory {largest:.0f} MiB", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The short form of `python -m tests.fuzzing`: damaged files give an error in the user's words or the right answer."""
+
+from __future__ import annotations
+
+import pytest
+from trained_workspace import trained
+
+from tests.fuzzing import Outcome, files_of, fuzz_files, fuzz_models
+from utils.fingerprint import local_target
+from utils.paths import Workspace
+
+TARGET = local_target("cpu").name
+MODELS, DAMAGES = 40, 3
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return trained(tmp_path_factory.getbasetemp() / "trained")
+
+
+def faults(outcomes: list[Outcome]) -> list[str]:
+    return [f"{one.what}: {one.damage}: {one.said[-300:]}" for one in outcomes if one.fault]
+
+
+def test_damaged_models(workspace: Workspace) -> None:
+    models = [workspace.models / "anet_c16.onnx", workspace.models / "bnet_c24.onnx"]
+    outcomes = list(fuzz_models(workspace.root, TARGET, models, MODELS, seed=2))
+    assert faults(outcomes) == []
+    assert {one.what for one in outcomes} == {"answer", "error"}
+
+
+def test_damaged_files(workspace: Workspace) -> None:
+    outcomes = list(fuzz_files(workspace.root, TARGET, files_of(workspace.root, TARGET), DAMAGES, seed=2))
+    assert faults(outcomes) == []
+    assert {one.what for one in outcomes} == {"answer", "error"}
