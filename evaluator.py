@@ -278,12 +278,14 @@ def warned_of(comparisons: Sequence[Comparison]) -> dict[str, list[str]]:
 
 def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str, Sequence[int]] | None = None,
              target: str | None = None, recorded: bool = False, way: WayOfRunning | None = None,
-             loads: LoadsHere | None = None, plan: MeasuringPlan | None = None, force: bool = False) -> Evaluation:
+             loads: LoadsHere | None = None, plan: MeasuringPlan | None = None, force: bool = False,
+             static: bool = False) -> Evaluation:
     """Predicts and measures `models` (or takes recorded measurements); a model that fails costs only itself.
 
     Args:
         loads: what else runs meanwhile; None: nothing.
         plan: how models are measured.
+        static: whether sizes of dynamic dimensions are fixed before ONNX Runtime optimises a model, for prediction and run.
 
     Raises:
         UserError: no predictors, the target is another machine's and `recorded` is off, the load is not known, or not one
@@ -297,7 +299,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
     name, provider = fitted.target.name, fitted.target.flavour.execution_provider
     failures = Failures()
     if recorded:
-        found = MeasuredHere(recorded_models(workspace, models, dims or {}, fitted, way, failures), "recorded")
+        found = MeasuredHere(recorded_models(workspace, models, dims or {}, fitted, way, failures, static), "recorded")
         for case in found.cases:
             predict_case(case, name, way, workspace, force, failures)
     else:
@@ -306,7 +308,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
             raise UserError(f"target {name} is not this machine ({', '.join(here)}): compare with the measurements in its "
                             "dataset: --recorded")
         loads.check(fitted, way, workspace)
-        ready = cases_of(workspace.find_models(models), dims or {}, provider, failures)
+        ready = cases_of(workspace.find_models(models), dims or {}, provider, failures, static)
         found = measure_all(ready, fitted, way, loads, plan or MeasuringPlan(), workspace, force, failures) if ready else (
             MeasuredHere())
     held_out = held_out_of_fits(workspace, name)
@@ -321,10 +323,10 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
 
 
 def recorded_models(workspace: Workspace, models: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
-                    way: WayOfRunning, failures: Failures) -> list[Case]:
+                    way: WayOfRunning, failures: Failures, static: bool) -> list[Case]:
     """The models that the target's dataset holds measurements of, of those named or of all."""
     folder = workspace.dataset(fitted.target.name)
-    records = recorded_records(workspace, models, dims, fitted, failures)
+    records = recorded_records(workspace, models, dims, fitted, failures, static)
     cases = recorded_cases(folder, records, fitted.predictors.sidecar.metrics, way.label)
     if models:  # else all that the dataset holds is asked for
         name_missing(records, {case.record.model for case in cases}, folder, failures)
@@ -338,13 +340,13 @@ def composition_facts(fitted: Fitted) -> dict[str, Any]:
 
 
 def recorded_records(workspace: Workspace, models: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
-                     failures: Failures) -> dict[str, ModelRecord]:
+                     failures: Failures, static: bool) -> dict[str, ModelRecord]:
     """Records by name: of the models given, else all that the fusion detector wrote for the target's flavour."""
     from ort_analysis.records import load_records
 
     flavour = fitted.target.flavour
     if models:
-        cases = cases_of(workspace.find_models(models), dims, flavour.execution_provider, failures)
+        cases = cases_of(workspace.find_models(models), dims, flavour.execution_provider, failures, static)
         return {case.record.model: case.record for case in cases}
     return {record.model: record for record in load_records(workspace, flavour)}
 
@@ -354,6 +356,7 @@ def main() -> int:
     parser.add_argument("models", nargs="*", type=Path, metavar="MODEL",
                         help="ONNX files or folders of them; bare names are also looked for in model_zoo")
     cli.add_dim(parser)
+    cli.add_static(parser)
     parser.add_argument("--target", help="whose predictors (default: this machine, or the only target with predictors)")
     parser.add_argument("--recorded", action="store_true",
                         help="compare with the measurements in the target's dataset (without MODEL: with all of them)")
@@ -394,7 +397,8 @@ def main() -> int:
     evaluation = evaluate(
         workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target, recorded=args.recorded,
         way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), loads=loads,
-        plan=MeasuringPlan(args.rounds, args.budget_s, args.patience_s), force=args.force)
+        plan=MeasuringPlan(args.rounds, args.budget_s, args.patience_s), force=args.force,
+        static=args.static)
     folder = workspace.evaluation / evaluation.target
     with sole_writer(folder):
         write(evaluation, folder)

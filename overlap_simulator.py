@@ -471,6 +471,7 @@ def main() -> int:
     parser.add_argument("--loops", type=cli.count, default=10, help="profiled runs of --model (default: 10)")
     parser.add_argument("--rows", type=cli.whole, default=10, help="kernels to list (default: 10)")
     cli.add_dim(parser)
+    cli.add_static(parser)
     args = parser.parse_args()
     if args.model and args.record:
         parser.error("--record goes with --profile; a model's graph is known")
@@ -482,7 +483,8 @@ def main() -> int:
         from ort_analysis.fusion_detector import record_of
 
         effort = Effort(warmup=WARMUP_RUNS, least_runs=args.loops, most_runs=args.loops)
-        runs, graph = profile_model(workspace.find_model(args.model), resolve_provider(args.device), dims, effort)
+        runs, graph = profile_model(workspace.find_model(args.model), resolve_provider(args.device), dims, effort,
+                                    static=args.static)
         record = record_of(graph)
     else:
         runs = read_profile(args.profile)

@@ -98,7 +98,7 @@ def cpu_step(background: Background) -> Step:
     if background.model:
         from benchmark.ort_kernel_runner import open_runner
 
-        runner = open_runner(background.model, "cpu", dims=model_dims(background))
+        runner = open_runner(background.model, "cpu", dims=model_dims(background), static=True)
         runner.warm_up(1)
         return runner.run_once
     side, block = 128, 1 << 20
@@ -181,7 +181,7 @@ def model_run(background: Background, stream: int) -> Step:
 
     if background.model is None:
         raise RuntimeError(f"background {background.name} has no model")
-    runner = open_runner(background.model, "cuda", dims=model_dims(background),
+    runner = open_runner(background.model, "cuda", dims=model_dims(background), static=True,
                          provider_options={"user_compute_stream": str(stream)})
     runner.warm_up(1)
     return queue_run(runner.session, device_binding(runner.session, random_feed(runner.session), "cuda"))

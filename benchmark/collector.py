@@ -252,7 +252,7 @@ class Collector:
         in_model = tuple(label for label in self.labels if label in wanted)
         request = Request(
             do="model", execution_provider=self.provider, paths=(str(item.path),), record=str(item.record_path),
-            dims=item.record.dims, labels=in_model, effort=self.config.model.effort(),
+            dims=item.record.dims, static=item.record.static, labels=in_model, effort=self.config.model.effort(),
             host=dataset.GPU_LABEL in self.labels and not self.level, host_io="host_io" in self.variants,
             watch_host=self.provider == "cuda" and not self.level, provider_options=self.target.provider_options)
         name = item.record.model

@@ -34,7 +34,8 @@ def counted_runs(profile: str, counted: list[bool]) -> list[ProfiledRun]:
 
 
 def profile_model(model: Path, execution_provider: str, dims: Mapping[str, int], effort: Effort,
-                  provider_options: Mapping[str, str] | None = None) -> tuple[list[ProfiledRun], ParsedGraph]:
+                  provider_options: Mapping[str, str] | None = None,
+                  static: bool = False) -> tuple[list[ProfiledRun], ParsedGraph]:
     """Profiled runs of a model, and the graph that ran; the nodes of both have the same names.
 
     Args:
@@ -43,15 +44,16 @@ def profile_model(model: Path, execution_provider: str, dims: Mapping[str, int],
         dims: sizes of dynamic dimensions.
         effort: how many runs.
         provider_options: options of the CUDA provider.
+        static: whether `dims` are fixed before ONNX Runtime optimises the model.
 
     Raises:
         UserError: ORT can't load or run it.
     """
     with temporary_folder() as folder:
         optimized = folder / "optimized.onnx"
-        graph = parse_into(optimized, model, execution_provider, dims)
+        graph = parse_into(optimized, model, execution_provider, dims, static=static)
         session = open_session(optimized, execution_provider, optimize="none", name=str(model),
                                profile_prefix=folder / "model", provider_options=provider_options)
         with model_errors(str(model)):
-            counted = profile_runs(bind(session, random_feed(session), execution_provider, "device"), effort)
+            counted = profile_runs(bind(session, random_feed(session, graph.source.dims), execution_provider, "device"), effort)
         return counted_runs(session.end_profiling(), counted), graph

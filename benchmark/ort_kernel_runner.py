@@ -147,18 +147,16 @@ class Runner:
         return self.time(warmup=0, loops=effort.runs(one_run_s))
 
 
-def random_feed(session: onnxruntime.InferenceSession) -> dict[str, np.ndarray]:
-    """A value for every input of a session whose shapes are all known: random floats, zeros for whole numbers.
+def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] | None = None) -> dict[str, np.ndarray]:
+    """A value for every input of a session: random floats, zeros for whole numbers. `dims` gives the sizes that it leaves open.
 
     Zeros, since whole-number inputs of a whole model are indices or masks, of which 0 is always one.
     """
     feed = {}
     for value in session.get_inputs():
         dtype = session_dtype(value.type)
-        if "float" in dtype:
-            feed[value.name] = random_floats(tuple(value.shape), dtype)
-        else:
-            feed[value.name] = np.zeros(value.shape, numpy_dtype(dtype))
+        shape = tuple((dims or {}).get(size, size) for size in value.shape)
+        feed[value.name] = random_floats(shape, dtype) if "float" in dtype else np.zeros(shape, numpy_dtype(dtype))
     return feed
 
 
@@ -213,7 +211,7 @@ def kernel_in(proto: onnx.ModelProto) -> Kernel | None:
 
 def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[str, int] | None = None, io: str = "device",
                 cuda_graph: bool = False, profile_prefix: Path | None = None,
-                provider_options: Mapping[str, str] | None = None) -> Runner:
+                provider_options: Mapping[str, str] | None = None, static: bool = False) -> Runner:
     """A file made ready to run: optimised as ORT does by default, or as it stands where it is a built kernel.
 
     Args:
@@ -224,6 +222,7 @@ def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[
         cuda_graph: whether its first run is captured, and then replayed.
         profile_prefix: turns ORT's profiler on.
         provider_options: options of the CUDA provider.
+        static: whether `dims` are fixed before ONNX Runtime optimises the model; else its session takes any sizes.
 
     Raises:
         UserError: as `read_source`, or ORT can't load it, or a CUDA graph is asked for where there can be none.
@@ -235,18 +234,18 @@ def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[
     options = {**(provider_options or {}), **(CUDA_GRAPH if cuda_graph else {})}
     source = read_source(model, dims)
     kernel = kernel_in(source.graph_only)
-    session = open_session(source.loadable, provider, optimize="none" if kernel else "all", dims=source.dims,
+    session = open_session(source.loadable, provider, optimize="none" if kernel else "all", dims=source.dims if static else {},
                            profile_prefix=profile_prefix, provider_options=options, name=str(model))
-    feed = dummy_inputs(kernel) if kernel else random_feed(session)
+    feed = dummy_inputs(kernel) if kernel else random_feed(session, source.dims)
     return Runner(session=session, name=model.stem, execution_provider=provider, io=io,
                   run_once=bind(session, feed, provider, io))
 
 
 def measure(model: Path, execution_provider: str = "auto", *, dims: Mapping[str, int] | None = None,
             warmup: int = DEFAULT_WARMUP, loops: int | None = None, budget_s: float | None = None,
-            io: str = "device", cuda_graph: bool = False) -> Timing:
+            io: str = "device", cuda_graph: bool = False, static: bool = False) -> Timing:
     """Times one ONNX file; see `open_runner` and `Runner.time` for the arguments."""
-    return open_runner(model, execution_provider, dims=dims, io=io, cuda_graph=cuda_graph).time(
+    return open_runner(model, execution_provider, dims=dims, io=io, cuda_graph=cuda_graph, static=static).time(
         warmup=warmup, loops=loops, budget_s=budget_s)
 
 
@@ -269,6 +268,7 @@ def main() -> int:
     parser.add_argument("--budget-s", type=cli.positive, help="time for this many seconds instead of a number of runs")
     parser.add_argument("--raw", type=cli.out_file, metavar="FILE", help="write the raw samples as JSON")
     cli.add_dim(parser)
+    cli.add_static(parser)
     args = parser.parse_args()
     if args.loops and args.budget_s:
         parser.error("give --loops or --budget-s, not both")
@@ -278,7 +278,8 @@ def main() -> int:
         log.info("no NVIDIA GPU here: running on the CPU")
     with measuring(provider):
         timing = measure(workspace.find_model(args.model), provider, dims=cli.one_size_dims(args.dim), warmup=args.warmup,
-                         loops=args.loops, budget_s=args.budget_s, io=args.io, cuda_graph=args.cuda_graph)
+                         loops=args.loops, budget_s=args.budget_s, io=args.io, cuda_graph=args.cuda_graph,
+                         static=args.static)
     if timing.statistics.unstable:
         log.warning("unstable: half of the runs differ by %.0f %% of the median; close other work on this device, "
                     "or run longer (--loops, --budget-s)", 100 * timing.statistics.spread)

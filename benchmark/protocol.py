@@ -36,6 +36,7 @@ class Request(Frozen):
         paths: the files of the kernels, or of the model.
         record: for a model whose kernels get labels, its record.
         dims: for a model, the sizes of its dynamic dimensions.
+        static: for a model, whether they are fixed before ONNX Runtime optimises it.
         labels: which labels of its kernels a carrier or a model gives, of `kernel_time`, `node_span` and (a carrier) `gpu`;
             to prepare, `gpu` if it will be asked for.
         host: for a model on a GPU, whether the host's dispatch is timed too.
@@ -51,6 +52,7 @@ class Request(Frozen):
     paths: tuple[str, ...] = ()
     record: str = ""
     dims: dict[str, int] = {}
+    static: bool = False
     labels: tuple[str, ...] = ()
     host: bool = False
     host_io: bool = False

@@ -46,15 +46,17 @@ python benchmark/run_anatomy.py --model resnet18.onnx --dim batch=1 --trace real
 
 @dataclass(frozen=True)
 class Case:
-    """A model at one size: its file, the sizes of its dynamic dimensions, and what to call it."""
+    """A model at one size: its file, the sizes of its dynamic dimensions, whether they are fixed before ONNX Runtime optimises
+    it, and what to call it."""
 
     path: Path
     dims: dict[str, int]
     batch: int | None
+    static: bool = False
 
     @property
     def name(self) -> str:
-        return record_name(self.path.stem, self.dims)
+        return record_name(self.path.stem, self.dims, self.static or not self.dims)
 
 
 class Measured(Frozen):
@@ -79,7 +81,7 @@ class Measured(Frozen):
         return part_us / (1000 * self.latency_ms)
 
 
-def cases_of(paths: Sequence[Path], dims: Mapping[str, Sequence[int]]) -> list[Case]:
+def cases_of(paths: Sequence[Path], dims: Mapping[str, Sequence[int]], static: bool = False) -> list[Case]:
     """Every model of `paths` at every size: a case a combination of those of `dims` that are dynamic in it.
 
     Raises:
@@ -90,7 +92,7 @@ def cases_of(paths: Sequence[Path], dims: Mapping[str, Sequence[int]]) -> list[C
         sizes = own_sizes(path, dims)
         unused -= set(sizes[0])
         sources = [read_source(path, size) for size in sizes]
-        cases += [Case(path.resolve(), source.dims, source.batch) for source in sources]
+        cases += [Case(path.resolve(), source.dims, source.batch, static) for source in sources]
     if unused:
         raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")
     return cases
@@ -117,8 +119,8 @@ def measure(case: Case, timer: Worker, tracer: Worker, effort: Effort) -> tuple[
     Raises:
         UserError: it can't be run.
     """
-    request = Request(do="model", execution_provider="cuda", paths=(str(case.path),), dims=case.dims, host=True,
-                      watch_host=True, effort=effort)
+    request = Request(do="model", execution_provider="cuda", paths=(str(case.path),), dims=case.dims,
+                      static=case.static, host=True, watch_host=True, effort=effort)
     timed = {samples.label: samples for samples in ask(timer, request).samples}
     run = typical_run(ask(tracer, request.model_copy(update={"do": "model_trace"})).runs)
     latency, host = timed["latency"], timed["host"]
@@ -156,12 +158,13 @@ def main() -> int:
                         help="write the traced run of the one model and size, to be opened at ui.perfetto.dev or beside a "
                         "prediction (predict_model_latency.py --beside)")
     cli.add_dim(parser)
+    cli.add_static(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
     if args.device == "cpu" or not has_cuda():
         raise UserError("where a GPU's time goes needs a GPU: "
                         + ("give --device cuda" if has_cuda() else "no NVIDIA GPU that the driver can talk to is here"))
-    cases = cases_of(workspace.find_models(args.model), cli.parse_dims(args.dim))
+    cases = cases_of(workspace.find_models(args.model), cli.parse_dims(args.dim), args.static)
     if args.trace and len(cases) > 1:
         raise UserError(f"--trace draws one run, not {len(cases)}: give one model and each --dim one size")
     effort = Effort(warmup=3, warmup_s=0.05, budget_s=args.budget_s, least_runs=10, most_runs=1000)

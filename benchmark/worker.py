@@ -138,21 +138,21 @@ def gpu_samples(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[
 
 def model_name(request: Request) -> str:
     """What the model of a request is called, in its record too."""
-    return record_name(Path(request.paths[0]).stem, request.dims)
+    return record_name(Path(request.paths[0]).stem, request.dims, request.static)
 
 
 def time_model(request: Request) -> Reply:
     """A whole model's latency (and, on a GPU, the host's dispatch) and its kernels' `kernel_time` and `node_span`."""
     path, provider, effort = Path(request.paths[0]), request.execution_provider, request.effort
     name = model_name(request)
-    runner = open_runner(path, provider, dims=request.dims, provider_options=request.provider_options)
+    runner = open_runner(path, provider, dims=request.dims, provider_options=request.provider_options, static=request.static)
     one_run_s = runner.warm_up(effort.warmup + 1, effort.warmup_s)
     timed = {"latency": runner.run_s}
     if request.host:
-        binding = device_binding(runner.session, random_feed(runner.session), "cuda")
+        binding = device_binding(runner.session, random_feed(runner.session, request.dims), "cuda")
         timed["host"] = dispatcher(runner.session, binding)
     if request.host_io:
-        timed["host_io"] = timer(bind(runner.session, random_feed(runner.session), provider, "host"))
+        timed["host_io"] = timer(bind(runner.session, random_feed(runner.session, request.dims), provider, "host"))
 
     def in_model() -> list[Samples]:
         return model_labels(path, request) if request.labels else []
@@ -175,7 +175,7 @@ def time_model_as_graph(request: Request) -> Reply:
         UserError: ONNX Runtime can't capture it (see cuda_capture), or can't load or run it.
     """
     runner = open_runner(Path(request.paths[0]), "cuda", dims=request.dims, cuda_graph=True,
-                         provider_options=request.provider_options)
+                         provider_options=request.provider_options, static=request.static)
     one_run_s = runner.warm_up(request.effort.warmup + CAPTURING_RUNS, request.effort.warmup_s)
     timed = {"cuda_graph": runner.run_s}
     if request.watch_host:
@@ -202,7 +202,7 @@ def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float
 def traced_runs(request: Request) -> list[GpuRun]:
     """A few whole runs of a model, traced."""
     runner = open_runner(Path(request.paths[0]), request.execution_provider, dims=request.dims,
-                         provider_options=request.provider_options)
+                         provider_options=request.provider_options, static=request.static)
     runner.warm_up(request.effort.warmup + 1, request.effort.warmup_s)
     return trace([runner.run_once] * (TRACED_RUNS + 1))[1:]
 
@@ -230,7 +230,8 @@ def model_labels(path: Path, request: Request) -> list[Samples]:
         UserError: the graph is not the one that the record describes.
     """
     effort = request.effort.model_copy(update={"budget_s": request.effort.budget_s / 2})
-    runs, graph = profile_model(path, request.execution_provider, request.dims, effort, request.provider_options)
+    runs, graph = profile_model(path, request.execution_provider, request.dims, effort, request.provider_options,
+                                request.static)
     ids = {node.name: kernel_of(graph, node).id for node in graph.nodes}
     if sorted(ids.values()) != sorted(node.kernel_id for node in load_record(Path(request.record)).nodes):
         raise UserError(f"{path}: ORT's graph is not the one in its record; make the record anew: "

@@ -22,7 +22,7 @@ mkdir -p "$out"
 hase() { python "$1" --workspace "$out" "${@:2}"; }
 compare() {  # and keeps what it found as $out/$1.txt and .json, also where a model or a level failed
   rm -f "$out"/evaluation/*/evaluation.json "$out/$1.json"
-  hase evaluator.py "${models[@]/%/.onnx}" --dim batch=1,16 --rounds 1 --budget-s 0.5 --under-load gpu_dataset/live.yaml \
+  hase evaluator.py "${models[@]/%/.onnx}" --static --dim batch=1,16 --rounds 1 --budget-s 0.5 --under-load gpu_dataset/live.yaml \
     "${@:2}" | tee "$out/$1.txt" || worst=1
   cp "$out"/evaluation/*/evaluation.json "$out/$1.json" || worst=1
 }

@@ -11,7 +11,7 @@ mkdir -p "$out"
 for config in model_zoo model_zoo_fp16 model_zoo_sizes; do
   hase model_zoo/torchvision_exporter.py --config "gpu_dataset/$config.yaml"
 done
-hase ort_analysis/fusion_detector.py --device cuda --jobs "$jobs" --dim batch=1,4,16,64,128
+hase ort_analysis/fusion_detector.py --device cuda --jobs "$jobs" --static --dim batch=1,4,16,64,128
 hase kernel_model/kernel_builder.py > "$out/kernels.txt"
 hase kernel_model/kernel_sampler.py --count 10000 --free 25000 --batch-sizes 1,2,4,8,16,32,64,128 \
   --most-gflop 600 --most-mib 2000 --jobs "$jobs"

@@ -58,7 +58,8 @@ class LoadCurve(Frozen):
 
 
 def predict_curve(source: Source, *, points: int = POINTS, dims: Mapping[str, int] | None = None, target: str | None = None,
-                  strict: bool = False, workspace: Workspace | None = None, force: bool = False) -> LoadCurve:
+                  strict: bool = False, workspace: Workspace | None = None, force: bool = False,
+                  static: bool = False) -> LoadCurve:
     """The latency of a model at `points` shares of the time, evenly spaced from 0 to 1, for which a background is busy.
 
     The other arguments and the errors are those of `inference.shared_model`; from 0.95 on the background never
@@ -66,7 +67,8 @@ def predict_curve(source: Source, *, points: int = POINTS, dims: Mapping[str, in
     """
     from inference.shared_models import shared_model
 
-    model = shared_model(source, dims=dims, target=target, strict=strict, workspace=workspace, force=force)
+    model = shared_model(source, dims=dims, target=target, strict=strict, workspace=workspace, force=force,
+                         static=static)
     found = []
     for place in range(points):
         share = place / (points - 1)
@@ -106,6 +108,7 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     cli.add_model(parser)
     cli.add_dim(parser)
+    cli.add_static(parser)
     cli.add_target(parser)
     parser.add_argument("--points", type=cli.count, default=POINTS, metavar="N",
                         help=f"loads, from idle to always busy (default: {POINTS})")
@@ -122,7 +125,7 @@ def main() -> int:
         parser.error(f"--plot {args.plot}: a .png, .svg or .pdf")
     workspace = cli.start(args)
     curve = predict_curve(args.model, points=args.points, dims=cli.one_size_dims(args.dim), target=args.target,
-                          strict=args.strict, workspace=workspace, force=args.force)
+                          strict=args.strict, workspace=workspace, force=args.force, static=args.static)
     for warning in curve.warnings:
         log.warning("%s", warning)
     rows = [point.model_dump() | {"rough_estimate": curve.rough_estimate} for point in curve.points]

@@ -83,7 +83,8 @@ def build(kernels: Mapping[str, Kernel], folder: Path) -> set[str]:
 
 
 def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), *, target: str | None = None,
-                    workspace: Workspace | None = None, config: CollectorConfig | None = None, force: bool = False) -> Filled:
+                    workspace: Workspace | None = None, config: CollectorConfig | None = None, force: bool = False,
+                    static: bool = False) -> Filled:
     """Has the kernels of a model measured that no machine of the target has measured idle; `predict` then looks them up.
 
     Args:
@@ -94,7 +95,7 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
             copied into it, and a dataset that is not there begins.
         config: how to measure; by default benchmark/config.yaml. Its device, levels and labels are not looked at, and where
             there is a dataset, that one's metrics and held-out families hold.
-        force: as in `predict`.
+        force, static: as in `predict`.
 
     Raises:
         UserError: this machine is not the target, the model can't be used, or the dataset lacks the label that is needed.
@@ -114,7 +115,7 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
         "device": flavour.execution_provider,
         "labels": () if on_cpu and begins and fitted.composition.assumed else (fitted.composition.label,)})
     with start_crew(config, flavour.execution_provider, config.labels) as crew:  # it gets ready while the model is analysed
-        records = _records(source, sizes, fitted, workspace, force)
+        records = _records(source, sizes, fitted, workspace, force, static)
         missing = missing_kernels(fitted, records)
         if not missing:
             return Filled(0, 0.0, 0.0, ())
@@ -157,11 +158,11 @@ def nothing_learned(workspace: Workspace, target: str | None) -> Fitted | None:
 
 
 def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted, workspace: Workspace,
-             force: bool) -> list[ModelRecord]:
+             force: bool, static: bool) -> list[ModelRecord]:
     """The model's record at each of some sizes, checked; errors as of `measure_missing`."""
     flavour = fitted.target.flavour
     model = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
-    records = [record_of(model, flavour.execution_provider, dims) for dims in sizes]
+    records = [record_of(model, flavour.execution_provider, dims, static) for dims in sizes]
     for record in records:
         check_fit(record, fitted.target, fitted.predictors.sidecar.dtypes, force)
         if record.flavour != flavour:

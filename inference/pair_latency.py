@@ -56,7 +56,7 @@ class Pair(Frozen):
 
 def predict_pair(source: Source, beside: Source, *, dims: Mapping[str, int] | None = None,
                  beside_dims: Mapping[str, int] | None = None, target: str | None = None, strict: bool = False,
-                 workspace: Workspace | None = None, force: bool = False) -> Pair:
+                 workspace: Workspace | None = None, force: bool = False, static: bool = False) -> Pair:
     """Two models side by side, each in a process of its own that runs it again and again without a pause.
 
     Args:
@@ -67,7 +67,8 @@ def predict_pair(source: Source, beside: Source, *, dims: Mapping[str, int] | No
     """
     from inference.shared_models import shared_model
 
-    one, two = (shared_model(model, dims=sizes, target=target, strict=strict, workspace=workspace, force=force)
+    one, two = (shared_model(model, dims=sizes, target=target, strict=strict, workspace=workspace, force=force,
+                             static=static)
                 for model, sizes in ((source, dims), (beside, beside_dims)))
     return Pair(target=one.idle.target, models=(_beside(one, two), _beside(two, one)),
                 warnings=tuple(dict.fromkeys((*one.idle.warnings, *two.idle.warnings))))
@@ -84,6 +85,7 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     cli.add_model(parser)
     cli.add_dim(parser)
+    cli.add_static(parser)
     parser.add_argument("--beside-model", type=Path, required=True, metavar="MODEL", help="the other one, likewise")
     parser.add_argument("--beside-dim", action="append", default=[], metavar="NAME=SIZE", help="size of its dynamic dimension")
     cli.add_target(parser)
@@ -92,7 +94,7 @@ def main() -> int:
     workspace = cli.start(args)
     pair = predict_pair(args.model, args.beside_model, dims=cli.one_size_dims(args.dim),
                         beside_dims=cli.one_size_dims(args.beside_dim), target=args.target, strict=args.strict,
-                        workspace=workspace, force=args.force)
+                        workspace=workspace, force=args.force, static=args.static)
     for warning in pair.warnings:
         log.warning("%s", warning)
     if args.json:

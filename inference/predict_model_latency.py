@@ -64,6 +64,7 @@ def summary(found: Prediction) -> dict[str, Any]:
     """A prediction as one row of a table."""
     return {
         "model": found.model, "batch": found.batch,
+        **({"sizes": "fixed" if found.static else "left open"} if found.dims else {}),
         **(found.under_load.columns() if found.under_load else {"latency (ms)": found.latency_ms}),
         "90 % between (ms)": "{:.4g} and {:.4g}".format(*found.interval_ms),
         "items/s": found.items_per_second, "peak memory (MiB)": found.peak_memory_mib,
@@ -145,6 +146,7 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     cli.add_model(parser)
     cli.add_dim(parser)
+    cli.add_static(parser)
     cli.add_target(parser)
     cli.add_load(parser)
     cli.add_way(parser)
@@ -228,7 +230,7 @@ def main() -> int:
 
     def predicted(dims: dict[str, int], load: Load, other: OtherWork | None) -> Prediction:
         return predict(args.model, dims=dims, target=args.target, strict=args.strict, load=load.metrics, workspace=workspace,
-                       way=way, force=args.force, notices=load.notices, other=other)
+                       way=way, force=args.force, notices=load.notices, other=other, static=args.static)
 
     if args.watch:
         from inference.watch import Watch, follow
@@ -252,7 +254,8 @@ def main() -> int:
     if args.measure_missing:
         from inference.missing_kernels import measure_missing
 
-        tell(measure_missing(args.model, sizes, target=args.target, workspace=workspace, force=args.force))
+        tell(measure_missing(args.model, sizes, target=args.target, workspace=workspace, force=args.force,
+                             static=args.static))
     other = other_than(load)
     found = never_falling([predicted(dims, load, other) for dims in cli.track(sizes, "predicting")])
     slos = [slo_under_load(one, args.model, args.slo_ms, percentile, workspace, args.force, other) for one in found
@@ -264,7 +267,7 @@ def main() -> int:
         from utils.trace_events import document
 
         provider = fitted_for(workspace, args.target).target.flavour.execution_provider
-        record = record_of(workspace.find_model(args.model), provider, found[0].dims)
+        record = record_of(workspace.find_model(args.model), provider, found[0].dims, args.static)
         write_json(args.trace, document([*trace_of(found[0], record)["traceEvents"], *real]))
     for warning in dict.fromkeys(warning for one in found for warning in one.warnings):
         log.warning("%s", warning)

@@ -143,6 +143,7 @@ class Prediction(Frozen):
         kernels: each once, the dominating ones first.
         types_without_predictor: the same as estimated_operators, by its older name.
         dims: sizes given to dynamic dimensions.
+        static: whether they were fixed before ONNX Runtime optimised the model; true where all are fixed in the file.
         batch, items_per_second: of the first input; None where it has no dimension.
         memory, peak_memory_mib: what a run holds at its fullest moment.
         warnings: what the reader should know.
@@ -170,6 +171,7 @@ class Prediction(Frozen):
     kernels: tuple[KernelShare, ...]
     types_without_predictor: tuple[str, ...]
     dims: dict[str, int]
+    static: bool = True
     batch: int | None
     items_per_second: float | None
     memory: Memory
@@ -180,7 +182,8 @@ class Prediction(Frozen):
 def predict(source: Source, *, dims: Mapping[str, int] | None = None,
             target: str | None = None, strict: bool = False, load: Mapping[str, float] | None = None,
             way: WayOfRunning = AS_USUAL, composition: Composition | None = None, workspace: Workspace | None = None,
-            force: bool = False, notices: Sequence[str] = (), other: OtherWork | None = None) -> Prediction:
+            force: bool = False, notices: Sequence[str] = (), other: OtherWork | None = None,
+            static: bool = False) -> Prediction:
     """The latency of one model.
 
     Args:
@@ -195,19 +198,20 @@ def predict(source: Source, *, dims: Mapping[str, int] | None = None,
         force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
         notices: what to know about the load; put first among the prediction's warnings.
         other: what else runs on the GPU, as a probe met it (`training.sharing.other_work_probed`); metrics tell less.
+        static: take a model with dynamic dimensions as exported at `dims`; else as a session that takes any sizes runs it.
 
     Raises:
         UserError: the model, the predictors or the load can't be used; the message says why.
     """
     return predict_many([source], dims=dims, target=target, strict=strict, load=load, way=way, composition=composition,
-                        workspace=workspace, force=force, notices=notices, other=other)[0]
+                        workspace=workspace, force=force, notices=notices, other=other, static=static)[0]
 
 
 def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = None,
                  target: str | None = None, strict: bool = False, load: Mapping[str, float] | None = None,
                  way: WayOfRunning = AS_USUAL, composition: Composition | None = None,
                  workspace: Workspace | None = None, force: bool = False,
-                 notices: Sequence[str] = (), other: OtherWork | None = None) -> list[Prediction]:
+                 notices: Sequence[str] = (), other: OtherWork | None = None, static: bool = False) -> list[Prediction]:
     """The latencies of many models in one go, in their order; a kernel that several share is predicted once.
 
     Arguments and errors are those of `predict`.
@@ -217,7 +221,8 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
     used = composition or fitted.composition
     check_way(way, used, fitted.target.name)
     provider = fitted.target.flavour.execution_provider
-    records = [record_of(workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source, provider, dims)
+    records = [record_of(workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source, provider, dims,
+                         static)
                for source in sources]
     from training.off_gpu import is_off_gpu
 
@@ -420,7 +425,7 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
                         latency_ms=known[key].latency_ms, total_ms=total_ms, share=total_ms / whole_ms,
                         provenance=known[key].provenance, launches=known[key].launches, provider=key[1])
             for key, total_ms in sorted(totals.items(), key=lambda item: -item[1])),
-        types_without_predictor=estimated, dims=record.dims, batch=record.batch,
+        types_without_predictor=estimated, dims=record.dims, static=record.static, batch=record.batch,
         items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
         memory=memory, peak_memory_mib=memory.peak_mib, warnings=warnings,
     )

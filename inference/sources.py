@@ -26,19 +26,20 @@ _weights: dict[Signature, list[Path]] = {}  # of each model file, by its signatu
 
 
 def record_of(source: Source, execution_provider: str,
-              dims: Mapping[str, int] | None = None) -> ModelRecord:
+              dims: Mapping[str, int] | None = None, static: bool = False) -> ModelRecord:
     """The record of `source` in the graph flavour of `execution_provider` (`cpu` or `cuda`).
 
     Args:
         source: an ONNX file, the JSON file of a record, a model in memory, or a record, which is taken as it is.
         execution_provider: whose optimised graph.
         dims: sizes of dynamic dimensions by name.
+        static: whether they are fixed before ONNX Runtime optimises the model.
 
     Raises:
         UserError: the model can't be read or analysed, or `dims` are given for a record, whose shapes are fixed.
     """
     if isinstance(source, (str, Path)):
-        return _record_of_file(Path(source), execution_provider, dict(dims or {}))
+        return _record_of_file(Path(source), execution_provider, dict(dims or {}), static)
     if not isinstance(source, ModelRecord):
         import onnx
 
@@ -47,13 +48,13 @@ def record_of(source: Source, execution_provider: str,
                             "onnx.ModelProto, or a ModelRecord")
         from ort_analysis.fusion_detector import analyze
 
-        return analyze(source, execution_provider, dims)
+        return analyze(source, execution_provider, dims, static=static)
     _refuse_other_dims(source, dims)
     return source
 
 
-def _record_of_file(path: Path, execution_provider: str, dims: dict[str, int]) -> ModelRecord:
-    key = (str(path.absolute()), execution_provider, tuple(sorted(dims.items())))
+def _record_of_file(path: Path, execution_provider: str, dims: dict[str, int], static: bool) -> ModelRecord:
+    key = (str(path.absolute()), execution_provider, tuple(sorted(dims.items())), static)
     if kept := _files.get(key):
         watched, before, record = kept
         if _signature(watched) == before:
@@ -66,7 +67,7 @@ def _record_of_file(path: Path, execution_provider: str, dims: dict[str, int]) -
     else:
         from ort_analysis.fusion_detector import analyze
 
-        record = analyze(path, execution_provider, dims)
+        record = analyze(path, execution_provider, dims, static=static)
         watched = (path, *cached(_weights, before, lambda: weight_files(path), KEPT_FILES))
     if before == _signature((path,)):  # else the file changed meanwhile: what was read is not kept
         cached(_files, key, lambda: (watched, _signature(watched), record), KEPT_FILES)

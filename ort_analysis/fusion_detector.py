@@ -24,6 +24,7 @@ from ort_analysis.records import (
     IndexEntry,
     Kernel,
     KernelIndex,
+    KernelInput,
     ModelRecord,
     Node,
     Origin,
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
 log = get_logger("fusion")
 BLOCKED_DOMAIN = "com.microsoft.nchwc"  # ORT's blocked CPU layout; its nodes are named `<tensor they make>_nchwc`
 BLOCKED_SUFFIX = "_nchwc"
+SIZE_INPUTS = {"Slice": (1, 2, 3, 4), "Range": (0, 1, 2), "ConstantOfShape": (0,), "Tile": (1,), "Pad": (1, 3),
+               "Resize": (2, 3), "Upsample": (1,), "Split": (1,), "Squeeze": (1,), "Unsqueeze": (1,), "TopK": (1,),
+               "OneHot": (1,), "CenterCropPad": (1,)}  # of Reshape and Expand the outputs tell
 EXAMPLES = """
 python ort_analysis/fusion_detector.py
 python ort_analysis/fusion_detector.py --model resnet18.onnx --dim batch=1,8,64
@@ -148,9 +152,17 @@ class OriginFinder:
         return result
 
 
+def _with_value(graph: ParsedGraph, node: ParsedNode, place: int, name: str) -> KernelInput:
+    """A node's input; with its value where that sets the output's size and the graph computes it from shapes."""
+    tensor = graph.tensors[name]
+    if tensor.constant or place not in SIZE_INPUTS.get(node.op_type, ()):
+        return tensor
+    return tensor.model_copy(update={"values": graph.computed.get(name)})
+
+
 def kernel_of(graph: ParsedGraph, node: ParsedNode) -> Kernel:
     """The kernel of a node of the optimised graph."""
-    inputs = [graph.tensors[name] for name in node.inputs]
+    inputs = [_with_value(graph, node, place, name) for place, name in enumerate(node.inputs)]
     while inputs and not inputs[-1].present:
         inputs.pop()
     outputs = [Tensor(dtype=graph.tensors[name].dtype, shape=graph.tensors[name].shape) for name in node.outputs]
@@ -171,21 +183,22 @@ def record_of(graph: ParsedGraph) -> ModelRecord:
         return {name: Tensor(dtype=graph.tensors[name].dtype, shape=graph.tensors[name].shape) for name in names}
 
     return ModelRecord(
-        model=record_name(graph.source.name, graph.source.dims), sha256=graph.source.sha256, dims=graph.source.dims,
-        flavour=graph.flavour, derived=graph.derived, inputs=tensors(graph.inputs), outputs=tensors(graph.outputs),
+        model=record_name(graph.source.name, graph.source.dims, graph.static), sha256=graph.source.sha256,
+        dims=graph.source.dims, flavour=graph.flavour, derived=graph.derived, static=graph.static,
+        inputs=tensors(graph.inputs), outputs=tensors(graph.outputs),
         weight_bytes=sum(tensor.bytes for tensor in graph.tensors.values() if tensor.constant),
         opsets=graph.opsets, kernels={kernel.id: kernel for kernel in kernels}, nodes=nodes,
     )
 
 
 def analyze(model: Path | onnx.ModelProto, execution_provider: str = "auto", dims: Mapping[str, int] | None = None,
-            name: str | None = None) -> ModelRecord:
-    """The kernels of a model as `cpu` or `cuda` runs it (`auto`: what this machine has).
+            name: str | None = None, static: bool = False) -> ModelRecord:
+    """The kernels of a model as `cpu` or `cuda` runs it (`auto`: what this machine has); arguments as of `parse_graph`.
 
     Raises:
         UserError: as `ort_graph_parser.parse_graph`.
     """
-    return record_of(parse_graph(model, execution_provider, dims, name))
+    return record_of(parse_graph(model, execution_provider, dims, name, static))
 
 
 def build_index(flavour: Flavour, records: list[ModelRecord]) -> KernelIndex:
@@ -229,10 +242,10 @@ def fusion_rows(record: ModelRecord) -> list[dict[str, Any]]:
             for node in record.nodes]
 
 
-def write_record(workspace: Workspace, path: Path, device: str, dims: dict[str, int]) -> ModelRecord | UserError:
+def write_record(workspace: Workspace, path: Path, device: str, dims: dict[str, int], static: bool) -> ModelRecord | UserError:
     """Analyses one model and writes its record; what is wrong with the model comes back."""
     try:
-        record = analyze(path, device, dims)
+        record = analyze(path, device, dims, static=static)
     except UserError as error:
         return error
     files.write_json(record_path(workspace, record.flavour, record.model), record)
@@ -240,16 +253,17 @@ def write_record(workspace: Workspace, path: Path, device: str, dims: dict[str, 
 
 
 def write_records(workspace: Workspace, work: Sequence[tuple[Path, dict[str, int]]], device: str,
-                  jobs: int) -> list[ModelRecord | UserError]:
+                  jobs: int, static: bool = False) -> list[ModelRecord | UserError]:
     """`write_record` for models and sizes of their dynamic dimensions, `jobs` at a time, in the order of `work`. Of several,
     one that takes ONNX Runtime down costs only itself."""
     if len(work) == 1:
-        return [_write_one(workspace, device, one) for one in work]
-    return each_in_a_process(partial(_write_one, workspace, device), work, jobs, _crashed, "analysing")
+        return [_write_one(workspace, device, static, one) for one in work]
+    return each_in_a_process(partial(_write_one, workspace, device, static), work, jobs, _crashed, "analysing")
 
 
-def _write_one(workspace: Workspace, device: str, one: tuple[Path, dict[str, int]]) -> ModelRecord | UserError:
-    return write_record(workspace, one[0], device, one[1])
+def _write_one(workspace: Workspace, device: str, static: bool,
+               one: tuple[Path, dict[str, int]]) -> ModelRecord | UserError:
+    return write_record(workspace, one[0], device, one[1], static)
 
 
 def _crashed(one: tuple[Path, dict[str, int]]) -> ModelRecord | UserError:
@@ -263,6 +277,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto",
                         help="whose graph; cuda also works without a GPU (default: auto)")
     cli.add_dim(parser)
+    cli.add_static(parser)
     parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="models analysed at a time (default: 1)")
     args = parser.parse_args()
     workspace = cli.start(args)
@@ -272,7 +287,7 @@ def main() -> int:
     sizes = cli.parse_dims(args.dim)
     work = [(path, dims) for path in paths for dims in cli.combinations(sizes)]
     with sole_writer(workspace.kernel_records):
-        done = write_records(workspace, work, args.device, args.jobs)
+        done = write_records(workspace, work, args.device, args.jobs, args.static)
         records = [record for record in done if isinstance(record, ModelRecord)]
         indexes = [update_index(workspace, flavour) for flavour in {one.flavour.name: one.flavour for one in records}.values()]
     failed = [path.name for (path, _), found in zip(work, done, strict=True) if isinstance(found, UserError)]

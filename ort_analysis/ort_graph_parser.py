@@ -16,7 +16,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from model_zoo.zoo_config import DEFAULT_DIMS_KEY
@@ -25,7 +25,7 @@ from ort_analysis.cuda_placement import assign_providers
 from ort_analysis.cuda_rewrites import rewrite_for_cuda
 from ort_analysis.half_precision import as_single, holds_half, in_half
 from ort_analysis.records import KernelInput, Tensor
-from ort_analysis.tensor_shapes import infer_tensors
+from ort_analysis.tensor_shapes import Values, infer_tensors
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import Flavour, flavour_of, has_cuda, resolve_provider
@@ -86,22 +86,26 @@ class ParsedGraph:
     Attributes:
         source: the model as given.
         derived: the flavour's provider is not on this machine; the graph comes from the CPU provider.
+        static: all sizes were fixed before ORT optimised it; else it is the graph of a session that takes any.
         nodes: in execution order, named uniquely.
         tensors: type and shape of every tensor by name, constants with their small values.
         inputs, outputs: the graph's own.
         opsets: operator-set versions by domain.
         proto: the optimised graph itself, large weights left out.
+        computed: values of small whole-number tensors that it computes from shapes and constants, at the sizes given.
     """
 
     source: Source
     flavour: Flavour
     derived: bool
+    static: bool
     nodes: tuple[ParsedNode, ...]
     tensors: dict[str, KernelInput]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     opsets: dict[str, int]
     proto: onnx.ModelProto
+    computed: dict[str, Values] = field(default_factory=dict)
 
 
 def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
@@ -196,8 +200,12 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     return Source(name=name or stem, graph_only=proto, loadable=loadable, sha256=digest, dims=given)
 
 
-def optimize(source: Source, flavour: Flavour, derived: bool, save_to: Path) -> None:
-    """Has ORT optimise `source` and save the graph to `save_to`, with weights over 1 KiB in a file beside it."""
+def optimize(source: Source, flavour: Flavour, derived: bool, save_to: Path, static: bool) -> None:
+    """Has ORT optimise `source` and save the graph to `save_to`, with weights over 1 KiB in a file beside it.
+
+    Where `static`, dynamic dimensions are fixed before: what ORT then computes from them, it folds into constants.
+    """
+    dims = source.dims if static else {}
     entries = {
         "session.optimized_model_external_initializers_file_name": save_to.name + ".weights",
         "session.optimized_model_external_initializers_min_size_in_bytes": str(EXTERNAL_BYTES),
@@ -207,7 +215,7 @@ def optimize(source: Source, flavour: Flavour, derived: bool, save_to: Path) -> 
         open_session(source.loadable, "cpu", optimize=level, disabled=disabled, dims=source.dims, save_to=save_to,
                      name=source.name, entries=entries)
     else:
-        open_session(source.loadable, flavour.execution_provider, optimize=flavour.optimization, dims=source.dims,
+        open_session(source.loadable, flavour.execution_provider, optimize=flavour.optimization, dims=dims,
                      save_to=save_to, name=source.name, entries=entries)
 
 
@@ -245,8 +253,11 @@ def attribute_value(attribute: onnx.AttributeProto) -> Any:
 
 
 def parse_graph(model: Path | onnx.ModelProto, execution_provider: str = "auto", dims: Mapping[str, int] | None = None,
-                name: str | None = None) -> ParsedGraph:
+                name: str | None = None, static: bool = False) -> ParsedGraph:
     """The optimised graph of a model for `cpu` or `cuda` (`auto`: what this machine has).
+
+    A model with dynamic dimensions is optimised as a session does that takes any sizes, which keeps the computation of shapes;
+    all shapes are then those at `dims`. Where `static`, it is optimised as though it had been exported at these sizes.
 
     Asked for `cuda` on a machine without it, the graph comes from the CPU provider with the CUDA provider's optimisers,
     and is marked as derived.
@@ -255,11 +266,11 @@ def parse_graph(model: Path | onnx.ModelProto, execution_provider: str = "auto",
         UserError: as `read_source`, and where ORT can't load the model.
     """
     with temporary_folder() as folder:
-        return parse_into(folder / "optimized.onnx", model, execution_provider, dims, name)
+        return parse_into(folder / "optimized.onnx", model, execution_provider, dims, name, static)
 
 
 def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: str = "auto",
-               dims: Mapping[str, int] | None = None, name: str | None = None) -> ParsedGraph:
+               dims: Mapping[str, int] | None = None, name: str | None = None, static: bool = False) -> ParsedGraph:
     """Like `parse_graph`, and leaves the optimised graph in `path` (its weights beside it), nodes named as in the result.
 
     ORT makes up other names for the nodes it inserts each time, so a graph and its description must come together.
@@ -275,12 +286,12 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
     derived = provider == "cuda" and not has_cuda()
     source = read_source(model, dims, name)
     half = derived and holds_half(source.graph_only.graph)
-    optimize(replace(source, loadable=as_single(source.loadable, source.name)) if half else source, flavour, derived, path)
+    optimize(replace(source, loadable=as_single(source.loadable, source.name)) if half else source, flavour, derived, path,
+             static)
     proto = onnx.load(str(path), load_external_data=False)
     name_nodes(proto.graph)
     onnx.save(proto, str(path))
-    inferred = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent,
-                             source.dims)
+    inferred = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent, source.dims)
     tensors, providers = inferred.tensors, inferred.providers
     if derived:
         rewrite_for_cuda(proto, source.graph_only.graph, tensors)
@@ -297,10 +308,11 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
         for node, assigned_to in zip(proto.graph.node, assigned, strict=True))
     constants = {tensor.name for tensor in proto.graph.initializer}
     return ParsedGraph(
-        source=source, flavour=flavour, derived=derived, nodes=nodes, tensors=tensors,
+        source=source, flavour=flavour, derived=derived, static=static or not source.dims, nodes=nodes, tensors=tensors,
         inputs=tuple(value.name for value in proto.graph.input if value.name not in constants),
         outputs=tuple(value.name for value in proto.graph.output),
         opsets={entry.domain: entry.version for entry in proto.opset_import}, proto=proto,
+        computed=inferred.computed,
     )
 
 
@@ -325,17 +337,20 @@ def main() -> int:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto",
                         help="whose graph; cuda also works without a GPU (default: auto)")
     cli.add_dim(parser)
+    cli.add_static(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
-    graph = parse_graph(workspace.find_model(args.model), args.device, cli.one_size_dims(args.dim))
+    graph = parse_graph(workspace.find_model(args.model), args.device, cli.one_size_dims(args.dim), static=args.static)
     if graph.derived:
         log.info("no GPU here: this is the graph that the CUDA provider would run, derived on the CPU provider")
     rows = node_rows(graph)
     if args.json:
         cli.print_json({"model": graph.source.name, "flavour": graph.flavour.name, "derived": graph.derived,
+                        "static": graph.static,
                         "dims": graph.source.dims, "nodes": rows})
     else:
-        cli.print_table(rows, f"{graph.source.name} as {graph.flavour.name} runs it: {len(rows)} nodes")
+        sizes = "" if graph.static else ", sizes left open"
+        cli.print_table(rows, f"{graph.source.name} as {graph.flavour.name} runs it{sizes}: {len(rows)} nodes")
     return 0
 
 

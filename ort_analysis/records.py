@@ -181,6 +181,8 @@ class ModelRecord(Frozen):
         sha256: of the model file (of the serialised model where there was no file).
         dims: the sizes given to dynamic dimensions.
         derived: the flavour's provider was not there: the graph comes from another provider with the same optimisers.
+        static: the sizes in `dims` were fixed before ONNX Runtime optimised the model (or all are fixed in the file); else this
+            is the graph of a session that takes any sizes, with the computation of its shapes.
         inputs, outputs: of the graph, by tensor name.
         weights: bytes of constants of the optimised graph.
         opsets: the model's operator-set imports.
@@ -194,6 +196,7 @@ class ModelRecord(Frozen):
     dims: dict[str, int]
     flavour: Flavour
     derived: bool
+    static: bool = True
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
     weight_bytes: int
@@ -254,9 +257,15 @@ def index_path(workspace: Workspace, flavour: Flavour) -> Path:
     return workspace.kernel_records / flavour.name / "index.json"
 
 
-def record_name(stem: str, dims: dict[str, int]) -> str:
-    """A model's name with the sizes given to its dynamic dimensions, fit for a file's name."""
-    return as_file_name(stem if not dims else stem + "@" + ",".join(f"{name}={size}" for name, size in sorted(dims.items())))
+def record_name(stem: str, dims: dict[str, int], static: bool = True) -> str:
+    """A model's name with the sizes given to its dynamic dimensions, fit for a file's name: `resnet18@batch=16`.
+
+    Where they were not fixed before it was optimised, `resnet18@batch=16,dynamic`: another graph, with other latencies.
+    """
+    if not dims:
+        return as_file_name(stem)
+    sizes = [f"{name}={size}" for name, size in sorted(dims.items())]
+    return as_file_name(stem + "@" + ",".join(sizes if static else [*sizes, "dynamic"]))
 
 
 def load_record(path: Path) -> ModelRecord:

@@ -189,7 +189,7 @@ def test_the_real_workers_need_no_record(tmp_path: Path) -> None:
         runs = ask(worker, request.model_copy(update={"do": "model_trace"})).runs
         with pytest.raises(UserError, match=r"net\.onnx: no dynamic dimension width"):
             ask(worker, request.model_copy(update={"do": "model_trace", "dims": {"width": 2}}))
-    assert (timed.id, timed.label) == ("net@batch=2", "latency")
+    assert (timed.id, timed.label) == ("net@batch=2,dynamic", "latency")
     assert timed.disturbance is not None
     assert len(runs) == 5
     assert all(run.host_us > 0 and not run.work for run in runs)
@@ -202,7 +202,7 @@ def test_a_case_a_model_and_size(tmp_path: Path) -> None:
     onnx.save(small_model(batch=2), tmp_path / "fixed.onnx")
     paths = [tmp_path / "dynamic.onnx", tmp_path / "fixed.onnx", tmp_path / "fixed.onnx"]
     assert [(case.name, case.batch) for case in cases_of(paths, {"batch": [1, 16]})] == [
-        ("dynamic@batch=1", 1), ("dynamic@batch=16", 16), ("fixed", 2)]
+        ("dynamic@batch=1,dynamic", 1), ("dynamic@batch=16,dynamic", 16), ("fixed", 2)]
     with pytest.raises(UserError, match="--dim width: not a dynamic dimension of any of these models"):
         cases_of(paths, {"batch": [1], "width": [3]})
     with pytest.raises(UserError, match="dimension batch"):

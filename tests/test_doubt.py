@@ -196,7 +196,7 @@ def test_a_larger_batch_takes_no_less(workspace: Workspace) -> None:
     assert found[1].latency_ms == one.latency_ms
     assert found[1].interval_ms == (sunk.interval_ms[0], one.interval_ms[1])
     assert found[1].items_per_second == pytest.approx(2 / one.latency_ms * 1e3)
-    assert "less than dynnet@batch=1" in found[1].warnings[-1]
+    assert "less than dynnet@batch=1,dynamic" in found[1].warnings[-1]
     measured = {"measured": 1.0, "predicted": 0.0, "estimated": 0.0}
     kept = [one.model_copy(update={"time_share": measured}), sunk.model_copy(update={"time_share": measured})]
     assert never_falling(kept) == kept

@@ -79,7 +79,7 @@ def test_dynamic_models_take_a_row_a_size(workspace: Workspace) -> None:
     found = evaluator.evaluate(workspace, [Path("dynnet.onnx"), Path("anet_c16.onnx")], dims={"batch": [1, 4]},
                                target=TARGET, plan=QUICK)
     assert [(one.model, one.batch) for one in found.comparisons] == [
-        ("dynnet@batch=1", 1), ("dynnet@batch=4", 4), ("anet_c16", 1)]
+        ("dynnet@batch=1,dynamic", 1), ("dynnet@batch=4,dynamic", 4), ("anet_c16", 1)]
     with pytest.raises(UserError, match="height"):
         evaluator.evaluate(workspace, [Path("dynnet.onnx"), Path("anet_c16.onnx")], target=TARGET,
                            dims={"batch": [1], "height": [3]})
@@ -151,8 +151,8 @@ def test_recorded_measurements_of_named_models(workspace: Workspace) -> None:
     found = evaluator.evaluate(workspace, [Path("anet_c8.onnx"), Path("dynnet.onnx")], dims={"batch": [1]}, target=TARGET,
                                recorded=True)
     assert {one.model for one in found.comparisons} == {"anet_c8"}
-    assert "holds no good measurement" in found.failures["dynnet@batch=1"]
-    with pytest.raises(UserError, match="dynnet@batch=1 failed"):
+    assert "holds no good measurement" in found.failures["dynnet@batch=1,dynamic"]
+    with pytest.raises(UserError, match="dynnet@batch=1,dynamic failed"):
         evaluator.evaluate(workspace, [Path("dynnet.onnx")], dims={"batch": [1]}, target=TARGET, recorded=True)
 
 

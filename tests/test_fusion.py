@@ -258,7 +258,7 @@ def test_the_command_writes_records_and_index_and_goes_on_past_a_bad_model(works
 
 def test_a_record_read_back_and_one_of_another_version(workspace: Workspace) -> None:
     record = analyze(small_model(batch="batch"), "cpu", {"batch": 2}, "anet")
-    assert record.model == "anet@batch=2"
+    assert record.model == "anet@batch=2,dynamic"
     assert record.batch == 2
     path = record_path(workspace, record.flavour, record.model)
     path.parent.mkdir(parents=True)

@@ -130,7 +130,7 @@ def test_several_sizes_at_once(workspace: Workspace) -> None:
     assert 0 < filled.measuring_s < filled.seconds
     assert [len({m.id for m in block.measurements}) for block in measured_here(workspace)] == [len(unknown)]
     described = {entry.kernel.id: entry.models for entry in dataset.read_kernels(workspace.dataset(TARGET))}
-    assert {model for name in unknown for model in described[name]} == {"dynnet@batch=3", "dynnet@batch=5"}
+    assert {model for name in unknown for model in described[name]} == {"dynnet@batch=3,dynamic", "dynnet@batch=5,dynamic"}
     for dims in sizes:
         found = predict("dynnet.onnx", dims=dims, target=TARGET, workspace=workspace)
         assert found.time_share["measured"] == pytest.approx(1.0)

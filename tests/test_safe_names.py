@@ -103,7 +103,7 @@ def test_names_that_models_bring_are_made_fit(tmp_path: Path) -> None:
     proto = small_model(batch="batch/2")
     proto.graph.name = "encoder/layer"
     record = analyze(proto, "cpu", {"batch/2": 1})
-    assert record.model == "encoder_layer@batch_2=1"
+    assert record.model == "encoder_layer@batch_2=1,dynamic"
     assert len(record_name("x" * 200, {"some_dimension_with_a_long_name": 1, "another_dimension": 2}).encode()) <= LONGEST_BYTES
 
 

@@ -26,7 +26,7 @@ SWITCHES_MS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # to choose from: on an H2
 
 def looped_models(backgrounds: Mapping[str, Background], known: Collection[str]) -> dict[str, str]:
     """Of the backgrounds that are a model in a loop, by name, the record's name; of those that are `known`."""
-    named = {name: record_name(background.model.stem, background.dims) for name, background in backgrounds.items()
+    named = {name: record_name(background.model.stem, background.dims, static=True) for name, background in backgrounds.items()
              if background.model}
     return {name: record for name, record in named.items() if record in known}
 

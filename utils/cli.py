@@ -218,6 +218,13 @@ def add_dim(made: argparse.ArgumentParser) -> None:
                       help="size of a dynamic dimension, e.g. --dim batch=16 (repeat for others)")
 
 
+def add_static(made: argparse.ArgumentParser) -> None:
+    """Adds `--static`: dynamic dimensions are fixed before ONNX Runtime optimises the model."""
+    made.add_argument("--static", action="store_true",
+                      help="take the model as exported at the sizes given (default: as a session that takes any sizes runs it, "
+                           "shape computations and all)")
+
+
 def parse_dims(texts: Sequence[str]) -> dict[str, list[int]]:
     """`["batch=1,2", "height=224"]` as `{"batch": [1, 2], "height": [224]}`.
 
