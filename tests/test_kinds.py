@@ -132,7 +132,9 @@ def test_the_summary_counts_what_was_asked(tmp_path: Path) -> None:
     assert told["torchvision classification models marked"][1] == "no"
     assert told["this CPU: interval's width over the prediction, median / widest"] == ("100% / 100%", "-")
     text = page(rows, "python recipes/kinds/judge.py out/kinds", "Measured here.")
-    assert text.startswith("# Models of every kind\n\n4 models of 4 kinds were put to Hase. ")
+    assert text.startswith(
+        "# Models of every kind\n\nHase was asked about 4 models of 4 kinds. On nvidia-h200: 1 of 2 were answered, 1 of these "
+        "as rough estimates, 0 refused with a reason, 1 failed; median error 28.6%, ")
     assert "| b | LSTM | this CPU | 2.1 | - | rough estimate (LSTM) | 2 | +5.0% | +0.0% |" in text
 
 

@@ -152,8 +152,8 @@ def context() -> str:
     from utils.fingerprint import machine
 
     here = machine("cpu")
-    return (f"Measured on {here.cores} cores of {here.cpu}, ONNX Runtime {ort_version()}; NVIDIA H200: as a GPU machine "
-            "measured (`recipes/kinds/compare_on_gpu.py`).")
+    return (f"This CPU: {here.cores} cores of {here.cpu}, ONNX Runtime {ort_version()}. What the H200 really takes is "
+            "measured by `recipes/kinds/compare_on_gpu.py`.")
 
 
 def main() -> int:

@@ -218,18 +218,19 @@ def page(rows: Sequence[Row], command: str, context: str) -> str:
         command: that made the results.
         context: machine and versions, in a sentence.
     """
-    filled = [row for row in rows if row.step == "cpu_filled" and row.error is not None]
-    models = {row.model for row in rows}
-    kinds = {row.kind for row in rows}
-    opening = f"{len(models)} models of {len(kinds)} kinds were put to Hase. "
-    if filled:
-        opening += (f"After the kernels that were missing had been measured, {len(filled)} of them were predicted for this CPU "
-                    f"with a median error of {statistics.median(row.off for row in filled):.1%} "
-                    f"(MAPE {statistics.fmean(row.off for row in filled):.1%}). ")
-    failed = sum(row.found.outcome in ("traceback", "died", "too long") for row in rows)
-    opening += f"{failed} questions of {len(rows)} ended in a failure of Hase's own."
+    opening = f"Hase was asked about {len({row.model for row in rows})} models of {len({row.kind for row in rows})} kinds. "
+    for step, name in SAID.items():
+        asked = [row for row in rows if row.step == step]
+        compared = [row.off for row in asked if row.error is not None]
+        if asked:
+            marked = sum(bool(row.found.rough) for row in asked)
+            answered, refused = (sum(row.found.outcome == outcome for row in asked) for outcome in ("answered", "refused"))
+            opening += (f"On {name}: {answered} of {len(asked)} were answered, {marked} of these as rough estimates, "
+                        f"{refused} refused with a reason, {len(asked) - answered - refused} failed; ")
+            opening += (f"median error {statistics.median(compared):.1%}, MAPE {statistics.fmean(compared):.1%} of "
+                        f"{len(compared)} that were measured. " if compared else "none was measured yet. ")
     return "\n".join((
-        "# Models of every kind", "", opening, "", context, "", "Made by:", "", "```sh", command, "```", "",
+        "# Models of every kind", "", opening.strip(), "", context, "", "Made by:", "", "```sh", command, "```", "",
         "## Against the bars", "", table(summary(rows)), "", "## Every model", "",
         "*Said*: an answer is unmarked, a rough estimate, or refused with a reason. *Second measurement*: how far it lay from "
         "the first, both taken in turn.", "", table([row.columns() for row in rows]), ""))
