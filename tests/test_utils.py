@@ -316,6 +316,7 @@ def test_a_reader_that_closed_its_pipe_is_no_error() -> None:
 
 def test_dims() -> None:
     assert cli.parse_dims(["batch=1,2", "height=224"]) == {"batch": [1, 2], "height": [224]}
+    assert cli.parse_dims(["past=0"]) == {"past": [0]}  # a cache that is empty
     assert cli.one_size_dims(["batch=16"]) == {"batch": 16}
     assert cli.parse_dims([]) == {}
 
