@@ -321,7 +321,7 @@ def test_dims() -> None:
     assert cli.parse_dims([]) == {}
 
 
-@pytest.mark.parametrize("text", ["batch", "batch=", "=1", "batch=one", "batch=0", "batch=-1", "batch=1,,2", "batch=1.5"])
+@pytest.mark.parametrize("text", ["batch", "batch=", "=1", "batch=one", "batch=-1", "batch=1,,2", "batch=1.5"])
 def test_dims_that_are_none(text: str) -> None:
     with pytest.raises(UserError, match=f"--dim {text}: write NAME=SIZE .*--dim batch=16"):
         cli.parse_dims([text])
