@@ -13,7 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from utils.cli import LEFT_OUT
 from utils.paths import ROOT
@@ -62,6 +64,18 @@ def test_a_script_that_needs_more_says_what_to_install(name: str) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert f"needs the package {name}" in done.stderr
     assert "requirements.txt" in done.stderr
+
+
+def test_a_prediction_imports_nothing_that_the_light_install_lacks(tmp_path: Path) -> None:
+    """The same without an environment of its own: here all packages are installed, and these are hidden."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8, 8, 8])
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [x],
+                              [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)])
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "relu.onnx")
+    driver = RUN_WITHOUT.format(absent=(*POSIX_ONLY, *LEFT_OUT), modules=str(tmp_path / "modules.json"))
+    found = predicted([sys.executable, "-c", driver, "inference/predict_model_latency.py", "--strict",
+                       "--target", "nvidia-h200", "--model", str(tmp_path / "relu.onnx")])
+    assert float(str(found["latency_ms"])) > 0
 
 
 def light_commands() -> list[str]:

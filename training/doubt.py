@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,10 @@ import numpy.typing as npt
 from ort_analysis.records import Frozen, Kernel
 from training.estimators import LAUNCHES, LEAST_LAUNCHES, TABLES, fit_roofline
 from training.features import CONVOLUTIONS
-from training.training_set import TrainingSet
 from utils import files
+
+if TYPE_CHECKING:
+    from training.training_set import TrainingSet  # brings pandas, which a prediction does without
 
 DOUBT_VERSION = 1
 FILE = "doubt.json"

@@ -428,6 +428,9 @@ def _told(error: BaseException, stopped: str) -> int | None:
         print(f"error: {error}", file=sys.stderr)
     elif isinstance(error, OSError) and error.errno in OS_ERROR_ADVICE:
         print(f"error: {explain(error)}", file=sys.stderr)
+    elif isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in LEFT_OUT:
+        print(f"error: needs the package {error.name}, which requirements-predict.txt leaves out; "
+              "pip install -r requirements.txt", file=sys.stderr)
     else:
         return None
     return 1
