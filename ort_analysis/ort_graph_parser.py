@@ -212,7 +212,7 @@ def optimize(source: Source, flavour: Flavour, derived: bool, save_to: Path, sta
     }
     if derived:
         level, disabled = cuda_optimizers(source.graph_only.graph)
-        open_session(source.loadable, "cpu", optimize=level, disabled=disabled, dims=source.dims, save_to=save_to,
+        open_session(source.loadable, "cpu", optimize=level, disabled=disabled, dims=dims, save_to=save_to,
                      name=source.name, entries=entries)
     else:
         open_session(source.loadable, flavour.execution_provider, optimize=flavour.optimization, dims=dims,

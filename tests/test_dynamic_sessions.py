@@ -73,8 +73,9 @@ def test_shapes_are_those_of_a_run(past: int) -> None:
     assert all(tuple(np.ravel(made[name])) == values for name, values in graph.computed.items() if name in made)
 
 
-def test_shape_computations_are_part_of_it_unless_static() -> None:
-    opened, fixed = (analyze(decoder(), "cpu", SIZES, static=static) for static in (False, True))
+@pytest.mark.parametrize("provider", ["cpu", "cuda"])
+def test_shape_computations_are_part_of_it_unless_static(provider: str) -> None:
+    opened, fixed = (analyze(decoder(), provider, SIZES, static=static) for static in (False, True))
     assert (opened.static, fixed.static) == (False, True)
     assert (opened.model, fixed.model) == ("decoder@batch=2,new=3,past=5,dynamic", "decoder@batch=2,new=3,past=5")
     kinds = [{record.kernel_of(node).op_type for node in record.nodes} for record in (opened, fixed)]
