@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
-from recipes.kinds.compare_on_gpu import difference_rows
+from recipes.kinds.compare_on_gpu import compare_all, difference_rows
 from recipes.kinds.judge import Ended
 from recipes.kinds.judgement import JUDGEMENT, Found, page, read_judgement, rows_of, summary
 from recipes.kinds.manifest import MadeModel, load_manifest
@@ -179,9 +179,9 @@ def rows(*told: str) -> tuple[NodeRow, ...]:
 def test_graphs_are_compared_node_by_node() -> None:
     real = NodeList(model="m", way="static", opsets={"": 17}, kernels={"k1": 2, "k2": 1}, nodes=rows(
         "MemcpyFromHost cuda x1", "Conv cuda a", "Shape cpu s", "MatMul cuda t7", "Gemm cuda g", "TopK cuda v"))
-    derived = NodeList(model="m", way="derived", opsets={"": 17}, kernels={"k1": 1, "k2": 1}, nodes=rows(
+    derived = NodeList(model="m", way="static", opsets={"": 17}, kernels={"k1": 1, "k2": 1}, nodes=rows(
         "Conv cuda a", "Shape cuda s", "MatMul cuda other_name", "FusedGemm cuda g", "Relu cuda r"))
-    found = compare([real], derived)
+    found = compare(real, derived)
     assert (found.nodes, found.same, found.agrees) == (5, 2, False)
     assert (found.copies, found.derived_copies) == ((0, 1), (0, 0))
     assert (found.kernels, found.same_kernels) == (3, 2)
@@ -193,21 +193,21 @@ def test_graphs_are_compared_node_by_node() -> None:
                         "real": "cpu", "nodes": 1, "models": "m"}
 
 
-def test_the_nearer_session_is_compared_with() -> None:
+def test_graphs_of_sessions_opened_alike_are_compared() -> None:
     static = NodeList(model="m", way="static", nodes=rows("Conv cuda a"))
     dynamic = NodeList(model="m", way="dynamic", nodes=rows("Conv cuda a", "Shape cpu s"))
-    assert compare([static, dynamic], NodeList(model="m", way="derived", nodes=rows("Conv cuda a", "Shape cpu s"))).agrees
-    failed = NodeList(model="m", way="derived", error="UserError: no")
-    assert compare([static, dynamic], failed).error == "derived: UserError: no"
-    assert not compare([static], failed).agrees
+    failed = NodeList(model="m", way="static", error="UserError: no")
+    found = compare_all([static, dynamic], [dynamic, failed, NodeList(model="unknown", way="static")])
+    assert [(one.way, one.agrees, one.error) for one in found] == [
+        ("dynamic", True, ""), ("static", False, "derived: UserError: no")]
 
 
 def test_a_derived_graph_agrees_with_itself_and_bodies_have_names(made: Path) -> None:
     model = next(model for model in load_manifest(made).models if model.name == "tiny_add")
-    derived = derived_nodes(model, made / model.file)
+    derived = derived_nodes(model, made / model.file, "static")
     assert [(node.op_type, node.provider, node.types[0]) for node in derived.nodes] == [
         ("Add", "cuda", "float32[1,8]"), ("Relu", "cuda", "float32[1,8]")]
-    assert compare([derived], derived).agrees
+    assert compare(derived, derived).agrees
     whole = named(made / "loop_constant_trips.onnx")
     assert isinstance(whole, bytes)
     loop = onnx.load_from_string(whole)

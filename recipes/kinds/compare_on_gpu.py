@@ -52,14 +52,14 @@ def one(work: Work, model: MadeModel, folder: Path, budget_s: float) -> list[dic
     from utils.temporary import temporary_folder
 
     path, found = folder / model.file, []
-    for way in node_lists.ways_of(model) if work != "derived" else ("derived",):
+    for way in node_lists.ways_of(model):
         made: Any
         try:
             with temporary_folder() as scratch:
                 if work == "real":
                     made = node_lists.real_nodes(model, path, way, scratch)
                 elif work == "derived":
-                    made = node_lists.derived_nodes(model, path)
+                    made = node_lists.derived_nodes(model, path, way)
                 else:
                     made = node_lists.gpu_latency(model, path, way, budget_s)
         except Exception as error:  # noqa: BLE001 - one model that fails in whatever way costs only itself
@@ -119,13 +119,11 @@ def read_real(path: Path) -> list[NodeList]:
 
 
 def compare_all(real: Sequence[NodeList], derived: Sequence[NodeList]) -> list[Compared]:
-    """Every derived graph against the sessions of its model; models without a session are left out."""
+    """Every derived graph against the session of its model that was opened alike; others are left out."""
     from recipes.kinds.node_lists import compare
 
-    sessions: dict[str, list[NodeList]] = {}
-    for session in real:
-        sessions.setdefault(session.model, []).append(session)
-    return [compare(sessions[graph.model], graph) for graph in derived if graph.model in sessions]
+    sessions = {(session.model, session.way): session for session in real}
+    return [compare(sessions[graph.model, graph.way], graph) for graph in derived if (graph.model, graph.way) in sessions]
 
 
 def difference_rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,34 +168,34 @@ def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList
         for node, inside in every_node(proto.graph))
     return NodeList(model=model.name, way=way, nodes=rows, error=error,
                     opsets={entry.domain: entry.version for entry in proto.opset_import},
-                    kernels=hases_kernels(model, path) if way == "static" else {})
+                    kernels=hases_kernels(model, path, way))
 
 
-def hases_kernels(model: MadeModel, path: Path) -> dict[str, int]:
+def hases_kernels(model: MadeModel, path: Path, way: str) -> dict[str, int]:
     """The kernels of Hase's own record of a model on CUDA; none where it can't be analysed."""
     from ort_analysis.fusion_detector import analyze
     from utils.errors import UserError
 
     try:
-        record = analyze(path, "cuda", model.dims)
+        record = analyze(path, "cuda", model.dims, static=way == "static")
     except UserError:
         return {}
     return dict(Counter(node.kernel_id for node in record.nodes))
 
 
-def derived_nodes(model: MadeModel, path: Path) -> NodeList:
+def derived_nodes(model: MadeModel, path: Path, way: str) -> NodeList:
     """What Hase takes a CUDA session to run, on a machine without a GPU."""
     from ort_analysis.fusion_detector import kernel_of
     from ort_analysis.ort_graph_parser import parse_graph, shape_text
 
-    graph = parse_graph(path, "cuda", model.dims)
+    graph = parse_graph(path, "cuda", model.dims, static=way == "static")
     rows = []
     for node in graph.nodes:
         rows.append(NodeRow(
             name=node.name, op_type=node.op_type, domain=node.domain, inputs=node.inputs, outputs=node.outputs,
             types=tuple(shape_text(graph.tensors[name]) for name in node.inputs), provider=node.provider,
             kernel="" if node.op_type in MEMCPY else kernel_of(graph, node).id))
-    return NodeList(model=model.name, way="derived", nodes=tuple(rows), opsets=graph.opsets,
+    return NodeList(model=model.name, way=way, nodes=tuple(rows), opsets=graph.opsets,
                     kernels=dict(Counter(row.kernel for row in rows if row.kernel)))
 
 
@@ -234,7 +234,7 @@ class Compared(BaseModel):
     """A model's derived graph against the real one.
 
     Attributes:
-        way: which real session is the nearer one.
+        way: how the session was opened.
         nodes: of the real graph, copies left out.
         same: of these, how many stand in the derived graph with the same operator and provider.
         copies, derived_copies: number of MemcpyToHost and of MemcpyFromHost in each.
@@ -267,21 +267,11 @@ class Compared(BaseModel):
                 "kernels": self.kernels, "same kernels": self.same_kernels, "error": self.error or None}
 
 
-def compare(real: Sequence[NodeList], derived: NodeList) -> Compared:
-    """The derived graph of a model against that of the real session which it is nearest to.
-
-    Args:
-        real: of the model's sessions; one at least.
-    """
-    usable = [one for one in real if one.nodes]
-    if derived.error or not usable:
-        told = f"derived: {derived.error}" if derived.error else f"real: {real[0].error}"
-        return Compared(model=derived.model, error=told)
-    found = [_compare(one, derived) for one in usable]
-    return min(found, key=lambda one: (len(one.differences), one.way != "dynamic"))
-
-
-def _compare(real: NodeList, derived: NodeList) -> Compared:
+def compare(real: NodeList, derived: NodeList) -> Compared:
+    """The derived graph of a model against that of a real session."""
+    if derived.error or not real.nodes:
+        told = f"derived: {derived.error}" if derived.error else f"real: {real.error}"
+        return Compared(model=real.model, way=real.way, error=told)
     left = [node for node in derived.nodes if not node.is_copy]
     waiting: list[NodeRow] = []
     differences: list[Difference] = []
