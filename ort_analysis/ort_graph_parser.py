@@ -23,8 +23,8 @@ from model_zoo.zoo_config import DEFAULT_DIMS_KEY
 from ort_analysis.cuda_optimizers import cuda_optimizers
 from ort_analysis.cuda_placement import assign_providers
 from ort_analysis.cuda_rewrites import rewrite_for_cuda
-from ort_analysis.half_precision import as_single, holds_half, in_half
 from ort_analysis.records import KernelInput, Tensor
+from ort_analysis.reduced_precision import as_single, holds_reduced, restore_types
 from ort_analysis.tensor_shapes import Values, infer_tensors
 from utils import cli, files
 from utils.errors import UserError
@@ -276,8 +276,7 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
     ORT makes up other names for the nodes it inserts each time, so a graph and its description must come together.
 
     Raises:
-        UserError: as `read_source`, where ORT can't load the model, and where a graph that mixes half precision with others
-            is to be derived.
+        UserError: as `read_source`, and where ORT can't load the model.
     """
     import onnx
 
@@ -285,9 +284,8 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
     flavour = flavour_of(provider)
     derived = provider == "cuda" and not has_cuda()
     source = read_source(model, dims, name)
-    half = derived and holds_half(source.graph_only.graph)
-    optimize(replace(source, loadable=as_single(source.loadable, source.name)) if half else source, flavour, derived, path,
-             static)
+    reduced = as_single(source.loadable, source.name) if derived and holds_reduced(source.graph_only.graph) else None
+    optimize(replace(source, loadable=reduced.model) if reduced else source, flavour, derived, path, static)
     proto = onnx.load(str(path), load_external_data=False)
     name_nodes(proto.graph)
     onnx.save(proto, str(path))
@@ -295,7 +293,7 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
     tensors, providers = inferred.tensors, inferred.providers
     if derived:
         rewrite_for_cuda(proto, source.graph_only.graph, tensors)
-        tensors = in_half(tensors) if half else tensors
+        tensors = restore_types(proto, reduced, tensors) if reduced else tensors
         assigned: list[str] = [*assign_providers(proto, tensors)]
         onnx.save(proto, str(path))
     else:

@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ort_analysis import ort_graph_parser
 from ort_analysis.cuda_rewrites import bias_alignment
 from ort_analysis.fusion_detector import analyze
+from ort_analysis.ort_graph_parser import parse_graph
 from tests.conftest import small_model
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
@@ -89,13 +90,59 @@ def test_half_precision_runs_what_single_precision_runs() -> None:
     assert {tensor.dtype for tensor in (*half.inputs.values(), *half.outputs.values())} == {"float16"}
 
 
+def mixed(middle: int) -> onnx.ModelProto:
+    """A product in single precision and one in the type `middle`, casts between them, and a whole-number input that is cast to
+    that type and multiplied."""
+    weights = np.ones((8, 8), np.float32)
+    constants = [helper.make_tensor("w", TensorProto.FLOAT, [8, 8], weights.ravel()),
+                 helper.make_tensor("v", middle, [8, 8], weights.ravel())]
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["first"], "first_product"),
+             helper.make_node("Cast", ["first"], ["narrow"], "to_narrow", to=middle),
+             helper.make_node("MatMul", ["narrow", "v"], ["second"], "second_product"),
+             helper.make_node("Cast", ["n"], ["counted"], "from_whole", to=middle),
+             helper.make_node("Mul", ["second", "counted"], ["sum"], "scaled"),
+             helper.make_node("Cast", ["sum"], ["wide"], "to_wide", to=TensorProto.FLOAT),
+             helper.make_node("Relu", ["wide"], ["y"], "last")]
+    given = [helper.make_tensor_value_info(name, element, [4, 8]) for name, element in (("x", TensorProto.FLOAT),
+                                                                                        ("n", TensorProto.INT64))]
+    graph = helper.make_graph(nodes, "mixed", given, [helper.make_tensor_value_info("y", TensorProto.FLOAT, [4, 8])], constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+
+
 @without_gpu
-def test_half_and_single_precision_mixed_are_not_derived() -> None:
-    proto = small_model(dtype="float16")
-    proto.graph.node.append(helper.make_node("Cast", ["output"], ["wide"], to=TensorProto.FLOAT))
-    proto.graph.output[0].CopyFrom(helper.make_tensor_value_info("wide", TensorProto.FLOAT, [1, 4]))
-    with pytest.raises(UserError, match="mixes half precision with float"):
-        analyze(proto, "cuda")
+@pytest.mark.parametrize(("middle", "dtype"), [(TensorProto.FLOAT16, "float16"), (TensorProto.BFLOAT16, "bfloat16")])
+def test_types_that_a_model_mixes_come_back_with_the_casts_between_them(middle: int, dtype: str) -> None:
+    graph = parse_graph(mixed(middle), "cuda")
+    types = {name: tensor.dtype for name, tensor in graph.tensors.items()}
+    found = {node.name: (node.op_type, [types[name] for name in node.inputs], types[node.outputs[0]]) for node in graph.nodes}
+    assert {name.split("/")[0]: value for name, value in found.items()} == {
+        "first_product": ("MatMul", ["float32", "float32"], "float32"), "to_narrow": ("Cast", ["float32"], dtype),
+        "second_product": ("MatMul", [dtype, dtype], dtype), "from_whole": ("Cast", ["int64"], dtype),
+        "scaled": ("Mul", [dtype, dtype], dtype), "to_wide": ("Cast", [dtype], "float32"),
+        "last": ("Relu", ["float32"], "float32")}
+    assert {node.provider for node in graph.nodes} == {"cuda"}
+
+
+@without_gpu
+def test_gelu_in_half_precision_is_fused_as_on_a_gpu() -> None:
+    """As exporters write it, with √2 rounded to half precision."""
+    constants = [helper.make_tensor(name, TensorProto.FLOAT16, [], np.array([value], np.float16))
+                 for name, value in (("root", 2 ** 0.5), ("one", 1.0), ("half", 0.5))]
+    nodes = [helper.make_node("Div", ["x", "root"], ["d"]), helper.make_node("Erf", ["d"], ["e"]),
+             helper.make_node("Add", ["e", "one"], ["a"]), helper.make_node("Mul", ["x", "a"], ["m"]),
+             helper.make_node("Mul", ["m", "half"], ["y"])]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, [4, 8]) for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "gelu", values[:1], values[1:], constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    assert [node.op_type for node in parse_graph(model, "cuda").nodes] == ["Gelu"]
+
+
+@without_gpu
+def test_a_model_that_mixes_types_in_an_old_operator_set_is_refused() -> None:
+    proto = mixed(TensorProto.FLOAT16)
+    proto.opset_import[0].version = 9
+    with pytest.raises(UserError, match="mixes floating types in operator set 9"):
+        parse_graph(proto, "cuda")
 
 
 @pytest.mark.skipif(not has_cuda(), reason="needs a GPU: compares its own graphs with derived ones")
