@@ -74,7 +74,7 @@ def test_a_prediction_imports_nothing_that_the_light_install_lacks(tmp_path: Pat
     onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "relu.onnx")
     driver = RUN_WITHOUT.format(absent=(*POSIX_ONLY, *LEFT_OUT), modules=str(tmp_path / "modules.json"))
     found = predicted([sys.executable, "-c", driver, "inference/predict_model_latency.py", "--strict",
-                       "--target", "nvidia-h200", "--model", str(tmp_path / "relu.onnx")])
+                       "--target", "nvidia-h200", "--model", str(tmp_path / "relu.onnx")], tmp_path)
     assert float(str(found["latency_ms"])) > 0
 
 
@@ -83,8 +83,10 @@ def light_commands() -> list[str]:
     return [line for line in block.splitlines() if line]
 
 
-def predicted(command: list[str]) -> dict[str, object]:
-    done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+def predicted(command: list[str], temporary: Path) -> dict[str, object]:
+    """What a prediction says. Its temporary folders lie apart: without fcntl it can't lock them against others' tidying."""
+    done = subprocess.run([*command, "--json"], cwd=ROOT, env=os.environ | {"TMPDIR": str(temporary)}, capture_output=True,
+                          text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
     found: list[dict[str, object]] = json.loads(done.stdout)
     return found[0]
@@ -108,10 +110,10 @@ def test_the_light_install_predicts_what_the_full_one_does(tmp_path: Path) -> No
     assert shlex.split(predict)[0] == python
     modules = tmp_path / "modules.json"
     driver = RUN_WITHOUT.format(absent=(*POSIX_ONLY, *LEFT_OUT), modules=str(modules))
-    light = predicted([python, "-c", driver, *arguments])
+    light = predicted([python, "-c", driver, *arguments], tmp_path)
     assert light["target"] == "nvidia-h200-cuda-ort1.31-all"
     assert 0.5 < float(str(light["latency_ms"])) < 3
     imported = {name.partition(".")[0] for name in json.loads(modules.read_text(encoding="utf-8"))}
     assert not imported & {*LEFT_OUT, "networkx", "prometheus_client", "requests"}
     assert {"onnxruntime", "inference"} <= imported
-    assert predicted([sys.executable, *arguments]) == light  # whichever ONNX Runtime wheel derives the graph
+    assert predicted([sys.executable, *arguments], tmp_path) == light  # whichever ONNX Runtime wheel derives the graph
