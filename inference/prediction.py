@@ -251,7 +251,7 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
                  kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
     known |= {key: _off_gpu_kernel(kernel, key[1]) for key, kernel in off_gpu.items()}
     return [_compose(record, known, fitted, used, given, beside, strict, way,
-                     (*warned, *_capture_warning(record, way), *_range_warning(record, known)))
+                     (*warned, *_capture_warning(record, way), *_assumed_warning(record), *_range_warning(record, known)))
             for record, warned in zip(records, warnings, strict=True)]
 
 
@@ -466,6 +466,17 @@ def _moved(record: ModelRecord, known: Mapping[Placed, KnownKernel], used: Compo
     low, high = (_composed(record, {key: kernel.at(end, marking_only) for key, kernel in known.items()}, used, costs, way)
                  for end in ("low", "high"))
     return Span(low.latency_ms / latency, high.latency_ms / latency) if latency else CERTAIN
+
+
+def _assumed_warning(record: ModelRecord) -> tuple[str, ...]:
+    """What to know about sizes that depend on data and were taken to be the largest possible; nothing where there are none."""
+    if not record.assumed:
+        return ()
+    tensor, shape = next(iter(record.assumed.items()))
+    sizes = "×".join(map(str, shape))
+    return (f"sizes that depend on data are taken to be the largest possible, so the latency is an upper estimate: tensor "
+            f"{tensor} is {sizes}{f', and {len(record.assumed) - 1} more' * (len(record.assumed) > 1)}; say how large with "
+            f"--dim {tensor}.<axis>=SIZE",)
 
 
 def _capture_warning(record: ModelRecord, way: WayOfRunning) -> tuple[str, ...]:

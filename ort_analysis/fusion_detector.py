@@ -184,7 +184,7 @@ def record_of(graph: ParsedGraph) -> ModelRecord:
 
     return ModelRecord(
         model=record_name(graph.source.name, graph.source.dims, graph.static), sha256=graph.source.sha256,
-        dims=graph.source.dims, flavour=graph.flavour, derived=graph.derived, static=graph.static,
+        dims=graph.source.dims, flavour=graph.flavour, derived=graph.derived, static=graph.static, assumed=graph.assumed,
         inputs=tensors(graph.inputs), outputs=tensors(graph.outputs),
         weight_bytes=sum(tensor.bytes for tensor in graph.tensors.values() if tensor.constant),
         opsets=graph.opsets, kernels={kernel.id: kernel for kernel in kernels}, nodes=nodes,

@@ -15,7 +15,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from model_zoo.zoo_config import DEFAULT_DIMS_KEY
 from ort_analysis.cuda_optimizers import cuda_optimizers
 from ort_analysis.cuda_placement import assign_providers
 from ort_analysis.cuda_rewrites import rewrite_for_cuda
+from ort_analysis.open_shapes import DETECTIONS
 from ort_analysis.records import KernelInput, Tensor
 from ort_analysis.reduced_precision import as_single, holds_reduced, restore_types
 from ort_analysis.tensor_shapes import Values, infer_tensors
@@ -93,6 +94,7 @@ class ParsedGraph:
         opsets: operator-set versions by domain.
         proto: the optimised graph itself, large weights left out.
         computed: values of small whole-number tensors that it computes from shapes and constants, at the sizes given.
+        assumed: shapes of tensors, by name, that depend on data and were taken to be the largest that ONNX allows.
     """
 
     source: Source
@@ -106,6 +108,7 @@ class ParsedGraph:
     opsets: dict[str, int]
     proto: onnx.ModelProto
     computed: dict[str, Values] = field(default_factory=dict)
+    assumed: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
@@ -138,8 +141,19 @@ def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, 
     if not dims:
         return [{}]
     with model_errors(str(model)):
-        dynamic = open_dims(onnx.load(str(model), load_external_data=False))
+        proto = onnx.load(str(model), load_external_data=False)
+        dynamic = {*open_dims(proto), *_sizes_by_data(proto.graph, dims)}
     return cli.combinations({name: sizes for name, sizes in dims.items() if name in dynamic})
+
+
+def _sizes_by_data(graph: onnx.GraphProto, names: Iterable[str]) -> set[str]:
+    """Those of some names that stand for a size within the graph: a name that it gives it, `<tensor>.<axis>`, or the boxes that
+    NonMaxSuppression selects."""
+    named = {dim.dim_param for value in (*graph.output, *graph.value_info) for dim in value.type.tensor_type.shape.dim}
+    made = {out for node in graph.node for out in node.output}
+    selects = any(node.op_type == "NonMaxSuppression" for node in graph.node)
+    return {name for name in names if name in named or (name.rpartition(".")[0] in made and name.rpartition(".")[2].isdigit())
+            or (name == DETECTIONS and selects)}
 
 
 def default_dims(proto: onnx.ModelProto) -> dict[str, int]:
@@ -174,7 +188,7 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         raise UserError(f"{shown}: no ONNX model with nodes in it (an empty graph)")
     unnamed_before = proto.SerializeToString() if not isinstance(model, Path) else b""
     dynamic = open_dims(proto)
-    unknown = sorted(set(given) - set(dynamic))
+    unknown = sorted(set(given) - set(dynamic) - _sizes_by_data(proto.graph, given))
     if unknown:
         there = f"its dynamic dimensions are {', '.join(sorted(dynamic))}" if dynamic else "all its dimensions are fixed"
         raise UserError(f"{shown}: no dynamic dimension {', '.join(unknown)}; {there}")
@@ -310,7 +324,7 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
         inputs=tuple(value.name for value in proto.graph.input if value.name not in constants),
         outputs=tuple(value.name for value in proto.graph.output),
         opsets={entry.domain: entry.version for entry in proto.opset_import}, proto=proto,
-        computed=inferred.computed,
+        computed=inferred.computed, assumed=inferred.assumed,
     )
 
 

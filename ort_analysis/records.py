@@ -183,6 +183,7 @@ class ModelRecord(Frozen):
         derived: the flavour's provider was not there: the graph comes from another provider with the same optimisers.
         static: the sizes in `dims` were fixed before ONNX Runtime optimised the model (or all are fixed in the file); else this
             is the graph of a session that takes any sizes, with the computation of its shapes.
+        assumed: shapes of tensors, by name, that depend on data and were taken to be the largest that ONNX allows.
         inputs, outputs: of the graph, by tensor name.
         weights: bytes of constants of the optimised graph.
         opsets: the model's operator-set imports.
@@ -197,6 +198,7 @@ class ModelRecord(Frozen):
     flavour: Flavour
     derived: bool
     static: bool = True
+    assumed: dict[str, tuple[int, ...]] = {}
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
     weight_bytes: int

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ort_analysis.open_shapes import ONNX_DOMAINS, Shape, shapes_when_run
+from ort_analysis.open_shapes import DETECTIONS, ONNX_DOMAINS, Shape, largest_shapes, shapes_when_run
 from ort_analysis.records import KernelInput, type_code, type_name
 from utils.errors import UserError
 from utils.ort_sessions import PROVIDER_NAMES, open_session
@@ -35,11 +35,13 @@ class InferredTensors:
         tensors: type and shape by name, constants with their small values.
         computed: values of small whole-number tensors that the graph computes from shapes and constants, by name.
         providers: by node name, the provider that ORT assigned.
+        assumed: by tensor name, shapes that depend on data and were taken to be the largest possible.
     """
 
     tensors: dict[str, KernelInput]
     computed: dict[str, Values]
     providers: dict[str, str]
+    assumed: dict[str, tuple[int, ...]]
 
 
 def constant_input(tensor: onnx.TensorProto, keep_floats: bool) -> KernelInput:
@@ -101,13 +103,16 @@ def infer_tensors(proto: onnx.ModelProto, execution_provider: str, name: str, fo
     providers = answer.providers
     if answer.unknown(constants):
         answer = _ask(probe, execution_provider, name, fold=True)
+    assumed: dict[str, tuple[int, ...]] = {}
     while answer.unknown(constants):
-        _stamp(probe, _first_open(answer, proto, constants, name), answer.dtypes)
+        found, bounds = _first_open(answer, proto, constants, name, dims or {})
+        assumed |= bounds
+        _stamp(probe, found | bounds, answer.dtypes)
         answer = _ask(probe, execution_provider, name, fold=True)
     tensors = constants | {tensor: KernelInput(dtype=dtype, shape=tuple(int(size) for size in answer.shapes[tensor] or ()))
                            for tensor, dtype in answer.dtypes.items() if tensor not in constants}
     computed = {tensor: values for tensor, values in answer.values.items() if tensor in tensors and tensor not in constants}
-    return InferredTensors(tensors, computed, providers)
+    return InferredTensors(tensors, computed, providers, assumed)
 
 
 def _constants(graph: onnx.GraphProto, folder: Path) -> dict[str, KernelInput]:
@@ -215,8 +220,9 @@ def shape_of(kind: onnx.TypeProto) -> Shape:
 
 
 def _first_open(answer: _Answer, proto: onnx.ModelProto, constants: Mapping[str, KernelInput],
-                name: str) -> dict[str, tuple[int, ...]]:
-    """Shapes, found otherwise, of the open outputs of each node whose inputs are all known: at least one.
+                name: str, dims: Mapping[str, int]) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Shapes, found otherwise, of the open outputs of each node whose inputs are all known, at least one: those that are sure
+    or given in `dims`, and those that are the largest possible.
 
     Raises:
         UserError: they can't be found; the tensor is named.
@@ -228,17 +234,36 @@ def _first_open(answer: _Answer, proto: onnx.ModelProto, constants: Mapping[str,
     known = {**constants, **{tensor: KernelInput(dtype=dtype, shape=tuple(int(size) for size in answer.shapes[tensor] or ()))
                          for tensor, dtype in answer.dtypes.items() if tensor not in waiting and tensor not in constants}}
     found: dict[str, tuple[int, ...]] = {}
+    bounds: dict[str, tuple[int, ...]] = {}
     for node in proto.graph.node:
         outputs = waiting & set(node.output)
         if not outputs or waiting & set(node.input):
             continue
         first = next(out for out in node.output if out in outputs)
         if node.domain in ONNX_DOMAINS:
-            raise UserError(f"{name}: {_trouble(first, answer.shapes[first])}")
+            largest = largest_shapes(node, answer.shapes, known, answer.values)
+            for out in sorted(outputs):
+                given = _given(out, node.op_type, answer.shapes[out], dims)
+                if given is not None:
+                    found[out] = given
+                elif out in largest:
+                    bounds[out] = largest[out]
+                else:
+                    raise UserError(f"{name}: {_trouble(out, answer.shapes[out])}")
+            continue
         found |= {out: shape for out, shape in shapes_when_run(node, proto, known, name).items() if out in outputs}
         if first not in found:
             raise UserError(f"{name}: {_trouble(first, answer.shapes[first])}")
-    return found
+    return found, bounds
+
+
+def _given(tensor: str, op_type: str, shape: Shape, dims: Mapping[str, int]) -> tuple[int, ...] | None:
+    """A tensor's shape with the sizes that the user gave; None where one is still open."""
+    if shape is None:
+        return None
+    boxes = {f"{tensor}.0": dims[DETECTIONS]} if op_type == "NonMaxSuppression" and DETECTIONS in dims else {}
+    sizes = [{**boxes, **dims}.get(f"{tensor}.{axis}") if isinstance(size, str) else size for axis, size in enumerate(shape)]
+    return None if None in sizes else tuple(int(size) for size in sizes if size is not None)
 
 
 def _stamp(probe: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> None:
@@ -255,7 +280,9 @@ def _trouble(tensor: str, shape: Shape) -> str:
     if shape is None:
         return f"the rank of tensor {tensor} is not known; export the model with the shapes of its inputs"
     sizes = ", ".join(str(size) or "?" for size in shape)
-    return f"the shape of tensor {tensor} ([{sizes}]) depends on data or on an open dimension"
+    first = next((axis for axis, size in enumerate(shape) if isinstance(size, str)), 0)
+    return (f"the shape of tensor {tensor} ([{sizes}]) depends on data or on an open dimension; give its size, for example "
+            f"--dim {tensor}.{first}=100")
 
 
 def _assignments(session: Any) -> Iterator[tuple[str, str]]:

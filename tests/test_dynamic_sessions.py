@@ -17,7 +17,6 @@ from kernel_model.dummy_data import dummy_inputs
 from kernel_model.kernel_builder import build_model
 from ort_analysis.fusion_detector import analyze, kernel_of
 from ort_analysis.ort_graph_parser import parse_graph
-from utils.errors import UserError
 from utils.ort_sessions import open_session
 
 WIDTH, HEADS = 16, 4
@@ -125,11 +124,3 @@ def test_sessions_are_opened_as_they_are_analysed(tmp_path: Path) -> None:
         assert {event.node for event in runs[0].nodes} <= {node.name for node in graph.nodes}
         assert nodes[static] == set(analyze(path, "cpu", SIZES, static=static).kernels)
     assert nodes[True] != nodes[False]
-
-
-def test_a_size_that_depends_on_data_is_refused_by_name() -> None:
-    nodes = [helper.make_node("NonZero", ["x"], ["places"]), helper.make_node("Cast", ["places"], ["y"], to=TensorProto.FLOAT)]
-    graph = helper.make_graph(nodes, "data", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])],
-                              [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, "found"])])
-    with pytest.raises(UserError, match="tensor places"):
-        parse_graph(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), "cpu", {"n": 4})

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from conftest import small_model
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 from ort_analysis.ort_graph_parser import DEFAULT_DIMS_KEY, node_rows, parse_graph, read_source
 from utils.errors import UserError
@@ -119,14 +119,6 @@ def test_sizes_stamped_into_the_file(tmp_path: Path) -> None:
     onnx.save(proto, path)
     assert parse_graph(path, "cpu").tensors["output"].shape == (2, 4)
     assert parse_graph(path, "cpu", {"batch": 7}).tensors["output"].shape == (7, 4)
-
-
-def test_a_shape_that_depends_on_data_is_told() -> None:
-    nodes = [helper.make_node("NonZero", ["x"], ["places"]), helper.make_node("Cast", ["places"], ["y"], to=TensorProto.FLOAT)]
-    graph = helper.make_graph(nodes, "data", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [4])],
-                              [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, "n"])])
-    with pytest.raises(UserError, match=r"shape of tensor (places|y) .* depends on data"):
-        parse_graph(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), "cpu")
 
 
 def test_a_model_in_memory_is_the_model_on_disk(tmp_path: Path) -> None:

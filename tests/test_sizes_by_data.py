@@ -1,0 +1,76 @@
+"""Sizes that depend on data: given, else the largest that ONNX allows, else refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from ort_analysis.fusion_detector import analyze
+from ort_analysis.ort_graph_parser import own_sizes
+from utils.errors import UserError
+
+FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+
+
+def detector(boxes: int = 50, classes: int = 3, limit: int = 20) -> onnx.ModelProto:
+    """Boxes and scores, the best of them selected, and their boxes gathered, as detectors end."""
+    node = helper.make_node
+    constants = {"limit": [limit], "overlap": np.array([0.5], np.float32), "least": np.array([0.1], np.float32),
+                 "from": [2], "to": [3], "axis": [1]}
+    nodes = [node("NonMaxSuppression", ["boxes", "scores", "limit", "overlap", "least"], ["selected"]),
+             node("Slice", ["selected", "from", "to", "axis"], ["place"]), node("Squeeze", ["place", "axis"], ["flat"]),
+             node("Gather", ["boxes", "flat"], ["y"], axis=1)]
+    graph = helper.make_graph(
+        nodes, "detector", [helper.make_tensor_value_info("boxes", FLOAT, [1, boxes, 4]),
+                            helper.make_tensor_value_info("scores", FLOAT, [1, classes, boxes])],
+        [helper.make_tensor_value_info("y", FLOAT, [1, "kept", 4])],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+
+
+def test_detections_are_bounded_by_their_limit() -> None:
+    record = analyze(detector(), "cpu")
+    assert record.assumed["selected"] == (3 * 20, 3)
+    assert record.outputs["y"].shape == (1, 60, 4)
+    assert analyze(detector(limit=200), "cpu").outputs["y"].shape == (1, 3 * 50, 4)
+
+
+@pytest.mark.parametrize("name", ["detections", "selected.0"])
+def test_detections_that_are_given(name: str, tmp_path: Path) -> None:
+    record = analyze(detector(), "cpu", {name: 7})
+    assert record.outputs["y"].shape == (1, 7, 4)
+    assert (record.assumed, record.dims) == ({}, {name: 7})
+    onnx.save(detector(), tmp_path / "detector.onnx")
+    assert own_sizes(tmp_path / "detector.onnx", {name: [1, 7], "batch": [2]}) == [{name: 1}, {name: 7}]
+    with pytest.raises(UserError, match="no dynamic dimension detectoins"):
+        analyze(detector(), "cpu", {"detectoins": 7})
+
+
+def one(op_type: str, outputs: list[str], inputs: list[str], **attributes: Any) -> onnx.ModelProto:
+    """A node of x, float32[4, 6], and a condition of six truth values."""
+    graph = helper.make_graph(
+        [helper.make_node(op_type, inputs, outputs, **attributes)], "one",
+        [helper.make_tensor_value_info("x", FLOAT, [4, 6]), helper.make_tensor_value_info("c", TensorProto.BOOL, [6]),
+         helper.make_tensor_value_info("size", INT64, [1])], [helper.ValueInfoProto(name=name) for name in outputs])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+
+
+def test_the_largest_that_onnx_allows() -> None:
+    def shapes(model: onnx.ModelProto) -> list[tuple[int, ...]]:
+        return [tensor.shape for tensor in analyze(model, "cpu").outputs.values()]
+
+    assert shapes(one("NonZero", ["y"], ["x"])) == [(2, 24)]
+    assert shapes(one("Compress", ["y"], ["x", "c"], axis=1)) == [(4, 6)]
+    assert shapes(one("Unique", ["y", "i", "j", "n"], ["x"])) == [(24,)] * 4
+    assert shapes(one("TopK", ["y", "i"], ["x", "size"])) == [(4, 6)] * 2
+
+
+def test_what_has_no_bound_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"shape of tensor y .* give its size, for example --dim y\.0=100"):
+        analyze(one("ConstantOfShape", ["y"], ["size"]), "cpu")
+    assert analyze(one("ConstantOfShape", ["y"], ["size"]), "cpu", {"y.0": 12}).outputs["y"].shape == (12,)
