@@ -240,14 +240,18 @@ def model_labels(path: Path, request: Request) -> list[Samples]:
 
 
 def time_kernels_in_model(request: Request) -> Reply:
-    """The in-model labels of a model's kernels alone; of one that several nodes run, each run's mean over them, so that its
-    median times their number is what they take together."""
+    """The in-model labels of a model's kernels alone.
+
+    Of a kernel that several nodes run, the nodes' shortest samples are averaged, their second shortest, and so on: its median
+    is then the mean of its nodes' medians, so that times their number it is what they take together, and what held up one of
+    them in some run does not count.
+    """
     path, record = Path(request.paths[0]), load_record(Path(request.record))
     count = Counter(node.kernel_id for node in record.nodes)
     found = []
     for samples in model_labels(path, request):
         by_node = np.array(samples.samples_ms).reshape(count[samples.id], -1)  # `labels_of` joins them node by node
-        found.append(samples.model_copy(update={"samples_ms": tuple(by_node.mean(axis=0).round(6).tolist())}))
+        found.append(samples.model_copy(update={"samples_ms": tuple(np.sort(by_node, axis=1).mean(axis=0).round(6).tolist())}))
     return Reply(samples=tuple(samples for samples in found if samples.label in request.labels))
 
 

@@ -49,7 +49,7 @@ def test_its_kernels_are_measured_in_the_model(workspace: Workspace) -> None:
 
 
 def test_two_nodes_of_a_kernel_are_both_counted(workspace: Workspace) -> None:
-    """A kernel's sample is its nodes' mean in a run, so that median times number is what they take together."""
+    """Each sample of a kernel is a mean over its nodes, so that median times number is what they take together."""
     path = conv_net(workspace.root / "net.onnx", channels=16)
     record = analyze(path, "cpu")
     measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG)
