@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from inference.device_memory import device_memory_mib, memory_warnings
 from inference.doubt import (
     CERTAIN,
     FORCED,
@@ -146,6 +147,8 @@ class Prediction(Frozen):
         static: whether they were fixed before ONNX Runtime optimised the model; true where all are fixed in the file.
         batch, items_per_second: of the first input; None where it has no dimension.
         memory, peak_memory_mib: what a run holds at its fullest moment.
+        device_memory_mib: what the target's device has; None where that is not known.
+        fits_memory: whether the one fits the other; None likewise.
         warnings: what the reader should know.
     """
 
@@ -176,6 +179,8 @@ class Prediction(Frozen):
     items_per_second: float | None
     memory: Memory
     peak_memory_mib: float
+    device_memory_mib: float | None = None
+    fits_memory: bool | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -410,6 +415,7 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
         ["no model was ever measured on this machine: how kernels add up is a default, so the interval is wide"]
         if used.assumed else []))
     memory = peak_memory(record, layouts={key[0]: known[key].layout for key in counts})
+    there_mib = device_memory_mib(fitted.target, fitted.predictors.sidecar.machines)
     return Prediction(
         model=record.model, target=fitted.target.name, flavour=record.flavour.name,
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
@@ -427,7 +433,9 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
             for key, total_ms in sorted(totals.items(), key=lambda item: -item[1])),
         types_without_predictor=estimated, dims=record.dims, static=record.static, batch=record.batch,
         items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
-        memory=memory, peak_memory_mib=memory.peak_mib, warnings=warnings,
+        memory=memory, peak_memory_mib=memory.peak_mib, device_memory_mib=there_mib,
+        fits_memory=None if there_mib is None else memory.peak_mib <= there_mib,
+        warnings=(*warnings, *memory_warnings(memory.peak_mib, there_mib)),
     )
 
 

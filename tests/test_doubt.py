@@ -207,3 +207,14 @@ def test_the_command_to_measure_is_printed_where_this_is_the_target(workspace: W
     done = command("--workspace", workspace.root, "--model", path, "--target", TARGET)
     assert (f"python inference/predict_model_latency.py --model {path} --measure-missing --target {TARGET} "
             f"--workspace {workspace.root}") in done.stderr
+
+
+def test_a_model_that_cannot_fit_says_so(tmp_path: Path) -> None:
+    """Input and output of 125 GiB each are more than an H200 has; of one image they are not."""
+    path = graph(tmp_path / "huge.onnx", [helper.make_node("Sigmoid", ["x"], ["y"])], {"x": ["batch", 8, 2048, 2048]},
+                 {"y": ["batch", 8, 2048, 2048]}, {})
+    one, many = (predict(path, dims={"batch": batch}, target=H200) for batch in (1, 1000))
+    assert (one.fits_memory, many.fits_memory) == (True, False)
+    assert one.device_memory_mib == many.device_memory_mib == pytest.approx(143771)
+    assert any("it needs about 250 GiB" in text for text in many.warnings)
+    assert not any("can't run there" in text for text in one.warnings)

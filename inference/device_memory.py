@@ -1,0 +1,29 @@
+"""How much memory a target's device has, to say which models cannot run there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from utils.fingerprint import Machine, Target
+
+GPU_MEMORY_MIB = {"NVIDIA H200": 143771.0}  # by device name, as nvidia-smi shows it
+
+
+def device_memory_mib(target: Target, machines: Sequence[Machine]) -> float | None:
+    """The memory of a target's device in MiB; None where it is not known.
+
+    Args:
+        target: whose device.
+        machines: that were measured; a CPU's memory is the least of theirs.
+    """
+    if target.flavour.execution_provider == "cpu":
+        return min((1024 * machine.memory_gib for machine in machines), default=None)
+    return GPU_MEMORY_MIB.get(target.device)
+
+
+def memory_warnings(needed_mib: float, there_mib: float | None) -> tuple[str, ...]:
+    """What to know about a model that needs more memory than its device has; nothing where it fits, or where nobody knows."""
+    if there_mib is None or needed_mib <= there_mib:
+        return ()
+    return (f"it can't run there: it needs about {needed_mib / 1024:.4g} GiB of memory, and the device has "
+            f"{there_mib / 1024:.4g} GiB; the latency is one that no run has",)
