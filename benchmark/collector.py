@@ -270,7 +270,7 @@ class Collector:
         """The in-model labels of those of a model's kernels that are asked for; none where it can't be profiled."""
         reply, status = self.ask(Request(
             do="model_labels", execution_provider=self.provider, paths=(str(item.path),), record=str(item.record_path),
-            dims=item.record.dims, labels=IN_MODEL, effort=self.config.model.effort(),
+            dims=item.record.dims, static=item.record.static, labels=IN_MODEL, effort=self.config.model.effort(),
             provider_options=self.target.provider_options))
         if status != "ok":
             log.warning("%s: its kernels can't be measured in it: %s (%s)", item.record.model, reply.error, status)

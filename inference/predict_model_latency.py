@@ -110,7 +110,8 @@ def advise_measuring(args: argparse.Namespace, found: Sequence[Prediction]) -> N
     if (not doubtful or args.strict or args.measure_missing or doubtful[0].load != "idle"
             or doubtful[0].target not in {target.name for target in local_targets()}):
         return
-    command = ["python", "inference/predict_model_latency.py", "--model", str(args.model), "--measure-missing"]
+    command = ["python", "inference/predict_model_latency.py", "--model", str(args.model), "--measure-missing",
+               *(["--static"] if args.static else [])]
     for option, values in (("--dim", args.dim), ("--target", [args.target] if args.target else []),
                            ("--workspace", [str(args.workspace)] if args.workspace != ROOT else [])):
         for value in values:

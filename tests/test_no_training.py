@@ -61,6 +61,17 @@ def test_two_nodes_of_a_kernel_are_both_counted(workspace: Workspace) -> None:
     assert set(looked_up[record.nodes[0].kernel_id]) == {"kernel_time", "node_span"}
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_sizes_of_a_dynamic_model(workspace: Workspace, static: bool) -> None:
+    path, sizes = conv_net(workspace.root / "net.onnx", batch="batch", channels=8), [{"batch": 2}, {"batch": 3}]
+    assert measure_missing(path, sizes, target=TARGET, workspace=workspace, config=CONFIG, static=static).left == ()
+    for dims in sizes:
+        found = predict(path, dims=dims, target=TARGET, workspace=workspace, static=static)
+        assert found.time_share["measured"] == pytest.approx(1.0)
+    contexts = {m.context for block in dataset.read_journal(workspace.dataset(TARGET)) for m in block.measurements}
+    assert all(context.startswith("net@batch=") for context in contexts)
+
+
 def test_a_record_has_no_model_to_measure_in(workspace: Workspace) -> None:
     """Its kernels are measured in a carrier then."""
     record = analyze(conv_net(workspace.root / "net.onnx", channels=8), "cpu")
