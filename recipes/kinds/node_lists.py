@@ -161,6 +161,7 @@ def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList
             types[name] = tuple(f"{dtype}{shape}".replace(" ", "") for one in event["args"].get("input_type_shape", ())
                                 for dtype, shape in one.items())
     proto = onnx.load(str(saved), load_external_data=False)
+    providers |= unnamed_providers(proto, saved, model.name)
     rows = tuple(NodeRow(
         name=node.name, op_type=node.op_type, domain=node.domain, inside=inside, inputs=tuple(node.input),
         outputs=tuple(node.output), types=types.get(node.name, ()),
@@ -169,6 +170,26 @@ def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList
     return NodeList(model=model.name, way=way, nodes=rows, error=error,
                     opsets={entry.domain: entry.version for entry in proto.opset_import},
                     kernels=hases_kernels(model, path, way))
+
+
+def unnamed_providers(proto: onnx.ModelProto, saved: Path, name: str) -> dict[str, str]:
+    """The providers of nodes that ONNX Runtime made without a name, or with one twice, as for the body of a function. They get
+    names in `proto`, and a session of the graph as it stands says who runs them."""
+    import onnx
+
+    from ort_analysis.ort_graph_parser import name_nodes
+    from utils.ort_sessions import open_session
+
+    before = Counter(node.name for node in proto.graph.node)
+    unclear = [node for node in proto.graph.node if not node.name or before[node.name] > 1]
+    if not unclear:
+        return {}
+    name_nodes(proto.graph)
+    onnx.save(proto, str(saved))  # beside the weights that it names
+    session = open_session(saved, "cuda", optimize="none", entries={"session.record_ep_graph_assignment_info": "1"}, name=name)
+    found = {node.name: PROVIDERS.get(part.ep_name, part.ep_name)
+             for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()}
+    return {node.name: found.get(node.name, "") for node in unclear}
 
 
 def hases_kernels(model: MadeModel, path: Path, way: str) -> dict[str, int]:
