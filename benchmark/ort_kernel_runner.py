@@ -24,9 +24,9 @@ import numpy as np
 from benchmark.affinity import off_the_workers_cores
 from benchmark.protocol import Effort
 from kernel_model.dummy_data import dummy_inputs, random_floats
-from kernel_model.kernel_builder import KERNEL_KEY
+from kernel_model.kernel_builder import kernel_in
 from ort_analysis.ort_graph_parser import read_source
-from ort_analysis.records import Frozen, Kernel, numpy_dtype
+from ort_analysis.records import Frozen, numpy_dtype
 from ort_analysis.tensor_shapes import session_dtype
 from utils import cli, files
 from utils.errors import UserError
@@ -37,7 +37,6 @@ from utils.ort_sessions import CUDA_GRAPH, model_errors, open_session
 from utils.timing import LatencyStatistics, summarize
 
 if TYPE_CHECKING:
-    import onnx
     import onnxruntime
 
 log = get_logger("runner")
@@ -203,12 +202,6 @@ def dispatcher(session: onnxruntime.InferenceSession, binding: onnxruntime.IOBin
     return dispatch_s
 
 
-def kernel_in(proto: onnx.ModelProto) -> Kernel | None:
-    """The kernel that a built model describes in its metadata; None for any other model."""
-    found = [prop.value for prop in proto.metadata_props if prop.key == KERNEL_KEY]
-    return Kernel.model_validate_json(found[0]) if found else None
-
-
 def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[str, int] | None = None, io: str = "device",
                 cuda_graph: bool = False, profile_prefix: Path | None = None,
                 provider_options: Mapping[str, str] | None = None, static: bool = False) -> Runner:
@@ -233,7 +226,7 @@ def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[
                         "--cuda-graph out, or run on device cuda with --io device")
     options = {**(provider_options or {}), **(CUDA_GRAPH if cuda_graph else {})}
     source = read_source(model, dims)
-    kernel = kernel_in(source.graph_only)
+    kernel = kernel_in(source.graph_only, str(model))
     session = open_session(source.loadable, provider, optimize="none" if kernel else "all", dims=source.dims if static else {},
                            profile_prefix=profile_prefix, provider_options=options, name=str(model))
     feed = dummy_inputs(kernel) if kernel else random_feed(session, source.dims)

@@ -154,10 +154,24 @@ def built_kernel(path: Path) -> Kernel:
         raise UserError(f"{path}: no such file")
     with model_errors(str(path)):
         model = onnx.load(str(path), load_external_data=False)
-    for prop in model.metadata_props:
-        if prop.key == KERNEL_KEY:
-            return Kernel.model_validate_json(prop.value)
-    raise UserError(f"{path}: an ONNX model, but not a kernel that kernel_builder.py wrote")
+    kernel = kernel_in(model, str(path))
+    if kernel is None:
+        raise UserError(f"{path}: an ONNX model, but not a kernel that kernel_builder.py wrote")
+    return kernel
+
+
+def kernel_in(model: onnx.ModelProto, name: str) -> Kernel | None:
+    """The kernel that a built model describes in its metadata; None for any other model.
+
+    Raises:
+        UserError: the description is damaged; `name` says whose.
+    """
+    found = [prop.value for prop in model.metadata_props if prop.key == KERNEL_KEY]
+    try:
+        return Kernel.model_validate_json(found[0]) if found else None
+    except ValidationError as error:
+        raise UserError(f"{name}: the description of its kernel is damaged ({error.errors()[0]['msg']}); build it anew: "
+                        "python kernel_model/kernel_builder.py --force") from None
 
 
 def check_kernel(path: Path, kernel: Kernel, execution_provider: str) -> None:

@@ -15,8 +15,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from pydantic import TypeAdapter, ValidationError
 
+from benchmark.ort_kernel_runner import open_runner
 from inference.sources import record_of
-from kernel_model.kernel_builder import read_kernels
+from kernel_model.kernel_builder import built_kernel, read_kernels
 from ort_analysis.fusion_detector import analyze
 from ort_analysis.records import index_path, load_record, record_name, record_path
 from tests.conftest import build_workspace, small_model
@@ -82,6 +83,15 @@ def test_a_kernel_s_id_writes_nothing_outside_the_workspace(which: str, built: W
     assert "can't be the name of a file" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.rglob("*.onnx"))
+
+
+def test_a_built_kernel_s_description_is_checked(built: Workspace, tmp_path: Path) -> None:
+    path = next((built.kernel_onnx / flavour_of("cpu").name).glob("Conv*.onnx"))
+    planted = tmp_path / "planted.onnx"
+    planted.write_bytes(path.read_bytes().replace(f'"id":"{path.stem}"'.encode(), f'"id":"{"/" * len(path.stem)}"'.encode()))
+    for read in (built_kernel, open_runner):
+        with pytest.raises(UserError, match=r"planted\.onnx: the description of its kernel is damaged"):
+            read(planted)
 
 
 @pytest.mark.parametrize(("old", "new"), [("anet_b1", "../x"), ("cpu", "../../cpu"), ("1.31", "/tmp/1.31")])

@@ -124,7 +124,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
         UserError: another process writes there; it is named.
     """
     with locked(folder / WRITER, f"{folder}: this folder"):
-        for level in ("", "*/"):
+        for level in ("", "*/") if _held[(folder / WRITER).absolute()] == 1 else ():
             for left_over in folder.glob(f"{level}.*.tmp*"):  # named so by files.replacing
                 left_over.unlink(missing_ok=True)
         yield
