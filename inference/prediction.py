@@ -130,7 +130,8 @@ class Prediction(Frozen):
         interval_ms: between which latencies nine of ten models lay, wider with every doubt (inference/doubt.py); under load, of
             the mean.
         rough_estimate: the plausible error of doubtful kernels (estimated, known in other forms only, or far beyond what was
-            measured) could move the latency by more than doubt.ROUGH.
+            measured) could move the latency by more than doubt.ROUGH, sizes that depend on data were taken to be the largest
+            possible, or nodes hold graphs that are not counted.
         estimated_operators: kernel types that were never measured, so that they are estimated from FLOPs and bytes.
         doubtful_operators: kernel types that were measured for other ranks or element types only.
         sum_latency_ms: α·Σ+β; the prediction itself, unless the composition uses the longest path.
@@ -256,7 +257,8 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
                  kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
     known |= {key: _off_gpu_kernel(kernel, key[1]) for key, kernel in off_gpu.items()}
     return [_compose(record, known, fitted, used, given, beside, strict, way,
-                     (*warned, *_capture_warning(record, way), *_assumed_warning(record), *_range_warning(record, known)))
+                     (*warned, *_capture_warning(record, way), *_assumed_warning(record), *_uncounted_warning(record),
+                      *_range_warning(record, known)))
             for record, warned in zip(records, warnings, strict=True)]
 
 
@@ -421,7 +423,8 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
                                     node_ms=used.node_ms, costs=costs, assumed=used.assumed),
         way=way, latency_ms=latency, interval_ms=(span.low * latency, span.high * latency),
-        rough_estimate=is_rough(marking), estimated_operators=estimated, doubtful_operators=doubtful,
+        rough_estimate=is_rough(marking) or bool(record.assumed or _uncounted(record)),
+        estimated_operators=estimated, doubtful_operators=doubtful,
         sum_latency_ms=_sum_latency_ms(used, kernel_sum_ms), kernel_sum_ms=kernel_sum_ms,
         critical_path_ms=composed.critical_path_ms,
         load=load or ({} if shared else "idle"), under_load=shared, strict=strict, time_share=shares,
@@ -485,6 +488,19 @@ def _assumed_warning(record: ModelRecord) -> tuple[str, ...]:
     return (f"sizes that depend on data are taken to be the largest possible, so the latency is an upper estimate: tensor "
             f"{tensor} is {sizes}{f', and {len(record.assumed) - 1} more' * (len(record.assumed) > 1)}; say how large with "
             f"--dim {tensor}.<axis>=SIZE",)
+
+
+def _uncounted(record: ModelRecord) -> list[str]:
+    """The nodes that hold graphs of their own (If, Loop, Scan), whose nodes are not analysed."""
+    return [node.name for node in record.nodes if record.kernel_of(node).subgraphs]
+
+
+def _uncounted_warning(record: ModelRecord) -> tuple[str, ...]:
+    """What to know about graphs within nodes; nothing where there are none."""
+    names = _uncounted(record)
+    return (f"rough estimate: {len(names)} of its nodes hold graphs of their own ({', '.join(names[:3])}"
+            f"{' …' if len(names) > 3 else ''}), and what runs in them is not counted: it takes longer than predicted",
+            ) if names else ()
 
 
 def _capture_warning(record: ModelRecord, way: WayOfRunning) -> tuple[str, ...]:
