@@ -35,19 +35,20 @@ def test_one_that_crashes_costs_only_itself(jobs: int) -> None:
     assert each_in_a_process(crashes_at, range(7), jobs, minus, "working") == [0, 10, -2, 30, 40, -5, 60]
 
 
-def analyzed_or_dead(workspace: Workspace, device: str, one: tuple[Path, dict[str, int]]) -> ModelRecord | UserError:
+def analyzed_or_dead(workspace: Workspace, device: str, static: bool,
+                     one: tuple[Path, dict[str, int]]) -> ModelRecord | UserError:
     """Analyses a model, and dies at those that are called so."""
     if one[0].stem == "dies":
         os.kill(os.getpid(), signal.SIGABRT)
-    return fusion_detector.write_record(workspace, one[0], device, one[1])
+    return fusion_detector.write_record(workspace, one[0], device, one[1], static)
 
 
-def recorded_or_dead(execution_provider: str, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
+def recorded_or_dead(execution_provider: str, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
     if sized[0].stem == "dies":
         os.kill(os.getpid(), signal.SIGABRT)
     from inference.sources import record_of
 
-    return record_of(sized[0], execution_provider, sized[1])
+    return record_of(sized[0], execution_provider, sized[1], static)
 
 
 def test_folder_runs_survive_a_crash(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
