@@ -85,8 +85,8 @@ def test_what_is_assumed_or_not_counted_is_a_rough_estimate() -> None:
         [helper.make_tensor_value_info("x", FLOAT, [4, 6]), helper.make_tensor_value_info("c", TensorProto.BOOL, [])],
         [helper.make_tensor_value_info("y", FLOAT, [4, 6])])
     chosen = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
-    for model, dims, words in ((detector(), {}, "largest possible"), (chosen, {}, "graphs of their own (choice)")):
-        found = predict(model, target="nvidia-h200-cuda-ort1.31-all", dims=dims)
+    for model, words in ((detector(), "largest possible"), (chosen, "graphs of their own (choice)")):
+        found = predict(model, target="nvidia-h200-cuda-ort1.31-all")
         assert found.rough_estimate
         assert any(words in warning for warning in found.warnings)
     assert not any("largest" in warning for warning in predict(
