@@ -366,12 +366,13 @@ def placed_kernels(record: ModelRecord) -> list[Placed]:
 
 def _off_gpu_kernel(kernel: Kernel, provider: str) -> KnownKernel:
     """What a copy, or a kernel that the CPU provider runs, brings to a CUDA session."""
-    from training.off_gpu import copy_ms, host_kernel_ms, host_range, is_copy, to_host
+    from training.off_gpu import copy_ms, host_kernel_ms, host_range, is_copy, reads_shape, to_host
 
     if is_copy(kernel):
         return KnownKernel(copy_ms(kernel), "predicted", 1.0, True, layout_of(kernel), on_host=not to_host(kernel),
                            waits=to_host(kernel))
-    doubt = KernelDoubt("on the CPU", Span(*host_range(kernel)), CERTAIN, True) if kernel.moves_data else None
+    guessed = kernel.moves_data and not reads_shape(kernel)
+    doubt = KernelDoubt("on the CPU", Span(*host_range(kernel)), CERTAIN, True) if guessed else None
     return KnownKernel(host_kernel_ms(kernel), "estimated" if doubt else "measured", 0.0, kernel.moves_data, layout_of(kernel),
                        doubt, on_host=True)
 

@@ -26,11 +26,11 @@ MARK = "ThresholdedRelu"  # runs on single precision, and is in no fusion
 MARK_OPSET = 10  # the first with that operator
 ALPHAS = {"float32": 3.5e-20, "float16": 5.5e-20, "bfloat16": 7.5e-20}  # its attribute, which says what was cast to
 NEAR = 1e-3  # of the attribute: it is kept in single precision
-# Constants of the forms of Gelu that ONNX Runtime fuses: √2, 1/√2, √(2/π), that times 0.044715, 0.044715, 1.702. It compares them
-# within a tolerance for their type, which the same number in single precision would miss.
+# Constants of the forms of Gelu that ONNX Runtime fuses: √2, 1/√2, √(2/π), that times 0.044715, 0.044715, 1.702. It compares
+# them within a tolerance for their type, which the same number in single precision would miss.
 LOOKED_FOR = (1.4142135, 0.70710677, 0.7978846, 0.035677407, 0.044715, 1.702)
-WITHOUT_FLOATING_INPUT = ("Constant", "ConstantOfShape", "RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike",
-                          "EyeLike", "Multinomial", "Bernoulli", "DequantizeLinear")
+WITHOUT_FLOATING_INPUT = ("Constant", "ConstantOfShape", "RandomNormal", "RandomUniform", "RandomNormalLike",
+                          "RandomUniformLike", "EyeLike", "Multinomial", "Bernoulli", "DequantizeLinear")
 
 
 def type_name(element: int) -> str:
@@ -103,8 +103,8 @@ def as_single(loadable: Path | bytes, name: str) -> Reduced:
     if not only:
         opset = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 0)
         if opset < MARK_OPSET:
-            raise UserError(f"{name}: mixes floating types in operator set {opset}, whose CUDA graph can't be derived without a "
-                            "GPU; analyse it on a machine with one, convert it to a newer operator set, or use --device cpu")
+            raise UserError(f"{name}: mixes floating types in operator set {opset}, whose CUDA graph can't be derived without "
+                            "a GPU; analyse it on a machine with one, convert it to a newer operator set, or use --device cpu")
         _mark_casts(graph)
     for node in graph.node:
         for attribute in node.attribute:

@@ -72,3 +72,14 @@ def test_the_trace_of_such_a_run_ends_with_its_latency() -> None:
     last = max(event["ts"] + event["dur"] for event in spans) / 1000 - min(event["ts"] for event in spans) / 1000
     assert mixed.composition.costs is not None
     assert last == pytest.approx(mixed.latency_ms, rel=0.05)
+
+
+def test_reading_a_shape_takes_no_time_and_is_no_guess() -> None:
+    nodes = [helper.make_node("Shape", ["x"], ["s"])]
+    graph = helper.make_graph(nodes, "shape", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 8])],
+                              [helper.ValueInfoProto(name=name) for name in ("s",)])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    found = predict(model, target=TARGET, dims={"rows": 4})
+    (shape,) = found.kernels
+    assert (shape.type, shape.latency_ms, shape.provenance) == ("Shape", 0.0, "measured")
+    assert not found.rough_estimate

@@ -33,8 +33,13 @@ def is_copy(kernel: Kernel) -> bool:
 
 
 def is_off_gpu(kernel: Kernel, provider: str) -> bool:
-    """Whether a node of a CUDA session, run by `provider`, is the CPU provider's or a copy."""
-    return provider == "cpu" or is_copy(kernel)
+    """Whether a node of a CUDA session, run by `provider`, is the CPU provider's, a copy, or reads but a tensor's shape."""
+    return provider == "cpu" or is_copy(kernel) or reads_shape(kernel)
+
+
+def reads_shape(kernel: Kernel) -> bool:
+    """Whether it gives the GPU nothing to do, since a tensor's shape is known to the host."""
+    return kernel.op_type in ("Shape", "Size") and not kernel.domain
 
 
 def to_host(kernel: Kernel) -> bool:
@@ -48,8 +53,9 @@ def copy_ms(kernel: Kernel) -> float:
 
 
 def host_kernel_ms(kernel: Kernel) -> float:
-    """A guess at how long the CPU provider takes for a kernel in a CUDA session, in ms; 0 where it only renames a tensor."""
-    if not kernel.moves_data:
+    """A guess at how long the CPU provider takes for a kernel in a CUDA session, in ms; 0 where it only renames a tensor or
+    reads its shape."""
+    if not kernel.moves_data or reads_shape(kernel):
         return 0.0
     bytes_moved = kernel.bytes_read + kernel.bytes_written
     return HOST_KERNEL_MS + max(kernel.flops / HOST_FLOPS_PER_MS, bytes_moved / HOST_BYTES_PER_MS)
