@@ -227,7 +227,7 @@ def test_a_shipped_reading_of_the_probe_tells_a_prediction(beside: Workspace, to
     done = [subprocess.run([*command, *probe], cwd=ROOT, capture_output=True, text=True, check=False)
             for probe in ([], ["--probe", str(tmp_path / "reading.json")])]
     assert [one.returncode for one in done] == [0, EXIT_SLO_MISSED]
-    idle, waiting = (json.loads(one.stdout) for one in done)
+    (idle,), (waiting,) = (json.loads(one.stdout) for one in done)
     assert waiting["under_load"]["told_by"] == "probe"
     assert waiting["latency_ms"] == pytest.approx(idle["latency_ms"] + 2.4, abs=0.8)
     assert (idle["slo"]["met"], waiting["slo"]["met"]) == (True, False)
