@@ -32,7 +32,7 @@ from inference import (
 )
 from inference.load import fields_asked
 from inference.prediction import WayOfRunning
-from inference.prediction_exporter import FAILED, LATENCY, MEAN, PREDICTED
+from inference.prediction_exporter import FAILED, LATENCY, MEAN, PREDICTED, ROUGH
 from inference.shared_models import NotShared, SharedModel
 from inference.sharing import UnderLoad
 from inference.targets import fitted_for
@@ -321,25 +321,26 @@ def test_the_command_follows_a_prometheus(workspace: Workspace, model: SharedMod
         try:
             assert process.stdout is not None
             header = process.stdout.readline().rstrip("\n").split("\t")
-            assert header == ["time", "busy share", "mean (ms)", "p50 (ms)", "p95 (ms)", "SLO", "trouble"]
+            assert header == ["time", "busy share", "mean (ms)", "p50 (ms)", "p95 (ms)", "rough estimate", "SLO", "trouble"]
             shared = model.at_share(0.4)
             line = process.stdout.readline().rstrip("\n").split("\t")
             expected = [f"{figure:.4g}" for figure in (shared.mean_ms, shared.percentile_ms(50), shared.percentile_ms(95))]
-            assert line[1:] == ["40%", *expected, "met", "-"]
+            assert line[1:] == ["40%", *expected, "no", "met", "-"]
             address = f"http://127.0.0.1:{export}/metrics"
             served = {family.name: family for family in text_string_to_metric_families(requests.get(address, timeout=5).text)}
-            assert {name for name in served if name.startswith("hase_")} == {LATENCY, MEAN, PREDICTED, FAILED}
+            assert {name for name in served if name.startswith("hase_")} == {LATENCY, MEAN, PREDICTED, FAILED, ROUGH}
             assert served["process_cpu_seconds"].samples[0].value > 0
             labels = {"model": model.idle.model, "target": TARGET}
             assert {sample.labels["quantile"]: sample.value for sample in served[LATENCY].samples} == pytest.approx(
                 {f"{percent / 100:g}": shared.percentile_ms(percent) / 1e3 for percent in (50, 95, 99)})
             mean = served[MEAN].samples[0]
             assert (mean.labels, mean.value) == (labels, pytest.approx(shared.mean_ms / 1e3))
+            assert served[ROUGH].samples[0].value == 0
             replayed.close()
-            while (line := process.stdout.readline().rstrip("\n").split("\t"))[6] == "-":
+            while (line := process.stdout.readline().rstrip("\n").split("\t"))[7] == "-":
                 pass
-            assert line[1:6] == ["-"] * 5
-            assert line[6].startswith("reading failed (1 so far): prometheus: ")
+            assert line[1:7] == ["-"] * 6
+            assert line[7].startswith("reading failed (1 so far): prometheus: ")
             wait_for(lambda: requests.get(address, timeout=5).status_code == 503, seconds=10 * STALE * WATCH_S)
             assert "the last prediction is" in requests.get(address, timeout=5).text
             process.send_signal(signal.SIGINT)

@@ -20,6 +20,7 @@ from ort_analysis.kernel_types import describe_kernel
 from ort_analysis.records import Kernel, Tensor
 from recipes.predictors_to_version_2 import rewrite
 from training import estimators, predictor_files
+from training.doubt import doubt_path
 from training.predictor_files import load_predictors, sidecar_path
 from training.train_kernel_model import save, train_label
 from training.training_set import load_training_set
@@ -231,7 +232,8 @@ def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
             predictor_files.save_predictors(folder, models, {"run": ()}, {}, about)
     assert load_predictors(folder).predict(NEW, {}, "run").latency_ms == before
     predictor_files.save_predictors(folder, models, {"run": ()}, {}, about)
-    assert sorted(path.suffix for path in folder.iterdir()) == [".gz", ".json", ".pkl"]
+    assert sorted(path.name for path in folder.glob("*.json")) == [doubt_path(folder).name, sidecar_path(folder).name]
+    assert sorted(path.suffix for path in folder.iterdir() if path.suffix != ".json") == [".gz", ".pkl"]
     assert load_predictors(folder).predict(NEW, {}, "run").latency_ms == predictors.predict(NEW, {}, "kernel_time").latency_ms
 
 
