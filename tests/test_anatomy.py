@@ -156,12 +156,12 @@ def test_one_process_times_and_another_traces() -> None:
     runs = tuple(run_of(((2, 5), (10, 30)), host_us=length) for length in (300.0, 90.0, 99.0))
     tracer = FakeWorker(Reply.model_validate_json(Reply(runs=runs).model_dump_json()))  # as through the pipe
     found, run = measure(Case(Path("net.onnx"), {"batch": 4}, 4), timer, tracer, EFFORT)
-    assert [(one.do, one.host, one.watch_host, one.labels, one.dims) for one in timer.asked] == [
-        ("model", True, True, (), {"batch": 4})]
+    assert [(one.do, one.host, one.watch_host, one.labels, one.dims, one.static) for one in timer.asked] == [
+        ("model", True, True, (), {"batch": 4}, False)]
     assert [one.do for one in tracer.asked] == ["model_trace"]
     assert run == runs[2]
     assert (found.model, found.batch, found.latency_ms, found.host_ms, found.disturbance) == (
-        "net@batch=4", 4, 0.09, 0.05, 0.1)
+        "net@batch=4,dynamic", 4, 0.09, 0.05, 0.1)
     shares = as_json(found)["share_%"]
     assert shares == pytest.approx({name: 100 * time_us / 90 for name, time_us in {
         "host": 50, "launching": 3, "traced_run": 99, "kernels": 20, "copies": 0, "waiting": 0, "gaps": 0, "before": 10,
