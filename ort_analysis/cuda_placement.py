@@ -101,10 +101,17 @@ def place(nodes: Sequence[onnx.NodeProto], tensors: Mapping[str, KernelInput], o
     kernels: list[CudaKernel | None] = [
         None if refuses(node) else cuda_kernel(node.op_type, "" if node.domain == "ai.onnx" else node.domain,
                                                opset(node.domain), types(node.input), types(node.output)) for node in nodes]
-    on_cpu = _prefer_cpu(nodes, kernels, tensors, set(graph_inputs))
+    on_cpu = _prefer_cpu(nodes, kernels, tensors, set(graph_inputs)) - _made_by_fusions(nodes)
     providers: tuple[Provider, ...] = tuple(
         "cuda" if kernel is not None and number not in on_cpu else "cpu" for number, kernel in enumerate(kernels))
     return Placement(providers, tuple(kernels))
+
+
+def _made_by_fusions(nodes: Sequence[onnx.NodeProto]) -> set[int]:
+    """Numbers of the nodes that ONNX Runtime puts beside a Slice in place of Gather and Range (`GatherToSliceFusion`). That is
+    after it has assigned nodes to providers, and they go where the Gather was."""
+    return {number for number, node in enumerate(nodes)
+            if node.op_type == "Unsqueeze" and any(name.startswith("UnsqueezeAxesInitializer") for name in node.input)}
 
 
 def _prefer_cpu(nodes: Sequence[onnx.NodeProto], kernels: Sequence[CudaKernel | None], tensors: Mapping[str, KernelInput],

@@ -8,10 +8,11 @@ kernel for an operator that ONNX defines by others (HardSwish on the CPU), it ta
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ort_analysis.records import Tensor
+from ort_analysis.open_shapes import Shape
+from ort_analysis.records import KernelInput
 
 if TYPE_CHECKING:
     import onnx
@@ -21,16 +22,18 @@ BIASED_DTYPES = ("float16", "float32", "float64")  # that BiasSoftmax takes
 SOFTMAX_PER_AXIS = 13  # the operator set since which Softmax runs over one axis, not over all from `axis` on
 
 
-def rewrite_for_cuda(proto: onnx.ModelProto, original: onnx.GraphProto, tensors: Mapping[str, Tensor]) -> None:
+def rewrite_for_cuda(proto: onnx.ModelProto, original: onnx.GraphProto, tensors: Mapping[str, KernelInput],
+                     known_shapes: Callable[[], Mapping[str, Shape]]) -> None:
     """Rewrites a derived graph in place; names of tensors stay, some tensors vanish.
 
     Args:
         proto: the graph that the CPU provider made, nodes in execution order.
         original: the model before any optimisation.
         tensors: type and shape of every tensor of `proto`.
+        known_shapes: the shapes that a session knows while it optimises; asked only where they matter.
     """
     restore_hard_swish(proto.graph, original)
-    fuse_bias_softmax(proto, tensors)
+    fuse_bias_softmax(proto, tensors, known_shapes)
 
 
 def restore_hard_swish(graph: onnx.GraphProto, original: onnx.GraphProto) -> None:
@@ -48,13 +51,15 @@ def restore_hard_swish(graph: onnx.GraphProto, original: onnx.GraphProto) -> Non
                 break
 
 
-def fuse_bias_softmax(proto: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> None:
-    """Fuses Add + Softmax as ONNX Runtime's `BiasSoftmaxFusion` does for GPU providers."""
+def fuse_bias_softmax(proto: onnx.ModelProto, tensors: Mapping[str, KernelInput],
+                      known_shapes: Callable[[], Mapping[str, Shape]]) -> None:
+    """Fuses Add + Softmax as ONNX Runtime's `BiasSoftmaxFusion` does for GPU providers; arguments as of `rewrite_for_cuda`."""
     graph = proto.graph
     opset = next((entry.version for entry in proto.opset_import if entry.domain == ""), SOFTMAX_PER_AXIS)
     producer = {name: node for node in graph.node for name in node.output}
     reads = _reads(graph)
     fused = False
+    known: Mapping[str, Shape] | None = None
     for softmax in [node for node in graph.node if node.op_type == "Softmax" and not node.domain]:
         add = producer.get(softmax.input[0])
         if add is None or add.op_type != "Add" or add.domain or reads[softmax.input[0]] != 1:
@@ -62,7 +67,10 @@ def fuse_bias_softmax(proto: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> 
         if any(tensors[name].dtype not in BIASED_DTYPES for name in add.input):
             continue
         given = next((attribute.i for attribute in softmax.attribute if attribute.name == "axis"), None)
-        left, right = (tensors[name].shape for name in add.input)
+        known = known_shapes() if known is None else known
+        left, right = (tensors[name].shape if tensors[name].constant else known.get(name) for name in add.input)
+        if left is None or right is None:
+            continue  # a rank that is not known
         found = bias_alignment(left, right, given, opset)
         if found is not None:
             swapped, axis, inner = found
@@ -73,14 +81,15 @@ def fuse_bias_softmax(proto: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> 
         proto.opset_import.add(domain=CONTRIB, version=1)
 
 
-def bias_alignment(left: Sequence[int], right: Sequence[int], axis: int | None, opset: int) -> tuple[bool, int, bool] | None:
+def bias_alignment(left: Sequence[int | str], right: Sequence[int | str], axis: int | None,
+                   opset: int) -> tuple[bool, int, bool] | None:
     """Whether softmax(left + right) can run as one BiasSoftmax, and how.
 
     The bias must equal the input from the softmax's axis on. Before it, the bias either leads with the input's sizes and
     ends in ones (inner broadcast), or leads with ones, or with nothing, and ends in the input's sizes (outer broadcast).
 
     Args:
-        left, right: shapes of the sum's two inputs.
+        left, right: shapes of the sum's two inputs; sizes that are open are words, equal where they are the same size.
         axis: the softmax's, None where it is left to its default.
         opset: the operator set that the softmax follows.
 
@@ -114,7 +123,7 @@ def bias_alignment(left: Sequence[int], right: Sequence[int], axis: int | None, 
     return swapped, place, False
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
+def _common(first: Sequence[int | str], second: Sequence[int | str]) -> int:
     """How many leading sizes two shapes share."""
     for count, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:

@@ -1,8 +1,8 @@
 """Shapes that ONNX Runtime's inference leaves open, and where else they can be had.
 
-Operators outside ONNX's own set, such as those of ai.onnx.ml, often have no shape inference: such a node is run once, alone, on
-zeros. A size that depends on data is the one given (`--dim <tensor>.<axis>=SIZE`, or by the name that the model gives it), else
-the largest that ONNX allows.
+Operators outside ONNX's own set, such as those of ai.onnx.ml, often have no shape inference, nor do some that ONNX defines by
+others (LessOrEqual): such a node is run once, alone, on zeros. A size that depends on data is the one given
+(`--dim <tensor>.<axis>=SIZE`, or by the name that the model gives it), else the largest that ONNX allows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,20 @@ if TYPE_CHECKING:
     import onnx
 
 ONNX_DOMAINS = ("", "ai.onnx")
+# Operators whose outputs' sizes follow from the values that they read, not from shapes alone: zeros would tell nothing.
+SIZED_BY_VALUES = frozenset({
+    "AffineGrid", "Bernoulli", "BlackmanWindow", "CenterCropPad", "Compress", "ConstantOfShape", "Crop", "DFT", "Expand",
+    "HammingWindow", "HannWindow", "If", "Loop", "MelWeightMatrix", "NonMaxSuppression", "NonZero", "OneHot", "Pad", "Range",
+    "Reshape", "Resize", "STFT", "Scan", "Slice", "Split", "SplitToSequence", "Squeeze", "StringSplit", "Tile", "TopK",
+    "Unique", "Unsqueeze", "Upsample", "Col2Im", "MaxUnpool"})
 DETECTIONS = "detections"  # how --dim calls the boxes that all NonMaxSuppressions of a model select
 Shape = tuple[int | str, ...] | None  # a size that is not known is its name, "" where it has none; None: the rank is not known
+
+
+def selects_boxes(graph: onnx.GraphProto) -> bool:
+    """Whether a graph, or a body in it, selects boxes by NonMaxSuppression."""
+    return any(node.op_type == "NonMaxSuppression" or any(selects_boxes(attribute.g) for attribute in node.attribute
+                                                          if attribute.HasField("g")) for node in graph.node)
 
 
 def shapes_when_run(node: onnx.NodeProto, proto: onnx.ModelProto, tensors: Mapping[str, KernelInput],

@@ -23,10 +23,10 @@ from model_zoo.zoo_config import DEFAULT_DIMS_KEY
 from ort_analysis.cuda_optimizers import cuda_optimizers
 from ort_analysis.cuda_placement import assign_providers
 from ort_analysis.cuda_rewrites import rewrite_for_cuda
-from ort_analysis.open_shapes import DETECTIONS
+from ort_analysis.open_shapes import DETECTIONS, selects_boxes
 from ort_analysis.records import KernelInput, Tensor
 from ort_analysis.reduced_precision import as_single, holds_reduced, restore_types
-from ort_analysis.tensor_shapes import Values, infer_tensors
+from ort_analysis.tensor_shapes import Values, infer_tensors, shapes_of_any_size
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import Flavour, flavour_of, has_cuda, resolve_provider
@@ -151,7 +151,7 @@ def _sizes_by_data(graph: onnx.GraphProto, names: Iterable[str]) -> set[str]:
     NonMaxSuppression selects."""
     named = {dim.dim_param for value in (*graph.output, *graph.value_info) for dim in value.type.tensor_type.shape.dim}
     made = {out for node in graph.node for out in node.output}
-    selects = any(node.op_type == "NonMaxSuppression" for node in graph.node)
+    selects = selects_boxes(graph)
     return {name for name in names if name in named or (name.rpartition(".")[0] in made and name.rpartition(".")[2].isdigit())
             or (name == DETECTIONS and selects)}
 
@@ -306,7 +306,9 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
     inferred = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent, source.dims)
     tensors, providers = inferred.tensors, inferred.providers
     if derived:
-        rewrite_for_cuda(proto, source.graph_only.graph, tensors)
+        fixed = static or not source.dims
+        rewrite_for_cuda(proto, source.graph_only.graph, tensors,
+                         lambda: inferred.plain if fixed else shapes_of_any_size(proto, source.name))
         tensors = restore_types(proto, reduced, tensors) if reduced else tensors
         assigned: list[str] = [*assign_providers(proto, tensors)]
         onnx.save(proto, str(path))

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ort_analysis.open_shapes import DETECTIONS, ONNX_DOMAINS, Shape, largest_shapes, shapes_when_run
+from ort_analysis.open_shapes import (
+    DETECTIONS,
+    ONNX_DOMAINS,
+    SIZED_BY_VALUES,
+    Shape,
+    largest_shapes,
+    selects_boxes,
+    shapes_when_run,
+)
 from ort_analysis.records import KernelInput, type_code, type_name
 from utils.errors import UserError
 from utils.ort_sessions import PROVIDER_NAMES, open_session
@@ -36,12 +44,14 @@ class InferredTensors:
         computed: values of small whole-number tensors that the graph computes from shapes and constants, by name.
         providers: by node name, the provider that ORT assigned.
         assumed: by tensor name, shapes that depend on data and were taken to be the largest possible.
+        plain: by tensor name, shapes as far as ORT infers them from shapes alone, which is what its optimisers know.
     """
 
     tensors: dict[str, KernelInput]
     computed: dict[str, Values]
     providers: dict[str, str]
     assumed: dict[str, tuple[int, ...]]
+    plain: dict[str, Shape]
 
 
 def constant_input(tensor: onnx.TensorProto, keep_floats: bool) -> KernelInput:
@@ -100,19 +110,24 @@ def infer_tensors(proto: onnx.ModelProto, execution_provider: str, name: str, fo
     constants = _constants(proto.graph, folder)
     probe = _probe(proto, dims or {})
     answer = _ask(probe, execution_provider, name, fold=False)
-    providers = answer.providers
+    providers, plain = answer.providers, answer.shapes
     if answer.unknown(constants):
         answer = _ask(probe, execution_provider, name, fold=True)
     assumed: dict[str, tuple[int, ...]] = {}
+    told: dict[str, tuple[int, ...]] = {}
     while answer.unknown(constants):
         found, bounds = _first_open(answer, proto, constants, name, dims or {})
         assumed |= bounds
+        told |= found | bounds
         _stamp(probe, found | bounds, answer.dtypes)
         answer = _ask(probe, execution_provider, name, fold=True)
+        for tensor, shape in told.items():  # what ORT does not take for granted holds all the same
+            if tensor in answer.shapes and answer.is_open(tensor):
+                answer.shapes[tensor] = shape
     tensors = constants | {tensor: KernelInput(dtype=dtype, shape=tuple(int(size) for size in answer.shapes[tensor] or ()))
                            for tensor, dtype in answer.dtypes.items() if tensor not in constants}
     computed = {tensor: values for tensor, values in answer.values.items() if tensor in tensors and tensor not in constants}
-    return InferredTensors(tensors, computed, providers, assumed)
+    return InferredTensors(tensors, computed, providers, assumed, plain)
 
 
 def _constants(graph: onnx.GraphProto, folder: Path) -> dict[str, KernelInput]:
@@ -191,6 +206,11 @@ def _ask(probe: onnx.ModelProto, execution_provider: str, name: str, fold: bool)
     return _Answer(dtypes, shapes, values, dict(_assignments(session)))
 
 
+def shapes_of_any_size(proto: onnx.ModelProto, name: str) -> dict[str, Shape]:
+    """The shapes of a graph's tensors as ORT knows them while it optimises, before any size is given: open ones are words."""
+    return _ask(_probe(proto, {}), "cpu", name, fold=False).shapes
+
+
 def value_type(kind: onnx.TypeProto) -> str:
     """The element type of a tensor; for what is no tensor its type in words: `sequence(map(int64,float32))`."""
     which = kind.WhichOneof("value")
@@ -235,12 +255,14 @@ def _first_open(answer: _Answer, proto: onnx.ModelProto, constants: Mapping[str,
                          for tensor, dtype in answer.dtypes.items() if tensor not in waiting and tensor not in constants}}
     found: dict[str, tuple[int, ...]] = {}
     bounds: dict[str, tuple[int, ...]] = {}
+    selects = selects_boxes(proto.graph)
     for node in proto.graph.node:
         outputs = waiting & set(node.output)
         if not outputs or waiting & set(node.input):
             continue
         first = next(out for out in node.output if out in outputs)
-        if node.domain in ONNX_DOMAINS:
+        by_values = node.op_type in SIZED_BY_VALUES or any(answer.shapes[out] is not None for out in outputs)
+        if node.domain in ONNX_DOMAINS and by_values:
             largest = largest_shapes(node, answer.shapes, known, answer.values)
             for out in sorted(outputs):
                 given = _given(out, node.op_type, answer.shapes[out], dims)
@@ -248,8 +270,10 @@ def _first_open(answer: _Answer, proto: onnx.ModelProto, constants: Mapping[str,
                     found[out] = given
                 elif out in largest:
                     bounds[out] = largest[out]
+                elif DETECTIONS in dims and (shape := answer.shapes[out]) is not None:
+                    found[out] = tuple(dims[DETECTIONS] if isinstance(size, str) else size for size in shape)
                 else:
-                    raise UserError(f"{name}: {_trouble(out, answer.shapes[out])}")
+                    raise UserError(f"{name}: {_trouble(out, answer.shapes[out], selects)}")
             continue
         found |= {out: shape for out, shape in shapes_when_run(node, proto, known, name).items() if out in outputs}
         if first not in found:
@@ -275,14 +299,19 @@ def _stamp(probe: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], dtypes
             value.CopyFrom(helper.make_tensor_value_info(value.name, type_code(dtypes[value.name]), shapes[value.name]))
 
 
-def _trouble(tensor: str, shape: Shape) -> str:
-    """Why the shape of a tensor is no use."""
+def _trouble(tensor: str, shape: Shape, selects: bool = False) -> str:
+    """Why the shape of a tensor is no use, and how to give it.
+
+    Args:
+        tensor, shape: as far as it is known.
+        selects: the model selects boxes, whose number may stand for this size, too.
+    """
     if shape is None:
         return f"the rank of tensor {tensor} is not known; export the model with the shapes of its inputs"
     sizes = ", ".join(str(size) or "?" for size in shape)
     first = next((axis for axis, size in enumerate(shape) if isinstance(size, str)), 0)
     return (f"the shape of tensor {tensor} ([{sizes}]) depends on data or on an open dimension; give its size, for example "
-            f"--dim {tensor}.{first}=100")
+            f"--dim {tensor}.{first}=100" + (f", or --dim {DETECTIONS}=100 for all such sizes" if selects else ""))
 
 
 def _assignments(session: Any) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from inference import predict
 from ort_analysis.fusion_detector import analyze
-from ort_analysis.ort_graph_parser import own_sizes
+from ort_analysis.ort_graph_parser import own_sizes, parse_graph
 from utils.errors import UserError
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
@@ -91,3 +91,12 @@ def test_what_is_assumed_or_not_counted_is_a_rough_estimate() -> None:
         assert any(words in warning for warning in found.warnings)
     assert not any("largest" in warning for warning in predict(
         detector(), target="nvidia-h200-cuda-ort1.31-all", dims={"detections": 7}).warnings)
+
+
+def test_an_operator_that_onnx_defines_by_others_has_a_shape() -> None:
+    """ONNX infers none for LessOrEqual of operator set 14."""
+    nodes = [helper.make_node("LessOrEqual", ["x", "z"], ["le"], "le"), helper.make_node("Cast", ["le"], ["y"], "cast", to=1)]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in (("x", [3, 1]), ("z", [1, 4]))]
+    graph = helper.make_graph(nodes, "compare", values, [helper.ValueInfoProto(name="y")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 14)], ir_version=8)
+    assert parse_graph(model, "cpu").tensors["y"].shape == (3, 4)
