@@ -21,6 +21,7 @@ import numpy.typing as npt
 from benchmark.ort_profile import NodeEvent, ProfiledRun, kernel_times_ms, read_profile
 from benchmark.protocol import Effort
 from graph_model.dag_critical_path import build_dag, calculate_latency, longest_path, record_paths
+from ort_analysis.kernel_costs import is_control_flow
 from ort_analysis.records import REMAKE, Frozen, ModelRecord, load_record
 from utils import cli
 from utils.errors import UserError
@@ -434,6 +435,12 @@ def node_times_ms(runs: Sequence[ProfiledRun]) -> dict[str, float]:
     return {node: median(samples) for node, samples in kernel_times_ms(list(runs)).items()}
 
 
+def whole_times_ms(record: ModelRecord, times_ms: Mapping[str, float]) -> dict[str, float]:
+    """Each node's time as often as it runs; a node that holds a body takes none besides its body's nodes."""
+    return {node.name: 0.0 if is_control_flow(record.kernel_of(node)) else node.runs * times_ms[node.name]
+            for node in record.nodes if node.name in times_ms}
+
+
 def matching_record(paths: Iterable[Path], nodes: set[str]) -> ModelRecord | None:
     """The first record that names exactly `nodes`."""
     for path in paths:
@@ -497,7 +504,7 @@ def main() -> int:
             log.warning("no kernel record names this profile's nodes, so its graph and critical path are unknown; make the "
                         "record (%s) and profile the graph that ORT saves, or use --model", REMAKE)
     overlap = overlap_of(runs)
-    path = critical_path(record, node_times_ms(runs)) if record else None
+    path = critical_path(record, whole_times_ms(record, node_times_ms(runs))) if record else None
     if args.json:
         result: dict[str, Any] = {"overlap": overlap.model_dump(mode="json"),
                                   "critical_path": path.model_dump(mode="json") if path else None}

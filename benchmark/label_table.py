@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmark import dataset
-from ort_analysis.records import REMAKE, Frozen, ModelRecord, load_record, record_path
+from ort_analysis.kernel_costs import is_control_flow
+from ort_analysis.records import REMAKE, Frozen, ModelRecord, Node, load_record, record_path
 from utils import cli
 from utils.errors import UserError
 from utils.logger import get_logger
@@ -128,10 +129,16 @@ def in_model_times(blocks: Iterable[dataset.Block]) -> dict[str, dict[str, Times
 
 
 def node_times(record: ModelRecord, label: str, times: Times) -> list[float | None]:
-    """Each node's time under a label (ms), None where its kernel has none; a view that moves no data leaves the GPU nothing
-    to do."""
-    return [0.0 if label == dataset.GPU_LABEL and not record.kernel_of(node).moves_data else times.get(node.kernel_id)
-            for node in record.nodes]
+    """Each node's time under a label (ms), as often as it runs, None where its kernel has none; a view that moves no data
+    leaves the GPU nothing to do, and a node that holds a body takes what the body's nodes take."""
+    def time_of(node: Node) -> float | None:
+        kernel = record.kernel_of(node)
+        if is_control_flow(kernel) or (label == dataset.GPU_LABEL and not kernel.moves_data):
+            return 0.0
+        time = times.get(node.kernel_id)
+        return None if time is None else node.runs * time
+
+    return [time_of(node) for node in record.nodes]
 
 
 def add_up(record: ModelRecord, measured_ms: float, gpu_ms: float | None, times: Mapping[str, Times],

@@ -10,6 +10,7 @@ from benchmark.affinity import off_the_workers_cores
 from benchmark.ort_kernel_runner import bind, random_feed, warm_up
 from benchmark.ort_profile import ProfiledRun, read_profile
 from benchmark.protocol import Effort
+from ort_analysis.bodies import BRANCHES, steering_inputs
 from ort_analysis.ort_graph_parser import ParsedGraph, parse_into
 from utils.ort_sessions import model_errors, open_session
 from utils.temporary import temporary_folder
@@ -33,6 +34,12 @@ def counted_runs(profile: str, counted: list[bool]) -> list[ProfiledRun]:
     return runs
 
 
+def steering_of(graph: ParsedGraph) -> dict[str, int | bool]:
+    """Values of a model's inputs with which its Loops and Ifs run what the graph tells of."""
+    taken = {f"{node}.{guess.taken}": 1 for node, guess in graph.guessed.items() if guess.taken in BRANCHES}
+    return steering_inputs(graph.source.graph_only.graph, taken | graph.source.dims)
+
+
 def profile_model(model: Path, execution_provider: str, dims: Mapping[str, int], effort: Effort,
                   provider_options: Mapping[str, str] | None = None,
                   static: bool = False) -> tuple[list[ProfiledRun], ParsedGraph]:
@@ -54,6 +61,7 @@ def profile_model(model: Path, execution_provider: str, dims: Mapping[str, int],
         graph = parse_into(optimized, model, execution_provider, dims, static=static)
         session = open_session(optimized, execution_provider, optimize="none", name=str(model),
                                profile_prefix=folder / "model", provider_options=provider_options)
+        feed = random_feed(session, graph.source.dims, steering_of(graph))
         with model_errors(str(model)):
-            counted = profile_runs(bind(session, random_feed(session, graph.source.dims), execution_provider, "device"), effort)
+            counted = profile_runs(bind(session, feed, execution_provider, "device"), effort)
         return counted_runs(session.end_profiling(), counted), graph

@@ -15,7 +15,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -97,13 +97,14 @@ def timer(run_once: Callable[[], Any]) -> Callable[[], float]:
 
 @dataclass
 class Runner:
-    """An open session with its inputs in place; `run_once` runs it and waits for the result."""
+    """An open session with its inputs (`feed`) in place; `run_once` runs it and waits for the result."""
 
     session: onnxruntime.InferenceSession
     name: str
     execution_provider: str
     io: str
     run_once: Callable[[], Any]
+    feed: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def run_s(self) -> float:
         """Runs once; the seconds that took."""
@@ -146,16 +147,20 @@ class Runner:
         return self.time(warmup=0, loops=effort.runs(one_run_s))
 
 
-def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] | None = None) -> dict[str, np.ndarray]:
+def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] | None = None,
+                steering: Mapping[str, int | bool] | None = None) -> dict[str, np.ndarray]:
     """A value for every input of a session: random floats, zeros for whole numbers. `dims` gives the sizes that it leaves open.
 
-    Zeros, since whole-number inputs of a whole model are indices or masks, of which 0 is always one.
+    Zeros, since whole-number inputs of a whole model are indices or masks, of which 0 is always one. But `steering` inputs,
+    which say how often a Loop runs or which branch of an If, get the value given (see `steering_inputs`).
     """
     feed = {}
     for value in session.get_inputs():
         dtype = session_dtype(value.type)
         shape = tuple((dims or {}).get(size, size) for size in value.shape)
         feed[value.name] = random_floats(shape, dtype) if "float" in dtype else np.zeros(shape, numpy_dtype(dtype))
+        if value.name in (steering or {}):
+            feed[value.name] = np.full(shape, (steering or {})[value.name], numpy_dtype(dtype))
     return feed
 
 
@@ -229,9 +234,9 @@ def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[
     kernel = kernel_in(source.graph_only, str(model))
     session = open_session(source.loadable, provider, optimize="none" if kernel else "all", dims=source.dims if static else {},
                            profile_prefix=profile_prefix, provider_options=options, name=str(model))
-    feed = dummy_inputs(kernel) if kernel else random_feed(session, source.dims)
+    feed = dummy_inputs(kernel) if kernel else random_feed(session, source.dims, source.steering)
     return Runner(session=session, name=model.stem, execution_provider=provider, io=io,
-                  run_once=bind(session, feed, provider, io))
+                  run_once=bind(session, feed, provider, io), feed=feed)
 
 
 def measure(model: Path, execution_provider: str = "auto", *, dims: Mapping[str, int] | None = None,

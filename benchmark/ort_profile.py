@@ -6,6 +6,7 @@ right. Node events are named `<node>_kernel_time`; each run ends with a `model_r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,19 +68,29 @@ def read_profile(path: Path) -> list[ProfiledRun]:
 
 
 def kernel_times_ms(runs: list[ProfiledRun]) -> dict[str, list[float]]:
-    """Label `kernel_time`: every node's own duration in each run, in milliseconds."""
-    times: dict[str, list[float]] = {}
-    for run in runs:
-        for node in run.nodes:
-            times.setdefault(node.node, []).append(node.duration_us / 1000)
-    return times
+    """Label `kernel_time`: every node's own duration in each run, in milliseconds; of a node that runs more than once in a run,
+    the mean."""
+    return _mean_by_run([[(node.node, node.duration_us / 1000) for node in run.nodes] for run in runs])
 
 
 def node_spans_ms(runs: list[ProfiledRun]) -> dict[str, list[float]]:
-    """Label `node_span`: from one node's start to the next one's (to the run's end for the last), in milliseconds."""
-    spans: dict[str, list[float]] = {}
+    """Label `node_span`: from one node's start to the next one's (to the run's end for the last), in milliseconds; of a
+    node that runs more than once in a run, the mean."""
+    spans = []
     for run in runs:
         ends = [node.start_us for node in run.nodes[1:]] + [run.end_us]
-        for node, end in zip(run.nodes, ends, strict=True):
-            spans.setdefault(node.node, []).append(max(end - node.start_us, TRUNCATION_US) / 1000)
-    return spans
+        spans.append([(node.node, max(end - node.start_us, TRUNCATION_US) / 1000)
+                      for node, end in zip(run.nodes, ends, strict=True)])
+    return _mean_by_run(spans)
+
+
+def _mean_by_run(runs: Sequence[Sequence[tuple[str, float]]]) -> dict[str, list[float]]:
+    """Each node's mean time in every run in which it ran."""
+    means: dict[str, list[float]] = {}
+    for run in runs:
+        times: dict[str, list[float]] = {}
+        for node, time in run:
+            times.setdefault(node, []).append(time)
+        for node, found in times.items():
+            means.setdefault(node, []).append(sum(found) / len(found))
+    return means

@@ -28,7 +28,6 @@ from benchmark.ort_kernel_runner import (
     dispatcher,
     now,
     open_runner,
-    random_feed,
     timer,
 )
 from benchmark.ort_profile import ProfiledRun, kernel_times_ms, node_spans_ms
@@ -39,6 +38,7 @@ from benchmark.sharing_probe import probe
 from kernel_model.carrier import WRITER, build_carrier, node_name
 from kernel_model.kernel_builder import built_kernel
 from ort_analysis.fusion_detector import kernel_of
+from ort_analysis.kernel_costs import CONTROL_FLOW
 from ort_analysis.records import load_record, record_name
 from utils.errors import UserError
 from utils.ort_sessions import model_errors, open_session
@@ -149,10 +149,10 @@ def time_model(request: Request) -> Reply:
     one_run_s = runner.warm_up(effort.warmup + 1, effort.warmup_s)
     timed = {"latency": runner.run_s}
     if request.host:
-        binding = device_binding(runner.session, random_feed(runner.session, request.dims), "cuda")
+        binding = device_binding(runner.session, runner.feed, "cuda")
         timed["host"] = dispatcher(runner.session, binding)
     if request.host_io:
-        timed["host_io"] = timer(bind(runner.session, random_feed(runner.session, request.dims), provider, "host"))
+        timed["host_io"] = timer(bind(runner.session, runner.feed, provider, "host"))
 
     def in_model() -> list[Samples]:
         return model_labels(path, request) if request.labels else []
@@ -220,7 +220,8 @@ def time_model_on_gpu(request: Request) -> Reply:
 
 
 def model_labels(path: Path, request: Request) -> list[Samples]:
-    """The in-model labels of a model's kernels, in half the time that its whole latency takes.
+    """The in-model labels of a model's kernels, in half the time that its whole latency takes. Nodes that hold bodies get none:
+    their times are those of the bodies.
 
     Args:
         path: the model.
@@ -236,7 +237,10 @@ def model_labels(path: Path, request: Request) -> list[Samples]:
     if sorted(ids.values()) != sorted(node.kernel_id for node in load_record(Path(request.record)).nodes):
         raise UserError(f"{path}: ORT's graph is not the one in its record; make the record anew: "
                         "python ort_analysis/fusion_detector.py")
-    return labels_of(runs, ids)
+    ran = {event.node for run in runs for event in run.nodes}
+    idle = {kernel for name, kernel in ids.items() if name not in ran}  # in a body that did not run: they are measured alone
+    return labels_of(runs, {node.name: ids[node.name] for node in graph.nodes
+                            if ids[node.name] not in idle and node.op_type not in CONTROL_FLOW})
 
 
 def time_kernels_in_model(request: Request) -> Reply:

@@ -13,7 +13,8 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ort_analysis.records import REMAKE, Frozen, ModelRecord, load_record
@@ -62,14 +63,29 @@ class DagFile(Frozen):
 
 
 def dag_file(record: ModelRecord) -> DagFile:
-    """The DAG of a record, from the tensor names of its nodes."""
+    """The DAG of a record, from the tensor names of its nodes. The nodes of a body wait for the node that holds it, and who
+    reads what that one makes waits for them."""
     made_by: dict[str, tuple[str, int]] = {}
+    within: dict[str, list[str]] = defaultdict(list)  # the nodes of bodies by the node that holds them
+    for node in record.nodes:
+        if node.inside:
+            within[node.inside].append(node.name)
+
+    def every_within(name: str) -> Iterator[str]:
+        for inner in within.get(name, ()):
+            yield inner
+            yield from every_within(inner)
+
     edges = []
     for node in record.nodes:
+        if node.inside:
+            edges.append(DagEdge(producer=node.inside, consumer=node.name, tensor="", bytes=0))
         for tensor in dict.fromkeys(node.inputs):
             if tensor in made_by:
                 producer, size = made_by[tensor]
                 edges.append(DagEdge(producer=producer, consumer=node.name, tensor=tensor, bytes=size))
+                edges += [DagEdge(producer=inner, consumer=node.name, tensor=tensor, bytes=0)
+                          for inner in every_within(producer)]
         outputs = record.kernel_of(node).outputs
         made_by |= {tensor: (node.name, made.bytes) for tensor, made in zip(node.outputs, outputs, strict=False) if tensor}
     nodes = (DagNode(name=node.name, kernel_id=node.kernel_id, type=record.kernel_of(node).type) for node in record.nodes)

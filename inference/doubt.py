@@ -35,7 +35,7 @@ NORMAL_90 = 2.06  # 90 % of normal errors are within so many times their mean si
 SURE = 0.95  # of the kernel time measured: a prediction that rests on measurements
 UNKNOWN = 2.0  # the factor by which a prediction may be off of which no errors are known at all: a choice
 
-Reason = Literal["estimated", "on the CPU", "other form", "beyond"]
+Reason = Literal["estimated", "on the CPU", "other form", "beyond", "control flow"]
 
 
 class Span(NamedTuple):

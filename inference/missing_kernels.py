@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from benchmark.dataset import DatasetKernel, header_path
 from inference.sources import Source, record_of
 from inference.targets import MAKE_PREDICTORS, Fitted, check_fit, fitted_for, local_targets, predictor_folders
+from ort_analysis.kernel_costs import is_control_flow
 from ort_analysis.records import Kernel, ModelRecord
 from utils.errors import UserError
 from utils.locks import sole_writer
@@ -57,12 +58,13 @@ def looked_up(composition: Composition) -> tuple[str, ...]:
 
 
 def missing_kernels(fitted: Fitted, records: Sequence[ModelRecord]) -> dict[str, Kernel]:
-    """The kernels of some models, by id, of which the target's composition has to predict something."""
+    """The kernels of some models, by id, of which the target's composition has to predict something. Of a node that holds
+    a body the body's kernels are, and not its own."""
     from training.predictor_files import leaves_gpu_idle
 
     measured = fitted.predictors.measured
     return {name: kernel for record in records for name, kernel in record.kernels.items()
-            if any(label not in measured.get(name, {}) and not leaves_gpu_idle(kernel, label)
+            if not is_control_flow(kernel) and any(label not in measured.get(name, {}) and not leaves_gpu_idle(kernel, label)
                    for label in looked_up(fitted.composition))}
 
 

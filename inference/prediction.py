@@ -10,7 +10,6 @@ the predicted one, else an estimate from its FLOPs and bytes; the result says ho
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,9 @@ from inference.sharing import NotShared, ToldBy, UnderLoad, other_work, under_lo
 from inference.sources import Source, record_of
 from inference.targets import Fitted, check_fit, fitted_for, misfits
 from ort_analysis.cuda_capture import capture_obstacle
+from ort_analysis.kernel_costs import is_control_flow
 from ort_analysis.records import Frozen, Kernel, ModelRecord
+from ort_analysis.run_order import at_guess, holds_bodies, run_order, runs_in_order, shortest_cut
 from overlap_simulator import OffGpu, OtherWork, PipelineCosts, pipeline_ms
 from utils.errors import UserError
 from utils.paths import Workspace
@@ -238,8 +239,10 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
         notices = (*notices, f"the load's {', '.join(unread)} was in no training and is not looked at")
     warnings = [(*notices, *check_fit(record, fitted.target, sidecar.dtypes, force)) for record in records]
     placed = {(node.kernel_id, node.provider): record.kernel_of(node) for record in records for node in record.nodes}
-    off_gpu = {key: kernel for key, kernel in placed.items() if provider == "cuda" and is_off_gpu(kernel, key[1])}
-    kernels = {key: kernel for key, kernel in placed.items() if key not in off_gpu}
+    loops = {key: kernel for key, kernel in placed.items() if is_control_flow(kernel)}
+    off_gpu = {key: kernel for key, kernel in placed.items()
+               if provider == "cuda" and is_off_gpu(kernel, key[1]) and key not in loops}
+    kernels = {key: kernel for key, kernel in placed.items() if key not in off_gpu and key not in loops}
     given = dict(load or {})
     beside = _beside(fitted, used, way, given, other)
     warnings = [(*warned, *_sharing_warning(beside)) for warned in warnings]
@@ -256,9 +259,10 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
              for (key, kernel), time_ms, provenance, count in zip(
                  kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
     known |= {key: _off_gpu_kernel(kernel, key[1]) for key, kernel in off_gpu.items()}
+    known |= {key: _control_flow_kernel(kernel, provider) for key, kernel in loops.items()}
     return [_compose(record, known, fitted, used, given, beside, strict, way,
                      (*warned, *_capture_warning(record, way), *_assumed_warning(record), *_uncounted_warning(record),
-                      *_range_warning(record, known)))
+                      *_guessed_warnings(record), *_range_warning(record, known)))
             for record, warned in zip(records, warnings, strict=True)]
 
 
@@ -364,6 +368,25 @@ def placed_kernels(record: ModelRecord) -> list[Placed]:
     return [(node.kernel_id, node.provider) for node in record.nodes]
 
 
+def runs_of_kernels(record: ModelRecord) -> dict[Placed, float]:
+    """How often each kernel runs in a run of the model."""
+    counts: dict[Placed, float] = {}
+    for node in record.nodes:
+        key = node.kernel_id, node.provider
+        counts[key] = counts.get(key, 0.0) + node.runs
+    return counts
+
+
+def _control_flow_kernel(kernel: Kernel, execution_provider: str) -> KnownKernel:
+    """What a Loop, an If or a Scan brings to a model with each trip, besides the nodes of its body."""
+    from training.control_flow import RANGE, trip_ms, waits_for_gpu
+
+    on_gpu = execution_provider == "cuda"
+    return KnownKernel(trip_ms(kernel, execution_provider), "predicted", 0.0, True, layout_of(kernel),
+                       KernelDoubt("control flow", Span(*RANGE), CERTAIN, False), on_host=on_gpu,
+                       waits=on_gpu and waits_for_gpu(kernel))
+
+
 def _off_gpu_kernel(kernel: Kernel, provider: str) -> KnownKernel:
     """What a copy, or a kernel that the CPU provider runs, brings to a CUDA session."""
     from training.off_gpu import copy_ms, host_kernel_ms, host_range, is_copy, reads_shape, to_host
@@ -381,8 +404,7 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
              load: dict[str, float], beside: Beside | None, strict: bool, way: WayOfRunning,
              warnings: tuple[str, ...]) -> Prediction:
     """A model's time from what is known of its kernels, by id and provider."""
-    placed = placed_kernels(record)
-    counts = Counter(placed)
+    counts = runs_of_kernels(record)
     totals = {key: count * known[key].latency_ms for key, count in counts.items()}
     kernel_sum_ms = sum(totals.values())
     whole_ms = kernel_sum_ms or 1.0  # a graph that is optimised away has no kernels
@@ -390,7 +412,7 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
     nodes_by_provenance: dict[Provenance, int] = dict.fromkeys(PROVENANCES, 0)
     for key, total_ms in totals.items():
         by_provenance[known[key].provenance] += total_ms
-        nodes_by_provenance[known[key].provenance] += counts[key]
+        nodes_by_provenance[known[key].provenance] += round(counts[key])
     shares = {name: part / whole_ms for name, part in by_provenance.items()}
     costs = used.cuda_graph.costs if way.cuda_graph and used.cuda_graph else used.costs
     composed = _composed(record, known, used, costs, way)
@@ -400,11 +422,12 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
     moved = marking = CERTAIN
     if doubts:
         moved, marking = (_moved(record, known, used, costs, way, latency, marking_only) for marking_only in (False, True))
-    spans = [fitted_span(used, way, shares["measured"], provider), moved]
+    trips = _trips_span(record, known, used, costs, way, latency)
+    spans = [fitted_span(used, way, shares["measured"], provider), moved, trips]
     if beside and costs is not None:
-        nodes = [known[key] for key in placed]
+        nodes = _nodes_run(record, known, shortest_cut(record))
         shared = under_load(*_tracks(nodes), costs, beside.sharing, beside.other, beside.told_by)
-        shared = shared.later_by(_pipeline_ms(nodes, costs) - pipeline_ms(*_tracks(nodes), costs))
+        shared = shared.later_by(_record_ms(record, known, costs) - pipeline_ms(*_tracks(nodes), costs))
         latency = shared.mean_ms
         spans.append(load_span(beside.sharing, beside.told_by))
     elif load:
@@ -424,14 +447,14 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
                                     node_ms=used.node_ms, costs=costs, assumed=used.assumed),
         way=way, latency_ms=latency, interval_ms=(span.low * latency, span.high * latency),
-        rough_estimate=is_rough(marking) or bool(record.assumed or _uncounted(record)),
+        rough_estimate=is_rough(marking) or is_rough(trips) or bool(record.assumed or _uncounted(record)),
         estimated_operators=estimated, doubtful_operators=doubtful,
         sum_latency_ms=_sum_latency_ms(used, kernel_sum_ms), kernel_sum_ms=kernel_sum_ms,
         critical_path_ms=composed.critical_path_ms,
         load=load or ({} if shared else "idle"), under_load=shared, strict=strict, time_share=shares,
         kernel_count=nodes_by_provenance,
         kernels=tuple(
-            KernelShare(id=key[0], type=record.kernels[key[0]].type, count=counts[key],
+            KernelShare(id=key[0], type=record.kernels[key[0]].type, count=round(counts[key]),
                         latency_ms=known[key].latency_ms, total_ms=total_ms, share=total_ms / whole_ms,
                         provenance=known[key].provenance, launches=known[key].launches, provider=key[1])
             for key, total_ms in sorted(totals.items(), key=lambda item: -item[1])),
@@ -456,14 +479,16 @@ def _composed(record: ModelRecord, known: Mapping[Placed, KnownKernel], used: Co
     from training.composition import copied_mib, host_io_ms, latency_ms, working_nodes
 
     nodes = [known[key] for key in placed_kernels(record)]
-    kernel_sum_ms, critical_path_ms = sum(node.latency_ms for node in nodes), None
+    kernel_sum_ms, critical_path_ms = sum(
+        node.runs * found.latency_ms for node, found in zip(record.nodes, nodes, strict=True)), None
     if used.kind == "pipeline" and costs is not None:
-        latency = max(_pipeline_ms(nodes, costs), sum(node.gpu_ms for node in nodes))
+        latency = max(_record_ms(record, known, costs),
+                      sum(node.runs * found.gpu_ms for node, found in zip(record.nodes, nodes, strict=True)))
     else:
         if used.kind == "critical_path":
             from graph_model.dag_critical_path import build_dag, calculate_latency
 
-            by_node = {node.name: found.latency_ms for node, found in zip(record.nodes, nodes, strict=True)}
+            by_node = {node.name: node.runs * found.latency_ms for node, found in zip(record.nodes, nodes, strict=True)}
             critical_path_ms = calculate_latency(build_dag(record), by_node, "critical_path")
         base_ms = kernel_sum_ms if critical_path_ms is None else critical_path_ms
         latency = float(latency_ms(used, base_ms, working_nodes(record)))
@@ -480,6 +505,32 @@ def _moved(record: ModelRecord, known: Mapping[Placed, KnownKernel], used: Compo
     return Span(low.latency_ms / latency, high.latency_ms / latency) if latency else CERTAIN
 
 
+def _trips_span(record: ModelRecord, known: Mapping[Placed, KnownKernel], used: Composition,
+                costs: PipelineCosts | None, way: WayOfRunning, latency: float) -> Span:
+    """By what factors a latency moves where bodies whose number of runs is a guess run as rarely, or as often, as they may."""
+    if not record.guessed or not latency:
+        return CERTAIN
+    low, high = (_composed(at_guess(record, end), known, used, costs, way).latency_ms for end in ("low", "high"))
+    return Span(low / latency, high / latency)
+
+
+def _guessed_warnings(record: ModelRecord) -> list[str]:
+    """What to know about bodies whose number of runs is a guess."""
+    warnings = []
+    for name, guess in record.guessed.items():
+        if guess.taken.isdigit() and guess.high == 1.0:
+            warnings.append(f"{name} may end before its {guess.taken} trips, by what its body computes; all are counted: say "
+                            f"how many with --dim {name}.trips=N")
+        elif guess.taken.isdigit():
+            warnings.append(f"how often {name} runs its body can't be known; {guess.taken} trips are taken, a guess: say how "
+                            f"many with --dim {name}.trips=N")
+        else:
+            other = "else" if guess.taken == "then" else "then"
+            warnings.append(f"which branch {name} takes can't be known; the more expensive one, {guess.taken}, is counted: "
+                            f"say otherwise with --branch {name}={other}")
+    return warnings
+
+
 def _assumed_warning(record: ModelRecord) -> tuple[str, ...]:
     """What to know about sizes that depend on data and were taken to be the largest possible; nothing where there are none."""
     if not record.assumed:
@@ -492,8 +543,9 @@ def _assumed_warning(record: ModelRecord) -> tuple[str, ...]:
 
 
 def _uncounted(record: ModelRecord) -> list[str]:
-    """The nodes that hold graphs of their own (If, Loop, Scan), whose nodes are not analysed."""
-    return [node.name for node in record.nodes if record.kernel_of(node).subgraphs]
+    """The nodes that hold graphs of their own whose nodes are not in the record: in one of an older Hase Loops, Ifs, too."""
+    held = {node.inside for node in record.nodes}
+    return [node.name for node in record.nodes if record.kernel_of(node).subgraphs and node.name not in held]
 
 
 def _uncounted_warning(record: ModelRecord) -> tuple[str, ...]:
@@ -522,7 +574,7 @@ def _capture_warning(record: ModelRecord, way: WayOfRunning) -> tuple[str, ...]:
 
 def _range_warning(record: ModelRecord, known: Mapping[Placed, KnownKernel]) -> tuple[str, ...]:
     """What to know about a model's kernels that are smaller or larger than any measured; nothing where there are none."""
-    counts = Counter(placed_kernels(record))
+    counts = runs_of_kernels(record)
     found = [key for key in counts if (doubt := known[key].doubt) is not None and doubt.reason == "beyond"]
     if not found:
         return ()
@@ -530,6 +582,26 @@ def _range_warning(record: ModelRecord, known: Mapping[Placed, KnownKernel]) -> 
     named = ", ".join(name for name, _ in found[:2]) + (" …" if len(found) > 2 else "")
     return (f"{len(found)} of its kernels, {part / total if total else 0.0:.1%} of the kernel time, are beyond what was "
             f"measured in some size, and less sure: {named}",)
+
+
+def _nodes_run(record: ModelRecord, known: Mapping[Placed, KnownKernel], cut: int) -> list[KnownKernel]:
+    """The kernel of each node that runs, in order; see `run_order`."""
+    nodes = [known[key] for key in placed_kernels(record)]
+    return nodes if cut == 1 and not holds_bodies(record) else [nodes[place] for place in run_order(record, cut)]
+
+
+def _record_ms(record: ModelRecord, known: Mapping[Placed, KnownKernel], costs: PipelineCosts) -> float:
+    """The latency of host and GPU as two tracks. Where loops are too long to be followed node by node, it is extrapolated from
+    two shorter ones: each trip takes as long as the one before."""
+    cut = shortest_cut(record)
+    latency = _pipeline_ms(_nodes_run(record, known, cut), costs)
+    if cut == 1:
+        return latency
+    every, some, fewer = (runs_in_order(record, times) for times in (1, cut, 2 * cut))
+    if some == fewer:
+        return latency * every / some
+    shorter = _pipeline_ms(_nodes_run(record, known, 2 * cut), costs)
+    return latency + (latency - shorter) * (every - some) / (some - fewer)
 
 
 def _pipeline_ms(nodes: Sequence[KnownKernel], costs: PipelineCosts) -> float:

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from inference.prediction import Prediction, placed_kernels
-from ort_analysis.records import ModelRecord
+from inference.prediction import Prediction
+from ort_analysis.kernel_costs import is_control_flow
+from ort_analysis.records import ModelRecord, Node
+from ort_analysis.run_order import run_order, shortest_cut
 from overlap_simulator import NodeSpan, OffGpu, chrome_trace, timeline
 
 
@@ -20,10 +22,16 @@ class Tracks(NamedTuple):
     moves: npt.NDArray[np.bool_]
 
 
+def nodes_run(record: ModelRecord) -> list[Node]:
+    """The nodes in the order in which they run, those of bodies as often as they do (of very long loops, a part)."""
+    return [record.nodes[place] for place in run_order(record, shortest_cut(record))]
+
+
 def tracks_of(prediction: Prediction, record: ModelRecord) -> Tracks:
-    """The nodes of `record`, of which `prediction` is; without composition `pipeline` no launches are known, and stand as 0."""
+    """The nodes of `record` as they run, of which `prediction` is; without composition `pipeline` no launches are known, and
+    stand as 0."""
     kernels = {(kernel.id, kernel.provider): kernel for kernel in prediction.kernels}
-    placed = placed_kernels(record)
+    placed = [(node.kernel_id, node.provider) for node in nodes_run(record)]
     on_host = on_host_of(prediction, record)
     return Tracks(np.array([0.0 if host else kernels[key].latency_ms for key, host in zip(placed, on_host, strict=True)]),
                   np.array([kernels[key].launches or 0.0 for key in placed]),
@@ -31,22 +39,25 @@ def tracks_of(prediction: Prediction, record: ModelRecord) -> Tracks:
 
 
 def on_host_of(prediction: Prediction, record: ModelRecord) -> list[bool]:
-    """Whether each node's time is the host's, as that of the CPU provider's nodes and copies to the GPU in a CUDA session."""
+    """Whether the time of each node that runs is the host's, as that of the CPU provider's nodes, of copies to the GPU, and of
+    nodes with bodies in a CUDA session."""
+    nodes = nodes_run(record)
     if prediction.composition.costs is None:
-        return [False] * len(record.nodes)
-    return [node.provider == "cpu" or record.kernel_of(node).op_type == "MemcpyFromHost" for node in record.nodes]
+        return [False] * len(nodes)
+    return [node.provider == "cpu" or record.kernel_of(node).op_type == "MemcpyFromHost"
+            or is_control_flow(record.kernel_of(node)) for node in nodes]
 
 
 def off_gpu_of(prediction: Prediction, record: ModelRecord) -> OffGpu | None:
     """What the nodes of a CUDA session do off the GPU; None where all of it is the GPU's."""
-    on_host = on_host_of(prediction, record)
-    waits = [prediction.composition.costs is not None and record.kernel_of(node).op_type == "MemcpyToHost"
-             for node in record.nodes]
+    on_host, nodes = on_host_of(prediction, record), nodes_run(record)
+    waits = [prediction.composition.costs is not None and record.kernel_of(node).op_type in ("MemcpyToHost", "Loop")
+             for node in nodes]
     if not any(on_host) and not any(waits):
         return None
     kernels = {(kernel.id, kernel.provider): kernel.latency_ms for kernel in prediction.kernels}
-    return OffGpu(np.array([kernels[key] if host else 0.0 for key, host in zip(placed_kernels(record), on_host, strict=True)]),
-                  np.array(waits, dtype=bool))
+    return OffGpu(np.array([kernels[node.kernel_id, node.provider] if host else 0.0
+                            for node, host in zip(nodes, on_host, strict=True)]), np.array(waits, dtype=bool))
 
 
 def trace_of(prediction: Prediction, record: ModelRecord) -> dict[str, Any]:
@@ -65,4 +76,4 @@ def trace_of(prediction: Prediction, record: ModelRecord) -> dict[str, Any]:
         spans = [NodeSpan((float(end - time), float(end)), None) for end, time in zip(ends, tracks.gpu_ms, strict=True)]
     else:
         spans = timeline(*tracks, prediction.composition.costs, off_gpu_of(prediction, record))
-    return chrome_trace([f"{node.name} ({record.kernel_of(node).type})" for node in record.nodes], spans)
+    return chrome_trace([f"{node.name} ({record.kernel_of(node).type})" for node in nodes_run(record)], spans)

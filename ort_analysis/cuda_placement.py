@@ -46,17 +46,20 @@ class Placement:
     kernels: tuple[CudaKernel | None, ...]
 
 
-def assign_providers(proto: onnx.ModelProto, tensors: dict[str, KernelInput]) -> list[Provider]:
+def assign_providers(proto: onnx.ModelProto, tensors: dict[str, KernelInput],
+                     outside: frozenset[str] = frozenset()) -> list[Provider]:
     """Puts copies between host and GPU into a graph, and returns the provider of each of its nodes then.
 
     Args:
         proto: an optimised graph, in topological order; changed in place.
         tensors: type and shape of every tensor by name; gets those of the copies.
+        outside: of a body, the tensors that it takes from the graph around it. They are no inputs of its own, and ONNX Runtime
+            brings them to where they are read without a node.
     """
-    constants = {tensor.name for tensor in proto.graph.initializer}
+    constants = {tensor.name for tensor in proto.graph.initializer} | outside
     placement = place(proto.graph.node, tensors, {entry.domain: entry.version for entry in proto.opset_import},
                       [value.name for value in proto.graph.input if value.name not in constants])
-    return insert_copies(proto.graph, placement, tensors)
+    return insert_copies(proto.graph, placement, tensors, outside)
 
 
 def refuses(node: onnx.NodeProto) -> bool:
@@ -163,7 +166,8 @@ def _all_on_host(node: onnx.NodeProto, kernel: CudaKernel, tensors: Mapping[str,
     return True
 
 
-def insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[str, KernelInput]) -> list[Provider]:
+def insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[str, KernelInput],
+                  outside: frozenset[str] = frozenset()) -> list[Provider]:
     """Puts MemcpyToHost and MemcpyFromHost where a tensor is needed on the other side; the nodes' providers, in the new order.
 
     A tensor is copied once, however many read it. Constants need no copy: each side keeps its own. An input of the graph goes
@@ -173,6 +177,7 @@ def insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[st
         graph: changed in place: nodes are added, and read the copies.
         placement: of the graph's nodes.
         tensors: gets the copies' types and shapes.
+        outside: as of `assign_providers`.
     """
     from onnx import helper
 
@@ -189,7 +194,7 @@ def insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[st
             read_on[name].add(side)
         for slot, name in enumerate(node.output):
             made_on[name] = "cpu" if kernel_used is None or slot in kernel_used.host_outputs else "cuda"
-    graph_inputs = {value.name for value in graph.input}
+    graph_inputs = {value.name for value in graph.input} - outside
     copies: dict[str, Any] = {}
     for name, readers in read_on.items():
         tensor = tensors.get(name)

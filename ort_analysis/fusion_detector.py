@@ -15,6 +15,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -170,14 +171,29 @@ def kernel_of(graph: ParsedGraph, node: ParsedNode) -> Kernel:
     return describe_kernel(node.op_type, node.domain, opset, node.attributes, inputs, outputs)
 
 
+def origins_by_node(graph: ParsedGraph) -> dict[str, tuple[Origin, ...]]:
+    """The original nodes that each node stands for, by its name; those of a body stand for nodes of that body."""
+    found: dict[str, tuple[Origin, ...]] = {}
+    for inside, original in {"": graph.source.graph_only.graph, **graph.bodies}.items():
+        prefix = f"{inside}/" if inside else ""
+
+        def bare(names: tuple[str, ...], prefix: str = prefix) -> tuple[str, ...]:
+            return tuple(name.removeprefix(prefix) for name in names)
+
+        nodes = tuple(replace(node, inputs=bare(node.inputs), outputs=bare(node.outputs))
+                      for node in graph.nodes if node.inside == inside)
+        found |= zip((node.name for node in nodes), OriginFinder(original, nodes).origins(nodes), strict=True)
+    return found
+
+
 def record_of(graph: ParsedGraph) -> ModelRecord:
     """The record of a parsed model."""
-    finder = OriginFinder(graph.source.graph_only.graph, graph.nodes)
+    origins_of = origins_by_node(graph)
     kernels = [kernel_of(graph, node) for node in graph.nodes]
     nodes = tuple(
         Node(name=node.name, kernel_id=kernel.id, provider=node.provider, inputs=node.inputs, outputs=node.outputs,
-             origins=origins)
-        for node, kernel, origins in zip(graph.nodes, kernels, finder.origins(graph.nodes), strict=True))
+             origins=origins_of[node.name], runs=node.runs, inside=node.inside)
+        for node, kernel in zip(graph.nodes, kernels, strict=True))
 
     def tensors(names: tuple[str, ...]) -> dict[str, Tensor]:
         return {name: Tensor(dtype=graph.tensors[name].dtype, shape=graph.tensors[name].shape) for name in names}
@@ -185,6 +201,7 @@ def record_of(graph: ParsedGraph) -> ModelRecord:
     return ModelRecord(
         model=record_name(graph.source.name, graph.source.dims, graph.static), sha256=graph.source.sha256,
         dims=graph.source.dims, flavour=graph.flavour, derived=graph.derived, static=graph.static, assumed=graph.assumed,
+        guessed=graph.guessed,
         inputs=tensors(graph.inputs), outputs=tensors(graph.outputs),
         weight_bytes=sum(tensor.bytes for tensor in graph.tensors.values() if tensor.constant),
         opsets=graph.opsets, kernels={kernel.id: kernel for kernel in kernels}, nodes=nodes,
@@ -229,7 +246,7 @@ def summary(record: ModelRecord) -> dict[str, Any]:
     counts = Counter(record.kernel_of(node).type for node in record.nodes)
     return {
         "model": record.model, "flavour": record.flavour.name, "nodes": len(record.nodes), "kernels": len(record.kernels),
-        "GFLOP": sum(record.kernel_of(node).flops for node in record.nodes) / 1e9,
+        "GFLOP": sum(node.runs * record.kernel_of(node).flops for node in record.nodes) / 1e9,
         "weights_MiB": record.weight_bytes / 2**20,
         "types": " ".join(f"{name}×{count}" for name, count in counts.most_common()),
     }

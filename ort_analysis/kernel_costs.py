@@ -29,6 +29,7 @@ MOVE_OPS = VIEW_OPS | {"Transpose", "Concat", "Split", "Slice", "Gather", "Expan
                        "ReorderOutput", "MemcpyToHost", "MemcpyFromHost", "Shape", "Tile", "DepthToSpace", "SpaceToDepth"}
 TABLE_INPUTS = {"Gather": (0,), "GatherElements": (0,), "GatherND": (0,), "ArrayFeatureExtractor": (0,),
                 "EmbedLayerNormalization": (2, 3, 4)}  # inputs of which a kernel reads as many elements as it gives, at most
+CONTROL_FLOW = {"If", "Loop", "Scan"}  # what they compute, the nodes of their bodies do
 RECURRENT_OPS = {"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"}
 LAUNCHED_INPUTS = 32  # of a Concat that a launch itself carries; for more, tables are copied from the host
 
@@ -64,7 +65,7 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
         return out * math.prod(attributes.get("kernel_shape", [1]))
     if base.startswith(("Global", "Reduce", "Arg")):
         return first.elements
-    if base in MOVE_OPS:
+    if base in MOVE_OPS | CONTROL_FLOW:
         return 0
     return max([out, *(tensor.elements for tensor in inputs[:1])]) * ELEMENT_FLOPS.get(base, 1)
 
@@ -97,6 +98,11 @@ def steps(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Tensor])
     if op_type not in RECURRENT_OPS or not inputs:
         return 1
     return _size(inputs[0], 1 if attributes.get("layout") else 0)
+
+
+def is_control_flow(kernel: Kernel) -> bool:
+    """Whether it is a Loop, an If or a Scan, whose body's nodes are the model's."""
+    return kernel.op_type in CONTROL_FLOW and not kernel.domain
 
 
 def recosted(kernel: Kernel) -> Kernel:

@@ -20,7 +20,6 @@ from utils.ort_sessions import model_errors, open_session
 if TYPE_CHECKING:
     import onnx
 
-ONNX_DOMAINS = ("", "ai.onnx")
 # Operators whose outputs' sizes follow from the values that they read, not from shapes alone: zeros would tell nothing.
 SIZED_BY_VALUES = frozenset({
     "AffineGrid", "Bernoulli", "BlackmanWindow", "CenterCropPad", "Compress", "ConstantOfShape", "Crop", "DFT", "Expand",

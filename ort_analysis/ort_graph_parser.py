@@ -15,16 +15,19 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from model_zoo.zoo_config import DEFAULT_DIMS_KEY
+from ort_analysis.bodies import Body, body_sizes, steering_inputs
 from ort_analysis.cuda_optimizers import cuda_optimizers
 from ort_analysis.cuda_placement import assign_providers
 from ort_analysis.cuda_rewrites import rewrite_for_cuda
-from ort_analysis.open_shapes import DETECTIONS, selects_boxes
-from ort_analysis.records import KernelInput, Tensor
+from ort_analysis.flat_graph import flat_bodies
+from ort_analysis.open_shapes import DETECTIONS, Shape, selects_boxes
+from ort_analysis.parsed_nodes import ParsedNode, name_nodes
+from ort_analysis.records import GuessedRuns, KernelInput, Tensor
 from ort_analysis.reduced_precision import as_single, holds_reduced, restore_types
 from ort_analysis.tensor_shapes import Values, infer_tensors, shapes_of_any_size
 from utils import cli, files
@@ -59,25 +62,17 @@ class Source:
     dims: dict[str, int]
 
     @property
+    def steering(self) -> dict[str, int | bool]:
+        """Values of its inputs that say how often a Loop runs, or which branch of an If; see `steering_inputs`."""
+        return steering_inputs(self.graph_only.graph, self.dims)
+
+    @property
     def batch(self) -> int | None:
         """The first dimension of the first input, where it has one."""
         constants = {tensor.name for tensor in self.graph_only.graph.initializer}
         first = next((value for value in self.graph_only.graph.input if value.name not in constants), None)
         shape = first.type.tensor_type.shape.dim if first else ()
         return (self.dims[shape[0].dim_param] if shape[0].dim_param else shape[0].dim_value) if shape else None
-
-
-@dataclass(frozen=True)
-class ParsedNode:
-    """One node of the optimised graph; tensor names in order, "" where an optional one is left out."""
-
-    name: str
-    op_type: str
-    domain: str
-    provider: str
-    attributes: dict[str, Any]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -88,13 +83,15 @@ class ParsedGraph:
         source: the model as given.
         derived: the flavour's provider is not on this machine; the graph comes from the CPU provider.
         static: all sizes were fixed before ORT optimised it; else it is the graph of a session that takes any.
-        nodes: in execution order, named uniquely.
+        nodes: in execution order, named uniquely; those of a graph that a node holds follow that node.
         tensors: type and shape of every tensor by name, constants with their small values.
         inputs, outputs: the graph's own.
         opsets: operator-set versions by domain.
         proto: the optimised graph itself, large weights left out.
         computed: values of small whole-number tensors that it computes from shapes and constants, at the sizes given.
         assumed: shapes of tensors, by name, that depend on data and were taken to be the largest that ONNX allows.
+        guessed: by node name, how far the number of runs of the graph that a node holds is a guess.
+        bodies: by node name, the graph that a node held before the model was optimised.
     """
 
     source: Source
@@ -109,6 +106,8 @@ class ParsedGraph:
     proto: onnx.ModelProto
     computed: dict[str, Values] = field(default_factory=dict)
     assumed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    guessed: dict[str, GuessedRuns] = field(default_factory=dict)
+    bodies: dict[str, onnx.GraphProto] = field(default_factory=dict)
 
 
 def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
@@ -147,10 +146,11 @@ def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, 
 
 
 def _sizes_by_data(graph: onnx.GraphProto, names: Iterable[str]) -> set[str]:
-    """Those of some names that stand for a size within the graph: a name that it gives it, `<tensor>.<axis>`, or the boxes that
-    NonMaxSuppression selects."""
+    """Those of some names that stand for a size within the graph: a name that it gives it, `<tensor>.<axis>`, the boxes that
+    NonMaxSuppression selects, or trips and branches of graphs that nodes hold."""
     named = {dim.dim_param for value in (*graph.output, *graph.value_info) for dim in value.type.tensor_type.shape.dim}
     made = {out for node in graph.node for out in node.output}
+    named |= body_sizes(graph)
     selects = selects_boxes(graph)
     return {name for name in names if name in named or (name.rpartition(".")[0] in made and name.rpartition(".")[2].isdigit())
             or (name == DETECTIONS and selects)}
@@ -233,39 +233,6 @@ def optimize(source: Source, flavour: Flavour, derived: bool, save_to: Path, sta
                      save_to=save_to, name=source.name, entries=entries)
 
 
-def name_nodes(graph: onnx.GraphProto) -> None:
-    """Gives every node of `graph` a unique name; names that are already unique stay.
-
-    Except for ReorderOutput: ORT deals their names out in another order each time, so they are named after what they make.
-    """
-    seen: set[str] = set()
-    for number, node in enumerate(graph.node):
-        made = f"{node.op_type}_{node.output[0]}" if node.op_type == "ReorderOutput" else ""
-        name = made or node.name or f"{node.op_type}_{number}"
-        while name in seen:
-            name = f"{name}_{number}"
-        seen.add(name)
-        node.name = name
-
-
-def attribute_value(attribute: onnx.AttributeProto) -> Any:
-    """An attribute as plain data: a tensor is `{"dtype", "shape", "values"}`, a subgraph `{"graph": <hash>}`."""
-    import onnx
-    from onnx import helper, numpy_helper
-
-    if attribute.type == onnx.AttributeProto.GRAPH:
-        return {"graph": hashlib.sha256(attribute.g.SerializeToString(deterministic=True)).hexdigest()[:12]}
-    value = helper.get_attribute_value(attribute)
-    if isinstance(value, onnx.TensorProto):
-        array = numpy_helper.to_array(value)
-        return {"dtype": str(array.dtype), "shape": list(array.shape), "values": array.ravel().tolist()}
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
-    if isinstance(value, (list, tuple)):
-        return [item.decode() if isinstance(item, bytes) else item for item in value]
-    return value
-
-
 def parse_graph(model: Path | onnx.ModelProto, execution_provider: str = "auto", dims: Mapping[str, int] | None = None,
                 name: str | None = None, static: bool = False) -> ParsedGraph:
     """The optimised graph of a model for `cpu` or `cuda` (`auto`: what this machine has).
@@ -304,29 +271,38 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
     name_nodes(proto.graph)
     onnx.save(proto, str(path))
     inferred = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent, source.dims)
-    tensors, providers = inferred.tensors, inferred.providers
-    if derived:
-        fixed = static or not source.dims
-        rewrite_for_cuda(proto, source.graph_only.graph, tensors,
-                         lambda: inferred.plain if fixed else shapes_of_any_size(proto, source.name))
+    tensors, original, fixed = inferred.tensors, source.graph_only.graph, static or not source.dims
+
+    def on_provider(proto: onnx.ModelProto, tensors: dict[str, KernelInput], original: onnx.GraphProto,
+                    shapes_known: Callable[[], Mapping[str, Shape]], outside: frozenset[str] = frozenset(),
+                    told: Mapping[str, str] | None = None) -> tuple[dict[str, KernelInput], list[str]]:
+        """Makes a graph that of the flavour's provider; its tensors, and who runs each node."""
+        if not derived:
+            found = {**(told or {}), **inferred.providers}
+            return tensors, [found.get(node.name, provider) for node in proto.graph.node]
+        rewrite_for_cuda(proto, original, tensors, shapes_known)
         tensors = restore_types(proto, reduced, tensors) if reduced else tensors
-        assigned: list[str] = [*assign_providers(proto, tensors)]
+        return tensors, [*assign_providers(proto, tensors, outside)]
+
+    def finish(body: Body, original: onnx.GraphProto) -> tuple[dict[str, KernelInput], list[str]]:
+        return on_provider(body.proto, body.inferred.tensors, original, lambda: body.inferred.plain, body.captured,
+                           body.inferred.providers)
+
+    tensors, assigned = on_provider(proto, tensors, original,
+                                    lambda: inferred.plain if fixed else shapes_of_any_size(proto, source.name))
+    if derived:
         onnx.save(proto, str(path))
-    else:
-        assigned = [providers.get(node.name, provider) for node in proto.graph.node]
-    tensors[""] = KernelInput(dtype="")
-    nodes = tuple(
-        ParsedNode(name=node.name, op_type=node.op_type, domain=node.domain, provider=assigned_to,
-                   attributes={a.name: attribute_value(a) for a in sorted(node.attribute, key=lambda a: a.name)},
-                   inputs=tuple(node.input), outputs=tuple(node.output))
-        for node, assigned_to in zip(proto.graph.node, assigned, strict=True))
+    flat = flat_bodies(proto.graph.node, assigned, inferred.held, original, finish)
+    tensors = tensors | flat.tensors | {"": KernelInput(dtype="")}
     constants = {tensor.name for tensor in proto.graph.initializer}
     return ParsedGraph(
-        source=source, flavour=flavour, derived=derived, static=static or not source.dims, nodes=nodes, tensors=tensors,
+        source=source, flavour=flavour, derived=derived, static=fixed, nodes=tuple(flat.nodes),
+        tensors=tensors,
         inputs=tuple(value.name for value in proto.graph.input if value.name not in constants),
         outputs=tuple(value.name for value in proto.graph.output),
         opsets={entry.domain: entry.version for entry in proto.opset_import}, proto=proto,
-        computed=inferred.computed, assumed=inferred.assumed,
+        computed=inferred.computed | flat.computed, assumed=inferred.assumed | flat.assumed, guessed=flat.guessed,
+        bodies=flat.originals,
     )
 
 

@@ -49,6 +49,8 @@ def type_code(dtype: str) -> int:
 
 Count = Annotated[int, Field(ge=0, le=10**30)]  # of elements, operations, bytes: more is damage, and no floating-point number
 
+Runs = Annotated[float, Field(ge=0, le=1e18)]  # of a node in a run of the model
+
 
 class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -163,6 +165,10 @@ class Node(Frozen):
         provider: the execution provider that ORT assigned, `cpu` or `cuda`.
         inputs, outputs: tensor names; "" where an optional one is left out.
         origins: the original nodes that this one stands for (several nodes may share them, where ORT split a fusion).
+        runs: how often it runs in a run of the model: more than once in the body of a Loop or Scan. A node that holds such a
+            body counts as often as it begins a trip.
+        inside: the name of the node in whose body it stands; "" in the main graph. What a body makes is called
+            `<node>/<tensor>`.
     """
 
     name: str
@@ -171,6 +177,21 @@ class Node(Frozen):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     origins: tuple[Origin, ...] = ()
+    runs: Runs = Field(1.0, exclude_if=lambda runs: runs == 1.0)  # as most are: files stay as small as they were
+    inside: str = Field("", exclude_if=lambda inside: not inside)
+
+
+class GuessedRuns(Frozen):
+    """How far the number of runs of a body is a guess.
+
+    Attributes:
+        taken: the number of trips, or the branch, `then` or `else`, that was taken.
+        low, high: between which multiples of them its nodes run.
+    """
+
+    taken: str
+    low: Runs
+    high: Runs
 
 
 class ModelRecord(Frozen):
@@ -184,11 +205,12 @@ class ModelRecord(Frozen):
         static: the sizes in `dims` were fixed before ONNX Runtime optimised the model (or all are fixed in the file); else this
             is the graph of a session that takes any sizes, with the computation of its shapes.
         assumed: shapes of tensors, by name, that depend on data and were taken to be the largest that ONNX allows.
+        guessed: by node name, how far the number of runs of the body that a node holds is a guess.
         inputs, outputs: of the graph, by tensor name.
         weights: bytes of constants of the optimised graph.
         opsets: the model's operator-set imports.
         kernels: by id.
-        nodes: in execution order.
+        nodes: in execution order; those of a body follow the node that holds it.
     """
 
     version: int = RECORD_VERSION
@@ -199,6 +221,7 @@ class ModelRecord(Frozen):
     derived: bool
     static: bool = True
     assumed: dict[str, tuple[int, ...]] = {}
+    guessed: dict[str, GuessedRuns] = Field({}, exclude_if=lambda guessed: not guessed)
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
     weight_bytes: int

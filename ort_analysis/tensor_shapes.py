@@ -7,20 +7,21 @@ shapes depend on whole numbers that the graph computes from other shapes, ORT's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ort_analysis.bodies import Held, captured, hold
 from ort_analysis.open_shapes import (
     DETECTIONS,
-    ONNX_DOMAINS,
     SIZED_BY_VALUES,
     Shape,
     largest_shapes,
     selects_boxes,
     shapes_when_run,
 )
+from ort_analysis.parsed_nodes import ONNX_DOMAINS, bodies_of
 from ort_analysis.records import KernelInput, type_code, type_name
 from utils.errors import UserError
 from utils.ort_sessions import PROVIDER_NAMES, open_session
@@ -33,6 +34,7 @@ SMALL_INTS = 64  # whole-number constants up to this many elements are kept by v
 FLOAT_VALUES_MATTER = {"Resize", "Upsample"}  # operators whose small floating constants set the output's shape
 FRESH = "hase.fresh"  # an input of probes, and its open dimension: only a graph that a session changed is saved with its shapes
 Values = tuple[int | float | bool, ...]
+HeldBy = Callable[["onnx.NodeProto", Mapping[str, KernelInput], Mapping[str, Values]], "Held | None"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class InferredTensors:
         providers: by node name, the provider that ORT assigned.
         assumed: by tensor name, shapes that depend on data and were taken to be the largest possible.
         plain: by tensor name, shapes as far as ORT infers them from shapes alone, which is what its optimisers know.
+        held: by node name, what nodes with bodies hold.
     """
 
     tensors: dict[str, KernelInput]
@@ -52,6 +55,7 @@ class InferredTensors:
     providers: dict[str, str]
     assumed: dict[str, tuple[int, ...]]
     plain: dict[str, Shape]
+    held: dict[str, Held] = field(default_factory=dict)
 
 
 def constant_input(tensor: onnx.TensorProto, keep_floats: bool) -> KernelInput:
@@ -115,8 +119,12 @@ def infer_tensors(proto: onnx.ModelProto, execution_provider: str, name: str, fo
         answer = _ask(probe, execution_provider, name, fold=True)
     assumed: dict[str, tuple[int, ...]] = {}
     told: dict[str, tuple[int, ...]] = {}
+
+    def held_by(node: onnx.NodeProto, tensors: Mapping[str, KernelInput], values: Mapping[str, Values]) -> Held | None:
+        return hold(node, proto, tensors, values, execution_provider, name, folder, dims or {})
+
     while answer.unknown(constants):
-        found, bounds = _first_open(answer, proto, constants, name, dims or {})
+        found, bounds = _first_open(answer, proto, constants, name, dims or {}, held_by)
         assumed |= bounds
         told |= found | bounds
         _stamp(probe, found | bounds, answer.dtypes)
@@ -127,7 +135,8 @@ def infer_tensors(proto: onnx.ModelProto, execution_provider: str, name: str, fo
     tensors = constants | {tensor: KernelInput(dtype=dtype, shape=tuple(int(size) for size in answer.shapes[tensor] or ()))
                            for tensor, dtype in answer.dtypes.items() if tensor not in constants}
     computed = {tensor: values for tensor, values in answer.values.items() if tensor in tensors and tensor not in constants}
-    return InferredTensors(tensors, computed, providers, assumed, plain)
+    held = {node.name: inside for node in proto.graph.node if (inside := held_by(node, tensors, computed)) is not None}
+    return InferredTensors(tensors, computed, providers, assumed, plain, held)
 
 
 def _constants(graph: onnx.GraphProto, folder: Path) -> dict[str, KernelInput]:
@@ -240,7 +249,8 @@ def shape_of(kind: onnx.TypeProto) -> Shape:
 
 
 def _first_open(answer: _Answer, proto: onnx.ModelProto, constants: Mapping[str, KernelInput],
-                name: str, dims: Mapping[str, int]) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+                name: str, dims: Mapping[str, int],
+                held_by: HeldBy) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """Shapes, found otherwise, of the open outputs of each node whose inputs are all known, at least one: those that are sure
     or given in `dims`, and those that are the largest possible.
 
@@ -258,7 +268,12 @@ def _first_open(answer: _Answer, proto: onnx.ModelProto, constants: Mapping[str,
     selects = selects_boxes(proto.graph)
     for node in proto.graph.node:
         outputs = waiting & set(node.output)
-        if not outputs or waiting & set(node.input):
+        bodies = bodies_of(node)
+        if not outputs or waiting & {*node.input, *(read for body in bodies.values() for read in captured(body))}:
+            continue
+        held = held_by(node, known, answer.values) if bodies else None
+        if held is not None:
+            found |= {out: shape for out, shape in held.shapes.items() if out in outputs}
             continue
         first = next(out for out in node.output if out in outputs)
         by_values = node.op_type in SIZED_BY_VALUES or any(answer.shapes[out] is not None for out in outputs)

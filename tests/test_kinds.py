@@ -212,8 +212,12 @@ def test_a_derived_graph_agrees_with_itself_and_bodies_have_names(made: Path) ->
     assert isinstance(whole, bytes)
     loop = onnx.load_from_string(whole)
     inner = [(node.name, inside) for node, inside in every_node(loop.graph) if inside]
-    assert inner[0] == ("Loop_0/body/0_MatMul", "Loop_0")
+    assert inner[0] == ("Loop_last/body/0_MatMul", "Loop_last")
     assert len({name for name, _ in inner}) == len(inner) == 5
+    inside = {(node.op_type, node.inside) for node in derived_nodes(
+        MadeModel.model_validate(model.model_dump() | {"name": "loop", "file": "loop_constant_trips.onnx"}),
+        made / "loop_constant_trips.onnx", "static").nodes}
+    assert {("Loop", ""), ("Gemm", "Loop_last"), ("Tanh", "Loop_last")} <= inside
     session = open_session(made / "sklearn_linear.onnx", "cpu")
     assert feed_of(session, {"rows": 3})["x"].shape == (3, 64)
 

@@ -77,18 +77,11 @@ def test_what_has_no_bound_is_refused_by_name() -> None:
     assert analyze(one("ConstantOfShape", ["y"], ["size"]), "cpu", {"y.0": 12}).outputs["y"].shape == (12,)
 
 
-def test_what_is_assumed_or_not_counted_is_a_rough_estimate() -> None:
-    """On the shipped H200: detections at their largest, and a branch that is not looked into."""
-    branch = helper.make_graph([helper.make_node("Relu", ["x"], ["r"])], "branch", [], [helper.ValueInfoProto(name="r")])
-    graph = helper.make_graph(
-        [helper.make_node("If", ["c"], ["y"], name="choice", then_branch=branch, else_branch=branch)], "if",
-        [helper.make_tensor_value_info("x", FLOAT, [4, 6]), helper.make_tensor_value_info("c", TensorProto.BOOL, [])],
-        [helper.make_tensor_value_info("y", FLOAT, [4, 6])])
-    chosen = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
-    for model, words in ((detector(), "largest possible"), (chosen, "graphs of their own (choice)")):
-        found = predict(model, target="nvidia-h200-cuda-ort1.31-all")
-        assert found.rough_estimate
-        assert any(words in warning for warning in found.warnings)
+def test_what_is_assumed_is_a_rough_estimate() -> None:
+    """On the shipped H200: detections at their largest."""
+    found = predict(detector(), target="nvidia-h200-cuda-ort1.31-all")
+    assert found.rough_estimate
+    assert any("largest possible" in warning for warning in found.warnings)
     assert not any("largest" in warning for warning in predict(
         detector(), target="nvidia-h200-cuda-ort1.31-all", dims={"detections": 7}).warnings)
 

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ort_analysis.kernel_costs import is_control_flow
 from ort_analysis.records import Frozen, ModelRecord
 from overlap_simulator import PipelineCosts
 from utils import files
@@ -184,9 +185,10 @@ class Line(NamedTuple):
     node_ms: float = 0.0
 
 
-def working_nodes(record: ModelRecord) -> int:
-    """The nodes that move data; the others only rename a tensor, and cost next to nothing."""
-    return sum(1 for node in record.nodes if record.kernel_of(node).moves_data)
+def working_nodes(record: ModelRecord) -> float:
+    """How many nodes run that move data; the others only rename a tensor, or hold a body, and cost next to nothing."""
+    return sum(node.runs for node in record.nodes
+               if (kernel := record.kernel_of(node)).moves_data and not is_control_flow(kernel))
 
 
 def copied_mib(record: ModelRecord) -> tuple[float, float]:

@@ -63,12 +63,14 @@ class MeasuredModel:
 
 
 def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list[MeasuredModel]:
-    """The models of the dataset that may enter the fit: measured idle, with a record, of no held-out family.
+    """The models of the dataset that may enter the fit: measured idle, with a record, of no held-out family, without Loop,
+    If and Scan.
 
     Raises:
         UserError: there is none.
     """
     from benchmark.dataset import COLLECT, idle_models, load_model_table
+    from ort_analysis.kernel_costs import is_control_flow
     from ort_analysis.records import REMAKE, family, load_record, record_path
 
     found = []
@@ -79,7 +81,11 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
         if not path.is_file():
             log.warning("%s: measured, but has no record (%s); left out. Make it with: %s", name, path, REMAKE)
             continue
-        found.append(MeasuredModel(load_record(path), family(str(name)), *(float(times[column]) for column in (
+        record = load_record(path)
+        if any(is_control_flow(kernel) for kernel in record.kernels.values()):
+            log.info("%s: holds Loop, If or Scan, whose own costs are stated and not fitted; left out", name)
+            continue
+        found.append(MeasuredModel(record, family(str(name)), *(float(times[column]) for column in (
             "median_ms", "host_ms", "host_io_ms", "cuda_graph_ms", "pace"))))
     if not found:
         raise UserError(f"{target}: no idle latency of a model that may enter the fit; measure models with: {COLLECT}")

@@ -213,9 +213,22 @@ def address(text: str) -> tuple[str, int]:
 
 
 def add_dim(made: argparse.ArgumentParser) -> None:
-    """Adds `--dim NAME=SIZE[,SIZE…]` (repeatable): the sizes of a model's dynamic dimensions."""
+    """Adds `--dim NAME=SIZE[,SIZE…]` (repeatable), the sizes of a model's dynamic dimensions, and `--branch`, which is such a
+    size too."""
     made.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE",
-                      help="size of a dynamic dimension, e.g. --dim batch=16 (repeat for others)")
+                      help="size of a dynamic dimension, e.g. --dim batch=16 (repeat for others); trips=20: how often Loops "
+                           "run whose number of trips the model leaves open, NODE.trips=20: how often one does")
+    made.add_argument("--branch", action="append", dest="dim", type=branch_as_size, metavar="[NODE=]then|else",
+                      help="which branch an If takes (default: the more expensive one); NODE may be left out where there is "
+                           "but one If")
+
+
+def branch_as_size(text: str) -> str:
+    """`--branch NODE=else` as the size `NODE.else=1`, and `--branch else` as `else=1`; for argparse."""
+    node, _, branch = text.rpartition("=")
+    if branch not in ("then", "else"):
+        raise argparse.ArgumentTypeError(f"{text!r}: write NODE=then or NODE=else, or then or else where there is one If")
+    return f"{node}.{branch}=1" if node else f"{branch}=1"
 
 
 def add_static(made: argparse.ArgumentParser) -> None:

@@ -205,15 +205,22 @@ def hases_kernels(model: MadeModel, path: Path, way: str) -> dict[str, int]:
 
 
 def derived_nodes(model: MadeModel, path: Path, way: str) -> NodeList:
-    """What Hase takes a CUDA session to run, on a machine without a GPU."""
+    """What Hase takes a CUDA session to run, on a machine without a GPU; both branches of an If."""
     from ort_analysis.fusion_detector import kernel_of
     from ort_analysis.ort_graph_parser import parse_graph, shape_text
 
     graph = parse_graph(path, "cuda", model.dims, static=way == "static")
+    branches = [{**model.dims, f"{node.name}.{branch}": 1} for node in graph.nodes if node.op_type == "If"
+                for branch in ("then", "else")]
+    every = {node.name: (node, graph) for graph in (
+        graph, *(parse_graph(path, "cuda", dims, static=way == "static") for dims in branches)) for node in graph.nodes}
     rows = []
-    for node in graph.nodes:
+    for node, graph in every.values():
+        prefix = f"{node.inside}/" if node.inside else ""
         rows.append(NodeRow(
-            name=node.name, op_type=node.op_type, domain=node.domain, inputs=node.inputs, outputs=node.outputs,
+            name=node.name, op_type=node.op_type, domain=node.domain, inside=node.inside,
+            inputs=tuple(name.removeprefix(prefix) for name in node.inputs),
+            outputs=tuple(name.removeprefix(prefix) for name in node.outputs),
             types=tuple(shape_text(graph.tensors[name]) for name in node.inputs), provider=node.provider,
             kernel="" if node.op_type in MEMCPY else kernel_of(graph, node).id))
     return NodeList(model=model.name, way=way, nodes=tuple(rows), opsets=graph.opsets,
