@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from training.sharing import Sharing, SharingErrors
     from utils.timing import ErrorStatistics
 
+WORTH_SAYING = 0.01  # of the latency: doubtful kernels that move it by less are not warned of
 ROUGH = 0.10  # of the latency, by which a plausible error of its doubtful kernels makes a prediction a rough estimate
 BEYOND_POWER = 0.25  # a kernel with a feature f times beyond what was measured may take f ** ±0.25 times what is predicted: a
 # choice; the roofline carries most of a time's growth, and what is learned is only its ratio to that
@@ -35,7 +36,7 @@ NORMAL_90 = 2.06  # 90 % of normal errors are within so many times their mean si
 SURE = 0.95  # of the kernel time measured: a prediction that rests on measurements
 UNKNOWN = 2.0  # the factor by which a prediction may be off of which no errors are known at all: a choice
 
-Reason = Literal["estimated", "on the CPU", "other form", "beyond", "control flow"]
+Reason = Literal["estimated", "on the CPU", "stand-in", "other form", "beyond", "control flow"]
 
 
 class Span(NamedTuple):
@@ -79,6 +80,8 @@ def kernel_doubts(kernels: Iterable[Kernel], provenance: Iterable[str], fitted: 
         if origin == "estimated":
             time, launches = (fitted.doubt.of_estimate(kernel, name) for name in (label, LAUNCHES))
             found[kernel.id] = KernelDoubt("estimated", Span(time.low, time.high), Span(launches.low, launches.high), True)
+        elif (other := fitted.predictors.stand_in(kernel, label)) is not None:
+            found[kernel.id] = KernelDoubt("stand-in", Span(other.range.low, other.range.high), CERTAIN, True)
         elif (form := fitted.doubt.of_other_form(kernel)) is not None:
             found[kernel.id] = KernelDoubt("other form", Span(form.low, form.high), CERTAIN, True)
         else:
@@ -162,11 +165,14 @@ def _few_models(used: Composition, provider: str) -> Span:
 
 def doubt_warnings(doubts: Sequence[tuple[Kernel, KernelDoubt]], moved: Span) -> list[str]:
     """What to know about a model's doubtful kernels, and by how much they may move its latency."""
-    warnings = []
+    warnings: list[str] = []
     rough = is_rough(moved)
+    if moved.high < 1.0 + WORTH_SAYING and moved.low > 1.0 - WORTH_SAYING:
+        return warnings  # the kernels' names and their provenance stand in the answer all the same
     by = f"may move the latency by {moved.low - 1:+.0%} to {moved.high - 1:+.0%}"
     for reason, what in (("estimated", "never measured and estimated from FLOPs and bytes"),
                          ("on the CPU", "run on the CPU in a CUDA session, where nothing was measured"),
+                         ("stand-in", "never measured and taken to cost what a like operator does"),
                          ("other form", "measured for other ranks or element types only")):
         if names := sorted({kernel.type for kernel, doubt in doubts if doubt.reason == reason}):
             warnings.append(f"{'rough estimate: ' if rough else ''}{', '.join(names)}: {what}; doubtful kernels {by}")

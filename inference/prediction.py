@@ -134,7 +134,8 @@ class Prediction(Frozen):
             measured) could move the latency by more than doubt.ROUGH, sizes that depend on data were taken to be the largest
             possible, or nodes hold graphs that are not counted.
         estimated_operators: kernel types that were never measured, so that they are estimated from FLOPs and bytes.
-        doubtful_operators: kernel types that were measured for other ranks or element types only.
+        doubtful_operators: kernel types that were measured for other ranks or element types only, or that a like operator
+            stands for.
         sum_latency_ms: α·Σ+β; the prediction itself, unless the composition uses the longest path.
         kernel_sum_ms: Σ of the kernels' times.
         critical_path_ms: the longest path, where the composition uses it.
@@ -436,7 +437,7 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
         FORCED if misfits(record, fitted.target, fitted.predictors.sidecar.dtypes) else 1.0)
     span = joined(spans).widened(times)
     estimated, doubtful = (tuple(sorted({kernel.type for kernel, doubt in doubts if doubt.reason in reasons}))
-                           for reasons in (("estimated", "on the CPU"), ("other form",)))
+                           for reasons in (("estimated", "on the CPU"), ("stand-in", "other form")))
     warnings = (*warnings, *doubt_warnings(doubts, marking), *(
         ["no model was ever measured on this machine: how kernels add up is a default, so the interval is wide"]
         if used.assumed else []))

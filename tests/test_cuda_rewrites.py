@@ -161,8 +161,8 @@ def test_the_derived_graph_is_the_gpus_own(torch_models: dict[str, Path], name: 
 @pytest.mark.parametrize(("static", "fused"), [(True, True), (False, False)])
 def test_a_session_that_takes_any_sizes_fuses_only_what_it_knows(static: bool, fused: bool) -> None:
     """A bias whose last size is another open dimension than the scores': equal at these sizes, but the session can't know."""
-    scores, bias = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
-                    for name, shape in (("x", ["batch", 4, "rows", "columns"]), ("bias", [1, 1, 1, "others"])))
+    scores = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4, "rows", "columns"])
+    bias = helper.make_tensor_value_info("bias", TensorProto.FLOAT, [1, 1, 1, "others"])
     nodes = [helper.make_node("Add", ["x", "bias"], ["sum"]), helper.make_node("Softmax", ["sum"], ["y"], axis=-1)]
     graph = helper.make_graph(nodes, "softmax", [scores, bias], [helper.ValueInfoProto(name="y")])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)

@@ -38,6 +38,7 @@ from benchmark.dataset import GPU_LABEL
 from ort_analysis.records import Frozen, Kernel
 from training.estimators import LAUNCHES, SHARED, KernelModel, Roofline, predict_kernels
 from training.features import FEATURES, kernel_features
+from training.stand_ins import StandIn, stand_in
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Machine, Target, package_version
@@ -413,6 +414,16 @@ class Predictors:
         return {kernel.id: float(2.0 ** max(found, 0.0)) for kernel, found, out in zip(
             moving, doublings, beyond.any(axis=1), strict=True) if out}
 
+    def meant(self, kernel: Kernel, label: str) -> Kernel:
+        """The kernel that is predicted for `kernel`: itself, or where its type was never measured, what stands for it."""
+        found = self.stand_in(kernel, label)
+        return kernel if found is None else found.kernel
+
+    def stand_in(self, kernel: Kernel, label: str) -> StandIn | None:
+        """What stands for a kernel of the GPU whose type was never measured; None where it was, or nothing does."""
+        known = self.sidecar.labels[label].predictor_of
+        return None if label not in ON_GPU or kernel.type in known else stand_in(kernel, known)
+
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:
         """Time and provenance of each kernel by id, those of one predictor in one call."""
@@ -425,9 +436,10 @@ class Predictors:
         if not rest:
             return times
         model = self.kernel_model(label)
-        predicted = predict_kernels(model, rest, self.features_of(rest), load)
-        for kernel, time_ms in zip(rest, predicted.tolist(), strict=True):
-            known = kernel.type in model.predictor_of
+        meant = [self.meant(kernel, label) for kernel in rest]
+        predicted = predict_kernels(model, meant, self.features_of(meant), load)
+        for kernel, taken, time_ms in zip(rest, meant, predicted.tolist(), strict=True):
+            known = taken.type in model.predictor_of
             if not known and not kernel.moves_data:  # of whatever type, it only renames a tensor: that costs next to nothing
                 times[kernel.id] = (model.roofline.floor_ms, "predicted")
             else:
