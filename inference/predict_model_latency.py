@@ -199,6 +199,7 @@ def main() -> int:
     from inference.sizes import never_falling
     from inference.slo import PERCENTILE, slo_under_load
     from inference.targets import fitted_for
+    from ort_analysis.optimized_once import optimized_once
     from utils.config import load_config
 
     real: list[dict[str, Any]] = []
@@ -252,13 +253,14 @@ def main() -> int:
         follow(Watch(followed, args.watch, args.slo_ms, percentile), args.export, args.json)
         return 0
     load = load_now(config)
-    if args.measure_missing:
-        from inference.missing_kernels import measure_missing
+    with optimized_once():
+        if args.measure_missing:
+            from inference.missing_kernels import measure_missing
 
-        tell(measure_missing(args.model, sizes, target=args.target, workspace=workspace, force=args.force,
-                             static=args.static))
-    other = other_than(load)
-    found = never_falling([predicted(dims, load, other) for dims in cli.track(sizes, "predicting")])
+            tell(measure_missing(args.model, sizes, target=args.target, workspace=workspace, force=args.force,
+                                 static=args.static))
+        other = other_than(load)
+        found = never_falling([predicted(dims, load, other) for dims in cli.track(sizes, "predicting")])
     slos = [slo_under_load(one, args.model, args.slo_ms, percentile, workspace, args.force, other) for one in found
             ] if args.slo_ms else [None] * len(found)
     if args.trace:

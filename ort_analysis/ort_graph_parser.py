@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from model_zoo.zoo_config import DEFAULT_DIMS_KEY
@@ -26,6 +27,7 @@ from ort_analysis.cuda_placement import assign_providers
 from ort_analysis.cuda_rewrites import rewrite_for_cuda
 from ort_analysis.flat_graph import flat_bodies
 from ort_analysis.open_shapes import DETECTIONS, Shape, selects_boxes
+from ort_analysis.optimized_once import keep
 from ort_analysis.parsed_nodes import ParsedNode, name_nodes
 from ort_analysis.records import GuessedRuns, KernelInput, Tensor
 from ort_analysis.reduced_precision import as_single, holds_reduced, restore_types
@@ -266,7 +268,11 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
     derived = provider == "cuda" and not has_cuda()
     source = read_source(model, dims, name)
     reduced = as_single(source.loadable, source.name) if derived and holds_reduced(source.graph_only.graph) else None
-    optimize(replace(source, loadable=reduced.model) if reduced else source, flavour, derived, path, static)
+    work = partial(optimize, replace(source, loadable=reduced.model) if reduced else source, flavour, derived, path, static)
+    if static or not source.dims:
+        work()
+    else:
+        keep(f"{source.sha256}-{flavour.name}-{path.name}", path, work)
     proto = onnx.load(str(path), load_external_data=False)
     name_nodes(proto.graph)
     onnx.save(proto, str(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,7 +16,9 @@ from benchmark.ort_kernel_runner import open_runner
 from benchmark.protocol import Effort
 from kernel_model.dummy_data import dummy_inputs
 from kernel_model.kernel_builder import build_model
+from ort_analysis import ort_graph_parser
 from ort_analysis.fusion_detector import analyze, kernel_of
+from ort_analysis.optimized_once import optimized_once
 from ort_analysis.ort_graph_parser import parse_graph
 from utils.ort_sessions import open_session
 
@@ -124,3 +127,18 @@ def test_sessions_are_opened_as_they_are_analysed(tmp_path: Path) -> None:
         assert {event.node for event in runs[0].nodes} <= {node.name for node in graph.nodes}
         assert nodes[static] == set(analyze(path, "cpu", SIZES, static=static).kernels)
     assert nodes[True] != nodes[False]
+
+
+def test_several_sizes_of_one_model_are_optimised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, runs = small_model(batch="batch"), list[object]()
+    apart = [analyze(model, "cpu", {"batch": batch}) for batch in (1, 2, 8)]
+    optimize = ort_graph_parser.optimize
+
+    def counted(*given: Any) -> None:
+        runs.append(given)
+        optimize(*given)
+
+    monkeypatch.setattr(ort_graph_parser, "optimize", counted)
+    with optimized_once():
+        together = [analyze(model, "cpu", {"batch": batch}) for batch in (1, 2, 8)]
+    assert (len(runs), together) == (1, apart)
