@@ -49,7 +49,7 @@ def type_code(dtype: str) -> int:
 
 Count = Annotated[int, Field(ge=0, le=10**30)]  # of elements, operations, bytes: more is damage, and no floating-point number
 
-Runs = Annotated[float, Field(ge=0, le=1e18)]  # of a node in a run of the model
+Runs = Annotated[float, Field(ge=0, le=1e100)]  # of a node in a run of the model
 
 
 class Frozen(BaseModel):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import onnx
@@ -280,7 +279,8 @@ def test_a_run_does_the_trips_that_are_given(tmp_path: Path) -> None:
 
 
 def test_measured_on_the_cpu(tmp_path: Path) -> None:
-    """The kernels of a body as the profile of the model tells them, composed, against a run; on a busy machine, so loosely."""
+    """The kernels of a body as the profile of the model tells them, composed, against a run; the fastest ones, since others may be
+    at work here."""
     from benchmark.model_profile import profile_model
     from ort_analysis.fusion_detector import kernel_of
 
@@ -289,7 +289,7 @@ def test_measured_on_the_cpu(tmp_path: Path) -> None:
     record = analyze(path, "cpu", {"trips": 20})
     profiled, graph = profile_model(path, "cpu", {"trips": 20}, Effort(warmup=3, least_runs=15, most_runs=15))
     samples = labels_of(profiled, {one.name: kernel_of(graph, one).id for one in graph.nodes if one.op_type != "Loop"})
-    times = {one.id: median(one.samples_ms) for one in samples if one.label == "kernel_time"}
+    times = {one.id: min(one.samples_ms) for one in samples if one.label == "kernel_time"}
     assert {len(one.samples_ms) for one in samples if one.label == "kernel_time"} == {15}  # a sample a run, not one a trip
     predicted = sum(one.runs * times.get(one.kernel_id, CPU_TRIP_MS["Loop"]) for one in record.nodes)
     runner, found = open_runner(path, "cpu", dims={"trips": 20}), []
@@ -298,4 +298,4 @@ def test_measured_on_the_cpu(tmp_path: Path) -> None:
         began = time.perf_counter()
         runner.run_once()
         found.append(1000 * (time.perf_counter() - began))
-    assert 0.4 < predicted / median(found) < 2.5
+    assert 0.4 < predicted / min(found) < 2.5
