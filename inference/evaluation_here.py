@@ -234,7 +234,7 @@ def measure_once(case: Case, execution_provider: str, way: WayOfRunning, budget_
         raise UserError(f"{case.record.model}: no file to run")
     probe = host_probe(execution_provider) if watch_host else None  # first: its session is no part of the model's memory
     before = memory_in_use_mib(execution_provider)
-    runner = open_runner(case.path, execution_provider, dims=case.record.dims, io=way.io, cuda_graph=way.cuda_graph,
+    runner = open_runner(case.path, execution_provider, dims=case.record.dims_run, io=way.io, cuda_graph=way.cuda_graph,
                          static=case.record.static)
     if probe:
         runner.warm_up(WARMUP)

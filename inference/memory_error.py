@@ -83,7 +83,7 @@ def row(model: Path, dims: Mapping[str, int]) -> dict[str, Any]:
     from ort_analysis.fusion_detector import analyze
 
     record = analyze(model, "cpu", dims)
-    predicted, held = peak_memory(record), held_mib(model, record.dims)
+    predicted, held = peak_memory(record), held_mib(model, record.dims_run)
     names = ("weights", "activations", "arena", "workspace", "loading")
     parts = {f"{name} (MiB)": getattr(predicted, f"{name}_mib") for name in names}
     return {"model": record.model, "held (MiB)": held, "predicted (MiB)": predicted.peak_mib,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ort_analysis.parsed_nodes import bodies_of, control_flow_name
 from ort_analysis.records import KernelInput, type_code
+from utils.errors import UserError
 
 if TYPE_CHECKING:
     import onnx
@@ -159,16 +160,31 @@ def body_model(body: onnx.GraphProto, given: Sequence[KernelInput], outer: onnx.
     del graph.value_info[:]
     constants = {tensor.name: tensor for tensor in outer.graph.initializer}
     for value, tensor in zip(graph.input, given, strict=False):
-        if tensor.is_tensor:
-            value.CopyFrom(helper.make_tensor_value_info(value.name, type_code(tensor.dtype), tensor.shape))
+        value.CopyFrom(_value_info(value.name, tensor))
     for name in captured(body):
         if name in constants:
             graph.initializer.append(constants[name])
         else:
-            graph.input.append(helper.make_tensor_value_info(name, type_code(tensors[name].dtype), tensors[name].shape))
+            graph.input.append(_value_info(name, tensors[name]))
     model = helper.make_model(graph, opset_imports=list(outer.opset_import), ir_version=outer.ir_version)
     model.functions.extend(outer.functions)
     return model
+
+
+def _value_info(name: str, tensor: KernelInput) -> onnx.ValueInfoProto:
+    """The declaration of a tensor, or of a sequence or an optional of tensors, whose sizes stay open."""
+    from onnx import helper
+
+    def kind(words: str) -> onnx.TypeProto:
+        outer, _, inner = words.removesuffix(")").partition("(")
+        if inner and outer not in ("sequence", "optional"):
+            raise UserError(f"{name}: a {words} goes into the body of a Loop, a Scan or an If, which can't be analysed")
+        make = {"sequence": helper.make_sequence_type_proto, "optional": helper.make_optional_type_proto}
+        return make[outer](kind(inner)) if inner else helper.make_tensor_type_proto(type_code(words), None)
+
+    if tensor.is_tensor:
+        return helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
+    return helper.make_value_info(name, kind(tensor.dtype))
 
 
 def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, KernelInput],

@@ -241,6 +241,11 @@ class ModelRecord(Frozen):
         return self.kernels[node.kernel_id]
 
     @property
+    def dims_run(self) -> dict[str, int]:
+        """The sizes with which a run does what the record tells of: `dims`, and the branches that were taken by default."""
+        return {f"{node}.{guess.taken}": 1 for node, guess in self.guessed.items() if not guess.taken.isdigit()} | self.dims
+
+    @property
     def batch(self) -> int | None:
         """The first dimension of the first input, where it has one."""
         first = next(iter(self.inputs.values()), None)

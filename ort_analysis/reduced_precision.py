@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ort_analysis.parsed_nodes import bodies_of
 from ort_analysis.records import KernelInput
 from utils.errors import UserError
 
@@ -52,7 +53,7 @@ def floating_types(graph: onnx.GraphProto) -> set[str]:
 
 
 def element_types(graph: onnx.GraphProto) -> Iterator[int]:
-    """ONNX's numbers of the types of a graph's inputs, outputs, weights, constants and casts."""
+    """ONNX's numbers of the types of a graph's inputs, outputs, weights, constants and casts, those of bodies within it too."""
     for value in (*graph.input, *graph.output):
         yield value.type.tensor_type.elem_type
     for tensor in graph.initializer:
@@ -63,6 +64,8 @@ def element_types(graph: onnx.GraphProto) -> Iterator[int]:
                 yield attribute.i
             elif attribute.HasField("t"):
                 yield attribute.t.data_type
+        for body in bodies_of(node).values():
+            yield from element_types(body)
 
 
 @dataclass(frozen=True)
@@ -84,35 +87,47 @@ def as_single(loadable: Path | bytes, name: str) -> Reduced:
     """A model with float16 or bfloat16 in it, as one in single precision.
 
     Raises:
-        UserError: it mixes types, and its operator set is too old for that.
+        UserError: it mixes types, and its operator set is too old for that, or it holds Loop, If or Scan.
     """
     import onnx
-    from onnx import TensorProto
 
     proto = onnx.load(str(loadable)) if isinstance(loadable, Path) else onnx.load_from_string(loadable)
     graph = proto.graph
     types = floating_types(graph)
     only = types.pop() if len(types) == 1 else ""
     known = {} if only else _known_types(graph)
-    for tensor in graph.initializer:
-        _widen(tensor)
-    for value in (*graph.input, *graph.output):
-        if type_name(value.type.tensor_type.elem_type) in REDUCED:
-            value.type.tensor_type.elem_type = TensorProto.FLOAT
     del graph.value_info[:]  # ORT works the types out anew
     if not only:
+        if any(bodies_of(node) for node in graph.node):
+            raise UserError(f"{name}: mixes floating types and holds Loop, If or Scan, whose CUDA graph can't be derived "
+                            "without a GPU; analyse it on a machine with one, or use --device cpu")
         opset = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 0)
         if opset < MARK_OPSET:
             raise UserError(f"{name}: mixes floating types in operator set {opset}, whose CUDA graph can't be derived without "
                             "a GPU; analyse it on a machine with one, convert it to a newer operator set, or use --device cpu")
         _mark_casts(graph)
+    _widen_graph(graph)
+    return Reduced(proto.SerializeToString(), only, known)
+
+
+def _widen_graph(graph: onnx.GraphProto) -> None:
+    """Puts all of a graph into single precision, and bodies within it."""
+    from onnx import TensorProto
+
+    for tensor in graph.initializer:
+        _widen(tensor)
+    for value in (*graph.input, *graph.output):
+        if type_name(value.type.tensor_type.elem_type) in REDUCED:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.HasField("t"):
                 _widen(attribute.t)
             elif attribute.name in ("to", "dtype") and type_name(attribute.i) in REDUCED:
                 attribute.i = TensorProto.FLOAT
-    return Reduced(proto.SerializeToString(), only, known)
+        for body in bodies_of(node).values():
+            del body.value_info[:]
+            _widen_graph(body)
 
 
 def _widen(tensor: onnx.TensorProto) -> None:

@@ -71,8 +71,8 @@ def unrolled(trips: int) -> onnx.ModelProto:
     return model(nodes, [value("x", FLOAT, [8, WIDTH])], [last], [weight("w", WIDTH, WIDTH)])
 
 
-def choice() -> onnx.ModelProto:
-    """Three products, or one, by an input."""
+def choice(then: int = 1, other: int = 3) -> onnx.ModelProto:
+    """So many products or so many, by an input."""
     def branch(name: str, steps: int) -> onnx.GraphProto:
         nodes, last = [], "x"
         for step in range(steps):
@@ -80,7 +80,7 @@ def choice() -> onnx.ModelProto:
             last = f"{name}{step}"
         return helper.make_graph(nodes, name, [], [value(last, FLOAT, None)])
 
-    return model([node("If", ["deep"], ["y"], name="choose", then_branch=branch("short", 1), else_branch=branch("long", 3))],
+    return model([node("If", ["deep"], ["y"], name="choose", then_branch=branch("yes", then), else_branch=branch("no", other))],
                  [value("x", FLOAT, [8, WIDTH]), value("deep", BOOL, [])], ["y"], [weight("w", WIDTH, WIDTH)])
 
 
@@ -268,6 +268,42 @@ def test_bodies_have_providers_and_copies_in_a_cuda_session() -> None:
     assert working_nodes(record) == sum(one.runs for one in record.nodes if record.kernel_of(one).moves_data) - 4
 
 
+def test_a_body_in_half_precision_is_derived_for_cuda() -> None:
+    half = [numpy_helper.from_array(np.ones(shape, np.float16), name) for name, shape in (("w", (8, 8)), ("bias", (8,)))]
+    body = helper.make_graph(
+        [node("MatMul", ["state", "w"], ["product"]), node("Add", ["product", "bias"], ["next"]),
+         node("Identity", ["go_on"], ["go_on_out"])], "body",
+        [value("step", INT64, []), value("go_on", BOOL, []), value("state", TensorProto.FLOAT16, [4, 8])],
+        [value("go_on_out", BOOL, []), value("next", TensorProto.FLOAT16, [4, 8])], half[1:])
+    halved = model([node("Loop", ["trips", "true", "x"], ["y"], name="again", body=body)],
+                   [value("x", TensorProto.FLOAT16, [4, 8])], ["y"],
+                   [half[0], whole("trips", 3), numpy_helper.from_array(np.array(True), "true")])
+    record = analyze(halved, "cuda")
+    product = next(record.kernel_of(one) for one in record.nodes if record.kernel_of(one).op_type == "Gemm")
+    assert [tensor.dtype for tensor in (*product.inputs, *product.outputs)] == ["float16"] * 4
+    assert record.outputs["y"].dtype == "float16"
+
+
+def test_a_loop_without_a_number_of_trips_and_sequences_in_bodies() -> None:
+    body = helper.make_graph(
+        [node("Add", ["state", "one"], ["next"]), node("Less", ["next", "limit"], ["go_on_out"])], "body",
+        [value("step", INT64, []), value("go_on", BOOL, []), value("state", FLOAT, [])],
+        [value("go_on_out", BOOL, []), value("next", FLOAT, [])])
+    numbers = [numpy_helper.from_array(np.array(number, np.float32), name) for name, number in (("one", 1), ("limit", 9))]
+    ends = model([node("Loop", ["", "true", "x"], ["y"], name="until", body=body)], [value("x", FLOAT, [])], ["y"],
+                 [numpy_helper.from_array(np.array(True), "true"), *numbers])
+    assert (analyze(ends, "cpu").guessed["until"].taken, analyze(ends, "cpu", {"trips": 5}).guessed) == ("10", {})
+
+    def branch(name: str, made: onnx.NodeProto) -> onnx.GraphProto:
+        return helper.make_graph([made], name, [], [value(name, INT64, [])])
+
+    counted = model([node("SequenceConstruct", ["x", "x"], ["both"]), node(
+        "If", ["c"], ["y"], name="choose", then_branch=branch("a", node("SequenceLength", ["both"], ["a"])),
+        else_branch=branch("b", node("Constant", [], ["b"], value_int=3)))],
+        [value("x", FLOAT, [2, 3]), value("c", BOOL, [])], ["y"])
+    assert "choose/SequenceLength_0" in runs(analyze(counted, "cpu", {"then": 1}))
+
+
 def test_a_run_does_the_trips_that_are_given(tmp_path: Path) -> None:
     path = tmp_path / "loop.onnx"
     onnx.save(loop(None), path)
@@ -276,11 +312,15 @@ def test_a_run_does_the_trips_that_are_given(tmp_path: Path) -> None:
     assert runner.feed["trips"] == 3
     onnx.save(choice(), tmp_path / "choice.onnx")
     assert open_runner(tmp_path / "choice.onnx", "cpu", dims={"then": 1}, io="host").feed["deep"]
+    for products in ((1, 3), (3, 1)):  # by default the branch that is predicted
+        onnx.save(choice(*products), tmp_path / "choice.onnx")
+        sizes = analyze(tmp_path / "choice.onnx", "cpu").dims_run
+        assert open_runner(tmp_path / "choice.onnx", "cpu", dims=sizes, io="host").feed["deep"] == (products == (3, 1))
 
 
 def test_measured_on_the_cpu(tmp_path: Path) -> None:
-    """The kernels of a body as the profile of the model tells them, composed, against a run; the fastest ones, since others may be
-    at work here."""
+    """The kernels of a body as the profile of the model tells them, composed, against a run; the fastest ones, since others
+    may be at work here."""
     from benchmark.model_profile import profile_model
     from ort_analysis.fusion_detector import kernel_of
 

@@ -93,8 +93,9 @@ def ways_of(model: MadeModel) -> tuple[str, ...]:
     return ("static", "dynamic") if model.dims else ("static",)
 
 
-def feed_of(session: onnxruntime.InferenceSession, dims: Mapping[str, int]) -> dict[str, Any]:
-    """Inputs as the runner makes them, for a session whose dimensions may be open."""
+def feed_of(session: onnxruntime.InferenceSession, dims: Mapping[str, int],
+            steering: Mapping[str, int | bool] | None = None) -> dict[str, Any]:
+    """Inputs as the runner makes them, for a session whose dimensions may be open; `steering` ones get the value given."""
     from benchmark.ort_kernel_runner import random_floats, session_dtype
     from ort_analysis.records import numpy_dtype
 
@@ -103,6 +104,8 @@ def feed_of(session: onnxruntime.InferenceSession, dims: Mapping[str, int]) -> d
         shape = tuple(dims.get(size, 1) if isinstance(size, str) else size or 1 for size in value.shape)
         dtype = session_dtype(value.type)
         feed[value.name] = random_floats(shape, dtype) if "float" in dtype else np.zeros(shape, numpy_dtype(dtype))
+        if value.name in (steering or {}):
+            feed[value.name] = np.full(shape, (steering or {})[value.name], numpy_dtype(dtype))
     return feed
 
 
@@ -137,7 +140,7 @@ def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList
     """What a CUDA session runs: its graph as ONNX Runtime saves it, each node's provider as its profile of a run tells."""
     import onnx
 
-    from ort_analysis.ort_graph_parser import EXTERNAL_BYTES
+    from ort_analysis.ort_graph_parser import EXTERNAL_BYTES, read_source
     from utils.ort_sessions import open_session
 
     saved = folder / "saved.onnx"
@@ -151,7 +154,7 @@ def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList
                  for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()}
     error, types = "", {}
     try:
-        session.run(None, feed_of(session, model.dims))
+        session.run(None, feed_of(session, model.dims, read_source(path, model.dims).steering))
     except Exception as failed:  # noqa: BLE001 - a session that opens and can't run still tells its nodes
         error = " ".join(str(failed).split())[:300]
     for event in json.loads(Path(session.end_profiling()).read_text()):
@@ -230,10 +233,11 @@ def derived_nodes(model: MadeModel, path: Path, way: str) -> NodeList:
 def gpu_latency(model: MadeModel, path: Path, way: str, budget_s: float) -> GpuLatency:
     """Times a CUDA session; with numpy arrays where its outputs can't stay on the device (maps, say)."""
     from benchmark.ort_kernel_runner import Runner, bind
+    from ort_analysis.ort_graph_parser import read_source
     from utils.ort_sessions import open_session
 
     session = open_session(path, "cuda", dims=model.dims if way == "static" else None, name=model.name)
-    feed = feed_of(session, model.dims)
+    feed = feed_of(session, model.dims, read_source(path, model.dims).steering)
     io = "device" if all(value.type.startswith("tensor(") and "string" not in value.type
                          for value in (*session.get_inputs(), *session.get_outputs())) else "host"
     runner = Runner(session=session, name=model.name, execution_provider="cuda", io=io,
