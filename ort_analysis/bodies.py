@@ -100,6 +100,25 @@ def body_sizes(graph: onnx.GraphProto) -> set[str]:
     return found | (set(BRANCHES) if len(choices) == 1 else set())
 
 
+def unused_trips(held: Mapping[str, Held], dims: Mapping[str, int]) -> list[str]:
+    """Those of the sizes that give trips, but of no loop whose trips the model leaves open.
+
+    Args:
+        held: by node name, what the nodes of the main graph hold.
+        dims: the sizes given.
+    """
+    def open_loops(held: Mapping[str, Held]) -> Iterator[str]:
+        for name, inside in held.items():
+            if not inside.trips.fixed:
+                yield name
+            for body in inside.bodies:
+                yield from open_loops(body.inferred.held)
+
+    left_open = set(open_loops(held))
+    used = {f"{name}.{TRIPS}" for name in left_open} | ({TRIPS} if left_open else set())
+    return [name for name in dims if name.rpartition(".")[2] == TRIPS and name not in used]
+
+
 def steering_inputs(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, int | bool]:
     """Values of the graph's inputs that say how often a Loop runs, or which branch of an If: those that `dims` give, else
     DEFAULT_TRIPS for a Loop. A run with them does what a prediction with the same sizes tells of."""

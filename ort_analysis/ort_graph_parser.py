@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from model_zoo.zoo_config import DEFAULT_DIMS_KEY
-from ort_analysis.bodies import Body, body_sizes, steering_inputs
+from ort_analysis.bodies import Body, body_sizes, steering_inputs, unused_trips
 from ort_analysis.cuda_optimizers import cuda_optimizers
 from ort_analysis.cuda_placement import assign_providers
 from ort_analysis.cuda_rewrites import rewrite_for_cuda
@@ -193,6 +193,8 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     unknown = sorted(set(given) - set(dynamic) - _sizes_by_data(proto.graph, given))
     if unknown:
         there = f"its dynamic dimensions are {', '.join(sorted(dynamic))}" if dynamic else "all its dimensions are fixed"
+        within = sorted(body_sizes(proto.graph))
+        there += f"; of Loops and Ifs {', '.join(within)} can be given" if within else ""
         raise UserError(f"{shown}: no dynamic dimension {', '.join(unknown)}; {there}")
     stamped = {dim: size for dim, size in default_dims(proto).items() if dim in dynamic and dim not in given}
     if stamped:
@@ -277,6 +279,9 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
     name_nodes(proto.graph)
     onnx.save(proto, str(path))
     inferred = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent, source.dims)
+    for unused in unused_trips(inferred.held, {dim: size for dim, size in source.dims.items() if dim not in open_dims(proto)}):
+        log.warning("%s: %s=%d changes nothing: the model itself says how often its loops run", source.name, unused,
+                    source.dims[unused])
     tensors, original, fixed = inferred.tensors, source.graph_only.graph, static or not source.dims
 
     def on_provider(proto: onnx.ModelProto, tensors: dict[str, KernelInput], original: onnx.GraphProto,

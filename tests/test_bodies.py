@@ -16,6 +16,7 @@ from benchmark.protocol import Effort
 from benchmark.worker import labels_of
 from graph_model.dag_critical_path import build_dag, longest_path
 from inference import predict
+from inference.timeline import trace_of
 from ort_analysis.fusion_detector import analyze
 from ort_analysis.ort_graph_parser import own_sizes
 from ort_analysis.records import ModelRecord, load_record
@@ -122,8 +123,25 @@ def test_trips_that_are_given_or_guessed() -> None:
     assert (record.guessed["again"].low, record.guessed["again"].high) == (0.1, 10.0)
     assert runs(analyze(loop(None), "cpu", {"trips": 0})) | {"again": 1.0} == {
         name: float(name == "again") for name in runs(record)}
-    with pytest.raises(UserError, match=r"no dynamic dimension others\.trips"):
+    with pytest.raises(UserError, match=r"no dynamic dimension others\.trips; .* of Loops and Ifs again\.trips, trips can be"):
         analyze(loop(None), "cpu", {"others.trips": 7})
+
+
+def test_trips_that_change_nothing_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        assert set(runs(analyze(loop(5), "cpu", {"trips": 7})).values()) == {5.0}
+    assert "trips=7 changes nothing" in caplog.text
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        analyze(loop(None), "cpu", {"trips": 7})
+    assert not caplog.text
+
+
+def test_a_timeline_shows_every_trip() -> None:
+    record = analyze(loop(3), "cuda")
+    names = [event["name"] for event in trace_of(predict(record, target=H200), record)["traceEvents"] if event["ph"] == "X"]
+    assert sum(name.startswith("again/MatMul_0") for name in names) == 2 * 3  # dispatched by the host, run by the GPU
+    assert sum(name.startswith("again (Loop)") for name in names) == 3
 
 
 def test_a_loop_that_data_may_end_runs_at_most_as_often_as_its_constant_says() -> None:
