@@ -70,7 +70,7 @@ def flat_bodies(nodes: Sequence[onnx.NodeProto], assigned: Sequence[str], held: 
         variants = {body.attribute: _flat_body(node.name, body, bodies_of(same)[body.attribute], inside.trips, finish)
                     for body in inside.bodies}
         chosen, guess = _chosen(inside, variants)
-        found.nodes.append(replace(parsed, runs=float(max(inside.trips.count, 1))))
+        found.nodes.append(replace(parsed, runs=float(inside.trips.count)))
         found.add(variants[chosen])
         found.originals[node.name] = bodies_of(same)[chosen]
         if guess is not None:

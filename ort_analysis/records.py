@@ -166,7 +166,7 @@ class Node(Frozen):
         inputs, outputs: tensor names; "" where an optional one is left out.
         origins: the original nodes that this one stands for (several nodes may share them, where ORT split a fusion).
         runs: how often it runs in a run of the model: more than once in the body of a Loop or Scan. A node that holds such a
-            body counts as often as it begins a trip.
+            body counts as often as the body runs.
         inside: the name of the node in whose body it stands; "" in the main graph. What a body makes is called
             `<node>/<tensor>`.
     """

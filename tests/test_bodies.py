@@ -121,8 +121,7 @@ def test_trips_that_are_given_or_guessed() -> None:
     record = analyze(loop(None), "cpu")
     assert set(runs(record).values()) == {10.0}
     assert (record.guessed["again"].low, record.guessed["again"].high) == (0.1, 10.0)
-    assert runs(analyze(loop(None), "cpu", {"trips": 0})) | {"again": 1.0} == {
-        name: float(name == "again") for name in runs(record)}
+    assert set(runs(analyze(loop(None), "cpu", {"trips": 0})).values()) == {0.0}
     with pytest.raises(UserError, match=r"no dynamic dimension others\.trips; .* of Loops and Ifs again\.trips, trips can be"):
         analyze(loop(None), "cpu", {"others.trips": 7})
 
@@ -241,6 +240,7 @@ def test_a_loop_costs_what_its_nodes_cost_unrolled() -> None:
 
 def test_twice_the_trips_cost_twice_as_much() -> None:
     none, ten, twenty = (predict(loop(None), target=H200, dims={"trips": trips}).latency_ms for trips in (0, 10, 20))
+    assert none < CUDA_TRIP_MS["Loop"]  # an H200 took 0.017 ms for such a run
     assert (twenty - none) / (ten - none) == pytest.approx(2.0, rel=0.05)
     many, twice = (predict(loop(None), target=H200, dims={"trips": trips}).latency_ms for trips in (MOST_RUNS, 2 * MOST_RUNS))
     assert many / (twenty - ten) == pytest.approx(MOST_RUNS / 10, rel=0.02)
