@@ -7,6 +7,7 @@ so those have to be off that would find no node of the CPU's in a CUDA session.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from utils.ort_sessions import CPU_ONLY_FUSIONS
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 
 # A quantised operator between DequantizeLinear and QuantizeLinear: fused on the CPU; on CUDA all three run, in floating point.
 QDQ_FUSIONS = ("QDQSelectorActionTransformer", "QDQS8ToU8Transformer")
-# What follows a product of integers: fused where the CPU runs that, and the CUDA provider's kernel takes int8 by int8 alone.
+# What follows a product of integers: fused where all of it is the CPU's. CUDA takes the cast and the scaling behind it.
 INTEGER_PRODUCT_FUSIONS = ("MatMulIntegerToFloatFusion", "DynamicQuantizeMatMulFusion")
+COVER = "/hase.indices"  # ends the name of an output that a MaxPool has only while it is optimised
 BLOCKED_LAYOUT = ("NchwcTransformer",)  # would take the float convolutions, which a CUDA session gives to the GPU
 
 
@@ -26,22 +28,31 @@ def cuda_optimizers(graph: onnx.GraphProto) -> tuple[str, tuple[str, ...]]:
 
     Level `extended` is what CUDA's nodes get at `all` too; the CPU's nodes, of which quantised operators are most, get more.
     """
-    types = {node.op_type for node in graph.node}
-    if any(name.startswith("QLinear") for name in types):
-        return "all", (*CPU_ONLY_FUSIONS, *QDQ_FUSIONS, *BLOCKED_LAYOUT)
-    if types & {"QuantizeLinear", "DequantizeLinear"}:
-        return "extended", (*CPU_ONLY_FUSIONS, *QDQ_FUSIONS)
-    if "MatMulInteger" in types and not _products_of_unsigned(graph):
-        return "extended", (*CPU_ONLY_FUSIONS, *INTEGER_PRODUCT_FUSIONS)
-    return "extended", CPU_ONLY_FUSIONS
+    disabled = (*CPU_ONLY_FUSIONS, *INTEGER_PRODUCT_FUSIONS, *QDQ_FUSIONS)
+    if runs_on_whole_numbers(graph):
+        return "all", (*disabled, *BLOCKED_LAYOUT)
+    return "extended", disabled
 
 
-def _products_of_unsigned(graph: onnx.GraphProto) -> bool:
-    """Whether the products of integers have a factor that CUDA's kernel does not take: one that DynamicQuantizeLinear makes
-    (uint8), or weights of uint8."""
-    from onnx import TensorProto
+def runs_on_whole_numbers(graph: onnx.GraphProto) -> bool:
+    """Whether a model holds quantised operators of its own, which only the CPU provider has."""
+    return any(node.op_type.startswith("QLinear") for node in graph.node)
 
-    unsigned = {node.output[0] for node in graph.node if node.op_type == "DynamicQuantizeLinear"}
-    unsigned |= {tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.UINT8}
-    unsigned |= {value.name for value in graph.input if value.type.tensor_type.elem_type == TensorProto.UINT8}
-    return any(unsigned & set(node.input[:2]) for node in graph.node if node.op_type == "MatMulInteger")
+
+def cover_pools(loadable: Path | bytes) -> bytes:
+    """A model whose MaxPools the optimiser leaves as they are, while the CPU's quantised convolutions around them turn channels
+    last, since a CUDA session runs them on the GPU. They get an output more than it takes; `uncover_pools` takes it away."""
+    import onnx
+
+    proto = onnx.load(str(loadable)) if isinstance(loadable, Path) else onnx.load_from_string(loadable)
+    for node in proto.graph.node:
+        if node.op_type == "MaxPool" and len(node.output) == 1:
+            node.output.append(node.output[0] + COVER)
+    return bytes(proto.SerializeToString())
+
+
+def uncover_pools(graph: onnx.GraphProto) -> None:
+    """Takes away, in place, the outputs that `cover_pools` added."""
+    for node in graph.node:
+        if node.op_type == "MaxPool" and len(node.output) == 2 and node.output[1].endswith(COVER):
+            del node.output[1]

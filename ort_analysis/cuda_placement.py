@@ -105,9 +105,21 @@ def place(nodes: Sequence[onnx.NodeProto], tensors: Mapping[str, KernelInput], o
         None if refuses(node) else cuda_kernel(node.op_type, "" if node.domain == "ai.onnx" else node.domain,
                                                opset(node.domain), types(node.input), types(node.output)) for node in nodes]
     on_cpu = _prefer_cpu(nodes, kernels, tensors, set(graph_inputs)) - _made_by_fusions(nodes)
+    on_cpu |= _layout_changes(nodes)
     providers: tuple[Provider, ...] = tuple(
         "cuda" if kernel is not None and number not in on_cpu else "cpu" for number, kernel in enumerate(kernels))
     return Placement(providers, tuple(kernels))
+
+
+def _layout_changes(nodes: Sequence[onnx.NodeProto]) -> set[int]:
+    """Numbers of the Transposes that ONNX Runtime puts around the CPU's quantised convolutions, which work channels last: they
+    are the CPU's too, wherever the tensor goes."""
+    channels_last = {number for number, node in enumerate(nodes)
+                     if any(attribute.name == "channels_last" and attribute.i for attribute in node.attribute)}
+    read = {name for number in channels_last for name in nodes[number].input}
+    made = {name for number in channels_last for name in nodes[number].output}
+    return {number for number, node in enumerate(nodes)
+            if node.op_type == "Transpose" and (node.input[0] in made or node.output[0] in read)}
 
 
 def _made_by_fusions(nodes: Sequence[onnx.NodeProto]) -> set[int]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from model_zoo.zoo_config import DEFAULT_DIMS_KEY
 from ort_analysis.bodies import Body, body_sizes, steering_inputs, unused_trips
-from ort_analysis.cuda_optimizers import cuda_optimizers
+from ort_analysis.cuda_optimizers import cover_pools, cuda_optimizers, runs_on_whole_numbers, uncover_pools
 from ort_analysis.cuda_placement import assign_providers
 from ort_analysis.cuda_rewrites import rewrite_for_cuda
 from ort_analysis.flat_graph import flat_bodies
@@ -270,13 +270,17 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
     derived = provider == "cuda" and not has_cuda()
     source = read_source(model, dims, name)
     reduced = as_single(source.loadable, source.name) if derived and holds_reduced(source.graph_only.graph) else None
-    work = partial(optimize, replace(source, loadable=reduced.model) if reduced else source, flavour, derived, path, static)
+    loadable = reduced.model if reduced else source.loadable
+    if derived and runs_on_whole_numbers(source.graph_only.graph):
+        loadable = cover_pools(loadable)
+    work = partial(optimize, replace(source, loadable=loadable), flavour, derived, path, static)
     if static or not source.dims:
         work()
     else:
         keep(f"{source.sha256}-{flavour.name}-{path.name}", path, work)
     proto = onnx.load(str(path), load_external_data=False)
     name_nodes(proto.graph)
+    uncover_pools(proto.graph)
     onnx.save(proto, str(path))
     inferred = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent, source.dims)
     for unused in unused_trips(inferred.held, {dim: size for dim, size in source.dims.items() if dim not in open_dims(proto)}):

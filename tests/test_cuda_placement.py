@@ -123,6 +123,29 @@ def test_a_quantised_convolution_is_the_cpus_and_one_between_dequantize_and_quan
     assert {provider for _, provider in placed(quantized(integer_conv=False))} == {"cuda"}
 
 
+def test_a_pool_between_quantised_convolutions_is_cudas_and_their_change_of_layout_the_cpus() -> None:
+    constants = [helper.make_tensor("scale", FLOAT, [], [0.1]), helper.make_tensor("zero", TensorProto.UINT8, [], [128]),
+                 helper.make_tensor("w", TensorProto.UINT8, [8, 8, 3, 3], [1] * 576)]
+    around = ["scale", "zero", "w", "scale", "zero", "scale", "zero"]
+    nodes = [node("QLinearConv", ["x", *around], ["a"]), node("MaxPool", ["a"], ["p"], kernel_shape=[2, 2], strides=[2, 2]),
+             node("QLinearConv", ["p", *around], ["y"])]
+    graph = derived(nodes, {"x": [1, 8, 32, 32]}, ["y"], constants, kinds={"x": TensorProto.UINT8})
+    assert Counter(placed(graph)) == {
+        ("QLinearConv", "cpu"): 2, ("Transpose", "cpu"): 4, ("MaxPool", "cuda"): 1, ("MemcpyFromHost", "cuda"): 1,
+        ("MemcpyToHost", "cuda"): 1}
+
+
+def test_what_follows_a_product_of_integers_is_cudas() -> None:
+    constants = [helper.make_tensor("w", TensorProto.INT8, [64, 64], [1] * 4096),
+                 helper.make_tensor("wzero", TensorProto.INT8, [], [0]), helper.make_tensor("factor", FLOAT, [], [0.5])]
+    nodes = [node("DynamicQuantizeLinear", ["x"], ["q", "scale", "zero"]),
+             node("MatMulInteger", ["q", "w", "zero", "wzero"], ["m"]), node("Cast", ["m"], ["f"], to=FLOAT),
+             node("Mul", ["scale", "factor"], ["both"]), node("Mul", ["f", "both"], ["y"])]
+    found = placed(derived(nodes, {"x": [8, 64]}, ["y"], constants))
+    assert {(op_type, provider) for op_type, provider in found if "Memcpy" not in op_type} == {
+        ("DynamicQuantizeLinear", "cpu"), ("MatMulInteger", "cpu"), ("Cast", "cuda"), ("Mul", "cuda")}
+
+
 def test_a_graph_that_the_cpu_provider_optimised_before_keeps_its_convolutions_on_the_cpu(tmp_path: Path) -> None:
     weights = helper.make_tensor("w", FLOAT, [16, 16, 3, 3], [0.01] * (16 * 16 * 9))
     graph = helper.make_graph([node("Conv", ["x", "w"], ["c"]), node("Relu", ["c"], ["y"])], "conv",
