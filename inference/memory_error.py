@@ -1,8 +1,9 @@
-"""Phase 7.4: how much memory a session on this machine's CPU really holds, against what is predicted.
+"""Phase 7.4: how much memory a session on this machine really holds, against what is predicted.
 
-Opens each model in a process of its own with ONNX Runtime's defaults and runs it four times with made-up inputs. Held is the
-greatest resident memory during the runs, less that of the process before, in which ONNX Runtime had run a tiny model. Prints a
-row a model; writes nothing. Linux only.
+Opens each model in a process of its own with ONNX Runtime's defaults and runs it four times with made-up inputs. On a CPU, held is
+the greatest resident memory during the runs; on a GPU (--device cuda, tensors on the device), the device's memory in use after
+them, so that nothing else may use it meanwhile. Both less that of the process before, in which ONNX Runtime had run a tiny
+model. Prints a row a model; writes nothing. Linux only.
 """
 
 from __future__ import annotations
@@ -36,6 +37,31 @@ def resident_mib(peak: bool) -> float:
     return next(int(line.split()[1]) / 1024 for line in STATUS.read_text(encoding="ascii").splitlines() if line.startswith(key))
 
 
+def device_mib() -> float:
+    """The memory of the first NVIDIA GPU that is in use, by whomever."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used) / 2**20
+
+
+def hold_on_gpu(model: Path, dims: Mapping[str, int]) -> float:
+    """What running `model` adds to the memory in use on the GPU, MiB; call it once a process."""
+    from onnx import helper
+
+    from benchmark.ort_kernel_runner import bind, random_feed
+    from utils.ort_sessions import open_nodes, open_session
+
+    tiny = open_nodes([helper.make_node("MatMul", ["x", "x"], ["y"])], ["x"], [64, 64], "cuda", "tiny")
+    bind(tiny, random_feed(tiny), "cuda", "device")()
+    before = device_mib()
+    session = open_session(model, "cuda", dims=dims)
+    run_once = bind(session, random_feed(session), "cuda", "device")
+    for _ in range(RUNS):
+        run_once()
+    return device_mib() - before
+
+
 def hold(model: Path, dims: Mapping[str, int]) -> float:
     """What running `model` adds to this process at its peak, MiB; call it once a process."""
     import numpy as np
@@ -57,33 +83,35 @@ def hold(model: Path, dims: Mapping[str, int]) -> float:
     return resident_mib(peak=True) - before
 
 
-def held_mib(model: Path, dims: Mapping[str, int]) -> float:
+def held_mib(model: Path, dims: Mapping[str, int], device: str = "cpu") -> float:
     """What a session of `model` holds, measured in a process of its own.
 
     Args:
         model: an ONNX file.
         dims: sizes of its dynamic dimensions.
+        device: `cpu` or `cuda`.
 
     Raises:
         UserError: no Linux, or the model can't be run.
     """
     if not RESET_PEAK.exists():
         raise UserError("resident memory is measured as Linux reports it; this system has no /proc/self/clear_refs")
-    program = ("from pathlib import Path; from inference.memory_error import hold; "
-               f"print(hold(Path({str(model.resolve())!r}), {dict(dims)}))")
+    measure = "hold_on_gpu" if device == "cuda" else "hold"
+    program = (f"from pathlib import Path; from inference.memory_error import {measure}; "
+               f"print({measure}(Path({str(model.resolve())!r}), {dict(dims)}))")
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"{model}: its run failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     return float(json.loads(done.stdout))
 
 
-def row(model: Path, dims: Mapping[str, int]) -> dict[str, Any]:
+def row(model: Path, dims: Mapping[str, int], device: str = "cpu") -> dict[str, Any]:
     """Predicted and held memory of one model, as a row of the table."""
     from inference.memory import peak_memory
     from ort_analysis.fusion_detector import analyze
 
-    record = analyze(model, "cpu", dims)
-    predicted, held = peak_memory(record), held_mib(model, record.dims_run)
+    record = analyze(model, device, dims, static=device == "cuda")
+    predicted, held = peak_memory(record), held_mib(model, record.dims_run, device)
     names = ("weights", "activations", "arena", "workspace", "loading")
     parts = {f"{name} (MiB)": getattr(predicted, f"{name}_mib") for name in names}
     return {"model": record.model, "held (MiB)": held, "predicted (MiB)": predicted.peak_mib,
@@ -95,6 +123,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, action="append",
                         help="an ONNX file; a bare name is also looked for in model_zoo; may be repeated")
     cli.add_dim(parser)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose memory (default: cpu)")
     args = parser.parse_args()
     workspace = cli.start(args)
 
@@ -102,11 +131,11 @@ def main() -> int:
 
     sizes = cli.parse_dims(args.dim)
     asked = [(model, dims) for model in map(workspace.find_model, args.model) for dims in own_sizes(model, sizes)]
-    rows = [row(model, dims) for model, dims in cli.track(asked, "measuring")]
+    rows = [row(model, dims, args.device) for model, dims in cli.track(asked, "measuring")]
     if args.json:
         cli.print_json(rows)
     else:
-        cli.print_table(rows, "memory of a session on this machine's CPU")
+        cli.print_table(rows, f"memory of a session on this machine's {args.device}")
     return 0
 
 
