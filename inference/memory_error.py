@@ -1,9 +1,9 @@
 """Phase 7.4: how much memory a session on this machine really holds, against what is predicted.
 
-Opens each model in a process of its own with ONNX Runtime's defaults and runs it four times with made-up inputs. On a CPU, held is
-the greatest resident memory during the runs; on a GPU (--device cuda, tensors on the device), the device's memory in use after
-them, so that nothing else may use it meanwhile. Both less that of the process before, in which ONNX Runtime had run a tiny
-model. Prints a row a model; writes nothing. Linux only.
+Opens each model in a process of its own with ONNX Runtime's defaults and runs it four times with made-up inputs. On a CPU,
+held is the greatest resident memory during the runs. On a GPU (--device cuda, tensors on the device) it is the memory of the
+device that is in use after them; nothing else may use the GPU meanwhile. Both less what was held before, when ONNX Runtime had
+run a tiny model. Prints a row a model; writes nothing. Linux only.
 """
 
 from __future__ import annotations
