@@ -28,8 +28,8 @@ from utils.errors import UserError
 from utils.fingerprint import Target, machine
 from utils.paths import SHIPPED
 
-# On a CPU: the kernels' times by ONNX Runtime's profile of the model itself, added up. Of each node some 5 µs are the profiler's
-# own: on two cores of an AMD EPYC, 57 models of the kinds of recipes/kinds erred least with 5 to 6 µs a node.
+# On a CPU: the kernels' times by ONNX Runtime's profile of the model itself, added up. Of each node some 5 µs are the
+# profiler's own: on two cores of an AMD EPYC, 57 models of the kinds of recipes/kinds erred least with 5 to 6 µs a node.
 CPU_LABEL, CPU_NODE_MS = "kernel_time", -0.0055
 # What a CPU or a GPU of a usual kind reaches: a guess, for kernels of other models and those that could not be measured.
 ROOFLINES = {"cpu": Roofline(flops_per_ms=5e7, bytes_per_ms=1e7, floor_ms=0.003, scale=1.0),
