@@ -33,7 +33,6 @@ OTHER_CUDNN = 2.0  # how many times as far from the prediction an interval reach
 # measured, since no GPU was measured under two of them
 FORCED = 2.0  # the same for an element type or ONNX Runtime version that is not the predictors': a choice
 NORMAL_90 = 2.06  # 90 % of normal errors are within so many times their mean size: 1.645 / sqrt(2 / pi)
-SURE = 0.95  # of the kernel time measured: a prediction that rests on measurements
 UNKNOWN = 2.0  # the factor by which a prediction may be off of which no errors are known at all: a choice
 
 Reason = Literal["estimated", "on the CPU", "stand-in", "other form", "beyond", "control flow"]

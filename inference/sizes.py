@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from inference.doubt import SURE
 from inference.prediction import Prediction
+from training.composition import NEARLY_ALL
 
 
 def never_falling(found: Sequence[Prediction]) -> list[Prediction]:
     """Predictions of a model at several sizes of its dynamic dimensions, none of them shorter than one for sizes no greater.
 
     Where predictors say so, the one for the greater sizes is raised to the other's latency, and a warning says it. Predictions
-    that rest on measured kernels (SURE of their time) stay as they are.
+    that rest on measured kernels (NEARLY_ALL of their time) stay as they are.
     """
     return [_raised(one, found) for one in found]
 
@@ -40,4 +40,4 @@ def _no_greater(dims: Mapping[str, int], than: Mapping[str, int]) -> bool:
 
 
 def _measured(one: Prediction) -> bool:
-    return one.time_share["measured"] >= SURE
+    return one.time_share["measured"] >= NEARLY_ALL

@@ -22,7 +22,7 @@ BIASED_DTYPES = ("float16", "float32", "float64")  # that BiasSoftmax takes
 SOFTMAX_PER_AXIS = 13  # the operator set since which Softmax runs over one axis, not over all from `axis` on
 
 
-def rewrite_for_cuda(proto: onnx.ModelProto, original: onnx.GraphProto, tensors: dict[str, KernelInput],
+def rewrite_for_cuda(proto: onnx.ModelProto, original: onnx.GraphProto, tensors: Mapping[str, KernelInput],
                      known_shapes: Callable[[], Mapping[str, Shape]]) -> None:
     """Rewrites a derived graph in place; names of tensors stay, some tensors vanish.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ort_analysis.parsed_nodes import bodies_of
-from ort_analysis.records import KernelInput
+from ort_analysis.records import KernelInput, type_code, type_name
 from utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,12 +34,10 @@ WITHOUT_FLOATING_INPUT = ("Constant", "ConstantOfShape", "RandomNormal", "Random
                           "RandomUniformLike", "EyeLike", "Multinomial", "Bernoulli", "DequantizeLinear")
 
 
-def type_name(element: int) -> str:
+def floating_type(element: int) -> str:
     """`float16` of ONNX's number; "" where it is none of the types that are told apart here."""
-    from onnx import TensorProto
-
-    names = {int(TensorProto.FLOAT): SINGLE, int(TensorProto.FLOAT16): "float16", int(TensorProto.BFLOAT16): "bfloat16"}
-    return names.get(element, "")
+    name = type_name(element)
+    return name if name in ALPHAS else ""
 
 
 def holds_reduced(graph: onnx.GraphProto) -> bool:
@@ -49,7 +47,7 @@ def holds_reduced(graph: onnx.GraphProto) -> bool:
 
 def floating_types(graph: onnx.GraphProto) -> set[str]:
     """Which of float32, float16 and bfloat16 a graph computes in."""
-    return {type_name(element) for element in element_types(graph)} - {""}
+    return {floating_type(element) for element in element_types(graph)} - {""}
 
 
 def element_types(graph: onnx.GraphProto) -> Iterator[int]:
@@ -117,13 +115,13 @@ def _widen_graph(graph: onnx.GraphProto) -> None:
     for tensor in graph.initializer:
         _widen(tensor)
     for value in (*graph.input, *graph.output):
-        if type_name(value.type.tensor_type.elem_type) in REDUCED:
+        if floating_type(value.type.tensor_type.elem_type) in REDUCED:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.HasField("t"):
                 _widen(attribute.t)
-            elif attribute.name in ("to", "dtype") and type_name(attribute.i) in REDUCED:
+            elif attribute.name in ("to", "dtype") and floating_type(attribute.i) in REDUCED:
                 attribute.i = TensorProto.FLOAT
         for body in bodies_of(node).values():
             del body.value_info[:]
@@ -135,7 +133,7 @@ def _widen(tensor: onnx.TensorProto) -> None:
     import numpy as np
     from onnx import numpy_helper
 
-    if type_name(tensor.data_type) not in REDUCED:
+    if floating_type(tensor.data_type) not in REDUCED:
         return
     values = numpy_helper.to_array(tensor)
     wide = values.astype(np.float32)
@@ -147,13 +145,13 @@ def _widen(tensor: onnx.TensorProto) -> None:
 
 def _known_types(graph: onnx.GraphProto) -> dict[str, str]:
     """The floating types of inputs and weights, and of what operators without a floating input make, by name."""
-    found = {value.name: type_name(value.type.tensor_type.elem_type) for value in graph.input}
-    found |= {tensor.name: type_name(tensor.data_type) for tensor in graph.initializer}
+    found = {value.name: floating_type(value.type.tensor_type.elem_type) for value in graph.input}
+    found |= {tensor.name: floating_type(tensor.data_type) for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type in WITHOUT_FLOATING_INPUT and node.op_type != "DequantizeLinear":
             kinds = [attribute.t.data_type if attribute.HasField("t") else attribute.i for attribute in node.attribute
                      if attribute.HasField("t") or attribute.name == "dtype"]
-            found |= {name: type_name(kinds[0]) if kinds else SINGLE for name in node.output}
+            found |= {name: floating_type(kinds[0]) if kinds else SINGLE for name in node.output}
     return {name: dtype for name, dtype in found.items() if dtype}
 
 
@@ -164,16 +162,13 @@ def _mark_casts(graph: onnx.GraphProto) -> None:
     nodes = []
     for node in graph.node:
         nodes.append(node)
-        target = next((type_name(attribute.i) for attribute in node.attribute if attribute.name == "to"), "")
+        target = next((floating_type(attribute.i) for attribute in node.attribute if attribute.name == "to"), "")
         if node.op_type == "Cast" and target:
             made = node.output[0]
             node.output[0] = f"{made}/before_mark"
             nodes.append(helper.make_node(MARK, [node.output[0]], [made], f"{node.name or made}/mark", alpha=ALPHAS[target]))
-    copies = [type(node)() for node in nodes]
-    for copy, node in zip(copies, nodes, strict=True):
-        copy.CopyFrom(node)
     del graph.node[:]
-    graph.node.extend(copies)
+    graph.node.extend(nodes)
 
 
 def marked_type(node: onnx.NodeProto) -> str:
@@ -215,7 +210,7 @@ def _typed(tensor: KernelInput, dtype: str) -> KernelInput:
 def _marks_to_casts(graph: onnx.GraphProto, types: Mapping[str, str], tensors: Mapping[str, KernelInput]) -> None:
     """Turns each mark into a cast, joins it with a cast from whole numbers before it, and leaves out what casts to the same
     type, as ONNX Runtime does."""
-    from onnx import TensorProto, helper
+    from onnx import helper
 
     reads = Counter(name for node in graph.node for name in node.input)
     outputs = {value.name for value in graph.output}
@@ -238,14 +233,10 @@ def _marks_to_casts(graph: onnx.GraphProto, types: Mapping[str, str], tensors: M
         if before is not None and _casts_whole(before, tensors) and reads[source] == 1:
             gone.add(source)
             source = before.input[0]
-        element = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}[target]
-        node.CopyFrom(helper.make_node("Cast", [source], [made], name=node.name, to=element))
+        node.CopyFrom(helper.make_node("Cast", [source], [made], name=node.name, to=type_code(target)))
     kept = [node for node in graph.node if not set(node.output) & gone]
-    copies = [type(node)() for node in kept]
-    for copy, node in zip(copies, kept, strict=True):
-        copy.CopyFrom(node)
     del graph.node[:]
-    graph.node.extend(copies)
+    graph.node.extend(kept)
 
 
 def _casts_whole(node: onnx.NodeProto | None, tensors: Mapping[str, KernelInput]) -> bool:

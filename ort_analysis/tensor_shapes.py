@@ -212,7 +212,7 @@ def _ask(probe: onnx.ModelProto, execution_provider: str, name: str, fold: bool)
             values[tensor.name] = made.values
         if tensor.name in shapes:
             shapes[tensor.name] = tuple(tensor.dims)
-    return _Answer(dtypes, shapes, values, dict(_assignments(session)))
+    return _Answer(dtypes, shapes, values, dict(assignments(session)))
 
 
 def shapes_of_any_size(proto: onnx.ModelProto, name: str) -> dict[str, Shape]:
@@ -329,7 +329,7 @@ def _trouble(tensor: str, shape: Shape, selects: bool = False) -> str:
             f"--dim {tensor}.{first}=100" + (f", or --dim {DETECTIONS}=100 for all such sizes" if selects else ""))
 
 
-def _assignments(session: Any) -> Iterator[tuple[str, str]]:
+def assignments(session: Any) -> Iterator[tuple[str, str]]:
     """Pairs of node name and provider as ORT assigned them."""
     for part in session.get_provider_graph_assignment_info():
         for node in part.get_nodes():

@@ -29,6 +29,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ort_analysis.records import type_code
+from ort_analysis.tensor_shapes import session_dtype
 from utils import cli, files
 from utils.fingerprint import ort_version
 from utils.logger import get_logger
@@ -42,7 +44,6 @@ MOST_COMBINATIONS = 300  # of an operator's types that are tried exhaustively; b
 BATCH = 64  # graphs opened in one session, as long as all of them load
 TYPES = ("float", "float16", "bfloat16", "double", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
          "bool", "string", "int4", "uint4", "float8e4m3fn", "float8e5m2")
-ELEMENT = {"float": "FLOAT", "double": "DOUBLE"}
 PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]
 SKIPPED = {"Constant", "ATen", "If", "Loop", "Scan", "BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch", "Optional",
            "SequenceMap", "ExpandDims"}
@@ -179,10 +180,7 @@ def probes_of(schema: Any, with_optional: bool) -> Iterator[Probe]:
 
 def element_type(text: str) -> int:
     """ONNX's number of `tensor(float)`."""
-    import onnx
-
-    name = text[len("tensor("):-1]
-    return int(onnx.TensorProto.DataType.Value(ELEMENT.get(name, name.upper())))
+    return type_code(session_dtype(text))
 
 
 def graph_of(probes: Sequence[Probe], opset: int) -> bytes:
@@ -334,13 +332,7 @@ def products(accepted: Sequence[Mapping[str, str]]) -> list[dict[str, list[str]]
             rest = tuple(sorted((other, kinds) for other, kinds in one.items() if other != name))
             merged[rest] = merged.get(rest, frozenset()) | one[name]
         found = [{**dict(rest), name: kinds} for rest, kinds in merged.items()]
-    return [{name: sorted(short(kind) for kind in one[name]) for name in sorted(one)} for one in found]
-
-
-def short(kind: str) -> str:
-    """numpy's name of `tensor(float)`, as kernel records spell it."""
-    name = kind.removeprefix("tensor(").removesuffix(")")
-    return {"float": "float32", "double": "float64"}.get(name, name)
+    return [{name: sorted(session_dtype(kind) for kind in one[name]) for name in sorted(one)} for one in found]
 
 
 def accepted_types(answer: Mapping[str, Any], schema: Any) -> list[dict[str, list[str]]]:
@@ -355,7 +347,7 @@ def accepted_types(answer: Mapping[str, Any], schema: Any) -> list[dict[str, lis
     tried = [dict(probe.types) for probe in probes_of(schema, with_optional=True)]
     inside = [one for one in tried if all(one.get(name) in kinds for name, kinds in sets.items())]
     if all(one in taken for one in inside):
-        return [{name: sorted(map(short, kinds)) for name, kinds in sorted(sets.items())}]
+        return [{name: sorted(map(session_dtype, kinds)) for name, kinds in sorted(sets.items())}]
     return products(taken)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from ort_analysis.cuda_capture import COPIES
 from recipes.kinds.manifest import MadeModel
 from utils.fingerprint import package_version
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     import onnx
     import onnxruntime
 
-MEMCPY = ("MemcpyToHost", "MemcpyFromHost")
-PROVIDERS = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 
 class NodeRow(BaseModel):
@@ -51,7 +50,7 @@ class NodeRow(BaseModel):
 
     @property
     def is_copy(self) -> bool:
-        return self.op_type in MEMCPY
+        return self.op_type in COPIES
 
 
 class NodeList(BaseModel):
@@ -141,7 +140,8 @@ def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList
     import onnx
 
     from ort_analysis.ort_graph_parser import EXTERNAL_BYTES, read_source
-    from utils.ort_sessions import open_session
+    from ort_analysis.tensor_shapes import assignments
+    from utils.ort_sessions import PROVIDER_NAMES, open_session
 
     saved = folder / "saved.onnx"
     entries = {
@@ -150,8 +150,7 @@ def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList
         "session.optimized_model_external_initializers_min_size_in_bytes": str(EXTERNAL_BYTES)}
     session = open_session(named(path), "cuda", dims=model.dims if way == "static" else None, save_to=saved,
                            profile_prefix=folder / "profile", entries=entries, name=model.name)
-    providers = {node.name: PROVIDERS.get(part.ep_name, part.ep_name)
-                 for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()}
+    providers = dict(assignments(session))
     error, types = "", {}
     try:
         session.run(None, feed_of(session, model.dims, read_source(path, model.dims).steering))
@@ -160,7 +159,7 @@ def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList
     for event in json.loads(Path(session.end_profiling()).read_text()):
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
             name = event["name"].removesuffix("_kernel_time")
-            providers[name] = PROVIDERS.get(event["args"]["provider"], event["args"]["provider"])
+            providers[name] = PROVIDER_NAMES.get(event["args"]["provider"], event["args"]["provider"])
             types[name] = tuple(f"{dtype}{shape}".replace(" ", "") for one in event["args"].get("input_type_shape", ())
                                 for dtype, shape in one.items())
     proto = onnx.load(str(saved), load_external_data=False)
@@ -168,7 +167,7 @@ def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList
     rows = tuple(NodeRow(
         name=node.name, op_type=node.op_type, domain=node.domain, inside=inside, inputs=tuple(node.input),
         outputs=tuple(node.output), types=types.get(node.name, ()),
-        provider="cuda" if node.op_type in MEMCPY else providers.get(node.name, ""))
+        provider="cuda" if node.op_type in COPIES else providers.get(node.name, ""))
         for node, inside in every_node(proto.graph))
     return NodeList(model=model.name, way=way, nodes=rows, error=error,
                     opsets={entry.domain: entry.version for entry in proto.opset_import},
@@ -181,6 +180,7 @@ def unnamed_providers(proto: onnx.ModelProto, saved: Path, name: str) -> dict[st
     import onnx
 
     from ort_analysis.ort_graph_parser import name_nodes
+    from ort_analysis.tensor_shapes import assignments
     from utils.ort_sessions import open_session
 
     before = Counter(node.name for node in proto.graph.node)
@@ -190,8 +190,7 @@ def unnamed_providers(proto: onnx.ModelProto, saved: Path, name: str) -> dict[st
     name_nodes(proto.graph)
     onnx.save(proto, str(saved))  # beside the weights that it names
     session = open_session(saved, "cuda", optimize="none", entries={"session.record_ep_graph_assignment_info": "1"}, name=name)
-    found = {node.name: PROVIDERS.get(part.ep_name, part.ep_name)
-             for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()}
+    found = dict(assignments(session))
     return {node.name: found.get(node.name, "") for node in unclear}
 
 
@@ -225,7 +224,7 @@ def derived_nodes(model: MadeModel, path: Path, way: str) -> NodeList:
             inputs=tuple(name.removeprefix(prefix) for name in node.inputs),
             outputs=tuple(name.removeprefix(prefix) for name in node.outputs),
             types=tuple(shape_text(graph.tensors[name]) for name in node.inputs), provider=node.provider,
-            kernel="" if node.op_type in MEMCPY else kernel_of(graph, node).id))
+            kernel="" if node.op_type in COPIES else kernel_of(graph, node).id))
     return NodeList(model=model.name, way=way, nodes=tuple(rows), opsets=graph.opsets,
                     kernels=dict(Counter(row.kernel for row in rows if row.kernel)))
 
@@ -355,7 +354,7 @@ def compare(real: NodeList, derived: NodeList) -> Compared:
 
 def _copies(of: NodeList) -> tuple[int, int]:
     counts = Counter(node.op_type for node in of.nodes)
-    return counts[MEMCPY[0]], counts[MEMCPY[1]]
+    return counts[COPIES[0]], counts[COPIES[1]]
 
 
 def _difference(real: NodeList, what: str, node: NodeRow | None, other: NodeRow | None) -> Difference:
