@@ -380,7 +380,8 @@ def runs_of_kernels(record: ModelRecord) -> dict[Placed, float]:
 
 def _control_flow_kernel(kernel: Kernel, execution_provider: str) -> KnownKernel:
     """What a Loop, an If or a Scan brings to a model with each trip, besides the nodes of its body."""
-    from training.control_flow import RANGE, trip_ms, waits_for_gpu
+    from training.control_flow import RANGE, trip_ms
+    from training.off_gpu import waits_for_gpu
 
     on_gpu = execution_provider == "cuda"
     return KnownKernel(trip_ms(kernel, execution_provider), "predicted", 0.0, True, layout_of(kernel),
@@ -390,11 +391,11 @@ def _control_flow_kernel(kernel: Kernel, execution_provider: str) -> KnownKernel
 
 def _off_gpu_kernel(kernel: Kernel, provider: str) -> KnownKernel:
     """What a copy, or a kernel that the CPU provider runs, brings to a CUDA session."""
-    from training.off_gpu import copy_ms, host_kernel_ms, host_range, is_copy, reads_shape, to_host
+    from training.off_gpu import copy_ms, host_kernel_ms, host_range, is_copy, on_host, reads_shape, waits_for_gpu
 
     if is_copy(kernel):
-        return KnownKernel(copy_ms(kernel), "predicted", 1.0, True, layout_of(kernel), on_host=not to_host(kernel),
-                           waits=to_host(kernel))
+        return KnownKernel(copy_ms(kernel), "predicted", 1.0, True, layout_of(kernel), on_host=on_host(kernel, provider),
+                           waits=waits_for_gpu(kernel))
     guessed = kernel.moves_data and not reads_shape(kernel)
     doubt = KernelDoubt("on the CPU", Span(*host_range(kernel)), CERTAIN, True) if guessed else None
     return KnownKernel(host_kernel_ms(kernel), "estimated" if doubt else "measured", 0.0, kernel.moves_data, layout_of(kernel),

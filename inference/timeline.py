@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from inference.prediction import Prediction
-from ort_analysis.kernel_costs import is_control_flow
 from ort_analysis.records import ModelRecord, Node
 from ort_analysis.run_order import run_order, shortest_cut
 from overlap_simulator import NodeSpan, OffGpu, chrome_trace, timeline
@@ -41,18 +40,20 @@ def tracks_of(prediction: Prediction, record: ModelRecord) -> Tracks:
 def on_host_of(prediction: Prediction, record: ModelRecord) -> list[bool]:
     """Whether the time of each node that runs is the host's, as that of the CPU provider's nodes, of copies to the GPU, and of
     nodes with bodies in a CUDA session."""
+    from training.off_gpu import on_host
+
     nodes = nodes_run(record)
     if prediction.composition.costs is None:
         return [False] * len(nodes)
-    return [node.provider == "cpu" or record.kernel_of(node).op_type == "MemcpyFromHost"
-            or is_control_flow(record.kernel_of(node)) for node in nodes]
+    return [on_host(record.kernel_of(node), node.provider) for node in nodes]
 
 
 def off_gpu_of(prediction: Prediction, record: ModelRecord) -> OffGpu | None:
     """What the nodes of a CUDA session do off the GPU; None where all of it is the GPU's."""
+    from training.off_gpu import waits_for_gpu
+
     on_host, nodes = on_host_of(prediction, record), nodes_run(record)
-    waits = [prediction.composition.costs is not None and record.kernel_of(node).op_type in ("MemcpyToHost", "Loop")
-             for node in nodes]
+    waits = [prediction.composition.costs is not None and waits_for_gpu(record.kernel_of(node)) for node in nodes]
     if not any(on_host) and not any(waits):
         return None
     kernels = {(kernel.id, kernel.provider): kernel.latency_ms for kernel in prediction.kernels}

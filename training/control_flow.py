@@ -19,6 +19,6 @@ def trip_ms(kernel: Kernel, execution_provider: str) -> float:
     return (CUDA_TRIP_MS if execution_provider == "cuda" else CPU_TRIP_MS)[kernel.op_type]
 
 
-def waits_for_gpu(kernel: Kernel) -> bool:
+def loop_waits(kernel: Kernel) -> bool:
     """Whether the host waits for the GPU after each trip: it reads whether a Loop goes on."""
     return kernel.op_type == "Loop"

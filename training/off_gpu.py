@@ -10,7 +10,9 @@ What the CPU provider's kernels take on such a host was not measured: it is gues
 from __future__ import annotations
 
 from ort_analysis.cuda_capture import COPIES
+from ort_analysis.kernel_costs import is_control_flow
 from ort_analysis.records import Kernel
+from training.control_flow import loop_waits
 from training.doubt import operator_class
 
 TO_HOST_BYTES_PER_MS = 54e6  # 16 MiB to 256 MiB: 53 to 54 GB/s
@@ -45,6 +47,17 @@ def reads_shape(kernel: Kernel) -> bool:
 def to_host(kernel: Kernel) -> bool:
     """Whether it is a copy to the host, which waits for the GPU."""
     return kernel.op_type == "MemcpyToHost"
+
+
+def on_host(kernel: Kernel, provider: str) -> bool:
+    """Whether the time of a node of a CUDA session is the host's: that of nodes with bodies, and of what is off the GPU but for
+    copies to the host."""
+    return is_control_flow(kernel) or (is_off_gpu(kernel, provider) and not to_host(kernel))
+
+
+def waits_for_gpu(kernel: Kernel) -> bool:
+    """Whether the host waits there until the GPU has done all that it was given."""
+    return to_host(kernel) or loop_waits(kernel)
 
 
 def copy_ms(kernel: Kernel) -> float:
