@@ -25,5 +25,5 @@ def memory_warnings(needed_mib: float, there_mib: float | None) -> tuple[str, ..
     """What to know about a model that needs more memory than its device has; nothing where it fits, or where nobody knows."""
     if there_mib is None or needed_mib <= there_mib:
         return ()
-    return (f"it can't run there: it needs about {needed_mib / 1024:.4g} GiB of memory, and the device has "
+    return (f"it can't run there: it needs at least {needed_mib / 1024:.4g} GiB of memory, and the device has "
             f"{there_mib / 1024:.4g} GiB; the latency is one that no run has",)

@@ -76,6 +76,12 @@ class Memory(Frozen):
     loading_mib: float = 0.0
     peak_mib: float
 
+    @property
+    def least_mib(self) -> float:
+        """What a run can't do without: the arena takes smaller regions where the device has no room for larger ones
+        (ONNX Runtime's bfc_arena.cc: Extend), and what loading left is free again."""
+        return self.weights_mib + self.activations_mib + (self.workspace_mib or 0.0)
+
 
 class Activations(NamedTuple):
     """The most bytes alive while any node runs: of all activations, and of the intermediate ones alone."""

@@ -151,7 +151,7 @@ class Prediction(Frozen):
         batch, items_per_second: of the first input; None where it has no dimension.
         memory, peak_memory_mib: what a run holds at its fullest moment.
         device_memory_mib: what the target's device has; None where that is not known.
-        fits_memory: whether the one fits the other; None likewise.
+        fits_memory: whether the device has what a run can't do without (`Memory.least_mib`); None likewise.
         warnings: what the reader should know.
     """
 
@@ -463,8 +463,8 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
         types_without_predictor=estimated, dims=record.dims, static=record.static, batch=record.batch,
         items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
         memory=memory, peak_memory_mib=memory.peak_mib, device_memory_mib=there_mib,
-        fits_memory=None if there_mib is None else memory.peak_mib <= there_mib,
-        warnings=(*warnings, *memory_warnings(memory.peak_mib, there_mib)),
+        fits_memory=None if there_mib is None else memory.least_mib <= there_mib,
+        warnings=(*warnings, *memory_warnings(memory.least_mib, there_mib)),
     )
 
 

@@ -210,11 +210,12 @@ def test_the_command_to_measure_is_printed_where_this_is_the_target(workspace: W
 
 
 def test_a_model_that_cannot_fit_says_so(tmp_path: Path) -> None:
-    """Input and output of 125 GiB each are more than an H200 has; of one image they are not."""
+    """Input and output of 125 GiB each are more than an H200 has; of 50 GiB each they fit, although the arena takes
+    larger regions where it can."""
     path = graph(tmp_path / "huge.onnx", [helper.make_node("Sigmoid", ["x"], ["y"])], {"x": ["batch", 8, 2048, 2048]},
                  {"y": ["batch", 8, 2048, 2048]}, {})
-    one, many = (predict(path, dims={"batch": batch}, target=H200) for batch in (1, 1000))
+    one, many = (predict(path, dims={"batch": batch}, target=H200) for batch in (400, 1000))
     assert (one.fits_memory, many.fits_memory) == (True, False)
     assert one.device_memory_mib == many.device_memory_mib == pytest.approx(143771)
-    assert any("it needs about 250 GiB" in text for text in many.warnings)
+    assert any("it needs at least 250 GiB" in text for text in many.warnings)
     assert not any("can't run there" in text for text in one.warnings)
