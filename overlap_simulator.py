@@ -490,7 +490,7 @@ def main() -> int:
         from ort_analysis.fusion_detector import record_of
 
         effort = Effort(warmup=WARMUP_RUNS, least_runs=args.loops, most_runs=args.loops)
-        runs, graph = profile_model(workspace.find_model(args.model), resolve_provider(args.device), dims, effort,
+        runs, graph, _ = profile_model(workspace.find_model(args.model), resolve_provider(args.device), dims, effort,
                                     static=args.static)
         record = record_of(graph)
     else:

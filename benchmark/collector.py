@@ -72,7 +72,6 @@ TABLES_EVERY_S = 30.0  # at least; and never more than a tenth of the time goes 
 QUICK_WINDOW_S = 0.2  # of metrics: training takes their median over all idle blocks
 QUICK_BLOCK = 64  # kernels: those of most models
 QUICK_PATIENCE_S = 3.0
-IN_MODEL = ("kernel_time", "node_span")
 EXAMPLES = """
 python benchmark/collector.py
 python benchmark/collector.py --config my.yaml --workspace out/demo
@@ -219,6 +218,10 @@ class Collector:
         return self.config.labels_on(self.provider)
 
     @property
+    def in_model_labels(self) -> tuple[str, ...]:
+        return tuple(label for label in self.labels if label in dataset.IN_MODEL_LABELS)
+
+    @property
     def variants(self) -> tuple[str, ...]:
         return () if self.level else self.config.variants_on(self.provider)
 
@@ -248,8 +251,7 @@ class Collector:
         return self._measurements("kernel", items[0].kernel.id, labels[0], "carrier", reply, status)
 
     def time_model(self, item: ModelItem) -> list[Measurement]:
-        wanted = IN_MODEL if item.labels and self.config.model_labels else ()
-        in_model = tuple(label for label in self.labels if label in wanted)
+        in_model = self.in_model_labels if item.labels and self.config.model_labels else ()
         request = Request(
             do="model", execution_provider=self.provider, paths=(str(item.path),), record=str(item.record_path),
             dims=item.record.dims, static=item.record.static, labels=in_model, effort=self.config.model.effort(),
@@ -270,7 +272,7 @@ class Collector:
         """The in-model labels of those of a model's kernels that are asked for; none where it can't be profiled."""
         reply, status = self.ask(Request(
             do="model_labels", execution_provider=self.provider, paths=(str(item.path),), record=str(item.record_path),
-            dims=item.record.dims, static=item.record.static, labels=IN_MODEL, effort=self.config.model.effort(),
+            dims=item.record.dims, static=item.record.static, labels=self.in_model_labels, effort=self.config.model.effort(),
             provider_options=self.target.provider_options))
         if status != "ok":
             log.warning("%s: its kernels can't be measured in it: %s (%s)", item.record.model, reply.error, status)
@@ -298,10 +300,9 @@ class Collector:
             found += [m for item in kernels for m in self.time_alone(item)]
         at_fault = {m.id for m in found if m.status != "ok"}
         sound = [item for item in kernels if item.kernel.id not in at_fault]
-        in_model = tuple(label for label in self.labels if label in IN_MODEL)
-        if in_model:
+        if self.in_model_labels:
             found += [m for group in carriers(sound, self.provider)
-                      for m in self.time_carrier(group, in_model, self.crew.worker)]
+                      for m in self.time_carrier(group, self.in_model_labels, self.crew.worker)]
         if dataset.GPU_LABEL in self.labels:
             found += self.trace_kernels(sound)
         return found
@@ -436,7 +437,8 @@ def choose_ties(kernels: Sequence[KernelItem], there: Iterable[Block], uuid: str
 
 
 def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
-    """Measures all that is still missing and returns the totals.
+    """Measures all that is still missing and returns the totals. A dataset that is there keeps its labels, where `config` names
+    none.
 
     Raises:
         UserError: nothing to measure, a metric that is not there, a dataset of another target, or one that another process
@@ -446,6 +448,8 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
     if config.device == "auto" and provider == "cpu":
         log.info("no NVIDIA GPU here: measuring the CPU")
     target = local_target(provider)
+    if not config.labels and dataset.header_path(workspace.dataset(target.name)).exists():
+        config = config.model_copy(update={"labels": dataset.load_header(workspace.dataset(target.name)).labels})
     work = find_work(workspace, target, config.held_out)
     with (sole_writer(workspace.dataset(target.name)),
           start_crew(config, provider, config.labels_on(provider)) as crew):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from benchmark.backgrounds import COMPUTE, Background
-from benchmark.dataset import GPU_LABEL, LABELS, VARIANTS
+from benchmark.dataset import DEFAULT_LABELS, GPU_LABEL, UNPROFILED, VARIANTS
 from benchmark.metrics import MetricSource, SourceName, open_source
 from benchmark.protocol import Effort
 from utils.config import Config
@@ -44,7 +44,7 @@ class CollectorConfig(Config):
     """See the comments in benchmark/config.yaml."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    labels: tuple[Literal["run", "kernel_time", "node_span", "gpu"], ...] = ()
+    labels: tuple[Literal["run", "kernel_time", "node_span", "unprofiled", "gpu"], ...] = ()
     model_labels: bool = True
     variants: tuple[Literal["host_io", "cuda_graph"], ...] | None = None
     sessions: int = Field(1, ge=1)
@@ -129,4 +129,7 @@ class CollectorConfig(Config):
         """
         if execution_provider == "cpu" and GPU_LABEL in self.labels:
             raise UserError("labels: gpu: only a GPU has this label, and this is a CPU target")
-        return self.labels or tuple(label for label in LABELS if label != GPU_LABEL or execution_provider == "cuda")
+        if execution_provider == "cuda" and UNPROFILED in self.labels:
+            raise UserError("labels: unprofiled: on a GPU the host's runs do not wait for the kernels; label gpu has no "
+                            "profiler's part either")
+        return self.labels or (*DEFAULT_LABELS, *((GPU_LABEL,) if execution_provider == "cuda" else ()))

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 DATASET_VERSION = 1
-GPU_LABEL = "gpu"
-LABELS = ("run", "kernel_time", "node_span", GPU_LABEL)
-DEFAULT_LABELS = LABELS[:3]  # those that every device has
+GPU_LABEL, UNPROFILED = "gpu", "unprofiled"
+IN_MODEL_LABELS = ("kernel_time", "node_span", UNPROFILED)  # that tell what a kernel takes in a model: taken in models
+LABELS = ("run", *IN_MODEL_LABELS, GPU_LABEL)
+DEFAULT_LABELS = LABELS[:3]  # those that every device has, and every kernel gets unless more are asked for
 COLLECT = "python benchmark/collector.py"
 BELOW_BEST = 0.05  # how much slower than its best the canary may be beyond what drift is admitted
 UNFINISHED = "unfinished"  # status of a kernel whose first label was not (yet) taken, only others

@@ -34,11 +34,12 @@ SOURCES = {
     "run": "the wall time of a session of its own",
     "kernel_time": "ONNX Runtime's profile of the node, in a model or a carrier",
     "node_span": "from the node's start to the next one's, in the same profile",
+    "unprofiled": "the same profile, less what the run takes longer with the profiler than without",
     dataset.GPU_LABEL: "CUPTI: the CUDA kernels, copies and fills on the GPU",
 }
 OVERHEAD = {  # of the framework, in a label, by execution provider
     "cpu": {"run": "yes: that of a whole run", "kernel_time": "a little: the profiler's",
-            "node_span": "yes: between nodes, and the profiler's"},
+            "node_span": "yes: between nodes, and the profiler's", "unprofiled": "yes: a whole run's, in equal parts"},
     "cuda": {"run": "yes: that of a whole run, with its wait for the GPU",
              "kernel_time": "it is the host's dispatch (and the profiler's), not the GPU's work",
              "node_span": "the same, and what lies between nodes", dataset.GPU_LABEL: "no"},

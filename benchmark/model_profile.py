@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmark.affinity import off_the_workers_cores
-from benchmark.ort_kernel_runner import bind, random_feed, warm_up
+from benchmark.ort_kernel_runner import bind, random_feed, timer, warm_up
 from benchmark.ort_profile import ProfiledRun, read_profile
 from benchmark.protocol import Effort
 from ort_analysis.bodies import BRANCHES, steering_inputs
 from ort_analysis.ort_graph_parser import ParsedGraph, parse_into
 from utils.ort_sessions import model_errors, open_session
 from utils.temporary import temporary_folder
+
+
+class ModelProfile(NamedTuple):
+    """Profiled runs of a model, and the graph that ran; the nodes of both have the same names.
+
+    Attributes:
+        plain_ms: what runs of the same session without the profiler took; empty where they were not asked for.
+    """
+
+    runs: list[ProfiledRun]
+    graph: ParsedGraph
+    plain_ms: list[float]
+
+
+def plain_runs_ms(run: Callable[[], Any], profiled: list[bool]) -> list[float]:
+    """What runs take once their session's profiling has ended (ms): as many as counted while it was on."""
+    with off_the_workers_cores():
+        run()
+        return [1000 * timer(run)() for _ in range(sum(profiled))]
 
 
 def profile_runs(run: Callable[[], Any], effort: Effort) -> list[bool]:
@@ -41,9 +60,9 @@ def steering_of(graph: ParsedGraph) -> dict[str, int | bool]:
 
 
 def profile_model(model: Path, execution_provider: str, dims: Mapping[str, int], effort: Effort,
-                  provider_options: Mapping[str, str] | None = None,
-                  static: bool = False) -> tuple[list[ProfiledRun], ParsedGraph]:
-    """Profiled runs of a model, and the graph that ran; the nodes of both have the same names.
+                  provider_options: Mapping[str, str] | None = None, static: bool = False,
+                  plain: bool = False) -> ModelProfile:
+    """Runs a model under the profiler, and, with `plain`, without it too.
 
     Args:
         model: the ONNX file.
@@ -63,5 +82,7 @@ def profile_model(model: Path, execution_provider: str, dims: Mapping[str, int],
                                profile_prefix=folder / "model", provider_options=provider_options)
         feed = random_feed(session, graph.source.dims, steering_of(graph))
         with model_errors(str(model)):
-            counted = profile_runs(bind(session, feed, execution_provider, "device"), effort)
-        return counted_runs(session.end_profiling(), counted), graph
+            run = bind(session, feed, execution_provider, "device")
+            counted = profile_runs(run, effort)
+            profile = session.end_profiling()
+            return ModelProfile(counted_runs(profile, counted), graph, plain_runs_ms(run, counted) if plain else [])

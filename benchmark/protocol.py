@@ -37,7 +37,7 @@ class Request(Frozen):
         record: for a model whose kernels get labels, its record.
         dims: for a model, the sizes of its dynamic dimensions.
         static: for a model, whether they are fixed before ONNX Runtime optimises it.
-        labels: which labels of its kernels a carrier or a model gives, of `kernel_time`, `node_span` and (a carrier) `gpu`;
+        labels: which labels of its kernels a carrier or a model gives, of IN_MODEL_LABELS and (a carrier) `gpu`;
             to prepare, `gpu` if it will be asked for.
         host: for a model on a GPU, whether the host's dispatch is timed too.
         host_io: for a model, whether runs with numpy arrays in and out are timed too.

@@ -13,14 +13,16 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
 from benchmark import canary, gpu_turns
 from benchmark.affinity import off_the_workers_cores
-from benchmark.dataset import GPU_LABEL
+from benchmark.control_flow import trip_ms
+from benchmark.dataset import GPU_LABEL, UNPROFILED
 from benchmark.gpu_trace import GpuRun, split_carrier, trace
-from benchmark.model_profile import counted_runs, profile_model, profile_runs
+from benchmark.model_profile import counted_runs, plain_runs_ms, profile_model, profile_runs
 from benchmark.ort_kernel_runner import (
     Runner,
     bind,
@@ -35,10 +37,11 @@ from benchmark.protocol import Effort, Reply, Request, Samples
 from benchmark.quiet_host import host_probe, quiet_samples_ms
 from benchmark.shared_memory import SharedMemory
 from benchmark.sharing_probe import probe
+from benchmark.unprofiled import unprofiled_ms
 from kernel_model.carrier import WRITER, build_carrier, node_name
 from kernel_model.kernel_builder import built_kernel
 from ort_analysis.fusion_detector import kernel_of
-from ort_analysis.kernel_costs import CONTROL_FLOW
+from ort_analysis.kernel_costs import CONTROL_FLOW, is_control_flow
 from ort_analysis.records import load_record, record_name
 from utils.errors import UserError
 from utils.ort_sessions import model_errors, open_session
@@ -67,15 +70,18 @@ def time_alone(request: Request) -> Reply:
     return Reply(samples=(Samples(id=path.stem, label="run", samples_ms=runner.time_as(request.effort).samples_ms),))
 
 
-def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str]) -> list[Samples]:
-    """Labels `kernel_time` and `node_span` of profiled runs, by kernel id.
+def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str], nodes_ms: float | None = None) -> list[Samples]:
+    """Labels `kernel_time`, `node_span` and `unprofiled` of profiled runs, by kernel id.
 
     Args:
         runs: the runs that count.
         ids: the kernel's id by node name; nodes not in it are left out.
+        nodes_ms: what all nodes take together without the profiler (see `unprofiled_ms`); None leaves that label out.
     """
-    found = []
-    for label, times in (("kernel_time", kernel_times_ms(runs)), ("node_span", node_spans_ms(runs))):
+    found, by_label = [], {"kernel_time": kernel_times_ms(runs), "node_span": node_spans_ms(runs)}
+    if nodes_ms is not None:
+        by_label[UNPROFILED] = unprofiled_ms(runs, nodes_ms)
+    for label, times in by_label.items():
         by_kernel: dict[str, list[float]] = {}
         for node, samples in times.items():
             if node in ids:
@@ -109,8 +115,9 @@ def time_carrier(request: Request) -> Reply:
         with gpu_turns.alone(request.turns):
             traced = trace([run] * TRACED_RUNS) if GPU_LABEL in request.labels else []
         runs = counted_runs(session.end_profiling(), [*counted, *[False] * len(traced)])
+        nodes_ms = median(plain_runs_ms(run, counted)) if UNPROFILED in request.labels else None
     ids = {node_name(number): kernel.id for number, kernel in enumerate(kernels)}
-    found = [samples for samples in labels_of(runs, ids) if samples.label in request.labels]
+    found = [samples for samples in labels_of(runs, ids, nodes_ms) if samples.label in request.labels]
     return Reply(samples=(*found, *gpu_samples(traced, [node.node for node in runs[-1].nodes], ids)))
 
 
@@ -142,7 +149,7 @@ def model_name(request: Request) -> str:
 
 
 def time_model(request: Request) -> Reply:
-    """A whole model's latency (and, on a GPU, the host's dispatch) and its kernels' `kernel_time` and `node_span`."""
+    """A whole model's latency (and, on a GPU, the host's dispatch) and its kernels' in-model labels."""
     path, provider, effort = Path(request.paths[0]), request.execution_provider, request.effort
     name = model_name(request)
     runner = open_runner(path, provider, dims=request.dims, provider_options=request.provider_options, static=request.static)
@@ -231,16 +238,19 @@ def model_labels(path: Path, request: Request) -> list[Samples]:
         UserError: the graph is not the one that the record describes.
     """
     effort = request.effort.model_copy(update={"budget_s": request.effort.budget_s / 2})
-    runs, graph = profile_model(path, request.execution_provider, request.dims, effort, request.provider_options,
-                                request.static)
-    ids = {node.name: kernel_of(graph, node).id for node in graph.nodes}
-    if sorted(ids.values()) != sorted(node.kernel_id for node in load_record(Path(request.record)).nodes):
+    runs, graph, plain_ms = profile_model(path, request.execution_provider, request.dims, effort, request.provider_options,
+                                          request.static, plain=UNPROFILED in request.labels)
+    ids, record = {node.name: kernel_of(graph, node).id for node in graph.nodes}, load_record(Path(request.record))
+    if sorted(ids.values()) != sorted(node.kernel_id for node in record.nodes):
         raise UserError(f"{path}: ORT's graph is not the one in its record; make the record anew: "
                         "python ort_analysis/fusion_detector.py")
     ran = {event.node for run in runs for event in run.nodes}
     idle = {kernel for name, kernel in ids.items() if name not in ran}  # in a body that did not run: they are measured alone
+    bodies_ms = sum(node.runs * trip_ms(kernel, request.execution_provider) for node in record.nodes
+                    if is_control_flow(kernel := record.kernel_of(node)))
     return labels_of(runs, {node.name: ids[node.name] for node in graph.nodes
-                            if ids[node.name] not in idle and node.op_type not in CONTROL_FLOW})
+                            if ids[node.name] not in idle and node.op_type not in CONTROL_FLOW},
+                     median(plain_ms) - bodies_ms if plain_ms else None)
 
 
 def time_kernels_in_model(request: Request) -> Reply:

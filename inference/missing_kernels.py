@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmark.dataset import DatasetKernel, header_path
+from benchmark.dataset import DEFAULT_LABELS, IN_MODEL_LABELS, DatasetKernel, header_path
 from inference.sources import Source, record_of
 from inference.targets import MAKE_PREDICTORS, Fitted, check_fit, fitted_for, local_targets, predictor_folders
 from ort_analysis.kernel_costs import is_control_flow
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 log = get_logger("predict")
 CONFIG = ROOT / "benchmark" / "config.yaml"
-IN_MODEL = ("kernel_time", "node_span")  # labels that tell what a kernel takes in a model: it is measured in the model itself
 
 
 @dataclass(frozen=True)
@@ -115,14 +114,15 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
     on_cpu, begins = flavour.execution_provider == "cpu", not header_path(workspace.dataset(name)).exists()
     config = (config or load_config(CONFIG, CollectorConfig)).model_copy(update={
         "device": flavour.execution_provider,
-        "labels": () if on_cpu and begins and fitted.composition.assumed else (fitted.composition.label,)})
+        "labels": (*DEFAULT_LABELS, fitted.composition.label) if begins and fitted.composition.assumed and on_cpu else
+                  (fitted.composition.label,)})
     with start_crew(config, flavour.execution_provider, config.labels) as crew:  # it gets ready while the model is analysed
         records = _records(source, sizes, fitted, workspace, force, static)
         missing = missing_kernels(fitted, records)
         if not missing:
             return Filled(0, 0.0, 0.0, ())
         began, measured, measuring_s = time.monotonic(), 0, 0.0
-        if on_cpu and fitted.composition.label in IN_MODEL:
+        if on_cpu and fitted.composition.label in IN_MODEL_LABELS:
             measured, measuring_s = _measure_in_model(source, records, missing, fitted, workspace, config, crew)
             missing = missing_kernels(fitted_for(workspace, name), records) if measured else missing
         with sole_writer(workspace.kernel_onnx):

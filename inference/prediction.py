@@ -380,7 +380,7 @@ def runs_of_kernels(record: ModelRecord) -> dict[Placed, float]:
 
 def _control_flow_kernel(kernel: Kernel, execution_provider: str) -> KnownKernel:
     """What a Loop, an If or a Scan brings to a model with each trip, besides the nodes of its body."""
-    from training.control_flow import RANGE, trip_ms
+    from benchmark.control_flow import RANGE, trip_ms
     from training.off_gpu import waits_for_gpu
 
     on_gpu = execution_provider == "cuda"

@@ -11,6 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from benchmark.control_flow import CPU_TRIP_MS, CUDA_TRIP_MS
 from benchmark.ort_kernel_runner import open_runner
 from benchmark.protocol import Effort
 from benchmark.worker import labels_of
@@ -22,7 +23,6 @@ from ort_analysis.ort_graph_parser import own_sizes
 from ort_analysis.records import ModelRecord, load_record
 from ort_analysis.run_order import MOST_RUNS, run_order, runs_in_order, shortest_cut
 from training.composition import working_nodes
-from training.control_flow import CPU_TRIP_MS, CUDA_TRIP_MS
 from utils import cli, files
 from utils.errors import UserError
 
@@ -345,7 +345,7 @@ def test_measured_on_the_cpu(tmp_path: Path) -> None:
     path = tmp_path / "loop.onnx"
     onnx.save(loop(None, rows=256), path)  # the profiler's own part of each event is small beside such products
     record = analyze(path, "cpu", {"trips": 20})
-    profiled, graph = profile_model(path, "cpu", {"trips": 20}, Effort(warmup=3, least_runs=15, most_runs=15))
+    profiled, graph, _ = profile_model(path, "cpu", {"trips": 20}, Effort(warmup=3, least_runs=15, most_runs=15))
     samples = labels_of(profiled, {one.name: kernel_of(graph, one).id for one in graph.nodes if one.op_type != "Loop"})
     times = {one.id: min(one.samples_ms) for one in samples if one.label == "kernel_time"}
     assert {len(one.samples_ms) for one in samples if one.label == "kernel_time"} == {15}  # a sample a run, not one a trip

@@ -122,7 +122,7 @@ def test_sessions_are_opened_as_they_are_analysed(tmp_path: Path) -> None:
         runner = open_runner(path, "cpu", dims=SIZES, static=static)
         assert [value.shape[0] for value in runner.session.get_inputs()] == ([2, 2] if static else ["batch", "batch"])
         assert [out.shape for out in runner.run_once() or ()] in ([], [(2, 3, WIDTH), (2, HEADS, 8, WIDTH // HEADS)])
-        runs, graph = profile_model(path, "cpu", SIZES, Effort(warmup=0, least_runs=2, most_runs=2), static=static)
+        runs, graph, _ = profile_model(path, "cpu", SIZES, Effort(warmup=0, least_runs=2, most_runs=2), static=static)
         nodes[static] = {kernel_of(graph, node).id for node in graph.nodes}
         assert {event.node for event in runs[0].nodes} <= {node.name for node in graph.nodes}
         assert nodes[static] == set(analyze(path, "cpu", SIZES, static=static).kernels)

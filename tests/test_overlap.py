@@ -92,7 +92,7 @@ def test_critical_path_of_branches() -> None:
 def test_a_real_run_is_serial(tmp_path: Path) -> None:
     path = tmp_path / "branches.onnx"
     onnx.save(branches(), path)
-    runs, graph = profile_model(path, "cpu", {}, Effort(least_runs=4, most_runs=4))
+    runs, graph, _ = profile_model(path, "cpu", {}, Effort(least_runs=4, most_runs=4))
     record = record_of(graph)
     assert len(runs) == 4
     assert set(node_times_ms(runs)) == {node.name for node in record.nodes}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmark.dataset import GPU_LABEL
+from benchmark.dataset import GPU_LABEL, UNPROFILED
 from overlap_simulator import PipelineCosts
 from training.composition import Composition, composition_path
 from training.estimators import LAUNCHES, LEAST_LAUNCHES, Roofline
@@ -28,9 +28,7 @@ from utils.errors import UserError
 from utils.fingerprint import Target, machine
 from utils.paths import SHIPPED
 
-# On a CPU: the kernels' times by ONNX Runtime's profile of the model itself, added up. Of each node some 5 µs are the
-# profiler's own: on two cores of an AMD EPYC, 57 models of the kinds of recipes/kinds erred least with 5 to 6 µs a node.
-CPU_LABEL, CPU_NODE_MS = "kernel_time", -0.0055
+CPU_LABEL = UNPROFILED  # on a CPU: what the kernels take in the model itself, added up
 # What a CPU or a GPU of a usual kind reaches: a guess, for kernels of other models and those that could not be measured.
 ROOFLINES = {"cpu": Roofline(flops_per_ms=5e7, bytes_per_ms=1e7, floor_ms=0.003, scale=1.0),
              "cuda": Roofline(flops_per_ms=2e10, bytes_per_ms=1e9, floor_ms=0.002, scale=1.0)}
@@ -48,8 +46,8 @@ def default_composition(execution_provider: str) -> Composition:
     """
     on_gpu = execution_provider == "cuda"
     return Composition(
-        label=GPU_LABEL if on_gpu else CPU_LABEL, kind="pipeline" if on_gpu else "sum_nodes", alpha=1.0, beta_ms=0.0,
-        node_ms=0.0 if on_gpu else CPU_NODE_MS, costs=shipped_costs() if on_gpu else None, left_out="nothing",
+        label=GPU_LABEL if on_gpu else CPU_LABEL, kind="pipeline" if on_gpu else "sum", alpha=1.0, beta_ms=0.0,
+        costs=shipped_costs() if on_gpu else None, left_out="nothing",
         dataset_sha256="", models_sha256="", predictors_created="", candidates=(), models=(), assumed=True)
 
 

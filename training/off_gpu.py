@@ -9,10 +9,10 @@ What the CPU provider's kernels take on such a host was not measured: it is gues
 
 from __future__ import annotations
 
+from benchmark.control_flow import loop_waits
 from ort_analysis.cuda_capture import COPIES
 from ort_analysis.kernel_costs import is_control_flow
 from ort_analysis.records import Kernel
-from training.control_flow import loop_waits
 from training.doubt import operator_class
 
 TO_HOST_BYTES_PER_MS = 54e6  # 16 MiB to 256 MiB: 53 to 54 GB/s
