@@ -8,7 +8,7 @@ How often it runs: a Scan as often as its inputs are long; a Loop as often as it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,6 +88,23 @@ def control_flow(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[str
             yield name, node
             for body in bodies.values():
                 yield from control_flow(body, name)
+
+
+def made_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
+    """The tensors that some nodes make, and those of the bodies within them, by their names there."""
+    for node in nodes:
+        yield from (out for out in node.output if out)
+        for body in bodies_of(node).values():
+            yield from made_within(body.node)
+
+
+def all_tensors(inferred: InferredTensors) -> Iterator[str]:
+    """The names of a graph's tensors and, with and without the name of the node that holds them, of those in bodies."""
+    yield from inferred.tensors
+    for node, held in inferred.held.items():
+        for body in held.bodies:
+            for name in all_tensors(body.inferred):
+                yield from (name, f"{node}/{name}")
 
 
 def body_sizes(graph: onnx.GraphProto) -> set[str]:
@@ -231,7 +248,7 @@ def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, Ker
     def analysed(attribute: str, given: Sequence[KernelInput]) -> Body:
         proto = body_model(bodies[attribute], given, outer, tensors)
         return Body(attribute, proto, frozenset(captured(bodies[attribute])),
-                    infer_tensors(proto, execution_provider, f"{name}: {node.name}", folder, dims))
+                    infer_tensors(proto, execution_provider, f"{name}: {node.name}", folder, dims, node.name))
 
     def made(body: Body) -> list[tuple[int, ...]]:
         return [body.inferred.tensors[value.name].shape for value in body.proto.graph.output]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from utils.model_files import load_whole
 from utils.ort_sessions import CPU_ONLY_FUSIONS
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def cover_pools(loadable: Path | bytes) -> bytes:
     last, since a CUDA session runs them on the GPU. They get an output more than it takes; `uncover_pools` takes it away."""
     import onnx
 
-    proto = onnx.load(str(loadable)) if isinstance(loadable, Path) else onnx.load_from_string(loadable)
+    proto = load_whole(loadable) if isinstance(loadable, Path) else onnx.load_from_string(loadable)
     for node in proto.graph.node:
         if node.op_type == "MaxPool" and len(node.output) == 1:
             node.output.append(node.output[0] + COVER)

@@ -15,13 +15,14 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from model_zoo.zoo_config import DEFAULT_DIMS_KEY
-from ort_analysis.bodies import Body, body_sizes, steering_inputs, unused_trips
+from ort_analysis.bodies import Body, all_tensors, body_sizes, made_within, steering_inputs, unused_trips
 from ort_analysis.cuda_optimizers import cover_pools, cuda_optimizers, runs_on_whole_numbers, uncover_pools
 from ort_analysis.cuda_placement import assign_providers
 from ort_analysis.cuda_rewrites import rewrite_for_cuda
@@ -36,7 +37,7 @@ from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import Flavour, flavour_of, has_cuda, resolve_provider
 from utils.logger import get_logger
-from utils.model_files import check_plain_file, external_files
+from utils.model_files import check_plain_file, external_files, load_whole
 from utils.ort_sessions import model_errors, open_session
 from utils.safe_names import as_file_name
 from utils.temporary import temporary_folder
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 log = get_logger("parser")
 
+OWN_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime makes from others
 EXTERNAL_BYTES = 1024  # constants above this stay outside the proto while it is analysed
 EXAMPLES = """
 python ort_analysis/ort_graph_parser.py --model resnet18.onnx --dim batch=1
@@ -143,19 +145,53 @@ def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, 
         return [{}]
     with model_errors(str(model)):
         proto = onnx.load(str(model), load_external_data=False)
-        dynamic = {*open_dims(proto), *_sizes_by_data(proto.graph, dims)}
+        dynamic = {*open_dims(proto), *_sizes_by_data(proto, dims)}
     return cli.combinations({name: sizes for name, sizes in dims.items() if name in dynamic})
 
 
-def _sizes_by_data(graph: onnx.GraphProto, names: Iterable[str]) -> set[str]:
-    """Those of some names that stand for a size within the graph: a name that it gives it, `<tensor>.<axis>`, the boxes that
-    NonMaxSuppression selects, or trips and branches of graphs that nodes hold."""
+def _sizes_by_data(proto: onnx.ModelProto, names: Iterable[str]) -> set[str]:
+    """Those of some names that may stand for a size within the graph: a name that it gives it, `<tensor>.<axis>`, the boxes
+    that NonMaxSuppression selects, or trips and branches of graphs that nodes hold. What ORT takes out of a branch or a
+    function, it calls by other names, which end in the model's own."""
+    graph = proto.graph
     named = {dim.dim_param for value in (*graph.output, *graph.value_info) for dim in value.type.tensor_type.shape.dim}
-    made = {out for node in graph.node for out in node.output}
     named |= body_sizes(graph)
-    selects = selects_boxes(graph)
-    return {name for name in names if name in named or (name.rpartition(".")[0] in made and name.rpartition(".")[2].isdigit())
-            or (name == DETECTIONS and selects)}
+    if selects_boxes(graph):
+        named.add(DETECTIONS)
+    made = tuple(made_within(graph.node)) + tuple(out for function in proto.functions for out in made_within(function.node))
+
+    def stands_for_a_size(name: str) -> bool:
+        tensor = _tensor_of(name)
+        return bool(tensor) and OWN_ENDING.sub("", tensor).endswith(made)
+
+    return {name for name in names if name in named or stands_for_a_size(name)}
+
+
+def _tensor_of(name: str) -> str:
+    """The tensor in `<tensor>.<axis>`; "" of another name of a size."""
+    tensor, _, axis = name.rpartition(".")
+    return tensor if axis.isdigit() else ""
+
+
+def _check_sizes_by_data(source: Source, used: Iterable[str], tensors: Iterable[str]) -> None:
+    """Warns of sizes that were given to tensors and change nothing.
+
+    Args:
+        source: the model, with the sizes that were given.
+        used: names of those that a tensor of the optimised graph has.
+        tensors: of the optimised graph.
+
+    Raises:
+        UserError: one is given to a tensor that neither the model nor the optimised graph has.
+    """
+    there = {*tensors, *made_within(source.graph_only.graph.node)}
+    for name in source.dims.keys() - open_dims(source.graph_only).keys() - set(used):
+        tensor = _tensor_of(name)
+        if tensor and tensor not in there:
+            raise UserError(f"{source.name}: no dynamic dimension {name}: there is no tensor {tensor}")
+        if tensor:
+            log.warning("%s: %s=%d changes nothing: the model says itself how large its tensors are, or ONNX Runtime left "
+                        "this one out", source.name, name, source.dims[name])
 
 
 def default_dims(proto: onnx.ModelProto) -> dict[str, int]:
@@ -190,7 +226,7 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         raise UserError(f"{shown}: no ONNX model with nodes in it (an empty graph)")
     unnamed_before = proto.SerializeToString() if not isinstance(model, Path) else b""
     dynamic = open_dims(proto)
-    unknown = sorted(set(given) - set(dynamic) - _sizes_by_data(proto.graph, given))
+    unknown = sorted(set(given) - set(dynamic) - _sizes_by_data(proto, given))
     if unknown:
         there = f"its dynamic dimensions are {', '.join(sorted(dynamic))}" if dynamic else "all its dimensions are fixed"
         within = sorted(body_sizes(proto.graph))
@@ -209,8 +245,7 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     if isinstance(model, Path) and not renamed:
         loadable: Path | bytes = model
     elif isinstance(model, Path):
-        with model_errors(shown):
-            whole = onnx.load(str(model))
+        whole = load_whole(model)
         open_dims(whole)
         loadable = whole.SerializeToString()
     else:
@@ -286,6 +321,7 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
     for unused in unused_trips(inferred.held, {dim: size for dim, size in source.dims.items() if dim not in open_dims(proto)}):
         log.warning("%s: %s=%d changes nothing: the model itself says how often its loops run", source.name, unused,
                     source.dims[unused])
+    _check_sizes_by_data(source, inferred.used, all_tensors(inferred))
     tensors, original, fixed = inferred.tensors, source.graph_only.graph, static or not source.dims
 
     def on_provider(proto: onnx.ModelProto, tensors: dict[str, KernelInput], original: onnx.GraphProto,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ort_analysis.parsed_nodes import bodies_of
 from ort_analysis.records import KernelInput, type_code, type_name
 from utils.errors import UserError
+from utils.model_files import load_whole
 
 if TYPE_CHECKING:
     import onnx
@@ -89,7 +90,7 @@ def as_single(loadable: Path | bytes, name: str) -> Reduced:
     """
     import onnx
 
-    proto = onnx.load(str(loadable)) if isinstance(loadable, Path) else onnx.load_from_string(loadable)
+    proto = load_whole(loadable) if isinstance(loadable, Path) else onnx.load_from_string(loadable)
     graph = proto.graph
     types = floating_types(graph)
     only = types.pop() if len(types) == 1 else ""

@@ -7,6 +7,7 @@ shapes depend on whole numbers that the graph computes from other shapes, ORT's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from ort_analysis.open_shapes import (
 from ort_analysis.parsed_nodes import ONNX_DOMAINS, bodies_of
 from ort_analysis.records import KernelInput, type_code, type_name
 from utils.errors import UserError
+from utils.model_files import with_values
 from utils.ort_sessions import PROVIDER_NAMES, open_session
 from utils.temporary import temporary_folder
 
@@ -48,6 +50,7 @@ class InferredTensors:
         assumed: by tensor name, shapes that depend on data and were taken to be the largest possible.
         plain: by tensor name, shapes as far as ORT infers them from shapes alone, which is what its optimisers know.
         held: by node name, what nodes with bodies hold.
+        used: names of the sizes given that a tensor of this graph has, or of a body in it.
     """
 
     tensors: dict[str, KernelInput]
@@ -56,6 +59,7 @@ class InferredTensors:
     assumed: dict[str, tuple[int, ...]]
     plain: dict[str, Shape]
     held: dict[str, Held] = field(default_factory=dict)
+    used: frozenset[str] = frozenset()
 
 
 def constant_input(tensor: onnx.TensorProto, keep_floats: bool) -> KernelInput:
@@ -81,24 +85,18 @@ def small_values_by_use(graph: onnx.GraphProto) -> set[str]:
 def index_ranges(folder: Path, graph: onnx.GraphProto) -> dict[str, tuple[int, int]]:
     """Smallest and largest value of each large whole-number constant of `graph` (index tables)."""
     from onnx import TensorProto, numpy_helper
-    from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
 
     ranges = {}
     for tensor in graph.initializer:
-        if tensor.data_type not in (TensorProto.INT32, TensorProto.INT64):
+        if tensor.data_type not in (TensorProto.INT32, TensorProto.INT64) or math.prod(tensor.dims) <= SMALL_INTS:
             continue
-        copy = TensorProto()
-        copy.CopyFrom(tensor)
-        if uses_external_data(copy):
-            load_external_data_for_tensor(copy, str(folder))
-        array = numpy_helper.to_array(copy)
-        if array.size > SMALL_INTS:
-            ranges[tensor.name] = (int(array.min()), int(array.max()))
+        array = numpy_helper.to_array(with_values(tensor, folder))
+        ranges[tensor.name] = (int(array.min()), int(array.max()))
     return ranges
 
 
 def infer_tensors(proto: onnx.ModelProto, execution_provider: str, name: str, folder: Path,
-                  dims: Mapping[str, int] | None = None) -> InferredTensors:
+                  dims: Mapping[str, int] | None = None, inside: str = "") -> InferredTensors:
     """Type and shape of every tensor of an optimised graph, and the provider of every node, as ORT knows them.
 
     Args:
@@ -106,7 +104,8 @@ def infer_tensors(proto: onnx.ModelProto, execution_provider: str, name: str, fo
         execution_provider: `cpu` or `cuda`.
         name: of the model, for errors.
         folder: where its external weights lie.
-        dims: sizes of the dimensions that are still dynamic in it.
+        dims: sizes of the dimensions that are still dynamic in it, and of tensors whose sizes depend on data.
+        inside: the name of the node whose body it is; "" for a model's graph.
 
     Raises:
         UserError: a shape that depends on data, or a rank that is not known; the tensor is named.
@@ -119,12 +118,13 @@ def infer_tensors(proto: onnx.ModelProto, execution_provider: str, name: str, fo
         answer = _ask(probe, execution_provider, name, fold=True)
     assumed: dict[str, tuple[int, ...]] = {}
     told: dict[str, tuple[int, ...]] = {}
+    sizes = _GivenSizes(dims or {}, f"{inside}/" if inside else "", selects_boxes(proto.graph))
 
     def held_by(node: onnx.NodeProto, tensors: Mapping[str, KernelInput], values: Mapping[str, Values]) -> Held | None:
         return hold(node, proto, tensors, values, execution_provider, name, folder, dims or {})
 
     while answer.unknown(constants):
-        found, bounds = _first_open(answer, proto, constants, name, dims or {}, held_by)
+        found, bounds = _first_open(answer, proto, constants, name, sizes, held_by)
         assumed |= bounds
         told |= found | bounds
         _stamp(probe, found | bounds, answer.dtypes)
@@ -135,8 +135,9 @@ def infer_tensors(proto: onnx.ModelProto, execution_provider: str, name: str, fo
     tensors = constants | {tensor: KernelInput(dtype=dtype, shape=tuple(int(size) for size in answer.shapes[tensor] or ()))
                            for tensor, dtype in answer.dtypes.items() if tensor not in constants}
     computed = {tensor: values for tensor, values in answer.values.items() if tensor in tensors and tensor not in constants}
-    held = {node.name: inside for node in proto.graph.node if (inside := held_by(node, tensors, computed)) is not None}
-    return InferredTensors(tensors, computed, providers, assumed, plain, held)
+    held = {node.name: one for node in proto.graph.node if (one := held_by(node, tensors, computed)) is not None}
+    used = sizes.used.union(*(body.inferred.used for each in held.values() for body in each.bodies))
+    return InferredTensors(tensors, computed, providers, assumed, plain, held, frozenset(used))
 
 
 def _constants(graph: onnx.GraphProto, folder: Path) -> dict[str, KernelInput]:
@@ -248,11 +249,74 @@ def shape_of(kind: onnx.TypeProto) -> Shape:
                  for dim in kind.tensor_type.shape.dim)
 
 
-def _first_open(answer: _Answer, proto: onnx.ModelProto, constants: Mapping[str, KernelInput],
-                name: str, dims: Mapping[str, int],
+@dataclass
+class _GivenSizes:
+    """The sizes that the user gives to tensors of one graph whose sizes depend on data.
+
+    Attributes:
+        dims: all that is given, by name.
+        prefix: of the names of a body's tensors.
+        selects: the graph selects boxes, whose number may stand for other sizes, too.
+        used: names of those that were asked for.
+    """
+
+    dims: Mapping[str, int]
+    prefix: str
+    selects: bool
+    used: set[str] = field(default_factory=set)
+
+    def _take(self, *names: str) -> int | None:
+        name = next((name for name in names if name in self.dims), None)
+        self.used |= {name} if name else set()
+        return self.dims[name] if name else None
+
+    def shape(self, tensor: str, shape: Shape, boxes: bool) -> tuple[int, ...] | None:
+        """A tensor's shape with the sizes that are given; None where one is still open.
+
+        Args:
+            tensor, shape: as far as it is known; of a tensor whose rank is not known, the sizes given say it.
+            boxes: a node makes it whose first axis is the boxes that it selects.
+        """
+        if shape is None:
+            rank = 0
+            while any(f"{prefix}{tensor}.{rank}" in self.dims for prefix in (self.prefix, "")):
+                rank += 1
+            shape = ("",) * rank or None
+        if shape is None:
+            return None
+        sizes = [size if isinstance(size, int) else self._take(
+            f"{self.prefix}{tensor}.{axis}", f"{tensor}.{axis}", *([size] if size else []),
+            *([DETECTIONS] if boxes and axis == 0 else [])) for axis, size in enumerate(shape)]
+        return None if None in sizes else tuple(size for size in sizes if size is not None)
+
+    def as_many_as_boxes(self, shape: Shape) -> tuple[int, ...] | None:
+        """A shape whose open sizes are the number of boxes that the user gives; None where none is given."""
+        if shape is None or (number := self._take(DETECTIONS)) is None:
+            return None
+        return tuple(size if isinstance(size, int) else number for size in shape)
+
+    def advice(self, tensor: str, shape: Shape) -> str:
+        """Why the shape of a tensor is no use, and how to give it.
+
+        Args:
+            tensor, shape: as far as it is known.
+        """
+        whole = f"{self.prefix}{tensor}"
+        if shape is None:
+            return (f"the rank of tensor {whole} is not known; export the model with the shapes of its inputs, or give all "
+                    f"sizes of this tensor, for example, where it has two axes, --dim {whole}.0=100 --dim {whole}.1=100")
+        sizes = ", ".join(str(size) or "?" for size in shape)
+        options = " ".join(f"--dim {whole}.{axis}=100" for axis, size in enumerate(shape) if not isinstance(size, int))
+        return (f"the shape of tensor {whole} ([{sizes}]) depends on data or on an open dimension; give its size, for example "
+                f"{options}" + (f", or --dim {DETECTIONS}=100 for all such sizes" if self.selects else ""))
+
+
+def _first_open(answer: _Answer, proto: onnx.ModelProto, constants: Mapping[str, KernelInput], name: str, sizes: _GivenSizes,
                 held_by: HeldBy) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Shapes, found otherwise, of the open outputs of each node whose inputs are all known, at least one: those that are sure
-    or given in `dims`, and those that are the largest possible.
+    """Shapes, found otherwise, of the open outputs of each node whose inputs are all known, and all that these are computed
+    from, at least one: those that are sure or given, and those that are the largest possible.
+
+    A size may be a number that the graph computes from shapes that are open, too: it is known once they are.
 
     Raises:
         UserError: they can't be found; the tensor is named.
@@ -260,49 +324,46 @@ def _first_open(answer: _Answer, proto: onnx.ModelProto, constants: Mapping[str,
     waiting = set(answer.unknown(constants))
     made = {out for node in proto.graph.node for out in node.output}
     for tensor in sorted(waiting - made):
-        raise UserError(f"{name}: {_trouble(tensor, answer.shapes[tensor])}")
+        what = "rank" if answer.shapes[tensor] is None else "shape"
+        raise UserError(f"{name}: the {what} of tensor {tensor}, an input, is not known; export the model with the shapes of "
+                        "its inputs")
     known = {**constants, **{tensor: KernelInput(dtype=dtype, shape=tuple(int(size) for size in answer.shapes[tensor] or ()))
                          for tensor, dtype in answer.dtypes.items() if tensor not in waiting and tensor not in constants}}
     found: dict[str, tuple[int, ...]] = {}
     bounds: dict[str, tuple[int, ...]] = {}
-    selects = selects_boxes(proto.graph)
+    open_before: set[str] = set()  # tensors that are open, or computed from such
     for node in proto.graph.node:
         outputs = waiting & set(node.output)
         bodies = bodies_of(node)
-        if not outputs or waiting & {*node.input, *(read for body in bodies.values() for read in captured(body))}:
+        if open_before & {*node.input, *(read for body in bodies.values() for read in captured(body))}:
+            open_before.update(node.output)
+            continue
+        open_before |= outputs
+        if not outputs:
             continue
         held = held_by(node, known, answer.values) if bodies else None
         if held is not None:
             found |= {out: shape for out, shape in held.shapes.items() if out in outputs}
             continue
-        first = next(out for out in node.output if out in outputs)
-        by_values = node.op_type in SIZED_BY_VALUES or any(answer.shapes[out] is not None for out in outputs)
+        given = {out: shape for out in sorted(outputs) if (shape := sizes.shape(
+            out, answer.shapes[out], node.op_type == "NonMaxSuppression")) is not None}
+        found |= given
+        left = sorted(outputs - set(given))
+        by_values = node.op_type in SIZED_BY_VALUES or any(answer.shapes[out] is not None for out in left)
         if node.domain in ONNX_DOMAINS and by_values:
             largest = largest_shapes(node, answer.shapes, known, answer.values)
-            for out in sorted(outputs):
-                given = _given(out, node.op_type, answer.shapes[out], dims)
-                if given is not None:
-                    found[out] = given
-                elif out in largest:
+            for out in left:
+                if out in largest:
                     bounds[out] = largest[out]
-                elif DETECTIONS in dims and (shape := answer.shapes[out]) is not None:
-                    found[out] = tuple(dims[DETECTIONS] if isinstance(size, str) else size for size in shape)
+                elif (shape := sizes.as_many_as_boxes(answer.shapes[out])) is not None:
+                    found[out] = shape
                 else:
-                    raise UserError(f"{name}: {_trouble(out, answer.shapes[out], selects)}")
-            continue
-        found |= {out: shape for out, shape in shapes_when_run(node, proto, known, name).items() if out in outputs}
-        if first not in found:
-            raise UserError(f"{name}: {_trouble(first, answer.shapes[first])}")
+                    raise UserError(f"{name}: {sizes.advice(out, answer.shapes[out])}")
+        elif left:
+            found |= {out: shape for out, shape in shapes_when_run(node, proto, known, name).items() if out in left}
+            if left[0] not in found:
+                raise UserError(f"{name}: {sizes.advice(left[0], answer.shapes[left[0]])}")
     return found, bounds
-
-
-def _given(tensor: str, op_type: str, shape: Shape, dims: Mapping[str, int]) -> tuple[int, ...] | None:
-    """A tensor's shape with the sizes that the user gave; None where one is still open."""
-    if shape is None:
-        return None
-    boxes = {f"{tensor}.0": dims[DETECTIONS]} if op_type == "NonMaxSuppression" and DETECTIONS in dims else {}
-    sizes = [{**boxes, **dims}.get(f"{tensor}.{axis}") if isinstance(size, str) else size for axis, size in enumerate(shape)]
-    return None if None in sizes else tuple(int(size) for size in sizes if size is not None)
 
 
 def _stamp(probe: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> None:
@@ -312,21 +373,6 @@ def _stamp(probe: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], dtypes
     for value in probe.graph.output:
         if value.name in shapes:
             value.CopyFrom(helper.make_tensor_value_info(value.name, type_code(dtypes[value.name]), shapes[value.name]))
-
-
-def _trouble(tensor: str, shape: Shape, selects: bool = False) -> str:
-    """Why the shape of a tensor is no use, and how to give it.
-
-    Args:
-        tensor, shape: as far as it is known.
-        selects: the model selects boxes, whose number may stand for this size, too.
-    """
-    if shape is None:
-        return f"the rank of tensor {tensor} is not known; export the model with the shapes of its inputs"
-    sizes = ", ".join(str(size) or "?" for size in shape)
-    first = next((axis for axis, size in enumerate(shape) if isinstance(size, str)), 0)
-    return (f"the shape of tensor {tensor} ([{sizes}]) depends on data or on an open dimension; give its size, for example "
-            f"--dim {tensor}.{first}=100" + (f", or --dim {DETECTIONS}=100 for all such sizes" if selects else ""))
 
 
 def assignments(session: Any) -> Iterator[tuple[str, str]]:

@@ -65,7 +65,7 @@ def test_a_reduction_to_a_scalar(provider: str) -> None:
 def test_an_unknown_rank_is_no_scalar() -> None:
     unknown = graph([helper.make_node("Relu", ["x"], ["y"])], [helper.make_tensor_value_info("x", FLOAT, None)],
                     [helper.ValueInfoProto(name="y")])
-    with pytest.raises(UserError, match="the rank of tensor x is not known"):
+    with pytest.raises(UserError, match="the rank of tensor x, an input, is not known"):
         parse_graph(unknown, "cpu")
 
 

@@ -7,6 +7,7 @@ one that names a path elsewhere would read what its author has no right to.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import stat
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _EXTERNAL_KEY = b"location"  # what an ONNX file says where a weight lies in another file
 SHOWN = 200  # characters of a place in errors
+_PACKED_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}  # of an element, where several share a byte
 DEEPEST = 100  # graphs within graphs; protobuf reads no deeper either
 
 
@@ -92,6 +94,57 @@ def external_files(model: Path, proto: onnx.ModelProto) -> list[Path]:
         check_plain_file(path, f"{model}: its weights lie in ")
         found.append(path)
     return found
+
+
+def load_whole(model: Path) -> onnx.ModelProto:
+    """A model with all its weights in memory, each of their files checked.
+
+    onnx's own loader refuses a file with several names, which model hubs' caches hold, and Hase for the graphs that it keeps.
+
+    Raises:
+        UserError: as `weight_files`, or a weight's file is too short.
+    """
+    import onnx
+
+    with model_errors(str(model)):
+        proto = onnx.load(str(model), load_external_data=False)
+    external_files(model, proto)
+    for tensor in _tensors(proto):
+        if _locations(tensor):
+            tensor.CopyFrom(with_values(tensor, model.parent))
+    return proto
+
+
+def with_values(tensor: onnx.TensorProto, folder: Path) -> onnx.TensorProto:
+    """A tensor whose values lie in memory; itself where they do.
+
+    Args:
+        tensor: its values lie in it, or in a file that `external_files` has checked.
+        folder: of its model.
+
+    Raises:
+        UserError: the file is too short.
+    """
+    from onnx import TensorProto, helper
+
+    if not _locations(tensor):
+        return tensor
+    told = {entry.key: entry.value for entry in tensor.external_data}
+    path = folder / told["location"]
+    packed = _PACKED_BITS.get(TensorProto.DataType.Name(tensor.data_type))
+    bits = packed or 8 * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    needed = -(-math.prod(tensor.dims) * bits // 8)
+    try:
+        offset = int(told.get("offset") or 0)
+        with path.open("rb") as file:
+            file.seek(offset)
+            content = file.read(needed)
+    except ValueError:
+        raise UserError(f"{path}: weight {tensor.name[:SHOWN]} is said to begin at {told['offset'][:SHOWN]!r}, "
+                        "which is no place in a file") from None
+    if len(content) < needed:
+        raise UserError(f"{path}: too short for weight {tensor.name[:SHOWN]}, which takes {needed} bytes from {offset} on")
+    return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=content)
 
 
 def _locations(tensor: onnx.TensorProto) -> list[str]:
