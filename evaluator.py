@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inference.evaluation_cases import Case, Failures, cases_of, predict_case, recorded_cases
-from inference.evaluation_here import PATIENCE_S, LoadsHere, MeasuredHere, MeasuringPlan, measure_all
+from inference.evaluation_here import PATIENCE_S, TIMEOUT_S, LoadsHere, MeasuredHere, MeasuringPlan, measure_all
 from inference.evaluation_plot import Point
 from inference.evaluation_plot import draw as draw_points
 from inference.sharing import ToldBy
@@ -371,6 +371,9 @@ def main() -> int:
     parser.add_argument("--patience-s", type=float, default=PATIENCE_S, metavar="S",
                         help="how long to wait, before each measurement, for the machine to be as fast as when its dataset "
                              f"was measured (default: {PATIENCE_S:g})")
+    parser.add_argument("--timeout-s", type=cli.positive, default=TIMEOUT_S, metavar="S",
+                        help="give a model up whose session has not been timed after that long: once for each round "
+                             f"(default: {TIMEOUT_S:g})")
     parser.add_argument("--rounds", type=cli.count, default=3, help="how often each model is measured, in turn (default: 3)")
     parser.add_argument("--budget-s", type=cli.positive, default=1.0, help="seconds for each model and round (default: 1)")
     parser.add_argument("--force", action="store_true",
@@ -397,7 +400,7 @@ def main() -> int:
     evaluation = evaluate(
         workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target, recorded=args.recorded,
         way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), loads=loads,
-        plan=MeasuringPlan(args.rounds, args.budget_s, args.patience_s), force=args.force,
+        plan=MeasuringPlan(args.rounds, args.budget_s, args.patience_s, args.timeout_s), force=args.force,
         static=args.static)
     folder = workspace.evaluation / evaluation.target
     with sole_writer(folder):

@@ -32,13 +32,14 @@ class Request(Frozen):
             `model` times a whole model and profiles its kernels, `model_labels` only profiles them; `model_gpu`
             traces a whole model on the GPU for its label `gpu`, `model_trace` for the runs themselves; `model_graph` times it
             as a CUDA graph; `canary` times a fixed piece of work; `sharing_probe` reads how long tiny work waits for other
-            processes, for `effort.budget_s` seconds; `prepare` loads what the others need, so that none waits for it.
+            processes, for `effort.budget_s` seconds; `prepare` loads what the others need, so that none waits for it;
+            `session` (only `session_worker` does it) times a whole model as the evaluator does.
         paths: the files of the kernels, or of the model.
         record: for a model whose kernels get labels, its record.
         dims: for a model, the sizes of its dynamic dimensions.
         static: for a model, whether they are fixed before ONNX Runtime optimises it.
         labels: which labels of its kernels a carrier or a model gives, of IN_MODEL_LABELS and (a carrier) `gpu`;
-            to prepare, `gpu` if it will be asked for.
+            to prepare, `gpu` if it will be asked for; for a session, how it is run: `latency`, `host_io` or `cuda_graph`.
         host: for a model on a GPU, whether the host's dispatch is timed too.
         host_io: for a model, whether runs with numpy arrays in and out are timed too.
         watch_host: for a model on an idle GPU: only what was timed while the host was undisturbed counts.
@@ -46,7 +47,7 @@ class Request(Frozen):
     """
 
     do: Literal["alone", "carrier", "model", "model_labels", "model_gpu", "model_trace", "model_graph", "canary",
-                "sharing_probe", "prepare"]
+                "sharing_probe", "prepare", "session"]
     execution_provider: str
     effort: Effort
     paths: tuple[str, ...] = ()
@@ -75,12 +76,13 @@ class Samples(Frozen):
 
 
 class Reply(Frozen):
-    """What came of a request: samples, traced runs, a probe's reading, or an error that is the subject's own (the worker goes
-    on)."""
+    """What came of a request: samples, traced runs, a probe's reading, the memory (MiB) that a session took, or an error
+    that is the subject's own (the worker goes on)."""
 
     samples: tuple[Samples, ...] = ()
     runs: tuple[GpuRun, ...] = ()
     probe: ProbeReading | None = None
+    memory_mib: float | None = None
     error: str = ""
     started: str = ""
     ended: str = ""

@@ -20,18 +20,24 @@ log = get_logger("collector")
 
 
 class WorkerFailed(Exception):
-    """The worker died or ran out of time over a request; `status` is `crashed` or `timeout`."""
+    """The worker died or ran out of time over a request: `status` is `crashed` or `timeout`, `signal` is what ended it, if one
+    did."""
 
-    def __init__(self, status: str, message: str) -> None:
+    def __init__(self, status: str, message: str, signal_number: int | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.signal = status, signal_number
 
 
 class Worker:
-    """A worker process, started when first asked or told to prepare. Use as a context manager: it never outlives the block."""
+    """A worker process, started when first asked or told to prepare. Use as a context manager: it never outlives the block.
 
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    Args:
+        timeout_s: for one request.
+        module: that the process runs: `benchmark.worker`, or one that does more.
+    """
+
+    def __init__(self, timeout_s: float, module: str = "benchmark.worker") -> None:
+        self.timeout_s, self.module = timeout_s, module
         self._process: subprocess.Popen[bytes] | None = None
         self._temporary = ExitStack()  # the folder of its temporary files: it is killed, and can't remove them
         self._unread = b""
@@ -80,7 +86,7 @@ class Worker:
         if self._process is None:
             folder = self._temporary.enter_context(temporary_folder())
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmark.worker"], cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)},
+                [sys.executable, "-m", self.module], cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)},
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 process_group=0 if os.name == "posix" else None)  # Ctrl-C is for the process that started it
         if self._process.stdin is None:
@@ -102,7 +108,7 @@ class Worker:
             code = process.wait()
             self.stop()
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            raise WorkerFailed("crashed", f"the process that ran it ended with {cause}")
+            raise WorkerFailed("crashed", f"the process that ran it ended with {cause}", -code if code < 0 else None)
         return Reply.model_validate_json(line)
 
     def _read_line(self, process: subprocess.Popen[bytes]) -> bytes | None:

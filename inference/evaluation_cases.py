@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from overlap_simulator import OtherWork
 
 log = get_logger("evaluator")
-APART_FROM = 4  # models: a process of its own takes a second, and outlives none that takes ONNX Runtime down
+APART_FROM = 2  # models: a process of its own takes a second; where there is one model, nothing else is lost with it
 IDLE_BELOW = 0.02  # of the time: an idle GPU's counters are not quite 0, and now and then a probe's run takes long for itself
 
 @dataclass

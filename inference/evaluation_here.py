@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
+from benchmark.worker_client import Worker, WorkerFailed
 from inference.evaluation_cases import Case, Failures, predict_case
 from inference.load import InferenceConfig, Load, current_load, fields_asked
 from utils import cli
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from benchmark.backgrounds import Background
     from benchmark.collector_config import CollectorConfig
     from benchmark.metrics import MetricSource
+    from benchmark.protocol import Reply
     from benchmark.stressor import Stress
     from inference.prediction import WayOfRunning
     from inference.targets import Fitted
@@ -32,6 +36,7 @@ WARMUP = 3
 LEAST_RUNS, MOST_RUNS = 10, 500  # of a session on an idle GPU
 STEADY = 0.10  # how much slower than its best the canary may be before a measurement
 PATIENCE_S = 15.0  # how long to wait for that
+TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,13 @@ class MeasuringPlan:
         rounds: how often each model is, in turn.
         budget_s: for each model and round.
         patience_s: how long to wait, before each on an idle device, for the machine to be as fast as its dataset knows it.
+        timeout_s: after which a model whose session has not answered is given up.
     """
 
     rounds: int = 3
     budget_s: float = 1.0
     patience_s: float = PATIENCE_S
+    timeout_s: float = TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -154,19 +161,20 @@ class MeasuredHere:
 
 def measure_all(ready: Sequence[Case], fitted: Fitted, way: WayOfRunning, loads: LoadsHere, plan: MeasuringPlan,
                 workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
-    """Predicts and measures models beside each of `loads`; one of several that fails costs only itself.
+    """Predicts and measures models beside each of `loads`; one of several that fails costs only itself, even where it takes
+    the process down that runs it, which is not this one.
 
     What else runs is read first, before models of this process are part of it.
 
     Raises:
         UserError: what else runs is not known, where no load is started; or another process measures on this device.
     """
-    with measuring(fitted.target.flavour.execution_provider):
-        return _measure_all(ready, fitted, way, loads, plan, workspace, force, failures)
+    with measuring(fitted.target.flavour.execution_provider), Worker(plan.timeout_s, "benchmark.session_worker") as worker:
+        return _measure_all(ready, worker, fitted, way, loads, plan, workspace, force, failures)
 
 
-def _measure_all(ready: Sequence[Case], fitted: Fitted, way: WayOfRunning, loads: LoadsHere, plan: MeasuringPlan,
-                 workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
+def _measure_all(ready: Sequence[Case], worker: Worker, fitted: Fitted, way: WayOfRunning, loads: LoadsHere,
+                 plan: MeasuringPlan, workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
     from benchmark.collector import load_in_words
 
     target, provider = fitted.target.name, fitted.target.flavour.execution_provider
@@ -184,7 +192,7 @@ def _measure_all(ready: Sequence[Case], fitted: Fitted, way: WayOfRunning, loads
                     predict_case(case, target, way, workspace, force, failures)
                 idle = all(case.idle for case in cases)
                 best_canary_ms = recorded_canary_ms(workspace, target, provider) if idle else 0.0
-                measure_here(cases, provider, way, plan, best_canary_ms, failures)
+                measure_here(cases, worker, provider, way, plan, best_canary_ms, failures)
                 stressor.reached()
         except UserError as error:
             if not loads.under_load:
@@ -198,70 +206,71 @@ def _measure_all(ready: Sequence[Case], fitted: Fitted, way: WayOfRunning, loads
     return found
 
 
-def measure_here(cases: Sequence[Case], execution_provider: str, way: WayOfRunning, plan: MeasuringPlan,
+def measure_here(cases: Sequence[Case], worker: Worker, execution_provider: str, way: WayOfRunning, plan: MeasuringPlan,
                  best_canary_ms: float, failures: Failures) -> None:
     """Times every case as planned, all cases in each round, so that drift hits all alike.
 
     Before each it waits a while for the machine to be as fast as it was when the dataset was measured, by the canary.
 
     Args:
+        worker: the process that runs them; where a model takes it down, or hangs, that costs this model alone.
         best_canary_ms: the canary then; 0 where that is not known, or where the device is not idle: no waiting.
     """
-    from benchmark.canary import canary_ms, wait_until_steady
+    from benchmark.canary import wait_until_steady
 
-    warmed = False
+    loaded = False
     for case in cli.track([case for _ in range(plan.rounds) for case in cases], "measuring"):
         if case.failed:
             continue
         with failures.costing(case.name, case):
-            if not warmed:  # the first session loads the runtime, whose time and memory are no model's
-                measure_once(Case(record=case.record, path=case.path), execution_provider, way, 0.0, watch_host=False)
-                warmed = True
-            canary = wait_until_steady(lambda: canary_ms(execution_provider), best_canary_ms, STEADY, plan.patience_s)
-            if best_canary_ms:
-                case.canaries.append(canary / best_canary_ms)
-            measure_once(case, execution_provider, way, plan.budget_s, watch_host=execution_provider == "cuda" and case.idle)
+            try:
+                if not loaded:  # a process's first session loads the runtime, whose time and memory are no model's
+                    time_session(case, worker, execution_provider, way, 0.0, watch_host=False)
+                    loaded = True
+                canary = wait_until_steady(lambda: canary_ms(worker, execution_provider), best_canary_ms, STEADY,
+                                           plan.patience_s)
+                if best_canary_ms:
+                    case.canaries.append(canary / best_canary_ms)
+                found = time_session(case, worker, execution_provider, way, plan.budget_s,
+                                     watch_host=execution_provider == "cuda" and case.idle)
+            except WorkerFailed as error:
+                loaded = False
+                raise UserError(f"{case.name}: while it was measured: {error}" + (
+                    "; --timeout-s gives it longer" if error.status == "timeout" else
+                    " (for want of memory?)" if error.signal == signal.SIGKILL else "")) from None
+            case.samples_ms += found.samples[0].samples_ms
+            if case.memory_mib is None:
+                case.memory_mib = found.memory_mib
 
 
-def measure_once(case: Case, execution_provider: str, way: WayOfRunning, budget_s: float, watch_host: bool) -> None:
-    """Adds one session's samples to a case (with `watch_host`, those of moments in which the host was undisturbed), and what
-    the first session took in memory."""
-    from benchmark.ort_kernel_runner import open_runner
-    from benchmark.protocol import Effort
-    from benchmark.quiet_host import host_probe, quiet_samples_ms
+def time_session(case: Case, worker: Worker, execution_provider: str, way: WayOfRunning, budget_s: float,
+                 watch_host: bool) -> Reply:
+    """One session's samples of a case (with `watch_host`, those of moments in which the host was undisturbed) and its memory.
+
+    Raises:
+        UserError: there is no file, or ONNX Runtime can't load or run it.
+        WorkerFailed: the process ended over it, or did not answer in time.
+    """
+    from benchmark.protocol import Effort, Request
 
     if case.path is None:
         raise UserError(f"{case.record.model}: no file to run")
-    probe = host_probe(execution_provider) if watch_host else None  # first: its session is no part of the model's memory
-    before = memory_in_use_mib(execution_provider)
-    runner = open_runner(case.path, execution_provider, dims=case.record.dims_run, io=way.io, cuda_graph=way.cuda_graph,
-                         static=case.record.static)
-    if probe:
-        runner.warm_up(WARMUP)
-        effort = Effort(budget_s=budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)
-        case.samples_ms += quiet_samples_ms(probe, {"latency": runner.run_s}, effort)["latency"].samples_ms
-    else:
-        case.samples_ms += runner.time(warmup=WARMUP, budget_s=budget_s).samples_ms
-    if case.memory_mib is None:
-        case.memory_mib = memory_in_use_mib(execution_provider) - before
+    reply = worker.ask(Request(
+        do="session", execution_provider=execution_provider, paths=(str(case.path.absolute()),), dims=case.record.dims_run,
+        static=case.record.static, labels=(way.label,), watch_host=watch_host,
+        effort=Effort(warmup=WARMUP, budget_s=budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)))
+    if reply.error:
+        raise UserError(reply.error)
+    return reply
 
 
-def memory_in_use_mib(execution_provider: str) -> float:
-    """Memory that this process holds on the CPU, or that the first GPU has given out, in MiB."""
-    if execution_provider == "cuda":
-        import pynvml
+def canary_ms(worker: Worker, execution_provider: str) -> float:
+    """The median of a few runs of the canary, in milliseconds; errors as of `Worker.ask`."""
+    from benchmark.canary import IDLE_EFFORT
+    from benchmark.protocol import Request
 
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used / 2**20
-    import ctypes
-
-    import psutil
-
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what earlier models left, or it hides what this one takes
-    except (OSError, AttributeError):
-        log.debug("no malloc_trim here: memory figures are rough")
-    return psutil.Process().memory_info().rss / 2**20
+    return median(worker.ask(Request(do="canary", execution_provider=execution_provider, effort=IDLE_EFFORT)
+                             ).samples[0].samples_ms)
 
 
 def recorded_canary_ms(workspace: Workspace, target: str, execution_provider: str) -> float:

@@ -87,6 +87,20 @@ def small_model(channels: int = 8, side: int = 16, batch: int | str = 1, dtype: 
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
 
 
+def endless(path: Path) -> None:
+    """A model whose loop runs for ever."""
+    value = helper.make_tensor_value_info
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["go_on"]), helper.make_node("Identity", ["state"], ["next"])], "body",
+        [value("number", TensorProto.INT64, []), value("go", TensorProto.BOOL, []), value("state", TensorProto.FLOAT, [1])],
+        [value("go_on", TensorProto.BOOL, []), value("next", TensorProto.FLOAT, [1])])
+    graph = helper.make_graph(
+        [helper.make_node("Loop", ["times", "go_in", "x"], ["y"], body=body)], "endless",
+        [value("x", TensorProto.FLOAT, [1])], [value("y", TensorProto.FLOAT, [1])],
+        [numpy_helper.from_array(np.array(2**62, np.int64), "times"), numpy_helper.from_array(np.array(True), "go_in")])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+
+
 def build_workspace(workspace: Workspace, models: Mapping[str, onnx.ModelProto]) -> Flavour:
     """Models as files with their CPU records, index and kernels, as the first three phases write them."""
     for name, proto in models.items():

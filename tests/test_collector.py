@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pandas as pd
 import psutil
 import pytest
 import yaml
-from conftest import build_workspace, small_model
-from onnx import TensorProto, helper, numpy_helper
+from conftest import build_workspace, endless, small_model
 
 from benchmark import dataset
 from benchmark import worker as worker_process
@@ -527,20 +525,6 @@ def test_carriers_are_bounded_and_hold_one_version_of_a_domain() -> None:
 
 
 # the worker process ------------------------------------------------------------------------------------------------------
-
-def endless(path: Path) -> None:
-    """A model whose loop runs for ever."""
-    value = helper.make_tensor_value_info
-    body = helper.make_graph(
-        [helper.make_node("Identity", ["go"], ["go_on"]), helper.make_node("Identity", ["state"], ["next"])], "body",
-        [value("number", TensorProto.INT64, []), value("go", TensorProto.BOOL, []), value("state", TensorProto.FLOAT, [1])],
-        [value("go_on", TensorProto.BOOL, []), value("next", TensorProto.FLOAT, [1])])
-    graph = helper.make_graph(
-        [helper.make_node("Loop", ["times", "go_in", "x"], ["y"], body=body)], "endless",
-        [value("x", TensorProto.FLOAT, [1])], [value("y", TensorProto.FLOAT, [1])],
-        [numpy_helper.from_array(np.array(2**62, np.int64), "times"), numpy_helper.from_array(np.array(True), "go_in")])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
-
 
 def test_a_worker_that_hangs_or_crashes_is_replaced(tmp_path: Path) -> None:
     canary = Request(do="canary", execution_provider="cpu", effort=Effort())

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import psutil
 import pytest
+from conftest import endless
+from onnx import TensorProto, helper, numpy_helper
 from prometheus_stand import prometheus
-from trained_workspace import HELD_OUT, METRIC, conv_net, model_ms, trained
+from trained_workspace import HELD_OUT, METRIC, OPSETS, conv_net, model_ms, trained
 
 import evaluator
 from benchmark import dataset
@@ -32,7 +35,7 @@ from overlap_simulator import OtherWork
 from utils import cli, files
 from utils.config import load_config
 from utils.errors import UserError
-from utils.fingerprint import Target, flavour_of, local_target
+from utils.fingerprint import Target, flavour_of, instruction_set, local_target
 from utils.paths import ROOT, Workspace
 
 TARGET = local_target("cpu").name
@@ -95,6 +98,32 @@ def test_a_failing_model_costs_only_itself(workspace: Workspace, tmp_path: Path)
     (tmp_path / "good.onnx").unlink()
     with pytest.raises(UserError, match=r"broken\.onnx, open\.onnx failed"):
         evaluator.evaluate(workspace, [tmp_path], target=TARGET)
+
+
+@pytest.mark.skipif(not instruction_set().startswith("avx"), reason="only x86 traps this division")
+def test_a_model_that_takes_its_process_down_or_hangs_costs_only_itself(workspace: Workspace, tmp_path: Path) -> None:
+    """Both are real: a division whose quotient is no 32-bit number (x is 0, x - 1 divides), and a loop that never ends."""
+    constants = {"one": np.ones(1, np.int32), "least": np.full(1, -2**31, np.int32)}
+    graph = helper.make_graph(
+        [helper.make_node("Sub", ["x", "one"], ["d"]), helper.make_node("Div", ["least", "d"], ["y"])], "divides",
+        [helper.make_tensor_value_info("x", TensorProto.INT32, [1])],
+        [helper.make_tensor_value_info("y", TensorProto.INT32, [1])],
+        [numpy_helper.from_array(values, name) for name, values in constants.items()])
+    onnx.save(helper.make_model(graph, opset_imports=OPSETS, ir_version=10), tmp_path / "divides.onnx")
+    endless(tmp_path / "endless.onnx")
+    conv_net(tmp_path / "good.onnx")
+    done = shell(workspace, tmp_path, "--rounds", "2", "--budget-s", "0.02", "--timeout-s", "8", "--json")
+    assert done.returncode == 1, done.stderr
+    told = json.loads(done.stdout)
+    assert [one["model"] for one in told["comparisons"]] == ["good"]
+    assert told["comparisons"][0]["runs"] >= 2 * 3
+    assert set(told["failures"]) == {"divides", "endless"}
+    assert "SIGFPE" in told["failures"]["divides"]
+    assert "no answer within 8 s; --timeout-s" in told["failures"]["endless"]
+    assert "2 failed: divides, endless" in done.stderr
+    assert "Traceback" not in done.stderr
+    written = json.loads((workspace.evaluation / TARGET / "evaluation.json").read_text())
+    assert written["failures"] == told["failures"]
 
 
 def test_recorded_measurements_are_compared_level_by_level(workspace: Workspace) -> None:
@@ -318,7 +347,8 @@ def test_a_load_that_breaks_down_costs_only_its_level(workspace: Workspace, tmp_
 
     def kill_and_measure(cases: list[Case], *rest: Any) -> None:
         if cases[0].level:
-            children = psutil.Process().children(recursive=True)
+            children = [child for child in psutil.Process().children(recursive=True)
+                        if "resource_tracker" not in " ".join(child.cmdline())]  # Python's own, of earlier pools
             for child in children:
                 child.kill()
             psutil.wait_procs(children)

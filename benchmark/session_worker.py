@@ -1,0 +1,54 @@
+"""The collector's worker that can also time a session as a user opens it, with the memory that it takes: the evaluator's.
+
+By hand:
+echo '{"do": "session", "execution_provider": "cpu", "effort": {}, "paths": ["a.onnx"]}' | python -m benchmark.session_worker
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from benchmark import worker
+from benchmark.ort_kernel_runner import open_runner
+from benchmark.protocol import Reply, Request, Samples
+from benchmark.quiet_host import host_probe, quiet_samples_ms
+
+
+def time_session(request: Request) -> Reply:
+    """A whole model's runs, timed as the request's one label says (`latency`, `host_io` with numpy arrays in and out, or
+    `cuda_graph`), and what opening and running it took in memory."""
+    (label,) = request.labels or ("latency",)
+    path, provider, effort = Path(request.paths[0]), request.execution_provider, request.effort
+    probe = host_probe(provider) if request.watch_host else None  # first: its session is no part of the model's memory
+    before_mib = memory_in_use_mib(provider)
+    runner = open_runner(path, provider, dims=request.dims, io="host" if label == "host_io" else "device",
+                         cuda_graph=label == "cuda_graph", static=request.static)
+    if probe:
+        runner.warm_up(effort.warmup)
+        samples_ms = quiet_samples_ms(probe, {label: runner.run_s}, effort)[label].samples_ms
+    else:
+        samples_ms = runner.time(warmup=effort.warmup, budget_s=effort.budget_s).samples_ms
+    return Reply(samples=(Samples(id=worker.model_name(request), label=label, samples_ms=samples_ms),),
+                 memory_mib=memory_in_use_mib(provider) - before_mib)
+
+
+def memory_in_use_mib(execution_provider: str) -> float:
+    """Memory that this process holds on the CPU, or that the first GPU has given out, in MiB."""
+    if execution_provider == "cuda":
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used / 2**20
+    import ctypes
+
+    import psutil
+
+    with suppress(OSError, AttributeError):  # no malloc_trim here: memory figures are rough
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what earlier models left, or it hides what this one takes
+    return psutil.Process().memory_info().rss / 2**20
+
+
+if __name__ == "__main__":
+    worker.WORK["session"] = time_session
+    worker.main()
