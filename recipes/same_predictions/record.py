@@ -1,0 +1,116 @@
+"""Records the answers that tests/test_same_predictions.py holds predictions to, after a change on purpose.
+
+Asks the questions of `questions.py` and writes answers.json.xz beside it; prints what changed. With --models, first makes the
+records of models anew; with --cpu, first packs the workspace of a CPU's dataset. `run.sh` makes both.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import io
+import json
+import lzma
+import tarfile
+import tempfile
+from collections.abc import Iterable
+from typing import Any
+
+from recipes.same_predictions import questions as asked
+from utils import cli, files
+from utils.logger import get_logger
+
+log = get_logger("same_predictions")
+SHOWN = 20  # differences
+EXAMPLES = """
+python recipes/same_predictions/record.py
+python recipes/same_predictions/record.py --check
+python recipes/same_predictions/record.py --check --exact
+python recipes/same_predictions/record.py --models out/kinds --cpu out/same_predictions/cpu
+"""
+
+
+def read_answers() -> dict[str, Any]:
+    """The answers as they were recorded; none where they never were."""
+    if not asked.ANSWERS.exists():
+        return {}
+    found: dict[str, Any] = json.loads(lzma.decompress(asked.ANSWERS.read_bytes()))
+    return found
+
+
+def write_answers(answers: dict[str, Any]) -> None:
+    files.write_bytes(asked.ANSWERS, lzma.compress(json.dumps(answers, separators=(",", ":")).encode(), preset=9))
+
+
+def ask_all() -> dict[str, Any]:
+    """Every question's answer today."""
+    with tempfile.TemporaryDirectory() as folder:
+        return asked.answers(asked.unpacked(Path(folder)))
+
+
+def pack(archive: Path, members: Iterable[tuple[str, bytes]]) -> None:
+    """Writes a compressed tar of files by name, the same for the same contents."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:xz", preset=9) as packed:
+        for name, data in sorted(members):
+            about = tarfile.TarInfo(name)
+            about.size = len(data)
+            packed.addfile(about, io.BytesIO(data))
+    files.write_bytes(archive, out.getvalue())
+
+
+def records_of(models: Path) -> Iterable[tuple[str, bytes]]:
+    """The records of the models that the questions are about, for both devices."""
+    from ort_analysis.fusion_detector import analyze
+
+    for device in ("cuda", "cpu"):
+        for name in asked.RECORDED:
+            stem, _, sizes = name.partition("@")
+            dims = {key: int(size) for key, size in (part.split("=") for part in sizes.split(",") if "=" in part)}
+            record = analyze(models / f"{stem}.onnx", device, dims, static=name in asked.STATIC)
+            log.info("%s, %s: %d nodes, %d kernels", name, device, len(record.nodes), len(record.kernels))
+            yield f"records/{device}/{name}.json", record.model_dump_json().encode()
+
+
+def changes(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> list[str]:
+    """Where today's answers are not those recorded; a question that was not asked before is no change."""
+    return [f"{question}: {line}" for question, answer in before.items() for line in (
+        asked.differences(answer, now[question], tolerance) if question in now else ["is no longer asked"])]
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--models", type=Path, metavar="DIR", help="first make the records anew, of the models in this folder")
+    parser.add_argument("--list-models", action="store_true", help="print the models of recipes/kinds that --models wants, and end")
+    parser.add_argument("--cpu", type=Path, metavar="DIR", help="first pack this workspace of a CPU's dataset")
+    parser.add_argument("--check", action="store_true", help="record nothing; exit status 1 where an answer changed")
+    parser.add_argument("--exact", action="store_true", help=f"count a change below a ratio of {asked.TOLERANCE:g} too: on the "
+                        "kind of CPU that the answers were recorded on, there is none")
+    args = parser.parse_args()
+    cli.start(args)
+    if args.list_models:
+        names = dict.fromkeys(name.partition("@")[0] for name in asked.RECORDED)
+        print(" ".join(name for name in names if name not in asked.FROM_TORCHVISION))
+        return 0
+    if args.models:
+        pack(asked.RECORDS, records_of(args.models))
+    if args.cpu:
+        kept = [path for part in ("benchmark/dataset", "ort_analysis/ort_kernel_record", "training/predictors")
+                for path in sorted((args.cpu / part).glob("*/*")) if path.is_file() and not path.name.startswith(".")]
+        pack(asked.CPU_WORKSPACE, ((str(path.relative_to(args.cpu)), path.read_bytes()) for path in kept))
+    now = ask_all()
+    changed = changes(read_answers(), now, 0.0 if args.exact else asked.TOLERANCE)
+    cli.print_rows([{"change": line} for line in changed[:SHOWN]], args.json)
+    log.warning("%d questions asked; %d numbers or words are not those recorded", len(now), len(changed))
+    if args.check:
+        return 1 if changed else 0
+    write_answers(now)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
