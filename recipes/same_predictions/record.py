@@ -85,7 +85,7 @@ def changes(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> li
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--models", type=Path, metavar="DIR", help="first make the records anew, of the models in this folder")
-    parser.add_argument("--list-models", action="store_true", help="print the models of recipes/kinds that --models wants, and end")
+    parser.add_argument("--list-models", action="store_true", help="print those of recipes/kinds that --models wants")
     parser.add_argument("--cpu", type=Path, metavar="DIR", help="first pack this workspace of a CPU's dataset")
     parser.add_argument("--check", action="store_true", help="record nothing; exit status 1 where an answer changed")
     parser.add_argument("--exact", action="store_true", help=f"count a change below a ratio of {asked.TOLERANCE:g} too: on the "
