@@ -292,23 +292,25 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
             model is left.
     """
     from inference.prediction import AS_USUAL, check_way
-    from inference.targets import fitted_for, local_targets
+    from inference.targets import MAKE_PREDICTORS, fitted_for, is_here, local_targets
 
+    paths = workspace.find_models(models)  # what was asked for comes first: a name may be mistyped
     fitted, way, loads = fitted_for(workspace, target), way or AS_USUAL, loads or LoadsHere()
     check_way(way, fitted.composition, fitted.target.name)
     name, provider = fitted.target.name, fitted.target.flavour.execution_provider
     failures = Failures()
     if recorded:
-        found = MeasuredHere(recorded_models(workspace, models, dims or {}, fitted, way, failures, static), "recorded")
+        found = MeasuredHere(recorded_models(workspace, paths, dims or {}, fitted, way, failures, static), "recorded")
         for case in found.cases:
             predict_case(case, name, way, workspace, force, failures)
     else:
-        here = [local.name for local in local_targets()]
-        if name not in here:
-            raise UserError(f"target {name} is not this machine ({', '.join(here)}): compare with the measurements in its "
-                            "dataset: --recorded")
+        if not is_here(fitted.target):
+            here = [local.name for local in local_targets()]
+            raise UserError(f"target {name} is not this machine ({', '.join(here)}), where models are to be measured; compare "
+                            "with the measurements in its dataset (--recorded), or have predictors of this machine made: "
+                            f"{'; '.join(MAKE_PREDICTORS)}")
         loads.check(fitted, way, workspace)
-        ready = cases_of(workspace.find_models(models), dims or {}, provider, failures, static)
+        ready = cases_of(paths, dims or {}, provider, failures, static)
         found = measure_all(ready, fitted, way, loads, plan or MeasuringPlan(), workspace, force, failures) if ready else (
             MeasuredHere())
     held_out = held_out_of_fits(workspace, name)
@@ -322,13 +324,24 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
         warnings=tuple(found.notices))
 
 
-def recorded_models(workspace: Workspace, models: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
+def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
                     way: WayOfRunning, failures: Failures, static: bool) -> list[Case]:
-    """The models that the target's dataset holds measurements of, of those named or of all."""
+    """The models that the target's dataset holds measurements of, of those in `paths` or of all.
+
+    Raises:
+        UserError: there is no dataset, or no record of a model.
+    """
+    from benchmark.dataset import header_path
+
     folder = workspace.dataset(fitted.target.name)
-    records = recorded_records(workspace, models, dims, fitted, failures, static)
+    if not header_path(folder).exists():
+        shipped = ROOT / "gpu_dataset" / f"{fitted.target.name}.tar.xz"
+        raise UserError(f"{folder}: no dataset of target {fitted.target.name} to compare with; " + (
+            f"unpack the one that comes with Hase: tar xf {shipped} -C {folder.parent}" if shipped.exists() else
+            "measure it on such a machine: python benchmark/collector.py"))
+    records = recorded_records(workspace, paths, dims, fitted, failures, static)
     cases = recorded_cases(folder, records, fitted.predictors.sidecar.metrics, way.label)
-    if models:  # else all that the dataset holds is asked for
+    if paths:  # else all that the dataset holds is asked for
         name_missing(records, {case.record.model for case in cases}, folder, failures)
     return cases
 
@@ -339,14 +352,14 @@ def composition_facts(fitted: Fitted) -> dict[str, Any]:
     return {"label": used.label, "kind": used.kind, "alpha": used.alpha, "beta_ms": used.beta_ms, "node_ms": used.node_ms}
 
 
-def recorded_records(workspace: Workspace, models: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
+def recorded_records(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
                      failures: Failures, static: bool) -> dict[str, ModelRecord]:
-    """Records by name: of the models given, else all that the fusion detector wrote for the target's flavour."""
+    """Records by name: of the models in `paths`, else all that the fusion detector wrote for the target's flavour."""
     from ort_analysis.records import load_records
 
     flavour = fitted.target.flavour
-    if models:
-        cases = cases_of(workspace.find_models(models), dims, flavour.execution_provider, failures, static)
+    if paths:
+        cases = cases_of(paths, dims, flavour.execution_provider, failures, static)
         return {case.record.model: case.record for case in cases}
     return {record.model: record for record in load_records(workspace, flavour)}
 

@@ -274,10 +274,10 @@ def main() -> int:
     provider = resolve_provider(args.device)
     if args.device == "auto" and provider == "cpu":
         log.info("no NVIDIA GPU here: running on the CPU")
+    model, dims = workspace.find_model(args.model), cli.one_size_dims(args.dim)
     with measuring(provider):
-        timing = measure(workspace.find_model(args.model), provider, dims=cli.one_size_dims(args.dim), warmup=args.warmup,
-                         loops=args.loops, budget_s=args.budget_s, io=args.io, cuda_graph=args.cuda_graph,
-                         static=args.static)
+        timing = measure(model, provider, dims=dims, warmup=args.warmup, loops=args.loops, budget_s=args.budget_s, io=args.io,
+                         cuda_graph=args.cuda_graph, static=args.static)
     if timing.statistics.unstable:
         log.warning("unstable: half of the runs differ by %.0f %% of the median; close other work on this device, "
                     "or run longer (--loops, --budget-s)", 100 * timing.statistics.spread)

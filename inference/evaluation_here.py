@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from benchmark.worker_client import Worker, WorkerFailed
 from inference.evaluation_cases import Case, Failures, predict_case
-from inference.load import InferenceConfig, Load, current_load, fields_asked
+from inference.load import InferenceConfig, Load, current_load, fields_asked, read_metrics
 from utils import cli
 from utils.errors import UserError
 from utils.locks import measuring
@@ -85,6 +85,8 @@ class LoadsHere:
         from inference.sharing import probed
 
         provider = fitted.target.flavour.execution_provider
+        if self.metrics_file:
+            read_metrics(self.metrics_file)
         if fitted.sharing and (self.under_load or self.probe):
             check_beside(way)
         if self.under_load and not self.probe and not fields_asked(fitted):

@@ -106,6 +106,8 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
     from utils.config import load_config
 
     workspace = workspace or Workspace()
+    if isinstance(source, (str, Path)):
+        workspace.find_model(Path(source))  # a mistyped name is told of before anything starts
     fitted = nothing_learned(workspace, target) or fitted_for(workspace, target)
     name, flavour = fitted.target.name, fitted.target.flavour
     if fitted.target not in local_targets():

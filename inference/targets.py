@@ -104,8 +104,10 @@ def _named(name: str, targets: Sequence[str], workspace: Workspace) -> str:
         return found[0]
     if found:
         raise UserError(f"target {name}: which one? {', '.join(found)} hold that; give more of the name")
+    here = any(part in local.name.lower() for local in local_targets())
     raise UserError(f"target {name}: no predictors for it in {workspace.predictors('')} or shipped with Hase "
-                    f"(there: {', '.join(targets) or 'none'})")
+                    f"(there: {', '.join(targets) or 'none'})" + (
+                        f"; it is this machine: make them with: {'; '.join(MAKE_PREDICTORS)}" if part and here else ""))
 
 
 def is_here(target: Target) -> bool:

@@ -334,7 +334,7 @@ def loads_of(text: str, folder: Path, **more: object) -> LoadsHere:
 def test_loads_that_cannot_be_had_are_told_before_anything_is_measured(workspace: Workspace, tmp_path: Path, text: str,
                                                                        reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        evaluator.evaluate(workspace, [Path("no_model.onnx")], target=TARGET, loads=loads_of(text, tmp_path))
+        evaluator.evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads_of(text, tmp_path))
 
 
 TWO_LEVELS = "{device: cpu, levels: [0.5, 0.0], window_s: 0.2, stress: {settle_s: 0.0}}"

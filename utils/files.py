@@ -185,7 +185,10 @@ def read_record(path: Path, schema: type[M], version: int, remake: str) -> M:
     Raises:
         UserError: missing, damaged, changed by hand, of another version, or not of this kind.
     """
-    data = read_json(path)
+    try:
+        data = read_json(path)
+    except UserError as error:
+        raise UserError(f"{error}; make it{'' if not path.exists() else ' anew'} with: {remake}") from None
     found = data.get("version") if isinstance(data, dict) else None
     if found != version:
         raise UserError(f"{path}: version {found}, this Hase reads version {version}; make it anew: {remake}")
