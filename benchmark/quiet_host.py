@@ -11,6 +11,7 @@ undisturbed host too the probe now and then takes a sixth less.)
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ PROBE_NODES = 60  # of the probe: some 0.2 ms
 READINGS = 3  # the shortest of which counts
 FASTEST = 10  # the part of the readings, a tenth, whose slowest one is taken for that of an undisturbed host
 WINDOW_S = 0.02
+LEAST_READINGS = 3  # of the probe by itself, however short the time
 PATIENCE = 4.0  # times the budget that is spent on waiting for enough undisturbed windows
 FIRST_LOOK_S = 0.3  # how long a new probe is read at first
 
@@ -118,6 +120,37 @@ def quiet_samples_ms(probe: HostProbe, timed: Mapping[str, Callable[[], float]],
     return {label: _least_disturbed(of_label, probe, effort) for label, of_label in windows.items()}
 
 
+def all_samples_ms(probe: HostProbe, run_s: Callable[[], float], effort: Effort) -> Timed:
+    """Samples of one function with the host as it is: all windows count, disturbed ones too, and the probe's median reading is
+    that beside all of them.
+
+    Args:
+        probe: of the host.
+        run_s: runs once and gives the seconds it took.
+        effort: time and runs wanted.
+    """
+    windows: list[Window] = []
+    with off_the_workers_cores():
+        until = time.monotonic() + effort.budget_s
+        while time.monotonic() < until or sum(len(window.samples_ms) for window in windows) < effort.least_runs:
+            windows.append(_window(probe, run_s))
+    return _joined(windows, probe, effort)
+
+
+def readings_s(probe: HostProbe, seconds: float) -> list[float]:
+    """What the probe takes over a while, in seconds. Each is as beside a model, the slower of the readings before and after a
+    window; in the window the probe itself keeps the host at work. The probe remembers none of them."""
+    found = [shortest_s(probe.dispatch_s)]
+    with off_the_workers_cores():
+        until = time.monotonic() + seconds
+        while time.monotonic() < until or len(found) <= LEAST_READINGS:
+            window_ends = time.monotonic() + WINDOW_S
+            while time.monotonic() < window_ends:
+                probe.dispatch_s()
+            found.append(shortest_s(probe.dispatch_s))
+    return [max(both) for both in itertools.pairwise(found)]
+
+
 def _least_disturbed(windows: list[Window], probe: HostProbe, effort: Effort) -> Timed:
     """The samples of all undisturbed windows, in order, and of as few others as make up for missing runs."""
     counted = [window for window in windows if _is_quiet(window, probe)]
@@ -125,6 +158,10 @@ def _least_disturbed(windows: list[Window], probe: HostProbe, effort: Effort) ->
         if sum(len(one.samples_ms) for one in counted) >= effort.least_runs:
             break
         counted.append(window)
+    return _joined(counted, probe, effort)
+
+
+def _joined(counted: list[Window], probe: HostProbe, effort: Effort) -> Timed:
     samples = [sample for window in counted for sample in window.samples_ms]
     worst = max(window.probe_s for window in counted) / probe.good_s - 1.0
     return Timed(tuple(round(sample, 6) for sample in samples[:effort.most_runs]), round(max(worst, 0.0), 4),

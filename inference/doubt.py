@@ -35,6 +35,8 @@ FORCED = 2.0  # the same for an element type or ONNX Runtime version that is not
 NORMAL_90 = 2.06  # 90 % of normal errors are within so many times their mean size: 1.645 / sqrt(2 / pi)
 UNKNOWN = 2.0  # the factor by which a prediction may be off of which no errors are known at all: a choice
 
+PACE_WORTH_SAYING = 0.05  # of the latency: a host's pace that is not known and moves it by less is not warned of
+
 Reason = Literal["estimated", "on the CPU", "stand-in", "other form", "beyond", "control flow"]
 
 
@@ -50,6 +52,9 @@ class Span(NamedTuple):
 
 
 CERTAIN = Span(1.0, 1.0)
+# How many times as long as usual hosts beside one kind of GPU take to dispatch. Measured beside H200s: 1.15 to 1.6 times with
+# other hosts than those that the shipped predictors were learned on, or with neighbours on them; 0.85 times in one session.
+HOSTS = Span(0.85, 1.6)
 # Around what is composed with constants that were fitted on no model of this machine. On a CPU sums of kernels' times in their
 # model erred by 3 % (models over 10 ms) to 33 % (shorter ones); on a GPU the host's pace is a guess, and decides short models.
 ASSUMED = {"cpu": Span(0.75, 1.3), "cuda": Span(0.5, 1.8)}
@@ -118,6 +123,15 @@ def fitted_span(used: Composition, way: WayOfRunning, measured_share: float, pro
     if ran is None:
         return usual
     return _known(ran.interval) or joined([usual, _of_errors(ran.left_out)])
+
+
+def host_warning(moved: Span) -> tuple[str, ...]:
+    """What to know about a host's pace that is not known, by which a latency may move so far; nothing where that is little."""
+    if moved.high <= 1.0 + PACE_WORTH_SAYING and moved.low >= 1.0 - PACE_WORTH_SAYING:
+        return ()
+    return (f"the host's pace is not known, so the interval holds hosts that dispatch {HOSTS.low:g} to {HOSTS.high:g} times as "
+            "long as usual; measure it on the machine in question (benchmark/host_pace.py --out machine.json) and give "
+            "--machine machine.json",)
 
 
 def load_span(sharing: Sharing, told_by: str) -> Span:

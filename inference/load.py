@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmark.dcgm_names import NAMES, in_unit
 from benchmark.metrics import values
 from benchmark.soundness import Unsound, checked
-from inference.prometheus import PrometheusConfig, PrometheusError, server_for
+from inference.prometheus import PrometheusConfig, PrometheusError, Server, server_for
 from inference.targets import Fitted
 from utils import files
 from utils.config import Config
@@ -76,20 +76,23 @@ class Load:
         metrics: by DCGM field name; empty where nothing runs.
         notices: what to know about them.
         probe: the sharing probe's reading, which tells more than they do; None where there is none.
+        host_probe_us: what the probe of the host took beside the device, which tells the host's pace; None likewise.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
     probe: ProbeSummary | None = None
+    host_probe_us: float | None = None
 
 
 def current_load(config: InferenceConfig, metrics_file: Path | None = None, fields: Collection[str] = (),
-                 probe: bool = False) -> Load:
+                 probe: bool = False, pace: bool = False) -> Load:
     """The load to predict for: that of `metrics_file`, else what the config's Prometheus says, else idle.
 
     Args:
         fields: those that Prometheus is asked for (`fields_asked`).
         probe: whether it is asked for a reading of the sharing probe too: where it is known how the target is shared.
+        pace: whether it is asked for the host's pace too: where that counts.
 
     Raises:
         UserError: the file can't be read, or Prometheus gives no metrics that can be believed and the config does not say
@@ -104,20 +107,40 @@ def current_load(config: InferenceConfig, metrics_file: Path | None = None, fiel
                              "asked",))
     from inference.prometheus_metrics import PrometheusSource
 
-    server, max_age_s = server_for(config.prometheus), config.prometheus.probe_max_age_s
+    server = server_for(config.prometheus)
     try:
-        metrics = values(PrometheusSource(server, fields).latest())
-        if not probe or max_age_s is None:
-            return Load(metrics)
-        from inference.prometheus_probe import latest_probe
-
-        summary, age_s = latest_probe(server, fields) or (None, 0.0)
-        if age_s <= max_age_s:
-            return Load(metrics, probe=summary)
-        return Load(metrics, (f"the sharing probe's last reading is {age_s:.0f} s old, prometheus.probe_max_age_s is "
-                              f"{max_age_s:g}: metrics tell what else runs",))
+        load = Load(values(PrometheusSource(server, fields).latest()))
+        load = _with_probe(load, server, fields) if probe else load
+        return _with_pace(load, server, fields) if pace else load
     except PrometheusError as error:
         if config.prometheus.on_failure == "idle":
             return Load(notices=(f"predicted for an idle device, as prometheus.on_failure says, since the load is not known: "
                                  f"{error}",))
         raise
+
+
+def _with_probe(load: Load, server: Server, fields: Collection[str]) -> Load:
+    """The same with the sharing probe's reading, or why it is not looked at."""
+    from inference.prometheus_probe import latest_probe
+
+    max_age_s = server.config.probe_max_age_s
+    if max_age_s is None or (found := latest_probe(server, fields)) is None:
+        return load
+    summary, age_s = found
+    if age_s <= max_age_s:
+        return replace(load, probe=summary)
+    return replace(load, notices=(*load.notices, f"the sharing probe's last reading is {age_s:.0f} s old, "
+                                  f"prometheus.probe_max_age_s is {max_age_s:g}: metrics tell what else runs"))
+
+
+def _with_pace(load: Load, server: Server, fields: Collection[str]) -> Load:
+    """The same with what tells the host's pace, or why it is not looked at."""
+    from inference.prometheus_pace import latest_host_probe
+
+    max_age_s = server.config.host_pace_max_age_s
+    if max_age_s is None or (found := latest_host_probe(server, fields)) is None:
+        return load
+    if found.age_s <= max_age_s:
+        return replace(load, host_probe_us=found.probe_us)
+    return replace(load, notices=(*load.notices, f"the host's pace was last measured {found.age_s:.0f} s ago, "
+                                  f"prometheus.host_pace_max_age_s is {max_age_s:g}: it is taken as not known"))

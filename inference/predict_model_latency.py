@@ -13,6 +13,9 @@ On a machine that is the target, --measure-missing first has the model's kernels
 them to the target's dataset (as benchmark/config.yaml says, idle), and they are looked up from then on, without a training.
 Where nothing was trained yet, that begins with stated constants for how kernels add up; a training replaces them.
 
+How fast the host dispatches decides the latency of small models on a GPU (--host-pace, --machine; benchmark/host_pace.py).
+Where it is not known, the interval is as wide as hosts differ.
+
 An answer that rests on operators that were never measured is marked as a rough estimate (inference/doubt.py). Exit status: 0
 done, 1 an error that the message explains, 2 wrong usage, 3 a rough estimate (with --fail-on-rough), 4 a missed --slo-ms.
 
@@ -38,6 +41,7 @@ from utils.logger import get_logger
 from utils.paths import ROOT
 
 if TYPE_CHECKING:
+    from inference.host_pace import HostPace
     from inference.missing_kernels import Filled
     from inference.prediction import Prediction
     from inference.slo import SloUnderLoad
@@ -56,6 +60,8 @@ python inference/predict_model_latency.py --model model.onnx --probe --watch 5
 python inference/predict_model_latency.py --model model.onnx --measure-missing
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace timeline.json
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --cuda-graph
+python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --machine machine.json
+python inference/predict_model_latency.py --model model.onnx --host-pace measure
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace both.json --beside real.json
 """
 
@@ -65,6 +71,7 @@ def summary(found: Prediction) -> dict[str, Any]:
     return {
         "model": found.model, "batch": found.batch,
         **({"sizes": "fixed" if found.static else "left open"} if found.dims else {}),
+        **({"host pace": found.host_pace} if found.host_pace is not None else {}),
         **(found.under_load.columns() if found.under_load else {"latency (ms)": found.latency_ms}),
         "90 % between (ms)": "{:.4g} and {:.4g}".format(*found.interval_ms),
         "items/s": found.items_per_second, "peak memory (MiB)": found.peak_memory_mib,
@@ -158,6 +165,14 @@ def main() -> int:
                         help="first measure the kernels that never were; needs a machine that is the target")
     parser.add_argument("--beside", type=Path, metavar="REAL",
                         help="put a real run into --trace's file too, as benchmark/run_anatomy.py --trace wrote it")
+    pace_options = parser.add_mutually_exclusive_group()
+    pace_options.add_argument(
+        "--host-pace", type=cli.pace, metavar="RATIO|measure",
+        help="how many times as long as usual the GPU's host takes to dispatch; measure: on this machine now, which is the "
+             "target (default: as the config's Prometheus says, else as benchmark/host_pace.py wrote here not longer than ten "
+             "minutes ago; with --watch on the target, measured each time)")
+    pace_options.add_argument("--machine", type=Path, metavar="FILE",
+                              help="the machine's host pace, as benchmark/host_pace.py --out wrote it there")
     parser.add_argument("--slo-ms", type=cli.positive, metavar="MS", help="whether the latency keeps to this, and by how much")
     parser.add_argument("--slo-percentile", type=cli.percentile, metavar="P", help="… which percentile of it (default: 95)")
     parser.add_argument("--probe", nargs="?", const="", metavar="FILE",
@@ -194,6 +209,7 @@ def main() -> int:
     if __name__ == "__main__":  # in a process of its own: xgboost would import it (0.9 s) for an API that is not used here
         sys.modules["sklearn"] = None  # type: ignore[assignment]
 
+    from inference.host_pace import PaceAsked
     from inference.load import CONFIG_FILE, InferenceConfig, Load, current_load, fields_asked
     from inference.prediction import WayOfRunning, predict
     from inference.sizes import never_falling
@@ -215,10 +231,15 @@ def main() -> int:
     fields = fields_asked(fitted_for(workspace, args.target)) if asked else ()
     probe = asked and args.probe is None and fitted_for(workspace, args.target).sharing is not None
     way = WayOfRunning(io=args.io, cuda_graph=args.cuda_graph)
+    host = PaceAsked(args.host_pace, args.machine, watched=bool(args.watch))
     percentile = args.slo_percentile or PERCENTILE
 
     def load_now(config: InferenceConfig) -> Load:
-        return current_load(config, args.metrics, fields, probe)
+        asks_pace = asked and host.of_prometheus(fitted_for(workspace, args.target), way)
+        return current_load(config, args.metrics, fields, probe, asks_pace)
+
+    def pace_now(load: Load) -> float | HostPace | None:
+        return host.now(fitted_for(workspace, args.target), way, load.host_probe_us)
 
     def other_than(load: Load) -> OtherWork | None:
         """As a probe met it: the one that --probe names, or else Prometheus's."""
@@ -230,9 +251,9 @@ def main() -> int:
 
         return probed(fitted_for(workspace, args.target), read_reading(Path(args.probe)) if args.probe else None)
 
-    def predicted(dims: dict[str, int], load: Load, other: OtherWork | None) -> Prediction:
+    def predicted(dims: dict[str, int], load: Load, other: OtherWork | None, pace: float | HostPace | None) -> Prediction:
         return predict(args.model, dims=dims, target=args.target, strict=args.strict, load=load.metrics, workspace=workspace,
-                       way=way, force=args.force, notices=load.notices, other=other, static=args.static)
+                       way=way, force=args.force, notices=load.notices, other=other, static=args.static, host_pace=pace)
 
     if args.watch:
         from inference.watch import Watch, follow
@@ -243,12 +264,12 @@ def main() -> int:
         if asked and not fields:
             raise UserError("--watch: the predictors were trained without metrics, so no load changes what they say")
         unread = Load()  # what can't be used ends the command at once
-        for warning in predicted(sizes[0], unread, other_than(unread)).warnings:
+        for warning in predicted(sizes[0], unread, other_than(unread), pace_now(unread)).warnings:
             log.warning("%s", warning)
 
         def followed() -> Prediction:
             load = load_now(config.never_idle())
-            return predicted(sizes[0], load, other_than(load))
+            return predicted(sizes[0], load, other_than(load), pace_now(load))
 
         follow(Watch(followed, args.watch, args.slo_ms, percentile), args.export, args.json)
         return 0
@@ -259,8 +280,8 @@ def main() -> int:
 
             tell(measure_missing(args.model, sizes, target=args.target, workspace=workspace, force=args.force,
                                  static=args.static))
-        other = other_than(load)
-        found = never_falling([predicted(dims, load, other) for dims in cli.track(sizes, "predicting")])
+        other, pace = other_than(load), pace_now(load)
+        found = never_falling([predicted(dims, load, other, pace) for dims in cli.track(sizes, "predicting")])
     slos = [slo_under_load(one, args.model, args.slo_ms, percentile, workspace, args.force, other) for one in found
             ] if args.slo_ms else [None] * len(found)
     if args.trace:

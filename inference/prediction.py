@@ -22,17 +22,20 @@ from inference.device_memory import device_memory_mib, memory_warnings
 from inference.doubt import (
     CERTAIN,
     FORCED,
+    HOSTS,
     OTHER_CUDNN,
     KernelDoubt,
     Span,
     doubt_warnings,
     fitted_span,
+    host_warning,
     is_rough,
     joined,
     kernel_doubts,
     kernels_under_load_span,
     load_span,
 )
+from inference.host_pace import UNKNOWN, HostPace, PaceSource, check_host, counts, given_pace, recent_pace
 from inference.memory import Layout, Memory, layout_of, peak_memory
 from inference.sharing import NotShared, ToldBy, UnderLoad, other_work, under_load
 from inference.sources import Source, record_of
@@ -142,6 +145,10 @@ class Prediction(Frozen):
         load: `idle`, or the metrics of what else runs, by DCGM field name (none where only a probe told of it).
         under_load: the latency's distribution beside what else runs; None where nothing does, or where the target's composition
             knows no sharing and the kernels' times answer to the load.
+        host_pace: how many times as long as usual the host takes to dispatch, a ratio; None where that is not known, or does
+            not count.
+        host_pace_source: who said so; None where the host's pace does not count: on a CPU, which is its own host, and for a
+            CUDA graph that is replayed. Where it counts and is not known, the interval is as wide as hosts differ.
         strict: no measured kernel time was looked up.
         time_share, kernel_count: by provenance: ratios of kernel_sum_ms, and numbers of nodes.
         kernels: each once, the dominating ones first.
@@ -171,6 +178,8 @@ class Prediction(Frozen):
     critical_path_ms: float | None = None
     load: Literal["idle"] | dict[str, float]
     under_load: UnderLoad | None = None
+    host_pace: float | None = None
+    host_pace_source: PaceSource | None = None
     strict: bool
     time_share: dict[Provenance, float]
     kernel_count: dict[Provenance, int]
@@ -191,7 +200,7 @@ def predict(source: Source, *, dims: Mapping[str, int] | None = None,
             target: str | None = None, strict: bool = False, load: Mapping[str, float] | None = None,
             way: WayOfRunning = AS_USUAL, composition: Composition | None = None, workspace: Workspace | None = None,
             force: bool = False, notices: Sequence[str] = (), other: OtherWork | None = None,
-            static: bool = False) -> Prediction:
+            static: bool = False, host_pace: float | HostPace | None = None) -> Prediction:
     """The latency of one model.
 
     Args:
@@ -207,19 +216,23 @@ def predict(source: Source, *, dims: Mapping[str, int] | None = None,
         notices: what to know about the load; put first among the prediction's warnings.
         other: what else runs on the GPU, as a probe met it (`training.sharing.other_work_probed`); metrics tell less.
         static: take a model with dynamic dimensions as exported at `dims`; else as a session that takes any sizes runs it.
+        host_pace: how many times as long as usual the target's host takes to dispatch, a ratio (`inference.host_pace` measures
+            it, or reads it from a file). None: what benchmark/host_pace.py found on this machine not long ago, where it is the
+            target; else it is not known.
 
     Raises:
-        UserError: the model, the predictors or the load can't be used; the message says why.
+        UserError: the model, the predictors, the load or the pace can't be used; the message says why.
     """
     return predict_many([source], dims=dims, target=target, strict=strict, load=load, way=way, composition=composition,
-                        workspace=workspace, force=force, notices=notices, other=other, static=static)[0]
+                        workspace=workspace, force=force, notices=notices, other=other, static=static, host_pace=host_pace)[0]
 
 
 def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = None,
                  target: str | None = None, strict: bool = False, load: Mapping[str, float] | None = None,
                  way: WayOfRunning = AS_USUAL, composition: Composition | None = None,
                  workspace: Workspace | None = None, force: bool = False,
-                 notices: Sequence[str] = (), other: OtherWork | None = None, static: bool = False) -> list[Prediction]:
+                 notices: Sequence[str] = (), other: OtherWork | None = None, static: bool = False,
+                 host_pace: float | HostPace | None = None) -> list[Prediction]:
     """The latencies of many models in one go, in their order; a kernel that several share is predicted once.
 
     Arguments and errors are those of `predict`.
@@ -228,6 +241,7 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
     fitted = fitted_for(workspace, target)
     used = composition or fitted.composition
     check_way(way, used, fitted.target.name)
+    pace = _pace_of(host_pace, fitted, used, way, workspace)
     provider = fitted.target.flavour.execution_provider
     records = [record_of(workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source, provider, dims,
                          static)
@@ -236,6 +250,8 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
 
     sidecar = fitted.predictors.sidecar
     notices = (*notices, *fitted.notices)
+    if way.cuda_graph and host_pace is not None:
+        notices = (*notices, "a CUDA graph that is replayed does not wait for its host, so the host's pace changes nothing")
     if fitted.sharing is None and (unread := sorted(set(load or {}) - set(sidecar.metrics))):
         notices = (*notices, f"the load's {', '.join(unread)} was in no training and is not looked at")
     warnings = [(*notices, *check_fit(record, fitted.target, sidecar.dtypes, force)) for record in records]
@@ -261,10 +277,25 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
                  kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
     known |= {key: _off_gpu_kernel(kernel, key[1]) for key, kernel in off_gpu.items()}
     known |= {key: _control_flow_kernel(kernel, provider) for key, kernel in loops.items()}
-    return [_compose(record, known, fitted, used, given, beside, strict, way,
+    return [_compose(record, known, fitted, used, given, beside, strict, way, pace,
                      (*warned, *_capture_warning(record, way), *_assumed_warning(record), *_uncounted_warning(record),
                       *_guessed_warnings(record), *_range_warning(record, known)))
             for record, warned in zip(records, warnings, strict=True)]
+
+
+def _pace_of(asked: float | HostPace | None, fitted: Fitted, used: Composition, way: WayOfRunning,
+             workspace: Workspace) -> HostPace | None:
+    """The pace of the host that predictions hold for; None where it does not count.
+
+    Raises:
+        UserError: one is asked for that can't be a ratio, or of a target that has none.
+    """
+    if asked is not None:
+        check_host(fitted, used)
+        asked = asked if isinstance(asked, HostPace) else given_pace(asked)
+    if not counts(used, way):
+        return None
+    return recent_pace(fitted, workspace) if asked is None else asked
 
 
 class Beside(NamedTuple):
@@ -403,7 +434,7 @@ def _off_gpu_kernel(kernel: Kernel, provider: str) -> KnownKernel:
 
 
 def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: Fitted, used: Composition,
-             load: dict[str, float], beside: Beside | None, strict: bool, way: WayOfRunning,
+             load: dict[str, float], beside: Beside | None, strict: bool, way: WayOfRunning, pace: HostPace | None,
              warnings: tuple[str, ...]) -> Prediction:
     """A model's time from what is known of its kernels, by id and provider."""
     counts = runs_of_kernels(record)
@@ -417,6 +448,8 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
         nodes_by_provenance[known[key].provenance] += round(counts[key])
     shares = {name: part / whole_ms for name, part in by_provenance.items()}
     costs = used.cuda_graph.costs if way.cuda_graph and used.cuda_graph else used.costs
+    if pace and pace.ratio is not None and costs is not None:
+        costs = costs.at_pace(pace.ratio)
     composed = _composed(record, known, used, costs, way)
     latency, shared = composed.latency_ms, None
     provider = fitted.target.flavour.execution_provider
@@ -425,7 +458,8 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
     if doubts:
         moved, marking = (_moved(record, known, used, costs, way, latency, marking_only) for marking_only in (False, True))
     trips = _trips_span(record, known, used, costs, way, latency)
-    spans = [fitted_span(used, way, shares["measured"], provider), moved, trips]
+    hosts = _hosts_span(record, known, used, costs, way, latency) if pace == UNKNOWN else CERTAIN
+    spans = [fitted_span(used, way, shares["measured"], provider), moved, trips, hosts]
     if beside and costs is not None:
         nodes = _nodes_run(record, known, shortest_cut(record))
         shared = under_load(*_tracks(nodes), costs, beside.sharing, beside.other, beside.told_by)
@@ -439,7 +473,7 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
     span = joined(spans).widened(times)
     estimated, doubtful = (tuple(sorted({kernel.type for kernel, doubt in doubts if doubt.reason in reasons}))
                            for reasons in (("estimated", "on the CPU"), ("stand-in", "other form")))
-    warnings = (*warnings, *doubt_warnings(doubts, marking), *(
+    warnings = (*warnings, *doubt_warnings(doubts, marking), *host_warning(hosts), *(
         ["no model was ever measured on this machine: how kernels add up is a default, so the interval is wide"]
         if used.assumed else []))
     memory = peak_memory(record, layouts={key[0]: known[key].layout for key in counts})
@@ -453,8 +487,9 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
         estimated_operators=estimated, doubtful_operators=doubtful,
         sum_latency_ms=_sum_latency_ms(used, kernel_sum_ms), kernel_sum_ms=kernel_sum_ms,
         critical_path_ms=composed.critical_path_ms,
-        load=load or ({} if shared else "idle"), under_load=shared, strict=strict, time_share=shares,
-        kernel_count=nodes_by_provenance,
+        load=load or ({} if shared else "idle"), under_load=shared,
+        host_pace=pace.ratio if pace else None, host_pace_source=pace.source if pace else None,
+        strict=strict, time_share=shares, kernel_count=nodes_by_provenance,
         kernels=tuple(
             KernelShare(id=key[0], type=record.kernels[key[0]].type, count=round(counts[key]),
                         latency_ms=known[key].latency_ms, total_ms=total_ms, share=total_ms / whole_ms,
@@ -505,6 +540,16 @@ def _moved(record: ModelRecord, known: Mapping[Placed, KnownKernel], used: Compo
     low, high = (_composed(record, {key: kernel.at(end, marking_only) for key, kernel in known.items()}, used, costs, way)
                  for end in ("low", "high"))
     return Span(low.latency_ms / latency, high.latency_ms / latency) if latency else CERTAIN
+
+
+def _hosts_span(record: ModelRecord, known: Mapping[Placed, KnownKernel], used: Composition, costs: PipelineCosts | None,
+                way: WayOfRunning, latency: float) -> Span:
+    """By what factors a latency moves beside a fast host and beside a slow one. Constants that were fitted on no model of this
+    machine are so far off already that hosts are among what their range holds."""
+    if costs is None or not latency or used.assumed:
+        return CERTAIN
+    found = [_composed(record, known, used, costs.at_pace(pace), way).latency_ms for pace in HOSTS]
+    return Span(min(found) / latency, max(found) / latency)
 
 
 def _trips_span(record: ModelRecord, known: Mapping[Placed, KnownKernel], used: Composition,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from inference.watch import Watch
 
 LATENCY, MEAN = "hase_predicted_latency_seconds", "hase_predicted_latency_mean_seconds"
-ROUGH = "hase_prediction_rough_estimate"
+ROUGH, HOST_PACE = "hase_prediction_rough_estimate", "hase_prediction_host_pace"
 PREDICTED, FAILED = "hase_prediction_timestamp_seconds", "hase_prediction_failed_readings"
 
 
@@ -47,6 +47,8 @@ class PredictedLatency:
             yield family
         yield gauge(MEAN, "predicted latency beside what else runs, its mean (s)", found.latency_ms / 1e3)
         yield gauge(ROUGH, "whether the prediction is a rough estimate (1) or not (0)", float(found.rough_estimate))
+        if found.host_pace is not None:
+            yield gauge(HOST_PACE, "how many times as long as usual the host takes to dispatch (ratio)", found.host_pace)
         yield gauge(PREDICTED, "time of the last good prediction (s since 1970)", self.watch.predicted_s)
         yield CounterMetricFamily(FAILED, "readings of the load that failed", value=self.watch.failed)
 

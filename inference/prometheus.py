@@ -55,6 +55,7 @@ class PrometheusConfig(Config):
     window_s: float = Field(default=60.0, ge=0.1, le=86400)
     max_age_s: float = Field(default=45.0, gt=0)
     probe_max_age_s: float | None = Field(default=60.0, gt=0)
+    host_pace_max_age_s: float | None = Field(default=600.0, gt=0)
     timeout_s: float = Field(default=2.0, gt=0, le=600)
     on_failure: Literal["error", "idle"] = "error"
     user: str | None = None

@@ -55,7 +55,8 @@ class SharedModel:
 
 
 def shared_model(source: Source, *, dims: Mapping[str, int] | None = None, target: str | None = None, strict: bool = False,
-                 workspace: Workspace | None = None, force: bool = False, static: bool = False) -> SharedModel:
+                 workspace: Workspace | None = None, force: bool = False, static: bool = False,
+                 host_pace: float | None = None) -> SharedModel:
     """A model on a target whose sharing is known. Arguments are those of `inference.predict`.
 
     Raises:
@@ -68,7 +69,7 @@ def shared_model(source: Source, *, dims: Mapping[str, int] | None = None, targe
         check_mode_here(fitted)
     record = record_of(workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source,
                        fitted.target.flavour.execution_provider, dims, static)
-    idle = predict(record, target=target, strict=strict, workspace=workspace, force=force)
+    idle = predict(record, target=target, strict=strict, workspace=workspace, force=force, host_pace=host_pace)
     if fitted.sharing is None or idle.composition.costs is None:
         raise NotShared(fitted.target.name)
     tracks, costs = tracks_of(idle, record), idle.composition.costs

@@ -96,7 +96,7 @@ def slo_under_load(prediction: Prediction, source: Source, limit_ms: float, perc
         return SloUnderLoad(**found, unknown_because=why)
     try:
         model = shared_model(source, dims=prediction.dims, target=prediction.target, strict=prediction.strict,
-                             workspace=workspace, force=force, static=prediction.static)
+                             workspace=workspace, force=force, static=prediction.static, host_pace=prediction.host_pace)
     except NotShared as error:
         return SloUnderLoad(**found, unknown_because=str(error))
     return SloUnderLoad(**found, highest_busy_share=highest_busy_share(model, limit_ms, percentile, like))

@@ -30,6 +30,7 @@ class Reading(Frozen):
         mean_ms, p50_ms, p95_ms: of the latency; percentiles only where the prediction has a distribution.
         slo: how that compares with the objective, where there is one.
         rough_estimate: whether the prediction is one.
+        host_pace: that the prediction holds for, a ratio; None where it is not known or does not count.
         failed: how many readings failed so far.
         trouble: why this one did, all else then being None; "" where all is well.
     """
@@ -41,6 +42,7 @@ class Reading(Frozen):
     p95_ms: float | None = None
     slo: Slo | None = None
     rough_estimate: bool | None = None
+    host_pace: float | None = None
     failed: int = 0
     trouble: str = ""
 
@@ -88,7 +90,7 @@ class Watch:
             time=now, busy_share=_busy_share(found), mean_ms=found.latency_ms,
             p50_ms=shared.percentile_ms(50) if shared else None, p95_ms=shared.percentile_ms(95) if shared else None,
             slo=None if self.limit_ms is None else check_slo(found, self.limit_ms, self.percentile),
-            rough_estimate=found.rough_estimate, failed=self.failed)
+            rough_estimate=found.rough_estimate, host_pace=found.host_pace, failed=self.failed)
 
     def trouble(self) -> str:
         """Why there is no prediction to serve; "" where the last one is fresh."""
@@ -110,6 +112,7 @@ def columns(reading: Reading) -> dict[str, Any]:
         "time": reading.time, "busy share": None if reading.busy_share is None else f"{reading.busy_share:.0%}",
         "mean (ms)": reading.mean_ms, "p50 (ms)": reading.p50_ms, "p95 (ms)": reading.p95_ms,
         "rough estimate": None if reading.rough_estimate is None else "yes" if reading.rough_estimate else "no",
+        "host pace": reading.host_pace,
         "SLO": None if slo is None else "met" if slo.met else "missed",
         "trouble": f"reading failed ({reading.failed} so far): {reading.trouble}" if reading.trouble else None}
 

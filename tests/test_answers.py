@@ -321,11 +321,12 @@ def test_the_command_follows_a_prometheus(workspace: Workspace, model: SharedMod
         try:
             assert process.stdout is not None
             header = process.stdout.readline().rstrip("\n").split("\t")
-            assert header == ["time", "busy share", "mean (ms)", "p50 (ms)", "p95 (ms)", "rough estimate", "SLO", "trouble"]
+            assert header == ["time", "busy share", "mean (ms)", "p50 (ms)", "p95 (ms)", "rough estimate", "host pace", "SLO",
+                              "trouble"]
             shared = model.at_share(0.4)
             line = process.stdout.readline().rstrip("\n").split("\t")
             expected = [f"{figure:.4g}" for figure in (shared.mean_ms, shared.percentile_ms(50), shared.percentile_ms(95))]
-            assert line[1:] == ["40%", *expected, "no", "met", "-"]
+            assert line[1:] == ["40%", *expected, "no", "-", "met", "-"]
             address = f"http://127.0.0.1:{export}/metrics"
             served = {family.name: family for family in text_string_to_metric_families(requests.get(address, timeout=5).text)}
             assert {name for name in served if name.startswith("hase_")} == {LATENCY, MEAN, PREDICTED, FAILED, ROUGH}
@@ -337,10 +338,10 @@ def test_the_command_follows_a_prometheus(workspace: Workspace, model: SharedMod
             assert (mean.labels, mean.value) == (labels, pytest.approx(shared.mean_ms / 1e3))
             assert served[ROUGH].samples[0].value == 0
             replayed.close()
-            while (line := process.stdout.readline().rstrip("\n").split("\t"))[7] == "-":
+            while (line := process.stdout.readline().rstrip("\n").split("\t"))[8] == "-":
                 pass
-            assert line[1:7] == ["-"] * 6
-            assert line[7].startswith("reading failed (1 so far): prometheus: ")
+            assert line[1:8] == ["-"] * 7
+            assert line[8].startswith("reading failed (1 so far): prometheus: ")
             wait_for(lambda: requests.get(address, timeout=5).status_code == 503, seconds=10 * STALE * WATCH_S)
             assert "the last prediction is" in requests.get(address, timeout=5).text
             process.send_signal(signal.SIGINT)

@@ -21,6 +21,7 @@ from ort_analysis.records import Frozen, ModelRecord
 from overlap_simulator import PipelineCosts
 from utils import files
 from utils.errors import UserError
+from utils.paths import COMPOSITION
 from utils.timing import ErrorStatistics
 
 COMPOSITION_VERSION = 1
@@ -158,7 +159,7 @@ class Composition(Frozen):
 
 
 def composition_path(folder: Path) -> Path:
-    return folder / "composition.json"
+    return folder / COMPOSITION
 
 
 def load_composition(folder: Path) -> Composition:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from utils import logger
 from utils.errors import UserError
@@ -151,6 +151,14 @@ def positive(text: str) -> float:
     if not 0.0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
+
+
+def pace(text: str) -> float | Literal["measure"]:
+    """The type of an option that is the pace of a host: a ratio, or `measure`."""
+    try:
+        return "measure" if text == "measure" else positive(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a ratio, such as 1.15, nor the word measure") from None
 
 
 def percentile(text: str) -> float:

@@ -20,6 +20,7 @@ from utils.safe_names import FileNamePart
 CUDNN = "nvidia-cudnn-cu13"  # the package that brings it
 WITHOUT_GPU = "HASE_WITHOUT_GPU"  # in the environment: do as a machine without a GPU does
 MACHINE_ID = Path("/etc/machine-id")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # a new one each time that Linux starts
 SharingMode = Literal["time_slices", "mps", "mig"]  # how processes share a GPU; a CPU's target says the first
 OLDER_SHARING = {"exclusive": "time_slices"}  # what older files call it
 
@@ -210,6 +211,11 @@ def flavour_of(execution_provider: str) -> Flavour:
         execution_provider=execution_provider, ort_version=".".join(ort_version().split(".")[:2]),
         instruction_set=instruction_set() if execution_provider == "cpu" else "",
     )
+
+
+def boot_id() -> str:
+    """What tells this run of the operating system from those before a restart."""
+    return BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else f"since {psutil.boot_time():.0f}"
 
 
 def local_target(execution_provider: str) -> Target:

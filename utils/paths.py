@@ -10,6 +10,7 @@ from utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "training" / "shipped"  # predictors of targets that come with Hase, laid out as those of a workspace
+COMPOSITION = "composition.json"  # among the predictors of a target: how its kernels add up
 OPTIMIZED_SUFFIX = ".ort.onnx"  # ORT's optimised graph of a model: `<model>.<flavour>.ort.onnx`; never taken for a model
 
 
@@ -41,6 +42,11 @@ class Workspace:
     def dataset(self, target: str) -> Path:
         """Measurements of one target. Written by collector; read by machine_ties, training, predictor and evaluator."""
         return self.root / "benchmark" / "dataset" / target
+
+    @property
+    def host_pace(self) -> Path:
+        """This machine's host pace when it was last measured. Written by host_pace; read by the predictor."""
+        return self.root / "benchmark" / "host_pace.json"
 
     def model_dag(self, flavour: str) -> Path:
         """DAG files of one flavour. Written by dag_critical_path; read by overlap_simulator and by people."""
