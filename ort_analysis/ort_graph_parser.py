@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 log = get_logger("parser")
 
 OWN_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime makes from others
+SHOWN_SIZES = 3  # in a warning
 EXTERNAL_BYTES = 1024  # constants above this stay outside the proto while it is analysed
 EXAMPLES = """
 python ort_analysis/ort_graph_parser.py --model resnet18.onnx --dim batch=1
@@ -185,13 +186,15 @@ def _check_sizes_by_data(source: Source, used: Iterable[str], tensors: Iterable[
         UserError: one is given to a tensor that neither the model nor the optimised graph has.
     """
     there = {*tensors, *made_within(source.graph_only.graph.node)}
-    for name in source.dims.keys() - open_dims(source.graph_only).keys() - set(used):
-        tensor = _tensor_of(name)
-        if tensor and tensor not in there:
-            raise UserError(f"{source.name}: no dynamic dimension {name}: there is no tensor {tensor}")
-        if tensor:
-            log.warning("%s: %s=%d changes nothing: the model says itself how large its tensors are, or ONNX Runtime left "
-                        "this one out", source.name, name, source.dims[name])
+    given = source.dims.keys() - open_dims(source.graph_only).keys()
+    unused = sorted(name for name in given - set(used) if _tensor_of(name))
+    for name in unused:
+        if _tensor_of(name) not in there:
+            raise UserError(f"{source.name}: no dynamic dimension {name}: there is no tensor {_tensor_of(name)}")
+    if unused:
+        more = f" and {len(unused) - SHOWN_SIZES} more" if len(unused) > SHOWN_SIZES else ""
+        log.warning("%s: %s%s changes nothing: the model itself says how large these tensors are, or ONNX Runtime left "
+                    "them out", source.name, ", ".join(f"{name}={source.dims[name]}" for name in unused[:SHOWN_SIZES]), more)
 
 
 def default_dims(proto: onnx.ModelProto) -> dict[str, int]:

@@ -249,6 +249,18 @@ def shape_of(kind: onnx.TypeProto) -> Shape:
                  for dim in kind.tensor_type.shape.dim)
 
 
+class SizeNotKnown(UserError):
+    """A shape depends on data, and ONNX sets it no bound.
+
+    Attributes:
+        tensor: it, by the name under which its sizes can be given.
+    """
+
+    def __init__(self, message: str, tensor: str) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+
+
 @dataclass
 class _GivenSizes:
     """The sizes that the user gives to tensors of one graph whose sizes depend on data.
@@ -284,9 +296,14 @@ class _GivenSizes:
             shape = ("",) * rank or None
         if shape is None:
             return None
-        sizes = [size if isinstance(size, int) else self._take(
-            f"{self.prefix}{tensor}.{axis}", f"{tensor}.{axis}", *([size] if size else []),
-            *([DETECTIONS] if boxes and axis == 0 else [])) for axis, size in enumerate(shape)]
+        sizes: list[int | None] = []
+        for axis, size in enumerate(shape):
+            names = [f"{self.prefix}{tensor}.{axis}", f"{tensor}.{axis}"]
+            if isinstance(size, int):
+                self.used |= {name for name in names if self.dims.get(name) == size}
+                sizes.append(size)
+            else:
+                sizes.append(self._take(*names, size, *([DETECTIONS] if boxes and axis == 0 else [])))
         return None if None in sizes else tuple(size for size in sizes if size is not None)
 
     def as_many_as_boxes(self, shape: Shape) -> tuple[int, ...] | None:
@@ -295,20 +312,23 @@ class _GivenSizes:
             return None
         return tuple(size if isinstance(size, int) else number for size in shape)
 
-    def advice(self, tensor: str, shape: Shape) -> str:
+    def refusal(self, name: str, tensor: str, shape: Shape) -> SizeNotKnown:
         """Why the shape of a tensor is no use, and how to give it.
 
         Args:
+            name: of the model.
             tensor, shape: as far as it is known.
         """
         whole = f"{self.prefix}{tensor}"
         if shape is None:
-            return (f"the rank of tensor {whole} is not known; export the model with the shapes of its inputs, or give all "
-                    f"sizes of this tensor, for example, where it has two axes, --dim {whole}.0=100 --dim {whole}.1=100")
+            return SizeNotKnown(
+                f"{name}: the rank of tensor {whole} is not known; export the model with the shapes of its inputs, or give all "
+                f"sizes of this tensor, for example, where it has two axes, --dim {whole}.0=100 --dim {whole}.1=100", whole)
         sizes = ", ".join(str(size) or "?" for size in shape)
         options = " ".join(f"--dim {whole}.{axis}=100" for axis, size in enumerate(shape) if not isinstance(size, int))
-        return (f"the shape of tensor {whole} ([{sizes}]) depends on data or on an open dimension; give its size, for example "
-                f"{options}" + (f", or --dim {DETECTIONS}=100 for all such sizes" if self.selects else ""))
+        boxes = f", or --dim {DETECTIONS}=100 for all such sizes" if self.selects else ""
+        return SizeNotKnown(f"{name}: the shape of tensor {whole} ([{sizes}]) depends on data or on an open dimension; give "
+                            f"its size, for example {options}{boxes} (benchmark/sizes_of_a_run.py tells those of a run)", whole)
 
 
 def _first_open(answer: _Answer, proto: onnx.ModelProto, constants: Mapping[str, KernelInput], name: str, sizes: _GivenSizes,
@@ -358,11 +378,11 @@ def _first_open(answer: _Answer, proto: onnx.ModelProto, constants: Mapping[str,
                 elif (shape := sizes.as_many_as_boxes(answer.shapes[out])) is not None:
                     found[out] = shape
                 else:
-                    raise UserError(f"{name}: {sizes.advice(out, answer.shapes[out])}")
+                    raise sizes.refusal(name, out, answer.shapes[out])
         elif left:
             found |= {out: shape for out, shape in shapes_when_run(node, proto, known, name).items() if out in left}
             if left[0] not in found:
-                raise UserError(f"{name}: {sizes.advice(left[0], answer.shapes[left[0]])}")
+                raise sizes.refusal(name, left[0], answer.shapes[left[0]])
     return found, bounds
 
 

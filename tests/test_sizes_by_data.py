@@ -73,7 +73,7 @@ def test_the_largest_that_onnx_allows() -> None:
 
 
 def test_what_has_no_bound_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"shape of tensor y .* give its size, for example --dim y\.0=100$"):
+    with pytest.raises(UserError, match=r"shape of tensor y .* give its size, for example --dim y\.0=100 \("):
         analyze(one("ConstantOfShape", ["y"], ["size"]), "cpu")
     assert analyze(one("ConstantOfShape", ["y"], ["size"]), "cpu", {"y.0": 12}).outputs["y"].shape == (12,)
 
@@ -171,8 +171,8 @@ def test_who_follows_the_advice_gets_an_answer(model: onnx.ModelProto, device: s
 
 def test_sizes_that_change_nothing_are_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING"):
-        analyze(one("NonZero", ["y"], ["x"]), "cpu", {"y.0": 2})
-    assert "y.0=2 changes nothing" in caplog.text
+        analyze(one("NonZero", ["y"], ["x"]), "cpu", {"y.0": 5})
+    assert "y.0=5 changes nothing" in caplog.text
     caplog.clear()
     with caplog.at_level("WARNING"):
         analyze(detector(), "cpu", {"detections": 7})

@@ -18,6 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from benchmark.sizes_of_a_run import sizes_of_a_run
 from recipes.kinds.manifest import MANIFEST, MadeModel, Manifest, load_manifest
 from utils import cli, files
 from utils.errors import UserError
@@ -46,6 +47,7 @@ class Recipe:
     Attributes:
         name, kind, dims, tiny: see `MadeModel`.
         write: writes the file at a path.
+        sized_by_run: sizes in it depend on data; the manifest gives those of a run with the inputs that measuring uses.
         large: takes gigabytes of disk, so it is made on request.
     """
 
@@ -54,6 +56,7 @@ class Recipe:
     write: Write
     dims: Mapping[str, int] = field(default_factory=dict)
     tiny: bool = False
+    sized_by_run: bool = False
     large: bool = False
 
 
@@ -118,13 +121,13 @@ def recipes() -> list[Recipe]:
         Recipe("bf16_weights", "bf16", g.write_bf16),
         Recipe("bf16_whole", "bf16", lambda p: g.write_bf16(p, whole=True)),
         Recipe("detect_ssdlite320", "detector",
-               by(lambda t, p: t.write_detector(p, "ssdlite320_mobilenet_v3_large", 320))),
+               by(lambda t, p: t.write_detector(p, "ssdlite320_mobilenet_v3_large", 320)), sized_by_run=True),
         Recipe("detect_retinanet", "detector", by(lambda t, p: t.write_detector(
-            p, "retinanet_resnet50_fpn", 256, min_size=256, max_size=256, num_classes=10))),
+            p, "retinanet_resnet50_fpn", 256, min_size=256, max_size=256, num_classes=10)), sized_by_run=True),
         Recipe("detect_fasterrcnn", "detector", by(lambda t, p: t.write_detector(
-            p, "fasterrcnn_mobilenet_v3_large_320_fpn", 256, min_size=256, max_size=256, num_classes=10))),
-        Recipe("detect_one_stage_nms", "detector", g.write_nms_detector),
-        Recipe("rows_by_nonzero", "sizes that depend on data", g.write_nonzero),
+            p, "fasterrcnn_mobilenet_v3_large_320_fpn", 256, min_size=256, max_size=256, num_classes=10)), sized_by_run=True),
+        Recipe("detect_one_stage_nms", "detector", g.write_nms_detector, sized_by_run=True),
+        Recipe("rows_by_nonzero", "sizes that depend on data", g.write_nonzero, sized_by_run=True),
         Recipe("segment_fcn_resnet50", "segmentation", by(lambda t, p: t.write_segmentation(p, "fcn_resnet50", 128))),
         Recipe("segment_lraspp", "segmentation", by(lambda t, p: t.write_segmentation(p, "lraspp_mobilenet_v3_large", 224))),
         *(Recipe(f"recurrent_{kind}", kind.upper(), recurrent(kind))
@@ -184,10 +187,11 @@ def make(name: str, folder: Path) -> MadeModel | str:
             with files.replacing(path) as temporary:
                 recipe.write(temporary)
         proto = onnx.load(path, load_external_data=False)
+        dims = {**recipe.dims, **(sizes_of_a_run(path, recipe.dims) if recipe.sized_by_run else {})}
     except Exception as error:  # noqa: BLE001 - whatever torch, torchvision or a quantiser stumbles on costs one model
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     opset = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
-    return MadeModel(name=name, file=path.name, kind=recipe.kind, opset=opset, dims=dict(recipe.dims), tiny=recipe.tiny)
+    return MadeModel(name=name, file=path.name, kind=recipe.kind, opset=opset, dims=dims, tiny=recipe.tiny)
 
 
 def make_all(folder: Path, only: list[str], large: bool, jobs: int) -> Manifest:
