@@ -8,7 +8,8 @@ sees the target as down, and no old value as new.
 
 With --probe-every the sharing probe (benchmark/sharing_probe.py) takes a reading now and then, and `hase_probe_…` tell what it
 saw: how long work waits for the other processes', which the other metrics hide, so that predictions from Prometheus err less.
-A reading that fails or is older than STALE of its intervals costs only itself.
+With --host-pace-every the host's pace is measured now and then (benchmark/host_pace.py), and `hase_host_probe_…` tell it: small
+models take longer beside a slow host. A reading that fails or is older than STALE of its intervals costs only itself.
 
 Reads nothing but the device, or a file with --source replay; writes nothing. Ctrl-C ends it.
 """
@@ -20,17 +21,21 @@ import platform
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmark import pace_reading
 from benchmark.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
+from benchmark.host_pace import check_gpu
 from benchmark.metric_fields import FIELDS
 from benchmark.metrics import SOURCES, Mean, MetricSource, Window, open_source
+from benchmark.pace_reading import HostProbed
 from benchmark.probe_metrics import MEANINGS, OWN_LABELS, Probed, samples_of
 from benchmark.probe_reading import summarised
 from utils import cli
@@ -47,17 +52,19 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
   python benchmark/metrics_exporter.py
-  python benchmark/metrics_exporter.py --probe-every 15
+  python benchmark/metrics_exporter.py --probe-every 15 --host-pace-every 60
   python benchmark/metrics_exporter.py --port 9401 --interval 2 --source psutil --names new
   python benchmark/metrics_exporter.py --source replay --replay readings.jsonl --duration 60
 """
 PORT = 9400  # dcgm-exporter's
 INTERVAL_S = 5.0
-LEAST_PROBE_EVERY_S = 1.0  # a reading keeps the device busy for a fifth of it
+LEAST_PROBE_EVERY_S = 1.0  # a reading of a probe keeps the device busy for up to a third of it
+PACE_S = 0.3  # how long the host's pace is measured each time
 POLL_S = 3600.0  # how often the server looks whether it is to end: it ends with the process, and a look costs CPU time
 LAST_SAMPLE = "hase_exporter_last_sample_timestamp_seconds"
 
 log = get_logger("metrics_exporter")
+_reading = threading.Lock()  # probes that are read at the same time would disturb each other
 
 
 def told_once(error: UserError, before: str, whose: str = "") -> str:
@@ -103,9 +110,19 @@ class Sampler:
         return stale("sound sample", self.sampled_s, self.interval_s, self.error)
 
 
+class Taken(Protocol):
+    """A reading, and when it was taken (seconds since 1970)."""
+
+    @property
+    def taken_s(self) -> float: ...
+
+
+R = TypeVar("R", bound=Taken)
+
+
 @dataclass
-class ProbeSampler:
-    """Takes a reading of the sharing probe now and then, with one probe that is kept.
+class NowAndThen(ABC, Generic[R]):
+    """Takes a reading of a probe now and then; one that fails costs only itself.
 
     Attributes:
         execution_provider: `cuda` or `cpu`.
@@ -116,9 +133,13 @@ class ProbeSampler:
 
     execution_provider: str
     every_s: float
-    latest: Probed | None = None
+    latest: R | None = None
     error: str = ""
-    _probe: SharingProbe | None = None
+    whose: ClassVar[str] = ""
+
+    @abstractmethod
+    def take(self) -> R:
+        """A reading; `UserError` where there can be none now."""
 
     def run(self, over: threading.Event) -> None:
         """Reads until `over`."""
@@ -128,18 +149,42 @@ class ProbeSampler:
 
     def read(self) -> None:
         """One reading; a failure is told where it is not the last one's."""
-        from benchmark.sharing_probe import SharingProbe
-
         try:
-            self._probe = self._probe or SharingProbe(self.execution_provider)  # what had no memory may have some now
-            self.latest, self.error = Probed(summarised(self._probe.read()), time.time()), ""
+            with _reading:
+                self.latest, self.error = self.take(), ""
         except UserError as error:
-            self.error = told_once(error, self.error, "the sharing probe: ")
+            self.error = told_once(error, self.error, self.whose)
 
-    def fresh(self) -> Probed | None:
+    def fresh(self) -> R | None:
         """The last reading, if it is not too old to be served."""
         latest = self.latest
         return None if latest is None or stale("reading", latest.taken_s, self.every_s, self.error) else latest
+
+
+@dataclass
+class ProbeSampler(NowAndThen[Probed]):
+    """Reads the sharing probe, one that is kept."""
+
+    _probe: SharingProbe | None = None
+    whose: ClassVar[str] = "the sharing probe: "
+
+    def take(self) -> Probed:
+        from benchmark.sharing_probe import SharingProbe
+
+        self._probe = self._probe or SharingProbe(self.execution_provider)  # what had no memory may have some now
+        return Probed(summarised(self._probe.read()), time.time())
+
+
+@dataclass
+class PaceSampler(NowAndThen[HostProbed]):
+    """Measures the host's pace, with one probe that is kept."""
+
+    whose: ClassVar[str] = "the host's pace: "
+
+    def take(self) -> HostProbed:
+        from benchmark.host_pace import measure_pace
+
+        return HostProbed(measure_pace(self.execution_provider, PACE_S).probe_us, time.time())
 
 
 @dataclass(frozen=True, eq=False)  # a registry holds it by identity
@@ -150,9 +195,10 @@ class DeviceMetrics:
     labels: dict[str, str]
     new_names: bool
     probes: ProbeSampler | None = None
+    paces: PaceSampler | None = None
 
     def collect(self) -> Iterator[Any]:
-        """The metric families of the last sample, and of the probe's last reading while that is fresh."""
+        """The metric families of the last sample, and of the probes' last readings while they are fresh."""
         from prometheus_client.core import GaugeMetricFamily
 
         for name, mean in self.sampler.means.items():
@@ -162,6 +208,11 @@ class DeviceMetrics:
             family.add_metric(list(self.labels.values()), mean.value / NAMES[shown].scale)
             yield family
         yield GaugeMetricFamily(LAST_SAMPLE, "time of the last sound sample (s since 1970)", value=self.sampler.sampled_s)
+        if (paced := self.paces.fresh() if self.paces else None) is not None:
+            for name, value in ((pace_reading.PROBE, paced.probe_us / 1e6), (pace_reading.TAKEN, paced.taken_s)):
+                family = GaugeMetricFamily(name, pace_reading.MEANINGS[name], labels=list(self.labels))
+                family.add_metric(list(self.labels.values()), value)
+                yield family
         probed = self.probes.fresh() if self.probes else None
         if probed is None:
             return
@@ -185,9 +236,9 @@ def device_labels(provider: str, replay: Path | None) -> dict[str, str]:
 
 
 def make_exporter(sampler: Sampler, labels: dict[str, str], host: str, port: int, new_names: bool = False,
-                  probes: ProbeSampler | None = None) -> WSGIServer:
+                  probes: ProbeSampler | None = None, paces: PaceSampler | None = None) -> WSGIServer:
     """A server that answers scrapes once `serve_forever` runs; `port` 0 takes a free one."""
-    return scrape_server(DeviceMetrics(sampler, labels, new_names, probes), sampler.trouble, host, port)
+    return scrape_server(DeviceMetrics(sampler, labels, new_names, probes, paces), sampler.trouble, host, port)
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -199,11 +250,17 @@ def serve(args: argparse.Namespace) -> None:
     if args.interval < source.minimum_window_s:
         raise UserError(f"--interval {args.interval:g}: {source.name} needs {source.minimum_window_s:g} s at least")
     sampler = Sampler(source, args.interval)
+    if args.host_pace_every and provider != "cuda":
+        check_gpu()
     probes = ProbeSampler(provider, args.probe_every) if args.probe_every else None
-    server = make_exporter(sampler, device_labels(provider, args.replay), args.host, args.port, args.names == "new", probes)
+    paces = PaceSampler(provider, args.host_pace_every) if args.host_pace_every else None
+    server = make_exporter(sampler, device_labels(provider, args.replay), args.host, args.port, args.names == "new", probes,
+                           paces)
     threading.Thread(target=sampler.run, args=(over,), daemon=True).start()
     if probes:
         threading.Thread(target=probes.run, args=(over,), daemon=True).start()
+    if paces:
+        threading.Thread(target=paces.run, args=(over,), daemon=True).start()
     threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True).start()
     url = f"http://{args.host}:{server.server_port}/metrics"
     if args.json:
@@ -234,13 +291,17 @@ def main() -> int:
     parser.add_argument("--probe-every", type=cli.positive, metavar="S",
                         help="read the sharing probe every S seconds and serve what it saw; each time it keeps the device busy "
                              "with a fifth of a second of tiny work, and it holds some of its memory (default: never)")
+    parser.add_argument("--host-pace-every", type=cli.positive, metavar="S",
+                        help="measure the host's pace every S seconds and serve it; each time it dispatches tiny work to the "
+                             "GPU for a third of a second (default: never)")
     parser.add_argument("--duration", type=cli.positive, metavar="S", help="seconds to serve (default: until a signal)")
     args = parser.parse_args()
-    if args.probe_every and args.probe_every < LEAST_PROBE_EVERY_S:
-        parser.error(f"--probe-every {args.probe_every:g}: {LEAST_PROBE_EVERY_S:g} s at least, since each reading keeps the "
-                     "device busy for a fifth of a second")
-    if args.probe_every and args.source == "replay":
-        parser.error("--probe-every: with --source replay there is no device to probe, only a file")
+    for option, every_s in (("--probe-every", args.probe_every), ("--host-pace-every", args.host_pace_every)):
+        if every_s and every_s < LEAST_PROBE_EVERY_S:
+            parser.error(f"{option} {every_s:g}: {LEAST_PROBE_EVERY_S:g} s at least, since each reading keeps the device busy "
+                         "for a part of a second")
+        if every_s and args.source == "replay":
+            parser.error(f"{option}: with --source replay there is no device to probe, only a file")
     cli.start(args)
     serve(args)
     return 0

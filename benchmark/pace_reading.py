@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import AwareDatetime, Field, FiniteFloat
 
@@ -21,6 +22,13 @@ MEANINGS = {
     PROBE: "what dispatching a fixed graph to the device takes its host, the median over a while (s)",
     TAKEN: "time of that reading (s since 1970)",
 }
+
+
+class HostProbed(NamedTuple):
+    """What the probe of the host took (µs), and when (seconds since 1970)."""
+
+    probe_us: float
+    taken_s: float
 
 
 class MachinePace(Frozen):

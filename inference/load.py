@@ -140,7 +140,8 @@ def _with_pace(load: Load, server: Server, fields: Collection[str]) -> Load:
     max_age_s = server.config.host_pace_max_age_s
     if max_age_s is None or (found := latest_host_probe(server, fields)) is None:
         return load
-    if found.age_s <= max_age_s:
-        return replace(load, host_probe_us=found.probe_us)
-    return replace(load, notices=(*load.notices, f"the host's pace was last measured {found.age_s:.0f} s ago, "
+    probe_us, age_s = found
+    if age_s <= max_age_s:
+        return replace(load, host_probe_us=probe_us)
+    return replace(load, notices=(*load.notices, f"the host's pace was last measured {age_s:.0f} s ago, "
                                   f"prometheus.host_pace_max_age_s is {max_age_s:g}: it is taken as not known"))

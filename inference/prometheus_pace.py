@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import NamedTuple
 
 from benchmark.dcgm_names import NAMES, names_of
 from benchmark.pace_reading import MEANINGS, PROBE, TAKEN
@@ -12,15 +11,9 @@ from inference.prometheus import PrometheusError, Server
 from inference.prometheus_devices import check_one_exporter, device_name, of_one_device, selector, series_of
 
 
-class HostProbed(NamedTuple):
-    """What the probe of the host took, and how long ago."""
-
-    probe_us: float
-    age_s: float
-
-
-def latest_host_probe(server: Server, fields: Collection[str]) -> HostProbed | None:
-    """The last reading beside the device that a server's config names; None where there is none.
+def latest_host_probe(server: Server, fields: Collection[str]) -> tuple[float, float] | None:
+    """What the probe of the host took (µs) beside the device that a server's config names, and how long ago that was (s); None
+    where there is no reading.
 
     Args:
         fields: of FIELDS, which are asked for as well: where they are another device's, it is not clear whose host is meant.
@@ -43,4 +36,4 @@ def latest_host_probe(server: Server, fields: Collection[str]) -> HostProbed | N
         raise PrometheusError(f"prometheus: {PROBE} and {TAKEN} of {whose} are no reading ({probe_s:g} and {taken_s:g}); "
                               "mend its exporter (benchmark/metrics_exporter.py --host-pace-every), or do "
                               "without it: prometheus.host_pace_max_age_s: null")
-    return HostProbed(1e6 * probe_s, found[0].last_s - taken_s)
+    return (1e6 * probe_s, found[0].last_s - taken_s)

@@ -26,7 +26,7 @@ import requests
 import yaml
 
 from benchmark.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, UUID_LABEL
-from benchmark.metrics_exporter import ProbeSampler, Sampler, make_exporter
+from benchmark.metrics_exporter import PaceSampler, ProbeSampler, Sampler, make_exporter
 from benchmark.replay_metrics import TIME, ReplaySource
 from utils.paths import ROOT
 
@@ -77,10 +77,10 @@ class Exporter:
     """The exporter within this process, on threads, under the labels of any device; from now until `close`."""
 
     def __init__(self, replay: Path, labels: dict[str, str], new_names: bool = False,
-                 probes: ProbeSampler | None = None) -> None:
+                 probes: ProbeSampler | None = None, paces: PaceSampler | None = None) -> None:
         self._over = Event()
         sampler = Sampler(ReplaySource(replay, step_s=STEP_S), INTERVAL_S)
-        self._server = make_exporter(sampler, labels, "127.0.0.1", 0, new_names, probes)
+        self._server = make_exporter(sampler, labels, "127.0.0.1", 0, new_names, probes, paces)
         Thread(target=sampler.run, args=(self._over,), daemon=True).start()
         Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         self.address = f"127.0.0.1:{self._server.server_port}"

@@ -8,23 +8,29 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import onnx
 import pytest
 from conftest import small_model
+from prometheus_stand import STEP_S, Exporter, device_labels, prometheus, recorded, value, wait_for
 
 import benchmark.host_pace
 import inference.host_pace
 from benchmark.host_pace import learned_pace, measure_pace
-from benchmark.pace_reading import MachinePace, read_pace
+from benchmark.metrics_exporter import PaceSampler
+from benchmark.pace_reading import HostProbed, MachinePace, read_pace
 from benchmark.quiet_host import HostProbe, all_samples_ms, host_probe, readings_s
-from inference import predict
+from inference import Watch, predict
 from inference.doubt import HOSTS, joined
 from inference.host_pace import HostPace, PaceAsked, measured_pace, recent_pace
+from inference.load import InferenceConfig, current_load
 from inference.prediction import AS_USUAL, Prediction, WayOfRunning
+from inference.prediction_exporter import HOST_PACE, PredictedLatency
+from inference.prometheus import PrometheusConfig, PrometheusError
 from inference.targets import fitted_for
 from utils import files
 from utils.errors import UserError
@@ -35,6 +41,8 @@ TARGET, DEVICE = "nvidia-h200-cuda-ort1.31-all", "NVIDIA H200"
 SHORT = small_model()  # so small that the host decides
 LONG = small_model(channels=256, side=224, batch=32)  # so large that the GPU does
 USUAL_US = 292.91  # of the shipped composition
+ENGINE = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
+METRICS = {ENGINE: 0.4, "DCGM_FI_DEV_GPU_UTIL": 50.0}
 NOT_KNOWN = "the host's pace is not known"
 Made = Callable[..., MachinePace]
 
@@ -245,6 +253,82 @@ def test_measured_on_request_on_the_target_alone(made: Made, monkeypatch: pytest
     assert watched.now(fitted, WayOfRunning(cuda_graph=True)) is None
     assert PaceAsked(1.4).now(fitted, AS_USUAL) == 1.4
     assert PaceAsked().now(fitted, AS_USUAL) is None
+
+
+# by way of a Prometheus ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A Prometheus that knows the exporters of several devices, FAKE: their metrics are replayed, and their hosts made up."""
+    folder, now = tmp_path_factory.mktemp("paces"), time.time()
+    exporters = {
+        name: Exporter(recorded(folder / f"{name}.jsonl", [METRICS] * int(120 / STEP_S)), device_labels(f"GPU-{name}"),
+                       paces=None if probed is None else PaceSampler("cuda", every_s=600.0, latest=probed))
+        for name, probed in (("slow", HostProbed(1.2 * USUAL_US, now)), ("old", HostProbed(1.2 * USUAL_US, now - 900.0)),
+                             ("none", HostProbed(float("nan"), now)), ("silent", None))}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("NO_PROXY", "127.0.0.1,localhost")
+        with prometheus(folder / "prometheus", {name: (one.address, "metrics") for name, one in exporters.items()}) as found:
+            wait_for(lambda: value(found, "count(up == 1)") == len(exporters))
+            yield found
+    for one in exporters.values():
+        one.close()
+
+
+def config(port: int, name: str) -> InferenceConfig:
+    return InferenceConfig(prometheus=PrometheusConfig.model_validate(
+        {"url": f"http://127.0.0.1:{port}", "gpu": f"GPU-{name}", "job": name, "max_age_s": 5, "timeout_s": 10}))
+
+
+def test_prometheus_tells_the_pace(port: int, tmp_path: Path) -> None:
+    onnx.save(SHORT, tmp_path / "short.onnx")
+    (tmp_path / "config.yaml").write_text(config(port, "slow").model_dump_json())
+    ask = ("inference/predict_model_latency.py", Workspace(tmp_path), "--target", "h200", "--model", tmp_path / "short.onnx",
+           "--config", tmp_path / "config.yaml", "--json")
+    done = shell(*ask)
+    assert done.returncode == 0, done.stderr
+    (told,) = json.loads(done.stdout)
+    assert (told["host_pace"], told["host_pace_source"]) == (pytest.approx(1.2), "measured")
+    assert told["latency_ms"] == pytest.approx(predict(SHORT, target=TARGET, host_pace=1.2, load={ENGINE: 0.4}).latency_ms)
+    (given,) = json.loads(shell(*ask, "--host-pace", "1.1").stdout)
+    assert (given["host_pace"], given["host_pace_source"]) == (1.1, "given")
+    assert current_load(config(port, "slow"), fields=[ENGINE]).host_probe_us is None  # nobody asked for it
+
+
+def test_a_pace_that_is_old_or_not_there_or_none(port: int) -> None:
+    old = current_load(config(port, "old"), fields=[ENGINE], pace=True)
+    assert old.host_probe_us is None
+    assert "host_pace_max_age_s is 600: it is taken as not known" in old.notices[0]
+    silent = current_load(config(port, "silent"), fields=[ENGINE], pace=True)
+    assert (silent.host_probe_us, silent.notices) == (None, ())
+    with pytest.raises(PrometheusError, match=r"are no reading .*--host-pace-every"):
+        current_load(config(port, "none"), fields=[ENGINE], pace=True)
+
+
+def test_the_exporter_measures_now_and_then() -> None:
+    """On the CPU provider, instead of a GPU; a failure is kept and leaves the last reading as it was."""
+    paces = PaceSampler("cpu", every_s=60.0)
+    assert paces.fresh() is None
+    paces.read()
+    latest = paces.latest
+    assert latest
+    assert 0 < latest.probe_us < 1e5
+    assert time.time() - latest.taken_s < 60.0
+    assert paces.fresh() == latest
+    if not has_cuda():
+        paces.execution_provider = "cuda"
+        paces.read()
+        assert (paces.latest, "needs a GPU" in paces.error) == (latest, True)
+        done = shell("benchmark/metrics_exporter.py", Workspace(), "--source", "psutil", "--host-pace-every", "5")
+        assert (done.returncode, "needs a GPU" in done.stderr) == (1, True)
+
+
+def test_a_watched_prediction_says_its_pace() -> None:
+    watch = Watch(lambda: predicted(SHORT, 1.2), 1.0)
+    assert watch.read().host_pace == 1.2
+    served = {family.name: family.samples[0].value for family in PredictedLatency(watch).collect()}
+    assert served[HOST_PACE] == 1.2
 
 
 def test_a_cpu_target_has_no_host_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import onnx
     import onnxruntime
 
+MOST_RUNS = 10 ** 6  # the time ends a measurement, not their number
 
 
 class NodeRow(BaseModel):
@@ -74,7 +75,11 @@ class NodeList(BaseModel):
 
 
 class GpuLatency(BaseModel):
-    """How long a model takes on the GPU, in ms: the median of `runs` runs, tensors on the device or (`io` host) not."""
+    """How long a model takes on the GPU, in ms: the median of `runs` runs, tensors on the device or (`io` host) not.
+
+    Attributes:
+        host_probe_us: what the probe of the host took beside these runs (benchmark/quiet_host.py); None in older files.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -84,6 +89,7 @@ class GpuLatency(BaseModel):
     p95_ms: float | None = None
     runs: int = 0
     io: str = ""
+    host_probe_us: float | None = None
     error: str = ""
 
 
@@ -229,21 +235,29 @@ def derived_nodes(model: MadeModel, path: Path, way: str) -> NodeList:
                     kernels=dict(Counter(row.kernel for row in rows if row.kernel)))
 
 
-def gpu_latency(model: MadeModel, path: Path, way: str, budget_s: float) -> GpuLatency:
-    """Times a CUDA session; with numpy arrays where its outputs can't stay on the device (maps, say)."""
+def gpu_latency(model: MadeModel, path: Path, way: str, budget_s: float, execution_provider: str = "cuda") -> GpuLatency:
+    """Times a CUDA session (in tests one of `cpu`) as its host is, and the host's probe beside it; with numpy arrays where its
+    outputs can't stay on the device (maps, say)."""
     from benchmark.ort_kernel_runner import Runner, bind
+    from benchmark.protocol import Effort
+    from benchmark.quiet_host import all_samples_ms, host_probe
     from ort_analysis.ort_graph_parser import read_source
-    from utils.ort_sessions import open_session
+    from utils.ort_sessions import model_errors, open_session
+    from utils.timing import summarize
 
-    session = open_session(path, "cuda", dims=model.dims if way == "static" else None, name=model.name)
+    probe = host_probe(execution_provider)
+    session = open_session(path, execution_provider, dims=model.dims if way == "static" else None, name=model.name)
     feed = feed_of(session, model.dims, read_source(path, model.dims).steering)
     io = "device" if all(value.type.startswith("tensor(") and "string" not in value.type
                          for value in (*session.get_inputs(), *session.get_outputs())) else "host"
-    runner = Runner(session=session, name=model.name, execution_provider="cuda", io=io,
-                    run_once=bind(session, feed, "cuda", io))
-    timing = runner.time(warmup=5, budget_s=budget_s, least_runs=20)
-    return GpuLatency(model=model.name, way=way, latency_ms=timing.statistics.median_ms, p95_ms=timing.statistics.p95_ms,
-                      runs=len(timing.samples_ms), io=io)
+    runner = Runner(session=session, name=model.name, execution_provider=execution_provider, io=io,
+                    run_once=bind(session, feed, execution_provider, io))
+    runner.warm_up(5)
+    with model_errors(model.name):
+        timed = all_samples_ms(probe, runner.run_s, Effort(budget_s=budget_s, least_runs=20, most_runs=MOST_RUNS))
+    statistics = summarize(timed.samples_ms)
+    return GpuLatency(model=model.name, way=way, latency_ms=statistics.median_ms, p95_ms=statistics.p95_ms,
+                      runs=statistics.runs, io=io, host_probe_us=timed.probe_us)
 
 
 class Difference(BaseModel):
