@@ -60,6 +60,38 @@ HOSTS = Span(0.85, 1.6)
 ASSUMED = {"cpu": Span(0.75, 1.3), "cuda": Span(0.5, 1.8)}
 
 
+class Shortness(NamedTuple):
+    """How far below the shortest model of a composition's fit a latency lies: what a run costs besides its nodes weighs most in
+    short models, and longer ones hardly say how much that is.
+
+    Attributes:
+        times: how many times shorter it is; at least 1.
+    """
+
+    times: float
+
+    @property
+    def span(self) -> Span:
+        off = self.times ** BEYOND_POWER
+        return Span(1.0 / off, off)
+
+    @property
+    def marks(self) -> bool:
+        return self.times >= FAR
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        if not self.marks:
+            return ()
+        return (f"rough estimate: {self.times:.2g} times shorter than any model that tells what a run costs",)
+
+
+def shortness(used: Composition, latency_ms: float) -> Shortness:
+    """How much shorter a model is than those that a composition was fitted on; 1 where it was fitted on none."""
+    shortest_ms = min((model.predicted_ms for model in used.models), default=0.0)
+    return Shortness(max(1.0, shortest_ms / latency_ms) if latency_ms else 1.0)
+
+
 class KernelDoubt(NamedTuple):
     """How far a kernel's time and its launches may be off, and why.
 

@@ -34,6 +34,7 @@ from inference.doubt import (
     kernel_doubts,
     kernels_under_load_span,
     load_span,
+    shortness,
 )
 from inference.host_pace import UNKNOWN, HostPace, PaceSource, check_host, counts, given_pace, recent_pace
 from inference.memory import Layout, Memory, layout_of, peak_memory
@@ -459,7 +460,8 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
         moved, marking = (_moved(record, known, used, costs, way, latency, marking_only) for marking_only in (False, True))
     trips = _trips_span(record, known, used, costs, way, latency)
     hosts = _hosts_span(record, known, used, costs, way, latency) if pace == UNKNOWN else CERTAIN
-    spans = [fitted_span(used, way, shares["measured"], provider), moved, trips, hosts]
+    short = shortness(used, latency)
+    spans = [fitted_span(used, way, shares["measured"], provider), moved, trips, hosts, short.span]
     if beside and costs is not None:
         nodes = _nodes_run(record, known, shortest_cut(record))
         shared = under_load(*_tracks(nodes), costs, beside.sharing, beside.other, beside.told_by)
@@ -473,7 +475,7 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
     span = joined(spans).widened(times)
     estimated, doubtful = (tuple(sorted({kernel.type for kernel, doubt in doubts if doubt.reason in reasons}))
                            for reasons in (("estimated", "on the CPU"), ("stand-in", "other form")))
-    warnings = (*warnings, *doubt_warnings(doubts, marking), *host_warning(hosts), *(
+    warnings = (*warnings, *doubt_warnings(doubts, marking), *short.warnings, *host_warning(hosts), *(
         ["no model was ever measured on this machine: how kernels add up is a default, so the interval is wide"]
         if used.assumed else []))
     memory = peak_memory(record, layouts={key[0]: known[key].layout for key in counts})
@@ -483,7 +485,7 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
                                     node_ms=used.node_ms, costs=costs, assumed=used.assumed),
         way=way, latency_ms=latency, interval_ms=(span.low * latency, span.high * latency),
-        rough_estimate=is_rough(marking) or is_rough(trips) or bool(record.assumed or _uncounted(record)),
+        rough_estimate=is_rough(marking) or is_rough(trips) or short.marks or bool(record.assumed or _uncounted(record)),
         estimated_operators=estimated, doubtful_operators=doubtful,
         sum_latency_ms=_sum_latency_ms(used, kernel_sum_ms), kernel_sum_ms=kernel_sum_ms,
         critical_path_ms=composed.critical_path_ms,
