@@ -13,13 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.ort_profile import NodeEvent, ProfiledRun, kernel_times_ms, read_profile
-from benchmark.protocol import Effort
 from graph_model.dag_critical_path import build_dag, calculate_latency, longest_path, record_paths
 from ort_analysis.kernel_costs import is_control_flow
 from ort_analysis.records import REMAKE, Frozen, ModelRecord, load_record
@@ -28,6 +26,9 @@ from utils.errors import UserError
 from utils.fingerprint import resolve_provider
 from utils.logger import get_logger
 from utils.trace_events import PREDICTED, Span, document, process_events
+
+if TYPE_CHECKING:
+    from benchmark.ort_profile import NodeEvent, ProfiledRun
 
 Floats = npt.NDArray[np.float64]
 log = get_logger("overlap")
@@ -432,6 +433,8 @@ def critical_path(record: ModelRecord, latency_ms: Mapping[str, float]) -> Criti
 
 def node_times_ms(runs: Sequence[ProfiledRun]) -> dict[str, float]:
     """Each node's time in ms: the median over the runs, so that a slow first run does not count."""
+    from benchmark.ort_profile import kernel_times_ms
+
     return {node: median(samples) for node, samples in kernel_times_ms(list(runs)).items()}
 
 
@@ -487,6 +490,7 @@ def main() -> int:
     if args.model:
         dims = cli.one_size_dims(args.dim)
         from benchmark.model_profile import profile_model
+        from benchmark.protocol import Effort
         from ort_analysis.fusion_detector import record_of
 
         effort = Effort(warmup=WARMUP_RUNS, least_runs=args.loops, most_runs=args.loops)
@@ -494,6 +498,8 @@ def main() -> int:
                                     static=args.static)
         record = record_of(graph)
     else:
+        from benchmark.ort_profile import read_profile
+
         runs = read_profile(args.profile)
         named = set(node_times_ms(runs))
         record = matching_record([args.record] if args.record else record_paths(workspace), named)

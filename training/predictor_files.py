@@ -24,7 +24,6 @@ import pickle
 import re
 import struct
 import zlib
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -196,6 +195,29 @@ def read_checked(path: Path, sha256: str) -> bytes:
     return data
 
 
+class CheckedFiles(Mapping[str, bytes]):
+    """The bytes of files by name, each read and checked when it is first asked for; errors as of `read_checked`.
+
+    Args:
+        files: by name, each file and the SHA-256 that it must have.
+    """
+
+    def __init__(self, files: Mapping[str, tuple[Path, str]]) -> None:
+        self._files = dict(files)
+        self._read: dict[str, bytes] = {}
+
+    def __getitem__(self, name: str) -> bytes:
+        if name not in self._read:
+            self._read[name] = read_checked(*self._files[name])
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
 class _Unpickler(pickle.Unpickler):
     """Builds plain data alone: a pickle can otherwise name, and so run, anything that is installed."""
 
@@ -269,29 +291,34 @@ def pack_booster(booster: xgboost.Booster) -> bytes:
 
 
 class MeasuredTimes(Mapping[str, dict[str, float]]):
-    """Idle times (ms) by kernel id and label, from JSON that has a line for each kernel, sorted; only lines that are asked
-    for are parsed."""
+    """Idle times (ms) by kernel id and label, from JSON that has a line for each kernel, sorted, between one with `{` and one
+    with `}`; only lines that are asked for are parsed."""
 
     def __init__(self, text: bytes) -> None:
-        self._lines = text.split(b"\n")[1:-1]
+        self._text = text
 
     def __getitem__(self, kernel: str) -> dict[str, float]:
-        key = _line_start(kernel)
-        at = bisect_left(self._lines, key)
-        if at == len(self._lines) or not self._lines[at].startswith(key):
-            raise KeyError(kernel)
-        times: dict[str, float] = json.loads(self._lines[at][len(key):].removesuffix(b","))
-        return times
+        text, key = self._text, _line_start(kernel)
+        low, high = text.find(b"\n") + 1, text.rfind(b"\n") + 1  # the lines that it may be among
+        while low < high:
+            start = max(text.rfind(b"\n", low, (low + high) // 2) + 1, low)
+            end = text.index(b"\n", start)
+            line = text[start:end]
+            if line.startswith(key):
+                times: dict[str, float] = json.loads(line[len(key):].removesuffix(b","))
+                return times
+            low, high = (end + 1, high) if line < key else (low, start)
+        raise KeyError(kernel)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.whole())
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return max(self._text.count(b"\n") - 1, 0)
 
     def whole(self) -> dict[str, dict[str, float]]:
         """All times, parsed at once."""
-        times: dict[str, dict[str, float]] = json.loads(b"{" + b"".join(self._lines) + b"}")
+        times: dict[str, dict[str, float]] = json.loads(self._text)
         return times
 
     @staticmethod
@@ -314,13 +341,13 @@ class Predictors:
         folder: where they lie.
         sidecar: what they are.
         measured: idle times (ms) by kernel id and label.
-        pickles: the bytes of each label's boosters, checked.
+        pickles: the bytes of each label's boosters, checked when they are read.
     """
 
     folder: Path
     sidecar: Sidecar
     measured: Mapping[str, dict[str, float]]
-    pickles: dict[str, bytes]
+    pickles: Mapping[str, bytes]
     _models: dict[str, KernelModel] = field(default_factory=dict, repr=False)
     _features: dict[str, list[float]] = field(default_factory=dict, repr=False)
     _times: dict[tuple[Any, ...], dict[str, tuple[float, str]]] = field(default_factory=dict, repr=False)
@@ -453,15 +480,18 @@ def read_measured(folder: Path, sidecar: Sidecar) -> MeasuredTimes:
 
 
 def load_predictors(folder: Path) -> Predictors:
-    """The predictors in `folder`, every file checked against the sidecar.
+    """The predictors in `folder`. Every file is checked against the sidecar when it is read: boosters are at the first
+    prediction that needs them, where that raises as this does.
 
     Raises:
-        UserError: none there, another version's, damaged.
+        UserError: none there, another version's, a file that is missing or damaged.
     """
     sidecar = read_sidecar(folder)
-    measured = read_measured(folder, sidecar)
-    pickles = {label: read_checked(folder / about.file, about.sha256) for label, about in sidecar.labels.items() if about.file}
-    return Predictors(folder, sidecar, measured, pickles)
+    for about in sidecar.labels.values():
+        if about.file and not (folder / about.file).is_file():
+            read_checked(folder / about.file, about.sha256)
+    return Predictors(folder, sidecar, read_measured(folder, sidecar), CheckedFiles({
+        label: (folder / about.file, about.sha256) for label, about in sidecar.labels.items() if about.file}))
 
 
 def save_predictors(folder: Path, models: Mapping[str, KernelModel], errors: Mapping[str, Sequence[TypeErrors]],
