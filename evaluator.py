@@ -63,6 +63,8 @@ class Comparison(Frozen):
         measured_share: part of predicted_ms's kernel time that was looked up, a ratio.
         rough_estimate: whether the prediction with look-up is one.
         interval_low_ms, interval_high_ms: of the prediction with look-up.
+        host_pace: how many times as long as usual a GPU's host took to dispatch, measured beside the model and predicted for;
+            None where it was not measured.
         canary: how long the canary took before its measurements over its best in the dataset, a ratio: 1 is steady.
         predicted_memory_mib, measured_memory_mib: what a run holds; measured is what opening and running took.
         warnings: what the prediction with look-up says should be known about it.
@@ -92,6 +94,7 @@ class Comparison(Frozen):
     rough_estimate: bool = False
     interval_low_ms: float | None = None
     interval_high_ms: float | None = None
+    host_pace: float | None = None
     canary: float | None
     predicted_memory_mib: float
     measured_memory_mib: float | None = None
@@ -163,6 +166,7 @@ def compare(case: Case, held_out: Sequence[str], held_out_backgrounds: Sequence[
         spread=statistics.spread, runs=statistics.runs, measured_share=case.with_lookup.time_share["measured"],
         estimated_share=case.with_lookup.time_share["estimated"], rough_estimate=case.with_lookup.rough_estimate,
         interval_low_ms=case.with_lookup.interval_ms[0], interval_high_ms=case.with_lookup.interval_ms[1],
+        host_pace=case.with_lookup.host_pace if case.probes_us else None,
         canary=sum(case.canaries) / len(case.canaries) if case.canaries else None,
         predicted_memory_mib=case.with_lookup.peak_memory_mib, measured_memory_mib=case.memory_mib,
         warnings=case.with_lookup.warnings,
@@ -247,7 +251,9 @@ def table(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     return [
         {"model": c.model, **load_columns(c, comparisons),
          "held out": "yes" if c.held_out else "", "measured (ms)": c.measured_ms, "spread": f"{100 * c.spread:.1f} %",
-         "canary": c.canary, "predicted (ms)": c.predicted_ms, "error": percent(c.error),
+         "canary": c.canary,
+         **({"host pace": c.host_pace} if any(other.host_pace is not None for other in comparisons) else {}),
+         "predicted (ms)": c.predicted_ms, "error": percent(c.error),
          **({"rough estimate": "yes" if c.rough_estimate else "no"} if any(other.rough_estimate for other in comparisons)
             else {}),
          **percentile_columns(c, comparisons), "strict (ms)": c.strict_ms,
@@ -291,6 +297,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
         UserError: no predictors, the target is another machine's and `recorded` is off, the load is not known, or not one
             model is left.
     """
+    from inference.host_pace import USUAL, counts
     from inference.prediction import AS_USUAL, check_way
     from inference.targets import MAKE_PREDICTORS, fitted_for, is_here, local_targets
 
@@ -301,7 +308,8 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
     failures = Failures()
     if recorded:
         found = MeasuredHere(recorded_models(workspace, paths, dims or {}, fitted, way, failures, static), "recorded")
-        for case in found.cases:
+        for case in found.cases:  # with the samples of a host at about its usual pace
+            case.host_pace = USUAL if counts(fitted.composition, way) else None
             predict_case(case, name, way, workspace, force, failures)
     else:
         if not is_here(fitted.target):

@@ -26,10 +26,13 @@ def time_session(request: Request) -> Reply:
                          cuda_graph=label == "cuda_graph", static=request.static)
     if probe:
         runner.warm_up(effort.warmup)
-        samples_ms = quiet_samples_ms(probe, {label: runner.run_s}, effort)[label].samples_ms
+        timed = quiet_samples_ms(probe, {label: runner.run_s}, effort)[label]
+        found = Samples(id=worker.model_name(request), label=label, samples_ms=timed.samples_ms,
+                        disturbance=timed.disturbance, probe_us=timed.probe_us)
     else:
-        samples_ms = runner.time(warmup=effort.warmup, budget_s=effort.budget_s).samples_ms
-    return Reply(samples=(Samples(id=worker.model_name(request), label=label, samples_ms=samples_ms),),
+        found = Samples(id=worker.model_name(request), label=label,
+                        samples_ms=runner.time(warmup=effort.warmup, budget_s=effort.budget_s).samples_ms)
+    return Reply(samples=(found,),
                  memory_mib=memory_in_use_mib(provider) - before_mib)
 
 

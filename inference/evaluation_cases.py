@@ -19,6 +19,7 @@ from utils.paths import Workspace
 from utils.processes import CRASHED, each_in_a_process
 
 if TYPE_CHECKING:
+    from inference.host_pace import HostPace
     from inference.prediction import Prediction, WayOfRunning
     from overlap_simulator import OtherWork
 
@@ -28,8 +29,9 @@ IDLE_BELOW = 0.02  # of the time: an idle GPU's counters are not quite 0, and no
 
 @dataclass
 class Case:
-    """One model to evaluate: its record, its file where it is to run, what else runs (by metrics, and as a probe met it), and
-    what was found; `failed` drops it."""
+    """One model to evaluate: its record, its file where it is to run, what else runs (by metrics, and as a probe met it), the
+    host's pace that it is predicted for (as `predict` takes it), and what was found; `failed` drops it. `probes_us`: what the
+    probe of a GPU's host took beside each session."""
 
     record: ModelRecord
     path: Path | None = None
@@ -37,11 +39,13 @@ class Case:
     background: str = ""
     load: Mapping[str, float] = field(default_factory=dict)
     other: OtherWork | None = None
+    host_pace: HostPace | None = None
     with_lookup: Prediction | None = None
     strict: Prediction | None = None
     samples_ms: list[float] = field(default_factory=list)
     memory_mib: float | None = None
     canaries: list[float] = field(default_factory=list)
+    probes_us: list[float] = field(default_factory=list)
     failed: bool = False
 
     @property
@@ -173,5 +177,5 @@ def predict_case(case: Case, target: str, way: WayOfRunning, workspace: Workspac
     with failures.costing(case.name, case):
         case.with_lookup, case.strict = (
             predict(case.record, target=target, strict=strict, load=case.load, way=way, workspace=workspace, force=force,
-                    other=case.other)
+                    other=case.other, host_pace=case.host_pace)
             for strict in (False, True))

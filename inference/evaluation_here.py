@@ -195,6 +195,9 @@ def _measure_all(ready: Sequence[Case], worker: Worker, fitted: Fitted, way: Way
                 idle = all(case.idle for case in cases)
                 best_canary_ms = recorded_canary_ms(workspace, target, provider) if idle else 0.0
                 measure_here(cases, worker, provider, way, plan, best_canary_ms, failures)
+                for case in cases:
+                    if at_measured_pace(case, fitted, way):
+                        predict_case(case, target, way, workspace, force, failures)
                 stressor.reached()
         except UserError as error:
             if not loads.under_load:
@@ -241,8 +244,21 @@ def measure_here(cases: Sequence[Case], worker: Worker, execution_provider: str,
                     "; --timeout-s gives it longer" if error.status == "timeout" else
                     " (for want of memory?)" if error.signal == signal.SIGKILL else "")) from None
             case.samples_ms += found.samples[0].samples_ms
+            if found.samples[0].probe_us is not None:
+                case.probes_us.append(found.samples[0].probe_us)
             if case.memory_mib is None:
                 case.memory_mib = found.memory_mib
+
+
+def at_measured_pace(case: Case, fitted: Fitted, way: WayOfRunning) -> bool:
+    """Sets the pace of the host that a case is predicted for to what was measured beside it; false where none was, or where it
+    does not count."""
+    from inference.host_pace import HostPace, compares, ratio_of
+
+    if case.failed or not case.probes_us or not compares(fitted, way):
+        return False
+    case.host_pace = HostPace(ratio_of(median(case.probes_us), fitted), "measured")
+    return True
 
 
 def time_session(case: Case, worker: Worker, execution_provider: str, way: WayOfRunning, budget_s: float,

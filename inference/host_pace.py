@@ -140,7 +140,7 @@ class PaceAsked:
 
     def of_prometheus(self, fitted: Fitted, way: WayOfRunning) -> bool:
         """Whether a Prometheus is to be asked."""
-        return self.option is None and self.machine is None and not self._each_time(fitted, way) and _compares(fitted, way)
+        return self.option is None and self.machine is None and not self._each_time(fitted, way) and compares(fitted, way)
 
     def now(self, fitted: Fitted, way: WayOfRunning, host_probe_us: float | None = None) -> float | HostPace | None:
         """The pace at this moment, as `inference.predict` takes it; None where nothing was asked for.
@@ -162,9 +162,9 @@ class PaceAsked:
         return None if host_probe_us is None else HostPace(ratio_of(host_probe_us, fitted), "measured")
 
     def _each_time(self, fitted: Fitted, way: WayOfRunning) -> bool:
-        return self.watched and is_here(fitted.target) and _compares(fitted, way)
+        return self.watched and is_here(fitted.target) and compares(fitted, way)
 
 
-def _compares(fitted: Fitted, way: WayOfRunning) -> bool:
+def compares(fitted: Fitted, way: WayOfRunning) -> bool:
     """Whether the host's pace counts, and a reading of the probe tells it."""
     return counts(fitted.composition, way) and fitted.composition.probe_us is not None

@@ -24,14 +24,19 @@ from benchmark.host_pace import learned_pace, measure_pace
 from benchmark.metrics_exporter import PaceSampler
 from benchmark.pace_reading import HostProbed, MachinePace, read_pace
 from benchmark.quiet_host import HostProbe, all_samples_ms, host_probe, readings_s
+from benchmark.worker_client import Worker
+from evaluator import compare, table
 from inference import Watch, predict
 from inference.doubt import HOSTS, joined
+from inference.evaluation_cases import Case, Failures, predict_case
+from inference.evaluation_here import at_measured_pace, time_session
 from inference.host_pace import HostPace, PaceAsked, measured_pace, recent_pace
 from inference.load import InferenceConfig, current_load
 from inference.prediction import AS_USUAL, Prediction, WayOfRunning
 from inference.prediction_exporter import HOST_PACE, PredictedLatency
 from inference.prometheus import PrometheusConfig, PrometheusError
 from inference.targets import fitted_for
+from ort_analysis.fusion_detector import analyze
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
@@ -329,6 +334,27 @@ def test_a_watched_prediction_says_its_pace() -> None:
     assert watch.read().host_pace == 1.2
     served = {family.name: family.samples[0].value for family in PredictedLatency(watch).collect()}
     assert served[HOST_PACE] == 1.2
+
+
+def test_the_evaluator_predicts_at_the_pace_beside_each_model(tmp_path: Path) -> None:
+    """A session with the probe beside it, on the CPU provider instead of a GPU; then FAKE readings of an H200's host."""
+    onnx.save(SHORT, tmp_path / "short.onnx")
+    case, fitted = Case(analyze(tmp_path / "short.onnx", "cuda"), tmp_path / "short.onnx"), fitted_for(Workspace(), TARGET)
+    with Worker(60.0, "benchmark.session_worker") as worker:
+        (found,) = time_session(case, worker, "cpu", AS_USUAL, 0.05, watch_host=True).samples
+    assert found.probe_us
+    assert 1.0 < found.probe_us < 1e5
+    assert not at_measured_pace(case, fitted, AS_USUAL)
+    case.probes_us = [1.1 * USUAL_US, 1.3 * USUAL_US, 1.2 * USUAL_US]
+    assert at_measured_pace(case, fitted, AS_USUAL)
+    assert not at_measured_pace(case, fitted, WayOfRunning(cuda_graph=True))
+    predict_case(case, TARGET, AS_USUAL, Workspace(), False, Failures())
+    case.samples_ms = [0.1]
+    compared = compare(case, ())
+    assert compared
+    assert compared.host_pace == pytest.approx(1.2)
+    assert compared.predicted_ms == pytest.approx(predicted(SHORT, 1.2).latency_ms)
+    assert {"host pace": compared.host_pace}.items() <= table([compared])[0].items()
 
 
 def test_a_cpu_target_has_no_host_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -15,7 +15,7 @@ from recipes.kinds.compare_on_gpu import compare_all, difference_rows
 from recipes.kinds.judge import Ended
 from recipes.kinds.judgement import JUDGEMENT, Found, page, read_judgement, rows_of, summary
 from recipes.kinds.manifest import MadeModel, load_manifest
-from recipes.kinds.node_lists import NodeList, NodeRow, compare, derived_nodes, every_node, feed_of, named
+from recipes.kinds.node_lists import NodeList, NodeRow, compare, derived_nodes, every_node, feed_of, gpu_latency, named
 from utils.errors import UserError
 from utils.ort_sessions import open_session
 from utils.paths import ROOT
@@ -168,6 +168,33 @@ def test_models_are_judged_and_a_second_run_asks_nothing(made: Path, tmp_path: P
     lines = (made / JUDGEMENT).read_text()
     assert command("judge.py", *options).returncode == 0
     assert (made / JUDGEMENT).read_text() == lines
+    older, paced = tmp_path / "older.json", tmp_path / "on_gpu.json"
+    latency = {"model": "tiny_add", "way": "static", "latency_ms": 0.05}
+    older.write_text(json.dumps({"models": [latency]}))
+    paced.write_text(json.dumps({"models": [latency | {"host_probe_us": 1.3 * 292.91}]}))
+    assert command("judge.py", *options, "--gpu", str(older)).returncode == 0
+    assert (made / JUDGEMENT).read_text() == lines
+    done = command("judge.py", *options, "--gpu", str(paced), "--docs", str(tmp_path / "kinds.md"))
+    (at_its_pace,) = json.loads(done.stdout)["models"]
+    assert (at_its_pace["host pace"], at_its_pace["measured (ms)"]) == (1.3, 0.05)
+    assert at_its_pace["predicted (ms)"] > 1.1 * row["predicted (ms)"]
+    assert at_its_pace["90 % between (ms)"] != row["90 % between (ms)"]
+    assert "*Host pace*: how many times as long as usual" in (tmp_path / "kinds.md").read_text()
+    assert read_judgement(made)["tiny_add", "h200"].host_pace == 1.3
+    lines = (made / JUDGEMENT).read_text()
+    assert command("judge.py", *options, "--gpu", str(paced)).returncode == 0
+    assert (made / JUDGEMENT).read_text() == lines
+
+
+def test_the_host_is_probed_beside_each_model(made: Path) -> None:
+    """On the CPU provider, instead of a GPU."""
+    (model,) = load_manifest(made).chosen(["tiny_add"])
+    found = gpu_latency(model, made / model.file, "static", 0.1, "cpu")
+    assert found.latency_ms
+    assert found.host_probe_us
+    assert 1e-4 < found.latency_ms < 10.0
+    assert 1.0 < found.host_probe_us < 1e4
+    assert found.runs >= 20
 
 
 def rows(*told: str) -> tuple[NodeRow, ...]:

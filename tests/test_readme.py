@@ -32,7 +32,7 @@ TINY = {  # instead of what a config says; all else stays as it says
     "training/config.yaml": {"folds": 2, "xgboost": {"trees": 40}, "forest": {"trees": 3}},
 }
 SMALLER = (("224x224", "32x32"), ("--count 1000", "--count 20"), ("--duration 10", "--duration 2"))
-NEEDS_GPU = "python benchmark/run_anatomy.py"  # says so in one line where there is none
+NEEDS_GPU = ("python benchmark/run_anatomy.py", "python benchmark/host_pace.py")  # say so in one line where there is none
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PHASE = re.compile(r"^\|[^|]*\| `(python [^`]+)` \|", re.MULTILINE)
 

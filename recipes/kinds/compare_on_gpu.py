@@ -2,9 +2,10 @@
 
 On a machine with an NVIDIA GPU: opens a CUDA session for each model that make_models.py wrote (with its sizes fixed, and with
 its dimensions left dynamic), notes the nodes that run, each one's provider and the copies between the devices, and times the
-models. Derives the same graphs as a machine without a GPU would, and prints where the two differ. Writes into --out:
-on_gpu.json (latencies, and how far the graphs agree), real_nodes.json.gz and differences.json. Elsewhere, with --derive-only,
-it derives anew from the same models and compares with the real_nodes.json.gz that is there, so that no GPU is needed to go on.
+models, with the probe of the host read beside each (judge.py then predicts them at that pace). Derives the same graphs as a
+machine without a GPU would, and prints where the two differ. Writes into --out: on_gpu.json (latencies and probes),
+real_nodes.json.gz and differences.json. Elsewhere, with --derive-only, it derives anew from the same models and compares with
+the real_nodes.json.gz that is there, so that no GPU is needed to go on.
 """
 
 from __future__ import annotations

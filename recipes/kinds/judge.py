@@ -4,7 +4,8 @@ For each model: a prediction for the shipped H200; one for this machine's CPU; t
 difference is the noise; and a prediction after --measure-missing. Every step is a command of its own with a time limit, so that
 one crash costs one item. Writes judgement.jsonl into the models' folder, a line a step; a second run goes on from there.
 Prints a row a model and target, and how all of it compares with what was asked of Hase. --measure-missing adds to the dataset
-of --workspace, so give a copy. What compare_on_gpu.py measured on a GPU machine goes in with --gpu.
+of --workspace, so give a copy. What compare_on_gpu.py measured on a GPU machine goes in with --gpu: latencies, and the host's
+pace beside each model, for which the H200's predictions are then made (anew, where they were made for another).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.kinds.judgement import JUDGEMENT, SAID, Found, Step, page, read_judgement, rows_of, summary
+from recipes.kinds.judgement import JUDGEMENT, SAID, Found, Step, page, read_judgement, rows_of, shown, summary
 from recipes.kinds.manifest import MadeModel, load_manifest
 from utils import cli, files
 from utils.errors import UserError
@@ -106,9 +107,12 @@ def run_limited(command: Sequence[str], limit_s: float) -> Ended:
     return Ended(status, out, err, round(time.monotonic() - began, 2))
 
 
-def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s: float) -> Found:
-    """Asks for a prediction, as step `h200`, `cpu` or `cpu_filled`."""
+def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s: float,
+              host_pace: float | None = None) -> Found:
+    """Asks for a prediction, as step `h200` (at the host's pace, where that is known), `cpu` or `cpu_filled`."""
     options = {"h200": ["--target", H200], "cpu": [], "cpu_filled": ["--measure-missing"]}[step]
+    if host_pace is not None:
+        options += ["--host-pace", f"{host_pace:g}"]
     ended = run_in_turn([PREDICT, "--model", str(path), *model.dim_options, *options, "--workspace", str(workspace), "--json"],
                         limit_s)
     found: dict[str, Any] = {}
@@ -120,7 +124,7 @@ def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s
                  "operators": (*answer["estimated_operators"], *answer["doubtful_operators"])}
     return Found.model_validate({
         "model": model.name, "step": step, "outcome": ended.outcome, "seconds": ended.seconds, "warnings": ended.warnings,
-        "message": "" if ended.outcome == "answered" else ended.message, **found})
+        "message": "" if ended.outcome == "answered" else ended.message, "host_pace": host_pace, **found})
 
 
 def measured(model: MadeModel, path: Path, rounds: int, budget_s: float, limit_s: float, workspace: Path) -> Found:
@@ -145,6 +149,21 @@ def on_gpu(path: Path | None) -> dict[str, float]:
     if path is None:
         return {}
     return {one["model"]: one["latency_ms"] for one in files.read_json(path)["models"] if one.get("latency_ms")}
+
+
+def paces_on_gpu(path: Path | None, workspace: Path) -> dict[str, float]:
+    """The host's pace beside each model, of what compare_on_gpu.py wrote: ratios, to four digits, to the pace that the shipped
+    predictors hold for. Empty without a file; models of an older file have none."""
+    from inference.host_pace import ratio_of
+    from inference.targets import fitted_for
+    from utils.paths import Workspace
+
+    rows = files.read_json(path)["models"] if path else []
+    probes = {row["model"]: row["host_probe_us"] for row in rows if row.get("host_probe_us")}
+    if not probes:
+        return {}
+    fitted = fitted_for(Workspace(workspace), H200)
+    return {model: float(f"{ratio_of(probe_us, fitted):.4g}") for model, probe_us in probes.items()}
 
 
 def context() -> str:
@@ -175,14 +194,19 @@ def main() -> int:
     models = load_manifest(args.folder).chosen(args.only)
     if not models:
         raise UserError(f"{args.folder}: none of its models is called {' or '.join(args.only)}")
-    there = read_judgement(args.folder)
+    there, paces = read_judgement(args.folder), paces_on_gpu(args.gpu, workspace)
+
+    def is_done(model: str, step: Step) -> bool:
+        """A prediction for another pace of the host than the one that was measured beside the model is made anew."""
+        return (model, step) in there and (step != "h200" or model not in paces or there[model, step].host_pace == paces[model])
+
     steps = [] if args.table_only else args.steps
     todo = [(model, step) for some in (ASKED_FIRST, tuple(set(STEPS) - set(ASKED_FIRST))) for model in models
-            for step in STEPS if step in some and step in steps and (step in args.again or (model.name, step) not in there)]
+            for step in STEPS if step in some and step in steps and (step in args.again or not is_done(model.name, step))]
     for model, step in cli.track(todo, "judging"):
         path = (args.folder / model.file).resolve()
         found = (measured(model, path, args.rounds, args.budget_s, args.limit_s, workspace) if step == "measured" else
-                 predicted(model, path, step, workspace, args.limit_s))
+                 predicted(model, path, step, workspace, args.limit_s, paces.get(model.name) if step == "h200" else None))
         files.append_line(args.folder / JUDGEMENT, found.model_dump_json())
         if found.outcome != "answered":
             log.info("%s, %s: %s", model.name, SAID.get(step, step), found.in_words)
@@ -192,9 +216,9 @@ def main() -> int:
                                          "python recipes/kinds/judge.py out/kinds --workspace out/demo --docs docs/kinds.md",
                                          context()))
     if args.json:
-        cli.print_json({"models": [row.columns() for row in rows], "summary": summary(rows)})
+        cli.print_json({"models": shown(rows), "summary": summary(rows)})
         return 0
-    cli.print_table([row.columns() for row in rows])
+    cli.print_table(shown(rows))
     print()
     cli.print_table(summary(rows))
     return 0

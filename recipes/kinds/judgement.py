@@ -15,6 +15,7 @@ from utils.errors import UserError
 
 JUDGEMENT = "judgement.jsonl"
 JUDGEMENT_VERSION = 1
+PACE = "host pace"  # a column
 Step = Literal["h200", "cpu", "cpu_filled", "measured"]
 SAID: dict[Step, str] = {"h200": "nvidia-h200", "cpu": "this CPU", "cpu_filled": "this CPU, kernels measured"}
 CLASSIFICATION = "torchvision classification"
@@ -34,6 +35,7 @@ class Found(BaseModel):
         warnings: what it warned of.
         seconds: that the command took.
         latency_ms, interval_ms, time_share: of a prediction, as its JSON holds them.
+        host_pace: that a prediction for a GPU was asked for, a ratio; None where none was known.
         rough: whether it is marked as a rough estimate; None where there is no prediction.
         operators: those that were never measured, and those that may move the answer though they were.
         first_ms, second_ms: medians of two measurements, taken in turn.
@@ -51,6 +53,7 @@ class Found(BaseModel):
     latency_ms: float | None = None
     interval_ms: tuple[float, float] | None = None
     time_share: dict[str, float] = {}
+    host_pace: float | None = None
     rough: bool | None = None
     operators: tuple[str, ...] = ()
     first_ms: float | None = None
@@ -106,11 +109,20 @@ class Row(BaseModel):
         """As a row of the table."""
         between = self.found.interval_ms
         return {
-            "model": self.model, "kind": self.kind, "target": SAID[self.step], "predicted (ms)": self.found.latency_ms,
+            "model": self.model, "kind": self.kind, "target": SAID[self.step], PACE: self.found.host_pace,
+            "predicted (ms)": self.found.latency_ms,
             "90 % between (ms)": f"{between[0]:.4g} and {between[1]:.4g}" if between else None, "said": self.found.in_words,
             "measured (ms)": self.measured_ms, "error": percent(self.error),
             "second measurement": percent(self.second_difference),
         }
+
+
+def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows of the table; without the column PACE where no model was predicted at its host's pace."""
+    columns = [row.columns() for row in rows]
+    if all(row.found.host_pace is None for row in rows):
+        columns = [{name: value for name, value in one.items() if name != PACE} for one in columns]
+    return columns
 
 
 def percent(ratio: float | None) -> str | None:
@@ -229,11 +241,14 @@ def page(rows: Sequence[Row], command: str, context: str) -> str:
                         f"{refused} refused with a reason, {len(asked) - answered - refused} failed; ")
             opening += (f"median error {statistics.median(compared):.1%}, MAPE {statistics.fmean(compared):.1%} of "
                         f"{len(compared)} that were measured. " if compared else "none was measured yet. ")
+    paced = sum(row.found.host_pace is not None for row in rows)
+    words = (" *Host pace*: how many times as long as usual the GPU's host took to dispatch, measured beside the model; "
+             f"{paced} predictions hold for that pace.") if paced else ""
     return "\n".join((
         "# Models of every kind", "", opening.strip(), "", context, "", "Made by:", "", "```sh", command, "```", "",
         "## Against the bars", "", table(summary(rows)), "", "## Every model", "",
         "*Said*: an answer is unmarked, a rough estimate, or refused with a reason. *Second measurement*: how far it lay from "
-        "the first, both taken in turn.", "", table([row.columns() for row in rows]), ""))
+        f"the first, both taken in turn.{words}", "", table(shown(rows)), ""))
 
 
 def table(rows: Sequence[Mapping[str, Any]], cell: Callable[[Any], str] = cli.cell) -> str:
