@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +23,7 @@ from inference.evaluation_cases import Failures
 from inference.evaluation_here import LoadsHere, MeasuringPlan, measure_all
 from inference.prediction import AS_USUAL
 from tests.conftest import build_workspace, small_model
-from utils import locks
+from utils import cli, locks
 from utils.errors import UserError
 from utils.fingerprint import local_target
 from utils.locks import measuring, sole_writer
@@ -124,6 +126,75 @@ def test_a_process_may_hold_a_lock_several_times_over(tmp_path: Path) -> None:
                            "with sole_writer(Path(sys.argv[1])): print('mine')", str(tmp_path)],
                           cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "mine\n", done.stderr
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that every user may write, as pytest's own may not be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)
+
+
+@contextmanager
+def another_user() -> Iterator[str]:
+    """This process as `nobody` does, for a while; the name of who it is otherwise."""
+    os.seteuid(pwd.getpwnam("nobody").pw_uid)
+    try:
+        yield pwd.getpwuid(0).pw_name
+    finally:
+        os.seteuid(0)
+
+
+only_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another user")
+
+
+@only_root
+@pytest.mark.parametrize(("mode", "told"), [
+    (0o666, r"this folder is in use by process {pid} \(-c .*; wait until"),
+    (0o644, r"this folder is in use by process {pid} \(-c .* of user {user}; wait until"),
+    (0o600, r"{lock}: can't be read, so whether a process of user {user} is at work can't be told; ask them"),
+])
+def test_the_process_of_another_user_is_named_where_its_lock_can_be_read(mode: int, told: str, shared: Path) -> None:
+    lock = shared / "data" / locks.WRITER
+    with holder(shared / "data") as (process, _):
+        lock.chmod(mode)
+        with another_user() as owner, pytest.raises(UserError, match=told.format(pid=process.pid, user=owner, lock=lock)), \
+                sole_writer(shared / "data"):
+            pass
+
+
+@only_root
+def test_a_lock_that_another_user_left_is_taken_where_it_can_be_written(shared: Path) -> None:
+    lock = shared / locks.WRITER
+    with sole_writer(shared):
+        pass
+    with another_user(), sole_writer(shared):
+        assert f'"pid": {os.getpid()}' in lock.read_text()
+    lock.chmod(0o644)
+    with another_user() as owner, pytest.raises(
+            UserError, match=f"{lock}: can't be written, since it is user {owner}'s; no process holds it: remove it"), \
+            sole_writer(shared):
+        pass
+
+
+@only_root
+def test_a_folder_that_only_another_user_may_write(shared: Path) -> None:
+    (shared / "data").mkdir(mode=0o755)
+    with another_user(), pytest.raises(PermissionError) as raised, sole_writer(shared / "data"):
+        pass
+    assert cli.explain(raised.value).startswith(f"{shared / 'data' / locks.WRITER}: no permission; choose another --workspace")
+
+
+@only_root
+def test_what_another_user_left_half_written_stays_where_only_they_may_remove_it(shared: Path) -> None:
+    left_over = shared / ".index.a1b2c3.tmp.json"
+    left_over.write_text("{")
+    shared.chmod(0o1777)
+    with another_user(), sole_writer(shared):
+        assert left_over.exists()
+    with sole_writer(shared):
+        assert not left_over.exists()
 
 
 def test_a_device_s_lock_is_everybodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
         what: errors call it so.
 
     Raises:
-        UserError: another process holds it; it is named.
+        UserError: another process holds it; it is named. Or the file is another user's, and can't be read or written.
     """
     path = path.absolute()
     with _guard:
@@ -95,6 +95,8 @@ def _acquire(path: Path, what: str) -> int:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise OSError(errno.EINVAL, "no plain file")
         descriptor = try_lock(path, os.O_RDWR)
+    except PermissionError:
+        raise UserError(_of_another_user(path, what)) from None
     except OSError as error:
         raise UserError(f"{path}: can't be locked ({error.strerror}); remove it, unless another process uses it") from None
     if descriptor is None:
@@ -103,6 +105,23 @@ def _acquire(path: Path, what: str) -> int:
     os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "command": " ".join(sys.argv)[:COMMAND_CHARACTERS],
                                       "since": datetime.now(UTC).isoformat(timespec="seconds")}).encode(), 0)
     return descriptor
+
+
+def _of_another_user(path: Path, what: str) -> str:
+    """What is to be said of a lock that this user may not write."""
+    try:
+        owner = path.owner()
+    except KeyError:  # a user without a name, as in containers
+        owner = str(path.stat().st_uid)
+    try:
+        descriptor = try_lock(path)
+    except PermissionError:
+        return (f"{path}: can't be read, so whether a process of user {owner} is at work can't be told; ask them, and remove "
+                "it if none is")
+    if descriptor is None:
+        return f"{what} is in use by {_holder(path)} of user {owner}; wait until that has ended, or ask them to end it"
+    os.close(descriptor)
+    return f"{path}: can't be written, since it is user {owner}'s; no process holds it: remove it, or ask them to"
 
 
 def _holder(path: Path) -> str:
@@ -126,7 +145,8 @@ def sole_writer(folder: Path) -> Iterator[None]:
     with locked(folder / WRITER, f"{folder}: this folder"):
         for level in ("", "*/") if _held[(folder / WRITER).absolute()] == 1 else ():
             for left_over in folder.glob(f"{level}.*.tmp*"):  # named so by files.replacing
-                left_over.unlink(missing_ok=True)
+                with suppress(PermissionError):  # another user's, in a folder where only they may remove it
+                    left_over.unlink(missing_ok=True)
         yield
 
 
