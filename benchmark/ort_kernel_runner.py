@@ -26,7 +26,7 @@ from benchmark.protocol import Effort
 from kernel_model.dummy_data import dummy_inputs, random_floats
 from kernel_model.kernel_builder import kernel_in
 from ort_analysis.ort_graph_parser import read_source
-from ort_analysis.records import Frozen, numpy_dtype
+from ort_analysis.records import Frozen, numpy_dtype, zeros
 from ort_analysis.tensor_shapes import session_dtype
 from utils import cli, files
 from utils.errors import UserError
@@ -148,17 +148,17 @@ class Runner:
 
 
 def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] | None = None,
-                steering: Mapping[str, int | bool] | None = None) -> dict[str, np.ndarray]:
+                steering: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
     """A value for every input of a session: random floats, zeros for whole numbers. `dims` gives the sizes that it leaves open.
 
     Zeros, since whole-number inputs of a whole model are indices or masks, of which 0 is always one. But `steering` inputs,
-    which say how often a Loop runs or which branch of an If, get the value given (see `steering_inputs`).
+    which say how often a Loop runs or which branch of an If, get the value given (see `steering_inputs`), as do inputs of text.
     """
     feed = {}
     for value in session.get_inputs():
         dtype = session_dtype(value.type)
         shape = tuple((dims or {}).get(size, size) for size in value.shape)
-        feed[value.name] = random_floats(shape, dtype) if "float" in dtype else np.zeros(shape, numpy_dtype(dtype))
+        feed[value.name] = random_floats(shape, dtype) if "float" in dtype else zeros(shape, dtype)
         if value.name in (steering or {}):
             feed[value.name] = np.full(shape, (steering or {})[value.name], numpy_dtype(dtype))
     return feed
@@ -166,8 +166,9 @@ def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] |
 
 def bind(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], execution_provider: str,
          io: str) -> Callable[[], Any]:
-    """A function that runs the session once: inputs and outputs on the device (`device`), or as numpy arrays (`host`)."""
-    if io == "host":
+    """A function that runs the session once: inputs and outputs on the device (`device`), or as numpy arrays (`host`).
+    Inputs of text are always arrays: ORT binds none."""
+    if io == "host" or any(array.dtype == object for array in feed.values()):
         fed = dict(feed)
         return lambda: session.run(None, fed)
     binding = device_binding(session, feed, "cuda" if execution_provider == "cuda" else "cpu")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ort_analysis.known_words import first_taught
 from ort_analysis.records import Kernel, KernelInput, numpy_dtype
 
 INDEX_INPUTS = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "EmbedLayerNormalization": 0}
@@ -44,6 +45,8 @@ def index_limit(kernel: Kernel, position: int) -> int | None:
 def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
     """A value for input `position` of `kernel`: the recorded one where there is one, else random and acceptable."""
     tensor: KernelInput = kernel.inputs[position]
+    if tensor.dtype == "string":
+        return np.full(tensor.shape, first_taught(kernel.attributes), object)
     dtype = numpy_dtype(tensor.dtype)
     if tensor.values is not None:
         return np.asarray(tensor.values).astype(dtype).reshape(tensor.shape)

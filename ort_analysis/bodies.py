@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ort_analysis.known_words import known_words
 from ort_analysis.parsed_nodes import bodies_of, control_flow_name
 from ort_analysis.records import KernelInput, type_code
 from utils.errors import UserError
@@ -136,9 +137,10 @@ def unused_trips(held: Mapping[str, Held], dims: Mapping[str, int]) -> list[str]
     return [name for name in dims if name.rpartition(".")[2] == TRIPS and name not in used]
 
 
-def steering_inputs(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, int | bool]:
+def steering_inputs(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, Any]:
     """Values of the graph's inputs that say how often a Loop runs, or which branch of an If: those that `dims` give, else
-    DEFAULT_TRIPS for a Loop. A run with them does what a prediction with the same sizes tells of."""
+    DEFAULT_TRIPS for a Loop. A run with them does what a prediction with the same sizes tells of. Inputs of text get words that
+    the model knows (see `known_words`)."""
     inputs = {value.name for value in graph.input} - {tensor.name for tensor in graph.initializer}
     maker = {out: node for node in graph.node for out in node.output if out}
 
@@ -147,7 +149,7 @@ def steering_inputs(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str
             tensor = maker[tensor].input[0]
         return tensor
 
-    found: dict[str, int | bool] = {}
+    found: dict[str, Any] = {**known_words(graph)}
     for node in graph.node:
         if not bodies_of(node) or not node.input or source(node.input[0]) not in inputs:
             continue

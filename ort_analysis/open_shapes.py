@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ort_analysis.records import KernelInput, numpy_dtype, type_code
+from ort_analysis.records import KernelInput, type_code, zeros
 from utils.errors import UserError
 from utils.ort_sessions import model_errors, open_session
 
@@ -64,11 +64,16 @@ def shapes_when_run(node: onnx.NodeProto, proto: onnx.ModelProto, tensors: Mappi
                               list(constants.values()))
     model = helper.make_model(graph, opset_imports=list(proto.opset_import), ir_version=proto.ir_version)
     session = open_session(model.SerializeToString(), "cpu", optimize="none", name=f"{name}: node {node.name}")
-    feed = {value: np.zeros(tensors[value].shape, numpy_dtype(tensors[value].dtype)) for value in fed}
+    feed = {value: zeros(tensors[value].shape, tensors[value].dtype) for value in fed}
     with model_errors(f"{name}: node {node.name}"):
         made = session.run(None, feed)
     return {out.name: tuple(value.shape) for out, value in zip(session.get_outputs(), made, strict=True)
             if isinstance(value, np.ndarray)}
+
+
+def keeps_its_shape(node: onnx.NodeProto) -> bool:
+    """Whether a node gives what it reads in the same shape, though its operator need not: text of which it drops no words."""
+    return node.op_type == "StringNormalizer" and not any(one.name == "stopwords" and one.strings for one in node.attribute)
 
 
 def largest_shapes(node: onnx.NodeProto, shapes: Mapping[str, Shape], tensors: Mapping[str, KernelInput],

@@ -16,6 +16,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -67,8 +68,9 @@ class Source:
     dims: dict[str, int]
 
     @property
-    def steering(self) -> dict[str, int | bool]:
-        """Values of its inputs that say how often a Loop runs, or which branch of an If; see `steering_inputs`."""
+    def steering(self) -> dict[str, Any]:
+        """Values of its inputs that say how often a Loop runs, or which branch of an If, and words that it knows; see
+        `steering_inputs`."""
         return steering_inputs(self.graph_only.graph, self.dims)
 
     @property
@@ -242,8 +244,8 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     given |= stamped
     missing = [f"{dim} ({'; '.join(places)})" for dim, places in dynamic.items() if dim not in given]
     if missing:
-        raise UserError(f"{shown}: dimension {', '.join(missing)} is open; give its size, for example "
-                        f"--dim {next(d for d in dynamic if d not in given)}=1")
+        option = shlex.quote(f"{next(d for d in dynamic if d not in given)}=1")
+        raise UserError(f"{shown}: dimension {', '.join(missing)} is open; give its size, for example --dim {option}")
     renamed = any("." in dim for dim in dynamic)
     if isinstance(model, Path) and not renamed:
         loadable: Path | bytes = model

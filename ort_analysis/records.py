@@ -325,11 +325,18 @@ def load_records(workspace: Workspace, flavour: Flavour) -> list[ModelRecord]:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy type of a tensor's `dtype`; `UserError` for one that numpy lacks."""
+    """The numpy type of a tensor's `dtype`, for text that of Python's objects; `UserError` for one that numpy lacks."""
+    if name == "string":
+        return np.dtype(object)
     try:
         return np.dtype(name)
     except TypeError:
         raise UserError(f"element type {name}: numpy has no such type, so no dummy tensor can be made") from None
+
+
+def zeros(shape: tuple[int, ...], name: str) -> np.ndarray:
+    """A tensor of `dtype` `name` that is all zeros, or empty words."""
+    return np.full(shape, "", object) if name == "string" else np.zeros(shape, numpy_dtype(name))
 
 
 def family(model: str) -> str:

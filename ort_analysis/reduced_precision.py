@@ -99,7 +99,8 @@ def as_single(loadable: Path | bytes, name: str) -> Reduced:
     if not only:
         if any(bodies_of(node) for node in graph.node):
             raise UserError(f"{name}: mixes floating types and holds Loop, If or Scan, whose CUDA graph can't be derived "
-                            "without a GPU; analyse it on a machine with one, or use --device cpu")
+                            "without a GPU, since the types are told apart only outside the graphs "
+                            "that such nodes hold; analyse it on a machine with one, or use --device cpu")
         opset = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 0)
         if opset < MARK_OPSET:
             raise UserError(f"{name}: mixes floating types in operator set {opset}, whose CUDA graph can't be derived without "

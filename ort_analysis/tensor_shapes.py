@@ -8,9 +8,10 @@ shapes depend on whole numbers that the graph computes from other shapes, ORT's 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from ort_analysis.bodies import Held, captured, hold
@@ -18,6 +19,7 @@ from ort_analysis.open_shapes import (
     DETECTIONS,
     SIZED_BY_VALUES,
     Shape,
+    keeps_its_shape,
     largest_shapes,
     selects_boxes,
     shapes_when_run,
@@ -323,12 +325,17 @@ class _GivenSizes:
         if shape is None:
             return SizeNotKnown(
                 f"{name}: the rank of tensor {whole} is not known; export the model with the shapes of its inputs, or give all "
-                f"sizes of this tensor, for example, where it has two axes, --dim {whole}.0=100 --dim {whole}.1=100", whole)
+                f"sizes of this tensor, for example, where it has two axes, {_options(whole, range(2))}", whole)
         sizes = ", ".join(str(size) or "?" for size in shape)
-        options = " ".join(f"--dim {whole}.{axis}=100" for axis, size in enumerate(shape) if not isinstance(size, int))
+        options = _options(whole, [axis for axis, size in enumerate(shape) if not isinstance(size, int)])
         boxes = f", or --dim {DETECTIONS}=100 for all such sizes" if self.selects else ""
         return SizeNotKnown(f"{name}: the shape of tensor {whole} ([{sizes}]) depends on data or on an open dimension; give "
                             f"its size, for example {options}{boxes} (benchmark/sizes_of_a_run.py tells those of a run)", whole)
+
+
+def _options(tensor: str, axes: Iterable[int]) -> str:
+    """How sizes of a tensor are given to a command."""
+    return " ".join(f"--dim {quote(f'{tensor}.{axis}=100')}" for axis in axes)
 
 
 def _first_open(answer: _Answer, proto: onnx.ModelProto, constants: Mapping[str, KernelInput], name: str, sizes: _GivenSizes,
@@ -367,6 +374,8 @@ def _first_open(answer: _Answer, proto: onnx.ModelProto, constants: Mapping[str,
             continue
         given = {out: shape for out in sorted(outputs) if (shape := sizes.shape(
             out, answer.shapes[out], node.op_type == "NonMaxSuppression")) is not None}
+        if keeps_its_shape(node):
+            given |= {node.output[0]: known[node.input[0]].shape}
         found |= given
         left = sorted(outputs - set(given))
         by_values = node.op_type in SIZED_BY_VALUES or any(answer.shapes[out] is not None for out in left)

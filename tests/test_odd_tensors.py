@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from benchmark.model_profile import profile_model
+from benchmark.ort_kernel_runner import open_runner
+from benchmark.protocol import Effort
 from inference.memory import peak_memory
+from kernel_model.dummy_data import dummy_inputs
 from kernel_model.kernel_builder import build_model
 from ort_analysis.fusion_detector import analyze
 from ort_analysis.ort_graph_parser import parse_graph
@@ -128,3 +133,67 @@ def test_the_command_takes_a_size_of_zero() -> None:
     assert cli.parse_dims(["past=0,5"]) == {"past": [0, 5]}
     with pytest.raises(UserError, match="whole numbers"):
         cli.parse_dims(["past=-1"])
+
+
+def text_pipeline() -> onnx.ModelProto:
+    """What skl2onnx makes of a OneHotEncoder of two columns of text, which refuses words that it was not taught."""
+    nodes = []
+    for column, words in enumerate((["red", "green"], ["small", "large", "vast"])):
+        one = f"column{column}"
+        nodes += [helper.make_node("ArrayFeatureExtractor", ["x", f"place{column}"], [one], domain=ML),
+                  helper.make_node("OneHotEncoder", [one], [f"hot{column}"], domain=ML, cats_strings=words, zeros=0)]
+    nodes += [helper.make_node("Concat", ["hot0", "hot1"], ["both"], axis=-1),
+              helper.make_node("Reshape", ["both", "flat"], ["y"])]
+    constants = [helper.make_tensor(name, INT64, [len(values)], values)
+                 for name, values in (("place0", [0]), ("place1", [1]), ("flat", [-1, 5]))]
+    return graph(nodes, [value("x", "rows", 2, kind=TensorProto.STRING)], [value("y", "rows", 5)], constants)
+
+
+def test_text_is_fed_with_words_that_the_model_knows(tmp_path: Path) -> None:
+    onnx.save(text_pipeline(), tmp_path / "text.onnx")
+    runner = open_runner(tmp_path / "text.onnx", "cpu", dims={"rows": 3})
+    assert runner.feed["x"].tolist() == [["red", "small"]] * 3
+    assert runner.run_once()[0].tolist() == [[1.0, 0.0, 1.0, 0.0, 0.0]] * 3
+    for provider in ("cpu", "cuda"):
+        record = analyze(tmp_path / "text.onnx", provider, {"rows": 3})
+        assert record.outputs["y"].shape == (3, 5)
+    encoder = next(one for one in record.kernels.values() if one.op_type == "OneHotEncoder")
+    assert dummy_inputs(encoder)["x0"].tolist() == [[encoder.attributes["cats_strings"][0]]] * 3
+    found = profile_model(tmp_path / "text.onnx", "cpu", {"rows": 3}, Effort(warmup=0, least_runs=2, most_runs=2))
+    assert {event.node for event in found.runs[0].nodes} == {node.name for node in found.graph.nodes}
+
+
+@pytest.mark.parametrize("stop", [[], ["the"]])
+def test_text_that_is_normalized(stop: list[str]) -> None:
+    """Without words to drop, as many come out."""
+    dropped: dict[str, Any] = {"stopwords": stop} if stop else {}
+    lower = graph([helper.make_node("StringNormalizer", ["x"], ["y"], locale="C", **dropped)],
+                  [value("x", 3, kind=TensorProto.STRING)], [value("y", "left", kind=TensorProto.STRING)])
+    record = analyze(lower, "cpu", {"y.0": 2} if stop else {})
+    assert record.outputs["y"].shape == ((2,) if stop else (3,))
+    assert record.assumed == {}
+
+
+def test_more_trees_cost_more() -> None:
+    def operations(trees: int, depth: int) -> int:
+        """Of a tree of `depth` comparisons in a row."""
+        ids = [tree for tree in range(trees) for _ in range(2 * depth + 1)]
+        places = list(range(2 * depth + 1))
+        model = graph([helper.make_node(
+            "TreeEnsembleRegressor", ["x"], ["y"], domain=ML, n_targets=1, nodes_treeids=ids, nodes_nodeids=places * trees,
+            nodes_featureids=[0] * len(ids), nodes_values=[0.5] * len(ids), nodes_hitrates=[1.0] * len(ids),
+            nodes_modes=["BRANCH_LEQ" if place % 2 == 0 and place < 2 * depth else "LEAF" for place in places] * trees,
+            nodes_truenodeids=[place + 1 if place < 2 * depth and place % 2 == 0 else 0 for place in places] * trees,
+            nodes_falsenodeids=[place + 2 if place < 2 * depth and place % 2 == 0 else 0 for place in places] * trees,
+            nodes_missing_value_tracks_true=[0] * len(ids), target_ids=[0] * trees, target_nodeids=[1] * trees,
+            target_treeids=list(range(trees)), target_weights=[1.0] * trees)], [value("x", 8, 4)], [value("y", 8, 1)])
+        return next(one.flops for one in analyze(model, "cpu").kernels.values() if one.op_type == "TreeEnsembleRegressor")
+
+    assert operations(20, 4) == pytest.approx(10 * operations(2, 4), rel=1e-3)
+    assert operations(2, 16) > operations(2, 4)
+
+
+def test_a_size_whose_name_a_shell_would_take_apart_is_quoted() -> None:
+    values = [value(name, "2*s1 + 1", 4) for name in "xy"]
+    with pytest.raises(UserError, match=r"--dim '2\*s1 \+ 1=1'$"):
+        analyze(graph([helper.make_node("Relu", ["x"], ["y"])], values[:1], values[1:]), "cpu")

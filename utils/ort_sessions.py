@@ -125,6 +125,8 @@ def advise(message: str) -> str:
           "No opset import"), "holds an operator that this ONNX Runtime can't run"),
         (("External data", "external data", "External initializer", "GetFileLength", "ReadExternal", "file_size: No such file",
           "external_data", "filesystem error"), "its weights lie in a separate file that is missing or too short"),
+        (("Failed to construct locale",), "reads text by the rules of a language that is not installed on this machine: "
+         "install its locale (Debian: apt-get install locales-all)"),
         (("INVALID_GRAPH", "This is an invalid model"), "not a valid graph"),
         (("Failed to allocate memory", "out of memory", "CUDA_ERROR_OUT_OF_MEMORY"), "does not fit in the memory"),
     )
