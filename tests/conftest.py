@@ -46,6 +46,15 @@ def own_locks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once() -> Iterator[None]:
+    """The hundreds of processes that tests start share what Python compiled of Hase, even where the environment has Python keep
+    nothing: compiling takes each of them a quarter of a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def torch_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """TORCH_MODELS as ONNX files, batch TORCH_BATCH, input `input`, output `output`."""
