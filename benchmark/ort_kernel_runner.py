@@ -15,7 +15,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ from benchmark.affinity import off_the_workers_cores
 from benchmark.protocol import Effort
 from kernel_model.dummy_data import dummy_inputs, random_floats
 from kernel_model.kernel_builder import kernel_in
+from ort_analysis.bodies import open_branches
+from ort_analysis.fusion_detector import analyze
 from ort_analysis.ort_graph_parser import read_source
 from ort_analysis.records import Frozen, numpy_dtype, zeros
 from ort_analysis.tensor_shapes import session_dtype
@@ -213,6 +215,8 @@ def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[
                 provider_options: Mapping[str, str] | None = None, static: bool = False) -> Runner:
     """A file made ready to run: optimised as ORT does by default, or as it stands where it is a built kernel.
 
+    Where an input says which branch of an If runs, and `dims` do not, it is the one that a prediction counts.
+
     Args:
         model: the ONNX file.
         execution_provider: `auto`, `cpu` or `cuda`.
@@ -235,6 +239,8 @@ def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[
     kernel = kernel_in(source.graph_only, str(model))
     session = open_session(source.loadable, provider, optimize="none" if kernel else "all", dims=source.dims if static else {},
                            profile_prefix=profile_prefix, provider_options=options, name=str(model))
+    if not kernel and open_branches(source.graph_only.graph, source.dims):  # what a prediction counts is what runs
+        source = replace(source, dims=analyze(model, provider, dims, static=static).dims_run)
     feed = dummy_inputs(kernel) if kernel else random_feed(session, source.dims, source.steering)
     return Runner(session=session, name=model.stem, execution_provider=provider, io=io,
                   run_once=bind(session, feed, provider, io), feed=feed)

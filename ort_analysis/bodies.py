@@ -137,6 +137,13 @@ def unused_trips(held: Mapping[str, Held], dims: Mapping[str, int]) -> list[str]
     return [name for name in dims if name.rpartition(".")[2] == TRIPS and name not in used]
 
 
+def open_branches(graph: onnx.GraphProto, dims: Mapping[str, int]) -> bool:
+    """Whether an input of the graph says which branch of an If runs, and `dims` do not."""
+    steered = {name for name, value in steering_inputs(graph, {**dims, **dict.fromkeys(BRANCHES, 1)}).items()
+               if isinstance(value, bool)}
+    return bool(steered - set(steering_inputs(graph, dims)))
+
+
 def steering_inputs(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, Any]:
     """Values of the graph's inputs that say how often a Loop runs, or which branch of an If: those that `dims` give, else
     DEFAULT_TRIPS for a Loop. A run with them does what a prediction with the same sizes tells of. Inputs of text get words that

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from ort_analysis.tensor_shapes import Values
 
 
+# Operations and bytes a ms, and ms a node, of a slow CPU and of a large GPU: between these lies how two branches compare. A
+# branch of fewer operations may take longer, if it moves more bytes or has more nodes. A choice.
+RATES = ((50e6, 5e6, 0.001), (2e10, 2e9, 0.008))
+
+
 @dataclass
 class FlatGraph:
     """The nodes of a graph and of its bodies: those of a body follow the node that holds it.
@@ -110,9 +115,17 @@ def _chosen(held: Held, variants: Mapping[str, FlatGraph]) -> tuple[str, Guessed
         return held.chosen, None
     costs = {attribute: flat.costs for attribute, flat in variants.items()}
     dear, cheap = sorted(costs, key=lambda attribute: costs[attribute], reverse=True)
-    low = next((other / one for one, other in zip(costs[dear], costs[cheap], strict=True) if one != other), 1.0)
     taken = next(branch for branch, attribute in BRANCHES.items() if attribute == dear)
-    return dear, GuessedRuns(taken=taken, low=low, high=1.0) if low < 1.0 else None
+    if costs[dear] == costs[cheap]:
+        return dear, None
+    ratios = [_time_ms(costs[cheap], rates) / max(_time_ms(costs[dear], rates), 1e-9) for rates in RATES]
+    return dear, GuessedRuns(taken=taken, low=min(1.0, *ratios), high=max(1.0, *ratios))
+
+
+def _time_ms(costs: tuple[float, float, float], rates: tuple[float, float, float]) -> float:
+    """What a body with such costs takes where a device has such rates."""
+    (operations, moved, runs), (operations_per_ms, bytes_per_ms, node_ms) = costs, rates
+    return max(operations / operations_per_ms, moved / bytes_per_ms) + runs * node_ms
 
 
 def _costs(nodes: Sequence[ParsedNode], tensors: Mapping[str, KernelInput]) -> tuple[float, float, float]:

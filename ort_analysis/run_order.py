@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 from ort_analysis.bodies import BRANCHES
 from ort_analysis.records import ModelRecord
 
+TOLERANCE = 1e-6  # of sums
 MOST_RUNS = 10_000  # of nodes in one order: longer loops are cut short, and what is left out is extrapolated
 
 
@@ -86,22 +86,40 @@ def shortest_cut(record: ModelRecord) -> int:
     return cut
 
 
+def _costs(record: ModelRecord) -> dict[str, float]:
+    """What nodes do, with what the bodies do that they hold, by name: operations and bytes, and one that it is a node."""
+    found: dict[str, float] = {}
+    for node in reversed(record.nodes):  # a node comes before its body
+        kernel = record.kernel_of(node)
+        found[node.name] = found.get(node.name, 0.0) + node.runs * (kernel.flops + kernel.bytes_read + kernel.bytes_written + 1)
+        if node.inside:
+            found[node.inside] = found.get(node.inside, 0.0) + found[node.name]
+    return found
+
+
 def at_guess(record: ModelRecord, end: Literal["low", "high"]) -> ModelRecord:
     """A record in which every body whose number of runs is a guess runs as rarely, or as often, as it may. Of a branch that
-    may be the cheaper one as many of its nodes are left as that one costs."""
+    may be the cheaper one no more of its nodes are left than that one costs."""
     factor = {"": 1.0}  # of bodies by the node that holds them; a node comes before its body
-    left: dict[str, int] = {}  # nodes of a branch that run
+    left: dict[str, float] = {}  # what the nodes of a branch that run may cost
+    costs = _costs(record) if record.guessed else {}
     nodes = []
     for node in record.nodes:
         times = factor[node.inside]
         if node.inside in left:
-            left[node.inside] -= 1
-            times *= left[node.inside] >= 0
+            fits = costs[node.name] <= left[node.inside] * (1 + TOLERANCE)
+            left[node.inside] -= costs[node.name] * fits
+            times *= fits
         guess = record.guessed.get(node.name)
-        if guess is not None and guess.taken in BRANCHES:
-            left[node.name] = math.ceil(getattr(guess, end) * sum(one.inside == node.name for one in record.nodes))
-        elif guess is not None:
-            times *= getattr(guess, end)
+        share = getattr(guess, end) if guess is not None else 1.0
+        if guess is not None and guess.taken in BRANCHES and share < 1.0:
+            left[node.name] = share * sum(costs[one.name] for one in record.nodes if one.inside == node.name)
+        elif guess is not None and guess.taken in BRANCHES:
+            factor[node.name] = times * share
+            nodes.append(node.model_copy(update={"runs": times * node.runs}))
+            continue
+        else:
+            times *= share
         factor[node.name] = times
         nodes.append(node.model_copy(update={"runs": times * node.runs}))
     return record.model_copy(update={"nodes": tuple(nodes)})

@@ -357,3 +357,28 @@ def test_measured_on_the_cpu(tmp_path: Path) -> None:
         runner.run_once()
         found.append(1000 * (time.perf_counter() - began))
     assert 0.4 < predicted / min(found) < 2.5
+
+
+def test_the_branch_that_is_counted_is_the_one_that_runs(tmp_path: Path) -> None:
+    for products in ((1, 3), (3, 1)):
+        onnx.save(choice(*products), tmp_path / "choice.onnx")
+        assert open_runner(tmp_path / "choice.onnx", "cpu", io="host").feed["deep"] == (products == (3, 1))
+
+
+@pytest.mark.parametrize("dear_first", [True, False])
+def test_the_interval_of_an_if_holds_both_branches(dear_first: bool) -> None:
+    """One product, first or last of its branch, against thirty small nodes, which take a GPU longer."""
+    small = [node("Abs", [f"a{place}" if place else "x"], [f"a{place + 1}"]) for place in range(30)]
+    other = helper.make_graph(small, "small", [], [value("a30", FLOAT, None)])
+    steps = [node("MatMul", ["x", "w"], ["p"]), node("Tanh", ["p"], ["t"])] if dear_first else [
+        node("Tanh", ["x"], ["p"]), node("MatMul", ["p", "w"], ["t"])]
+    then = helper.make_graph(steps, "product", [], [value("t", FLOAT, None)])
+    either = model([node("If", ["c"], ["y"], name="choose", then_branch=then, else_branch=other)],
+                   [value("x", FLOAT, [8, WIDTH]), value("c", BOOL, [])], ["y"], [weight("w", WIDTH, WIDTH)])
+    found = predict(either, target=H200)
+    for branch in ("then", "else"):
+        assert found.interval_ms[0] <= predict(either, target=H200, dims={branch: 1}).latency_ms <= found.interval_ms[1]
+    first = choice(1, 3) if dear_first else choice(3, 1)
+    found = predict(first, target=H200)
+    for branch in ("then", "else"):
+        assert found.interval_ms[0] <= predict(first, target=H200, dims={branch: 1}).latency_ms <= found.interval_ms[1]
