@@ -67,14 +67,18 @@ def ratio_of(probe_us: float, fitted: Fitted) -> float:
     """What the probe of the host took, in microseconds, as a ratio.
 
     Raises:
-        UserError: the probe was not read beside the models that the target's composition was fitted on.
+        UserError: the probe was not read beside the models that the target's composition was fitted on, or it can't be.
     """
     check_host(fitted, fitted.composition)
     usual_us = fitted.composition.probe_us
     if usual_us is None:
         raise UserError(f"{fitted.target.name}: the host's pace was not recorded when its models were measured, so there is "
                         "nothing to compare a probe with; give the ratio itself, --host-pace RATIO")
-    return probe_us / usual_us
+    ratio = probe_us / usual_us
+    if not LEAST <= ratio <= MOST:
+        raise UserError(f"{fitted.target.name}: a probe of its host takes about {usual_us:.0f} µs, and {probe_us:g} µs is "
+                        f"{ratio:.3g} times that, which no host is; measure it again: {MEASURE}")
+    return ratio
 
 
 def pace_of_file(path: Path, fitted: Fitted) -> HostPace:
@@ -161,8 +165,13 @@ class PaceAsked:
             return measured_pace(fitted, WATCHED_S if self.watched else None)
         return None if host_probe_us is None else HostPace(ratio_of(host_probe_us, fitted), "measured")
 
+    def is_followed(self, fitted: Fitted, way: WayOfRunning) -> bool:
+        """Whether it is measured again before each of several predictions."""
+        return self.watched and (self.option == "measure" or self._each_time(fitted, way))
+
     def _each_time(self, fitted: Fitted, way: WayOfRunning) -> bool:
-        return self.watched and is_here(fitted.target) and compares(fitted, way)
+        asked = self.option is not None or self.machine is not None
+        return self.watched and not asked and is_here(fitted.target) and compares(fitted, way)
 
 
 def compares(fitted: Fitted, way: WayOfRunning) -> bool:

@@ -209,6 +209,7 @@ def main() -> int:
     if __name__ == "__main__":  # in a process of its own: xgboost would import it (0.9 s) for an API that is not used here
         sys.modules["sklearn"] = None  # type: ignore[assignment]
 
+    from benchmark.pace_reading import read_pace
     from inference.host_pace import PaceAsked
     from inference.load import CONFIG_FILE, InferenceConfig, Load, current_load, fields_asked
     from inference.prediction import WayOfRunning, predict
@@ -218,6 +219,9 @@ def main() -> int:
     from ort_analysis.optimized_once import optimized_once
     from utils.config import load_config
 
+    workspace.find_model(args.model)  # what is not there is told before anything is measured
+    if args.machine:
+        read_pace(args.machine)
     real: list[dict[str, Any]] = []
     if args.beside:  # before the predictions: it may be no trace
         from utils.trace_events import MEASURED, read_processes
@@ -258,7 +262,8 @@ def main() -> int:
     if args.watch:
         from inference.watch import Watch, follow
 
-        if not asked and not args.metrics and args.probe is None:
+        if (not asked and not args.metrics and args.probe is None
+                and not host.is_followed(fitted_for(workspace, args.target), way)):
             raise UserError(f"--watch: nothing says what else runs; set prometheus.url in {args.config or CONFIG_FILE}, or "
                             "give --metrics FILE, which is read each time, or --probe on the GPU itself")
         if asked and not fields:

@@ -30,7 +30,7 @@ from inference import Watch, predict
 from inference.doubt import HOSTS, joined
 from inference.evaluation_cases import Case, Failures, predict_case
 from inference.evaluation_here import at_measured_pace, time_session
-from inference.host_pace import HostPace, PaceAsked, measured_pace, recent_pace
+from inference.host_pace import HostPace, PaceAsked, measured_pace, pace_of_file, recent_pace
 from inference.load import InferenceConfig, current_load
 from inference.prediction import AS_USUAL, Prediction, WayOfRunning
 from inference.prediction_exporter import HOST_PACE, PredictedLatency
@@ -196,6 +196,9 @@ def test_the_command_takes_a_ratio_or_a_machines_file(made: Made, tmp_path: Path
     files.write_json(tmp_path / "machine.json", made(1.25, taken=datetime(2026, 1, 1, tzinfo=UTC), boot_id="another"))
     other = made().machine.model_copy(update={"device": "NVIDIA A100"})
     files.write_json(tmp_path / "a100.json", made(1.25, machine=other))
+    files.write_json(tmp_path / "odd.json", made(30.0))
+    with pytest.raises(UserError, match="is 30 times that, which no host is"):
+        pace_of_file(tmp_path / "odd.json", fitted_for(Workspace(), TARGET))
     ask = ("inference/predict_model_latency.py", Workspace(tmp_path), "--target", "h200", "--model", tmp_path / "short.onnx")
     of_file = shell(*ask, "--machine", tmp_path / "machine.json", "--json")
     assert of_file.returncode == 0, of_file.stderr
@@ -255,6 +258,8 @@ def test_measured_on_request_on_the_target_alone(made: Made, monkeypatch: pytest
         (pytest.approx(ratio), "measured") for ratio in (1.2, 1.3)]
     assert asked == [2.0, 0.3, 0.3]
     assert not watched.of_prometheus(fitted, AS_USUAL)
+    assert [PaceAsked(option, watched=True).is_followed(fitted, AS_USUAL) for option in (None, "measure", 1.1)] == [
+        True, True, False]
     assert watched.now(fitted, WayOfRunning(cuda_graph=True)) is None
     assert PaceAsked(1.4).now(fitted, AS_USUAL) == 1.4
     assert PaceAsked().now(fitted, AS_USUAL) is None
