@@ -22,13 +22,13 @@ from inference.device_memory import device_memory_mib, memory_warnings
 from inference.doubt import (
     CERTAIN,
     FORCED,
-    HOSTS,
     OTHER_CUDNN,
     KernelDoubt,
     Span,
     doubt_warnings,
     fitted_span,
     host_warning,
+    hosts_between,
     is_rough,
     joined,
     kernel_doubts,
@@ -449,6 +449,7 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
         nodes_by_provenance[known[key].provenance] += round(counts[key])
     shares = {name: part / whole_ms for name, part in by_provenance.items()}
     costs = used.cuda_graph.costs if way.cuda_graph and used.cuda_graph else used.costs
+    usual_costs = costs
     if pace and pace.ratio is not None and costs is not None:
         costs = costs.at_pace(pace.ratio)
     composed = _composed(record, known, used, costs, way)
@@ -459,7 +460,7 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
     if doubts:
         moved, marking = (_moved(record, known, used, costs, way, latency, marking_only) for marking_only in (False, True))
     trips = _trips_span(record, known, used, costs, way, latency)
-    hosts = _hosts_span(record, known, used, costs, way, latency) if pace == UNKNOWN else CERTAIN
+    hosts = _hosts_span(record, known, used, usual_costs, way, latency, pace) if pace else CERTAIN
     short = shortness(used, latency)
     spans = [fitted_span(used, way, shares["measured"], provider), moved, trips, hosts, short.span]
     if beside and costs is not None:
@@ -475,7 +476,8 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
     span = joined(spans).widened(times)
     estimated, doubtful = (tuple(sorted({kernel.type for kernel, doubt in doubts if doubt.reason in reasons}))
                            for reasons in (("estimated", "on the CPU"), ("stand-in", "other form")))
-    warnings = (*warnings, *doubt_warnings(doubts, marking), *short.warnings, *host_warning(hosts), *(
+    warnings = (*warnings, *doubt_warnings(doubts, marking), *short.warnings,
+                *(host_warning(hosts) if pace == UNKNOWN else ()), *(
         ["no model was ever measured on this machine: how kernels add up is a default, so the interval is wide"]
         if used.assumed else []))
     memory = peak_memory(record, layouts={key[0]: known[key].layout for key in counts})
@@ -545,12 +547,12 @@ def _moved(record: ModelRecord, known: Mapping[Placed, KnownKernel], used: Compo
 
 
 def _hosts_span(record: ModelRecord, known: Mapping[Placed, KnownKernel], used: Composition, costs: PipelineCosts | None,
-                way: WayOfRunning, latency: float) -> Span:
-    """By what factors a latency moves beside a fast host and beside a slow one. Constants that were fitted on no model of this
-    machine are so far off already that hosts are among what their range holds."""
+                way: WayOfRunning, latency: float, pace: HostPace) -> Span:
+    """By what factors a latency moves beside a faster host and beside a slower one than the one it is predicted for. Constants
+    that were fitted on no model of this machine are so far off already that hosts are among what their range holds."""
     if costs is None or not latency or used.assumed:
         return CERTAIN
-    found = [_composed(record, known, used, costs.at_pace(pace), way).latency_ms for pace in HOSTS]
+    found = [_composed(record, known, used, costs.at_pace(end), way).latency_ms for end in hosts_between(pace.ratio)]
     return Span(min(found) / latency, max(found) / latency)
 
 

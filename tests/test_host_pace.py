@@ -27,7 +27,7 @@ from benchmark.quiet_host import HostProbe, all_samples_ms, host_probe, readings
 from benchmark.worker_client import Worker
 from evaluator import compare, table
 from inference import Watch, predict
-from inference.doubt import HOSTS, joined
+from inference.doubt import HOSTS, PACE_POWER, joined
 from inference.evaluation_cases import Case, Failures, predict_case
 from inference.evaluation_here import at_measured_pace, time_session
 from inference.host_pace import HostPace, PaceAsked, measured_pace, pace_of_file, recent_pace
@@ -172,6 +172,9 @@ def test_an_unknown_pace_widens_the_interval_where_it_matters() -> None:
     low, high = predicted(SHORT).interval_ms
     assert low < predicted(SHORT, 0.85).latency_ms
     assert high > predicted(SHORT, 1.6).latency_ms
+    slow = predicted(SHORT, 1.5)  # a pace far from the usual one is less sure, too
+    assert slow.interval_ms[1] / slow.latency_ms > 1.5 ** (1 + PACE_POWER) / 1.5 * 0.99
+    assert slow.interval_ms[0] / slow.latency_ms < 1.5 ** (1 - PACE_POWER) / 1.5 * 1.01
     wider = [(found.interval_ms[1] - found.interval_ms[0]) for found in (predicted(LONG), predicted(LONG, 1.0))]
     assert wider[0] < 1.1 * wider[1]
 
