@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import xgboost
 from made_up_dataset import METRIC, TARGET, chain, conv, draw_kernels, gemm, relu, tensor, true_ms, write_workspace
+from trained_workspace import conv_net
 
 from ort_analysis.kernel_types import describe_kernel
 from ort_analysis.records import Kernel, Tensor
@@ -332,3 +333,12 @@ def test_predictors_of_version_1_are_rewritten_and_predict_the_same(folder: Path
     assert again.measured == new.measured
     with pytest.raises(UserError, match="of version 2, not of version 1"):
         rewrite(folder)
+
+
+def test_a_command_ends_without_a_word_of_its_boosters(tmp_path: Path) -> None:
+    """They were once destroyed after XGBoost's library was gone, with a traceback for each on stderr."""
+    path = conv_net(tmp_path / "net.onnx", channels=24, size=20)
+    done = subprocess.run([sys.executable, "inference/predict_model_latency.py", "--model", path, "--target", "nvidia-h200",
+                           "--host-pace", "1.1", "--workspace", tmp_path], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "Booster" not in done.stderr
+    assert "Traceback" not in done.stderr

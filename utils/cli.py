@@ -437,7 +437,6 @@ def run(main: Callable[[], int | None], kept: str = "") -> NoReturn:
         if told is None:
             raise
         code = told
-    gc.freeze()  # all ends with the process: nothing is to be looked through once more
     sys.exit(code)
 
 
