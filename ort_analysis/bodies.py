@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ort_analysis.attention_lengths import attention_lengths
 from ort_analysis.known_words import known_words
 from ort_analysis.parsed_nodes import bodies_of, control_flow_name
 from ort_analysis.records import KernelInput, type_code
@@ -147,7 +148,7 @@ def open_branches(graph: onnx.GraphProto, dims: Mapping[str, int]) -> bool:
 def steering_inputs(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, Any]:
     """Values of the graph's inputs that say how often a Loop runs, or which branch of an If: those that `dims` give, else
     DEFAULT_TRIPS for a Loop. A run with them does what a prediction with the same sizes tells of. Inputs of text get words that
-    the model knows (see `known_words`)."""
+    the model knows (see `known_words`), those of a decoder's attention lengths (see `attention_lengths`)."""
     inputs = {value.name for value in graph.input} - {tensor.name for tensor in graph.initializer}
     maker = {out: node for node in graph.node for out in node.output if out}
 
@@ -156,7 +157,7 @@ def steering_inputs(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str
             tensor = maker[tensor].input[0]
         return tensor
 
-    found: dict[str, Any] = {**known_words(graph)}
+    found: dict[str, Any] = {**known_words(graph), **attention_lengths(graph, dims)}
     for node in graph.node:
         if not bodies_of(node) or not node.input or source(node.input[0]) not in inputs:
             continue

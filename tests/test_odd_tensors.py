@@ -197,3 +197,25 @@ def test_a_size_whose_name_a_shell_would_take_apart_is_quoted() -> None:
     values = [value(name, "2*s1 + 1", 4) for name in "xy"]
     with pytest.raises(UserError, match=r"--dim '2\*s1 \+ 1=1'$"):
         analyze(graph([helper.make_node("Relu", ["x"], ["y"])], values[:1], values[1:]), "cpu")
+
+
+@pytest.mark.parametrize("by_mask", [True, False])
+def test_attention_that_takes_lengths_is_fed_with_those_of_its_cache(by_mask: bool, tmp_path: Path) -> None:
+    """As decoders have it that ONNX Runtime's own tools export; it refuses a length of 0."""
+    node = helper.make_node
+    nodes = [node("ReduceSum", ["mask", "axis"], ["sum"], keepdims=0), node("Sub", ["sum", "one"], ["places64"]),
+             node("Cast", ["places64"], ["places"], to=TensorProto.INT32), node("Shape", ["mask"], ["size"], start=1),
+             node("Squeeze", ["size"], ["length64"]), node("Cast", ["length64"], ["length"], to=TensorProto.INT32)] * by_mask
+    nodes.append(node("GroupQueryAttention", ["q", "k", "v", "past_k", "past_v", "places", "length"], ["y", "new_k", "new_v"],
+                      domain="com.microsoft", num_heads=4, kv_num_heads=2))
+    fed = [value("mask", "batch", "total", kind=INT64)] if by_mask else [
+        value("places", "batch", kind=TensorProto.INT32), value("length", kind=TensorProto.INT32)]
+    inputs = [value("q", "batch", 1, 64), *(value(name, "batch", 1, 32) for name in "kv"),
+              *(value(f"past_{name}", "batch", 2, "past", 16) for name in "kv"), *fed]
+    constants = [helper.make_tensor("axis", INT64, [1], [1]), helper.make_tensor("one", INT64, [], [1])] * by_mask
+    model = graph(nodes, inputs, [helper.ValueInfoProto(name=name) for name in ("y", "new_k", "new_v")], constants, 18)
+    model.opset_import.add(domain="com.microsoft", version=1)
+    onnx.save(model, tmp_path / "decoder.onnx")
+    runner = open_runner(tmp_path / "decoder.onnx", "cpu", dims={"batch": 2, "past": 7, **({"total": 8} if by_mask else {})},
+                         io="host")
+    assert [out.shape for out in runner.run_once()] == [(2, 1, 64), (2, 2, 8, 16), (2, 2, 8, 16)]

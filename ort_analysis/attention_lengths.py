@@ -1,0 +1,37 @@
+"""Lengths of sequences that a decoder's attention takes as inputs: what a run is fed with, so that all of its cache is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx
+
+CACHE, LAST_PLACES, TOTAL = 3, 5, 6  # inputs of GroupQueryAttention: the cache of keys, the last place of each row, the length
+COUNTED = ("Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "ReduceSum", "ReduceMax", "Sub", "Gather")
+
+
+def attention_lengths(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, int]:
+    """Values of the graph's inputs from which GroupQueryAttention has its lengths: as many tokens as the cache holds and one
+    more; 1 for a mask that is summed up. (It refuses a length of 0, which a mask of zeros gives.)
+
+    Args:
+        graph: the model's.
+        dims: sizes of its dynamic dimensions.
+    """
+    inputs = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
+    maker = {out: node for node in graph.node for out in node.output if out}
+    found = {}
+    for node in graph.node:
+        if node.op_type != "GroupQueryAttention" or len(node.input) <= TOTAL:
+            continue
+        cache = inputs.get(node.input[CACHE], ())
+        cached = (cache[2].dim_value or dims.get(cache[2].dim_param, 0)) if len(cache) == 4 else 0
+        for place, length in ((LAST_PLACES, cached), (TOTAL, cached + 1)):
+            tensor = node.input[place]
+            while tensor in maker and maker[tensor].op_type in COUNTED:
+                tensor = maker[tensor].input[0]
+            if tensor in inputs:
+                found[tensor] = 1 if len(inputs[tensor]) > 1 else length
+    return found
