@@ -13,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ort_analysis.fusion_detector import analyze
 from ort_analysis.optimized_once import optimized_once
 from utils.errors import UserError
+from utils.model_files import with_values
 
 
 def test_weights_whose_files_have_several_names(tmp_path: Path) -> None:
@@ -32,6 +33,11 @@ def test_weights_whose_files_have_several_names(tmp_path: Path) -> None:
                 record = analyze(tmp_path / "stored.onnx", device, {"n": rows})
                 assert record.outputs["y"].shape == (rows, 700)
                 assert next(one for one in record.kernels.values() if one.op_type == "Gather").inputs[1].value_range == (0, 63)
+    for kind, sizes, said in (99, [1], "unknown type"), (1, [-1], "negative size"):
+        damaged = onnx.TensorProto(name="w", data_location=TensorProto.EXTERNAL, data_type=kind, dims=sizes)
+        damaged.external_data.add(key="location", value="stored.weights")
+        with pytest.raises(UserError, match=said):
+            with_values(damaged, tmp_path)
     content = (tmp_path / "stored.weights").read_bytes()
     (tmp_path / "stored.weights").unlink()
     (tmp_path / "stored.weights").write_bytes(content[:-8])

@@ -123,7 +123,7 @@ def with_values(tensor: onnx.TensorProto, folder: Path) -> onnx.TensorProto:
         folder: of its model.
 
     Raises:
-        UserError: the file is too short.
+        UserError: the file is too short, or the tensor is none.
     """
     from onnx import TensorProto, helper
 
@@ -131,8 +131,13 @@ def with_values(tensor: onnx.TensorProto, folder: Path) -> onnx.TensorProto:
         return tensor
     told = {entry.key: entry.value for entry in tensor.external_data}
     path = folder / told["location"]
-    packed = _PACKED_BITS.get(TensorProto.DataType.Name(tensor.data_type))
-    bits = packed or 8 * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    try:
+        packed = _PACKED_BITS.get(TensorProto.DataType.Name(tensor.data_type))
+        bits = packed or 8 * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    except (ValueError, KeyError):
+        raise UserError(f"{path}: weight {tensor.name[:SHOWN]} is of an unknown type ({tensor.data_type})") from None
+    if min(tensor.dims, default=0) < 0:
+        raise UserError(f"{path}: weight {tensor.name[:SHOWN]} has a negative size")
     needed = -(-math.prod(tensor.dims) * bits // 8)
     try:
         offset = int(told.get("offset") or 0)
