@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from benchmark.gpu_trace import GpuRun
 from benchmark.probe_reading import ProbeReading
-from ort_analysis.records import Frozen
+from ort_analysis.records import Frozen, record_name
 
 
 class Effort(Frozen):
@@ -33,7 +34,7 @@ class Request(Frozen):
             traces a whole model on the GPU for its label `gpu`, `model_trace` for the runs themselves; `model_graph` times it
             as a CUDA graph; `canary` times a fixed piece of work; `sharing_probe` reads how long tiny work waits for other
             processes, for `effort.budget_s` seconds; `prepare` loads what the others need, so that none waits for it;
-            `session` (only `session_worker` does it) times a whole model as the evaluator does.
+            `session` times a whole model as the evaluator does.
         paths: the files of the kernels, or of the model.
         record: for a model whose kernels get labels, its record.
         dims: for a model, the sizes of its dynamic dimensions.
@@ -60,6 +61,11 @@ class Request(Frozen):
     watch_host: bool = False
     provider_options: dict[str, str] = {}
     turns: str = ""
+
+    @property
+    def model_name(self) -> str:
+        """What the model of a request is called, in its record too."""
+        return record_name(Path(self.paths[0]).stem, self.dims, self.static)
 
 
 class Samples(Frozen):

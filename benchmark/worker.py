@@ -35,6 +35,7 @@ from benchmark.ort_kernel_runner import (
 from benchmark.ort_profile import ProfiledRun, kernel_times_ms, node_spans_ms
 from benchmark.protocol import Effort, Reply, Request, Samples
 from benchmark.quiet_host import host_probe, quiet_samples_ms
+from benchmark.session_timing import time_session
 from benchmark.shared_memory import SharedMemory
 from benchmark.sharing_probe import probe
 from benchmark.unprofiled import unprofiled_ms
@@ -42,7 +43,7 @@ from kernel_model.carrier import WRITER, build_carrier, node_name
 from kernel_model.kernel_builder import built_kernel
 from ort_analysis.fusion_detector import kernel_of
 from ort_analysis.kernel_costs import CONTROL_FLOW, is_control_flow
-from ort_analysis.records import load_record, record_name
+from ort_analysis.records import load_record
 from utils.errors import UserError
 from utils.ort_sessions import model_errors, open_session
 from utils.processes import die_with_parent
@@ -143,15 +144,10 @@ def gpu_samples(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[
             for name in (told_apart[0] if told_apart else ())]
 
 
-def model_name(request: Request) -> str:
-    """What the model of a request is called, in its record too."""
-    return record_name(Path(request.paths[0]).stem, request.dims, request.static)
-
-
 def time_model(request: Request) -> Reply:
     """A whole model's latency (and, on a GPU, the host's dispatch) and its kernels' in-model labels."""
     path, provider, effort = Path(request.paths[0]), request.execution_provider, request.effort
-    name = model_name(request)
+    name = request.model_name
     runner = open_runner(path, provider, dims=request.dims, provider_options=request.provider_options, static=request.static)
     one_run_s = runner.warm_up(effort.warmup + 1, effort.warmup_s)
     timed = {"latency": runner.run_s}
@@ -186,9 +182,9 @@ def time_model_as_graph(request: Request) -> Reply:
     one_run_s = runner.warm_up(request.effort.warmup + CAPTURING_RUNS, request.effort.warmup_s)
     timed = {"cuda_graph": runner.run_s}
     if request.watch_host:
-        return Reply(samples=tuple(beside_the_probe(model_name(request), timed, request)))
+        return Reply(samples=tuple(beside_the_probe(request.model_name, timed, request)))
     runs = request.effort.runs(one_run_s)
-    return Reply(samples=tuple(in_halves(model_name(request), runner, timed, runs, request.effort, list)))
+    return Reply(samples=tuple(in_halves(request.model_name, runner, timed, runs, request.effort, list)))
 
 
 def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float]], runs: int, effort: Effort,
@@ -222,7 +218,7 @@ def trace_model(request: Request) -> Reply:
 def time_model_on_gpu(request: Request) -> Reply:
     """Label `gpu` of a whole model: the GPU's own time of a run, and how many launches it takes."""
     traced = traced_runs(request)
-    return Reply(samples=(Samples(id=model_name(request), label=GPU_LABEL, launches=len(traced[0].work),
+    return Reply(samples=(Samples(id=request.model_name, label=GPU_LABEL, launches=len(traced[0].work),
                                   samples_ms=tuple(round(run.busy_us / 1000, 6) for run in traced)),))
 
 
@@ -280,7 +276,7 @@ def prepare(request: Request) -> Reply:
 
 WORK: dict[str, Callable[[Request], Reply]] = {  # each gives the reply but for its times
     "alone": time_alone, "carrier": time_carrier, "model": time_model, "model_labels": time_kernels_in_model,
-    "model_gpu": time_model_on_gpu,
+    "model_gpu": time_model_on_gpu, "session": time_session,
     "model_trace": trace_model, "model_graph": time_model_as_graph, "canary": time_canary, "sharing_probe": probe_sharing,
     "prepare": prepare}
 

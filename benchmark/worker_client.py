@@ -33,11 +33,10 @@ class Worker:
 
     Args:
         timeout_s: for one request.
-        module: that the process runs: `benchmark.worker`, or one that does more.
     """
 
-    def __init__(self, timeout_s: float, module: str = "benchmark.worker") -> None:
-        self.timeout_s, self.module = timeout_s, module
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._temporary = ExitStack()  # the folder of its temporary files: it is killed, and can't remove them
         self._unread = b""
@@ -86,7 +85,7 @@ class Worker:
         if self._process is None:
             folder = self._temporary.enter_context(temporary_folder())
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self.module], cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)},
+                [sys.executable, "-m", "benchmark.worker"], cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)},
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 process_group=0 if os.name == "posix" else None)  # Ctrl-C is for the process that started it
         if self._process.stdin is None:

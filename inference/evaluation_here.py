@@ -171,7 +171,7 @@ def measure_all(ready: Sequence[Case], fitted: Fitted, way: WayOfRunning, loads:
     Raises:
         UserError: what else runs is not known, where no load is started; or another process measures on this device.
     """
-    with measuring(fitted.target.flavour.execution_provider), Worker(plan.timeout_s, "benchmark.session_worker") as worker:
+    with measuring(fitted.target.flavour.execution_provider), Worker(plan.timeout_s) as worker:
         return _measure_all(ready, worker, fitted, way, loads, plan, workspace, force, failures)
 
 

@@ -129,7 +129,7 @@ def test_a_model_that_never_ends_is_given_up(tmp_path: Path) -> None:
     """A real loop without an end."""
     endless(tmp_path / "endless.onnx")
     case, failures = Case(analyze(tmp_path / "endless.onnx", "cpu"), tmp_path / "endless.onnx"), Failures()
-    with Worker(60, "benchmark.session_worker") as worker:
+    with Worker(60) as worker:
         evaluation_here.canary_ms(worker, "cpu")  # what starting the process takes does not count here
         worker.timeout_s = 1
         evaluation_here.measure_here([case], worker, "cpu", WayOfRunning(), QUICK, 0.0, failures)

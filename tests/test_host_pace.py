@@ -348,7 +348,7 @@ def test_the_evaluator_predicts_at_the_pace_beside_each_model(tmp_path: Path) ->
     """A session with the probe beside it, on the CPU provider instead of a GPU; then FAKE readings of an H200's host."""
     onnx.save(SHORT, tmp_path / "short.onnx")
     case, fitted = Case(analyze(tmp_path / "short.onnx", "cuda"), tmp_path / "short.onnx"), fitted_for(Workspace(), TARGET)
-    with Worker(60.0, "benchmark.session_worker") as worker:
+    with Worker(60.0) as worker:
         (found,) = time_session(case, worker, "cpu", AS_USUAL, 0.05, watch_host=True).samples
     assert found.probe_us
     assert 1.0 < found.probe_us < 1e5

@@ -269,7 +269,7 @@ def test_every_kind_of_work_gives_a_reply(model: Path, kernels: list[Path]) -> N
     a GPU alone are asked for on one.)"""
     assert set(WORK) == set(get_args(Request.model_fields["do"].annotation))
     paths = {"alone": kernels[:1], "carrier": kernels[:2], "model": [model], "model_gpu": [model], "model_trace": [model],
-             "canary": []}
+             "session": [model], "canary": []}
     for do, files_of in paths.items():
         request = Request.model_validate({"do": do, "execution_provider": "cpu", "effort": FEW, "labels": ["kernel_time"] * (
             do == "carrier"), "paths": [str(path) for path in files_of]})

@@ -1,15 +1,10 @@
-"""The collector's worker that can also time a session as a user opens it, with the memory that it takes: the evaluator's.
-
-By hand:
-echo '{"do": "session", "execution_provider": "cpu", "effort": {}, "paths": ["a.onnx"]}' | python -m benchmark.session_worker
-"""
+"""Times a session as a user opens it, with the memory that it takes: what the evaluator asks of its worker."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
 
-from benchmark import worker
 from benchmark.ort_kernel_runner import open_runner
 from benchmark.protocol import Reply, Request, Samples
 from benchmark.quiet_host import host_probe, quiet_samples_ms
@@ -27,10 +22,10 @@ def time_session(request: Request) -> Reply:
     if probe:
         runner.warm_up(effort.warmup)
         timed = quiet_samples_ms(probe, {label: runner.run_s}, effort)[label]
-        found = Samples(id=worker.model_name(request), label=label, samples_ms=timed.samples_ms,
+        found = Samples(id=request.model_name, label=label, samples_ms=timed.samples_ms,
                         disturbance=timed.disturbance, probe_us=timed.probe_us)
     else:
-        found = Samples(id=worker.model_name(request), label=label,
+        found = Samples(id=request.model_name, label=label,
                         samples_ms=runner.time(warmup=effort.warmup, budget_s=effort.budget_s).samples_ms)
     return Reply(samples=(found,),
                  memory_mib=memory_in_use_mib(provider) - before_mib)
@@ -50,8 +45,3 @@ def memory_in_use_mib(execution_provider: str) -> float:
     with suppress(OSError, AttributeError):  # no malloc_trim here: memory figures are rough
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what earlier models left, or it hides what this one takes
     return psutil.Process().memory_info().rss / 2**20
-
-
-if __name__ == "__main__":
-    worker.WORK["session"] = time_session
-    worker.main()
