@@ -11,6 +11,7 @@ On CUDA a node's event is the time that the host takes to dispatch it; the GPU w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from graph_model.dag_critical_path import build_dag, calculate_latency, longest_path, record_paths
-from ort_analysis.kernel_costs import is_control_flow
-from ort_analysis.records import REMAKE, Frozen, ModelRecord, load_record
+from ort_analysis.kernel_costs import calls_library, is_control_flow
+from ort_analysis.records import REMAKE, Frozen, Kernel, ModelRecord, load_record
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import resolve_provider
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from benchmark.ort_profile import NodeEvent, ProfiledRun
 
 Floats = npt.NDArray[np.float64]
+Kinds = npt.NDArray[np.int_] | npt.NDArray[np.bool_]  # NodeKind of each node
 log = get_logger("overlap")
 ROUNDING_US = 1.5  # ORT writes start and duration in whole microseconds: neighbours may seem to overlap by this much
 CONTROL_FLOW = ("If", "Loop", "Scan")  # their events span those of the nodes inside
@@ -96,12 +98,29 @@ class CriticalPath(Frozen):
     path: tuple[PathNode, ...]
 
 
+class NodeKind(IntEnum):
+    """What a node means to the host that dispatches it: it only renames a tensor, it moves data by a kernel of ONNX Runtime's
+    own, or by one that cuDNN or cuBLAS is called for."""
+
+    VIEW = 0
+    OWN = 1
+    LIBRARY = 2
+
+
+def node_kind(kernel: Kernel, on_gpu: bool = True) -> NodeKind:
+    """The kind of a node; no node that the CPU provider runs calls a GPU's library."""
+    if not kernel.moves_data:
+        return NodeKind.VIEW
+    return NodeKind.LIBRARY if on_gpu and calls_library(kernel) else NodeKind.OWN
+
+
 class PipelineCosts(Frozen):
     """What a run costs on the host, which dispatches node after node, and between it and the GPU, which follows; all ms.
 
     Attributes:
         node_ms, view_ms, launch_ms: the host's time for a node that moves data, for one that only renames a tensor, and
             for each launch.
+        library_ms: what a node that calls cuDNN or cuBLAS for its work costs the host besides; 0 in files that do not know it.
         start_ms: the host's time before the first node.
         gap_ms: how long the GPU stands still between the work of two launches.
         lead_ms: from the end of a node's dispatch to the start of its work on an idle GPU; negative, since its first
@@ -116,23 +135,31 @@ class PipelineCosts(Frozen):
     gap_ms: float
     lead_ms: float
     end_ms: float
+    library_ms: float = 0.0
 
     def at_pace(self, pace: float) -> PipelineCosts:
         """The costs where the host takes `pace` times as long for all it does; only the GPU's pauses stay."""
         return PipelineCosts(
             node_ms=pace * self.node_ms, view_ms=pace * self.view_ms, launch_ms=pace * self.launch_ms,
-            start_ms=pace * self.start_ms, gap_ms=self.gap_ms, lead_ms=pace * self.lead_ms, end_ms=pace * self.end_ms)
+            start_ms=pace * self.start_ms, gap_ms=self.gap_ms, lead_ms=pace * self.lead_ms, end_ms=pace * self.end_ms,
+            library_ms=pace * self.library_ms)
 
 
-def dispatched_ms(launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts) -> Floats:
+def _own_ms(launches: Floats, kinds: Kinds, costs: PipelineCosts) -> Floats:
+    """The host's time for the dispatch of each node."""
+    of_kind = np.array([costs.view_ms, costs.node_ms, costs.node_ms + costs.library_ms])  # in the order of NodeKind
+    return of_kind[kinds.astype(int)] + costs.launch_ms * launches
+
+
+def dispatched_ms(launches: Floats, kinds: Kinds, costs: PipelineCosts) -> Floats:
     """When the host has dispatched each node, in ms from the start of the run.
 
     Args:
         launches: of each node, in order.
-        moves: whether it moves data.
+        kinds: of each node; a mask of those that move data says the same where none calls a library.
         costs: of the target.
     """
-    return costs.start_ms + np.cumsum(np.where(moves, costs.node_ms, costs.view_ms) + costs.launch_ms * launches)
+    return costs.start_ms + np.cumsum(_own_ms(launches, kinds, costs))
 
 
 class OffGpu(NamedTuple):
@@ -147,10 +174,10 @@ class OffGpu(NamedTuple):
     waits: npt.NDArray[np.bool_]
 
 
-def dispatched_off_gpu_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts,
+def dispatched_off_gpu_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts,
                           off_gpu: OffGpu) -> Floats:
     """As `dispatched_ms`, where the host also computes, copies, and waits for the GPU; arguments as of `pipeline_ms`."""
-    own = np.where(moves, costs.node_ms, costs.view_ms) + costs.launch_ms * launches + off_gpu.host_ms
+    own = _own_ms(launches, kinds, costs) + off_gpu.host_ms
     work = gpu_ms + costs.gap_ms * launches
     at, host, gpu = np.empty(len(own)), costs.start_ms, -np.inf
     for place, (takes, gives, count, waits) in enumerate(zip(own.tolist(), work.tolist(), launches.tolist(),
@@ -164,7 +191,7 @@ def dispatched_off_gpu_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[n
     return at
 
 
-def pipeline_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts,
+def pipeline_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts,
                 off_gpu: OffGpu | None = None) -> float:
     """A run's latency where the host dispatches node after node and the GPU does their work in that order.
 
@@ -174,12 +201,12 @@ def pipeline_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], 
     Args:
         gpu_ms: the GPU's own time of each node, in order.
         launches: of each node; one without any leaves the GPU nothing to do.
-        moves: whether a node moves data.
+        kinds: of each node.
         costs: of the target.
         off_gpu: what nodes of the CPU provider and copies do; None where the run has none.
     """
-    at = (dispatched_ms(launches, moves, costs) if off_gpu is None
-          else dispatched_off_gpu_ms(gpu_ms, launches, moves, costs, off_gpu))
+    at = (dispatched_ms(launches, kinds, costs) if off_gpu is None
+          else dispatched_off_gpu_ms(gpu_ms, launches, kinds, costs, off_gpu))
     if not len(at):
         return costs.start_ms + costs.end_ms
     working = launches > 0
@@ -197,7 +224,7 @@ class NodeSpan(NamedTuple):
     gpu: tuple[float, float] | None
 
 
-def timeline(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts,
+def timeline(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts,
              off_gpu: OffGpu | None = None) -> list[NodeSpan]:
     """The two tracks node by node; what `pipeline_ms` gives is the end of the later one (with its gap), and costs.end_ms.
 
@@ -206,8 +233,8 @@ def timeline(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], cos
     Arguments are those of `pipeline_ms`.
     """
     spans, host, gpu = [], costs.start_ms, -np.inf
-    at = (dispatched_ms(launches, moves, costs) if off_gpu is None
-          else dispatched_off_gpu_ms(gpu_ms, launches, moves, costs, off_gpu))
+    at = (dispatched_ms(launches, kinds, costs) if off_gpu is None
+          else dispatched_off_gpu_ms(gpu_ms, launches, kinds, costs, off_gpu))
     for dispatched, time, count in zip(at.tolist(), gpu_ms, launches, strict=True):
         work = None
         if count > 0:
@@ -252,18 +279,18 @@ class _Stages(NamedTuple):
     dispatched_ms: float
 
 
-def _queued(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts) -> _Stages:
+def _queued(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts) -> _Stages:
     """The nodes that leave the GPU something to do, each by itself."""
-    at, working = dispatched_ms(launches, moves, costs), launches > 0
+    at, working = dispatched_ms(launches, kinds, costs), launches > 0
     ready = np.maximum(at + costs.lead_ms, 0.0)  # no launch comes before its run, whatever lead was fitted
     return _Stages(ready[working], (gpu_ms + costs.gap_ms * launches)[working],
                    float(at[-1]) if len(at) else costs.start_ms)
 
 
-def _stages(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts) -> _Stages:
+def _stages(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts) -> _Stages:
     """At most MOST_STAGES groups of neighbouring nodes. A group begins as late as its last node's dispatch demands, so that
     the GPU's pauses within it come before it."""
-    ready, work, dispatched = _queued(gpu_ms, launches, moves, costs)
+    ready, work, dispatched = _queued(gpu_ms, launches, kinds, costs)
     done = np.cumsum(work)
     slack = ready - (done - work)  # the start of all work that would make a node wait for its dispatch just not
     begins = np.unique(np.linspace(0, len(work), min(len(work), MOST_STAGES), endpoint=False).astype(int))
@@ -271,7 +298,7 @@ def _stages(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], cost
     return _Stages(latest + (done - work)[begins], np.add.reduceat(work, begins) if len(work) else work, dispatched)
 
 
-def shared_runs_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts, slice_ms: float,
+def shared_runs_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts, slice_ms: float,
                    other: OtherWork, generator: np.random.Generator, shape: tuple[int, int] = SHARED_RUNS) -> Floats:
     """Latencies (ms) of runs one after another on a GPU that another process uses too, in time slices.
 
@@ -280,7 +307,7 @@ def shared_runs_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_
     is hidden where the host is the slower track. Of an H200: see `training/fit_sharing.py`.
 
     Args:
-        gpu_ms, launches, moves, costs: as `pipeline_ms` takes them.
+        gpu_ms, launches, kinds, costs: as `pipeline_ms` takes them.
         slice_ms: how long a process has the GPU before another's turn.
         other: what else runs.
         generator: draws waits, and where in its phases the other one is.
@@ -291,7 +318,7 @@ def shared_runs_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_
         latencies, shape (runs − 1, callers).
     """
     callers, runs = shape
-    stages = _stages(gpu_ms, launches, moves, costs)
+    stages = _stages(gpu_ms, launches, kinds, costs)
     phase = generator.uniform(0.0, other.cycle_ms, callers)
     waits = other.waits_ms if len(other.waits_ms) else np.zeros(1)
 
@@ -320,12 +347,12 @@ def shared_runs_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_
     return latencies[1:]
 
 
-def gpu_work_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts) -> float:
+def gpu_work_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts) -> float:
     """What a run takes the GPU, the pauses between launches with it; arguments as `pipeline_ms` takes them."""
-    return float(_queued(gpu_ms, launches, moves, costs).work_ms.sum())
+    return float(_queued(gpu_ms, launches, kinds, costs).work_ms.sum())
 
 
-def turns_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts, longest_ms: float,
+def turns_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts, longest_ms: float,
              away_ms: float, runs: int = LOOPED_RUNS) -> Floats:
     """How long a model that runs in a loop has the GPU at a time, where another process has it in between.
 
@@ -333,7 +360,7 @@ def turns_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], cos
     dispatching while the other process has its turn, so that the next one is the longer for it.
 
     Args:
-        gpu_ms, launches, moves, costs: as `pipeline_ms` takes them.
+        gpu_ms, launches, kinds, costs: as `pipeline_ms` takes them.
         longest_ms: after which the GPU is taken away; positive.
         away_ms: the other process's turn, and the switching.
         runs: how many are simulated after a first one, which only brings the two into step.
@@ -341,7 +368,7 @@ def turns_ms(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], cos
     Returns:
         the turns, in order; none of a model that leaves the GPU nothing to do.
     """
-    ready, work, dispatched_all = _queued(gpu_ms, launches, moves, costs)
+    ready, work, dispatched_all = _queued(gpu_ms, launches, kinds, costs)
     turns: list[float] = []
     begin = free = used = 0.0
     for run in range(runs + 1):

@@ -45,7 +45,7 @@ from ort_analysis.cuda_capture import capture_obstacle
 from ort_analysis.kernel_costs import is_control_flow
 from ort_analysis.records import Frozen, Kernel, ModelRecord
 from ort_analysis.run_order import at_guess, holds_bodies, run_order, runs_in_order, shortest_cut
-from overlap_simulator import OffGpu, OtherWork, PipelineCosts, pipeline_ms
+from overlap_simulator import Kinds, NodeKind, OffGpu, OtherWork, PipelineCosts, node_kind, pipeline_ms
 from utils.errors import UserError
 from utils.paths import Workspace
 
@@ -109,6 +109,7 @@ class KernelShare:
 
     Attributes:
         launches: how many launches it takes, where the composition asks.
+        kind: what it means to a GPU's host.
         provider: that runs it, `cuda` or `cpu`; in a CUDA session some nodes are the CPU's.
     """
 
@@ -272,7 +273,7 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
 
         launches = fitted.predictors.predict(list(kernels.values()), of_kernels, LAUNCHES, strict).latency_ms
     doubts = kernel_doubts(kernels.values(), times.provenance, fitted, used.label)
-    known = {key: KnownKernel(time_ms, cast("Provenance", provenance), count, kernel.moves_data, layout_of(kernel),
+    known = {key: KnownKernel(time_ms, cast("Provenance", provenance), count, node_kind(kernel), layout_of(kernel),
                               doubts.get(kernel.id))
              for (key, kernel), time_ms, provenance, count in zip(
                  kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
@@ -364,6 +365,7 @@ class KnownKernel(NamedTuple):
 
     Attributes:
         launches: how many launches it takes, where the composition asks.
+        kind: what it means to a GPU's host.
         layout: what it does with buffers.
         doubt: how far its time may be off, where it is doubtful.
         on_host: in a CUDA session, whether its time is the host's and not the GPU's.
@@ -373,7 +375,7 @@ class KnownKernel(NamedTuple):
     latency_ms: float
     provenance: Provenance
     launches: float | None
-    moves_data: bool
+    kind: NodeKind
     layout: Layout
     doubt: KernelDoubt | None = None
     on_host: bool = False
@@ -416,7 +418,7 @@ def _control_flow_kernel(kernel: Kernel, execution_provider: str) -> KnownKernel
     from training.off_gpu import waits_for_gpu
 
     on_gpu = execution_provider == "cuda"
-    return KnownKernel(trip_ms(kernel, execution_provider), "predicted", 0.0, True, layout_of(kernel),
+    return KnownKernel(trip_ms(kernel, execution_provider), "predicted", 0.0, NodeKind.OWN, layout_of(kernel),
                        KernelDoubt("control flow", Span(*RANGE), CERTAIN, False), on_host=on_gpu,
                        waits=on_gpu and waits_for_gpu(kernel))
 
@@ -426,12 +428,12 @@ def _off_gpu_kernel(kernel: Kernel, provider: str) -> KnownKernel:
     from training.off_gpu import copy_ms, host_kernel_ms, host_range, is_copy, on_host, reads_shape, waits_for_gpu
 
     if is_copy(kernel):
-        return KnownKernel(copy_ms(kernel), "predicted", 1.0, True, layout_of(kernel), on_host=on_host(kernel, provider),
-                           waits=waits_for_gpu(kernel))
+        return KnownKernel(copy_ms(kernel), "predicted", 1.0, NodeKind.OWN, layout_of(kernel),
+                           on_host=on_host(kernel, provider), waits=waits_for_gpu(kernel))
     guessed = kernel.moves_data and not reads_shape(kernel)
     doubt = KernelDoubt("on the CPU", Span(*host_range(kernel)), CERTAIN, True) if guessed else None
-    return KnownKernel(host_kernel_ms(kernel), "estimated" if doubt else "measured", 0.0, kernel.moves_data, layout_of(kernel),
-                       doubt, on_host=True)
+    return KnownKernel(host_kernel_ms(kernel), "estimated" if doubt else "measured", 0.0, node_kind(kernel, on_gpu=False),
+                       layout_of(kernel), doubt, on_host=True)
 
 
 def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: Fitted, used: Composition,
@@ -663,10 +665,10 @@ def _pipeline_ms(nodes: Sequence[KnownKernel], costs: PipelineCosts) -> float:
         np.array([node.waits for node in nodes], dtype=bool)) if off_gpu else None)
 
 
-def _tracks(nodes: Sequence[KnownKernel]) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
-    """Each node's time on the GPU (ms), its launches, and whether it moves data."""
+def _tracks(nodes: Sequence[KnownKernel]) -> tuple[Floats, Floats, Kinds]:
+    """Each node's time on the GPU (ms), its launches, and its kind."""
     return (np.array([node.gpu_ms for node in nodes]), np.array([node.launches for node in nodes]),
-            np.array([node.moves_data for node in nodes], dtype=bool))
+            np.array([node.kind for node in nodes], dtype=int))
 
 
 def _sum_latency_ms(used: Composition, kernel_sum_ms: float) -> float | None:

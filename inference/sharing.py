@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from inference.targets import Fitted, is_here, local_targets
 from ort_analysis.records import Frozen
-from overlap_simulator import OtherWork, PipelineCosts, shared_runs_ms
+from overlap_simulator import Kinds, OtherWork, PipelineCosts, shared_runs_ms
 from utils.errors import UserError
 from utils.sharing_mode import check_sharing_mode, sharing_mode
 
@@ -67,10 +67,10 @@ class UnderLoad(Frozen):
         return {"mean (ms)": self.mean_ms} | {f"p{percent} (ms)": self.percentile_ms(percent) for percent in SHOWN_PERCENTILES}
 
 
-def under_load(gpu_ms: Floats, launches: Floats, moves: npt.NDArray[np.bool_], costs: PipelineCosts, sharing: Sharing,
+def under_load(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts, sharing: Sharing,
                other: OtherWork, told_by: ToldBy) -> UnderLoad:
     """The distribution of a model's latency beside other work; arrays are those of `overlap_simulator.pipeline_ms`."""
-    runs = shared_runs_ms(gpu_ms, launches, moves, costs, sharing.slice_ms, other, np.random.default_rng(SEED))
+    runs = shared_runs_ms(gpu_ms, launches, kinds, costs, sharing.slice_ms, other, np.random.default_rng(SEED))
     return UnderLoad(
         mean_ms=float(runs.mean()), percentiles_ms=tuple(np.percentile(runs, np.arange(101)).tolist()),
         busy_share=other.busy_share, told_by=told_by)

@@ -10,15 +10,15 @@ import numpy.typing as npt
 from inference.prediction import Prediction
 from ort_analysis.records import ModelRecord, Node
 from ort_analysis.run_order import run_order, shortest_cut
-from overlap_simulator import NodeSpan, OffGpu, chrome_trace, timeline
+from overlap_simulator import Kinds, NodeSpan, OffGpu, chrome_trace, node_kind, timeline
 
 
 class Tracks(NamedTuple):
-    """A run's nodes in order: the GPU's time of each (ms), its launches, and whether it moves data."""
+    """A run's nodes in order: the GPU's time of each (ms), its launches, and its kind."""
 
     gpu_ms: npt.NDArray[np.float64]
     launches: npt.NDArray[np.float64]
-    moves: npt.NDArray[np.bool_]
+    kinds: Kinds
 
 
 def nodes_run(record: ModelRecord) -> list[Node]:
@@ -34,7 +34,7 @@ def tracks_of(prediction: Prediction, record: ModelRecord) -> Tracks:
     on_host = on_host_of(prediction, record)
     return Tracks(np.array([0.0 if host else kernels[key].latency_ms for key, host in zip(placed, on_host, strict=True)]),
                   np.array([kernels[key].launches or 0.0 for key in placed]),
-                  np.array([record.kernels[key[0]].moves_data for key in placed], dtype=bool))
+                  np.array([node_kind(record.kernels[key[0]], key[1] != "cpu") for key in placed], dtype=int))
 
 
 def on_host_of(prediction: Prediction, record: ModelRecord) -> list[bool]:

@@ -34,6 +34,9 @@ RECURRENT_OPS = {"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"}
 # Operations that a step down a decision tree is counted as: it waits for memory. On two cores of an AMD EPYC a step took 2.8 ns
 # (64 rows, 200 trees of a scikit-learn forest).
 STEP_FLOPS = 100
+# For which the CUDA provider calls cuDNN or cuBLAS (its sources: a convolution's execution plan, cublasGemm… and cublasLt…);
+LIBRARY_OPS = {"Conv", "FusedConv", "NhwcConv", "NhwcFusedConv", "ConvTranspose", "MatMul", "FusedMatMul", "TransposeMatMul",
+               "Gemm", "FusedGemm", "Einsum", "Attention", "MultiHeadAttention"}
 LAUNCHED_INPUTS = 32  # of a Concat that a launch itself carries; for more, tables are copied from the host
 
 
@@ -112,6 +115,11 @@ def tree_steps(attributes: Mapping[str, Any]) -> float:
     else:
         trees, nodes = len(set(attributes.get("nodes_treeids", (0,)))), len(attributes.get("nodes_modes", (0,)))
     return trees * max(1.0, math.log2(max(nodes / max(trees, 1), 2)))
+
+
+def calls_library(kernel: Kernel) -> bool:
+    """Whether the CUDA provider calls cuDNN or cuBLAS for its convolution or product."""
+    return kernel.op_type in LIBRARY_OPS
 
 
 def is_control_flow(kernel: Kernel) -> bool:

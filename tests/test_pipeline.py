@@ -9,17 +9,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from overlap_simulator import NodeSpan, PipelineCosts, chrome_trace, dispatched_ms, pipeline_ms, timeline
-from training.pipeline import HOST_BOUND, Tracks, can_fit, fit_pipeline, hosts_ms, latencies_ms, left_out_ms
+from ort_analysis.kernel_types import describe_kernel
+from ort_analysis.records import KernelInput, Tensor
+from overlap_simulator import NodeKind, NodeSpan, PipelineCosts, chrome_trace, dispatched_ms, node_kind, pipeline_ms, timeline
+from training.pipeline import HOST_BOUND, LIBRARY_LAUNCHES, Tracks, can_fit, fit_pipeline, hosts_ms, latencies_ms, left_out_ms
 
-COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0003, launch_ms=0.004, start_ms=0.03, gap_ms=0.001, lead_ms=-0.004, end_ms=0.006)
+COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0003, launch_ms=0.004, start_ms=0.008, gap_ms=0.001, lead_ms=-0.004,
+                      end_ms=0.006, library_ms=LIBRARY_LAUNCHES * 0.004)
 
 
-def simulate(gpu_ms: np.ndarray, launches: np.ndarray, moves: np.ndarray, costs: PipelineCosts) -> float:
+def simulate(gpu_ms: np.ndarray, launches: np.ndarray, kinds: np.ndarray, costs: PipelineCosts) -> float:
     """Node after node, as it happens."""
     host, gpu = costs.start_ms, 0.0
-    for time, count, moving in zip(gpu_ms, launches, moves, strict=True):
-        host += (costs.node_ms if moving else costs.view_ms) + costs.launch_ms * count
+    for time, count, kind in zip(gpu_ms, launches, kinds, strict=True):
+        host += (costs.node_ms if kind else costs.view_ms) + costs.launch_ms * count
+        host += costs.library_ms if kind == NodeKind.LIBRARY else 0.0
         if count:
             gpu = max(gpu, host + costs.lead_ms) + time + costs.gap_ms * count
     return max(host, gpu) + costs.end_ms
@@ -29,12 +33,12 @@ def made_up(draw: np.random.Generator, scale: float, pace: float = 1.0) -> Track
     """A model of 30 to 300 nodes whose GPU times are around `scale` ms, with the latency and host time that COSTS give it where
     the host takes `pace` times as long as usual."""
     nodes = int(draw.integers(30, 300))
-    moves = draw.random(nodes) > 0.2
-    launches = np.where(moves, draw.integers(1, 5, nodes), 0).astype(float)
-    gpu_ms = np.where(moves, scale * draw.lognormal(0.0, 1.0, nodes), 0.0)
+    kinds = np.where(draw.random(nodes) > 0.2, draw.integers(1, 3, nodes), NodeKind.VIEW)
+    launches = np.where(kinds, draw.integers(1, 5, nodes), 0).astype(float)
+    gpu_ms = np.where(kinds, scale * draw.lognormal(0.0, 1.0, nodes), 0.0)
     costs = COSTS.at_pace(pace)
-    host_ms = float(dispatched_ms(launches, moves, costs)[-1])
-    return Tracks(gpu_ms, launches, moves, host_ms, pipeline_ms(gpu_ms, launches, moves, costs), pace)
+    host_ms = float(dispatched_ms(launches, kinds, costs)[-1])
+    return Tracks(gpu_ms, launches, kinds, host_ms, pipeline_ms(gpu_ms, launches, kinds, costs), pace)
 
 
 @pytest.mark.parametrize("scale", [0.0001, 0.01, 1.0])
@@ -43,7 +47,7 @@ def test_the_closed_form_is_the_simulation(scale: float) -> None:
     draw = np.random.default_rng(3)
     for _ in range(20):
         model = made_up(draw, scale)
-        assert model.latency_ms == pytest.approx(simulate(model.gpu_ms, model.launches, model.moves, COSTS), rel=1e-9)
+        assert model.latency_ms == pytest.approx(simulate(model.gpu_ms, model.launches, model.kinds, COSTS), rel=1e-9)
 
 
 def test_by_hand() -> None:
@@ -56,19 +60,44 @@ def test_by_hand() -> None:
     assert pipeline_ms(gpu[:0], launches[:0], moves[:0], costs) == 14.0  # a graph that is optimised away
 
 
+def test_a_librarys_call_costs_the_host_more() -> None:
+    """A Conv, a Relu, a Reshape and a MatMul; a mask of what moves data, and costs of an older file, know no library."""
+    costs = PipelineCosts(node_ms=2.0, view_ms=0.5, launch_ms=1.0, start_ms=10.0, gap_ms=0.25, lead_ms=-1.0, end_ms=4.0,
+                          library_ms=7.0)
+    launches = np.array([2.0, 1.0, 0.0, 1.0])
+    kinds = np.array([NodeKind.LIBRARY, NodeKind.OWN, NodeKind.VIEW, NodeKind.LIBRARY])
+    assert dispatched_ms(launches, kinds, costs).tolist() == [21.0, 24.0, 24.5, 34.5]
+    assert dispatched_ms(launches, kinds > 0, costs).tolist() == [14.0, 17.0, 17.5, 20.5]
+    older = PipelineCosts.model_validate(costs.model_dump(exclude={"library_ms"}))
+    assert dispatched_ms(launches, kinds, older).tolist() == [14.0, 17.0, 17.5, 20.5]
+    assert costs.at_pace(2.0).library_ms == 14.0
+
+
+@pytest.mark.parametrize(("op_type", "shapes", "kind"), [
+    ("Conv", ((1, 3, 8, 8), (4, 3, 3, 3)), NodeKind.LIBRARY), ("MatMul", ((2, 3), (3, 4)), NodeKind.LIBRARY),
+    ("Relu", ((2, 3),), NodeKind.OWN), ("Reshape", ((2, 3), (2,)), NodeKind.VIEW)])
+def test_the_kind_of_a_node(op_type: str, shapes: tuple[tuple[int, ...], ...], kind: NodeKind) -> None:
+    """What the CPU provider runs calls no library of the GPU's."""
+    inputs = [KernelInput(dtype="float32" if place == 0 or op_type != "Reshape" else "int64", shape=shape)
+              for place, shape in enumerate(shapes)]
+    kernel = describe_kernel(op_type, "", 17, {}, inputs, [Tensor(dtype="float32", shape=(6,))])
+    assert node_kind(kernel) == kind
+    assert node_kind(kernel, on_gpu=False) == min(kind, NodeKind.OWN)
+
+
 @pytest.mark.parametrize("scale", [0.0001, 0.01, 1.0])
 @pytest.mark.parametrize("lead_ms", [COSTS.lead_ms, -0.07])  # the second as fitted for an H200, longer than the first dispatch
 def test_the_timeline_ends_with_the_prediction(scale: float, lead_ms: float) -> None:
     """No overlap on either track, and the same end as the formula gives."""
     draw = np.random.default_rng(8)
     model, costs = made_up(draw, scale), COSTS.model_copy(update={"lead_ms": lead_ms})
-    spans = timeline(model.gpu_ms, model.launches, model.moves, costs)
+    spans = timeline(model.gpu_ms, model.launches, model.kinds, costs)
     assert spans[0].host[0] == COSTS.start_ms
     assert all(before.host[1] == after.host[0] for before, after in itertools.pairwise(spans))
     work = [span.gpu for span in spans if span.gpu]
     assert all(before[1] < after[0] for before, after in itertools.pairwise(work))
     last = max(spans[-1].host[1], work[-1][1] + COSTS.gap_ms * model.launches[model.launches > 0][-1])
-    assert last + COSTS.end_ms == pytest.approx(pipeline_ms(model.gpu_ms, model.launches, model.moves, costs), rel=1e-9)
+    assert last + COSTS.end_ms == pytest.approx(pipeline_ms(model.gpu_ms, model.launches, model.kinds, costs), rel=1e-9)
     trace = chrome_trace(["node"] * len(spans), spans)["traceEvents"]
     assert min(event["ts"] for event in trace if event["ph"] == "X") >= 0
 
@@ -104,6 +133,7 @@ def test_costs_are_found_again() -> None:
     found = fit_pipeline(models)
     assert (found.node_ms, found.view_ms, found.launch_ms, found.start_ms, found.gap_ms) == pytest.approx(
         (COSTS.node_ms, COSTS.view_ms, COSTS.launch_ms, COSTS.start_ms, COSTS.gap_ms), rel=0.02)
+    assert found.library_ms == pytest.approx(COSTS.library_ms, rel=0.02)
     assert found.lead_ms == pytest.approx(COSTS.lead_ms, abs=5e-4)
     assert found.end_ms == pytest.approx(COSTS.end_ms, abs=5e-4)
 
@@ -114,7 +144,7 @@ def test_left_out_at_the_usual_pace_and_at_that_measured() -> None:
     groups = [str(place % 5) for place in range(len(models))]
     measured = np.array([m.latency_ms for m in models])
     assert left_out_ms(models, groups).paced_ms == pytest.approx(measured, rel=0.01)
-    usual = [pipeline_ms(m.gpu_ms, m.launches, m.moves, COSTS) for m in models]
+    usual = [pipeline_ms(m.gpu_ms, m.launches, m.kinds, COSTS) for m in models]
     assert left_out_ms(models, groups).usual_ms == pytest.approx(np.array(usual), rel=0.01)
     assert usual[0] < 0.75 * measured[0]
 
@@ -133,5 +163,5 @@ def test_one_disturbed_model_pulls_little() -> None:
     models = [made_up(draw, scale) for scale in (0.0005, 0.002, 0.01, 0.05) for _ in range(6)]
     models[3] = replace(models[3], latency_ms=3 * models[3].latency_ms)
     found = fit_pipeline(models)
-    errors = [abs(pipeline_ms(m.gpu_ms, m.launches, m.moves, found) / m.latency_ms - 1) for m in models]
+    errors = [abs(pipeline_ms(m.gpu_ms, m.launches, m.kinds, found) / m.latency_ms - 1) for m in models]
     assert np.median(errors) < 0.02

@@ -268,13 +268,14 @@ def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[
     """A model's two tracks from its kernels' GPU times (ms) and launches by id."""
     import numpy as np
 
+    from overlap_simulator import node_kind
     from training.pipeline import Tracks
 
     kernels = [model.record.kernel_of(node) for node in model.record.nodes]
     return Tracks(
         gpu_ms=np.array([gpu_ms[kernel.id] for kernel in kernels]),
         launches=np.array([launches[kernel.id] for kernel in kernels]),
-        moves=np.array([kernel.moves_data for kernel in kernels], dtype=bool),
+        kinds=np.array([node_kind(kernel) for kernel in kernels], dtype=int),
         host_ms=model.host_ms, latency_ms=model.latency_ms, pace=model.pace)
 
 

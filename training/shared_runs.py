@@ -119,7 +119,7 @@ class Simulated:
     @property
     def run(self) -> PipelineTracks:
         """What `overlap_simulator` simulates."""
-        return self.tracks.gpu_ms, self.tracks.launches, self.tracks.moves, self.costs
+        return self.tracks.gpu_ms, self.tracks.launches, self.tracks.kinds, self.costs
 
     def beside(self, other: OtherWork, slice_ms: float) -> Floats:
         """Mean, median and 95th percentile of its latency (ms)."""

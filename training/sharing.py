@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from benchmark.probe_reading import ALWAYS, ProbeReading, ProbeSummary, phases_ms, waiting_from_ms
 from ort_analysis.records import Frozen
-from overlap_simulator import OtherWork, PipelineCosts, gpu_work_ms, turns_ms
+from overlap_simulator import Kinds, OtherWork, PipelineCosts, gpu_work_ms, turns_ms
 from utils import files
 from utils.sharing_mode import check_sharing_mode
 
@@ -27,7 +27,7 @@ FILE = "sharing.json"
 Floats = npt.NDArray[np.float64]
 BUSY_FIELDS = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1.0, "DCGM_FI_DEV_GPU_UTIL": 100.0}  # and what each shows of a GPU that is
 # never idle; the first one there is taken: utilisation counts a whole sampling period as busy in which anything ran
-PipelineTracks = tuple[Floats, Floats, npt.NDArray[np.bool_], PipelineCosts]  # what `overlap_simulator.pipeline_ms` takes
+PipelineTracks = tuple[Floats, Floats, Kinds, PipelineCosts]  # what `overlap_simulator.pipeline_ms` takes
 
 
 class SharingErrors(Frozen):
