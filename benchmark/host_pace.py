@@ -1,4 +1,4 @@
-"""Measures how fast this machine's host dispatches work to its GPU, in two seconds.
+"""Phase 4.9: measures how fast this machine's host dispatches work to its GPU, in two seconds.
 
 The same GPU beside another host, or beside neighbours on it, gets its work up to 1.6 times more slowly, and small models take
 as much longer. A fixed graph of many small kernels (benchmark/quiet_host.py) is dispatched again and again; the median of what

@@ -1,4 +1,4 @@
-"""Phase 4.5: how far the machines of one target part, by the kernels and models that two of them measured.
+"""Phase 4.7: how much machines of one target disagree, by the kernels and models that two of them measured.
 
 Reads the datasets in benchmark/dataset (by default of every target). Prints each dataset's machines, and for each pair of
 them how the idle times of the one stand to those of the other, label by label. Writes nothing.

@@ -1,4 +1,4 @@
-"""Serves this machine's metrics to Prometheus, as NVIDIA's dcgm-exporter does: for machines where that is not, or a replay.
+"""Phase 4.10: serves this machine's metrics, or a replay, to Prometheus as NVIDIA's dcgm-exporter does, where that is missing.
 
 Names, labels and units are dcgm-exporter's: the old names, or with `--names new` those since its version 4.9, some of which
 have other units. The values are means over `--interval` seconds, from any source of benchmark/metrics.py.

@@ -1,4 +1,4 @@
-"""Measures on the spot how long work on the device waits for other processes, with a fifth of a second of tiny work.
+"""Phase 4.8: measures on the spot how long work on the device waits for other processes, with a fifth of a second of tiny work.
 
 Live metrics say how busy a GPU is, and hide how long the other processes' bursts are, which is what one waits for when a
 GPU is shared in time slices. So for half of the time a piece of work far shorter than any burst runs back to back, and for

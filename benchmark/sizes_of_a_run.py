@@ -1,4 +1,4 @@
-"""The sizes of a model's tensors that depend on data, as they come out when it runs once on this machine's CPU.
+"""Phase 4.11: the sizes of a model's tensors that depend on data, as they come out when it runs once on this machine's CPU.
 
 A detector's tensors are as long as there is to be seen in the image, which no analysis can know. This runs the model once, with
 the inputs that Hase measures with or with real ones (--inputs), and prints the sizes that came out as `--dim` options: a

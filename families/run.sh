@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How well a model is predicted whose whole family was left out: the figures of the README, on this machine, idle.
+# How well a model is predicted whose whole family was left out: the figures of docs/accuracy.md, on this machine, idle.
 # Usage: families/run.sh [workspace]     About 20 minutes on two cores; a second run goes on where the first stopped.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,4 +1,4 @@
-"""Phase 7.1: a model's latency from its kernels: `from inference import predict`."""
+"""Phase 7: a model's latency from its kernels: `from inference import predict`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's latency over the load: mean, p50, p95 and p99 for backgrounds from idle to always busy.
+"""Phase 7.5: a model's latency over the load: mean, p50, p95 and p99 for backgrounds from idle to always busy.
 
 Reads the model and what training learned for the target, how it is shared above all. The background's waits are as beside an
 average kind of those that were measured, and a cycle of it takes their median; what varies is for what share of the time it is

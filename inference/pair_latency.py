@@ -1,4 +1,4 @@
-"""This model beside that one: each one's latency while the other runs in a loop, in a process of its own on the same GPU.
+"""Phase 7.6: two models on one GPU: each one's latency while the other runs in a loop, in a process of its own on the same GPU.
 
 Reads both models and what training learned for the target, how it is shared above all. What each meets of the other is that
 one's predicted run: the GPU is the other's until what it dispatched is done, or for the longest turn that it may have. Prints

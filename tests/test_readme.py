@@ -1,7 +1,11 @@
-"""Every command of the README runs as it stands, in a copy of the repository whose configs ask for very little."""
+"""Every command of the README and of docs/ runs as it stands, in a copy of the repository whose configs ask for very little.
+
+A block of `bash` is run; one of `sh` or an indented one is not: it takes too long, or needs what is not there.
+"""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -32,18 +36,26 @@ TINY = {  # instead of what a config says; all else stays as it says
     "training/config.yaml": {"folds": 2, "xgboost": {"trees": 40}, "forest": {"trees": 3}},
 }
 SMALLER = (("224x224", "32x32"), ("--count 1000", "--count 20"), ("--duration 10", "--duration 2"))
-NEEDS_GPU = ("python benchmark/run_anatomy.py", "python benchmark/host_pace.py")  # say so in one line where there is none
+NEEDS_GPU = ("python benchmark/run_anatomy.py", "python benchmark/host_pace.py")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PHASE = re.compile(r"^\|[^|]*\| `(python [^`]+)` \|", re.MULTILINE)
+NUMBERED = re.compile(r"^\| (\d+\.\d+) [^|]*\| `(?:python )?([\w/]+\.py)", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#:]+)\)")
+FILE = re.compile(r"(?<![\w/<>.…-])((?:\w+/)+[\w.]+\.(?:py|sh|yaml))\b")
 
 
 def readme() -> str:
     return (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def fenced(language: str) -> list[str]:
-    """The README's code blocks of a language."""
-    return [code for found, code in FENCE.findall(readme()) if found == language]
+def documents() -> str:
+    """The README and the pages of docs/, one after another."""
+    return "\n".join([readme(), *(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md")))])
+
+
+def fenced(language: str, text: str) -> list[str]:
+    """A text's code blocks of a language."""
+    return [code for found, code in FENCE.findall(text) if found == language]
 
 
 def smaller(text: str) -> str:
@@ -82,17 +94,28 @@ def run(command: str, folder: Path) -> str:
     return done.stdout
 
 
+def run_or_refuse(command: str, folder: Path) -> str:
+    """What a command prints. One that needs a GPU says so in one line where there is none."""
+    if not command.startswith(NEEDS_GPU) or has_cuda():
+        return run(command, folder)
+    done = shell(command, folder)
+    said = done.stdout + done.stderr
+    assert (done.returncode, len(said.splitlines())) == (1, 1), said
+    assert "needs a GPU" in said
+    return said
+
+
 def test_the_demo_then_the_first_prediction(copy: Path) -> None:
-    """What `make demo` runs after its install ends in the table; then the commands and the Python of `A first prediction`."""
+    """What `make demo` runs after its install ends in the table; then the commands that ask for its models."""
     table = run("bash demo/run.sh out/demo", copy)
     assert "MAPE" in table
     assert "mnasnet1_0_fp32_b8_32x32" in table
     again = run("bash demo/run.sh out/demo", copy)
     assert "MAPE" in again
-    for block in fenced("bash"):
+    for block in fenced("bash", documents()):
         for line in block.splitlines():
             if line.startswith("python "):
-                run(smaller(line), copy)
+                run_or_refuse(smaller(line), copy)
 
 
 def test_the_demo_exports_what_the_first_prediction_asks_for() -> None:
@@ -100,14 +123,14 @@ def test_the_demo_exports_what_the_first_prediction_asks_for() -> None:
     demo = (ROOT / "demo" / "run.sh").read_text(encoding="utf-8")
     configs = re.findall(r"torchvision_exporter\.py --config (\S+)", demo)
     written = {f"{export.stem}.onnx" for name in configs for export in load_zoo_config(ROOT / name).exports()}
-    asked = re.findall(r"model (\S+\.onnx)", "\n".join([demo, *fenced("bash")]))
+    asked = re.findall(r"model (\S+\.onnx)", "\n".join([demo, *fenced("bash", documents())]))
     assert len(asked) >= 6
     assert set(asked) <= written
 
 
 def test_scripts_that_take_long_can_be_read_by_the_shell() -> None:
     """They take a quarter of an hour and more, or a GPU: not run here, but bash parses them, and what they call exists."""
-    named = sorted(set(re.findall(r"`(\w+/\w+\.sh)`", readme())))
+    named = sorted(set(re.findall(r"`(\w+(?:/\w+)+\.sh)`", documents())))
     assert named
     for name in named:
         text = (ROOT / name).read_text(encoding="utf-8")
@@ -119,23 +142,44 @@ def test_every_phase_of_the_table_in_its_order(copy: Path) -> None:
     commands = PHASE.findall(readme())
     assert len(commands) >= 14
     for command in commands:
-        if command.startswith(NEEDS_GPU) and not has_cuda():
-            done = shell(smaller(command), copy)
-            assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
-            assert "needs a GPU" in done.stderr
-        else:
-            assert run(f"{smaller(command)} 2>&1", copy).strip(), command  # that there is nothing to print is told on stderr
+        assert run_or_refuse(f"{smaller(command)} 2>&1", copy).strip(), command  # one with nothing to print says so on stderr
 
 
 def test_the_python_example(copy: Path) -> None:
     """After the table's commands: `predict` on the exporter's dynamic model."""
-    (code,) = fenced("python")
+    (code,) = fenced("python", documents())
     program = code.replace('"model.onnx"', '"resnet18.onnx"')
     assert float(run(f"python - <<'END'\n{program}\nEND", copy).split()[0]) > 0
 
 
 def test_make_names_the_demo_and_the_tests() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for line in "\n".join(fenced("sh")).splitlines():
+    for line in "\n".join(fenced("sh", readme())).splitlines():
         target = line.split()[1]
         assert re.search(rf"^{target}: ", makefile, re.MULTILINE), target
+
+
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
+    assert len(readme().splitlines()) <= 150
+    linked = set(LINK.findall(readme()))
+    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= linked
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))])
+def test_what_a_page_names_exists(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    links = [(ROOT / page).parent / link for link in LINK.findall(text)]
+    assert not [str(path) for path in (*links, *(ROOT / name for name in FILE.findall(text))) if not path.exists()]
+
+
+def test_each_script_has_the_phase_number_of_the_table() -> None:
+    """And no number stands twice."""
+    rows = NUMBERED.findall(readme())
+    numbers = [tuple(map(int, number.split("."))) for number, _ in rows]
+    assert numbers == sorted(set(numbers))
+    tops = {ROOT / script.partition("/")[0] for _, script in rows}
+    said = {}
+    for path in (path for top in tops for path in ([top] if top.is_file() else top.rglob("*.py"))):
+        if found := re.match(r"Phase (\d+\.\d+): ", ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""):
+            said[path.relative_to(ROOT).as_posix()] = found[1]
+    assert said == {script: number for number, script in rows}

@@ -1,4 +1,4 @@
-"""Phase 5.4: which parts of the kernel predictors help, each taken out or replaced in turn.
+"""Phase 5.6: which parts of the kernel predictors help, each taken out or replaced in turn.
 
 Reads the dataset and the predictors of each target (by default of all). Each family of models in turn is left out of
 everything, as in training/leave_families_out.py, and its kernels are predicted by what a variant of the training learned from

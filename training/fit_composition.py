@@ -1,4 +1,4 @@
-"""Phase 5, second half: fits how kernel times make a model's time on a target, latency = α·Σ + β.
+"""Phase 5.2: fits how kernel times make a model's time on a target, latency = α·Σ + β.
 
 Reads the dataset, the kernel records and the predictors of each target (by default of all that have predictors). Writes
 training/predictors/<target>/composition.json. Run it after training/train_kernel_model.py.

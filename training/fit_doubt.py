@@ -1,4 +1,4 @@
-"""Phase 5, a part of it: how far off the time of a kernel may be whose operator was never measured.
+"""Phase 5.5: how far off the time of a kernel may be whose operator was never measured.
 
 Reads the dataset of each target (by default of all that have predictors). Writes training/predictors/<target>/doubt.json.
 training/train_kernel_model.py does the same as it trains; this command is for predictors that were trained before.

@@ -1,4 +1,4 @@
-"""Phase 5: learns the time of a kernel from its shape and from what else runs on the device.
+"""Phase 5.1: learns the time of a kernel from its shape and from what else runs on the device.
 
 Reads the datasets in benchmark/dataset (by default of every target) and training/config.yaml. Writes
 training/predictors/<target>/: boosters for each label, a sidecar that describes them, and the measured times for look-up;

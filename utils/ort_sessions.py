@@ -19,7 +19,7 @@ FATAL = 4  # ORT's number for the log level above errors
 PROVIDER_NAMES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 # The CPU provider fuses activations into these; the CUDA provider does not. With them off, level EXTENDED on a machine
-# without a GPU gives the graph that the CUDA provider runs (the README says how that was checked).
+# without a GPU gives the graph that the CUDA provider runs (docs/how_it_works.md says how that was checked).
 CPU_ONLY_FUSIONS = ("ConvActivationFusion", "GemmActivationFusion", "MatMulActivationFusion")
 
 
