@@ -16,7 +16,7 @@ $(VENV)/.installed: requirements.txt
 	@touch $@
 
 demo: setup
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash demo/run.sh out/demo
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash recipes/demo/run.sh out/demo
 
 test: setup
 	$(RUN) -m pytest

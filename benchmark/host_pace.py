@@ -1,8 +1,9 @@
 """Phase 4.9: measures how fast this machine's host dispatches work to its GPU, in two seconds.
 
 The same GPU beside another host, or beside neighbours on it, gets its work up to 1.6 times more slowly, and small models take
-as much longer. A fixed graph of many small kernels (benchmark/quiet_host.py) is dispatched again and again; the median of what
-that takes is the host's pace. Predictors hold for one pace: the ratio to that is what a prediction takes (`--host-pace`).
+as much longer. A fixed graph of many small kernels (benchmark/measuring/quiet_host.py) is dispatched again and again; the
+median of what that takes is the host's pace. Predictors hold for one pace: the ratio to that is what a prediction takes
+(`--host-pace`).
 
 Writes a record: by default into the workspace (benchmark/host_pace.json), where predictions for this machine find it for ten
 minutes, until it is started anew; with --out elsewhere, for a prediction on another machine (`--machine FILE`).
@@ -16,53 +17,22 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmark.measuring.host_pace import SECONDS, check_gpu, measure_pace
 from utils import cli, files
-from utils.errors import UserError
-from utils.fingerprint import boot_id, has_cuda, local_target, machine
+from utils.fingerprint import local_target
 from utils.locks import measuring
 from utils.paths import COMPOSITION, SHIPPED, Workspace
 
 if TYPE_CHECKING:
-    from benchmark.pace_reading import MachinePace
+    from benchmark.load.pace_reading import MachinePace
 
 EXAMPLES = """
   python benchmark/host_pace.py
   python benchmark/host_pace.py --out machine.json
   python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --machine machine.json
 """
-SECONDS = 2.0
-
-
-def check_gpu() -> None:
-    """`UserError` where this machine has no GPU whose host could be measured."""
-    if not has_cuda():
-        raise UserError("the host's pace is that of dispatching work to a GPU: measuring it needs a GPU, and this machine has "
-                        "none that the driver can talk to; a CPU target's host is the target itself, so it needs no pace")
-
-
-def measure_pace(execution_provider: str = "cuda", seconds: float = SECONDS) -> MachinePace:
-    """The pace of this machine's host now.
-
-    Args:
-        execution_provider: `cuda`; `cpu` in tests.
-        seconds: that the readings take; opening the probe takes longer the first time.
-
-    Raises:
-        UserError: there is no GPU.
-    """
-    if execution_provider == "cuda":
-        check_gpu()
-    from benchmark.pace_reading import MachinePace
-    from benchmark.quiet_host import host_probe, readings_s
-    from utils.timing import summarize
-
-    found = summarize([1e3 * reading for reading in readings_s(host_probe(execution_provider), seconds)])
-    return MachinePace(probe_us=round(1e3 * found.median_ms, 2), spread=round(found.spread, 4), readings=found.runs,
-                       taken=datetime.now(UTC), boot_id=boot_id(), execution_provider=execution_provider,
-                       machine=machine(execution_provider))
 
 
 class LearnedPace(NamedTuple):

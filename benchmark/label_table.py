@@ -17,9 +17,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmark import dataset
-from ort_analysis.kernel_costs import is_control_flow
-from ort_analysis.records import REMAKE, Frozen, ModelRecord, Node, load_record, record_path
+from benchmark.records.blocks import Block
+from benchmark.records.files import collected_targets, load_header, model_table_path, read_journal
+from benchmark.records.host_pace import idle_models
+from benchmark.records.labels import COLLECT, DISTURBANCE_ADMITTED, GPU_LABEL, LABELS
+from benchmark.records.reading import load_kernel_table, load_model_table, run_ms
+from benchmark.records.tables import UNFINISHED
+from ort_analysis.records.kernel_costs import is_control_flow
+from ort_analysis.records.kernel_record import REMAKE, Frozen, ModelRecord, Node
+from ort_analysis.records.reading import load_record, record_path
 from utils import cli
 from utils.errors import UserError
 from utils.logger import get_logger
@@ -35,14 +41,14 @@ SOURCES = {
     "kernel_time": "ONNX Runtime's profile of the node, in a model or a carrier",
     "node_span": "from the node's start to the next one's, in the same profile",
     "unprofiled": "the same profile, less what the run takes longer with the profiler than without",
-    dataset.GPU_LABEL: "CUPTI: the CUDA kernels, copies and fills on the GPU",
+    GPU_LABEL: "CUPTI: the CUDA kernels, copies and fills on the GPU",
 }
 OVERHEAD = {  # of the framework, in a label, by execution provider
     "cpu": {"run": "yes: that of a whole run", "kernel_time": "a little: the profiler's",
             "node_span": "yes: between nodes, and the profiler's", "unprofiled": "yes: a whole run's, in equal parts"},
     "cuda": {"run": "yes: that of a whole run, with its wait for the GPU",
              "kernel_time": "it is the host's dispatch (and the profiler's), not the GPU's work",
-             "node_span": "the same, and what lies between nodes", dataset.GPU_LABEL: "no"},
+             "node_span": "the same, and what lies between nodes", GPU_LABEL: "no"},
 }
 EXAMPLES = """
 python benchmark/label_table.py
@@ -70,7 +76,7 @@ class ModelLabels(Frozen):
     """A model's idle latency (median, ms) and what the labels of its kernels add up to.
 
     Attributes:
-        pace: how many times longer than usual the host beside a GPU took meanwhile (see `dataset.idle_models`).
+        pace: how many times longer than usual the host beside a GPU took meanwhile (see `idle_models`).
     """
 
     model: str
@@ -101,11 +107,11 @@ def label_times(table: pd.DataFrame, execution_provider: str) -> dict[str, Times
     out. Kernels whose first label is still to come count with those they have."""
     import numpy as np
 
-    good = table[(table["Level"] == 0) & table["Status"].isin(("ok", dataset.UNFINISHED))]
+    good = table[(table["Level"] == 0) & table["Status"].isin(("ok", UNFINISHED))]
     found = {}
-    for label in dataset.LABELS:
+    for label in LABELS:
         if label == "run":
-            times = good.assign(time_ms=dataset.run_ms(good, execution_provider))
+            times = good.assign(time_ms=run_ms(good, execution_provider))
         elif f"{label}_ms" in good.columns:
             times = good.assign(time_ms=good[f"{label}_ms"])
         else:
@@ -116,7 +122,7 @@ def label_times(table: pd.DataFrame, execution_provider: str) -> dict[str, Times
     return found
 
 
-def in_model_times(blocks: Iterable[dataset.Block]) -> dict[str, dict[str, Times]]:
+def in_model_times(blocks: Iterable[Block]) -> dict[str, dict[str, Times]]:
     """What was measured of kernels within models on an idle device: medians (ms) by model, label and kernel id."""
     import numpy as np
 
@@ -134,7 +140,7 @@ def node_times(record: ModelRecord, label: str, times: Times) -> list[float | No
     leaves the GPU nothing to do, and a node that holds a body takes what the body's nodes take."""
     def time_of(node: Node) -> float | None:
         kernel = record.kernel_of(node)
-        if is_control_flow(kernel) or (label == dataset.GPU_LABEL and not kernel.moves_data):
+        if is_control_flow(kernel) or (label == GPU_LABEL and not kernel.moves_data):
             return 0.0
         time = times.get(node.kernel_id)
         return None if time is None else node.runs * time
@@ -157,7 +163,7 @@ def add_up(record: ModelRecord, measured_ms: float, gpu_ms: float | None, times:
     for label in times:
         known = [time for time in node_times(record, label, times[label]) if time is not None]
         inside = node_times(record, label, within.get(label, {}))
-        in_model = gpu_ms if label == dataset.GPU_LABEL else None if None in inside else sum(time or 0.0 for time in inside)
+        in_model = gpu_ms if label == GPU_LABEL else None if None in inside else sum(time or 0.0 for time in inside)
         labels[label] = LabelSum(sum_ms=sum(known), ratio=sum(known) / measured_ms, lacking=len(record.nodes) - len(known),
                                  in_model_ms=in_model)
     return ModelLabels(model=record.model, nodes=len(record.nodes), measured_ms=measured_ms, labels=labels)
@@ -171,7 +177,7 @@ def chosen(models: Sequence[str], wanted: Sequence[str] | None, folder: Path) ->
     """
     for name in wanted or ():
         if not any(model.startswith(name) for model in models):
-            raise UserError(f"--model {name}: no model of {dataset.model_table_path(folder)} that was measured idle begins so; "
+            raise UserError(f"--model {name}: no model of {model_table_path(folder)} that was measured idle begins so; "
                             f"there: {', '.join(models[:5])}{' …' if len(models) > 5 else ''}")
     return [model for model in models if wanted is None or model in wanted or model.startswith(tuple(wanted))]
 
@@ -188,11 +194,11 @@ def model_labels(workspace: Workspace, target: str, wanted: Sequence[str] | None
         UserError: the dataset can't be read, a name that fits none of its models, or nothing is left.
     """
     folder = workspace.dataset(target)
-    header = dataset.load_header(folder)
-    idle = dataset.idle_models(dataset.load_model_table(workspace, target), with_disturbed=True)
+    header = load_header(folder)
+    idle = idle_models(load_model_table(workspace, target), with_disturbed=True)
     gpu_ms = {str(name): float(time) for name, time in idle["gpu_ms"].dropna().items()}
-    times = label_times(dataset.load_kernel_table(workspace, target), header.target.flavour.execution_provider)
-    within = in_model_times(dataset.read_journal(folder))
+    times = label_times(load_kernel_table(workspace, target), header.target.flavour.execution_provider)
+    within = in_model_times(read_journal(folder))
     found = []
     for name in chosen([str(model) for model in idle.index], wanted, folder):
         path = record_path(workspace, header.target.flavour, name)
@@ -203,7 +209,7 @@ def model_labels(workspace: Workspace, target: str, wanted: Sequence[str] | None
         found.append(added_up.model_copy(update={"pace": float(idle["pace"][name])}))
     if not found:
         raise UserError(f"{folder}: no model that was measured idle and has a kernel record; measure models with: "
-                        f"{dataset.COLLECT}")
+                        f"{COLLECT}")
     return found
 
 
@@ -235,7 +241,7 @@ def model_row(found: ModelLabels, in_model: Sequence[str], with_pace: bool = Fal
 
     row: dict[str, Any] = {"model": found.model, "nodes": found.nodes, "measured (ms)": found.measured_ms}
     if with_pace:
-        row["host slower by"] = f"{found.pace - 1:.0%}" if found.pace - 1 > dataset.DISTURBANCE_ADMITTED else None
+        row["host slower by"] = f"{found.pace - 1:.0%}" if found.pace - 1 > DISTURBANCE_ADMITTED else None
     for label, of_label in found.labels.items():
         row[f"Σ {label} (ms)"] = cell(of_label.sum_ms, of_label.lacking)
         if label in in_model:
@@ -251,7 +257,7 @@ def percent(ratio: float | None) -> str | None:
 def print_tables(target: str, found: Sequence[ModelLabels], about: Sequence[LabelSummary]) -> None:
     """The row a model, and the row a label beneath it."""
     in_model = [one.label for one in about if any(model.labels[one.label].in_model_ms is not None for model in found)]
-    with_pace = any(model.pace - 1 > dataset.DISTURBANCE_ADMITTED for model in found)
+    with_pace = any(model.pace - 1 > DISTURBANCE_ADMITTED for model in found)
     cli.print_table([model_row(model, in_model, with_pace) for model in found],
                     f"{target}: sums over a model's nodes beside its latency (and as a share of it)")
     print()
@@ -268,9 +274,9 @@ def main() -> int:
     args = parser.parse_args()
     workspace = cli.start(args)
     results = {}
-    for target in [args.target] if args.target else dataset.collected_targets(workspace):
+    for target in [args.target] if args.target else collected_targets(workspace):
         found = model_labels(workspace, target, args.model)
-        flavour = dataset.load_header(workspace.dataset(target)).target.flavour
+        flavour = load_header(workspace.dataset(target)).target.flavour
         about = summaries(found, flavour.execution_provider)
         results[target] = {"models": [model.model_dump(mode="json") for model in found],
                            "labels": [label.model_dump(mode="json") for label in about]}

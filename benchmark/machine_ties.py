@@ -24,7 +24,8 @@ from utils import cli
 from utils.logger import get_logger
 
 if TYPE_CHECKING:
-    from benchmark.dataset import Block, DatasetHeader
+    from benchmark.records.blocks import Block
+    from benchmark.records.files import DatasetHeader
 
 log = get_logger("ties")
 CLOSE = 0.05  # a ratio within 1 ± this counts as the same
@@ -40,7 +41,7 @@ def idle_times(blocks: Iterable[Block]) -> dict[str, Times]:
     and models' latencies, where these tell of the model and not of its host."""
     import numpy as np
 
-    from benchmark.dataset import model_sessions
+    from benchmark.records.tables import model_sessions
 
     idle = [block for block in blocks if not block.level]
     samples: dict[str, dict[tuple[str, str, str], dict[str, list[float]]]] = defaultdict(
@@ -92,7 +93,7 @@ def main() -> int:
     parser.add_argument("--target", help="name of a dataset in benchmark/dataset (default: all)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    from benchmark.dataset import collected_targets, load_header, read_journal
+    from benchmark.records.files import collected_targets, load_header, read_journal
 
     results: dict[str, dict[str, Sequence[dict[str, Any]]]] = {}
     for target in [args.target] if args.target else collected_targets(workspace):

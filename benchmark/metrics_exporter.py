@@ -1,7 +1,7 @@
 """Phase 4.10: serves this machine's metrics, or a replay, to Prometheus as NVIDIA's dcgm-exporter does, where that is missing.
 
 Names, labels and units are dcgm-exporter's: the old names, or with `--names new` those since its version 4.9, some of which
-have other units. The values are means over `--interval` seconds, from any source of benchmark/metrics.py.
+have other units. The values are means over `--interval` seconds, from any source of benchmark/metrics/sources.py.
 `hase_exporter_last_sample_timestamp_seconds` is the time of the last of them. Readings that cannot be believed are never
 served; when the last sound ones are older than STALE intervals, the answer is HTTP 503 with the reason, so that Prometheus
 sees the target as down, and no old value as new.
@@ -30,14 +30,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmark import pace_reading
-from benchmark.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
-from benchmark.host_pace import check_gpu
-from benchmark.metric_fields import FIELDS
-from benchmark.metrics import SOURCES, Mean, MetricSource, Window, open_source
-from benchmark.pace_reading import HostProbed
-from benchmark.probe_metrics import MEANINGS, OWN_LABELS, Probed, samples_of
-from benchmark.probe_reading import summarised
+from benchmark.load import pace_reading
+from benchmark.load.pace_reading import HostProbed
+from benchmark.load.probe_metrics import MEANINGS, OWN_LABELS, Probed, samples_of
+from benchmark.load.probe_reading import summarised
+from benchmark.measuring.host_pace import check_gpu
+from benchmark.metrics.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
+from benchmark.metrics.fields import FIELDS
+from benchmark.metrics.source import Mean, MetricSource, Window
+from benchmark.metrics.sources import SOURCES, open_source
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import machine, resolve_provider
@@ -48,7 +49,7 @@ from utils.scrape_server import LOCALHOST, scrape_server, stale
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
-    from benchmark.sharing_probe import SharingProbe
+    from benchmark.load.sharing_probe import SharingProbe
 
 EXAMPLES = """
   python benchmark/metrics_exporter.py
@@ -169,7 +170,7 @@ class ProbeSampler(NowAndThen[Probed]):
     whose: ClassVar[str] = "the sharing probe: "
 
     def take(self) -> Probed:
-        from benchmark.sharing_probe import SharingProbe
+        from benchmark.load.sharing_probe import SharingProbe
 
         self._probe = self._probe or SharingProbe(self.execution_provider)  # what had no memory may have some now
         return Probed(summarised(self._probe.read()), time.time())
@@ -182,7 +183,7 @@ class PaceSampler(NowAndThen[HostProbed]):
     whose: ClassVar[str] = "the host's pace: "
 
     def take(self) -> HostProbed:
-        from benchmark.host_pace import measure_pace
+        from benchmark.measuring.host_pace import measure_pace
 
         return HostProbed(measure_pace(self.execution_provider, PACE_S).probe_us, time.time())
 

@@ -15,6 +15,11 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections.abc import Sequence
 from typing import Any
 
+from benchmark.collecting.measuring import Collector, best_canary_ms, load_in_words
+from benchmark.collecting.planning import chunks
+from benchmark.collecting.work import KernelItem, ModelItem, find_work
+from benchmark.records.files import load_header, read_journal
+from benchmark.records.labels import COLLECT
 from utils import cli
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
@@ -22,7 +27,7 @@ from utils.paths import ROOT, Workspace
 SHORT_MS = 0.02  # kernels that take less are left out of the second row: their times are mostly overhead
 EXAMPLES = """
 python benchmark/repeatability.py
-python benchmark/repeatability.py --workspace out/demo --config demo/collector.yaml --count 200
+python benchmark/repeatability.py --workspace out/demo --config recipes/demo/collector.yaml --count 200
 """
 
 
@@ -46,10 +51,9 @@ def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> li
     """
     import numpy as np
 
-    from benchmark import collector, dataset
-    from benchmark.collector_config import CollectorConfig
-    from benchmark.crew import start_crew
-    from benchmark.stressor import stress
+    from benchmark.collecting.config import CollectorConfig
+    from benchmark.collecting.crew import start_crew
+    from benchmark.load.stress import stress
     from utils.config import load_config
     from utils.fingerprint import local_target, machine, resolve_provider
 
@@ -57,11 +61,11 @@ def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> li
     provider = resolve_provider(config.device)
     target, here = local_target(provider), machine(provider)
     folder = workspace.dataset(target.name)
-    blocks = [block for block in dataset.read_journal(folder) if block.machine == here.uuid]
+    blocks = [block for block in read_journal(folder) if block.machine == here.uuid]
     if not blocks:
-        raise UserError(f"{folder}: no measurements of this machine; measure first: {dataset.COLLECT}")
-    backgrounds = dataset.load_header(folder).backgrounds
-    work = collector.find_work(workspace, target, config.held_out)
+        raise UserError(f"{folder}: no measurements of this machine; measure first: {COLLECT}")
+    backgrounds = load_header(folder).backgrounds
+    work = find_work(workspace, target, config.held_out)
     chosen = [work.kernels[i] for i in np.random.default_rng(seed).permutation(len(work.kernels))[:count]]
     rows = []
     with start_crew(config, provider, config.labels_on(provider)) as crew:
@@ -70,13 +74,13 @@ def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> li
             of_load = [block for block in blocks if block.load == (level, name)]
             first = medians(of_load)
             with stress(level, backgrounds.get(name, config.stress.backgrounds[0]), provider, workspace=workspace) as stressor:
-                best_ms = collector.best_canary_ms(of_load)
+                best_ms = best_canary_ms(of_load)
                 source = config.open_source(provider)
-                measuring = collector.Collector(config, target, folder, crew, source, here.uuid, level, name, best_ms)
-                parts: list[tuple[list[collector.KernelItem], list[collector.ModelItem]]] = [([], [m]) for m in work.models]
-                parts += [(list(chunk), []) for chunk in collector.chunks(chosen, config.block_kernels)]
+                measuring = Collector(config, target, folder, crew, source, here.uuid, level, name, best_ms)
+                parts: list[tuple[list[KernelItem], list[ModelItem]]] = [([], [m]) for m in work.models]
+                parts += [(list(chunk), []) for chunk in chunks(chosen, config.block_kernels)]
                 again = [measuring.block(f"repeat {number}", kernels, models, stressor)
-                         for number, (kernels, models) in enumerate(cli.track(parts, collector.load_in_words(level, name)))]
+                         for number, (kernels, models) in enumerate(cli.track(parts, load_in_words(level, name)))]
             second = medians(again)
             for what, least_ms in (("kernel", 0.0), ("kernel", SHORT_MS), ("model", 0.0)):
                 found = differences(first[what], second[what], least_ms)

@@ -19,13 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmark.anatomy import PARTS, Anatomy, anatomy_of, measured_trace, typical_run
-from benchmark.gpu_trace import GpuRun
-from benchmark.protocol import Effort, Reply, Request
-from benchmark.quiet_host import PATIENCE
-from benchmark.worker_client import Worker, WorkerFailed
-from ort_analysis.ort_graph_parser import own_sizes, read_source
-from ort_analysis.records import Frozen, record_name
+from benchmark.measuring.effort import Effort
+from benchmark.measuring.quiet_host import PATIENCE
+from benchmark.measuring.worker_client import Worker, WorkerFailed
+from benchmark.runtimes.protocol import Reply, Request
+from benchmark.traces.anatomy import PARTS, Anatomy, anatomy_of, measured_trace, typical_run
+from benchmark.traces.gpu_trace import GpuRun
+from ort_analysis.graph.source import own_sizes, read_source
+from ort_analysis.records.kernel_record import Frozen, record_name
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda

@@ -49,7 +49,7 @@ def hold_on_gpu(model: Path, dims: Mapping[str, int]) -> float:
     """What running `model` adds to the memory in use on the GPU, MiB; call it once a process."""
     from onnx import helper
 
-    from benchmark.ort_kernel_runner import bind, random_feed
+    from benchmark.runtimes.ort.runner import bind, random_feed
     from utils.ort_sessions import open_nodes, open_session
 
     tiny = open_nodes([helper.make_node("MatMul", ["x", "x"], ["y"])], ["x"], [64, 64], "cuda", "tiny")
@@ -67,8 +67,8 @@ def hold(model: Path, dims: Mapping[str, int]) -> float:
     import numpy as np
     from onnx import helper
 
-    from ort_analysis.records import numpy_dtype
-    from ort_analysis.tensor_shapes import session_dtype
+    from ort_analysis.graph.tensor_shapes import session_dtype
+    from ort_analysis.records.elements import numpy_dtype
     from utils.ort_sessions import open_nodes, open_session
 
     shape = [4]
@@ -107,8 +107,8 @@ def held_mib(model: Path, dims: Mapping[str, int], device: str = "cpu") -> float
 
 def row(model: Path, dims: Mapping[str, int], device: str = "cpu") -> dict[str, Any]:
     """Predicted and held memory of one model, as a row of the table."""
-    from inference.memory import peak_memory
-    from ort_analysis.fusion_detector import analyze
+    from inference.core.memory import peak_memory
+    from ort_analysis.graph.analysis import analyze
 
     record = analyze(model, device, dims, static=device == "cuda")
     predicted, held = peak_memory(record), held_mib(model, record.dims_run, device)
@@ -127,7 +127,7 @@ def main() -> int:
     args = parser.parse_args()
     workspace = cli.start(args)
 
-    from ort_analysis.ort_graph_parser import own_sizes
+    from ort_analysis.graph.source import own_sizes
 
     sizes = cli.parse_dims(args.dim)
     asked = [(model, dims) for model in map(workspace.find_model, args.model) for dims in own_sizes(model, sizes)]

@@ -16,8 +16,8 @@ Where nothing was trained yet, that begins with stated constants for how kernels
 How fast the host dispatches decides the latency of small models on a GPU (--host-pace, --machine; benchmark/host_pace.py).
 Where it is not known, the interval is as wide as hosts differ.
 
-An answer that rests on operators that were never measured is marked as a rough estimate (inference/doubt.py). Exit status: 0
-done, 1 an error that the message explains, 2 wrong usage, 3 a rough estimate (with --fail-on-rough), 4 a missed --slo-ms.
+An answer that rests on operators that were never measured is marked as a rough estimate (inference/core/doubt.py). Exit status:
+0 done, 1 an error that the message explains, 2 wrong usage, 3 a rough estimate (with --fail-on-rough), 4 a missed --slo-ms.
 
 --json prints a list with an object for each size, also where there is one; with --watch, an object a line.
 """
@@ -42,11 +42,11 @@ from utils.logger import get_logger
 from utils.paths import ROOT
 
 if TYPE_CHECKING:
-    from inference.host_pace import HostPace
-    from inference.missing_kernels import Filled
-    from inference.prediction import Prediction
-    from inference.slo import SloUnderLoad
-    from overlap_simulator import OtherWork
+    from graph_model.simulation.sharing import OtherWork
+    from inference.core.answers import Prediction
+    from inference.core.host_pace import HostPace
+    from inference.core.missing_kernels import Filled
+    from inference.sharing.slo import SloUnderLoad
 
 log = get_logger("predict")
 
@@ -112,7 +112,7 @@ def print_predictions(found: Sequence[Prediction], top: int) -> None:
 
 def advise_measuring(args: argparse.Namespace, found: Sequence[Prediction]) -> None:
     """Logs the command that measures doubtful kernels, where this machine is the target and look-ups would help."""
-    from inference.targets import local_targets
+    from inference.core.targets import local_targets
 
     doubtful = [one for one in found if one.estimated_operators or one.doubtful_operators]
     if (not doubtful or args.strict or args.measure_missing or doubtful[0].load != "idle"
@@ -210,14 +210,15 @@ def main() -> int:
     if __name__ == "__main__":  # in a process of its own: xgboost would import it (0.9 s) for an API that is not used here
         sys.modules["sklearn"] = None  # type: ignore[assignment]
 
-    from benchmark.pace_reading import read_pace
-    from inference.host_pace import PaceAsked
-    from inference.load import CONFIG_FILE, InferenceConfig, Load, current_load, fields_asked
-    from inference.prediction import WayOfRunning, predict
-    from inference.sizes import never_falling
-    from inference.slo import PERCENTILE, slo_under_load
-    from inference.targets import fitted_for
-    from ort_analysis.optimized_once import optimized_once
+    from benchmark.load.pace_reading import read_pace
+    from inference.core.host_pace import PaceAsked
+    from inference.core.prediction import predict
+    from inference.core.sizes import never_falling
+    from inference.core.targets import fitted_for
+    from inference.core.ways import WayOfRunning
+    from inference.live.load import CONFIG_FILE, InferenceConfig, Load, current_load, fields_asked
+    from inference.sharing.slo import PERCENTILE, slo_under_load
+    from ort_analysis.graph.optimized_once import optimized_once
     from utils.config import load_config
 
     workspace.find_model(args.model)  # what is not there is told before anything is measured
@@ -250,11 +251,11 @@ def main() -> int:
 
     def other_than(load: Load) -> OtherWork | None:
         """As a probe met it: the one that --probe names, or else Prometheus's."""
-        from inference.sharing import probe_of, probed
+        from inference.sharing.co_runner import probe_of, probed
 
         if args.probe is None:
             return probe_of(fitted_for(workspace, args.target), load)
-        from benchmark.probe_reading import read_reading
+        from benchmark.load.probe_reading import read_reading
 
         return probed(fitted_for(workspace, args.target), read_reading(Path(args.probe)) if args.probe else None)
 
@@ -263,7 +264,8 @@ def main() -> int:
                        way=way, force=args.force, notices=load.notices, other=other, static=args.static, host_pace=pace)
 
     if args.watch:
-        from inference.watch import Watch, follow
+        from inference.live.follow import follow
+        from inference.live.watch import Watch
 
         if (not asked and not args.metrics and args.probe is None
                 and not host.is_followed(fitted_for(workspace, args.target), way)):
@@ -284,7 +286,7 @@ def main() -> int:
     load = load_now(config)
     with optimized_once():
         if args.measure_missing:
-            from inference.missing_kernels import measure_missing
+            from inference.core.missing_kernels import measure_missing
 
             tell(measure_missing(args.model, sizes, target=args.target, workspace=workspace, force=args.force,
                                  static=args.static))
@@ -293,8 +295,8 @@ def main() -> int:
     slos = [slo_under_load(one, args.model, args.slo_ms, percentile, workspace, args.force, other) for one in found
             ] if args.slo_ms else [None] * len(found)
     if args.trace:
-        from inference.sources import record_of
-        from inference.timeline import trace_of
+        from inference.core.sources import record_of
+        from inference.core.timeline import trace_of
         from utils.files import write_json
         from utils.trace_events import document
 

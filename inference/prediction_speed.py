@@ -24,8 +24,8 @@ from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
 if TYPE_CHECKING:
-    from inference.load import Load
-    from ort_analysis.records import ModelRecord
+    from inference.live.load import Load
+    from ort_analysis.records.kernel_record import ModelRecord
 
 MANY = 1000
 SHELLS = 3  # predictions from the shell, at most
@@ -73,9 +73,9 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
           read_load: Callable[[], Load] | None = None) -> list[dict[str, Any]]:
     """A row a case: what is predicted from what, and the median time in ms; with `read_load`, beside the load that it reads."""
     from inference import predict, predict_many
-    from inference.sharing import probe_of
-    from inference.sources import record_of
-    from inference.targets import choose_target, fitted_for
+    from inference.core.sources import record_of
+    from inference.core.targets import choose_target, fitted_for
+    from inference.sharing.co_runner import probe_of
 
     target, _ = choose_target(workspace, target)
     cold, cold_strict = (milliseconds(partial(from_the_shell, model, workspace, target, strict), min(repeats, SHELLS))
@@ -114,8 +114,8 @@ def main() -> int:
     cli.add_load(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
-    from inference.load import CONFIG_FILE, InferenceConfig, current_load, fields_asked
-    from inference.targets import fitted_for
+    from inference.core.targets import fitted_for
+    from inference.live.load import CONFIG_FILE, InferenceConfig, current_load, fields_asked
     from utils.config import load_config
 
     config = load_config(args.config or CONFIG_FILE, InferenceConfig).never_idle()

@@ -23,30 +23,25 @@ from typing import Any
 
 import numpy as np
 
-from kernel_model.free_shapes import draw_free_kernel
-from kernel_model.kernel_builder import build_model, default_sources, kernel_build, shareable
-from kernel_model.kernel_errors import KernelErrors, draw_weights, read_errors
-from ort_analysis.kernel_costs import BASE_NAMES, VIEW_OPS
-from ort_analysis.kernel_types import describe_kernel
-from ort_analysis.records import IndexEntry, Kernel, KernelInput, Tensor, family, load_index
-from ort_analysis.tensor_shapes import session_dtype
+from kernel_model.building.kernel_models import default_sources, kernel_build
+from kernel_model.sampling.draws import draw_kernel
+from kernel_model.sampling.free_shapes import draw_free_kernel
+from kernel_model.sampling.kernel_errors import KernelErrors, draw_weights, read_errors
+from kernel_model.sampling.seeds import SEED_FILE, Families, Seeds, read_seeds
+from ort_analysis.records.kernel_costs import VIEW_OPS
+from ort_analysis.records.kernel_record import IndexEntry, Kernel, KernelInput, family
+from ort_analysis.records.reading import load_index
 from utils import cli, files
 from utils.errors import UserError
 from utils.locks import sole_writer
 from utils.logger import get_logger
-from utils.ort_sessions import open_session
 from utils.processes import process_pool
 
 log = get_logger("sampler")
-Families = tuple[str, ...]  # sorted names of model families
-Seeds = dict[str, Families]  # by kernel id
-SEED_FILE = "sampled.json"  # beside the sampled kernels
-BLOCK = 16  # channels of a blocked tensor come in multiples of ORT's widest block
 MOST_MIB = 256
 FREE: Families = ()  # no model's kernel seeded this one
 NEAR_SPREAD = 0.5  # of the sizes around a kernel that is predicted badly; around those of models 1
 TRIES = 20  # draws for each kernel asked for, at most
-SIDES = np.array([4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224])
 EXAMPLES = """
 python kernel_model/kernel_sampler.py --count 1000 --batch-sizes 1,2,4,8,16
 python kernel_model/kernel_sampler.py --count 5000 --most-gflop 200 --without vgg --seed 7
@@ -55,182 +50,9 @@ python kernel_model/kernel_sampler.py --errors training/kernel_errors/nvidia-h20
 """
 
 
-# Operators with one output, of the first input's shape: no session is needed to know it, nor could the CPU provider open
-# one for all of them.
-LIKE_FIRST_INPUT = {"Relu", "Sigmoid", "HardSigmoid", "HardSwish", "Clip", "Gelu", "QuickGelu", "BiasGelu", "FastGelu", "Tanh",
-                    "Softmax", "BiasSoftmax", "Sqrt", "Erf", "Neg", "Abs", "Exp", "Log"}
-
-
-def scaled(size: int, generator: np.random.Generator, multiple: int = 1, spread: float = 1.0) -> int:
-    """`size` times a random factor between 2^−spread and 2^spread, a multiple of `multiple`, at least that."""
-    wanted = size * 2.0 ** generator.uniform(-spread, spread)
-    return max(multiple, round(wanted / multiple) * multiple)
-
-
-def side(size: int, generator: np.random.Generator, spread: float = 1.0) -> int:
-    """A usual image side near `size`: from a little less than 2^−spread of it to 2^spread times."""
-    near = SIDES[(size * 0.9 * 2.0**-spread <= SIDES) & (size * 2.0**spread >= SIDES)]
-    return int(generator.choice(near)) if near.size else size
-
-
-def channel_multiple(kernel: Kernel) -> int:
-    return BLOCK if kernel.domain.endswith("nchwc") else 8
-
-
-def axis_multiple(kernel: Kernel, size: int) -> int:
-    """What a new size of an axis is a multiple of: blocks stay whole, and sizes of whole vectors stay so."""
-    return channel_multiple(kernel) if size % 8 == 0 or kernel.op_type == "ReorderInput" else 1
-
-
-def resize(tensor: KernelInput, shape: Sequence[int]) -> KernelInput:
-    """The same kind of tensor with another shape."""
-    return tensor.model_copy(update={"shape": tuple(int(size) for size in shape)})
-
-
 Draw = tuple[list[KernelInput], dict[str, Any]]
 Drawn = tuple[Kernel, Families]  # a kernel, and the families that hold the one that seeded it
 Sampled = tuple[dict[str, Drawn], Counter[str]]  # new kernels by id, and how many draws were refused and why
-
-
-def draw_conv(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """A convolution with other sizes; depthwise stays depthwise, and groups keep their width."""
-    inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
-    multiple = channel_multiple(kernel)
-    x, w = inputs[0].shape, inputs[1].shape
-    group = int(attributes.get("group", 1))
-    height, width = side(x[2], generator, spread), side(x[3], generator, spread)
-    if x[2] == x[3] or generator.random() < 0.7:
-        width = height
-    if group == 1:
-        cin = x[1] if x[1] < 8 else scaled(x[1], generator, multiple, spread)
-        cout = scaled(w[0], generator, multiple, spread)
-    elif w[1] == 1:
-        cin = cout = group = scaled(group, generator, multiple, spread)
-        attributes["group"] = group
-    else:
-        group = scaled(group, generator, spread=spread)
-        cin, cout = group * (x[1] // int(attributes["group"])), group * (w[0] // int(attributes["group"]))
-        attributes["group"] = group
-    kh, kw = w[2], w[3]
-    if generator.random() < 0.15 * spread and kh == kw and kh > 1:
-        kh = kw = int(generator.choice([3, 5, 7]))
-        attributes["kernel_shape"], attributes["pads"] = [kh, kw], [kh // 2] * 4
-    if generator.random() < 0.1 * spread and "strides" in attributes:
-        attributes["strides"] = [int(generator.choice([1, 2]))] * 2
-    inputs[0] = resize(inputs[0], (batch, cin, height, width))
-    inputs[1] = resize(inputs[1], (cout, cin // group, kh, kw))
-    if len(inputs) > 2 and inputs[2].present:
-        inputs[2] = resize(inputs[2], (cout,))
-    if len(inputs) > 3 and inputs[3].present:
-        steps, pads = attributes.get("strides", [1, 1]), attributes.get("pads", [0] * 4)
-        dilation = attributes.get("dilations", [1, 1])
-        out = [(size + pads[i] + pads[i + 2] - dilation[i] * (k - 1) - 1) // steps[i] + 1
-               for i, (size, k) in enumerate(((height, kh), (width, kw)))]
-        inputs[3] = resize(inputs[3], (batch, cout, *out))
-    return inputs, attributes
-
-
-def draw_gemm(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """A matrix product with other rows, columns and depth."""
-    inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
-    a, b = inputs[0].shape, inputs[1].shape
-    rows, depth = (a[1], a[0]) if attributes.get("transA") else a
-    columns = b[0] if attributes.get("transB") else b[1]
-    rows = batch if rows <= 64 and generator.random() < 0.5 else scaled(rows, generator, spread=spread)
-    depth, columns = scaled(depth, generator, 8, spread), scaled(columns, generator, 8, spread)
-    inputs[0] = resize(inputs[0], (depth, rows) if attributes.get("transA") else (rows, depth))
-    inputs[1] = resize(inputs[1], (columns, depth) if attributes.get("transB") else (depth, columns))
-    if len(inputs) > 2 and inputs[2].present:
-        inputs[2] = resize(inputs[2], (columns,) if len(inputs[2].shape) <= 1 else (1, columns))
-    return inputs, attributes
-
-
-def draw_matmul(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """A (batched) matrix product with other sizes; leading dimensions are shared where both have them."""
-    inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
-    a, b = list(inputs[0].shape), list(inputs[1].shape)
-    if len(a) < 2 or len(b) < 2:
-        return draw_axes(kernel, batch, generator, spread)
-    left, right = int(bool(attributes.get("transA"))), int(bool(attributes.get("transB")))
-    rows, depth, columns = a[-1] if left else a[-2], a[-2] if left else a[-1], b[-2] if right else b[-1]
-    rows, depth = scaled(rows, generator, 1, spread), scaled(depth, generator, 8, spread)
-    columns = scaled(columns, generator, 1, spread)
-    lead = [batch if axis == 0 else scaled(size, generator, spread=0.5 * spread) for axis, size in enumerate(a[:-2])]
-    shared = a[:-2] == b[:-2]
-    inputs[0] = resize(inputs[0], (*lead, *((depth, rows) if left else (rows, depth))))
-    inputs[1] = resize(inputs[1], (*(lead if shared else b[:-2]), *((columns, depth) if right else (depth, columns))))
-    return inputs, attributes
-
-
-def draw_axes(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """Any other operator: every axis is scaled, the same for all inputs that have one size there; sizes of 1 stay.
-
-    Inputs are aligned at their last axis, as broadcasting does. The axis that an operator joins or splits stays.
-    """
-    inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
-    tensors = [tensor for tensor in inputs if tensor.present and tensor.values is None]
-    rank = max((len(tensor.shape) for tensor in tensors), default=0)
-    fixed = attributes.get("axis") if kernel.op_type in ("Concat", "Split") else None
-    fixed = fixed % rank if isinstance(fixed, int) and rank else None
-    image = rank == 4
-    new: dict[tuple[int, int], int] = {}
-    for axis in range(rank):
-        for size in {(1,) * (rank - len(t.shape)) + t.shape for t in tensors}:
-            old = size[axis]
-            if old == 1 and not (axis == 0 and image):
-                new[axis, old] = 1
-            elif axis == fixed:
-                new[axis, old] = old
-            elif axis == 0 and image:
-                new[axis, old] = batch if old != 1 or len({t.shape[0] for t in tensors if len(t.shape) == 4}) == 1 else 1
-            elif image and axis >= 2:
-                new[axis, old] = new.get((2, old)) or side(old, generator, spread)
-            else:
-                new.setdefault((axis, old), scaled(old, generator, axis_multiple(kernel, old), spread))
-    for position, tensor in enumerate(inputs):
-        if tensor.present and tensor.values is None:
-            offset = rank - len(tensor.shape)
-            inputs[position] = resize(tensor, [new[offset + axis, size] for axis, size in enumerate(tensor.shape)])
-    if "channels" in attributes and image:  # ReorderOutput: how many of the blocked channels are real
-        attributes["channels"] = inputs[0].shape[1]
-    return inputs, attributes
-
-
-DRAWS: dict[str, Callable[[Kernel, int, np.random.Generator, float], Draw]] = {
-    "Conv": draw_conv, "Gemm": draw_gemm, "MatMul": draw_matmul, "FusedMatMul": draw_matmul}
-
-
-def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dict[str, Any]) -> tuple[Tensor, ...]:
-    """What ORT says the changed kernel puts out.
-
-    Raises:
-        UserError: the sizes do not fit together.
-    """
-    if kernel.op_type in LIKE_FIRST_INPUT:
-        return (Tensor(dtype=kernel.outputs[0].dtype, shape=inputs[0].shape),)
-    free = tuple(tensor.model_copy(update={"constant": False}) if shareable(tensor) else tensor for tensor in inputs)
-    model = build_model(kernel.model_copy(update={"inputs": free, "attributes": attributes}))  # no large weight is made
-    for output in model.graph.output:
-        output.ClearField("type")
-    session = open_session(model.SerializeToString(), "cpu", optimize="none", name=kernel.id)
-    found = {}
-    for output in session.get_outputs():
-        if any(not isinstance(size, int) or size < 1 for size in output.shape):
-            raise UserError(f"{kernel.id}: sizes {output.shape} are not fixed")
-        found[output.name] = Tensor(dtype=session_dtype(output.type), shape=tuple(output.shape))
-    return tuple(found.get(f"y{position}", Tensor(dtype="")) for position in range(len(kernel.outputs)))
-
-
-def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Kernel:
-    """A kernel of the same type with other sizes: at most about 2^spread times larger or smaller each.
-
-    Raises:
-        UserError: the sizes drawn do not fit together.
-    """
-    base = BASE_NAMES.get(kernel.op_type, kernel.op_type)
-    inputs, attributes = DRAWS.get(base, draw_axes)(kernel, batch, generator, spread)
-    outputs = infer_outputs(kernel, inputs, attributes)
-    return describe_kernel(kernel.op_type, kernel.domain, kernel.opset, attributes, inputs, outputs)
 
 
 def footprint_mib(kernel: Kernel) -> float:
@@ -349,20 +171,6 @@ def side_by_side(sampler: Sampler, count: int, seed: Sequence[int], folder: Path
             seeds |= drawn
             refused += why
     return seeds, refused
-
-
-def read_seeds(folder: Path) -> Seeds:
-    """The families that hold the kernel that seeded each sampled kernel of a folder, by id; empty where none were sampled.
-
-    Raises:
-        UserError: an earlier version wrote the file: it knew one family alone.
-    """
-    path = folder / SEED_FILE
-    found = files.read_json(path) if path.exists() else {}
-    if not all(isinstance(families, list) for families in found.values()):
-        raise UserError(f"{path}: written by another version; remove {folder}, then build and sample its kernels again: "
-                        "python kernel_model/kernel_builder.py, python kernel_model/kernel_sampler.py")
-    return {name: tuple(families) for name, families in found.items()}
 
 
 def indexed(path: Path) -> tuple[str, Sequence[IndexEntry]]:

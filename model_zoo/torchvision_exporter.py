@@ -21,8 +21,8 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from model_zoo.export_process import ExportProcess
-from model_zoo.zoo_config import CONFIG_FILE, ZooConfig, load_zoo_config
+from model_zoo.exporting.export_process import ExportProcess
+from model_zoo.exporting.zoo_config import CONFIG_FILE, ZooConfig, load_zoo_config
 from utils import cli
 from utils.config import validate
 from utils.errors import UserError

@@ -1,7 +1,7 @@
 """Rewrites predictors of version 1 as version 2 in place, without a training: what is predicted stays the same to the last bit.
 
 Reads and writes a folder of predictors (training/predictors/<target>/): boosters and measured times change their form, as
-training/predictor_files.py says; what was learned, measured and fitted stays as it is.
+training/kernels/saving.py says; what was learned, measured and fitted stays as it is.
 """
 
 from __future__ import annotations
@@ -40,15 +40,8 @@ def rewrite(folder: Path) -> list[str]:
     Raises:
         UserError: no predictors of version 1 there, or a damaged file.
     """
-    from training.predictor_files import (
-        SIDECAR_VERSION,
-        Sidecar,
-        read_checked,
-        sidecar_path,
-        write_boosters,
-        write_measured,
-        write_sidecar,
-    )
+    from training.kernels.saving import write_boosters, write_measured
+    from training.kernels.sidecar import SIDECAR_VERSION, Sidecar, read_checked, sidecar_path, write_sidecar
 
     sidecar = files.read_json(sidecar_path(folder))
     if sidecar.get("version") != 1:

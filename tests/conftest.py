@@ -11,9 +11,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from kernel_model.kernel_builder import kernel_build
-from ort_analysis.fusion_detector import analyze, update_index
-from ort_analysis.records import record_path
+from kernel_model.building.kernel_models import kernel_build
+from ort_analysis.graph.analysis import analyze, update_index
+from ort_analysis.records.reading import record_path
 from utils import files
 from utils.fingerprint import Flavour, flavour_of
 from utils.locks import FOLDER_VARIABLE

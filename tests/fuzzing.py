@@ -270,17 +270,17 @@ def commands(path: Path, root: Path, target: str) -> list[str]:
 
 NAMES = """
 from pathlib import Path
-from benchmark.collector_config import CollectorConfig
-from benchmark.dataset import read_journal, read_kernels as read_kernels_of
-from evaluator import evaluate
+from benchmark.collecting.config import CollectorConfig
+from benchmark.records.files import read_journal, read_kernels as read_kernels_of
+from inference.evaluation.evaluate import evaluate
 from inference import predict
-from inference.load import InferenceConfig
-from kernel_model.kernel_builder import read_kernels
-from kernel_model.kernel_errors import read_errors
-from model_zoo.zoo_config import ZooConfig
-from ort_analysis.records import load_records
-from training.estimators import TrainingConfig
-from training.training_set import load_training_set
+from inference.live.load import InferenceConfig
+from kernel_model.building.kernel_models import read_kernels
+from kernel_model.sampling.kernel_errors import read_errors
+from model_zoo.exporting.zoo_config import ZooConfig
+from ort_analysis.records.reading import load_records
+from training.kernels.settings import TrainingConfig
+from training.kernels.training_set import load_training_set
 from utils.config import load_config
 from utils.fingerprint import flavour_of
 """  # what `commands` calls
@@ -454,7 +454,7 @@ def main() -> int:
     sys.path.insert(0, str(ROOT / "tests"))
     from trained_workspace import trained
 
-    from ort_analysis.fusion_detector import update_index
+    from ort_analysis.graph.analysis import update_index
     from tests.conftest import small_model
     from utils.fingerprint import flavour_of, local_target
     from utils.paths import Workspace

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmark import dataset
-from ort_analysis.kernel_types import describe_kernel
-from ort_analysis.records import Kernel, KernelInput, ModelRecord, Node, Tensor, record_path
+from benchmark.records.files import DatasetHeader, DatasetKernel, header_path, kernel_table_path, kernels_path, model_table_path
+from benchmark.records.tables import input_shape, kernel_columns, model_columns
+from ort_analysis.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
+from ort_analysis.records.kernel_types import describe_kernel
+from ort_analysis.records.reading import record_path
 from utils import files
 from utils.fingerprint import Flavour, Machine, Target
 from utils.paths import Workspace
@@ -103,7 +105,7 @@ def write_dataset(workspace: Workspace, kernels: Mapping[str, Kernel], owners: M
     rows: list[dict[str, Any]] = []
     for level, metric in levels.items():
         for name, kernel in kernels.items():
-            row = {"Kernel_ID": name, "OpType": kernel.type, "Input_Shape": dataset.input_shape(kernel), "Level": level,
+            row = {"Kernel_ID": name, "OpType": kernel.type, "Input_Shape": input_shape(kernel), "Level": level,
                    "Models": "|".join(owners.get(name, ())), "Status": "ok", METRIC: metric + draw.normal(0, 0.5), **stamps}
             if name in failed:
                 row |= {"Status": "crashed", "Error": "signal 11"}
@@ -112,12 +114,12 @@ def write_dataset(workspace: Workspace, kernels: Mapping[str, Kernel], owners: M
                 mean, median = (1.0, 0.8) if level else (1.1, 1.0)  # the mean adds up under load, the median idle
                 row |= {"Latency_ms": mean * time_ms, "run_median_ms": median * time_ms, "kernel_time_ms": 0.9 * time_ms}
             rows.append(row)
-    header = dataset.DatasetHeader(target=TARGET, metrics=(METRIC,), machines={"0": MACHINE}, held_out=held_out)
-    files.write_json(dataset.header_path(folder), header)
-    described = (dataset.DatasetKernel(kernel=kernel, models=tuple(owners.get(name, ()))) for name, kernel in kernels.items())
-    files.write_text(dataset.kernels_path(folder), "".join(one.model_dump_json() + "\n" for one in described))
-    files.write_csv(dataset.kernel_table_path(folder), dataset.kernel_columns([METRIC]), rows)
-    files.write_csv(dataset.model_table_path(folder), dataset.model_columns([METRIC]), (
+    header = DatasetHeader(target=TARGET, metrics=(METRIC,), machines={"0": MACHINE}, held_out=held_out)
+    files.write_json(header_path(folder), header)
+    described = (DatasetKernel(kernel=kernel, models=tuple(owners.get(name, ()))) for name, kernel in kernels.items())
+    files.write_text(kernels_path(folder), "".join(one.model_dump_json() + "\n" for one in described))
+    files.write_csv(kernel_table_path(folder), kernel_columns([METRIC]), rows)
+    files.write_csv(model_table_path(folder), model_columns([METRIC]), (
         {"Model": name, "Level": 0.0, METRIC: 0.0, "Latency_ms": 1.1 * time_ms, "median_ms": time_ms, "Status": "ok", **stamps}
         for name, time_ms in models.items()))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from model_zoo.zoo_config import load_zoo_config
+from model_zoo.exporting.zoo_config import load_zoo_config
 from utils.fingerprint import has_cuda
 from utils.paths import ROOT
 
@@ -30,9 +30,9 @@ model: {warmup: 1, budget_s: 0.1, least_runs: 4, most_runs: 10}
 TINY = {  # instead of what a config says; all else stays as it says
     "model_zoo/config.yaml": {"image_sizes": [32], "batch_sizes": [1]},
     "benchmark/config.yaml": {"levels": [0.0, 0.5], "stress": {"settle_s": 0.2}, **yaml.safe_load(QUICK_COLLECTOR)},
-    "demo/model_zoo.yaml": {"models": ["resnet18", "mnasnet1_0"], "image_sizes": [32]},
-    "demo/open_sizes.yaml": {"image_sizes": [32]},
-    "demo/collector.yaml": {"levels": [0.0], **yaml.safe_load(QUICK_COLLECTOR)},
+    "recipes/demo/model_zoo.yaml": {"models": ["resnet18", "mnasnet1_0"], "image_sizes": [32]},
+    "recipes/demo/open_sizes.yaml": {"image_sizes": [32]},
+    "recipes/demo/collector.yaml": {"levels": [0.0], **yaml.safe_load(QUICK_COLLECTOR)},
     "training/config.yaml": {"folds": 2, "xgboost": {"trees": 40}, "forest": {"trees": 3}},
 }
 SMALLER = (("224x224", "32x32"), ("--count 1000", "--count 20"), ("--duration 10", "--duration 2"))
@@ -76,7 +76,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy2(ROOT / name, folder / name)
     for name, changes in TINY.items():
         (folder / name).write_text(yaml.safe_dump(yaml.safe_load((ROOT / name).read_text(encoding="utf-8")) | changes))
-    script = folder / "demo" / "run.sh"
+    script = folder / "recipes" / "demo" / "run.sh"
     script.write_text(smaller(script.read_text(encoding="utf-8")), encoding="utf-8")
     return folder
 
@@ -107,10 +107,10 @@ def run_or_refuse(command: str, folder: Path) -> str:
 
 def test_the_demo_then_the_first_prediction(copy: Path) -> None:
     """What `make demo` runs after its install ends in the table; then the commands that ask for its models."""
-    table = run("bash demo/run.sh out/demo", copy)
+    table = run("bash recipes/demo/run.sh out/demo", copy)
     assert "MAPE" in table
     assert "mnasnet1_0_fp32_b8_32x32" in table
-    again = run("bash demo/run.sh out/demo", copy)
+    again = run("bash recipes/demo/run.sh out/demo", copy)
     assert "MAPE" in again
     for block in fenced("bash", documents()):
         for line in block.splitlines():
@@ -120,7 +120,7 @@ def test_the_demo_then_the_first_prediction(copy: Path) -> None:
 
 def test_the_demo_exports_what_the_first_prediction_asks_for() -> None:
     """The other tests run a smaller demo; here are the files' names as `make demo` writes them."""
-    demo = (ROOT / "demo" / "run.sh").read_text(encoding="utf-8")
+    demo = (ROOT / "recipes" / "demo" / "run.sh").read_text(encoding="utf-8")
     configs = re.findall(r"torchvision_exporter\.py --config (\S+)", demo)
     written = {f"{export.stem}.onnx" for name in configs for export in load_zoo_config(ROOT / name).exports()}
     asked = re.findall(r"model (\S+\.onnx)", "\n".join([demo, *fenced("bash", documents())]))

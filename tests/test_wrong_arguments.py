@@ -11,7 +11,7 @@ import pytest
 from conftest import small_model
 
 from inference import predict
-from inference.sources import record_of
+from inference.core.sources import record_of
 from utils import files
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace

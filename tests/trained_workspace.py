@@ -12,9 +12,20 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmark import dataset
-from ort_analysis.fusion_detector import analyze
-from ort_analysis.records import Kernel, ModelRecord
+from benchmark.records.blocks import Block, Measurement
+from benchmark.records.files import (
+    DatasetHeader,
+    DatasetKernel,
+    header_path,
+    journal_path,
+    kernel_table_path,
+    kernels_path,
+    model_table_path,
+)
+from benchmark.records.labels import DEFAULT_LABELS
+from benchmark.records.tables import kernel_columns, kernel_rows, model_columns, model_rows, model_sessions
+from ort_analysis.graph.analysis import analyze
+from ort_analysis.records.kernel_record import Kernel, ModelRecord
 from utils import files
 from utils.fingerprint import local_target, machine
 from utils.paths import ROOT, Workspace
@@ -75,37 +86,37 @@ def make_dataset(workspace: Workspace, records: list[ModelRecord]) -> None:
     folder = workspace.dataset(target.name)
     kernels = {kernel.id: kernel for record in records for kernel in record.kernels.values()}
     described = {
-        name: dataset.DatasetKernel(kernel=kernel, models=tuple(one.model for one in records if name in one.kernels))
+        name: DatasetKernel(kernel=kernel, models=tuple(one.model for one in records if name in one.kernels))
         for name, kernel in kernels.items()}
     here = machine("cpu").model_copy(update={"uuid": "made-up"})  # its canary is made up too: nothing to wait for
     stamps = {"started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:00:01+00:00"}
     blocks = []
     for level, metric in LEVELS.items():
-        found = [dataset.Measurement(subject="kernel", id=name, label=label, context="alone",
+        found = [Measurement(subject="kernel", id=name, label=label, context="alone",
                                      samples_ms=(made_up_ms(kernel, metric),) * 3, **stamps)
-                 for name, kernel in kernels.items() for label in dataset.DEFAULT_LABELS]
-        found += [dataset.Measurement(subject="model", id=record.model, label="latency", context="alone",
+                 for name, kernel in kernels.items() for label in DEFAULT_LABELS]
+        found += [Measurement(subject="model", id=record.model, label="latency", context="alone",
                                       samples_ms=(0.9 * time_ms, time_ms, 1.1 * time_ms), **stamps)
                   for record in records for time_ms in [model_ms(record, metric)]]
-        found += [dataset.Measurement(subject="model", id=record.model, label="host_io", context="alone",
+        found += [Measurement(subject="model", id=record.model, label="host_io", context="alone",
                                       samples_ms=(model_ms(record) + copies_ms(record),) * 3, **stamps)
                   for record in records if level == 0]
-        blocks.append(dataset.Block(level=level, key="all", background={METRIC: metric}, during={METRIC: metric},
+        blocks.append(Block(level=level, key="all", background={METRIC: metric}, during={METRIC: metric},
                                     canary_before_ms=1.0, canary_after_ms=1.0, attempts=1, machine=here.uuid,
                                     measurements=tuple(found)))
-    files.write_json(dataset.header_path(folder), dataset.DatasetHeader(
+    files.write_json(header_path(folder), DatasetHeader(
         target=target, metrics=(METRIC,), machines={here.uuid: here}, held_out=(HELD_OUT,)))
-    files.write_text(dataset.journal_path(folder), "".join(block.model_dump_json() + "\n" for block in blocks))
-    files.write_text(dataset.kernels_path(folder), "".join(one.model_dump_json() + "\n" for one in described.values()))
-    files.write_csv(dataset.kernel_table_path(folder), dataset.kernel_columns([METRIC]),
-                    dataset.kernel_rows(blocks, described))
-    files.write_csv(dataset.model_table_path(folder), dataset.model_columns([METRIC]),
-                    dataset.model_rows(dataset.model_sessions(blocks)))
+    files.write_text(journal_path(folder), "".join(block.model_dump_json() + "\n" for block in blocks))
+    files.write_text(kernels_path(folder), "".join(one.model_dump_json() + "\n" for one in described.values()))
+    files.write_csv(kernel_table_path(folder), kernel_columns([METRIC]),
+                    kernel_rows(blocks, described))
+    files.write_csv(model_table_path(folder), model_columns([METRIC]),
+                    model_rows(model_sessions(blocks)))
 
 
 def make_models(workspace: Workspace) -> list[ModelRecord]:
     """Exports the small models and writes their records; `dynnet` has a dynamic batch and is in no dataset."""
-    from ort_analysis.records import record_path
+    from ort_analysis.records.reading import record_path
 
     paths = [conv_net(workspace.models / f"{name}_c{channels}.onnx", channels=channels, batch=batch)
              for name, batch in (("anet", 1), ("bnet", 2), ("cnet", 4)) for channels in (8, 16, 24, 32, 48, 64)]

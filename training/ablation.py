@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from training.estimators import Problem, TimePredictor, TrainingConfig
-    from training.fit_composition import MeasuredModel, TimesOfModels
-    from training.training_set import TrainingSet
+    from training.composition.measured_models import MeasuredModel, TimesOfModels
+    from training.kernels.estimators import Problem, TimePredictor
+    from training.kernels.settings import TrainingConfig
+    from training.kernels.training_set import TrainingSet
 
     Floats = npt.NDArray[np.float64]
 
@@ -48,7 +49,7 @@ class Variant:
 
     Attributes:
         what: in words.
-        without: groups of features (training/features.py) that are all zero, so that no tree can use them.
+        without: groups of features (training/kernels/features.py) that are all zero, so that no tree can use them.
         roofline: whether log(time / roofline) is learned; else log(time).
         kernels: what is learned from: `all`, those without the free ones (sampled near no model), or those `of models` alone.
         learner: boosters; a random forest on the same numbers; or boosters after a classifier of CUDA kernels.
@@ -96,7 +97,7 @@ class Forest:
         """As of `KernelModel`."""
         import numpy as np
 
-        from training.estimators import TABLES, design_matrix
+        from training.kernels.estimators import TABLES, design_matrix
 
         matrix = design_matrix(types, features, load, self.problem.type_codes)
         return self.problem.roofline.bound_ms(flops, bytes_moved, features[:, TABLES]) * np.exp(self.forest.predict(matrix))
@@ -131,11 +132,13 @@ def load(workspace: Workspace, target: str) -> Dataset:
     """
     import numpy as np
 
-    from benchmark.dataset import GPU_LABEL, SAMPLED, load_kernel_table
-    from training.cuda_classes import cuda_class
-    from training.fit_composition import measured_models
-    from training.predictor_files import read_sidecar
-    from training.training_set import load_training_set, measured_times
+    from benchmark.records.files import SAMPLED
+    from benchmark.records.labels import GPU_LABEL
+    from benchmark.records.reading import load_kernel_table
+    from training.composition.measured_models import measured_models
+    from training.kernels.cuda_classes import cuda_class
+    from training.kernels.sidecar import read_sidecar
+    from training.kernels.training_set import load_training_set, measured_times
 
     sidecar = read_sidecar(workspace.predictors(target))
     label = GPU_LABEL if GPU_LABEL in sidecar.labels else next(iter(sidecar.labels))
@@ -155,7 +158,7 @@ def chosen_rows(data: Dataset, variant: Variant) -> TrainingSet:
     """What a variant may learn from, with the features that it may see."""
     import numpy as np
 
-    from training.features import FEATURE_GROUPS, FEATURES
+    from training.kernels.features import FEATURE_GROUPS, FEATURES
 
     rows = data.rows
     if variant.kernels == "without free":
@@ -172,8 +175,8 @@ def learn(rows: TrainingSet, data: Dataset, variant: Variant, config: TrainingCo
     """What a variant learns from some rows."""
     import numpy as np
 
-    from training.cuda_classes import fit_two_stages
-    from training.estimators import FLAT, fit_kernel_model, pose, train_forest
+    from training.kernels.cuda_classes import fit_two_stages
+    from training.kernels.estimators import FLAT, fit_kernel_model, pose, train_forest
 
     config = config.model_copy(update={"seed": config.seed + variant.seed})
     if variant.other_settings:
@@ -204,8 +207,8 @@ def sum_mape(models: Sequence[MeasuredModel], predicted: TimesOfModels, measured
 
 def evaluate(data: Dataset, variants: Mapping[str, Variant], config: TrainingConfig) -> list[dict[str, Any]]:
     """A row a variant, errors in per cent. Where the dataset lacks the names of CUDA kernels, what needs them is left out."""
-    from training.fit_composition import left_out_groups, predict_out_of_fold
-    from training.leave_families_out import kernel_errors
+    from training.composition.left_out import kernel_errors, predict_out_of_fold
+    from training.composition.measured_models import left_out_groups
 
     left_out, groups = left_out_groups(data.models)
     table = []
@@ -232,8 +235,8 @@ def main() -> int:
                         help="settings (default: training/config.yaml)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    from training.estimators import TrainingConfig
-    from training.fit_composition import left_out_groups, targets
+    from training.composition.measured_models import left_out_groups, targets
+    from training.kernels.settings import TrainingConfig
     from utils.config import load_config
 
     config = load_config(args.config, TrainingConfig)

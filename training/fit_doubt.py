@@ -14,31 +14,18 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import TYPE_CHECKING, Any
 
+from training.kernels.doubt import save_doubt
 from utils import cli
 from utils.logger import get_logger
-from utils.paths import Workspace
 
 if TYPE_CHECKING:
-    from training.doubt import Doubt
-    from training.training_set import TrainingSet
+    from training.kernels.doubt import Doubt
 
 log = get_logger("training")
 EXAMPLES = """
 python training/fit_doubt.py
 python training/fit_doubt.py --target h200-cuda-ort1.31-all --out training/shipped/h200-cuda-ort1.31-all
 """
-
-
-def save_doubt(workspace: Workspace, rows: TrainingSet, folder: Path) -> Doubt:
-    """Learns doubt from the dataset of `rows`, and writes it into `folder`."""
-    from benchmark.dataset import read_kernels
-    from training.doubt import doubt_path, learn_doubt
-    from utils import files
-
-    described = read_kernels(workspace.dataset(rows.header.target.name), set(rows.ids.tolist()))
-    doubt = learn_doubt(rows, (entry.kernel for entry in described))
-    files.write_json(doubt_path(folder), doubt)
-    return doubt
 
 
 def table(target: str, doubt: Doubt) -> list[dict[str, Any]]:
@@ -53,8 +40,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="write into this folder (default: the target's predictors)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    from benchmark.dataset import collected_targets
-    from training.training_set import load_training_set
+    from benchmark.records.files import collected_targets
+    from training.kernels.training_set import load_training_set
 
     rows = []
     for target in [args.target] if args.target else collected_targets(workspace):

@@ -9,8 +9,8 @@ Prints the errors of the mean, the median and the 95th percentile of latencies, 
 out of every fit, with all kernels predicted: from a probe's reading just before, from the metrics alone, from the background's
 busy share and nothing else (as inference/load_curve.py is told it; here the probe found it), and, where a model in a loop is
 the background, from that model's prediction; and beside them what the plan's own path errs where kernels were
-measured under load too (training/kernels_under_load.py), the idle latency, that divided by the share of the time that is
-left, and what another machine's measurement of the same is off.
+measured under load too (training/baselines/kernels_under_load.py), the idle latency, that divided by the share of the time that
+is left, and what another machine's measurement of the same is off.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from benchmark.backgrounds import Background
-    from training.estimators import TrainingConfig
-    from training.shared_runs import SharedRuns, Simulated, SimulatedModels
-    from training.sharing import Sharing, SharingErrors
+    from benchmark.load.backgrounds import Background
+    from training.kernels.settings import TrainingConfig
+    from training.sharing.learned import Sharing, SharingErrors
+    from training.sharing.shared_runs import SharedRuns, Simulated, SimulatedModels
 
     Floats = npt.NDArray[np.float64]
 
@@ -68,8 +68,8 @@ def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, flo
     """
     import numpy as np
 
-    from benchmark.probe_reading import QUANTILES
-    from training.sharing import Sharing
+    from benchmark.load.probe_reading import QUANTILES
+    from training.sharing.learned import Sharing
 
     at = np.linspace(0.0, 1.0, QUANTILES)
     readings = {id(run.other): run for run in runs if len(run.other.waits_ms)}.values()
@@ -105,7 +105,7 @@ class Evaluation:
         """
         import numpy as np
 
-        from training.shared_runs import statistics_of
+        from training.sharing.shared_runs import statistics_of
 
         self.runs = [run for run in runs if run.model in models.strict]
         if not self.runs:
@@ -120,7 +120,7 @@ class Evaluation:
     @staticmethod
     def _calibrated(model: Simulated, run: SharedRuns) -> Simulated:
         """The model, as long on an idle GPU as it was measured: what the sharing alone errs."""
-        from training.shared_runs import Simulated
+        from training.sharing.shared_runs import Simulated
 
         return Simulated(model.tracks, model.costs, run.idle_ms - model.idle_ms())
 
@@ -146,7 +146,7 @@ class Evaluation:
         """Predictions by what they are made from, each shaped (runs, 3): mean, median, 95th percentile in ms."""
         import numpy as np
 
-        from training.sharing import other_work_guessed
+        from training.sharing.learned import other_work_guessed
 
         found: dict[str, list[Floats]] = defaultdict(list)
         for place, (run, (chosen, learned)) in enumerate(zip(self.runs, fits, strict=True)):
@@ -169,8 +169,8 @@ def errors_of(predicted: Floats, measured: Floats) -> SharingErrors:
     """Mean errors of the three statistics, where there is a prediction."""
     import numpy as np
 
-    from training.shared_runs import STATISTICS
-    from training.sharing import SharingErrors
+    from training.sharing.learned import SharingErrors
+    from training.sharing.shared_runs import STATISTICS
 
     there = np.isfinite(predicted[:, 0])
     errors = np.abs(predicted[there] / measured[there] - 1.0).mean(axis=0)
@@ -182,7 +182,7 @@ def tables(evaluation: Evaluation, left_out: Mapping[str, Floats]) -> tuple[list
     probe)."""
     import numpy as np
 
-    from training.shared_runs import STATISTICS
+    from training.sharing.shared_runs import STATISTICS
 
     measured = evaluation.measured
 
@@ -211,9 +211,9 @@ def fit_target(workspace: Workspace, beside: Sequence[Workspace], target: str,
     """
     import numpy as np
 
-    from benchmark.dataset import read_journal
-    from training.pairs import Pairs, looped_models
-    from training.shared_runs import alone_ms, measured_elsewhere, shared_runs, simulated_models
+    from benchmark.records.files import read_journal
+    from training.sharing.pairs import Pairs, looped_models
+    from training.sharing.shared_runs import alone_ms, measured_elsewhere, shared_runs, simulated_models
 
     backgrounds = backgrounds_of(beside, target)
     blocks = [block for one in beside for block in read_journal(one.dataset(target))]
@@ -246,7 +246,7 @@ def backgrounds_of(beside: Sequence[Workspace], target: str) -> dict[str, Backgr
     Raises:
         UserError: a dataset is missing, or two give one name to different backgrounds.
     """
-    from benchmark.dataset import load_header
+    from benchmark.records.files import load_header
 
     found: dict[str, Background] = {}
     for one in beside:
@@ -263,7 +263,7 @@ def by_the_plan(evaluation: Evaluation, beside: Sequence[Workspace], target: str
     all three statistics."""
     import numpy as np
 
-    from training.kernels_under_load import measured_under_load, summed_ms
+    from training.baselines.kernels_under_load import measured_under_load, summed_ms
 
     found = np.full(len(evaluation.runs), np.nan)
     for one in beside:
@@ -283,10 +283,10 @@ def main() -> int:
     args = parser.parse_args()
     workspace = cli.start(args)
     beside = [Workspace(one) for one in args.beside or [workspace.root]]
-    from benchmark.dataset import collected_targets, load_header
-    from training.estimators import TrainingConfig
-    from training.fit_composition import targets
-    from training.sharing import sharing_path
+    from benchmark.records.files import collected_targets, load_header
+    from training.composition.measured_models import targets
+    from training.kernels.settings import TrainingConfig
+    from training.sharing.learned import sharing_path
     from utils.config import load_config
 
     config = load_config(args.config, TrainingConfig)

@@ -18,6 +18,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from training.composition.left_out import kernel_errors
 from utils import cli
 from utils.errors import UserError
 from utils.logger import get_logger
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from training.estimators import TrainingConfig
-    from training.fit_composition import MeasuredModel, TimesOfModels
-    from training.pipeline import Tracks
-    from training.training_set import TrainingSet
+    from training.composition.fit_pipeline import Tracks
+    from training.composition.measured_models import MeasuredModel, TimesOfModels
+    from training.kernels.settings import TrainingConfig
+    from training.kernels.training_set import TrainingSet
     from utils.timing import ErrorStatistics
 
     Floats = npt.NDArray[np.float64]
@@ -60,18 +61,6 @@ def shared_times(out_of_fold: TimesOfModels, rows: TrainingSet, label: str, mode
     return found
 
 
-def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:
-    """Errors of the kernels of all models, each once a family, in per cent: plain, median, weighted by the time they take."""
-    import numpy as np
-
-    pairs = {(kernel, round(time, 9)): (time, measured[kernel][label]) for times in out_of_fold.values()
-             for kernel, time in times.items() if time and label in measured.get(kernel, {})}
-    predicted, times = np.array(list(pairs.values())).T
-    errors = np.abs(predicted / times - 1)
-    return {"MAPE_%": 100 * float(errors.mean()), "median_%": 100 * float(np.median(errors)),
-            "time_weighted_MAPE_%": 100 * float((errors * times).sum() / times.sum()), "kernels": len(pairs)}
-
-
 def model_errors(what: str, predicted_ms: Floats, measured_ms: Floats) -> dict[str, Any]:
     """A row of the table of models."""
     from utils.timing import error_statistics
@@ -94,15 +83,18 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
     """
     import numpy as np
 
-    from benchmark.dataset import GPU_LABEL
-    from training import nn_meter
-    from training.composition import leave_out
-    from training.estimators import LAUNCHES, fit_roofline
-    from training.fit_composition import known_times, left_out_groups, measured_models, predict_out_of_fold, tracks
-    from training.pipeline import can_fit, left_out_ms
-    from training.predictor_files import ON_GPU, read_sidecar
-    from training.training_set import load_training_set, measured_times
-    from training.ways_of_running import fit_graph_replay, fit_host_io
+    from benchmark.records.labels import GPU_LABEL
+    from training.baselines import nn_meter
+    from training.composition.fit_pipeline import can_fit, left_out_ms
+    from training.composition.fitting import leave_out
+    from training.composition.left_out import predict_out_of_fold
+    from training.composition.measured_models import known_times, left_out_groups, measured_models, tracks
+    from training.composition.ways_of_running import fit_graph_replay, fit_host_io
+    from training.kernels.predictors import ON_GPU
+    from training.kernels.roofline import fit_roofline
+    from training.kernels.settings import LAUNCHES
+    from training.kernels.sidecar import read_sidecar
+    from training.kernels.training_set import load_training_set, measured_times
 
     sidecar = read_sidecar(workspace.predictors(target))
     rows = load_training_set(workspace, target)
@@ -162,9 +154,10 @@ def main() -> int:
     parser.add_argument("--without-forests", action="store_true", help="leave nn-Meter's forests out, which take minutes")
     args = parser.parse_args()
     workspace = cli.start(args)
-    from training.estimators import TrainingConfig
-    from training.fit_composition import targets
-    from training.predictor_files import ON_GPU, read_sidecar
+    from training.composition.measured_models import targets
+    from training.kernels.predictors import ON_GPU
+    from training.kernels.settings import TrainingConfig
+    from training.kernels.sidecar import read_sidecar
     from utils.config import load_config
 
     config = load_config(args.config, TrainingConfig)

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from training.estimators import KernelModel, TrainingConfig
-    from training.predictor_files import Sidecar, TypeErrors
-    from training.training_set import TrainingSet
+    from training.kernels.estimators import KernelModel
+    from training.kernels.settings import TrainingConfig
+    from training.kernels.sidecar import Sidecar, TypeErrors
+    from training.kernels.training_set import TrainingSet
 
     Floats = npt.NDArray[np.float64]
 
@@ -76,7 +77,7 @@ def cross_validate(rows: TrainingSet, label: str, own: list[str], config: Traini
     """Every row predicted by estimators that saw none of its kernel's rows."""
     import numpy as np
 
-    from training import estimators
+    from training.kernels import estimators
 
     folds = estimators.assign_folds(rows.ids, rows.types, config.folds, config.seed)
 
@@ -119,8 +120,9 @@ def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own: list[str]
     all levels."""
     import numpy as np
 
-    from training.estimators import LAUNCHES, SHARED
-    from training.predictor_files import TypeErrors
+    from training.kernels.estimators import SHARED
+    from training.kernels.settings import LAUNCHES
+    from training.kernels.sidecar import TypeErrors
     from utils.timing import error_statistics
 
     measured = rows.times_ms[label]
@@ -165,7 +167,7 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig) -> Traine
     """
     import numpy as np
 
-    from training.estimators import fit_kernel_model
+    from training.kernels.estimators import fit_kernel_model
 
     rows = rows.rows(np.isfinite(rows.times_ms[label]))
     kernels = sorted(set(zip(rows.ids.tolist(), rows.types.tolist(), strict=True)))
@@ -191,8 +193,8 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig) -> Traine
 def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig) -> Sidecar | None:
     """The sidecar of predictors that were trained on these very rows, with these settings, features and packages; or None, also
     where their errors are gone."""
-    from training.features import FEATURES
-    from training.predictor_files import installed_packages, read_sidecar, sidecar_path
+    from training.kernels.features import FEATURES
+    from training.kernels.sidecar import installed_packages, read_sidecar, sidecar_path
 
     folder = workspace.predictors(rows.header.target.name)
     if not sidecar_path(folder).is_file() or not workspace.kernel_errors(folder.name).is_file():
@@ -209,8 +211,8 @@ def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig
 def save_errors(workspace: Workspace, rows: TrainingSet, trained: Trained) -> None:
     """Writes how far off one label's predictors are on each kernel when it is left out. None of a held-out family is among
     them: `rows` holds none."""
-    from benchmark.dataset import read_kernels
-    from kernel_model.kernel_errors import KernelError, KernelErrors, write_errors
+    from benchmark.records.files import read_kernels
+    from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
 
     header, families = rows.header, dict(zip(rows.ids.tolist(), rows.families, strict=True))
     described = {entry.kernel.id: entry.kernel for entry in read_kernels(workspace.dataset(header.target.name))}
@@ -228,10 +230,10 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config
 
     import numpy as np
 
-    from benchmark.dataset import GPU_LABEL
-    from training.fit_doubt import save_doubt
-    from training.predictor_files import save_predictors
-    from training.training_set import measured_times
+    from benchmark.records.labels import GPU_LABEL
+    from training.kernels.doubt import save_doubt
+    from training.kernels.saving import save_predictors
+    from training.kernels.training_set import measured_times
 
     save_doubt(workspace, rows, workspace.predictors(rows.header.target.name))
     save_errors(workspace, rows, next((one for one in trained if one.label == GPU_LABEL), trained[0]))
@@ -253,8 +255,8 @@ def head(rows: TrainingSet, label: str, count: int = 5) -> list[dict[str, Any]]:
     """The first rows as the estimators see them: sizes, the encoded type, the load; and the time to learn."""
     import numpy as np
 
-    from training.estimators import pose
-    from training.features import FEATURES
+    from training.kernels.estimators import pose
+    from training.kernels.features import FEATURES
 
     codes = pose(rows.rows(np.isfinite(rows.times_ms[label])), label).type_codes
     table = []
@@ -280,10 +282,10 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="train again although nothing changed since the last time")
     args = parser.parse_args()
     workspace = cli.start(args)
-    from benchmark.dataset import collected_targets
-    from training.estimators import TrainingConfig
-    from training.predictor_files import sidecar_path
-    from training.training_set import load_training_set
+    from benchmark.records.files import collected_targets
+    from training.kernels.settings import TrainingConfig
+    from training.kernels.sidecar import sidecar_path
+    from training.kernels.training_set import load_training_set
     from utils.config import load_config
 
     config = load_config(args.config, TrainingConfig)

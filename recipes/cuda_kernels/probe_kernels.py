@@ -4,7 +4,7 @@ Needs an NVIDIA GPU. Reads the operator schemas of the installed ONNX Runtime an
 the table by which `ort_analysis` assigns nodes to providers on machines without a GPU (no GPU needed, but the same version):
 
     python recipes/cuda_kernels/probe_kernels.py --out answers.json
-    python recipes/cuda_kernels/probe_kernels.py --table answers.json --out ort_analysis/cuda_kernels.json
+    python recipes/cuda_kernels/probe_kernels.py --table answers.json --out ort_analysis/cuda/cuda_kernels.json
 
 Each graph is `input → Identity → operator → Identity → output`, opened without optimisation. Where the operator went says
 whether the CUDA provider has a kernel for these types. The Memcpy nodes around it say which of its inputs and outputs the
@@ -29,8 +29,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ort_analysis.records import type_code
-from ort_analysis.tensor_shapes import session_dtype
+from ort_analysis.graph.tensor_shapes import session_dtype
+from ort_analysis.records.elements import type_code
 from utils import cli, files
 from utils.fingerprint import ort_version
 from utils.logger import get_logger

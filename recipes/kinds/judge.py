@@ -154,8 +154,8 @@ def on_gpu(path: Path | None) -> dict[str, float]:
 def paces_on_gpu(path: Path | None, workspace: Path) -> dict[str, float]:
     """The host's pace beside each model, of what compare_on_gpu.py wrote: ratios, to four digits, to the pace that the shipped
     predictors hold for. Empty without a file; models of an older file have none."""
-    from inference.host_pace import ratio_of
-    from inference.targets import fitted_for
+    from inference.core.host_pace import ratio_of
+    from inference.core.targets import fitted_for
     from utils.paths import Workspace
 
     rows = files.read_json(path)["models"] if path else []

@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from benchmark.sizes_of_a_run import sizes_of_a_run
+from benchmark.runtimes.ort.sizes_of_a_run import sizes_of_a_run
 from recipes.kinds.manifest import MANIFEST, MadeModel, Manifest, load_manifest
 from utils import cli, files
 from utils.errors import UserError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from ort_analysis.cuda_capture import COPIES
+from ort_analysis.cuda.capture import COPIES
 from recipes.kinds.manifest import MadeModel
 from utils.fingerprint import package_version
 
@@ -78,7 +78,8 @@ class GpuLatency(BaseModel):
     """How long a model takes on the GPU, in ms: the median of `runs` runs, tensors on the device or (`io` host) not.
 
     Attributes:
-        host_probe_us: what the probe of the host took beside these runs (benchmark/quiet_host.py); None in older files.
+        host_probe_us: what the probe of the host took beside these runs (benchmark/measuring/quiet_host.py); None in older
+        files.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -101,8 +102,9 @@ def ways_of(model: MadeModel) -> tuple[str, ...]:
 def feed_of(session: onnxruntime.InferenceSession, dims: Mapping[str, int],
             steering: Mapping[str, int | bool] | None = None) -> dict[str, Any]:
     """Inputs as the runner makes them, for a session whose dimensions may be open; `steering` ones get the value given."""
-    from benchmark.ort_kernel_runner import random_floats, session_dtype
-    from ort_analysis.records import numpy_dtype
+    from kernel_model.building.dummy_data import random_floats
+    from ort_analysis.graph.tensor_shapes import session_dtype
+    from ort_analysis.records.elements import numpy_dtype
 
     feed = {}
     for value in session.get_inputs():
@@ -118,7 +120,8 @@ def named(path: Path) -> bytes | Path:
     """The model with a name for every node, those of bodies too; the file itself where its weights lie elsewhere."""
     import onnx
 
-    from ort_analysis.ort_graph_parser import external_files, name_nodes
+    from ort_analysis.graph.parsed_nodes import name_nodes
+    from utils.model_files import external_files
 
     proto = onnx.load(str(path), load_external_data=False)
     if external_files(path, proto):
@@ -145,8 +148,9 @@ def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList
     """What a CUDA session runs: its graph as ONNX Runtime saves it, each node's provider as its profile of a run tells."""
     import onnx
 
-    from ort_analysis.ort_graph_parser import EXTERNAL_BYTES, read_source
-    from ort_analysis.tensor_shapes import assignments
+    from ort_analysis.graph.parsing import EXTERNAL_BYTES
+    from ort_analysis.graph.source import read_source
+    from ort_analysis.graph.tensor_shapes import assignments
     from utils.ort_sessions import PROVIDER_NAMES, open_session
 
     saved = folder / "saved.onnx"
@@ -185,8 +189,8 @@ def unnamed_providers(proto: onnx.ModelProto, saved: Path, name: str) -> dict[st
     names in `proto`, and a session of the graph as it stands says who runs them."""
     import onnx
 
-    from ort_analysis.ort_graph_parser import name_nodes
-    from ort_analysis.tensor_shapes import assignments
+    from ort_analysis.graph.parsed_nodes import name_nodes
+    from ort_analysis.graph.tensor_shapes import assignments
     from utils.ort_sessions import open_session
 
     before = Counter(node.name for node in proto.graph.node)
@@ -202,7 +206,7 @@ def unnamed_providers(proto: onnx.ModelProto, saved: Path, name: str) -> dict[st
 
 def hases_kernels(model: MadeModel, path: Path, way: str) -> dict[str, int]:
     """The kernels of Hase's own record of a model on CUDA; none where it can't be analysed."""
-    from ort_analysis.fusion_detector import analyze
+    from ort_analysis.graph.analysis import analyze
     from utils.errors import UserError
 
     try:
@@ -214,8 +218,8 @@ def hases_kernels(model: MadeModel, path: Path, way: str) -> dict[str, int]:
 
 def derived_nodes(model: MadeModel, path: Path, way: str) -> NodeList:
     """What Hase takes a CUDA session to run, on a machine without a GPU; both branches of an If."""
-    from ort_analysis.fusion_detector import kernel_of
-    from ort_analysis.ort_graph_parser import parse_graph, shape_text
+    from ort_analysis.graph.analysis import kernel_of
+    from ort_analysis.graph.parsing import parse_graph, shape_text
 
     graph = parse_graph(path, "cuda", model.dims, static=way == "static")
     branches = [{**model.dims, f"{node.name}.{branch}": 1} for node in graph.nodes if node.op_type == "If"
@@ -238,10 +242,10 @@ def derived_nodes(model: MadeModel, path: Path, way: str) -> NodeList:
 def gpu_latency(model: MadeModel, path: Path, way: str, budget_s: float, execution_provider: str = "cuda") -> GpuLatency:
     """Times a CUDA session (in tests one of `cpu`) as its host is, and the host's probe beside it; with numpy arrays where its
     outputs can't stay on the device (maps, say)."""
-    from benchmark.ort_kernel_runner import Runner, bind
-    from benchmark.protocol import Effort
-    from benchmark.quiet_host import all_samples_ms, host_probe
-    from ort_analysis.ort_graph_parser import read_source
+    from benchmark.measuring.effort import Effort
+    from benchmark.measuring.quiet_host import all_samples_ms, host_probe
+    from benchmark.runtimes.ort.runner import Runner, bind
+    from ort_analysis.graph.source import read_source
     from utils.ort_sessions import model_errors, open_session
     from utils.timing import summarize
 

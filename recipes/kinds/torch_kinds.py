@@ -577,7 +577,7 @@ class Mlp(nn.Module):
 # --- torchvision ------------------------------------------------------------------------------------------------------------
 
 def write_classifier(path: Path, name: str, opset: int = 17, size: int = 224, batch: int = 1) -> None:
-    from model_zoo.torch_models import build
+    from model_zoo.exporting.torch_models import build
 
     export(build(name, "fp32", (size, size)), images(batch, 3, size, size), path, opset)
 

@@ -22,7 +22,7 @@ from unittest import mock
 
 import numpy as np
 
-from benchmark.probe_reading import ProbedRuns, ProbeReading
+from benchmark.load.probe_reading import ProbedRuns, ProbeReading
 from utils import files
 
 HERE = Path(__file__).resolve().parent
@@ -152,7 +152,7 @@ def answers(folder: Path) -> dict[str, Any]:
     found = {}
     asked = questions()
     logging.disable(logging.WARNING)
-    with contextlib.chdir(folder), mock.patch("inference.targets.local_targets", return_value=()):  # wherever it is asked
+    with contextlib.chdir(folder), mock.patch("inference.core.targets.local_targets", return_value=()):  # wherever it is asked
         for question in asked:
             found[question] = ask(question)
         learn_anew()

@@ -1,4 +1,4 @@
-"""Records the answers that tests/test_same_predictions.py holds predictions to, after a change on purpose.
+"""Records the answers that tests/recipes/test_same_predictions.py holds predictions to, after a change on purpose.
 
 Asks the questions of `questions.py` and writes answers.json.xz beside it; prints what changed. With --models, first makes the
 records of models anew; with --cpu, first packs the workspace of a CPU's dataset. `run.sh` makes both.
@@ -65,7 +65,7 @@ def pack(archive: Path, members: Iterable[tuple[str, bytes]]) -> None:
 
 def records_of(models: Path) -> Iterable[tuple[str, bytes]]:
     """The records of the models that the questions are about, for both devices."""
-    from ort_analysis.fusion_detector import analyze
+    from ort_analysis.graph.analysis import analyze
 
     for device in ("cuda", "cpu"):
         for name in asked.RECORDED:

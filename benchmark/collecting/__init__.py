@@ -1,0 +1,1 @@
+"""What the collector measures, in which order, and how it asks for it."""

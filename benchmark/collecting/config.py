@@ -1,0 +1,136 @@
+"""The collector's config: benchmark/config.yaml, validated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from benchmark.load.backgrounds import COMPUTE, Background
+from benchmark.measuring.effort import Effort
+from benchmark.metrics.source import MetricSource
+from benchmark.metrics.sources import SourceName, open_source
+from benchmark.records.labels import DEFAULT_LABELS, GPU_LABEL, UNPROFILED, VARIANTS
+from utils.config import Config
+from utils.errors import UserError
+
+Level = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class EffortConfig(Config):
+    warmup: int = Field(2, ge=0)
+    warmup_s: float = Field(0.02, ge=0)
+    budget_s: float = Field(0.05, gt=0)
+    least_runs: int = Field(5, ge=2)
+    most_runs: int = Field(50, ge=2)
+
+    def effort(self) -> Effort:
+        return Effort(**self.model_dump())
+
+
+class StressConfig(Config):
+    backgrounds: tuple[Background, ...] = Field((COMPUTE,), min_length=1)
+    settle_s: float = Field(1.0, ge=0)
+
+    @field_validator("backgrounds")
+    @classmethod
+    def _all_names_differ(cls, backgrounds: tuple[Background, ...]) -> tuple[Background, ...]:
+        if len({background.name for background in backgrounds}) != len(backgrounds):
+            raise ValueError("one name stands twice")
+        return backgrounds
+
+
+class CollectorConfig(Config):
+    """See the comments in benchmark/config.yaml."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    labels: tuple[Literal["run", "kernel_time", "node_span", "unprofiled", "gpu"], ...] = ()
+    model_labels: bool = True
+    variants: tuple[Literal["host_io", "cuda_graph"], ...] | None = None
+    sessions: int = Field(1, ge=1)
+    levels: tuple[Level, ...] = Field((0.0, 0.3, 0.6, 0.9), min_length=1)
+    stress: StressConfig = StressConfig()
+    metrics: tuple[str, ...] = ()
+    source: SourceName = "auto"
+    dcgm_address: str | None = None
+    replay: Path | None = None
+    replay_step_s: float | None = Field(None, gt=0)
+    window_s: float = Field(0.5, gt=0)
+    probe_s: float = Field(0.2, ge=0)
+    kernel_levels: tuple[Level, ...] | None = None
+    kernel: EffortConfig = EffortConfig()
+    model: EffortConfig = EffortConfig(budget_s=2.0, least_runs=6, most_runs=200)
+    block_kernels: int = Field(32, ge=1)
+    block_models: int = Field(1, ge=1)
+    tracers: int = Field(1, ge=1, le=16)
+    canary_drift: float = Field(0.05, gt=0)
+    attempts: int = Field(2, ge=1)
+    attempts_under_load: int = Field(2, ge=1)
+    patience_s: float = Field(15.0, ge=0)
+    each_machine: bool = True
+    ties: int = Field(100, ge=0)
+    timeout_s: float = Field(120.0, gt=0)
+    held_out: tuple[str, ...] = ()
+    held_out_backgrounds: tuple[str, ...] = ()
+
+    @field_validator("levels", "labels", "variants")
+    @classmethod
+    def _all_differ(cls, values: tuple[float | str, ...] | None) -> tuple[float | str, ...] | None:
+        if values is not None and len(set(values)) != len(values):
+            raise ValueError("one stands twice")
+        return values
+
+    @field_validator("held_out_backgrounds")
+    @classmethod
+    def _all_are_backgrounds(cls, names: tuple[str, ...], given: ValidationInfo) -> tuple[str, ...]:
+        there = {background.name for background in given.data["stress"].backgrounds} if "stress" in given.data else set(names)
+        if unknown := sorted(set(names) - there):
+            raise ValueError(f"{', '.join(unknown)} is none of stress.backgrounds, which are {', '.join(sorted(there))}")
+        return names
+
+    def open_source(self, execution_provider: str) -> MetricSource:
+        """The source of metrics for `cpu` or `cuda`; `UserError` where it is not here or lacks one of the metrics."""
+        return open_source(execution_provider, self.metrics, self.source, dcgm_address=self.dcgm_address, replay=self.replay,
+                           replay_step_s=self.replay_step_s)
+
+    def loads(self) -> list[tuple[float, Background | None]]:
+        """What to measure under, in turn: each level with every background, an idle one with None."""
+        return [(level, background) for level in self.levels for background in (self.stress.backgrounds if level else (None,))]
+
+    def backgrounds_on(self, execution_provider: str) -> dict[str, Background]:
+        """The backgrounds by name; none where only idle levels are measured.
+
+        Raises:
+            UserError: one that `cpu` or `cuda` can't have.
+        """
+        if not any(self.levels):
+            return {}
+        for background in self.stress.backgrounds:
+            background.check_on(execution_provider)
+        return {background.name: background for background in self.stress.backgrounds}
+
+    def variants_on(self, execution_provider: str) -> tuple[str, ...]:
+        """The further ways in which whole models are run on `cpu` or `cuda`.
+
+        Raises:
+            UserError: `cuda_graph` is asked for on a CPU.
+        """
+        if self.variants is None:
+            return VARIANTS if execution_provider == "cuda" else VARIANTS[:1]
+        if execution_provider == "cpu" and "cuda_graph" in self.variants:
+            raise UserError("variants: cuda_graph: only a GPU has CUDA graphs, and this is a CPU target")
+        return self.variants
+
+    def labels_on(self, execution_provider: str) -> tuple[str, ...]:
+        """The labels that every kernel gets on `cpu` or `cuda`, the first above all.
+
+        Raises:
+            UserError: `gpu` is asked for on a CPU.
+        """
+        if execution_provider == "cpu" and GPU_LABEL in self.labels:
+            raise UserError("labels: gpu: only a GPU has this label, and this is a CPU target")
+        if execution_provider == "cuda" and UNPROFILED in self.labels:
+            raise UserError("labels: unprofiled: on a GPU the host's runs do not wait for the kernels; label gpu has no "
+                            "profiler's part either")
+        return self.labels or (*DEFAULT_LABELS, *((GPU_LABEL,) if execution_provider == "cuda" else ()))

@@ -1,0 +1,112 @@
+"""The kernels and models to measure for a target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmark.records.files import DatasetKernel, sampled_from
+from kernel_model.building.carrier import carrier_bytes
+from kernel_model.building.kernel_models import built_kernel
+from kernel_model.sampling.seeds import read_seeds
+from ort_analysis.records.kernel_record import Kernel, ModelRecord, family
+from ort_analysis.records.reading import index_path, load_index, load_records, record_path
+from utils.errors import UserError
+from utils.fingerprint import Target
+from utils.paths import Workspace, model_files
+
+CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # memory that the kernels of one carrier may take
+CARRIER_WEIGHTS = 1 << 30  # bytes of weights of one carrier: they lie in its file, which may not reach 2 GiB
+
+
+@dataclass(frozen=True)
+class KernelItem:
+    """A built kernel to measure."""
+
+    path: Path
+    kernel: Kernel
+
+
+@dataclass(frozen=True)
+class ModelItem:
+    """A model to measure, and whether its kernels are measured in it; with `only`, nothing but these kernels, by id."""
+
+    path: Path
+    record_path: Path
+    record: ModelRecord
+    labels: bool
+    only: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything to measure for one flavour."""
+
+    kernels: tuple[KernelItem, ...]
+    models: tuple[ModelItem, ...]
+    described: tuple[DatasetKernel, ...]
+
+
+Planned = tuple[str, list[KernelItem], list[ModelItem]]  # a block to be measured: its name, kernels, models
+
+
+def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> Work:
+    """The kernels and models of the target's flavour. Kernels that only held-out families hold are left out.
+
+    Raises:
+        UserError: no kernels were built, or a record's model file is gone.
+    """
+    folder = workspace.kernel_onnx / target.flavour.name
+    index = load_index(index_path(workspace, target.flavour))
+    models_of = {entry.kernel.id: entry.models for of_type in index.kernels.values() for entry in of_type.values()}
+    seeds = read_seeds(folder)
+    fitted = {name: [model for model in models if family(model) not in held_out] for name, models in models_of.items()}
+    described = [DatasetKernel(kernel=entry.kernel, models=tuple(fitted[name])) for of_type in index.kernels.values()
+                 for name, entry in of_type.items() if fitted[name]]
+    kernels = {kernel.id: kernel for kernel in index.all_kernels()}
+    items = []
+    for path in sorted(folder.glob("*.onnx")):
+        models = fitted.get(path.stem, [])
+        if path.stem in seeds and not models:
+            families = [name for name in seeds[path.stem] if name not in held_out]
+            if seeds[path.stem] and not families:
+                continue
+            kernels[path.stem] = built_kernel(path)
+            described.append(DatasetKernel(kernel=kernels[path.stem], models=sampled_from(families)))
+        elif not models:
+            continue
+        items.append(KernelItem(path, kernels[path.stem]))
+    if not items:
+        raise UserError(f"{folder}: no kernels built for {target.flavour.name}; build them with: "
+                        "python kernel_model/kernel_builder.py")
+    by_stem = {path.stem: path for path in model_files([workspace.models])}
+    models_found = []
+    for record in load_records(workspace, target.flavour):
+        model_path = by_stem.get(record.model.partition("@")[0])
+        if model_path is None:
+            raise UserError(f"{workspace.models}: the model of record {record.model} is gone; export it again with "
+                            "model_zoo/torchvision_exporter.py, or remove the record")
+        models_found.append(ModelItem(model_path, record_path(workspace, target.flavour, record.model), record,
+                                      labels=family(record.model) not in held_out))
+    return Work(tuple(items), tuple(models_found), tuple(described))
+
+
+def carriers(items: Sequence[KernelItem], execution_provider: str, side_by_side: int = 1) -> Iterator[list[KernelItem]]:
+    """Groups of kernels for one carrier each: one operator-set version a domain, and so little memory that `side_by_side` of
+    them fit."""
+    group: list[KernelItem] = []
+    used, weights, opsets = 0, 0, dict[str, int]()
+    for item in items:
+        kernel = item.kernel
+        if group and (used + carrier_bytes(kernel) > CARRIER_BYTES[execution_provider] / side_by_side
+                      or weights + kernel.weight_bytes > CARRIER_WEIGHTS
+                      or opsets.get(kernel.domain, kernel.opset) != kernel.opset):
+            yield group
+            group, used, weights, opsets = [], 0, 0, {}
+        group.append(item)
+        used += carrier_bytes(kernel)
+        weights += kernel.weight_bytes
+        opsets[kernel.domain] = kernel.opset
+    if group:
+        yield group

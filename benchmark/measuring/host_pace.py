@@ -1,0 +1,43 @@
+"""Measures how fast this machine's host dispatches (benchmark/host_pace.py)."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from utils.errors import UserError
+from utils.fingerprint import boot_id, has_cuda, machine
+
+if TYPE_CHECKING:
+    from benchmark.load.pace_reading import MachinePace
+
+SECONDS = 2.0
+
+
+def check_gpu() -> None:
+    """`UserError` where this machine has no GPU whose host could be measured."""
+    if not has_cuda():
+        raise UserError("the host's pace is that of dispatching work to a GPU: measuring it needs a GPU, and this machine has "
+                        "none that the driver can talk to; a CPU target's host is the target itself, so it needs no pace")
+
+
+def measure_pace(execution_provider: str = "cuda", seconds: float = SECONDS) -> MachinePace:
+    """The pace of this machine's host now.
+
+    Args:
+        execution_provider: `cuda`; `cpu` in tests.
+        seconds: that the readings take; opening the probe takes longer the first time.
+
+    Raises:
+        UserError: there is no GPU.
+    """
+    if execution_provider == "cuda":
+        check_gpu()
+    from benchmark.load.pace_reading import MachinePace
+    from benchmark.measuring.quiet_host import host_probe, readings_s
+    from utils.timing import summarize
+
+    found = summarize([1e3 * reading for reading in readings_s(host_probe(execution_provider), seconds)])
+    return MachinePace(probe_us=round(1e3 * found.median_ms, 2), spread=round(found.spread, 4), readings=found.runs,
+                       taken=datetime.now(UTC), boot_id=boot_id(), execution_provider=execution_provider,
+                       machine=machine(execution_provider))

@@ -1,0 +1,187 @@
+"""Times what a GPU runs while the host beside it is undisturbed.
+
+A virtual machine shares its cores with others: for tenths of a second at a time the host dispatches 1.4 to 1.7 times more
+slowly, on every core alike, and a short model with it, while the GPU's own times stay. So a model is timed in windows of
+some hundredths of a second, each between two readings of a probe, a fixed graph that is all dispatch, and the windows count
+in which the probe was about as fast as in the fastest tenth of its readings: of those so far, or of those until some earlier
+moment where they were faster, lest a disturbance that lasts be taken for usual. (The very fastest is no measure: of an
+undisturbed host too the probe now and then takes a sixth less.)
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from statistics import median
+from typing import NamedTuple
+
+from benchmark.measuring.affinity import off_the_workers_cores
+from benchmark.measuring.effort import Effort
+from benchmark.records.labels import DISTURBANCE_ADMITTED
+from benchmark.runtimes.ort.runner import device_binding, dispatcher, random_feed
+from utils.ort_sessions import open_nodes
+
+PROBE_NODES = 60  # of the probe: some 0.2 ms
+READINGS = 3  # the shortest of which counts
+FASTEST = 10  # the part of the readings, a tenth, whose slowest one is taken for that of an undisturbed host
+WINDOW_S = 0.02
+LEAST_READINGS = 3  # of the probe by itself, however short the time
+PATIENCE = 4.0  # times the budget that is spent on waiting for enough undisturbed windows
+FIRST_LOOK_S = 0.3  # how long a new probe is read at first
+
+
+@dataclass
+class HostProbe:
+    """A probe of the host's pace.
+
+    Attributes:
+        dispatch_s: dispatches a fixed graph and gives the seconds it took.
+        sorted_s: all readings so far in seconds, ascending; at first those of the first look, one at least.
+        good_s: what a dispatch takes while the host is undisturbed: the slowest of the fastest tenth of the readings, as small
+            as that ever was since the first look.
+    """
+
+    dispatch_s: Callable[[], float]
+    sorted_s: list[float]
+    good_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.good_s = self._tenth_s()
+
+    def reading_s(self) -> float:
+        """What the probe takes now, in seconds."""
+        found = shortest_s(self.dispatch_s)
+        bisect.insort(self.sorted_s, found)
+        self.good_s = min(self.good_s, self._tenth_s())
+        return found
+
+    def _tenth_s(self) -> float:
+        return self.sorted_s[len(self.sorted_s) // FASTEST]
+
+
+def shortest_s(dispatch_s: Callable[[], float]) -> float:
+    """The shortest of a few dispatches, in seconds."""
+    return min(dispatch_s() for _ in range(READINGS))
+
+
+@dataclass(frozen=True)
+class Window:
+    """Runs between two readings of the probe: their times in ms, and the slower reading in seconds."""
+
+    samples_ms: tuple[float, ...]
+    probe_s: float
+
+
+@cache
+def host_probe(execution_provider: str) -> HostProbe:
+    """The probe of this process, after a first look at what is usual. `execution_provider` is `cuda`, or `cpu` in tests."""
+    from onnx import helper
+
+    nodes = [helper.make_node("Relu", [f"x{place}"], [f"x{place + 1}"]) for place in range(PROBE_NODES)]
+    session = open_nodes(nodes, ["x0"], [1, 16, 14, 14], execution_provider, "probe")
+    dispatch_s = dispatcher(session, device_binding(session, random_feed(session), execution_provider))
+    first, until = [shortest_s(dispatch_s)], time.monotonic() + FIRST_LOOK_S
+    while time.monotonic() < until:
+        first.append(shortest_s(dispatch_s))
+    return HostProbe(dispatch_s, sorted(first))
+
+
+class Timed(NamedTuple):
+    """Samples in ms; how disturbed the host was beside the worst of them: the probe's reading over a good one, less 1; and the
+    median reading beside them, in microseconds."""
+
+    samples_ms: tuple[float, ...]
+    disturbance: float
+    probe_us: float
+
+
+def quiet_samples_ms(probe: HostProbe, timed: Mapping[str, Callable[[], float]], effort: Effort) -> dict[str, Timed]:
+    """Samples of several functions, their windows in turn, from the moments in which the host was least disturbed.
+
+    Args:
+        probe: of the host.
+        timed: by label, what runs once and gives the seconds it took.
+        effort: undisturbed time and runs wanted of each; where PATIENCE ends first, the least disturbed windows make up for
+            what is missing.
+    """
+    windows: dict[str, list[Window]] = {label: [] for label in timed}
+    with off_the_workers_cores():
+        until = time.monotonic() + PATIENCE * effort.budget_s * len(timed)
+        missing = list(timed)
+        while missing:
+            for label in missing:
+                windows[label].append(_window(probe, timed[label]))
+            late = time.monotonic() > until
+            missing = [label for label in timed if not _enough(windows[label], probe, effort, late)]
+    return {label: _least_disturbed(of_label, probe, effort) for label, of_label in windows.items()}
+
+
+def all_samples_ms(probe: HostProbe, run_s: Callable[[], float], effort: Effort) -> Timed:
+    """Samples of one function with the host as it is: all windows count, disturbed ones too, and the probe's median reading is
+    that beside all of them.
+
+    Args:
+        probe: of the host.
+        run_s: runs once and gives the seconds it took.
+        effort: time and runs wanted.
+    """
+    windows: list[Window] = []
+    with off_the_workers_cores():
+        until = time.monotonic() + effort.budget_s
+        while time.monotonic() < until or sum(len(window.samples_ms) for window in windows) < effort.least_runs:
+            windows.append(_window(probe, run_s))
+    return _joined(windows, probe, effort)
+
+
+def readings_s(probe: HostProbe, seconds: float) -> list[float]:
+    """What the probe takes over a while, in seconds. Each is as beside a model, the slower of the readings before and after a
+    window; in the window the probe itself keeps the host at work. The probe remembers none of them."""
+    found = [shortest_s(probe.dispatch_s)]
+    with off_the_workers_cores():
+        until = time.monotonic() + seconds
+        while time.monotonic() < until or len(found) <= LEAST_READINGS:
+            window_ends = time.monotonic() + WINDOW_S
+            while time.monotonic() < window_ends:
+                probe.dispatch_s()
+            found.append(shortest_s(probe.dispatch_s))
+    return [max(both) for both in itertools.pairwise(found)]
+
+
+def _least_disturbed(windows: list[Window], probe: HostProbe, effort: Effort) -> Timed:
+    """The samples of all undisturbed windows, in order, and of as few others as make up for missing runs."""
+    counted = [window for window in windows if _is_quiet(window, probe)]
+    for window in sorted((w for w in windows if not _is_quiet(w, probe)), key=lambda window: window.probe_s):
+        if sum(len(one.samples_ms) for one in counted) >= effort.least_runs:
+            break
+        counted.append(window)
+    return _joined(counted, probe, effort)
+
+
+def _joined(counted: list[Window], probe: HostProbe, effort: Effort) -> Timed:
+    samples = [sample for window in counted for sample in window.samples_ms]
+    worst = max(window.probe_s for window in counted) / probe.good_s - 1.0
+    return Timed(tuple(round(sample, 6) for sample in samples[:effort.most_runs]), round(max(worst, 0.0), 4),
+                 round(1e6 * median(window.probe_s for window in counted), 2))
+
+
+def _window(probe: HostProbe, run_s: Callable[[], float]) -> Window:
+    before, began, samples = probe.reading_s(), time.monotonic(), list[float]()
+    while not samples or time.monotonic() - began < WINDOW_S:
+        samples.append(1000 * run_s())
+    return Window(tuple(samples), max(before, probe.reading_s()))
+
+
+def _is_quiet(window: Window, probe: HostProbe) -> bool:
+    return window.probe_s <= probe.good_s * (1 + DISTURBANCE_ADMITTED)
+
+
+def _enough(windows: list[Window], probe: HostProbe, effort: Effort, late: bool) -> bool:
+    """Whether the windows that count, all of them when it is late, hold the runs and the time that are wanted."""
+    samples = [sample for window in windows if late or _is_quiet(window, probe) for sample in window.samples_ms]
+    if late or len(samples) < effort.least_runs:
+        return len(samples) >= effort.least_runs
+    return len(samples) >= effort.most_runs or sum(samples) >= 1000 * effort.budget_s

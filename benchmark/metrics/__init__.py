@@ -1,0 +1,1 @@
+"""Metrics of a device, by DCGM's field names, whoever reads them."""

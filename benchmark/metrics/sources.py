@@ -1,0 +1,104 @@
+"""What else runs on the device: one interface to its metrics, whoever reads them, by DCGM field name.
+
+A source gives, of each field, the *mean over a window* and how many readings that rests on. `start` opens a window, `stop`
+closes it; windows may overlap. Fields, units and limits stand in one table, benchmark/metrics/fields.py. What
+benchmark/metrics/soundness.py doubts is an error and never becomes a feature. Sources (`SOURCES`): DCGM, NVML with and without
+its performance counters, psutil, and a file that is played again; and, for predictions, a Prometheus
+(inference/live/prometheus_metrics.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from benchmark.metrics.source import MetricSource
+from utils.errors import UserError
+from utils.fingerprint import resolve_provider
+from utils.logger import get_logger
+
+SourceName = Literal["auto", "dcgm", "nvml-gpm", "nvml", "psutil", "replay"]
+SOURCES: tuple[SourceName, ...] = get_args(SourceName)
+log = get_logger("metrics")
+
+
+def open_source(execution_provider: str = "auto", fields: Sequence[str] | None = None, source: SourceName = "auto", *,
+                dcgm_address: str | None = None, replay: Path | None = None,
+                replay_step_s: float | None = None) -> MetricSource:
+    """A source on this machine for the device of `auto`, `cuda` or `cpu`.
+
+    Args:
+        execution_provider: whose device.
+        fields: what to read, names of FIELDS; none: all it can.
+        source: which one. `auto` takes the best there is, and says in the log which and why.
+        dcgm_address: of a running nv-hostengine, HOST or HOST:PORT; none: DCGM runs within this process.
+        replay: the file for source `replay`.
+        replay_step_s: see `benchmark.metrics.replay.ReplaySource`.
+
+    Raises:
+        UserError: a source that is not here, a field that it can't read (those it can are listed), or no GPU where CUDA is
+            asked for.
+    """
+    if (source == "replay") != (replay is not None):
+        raise UserError(f"source {source}" + (" needs a file to replay" if replay is None else f": it does not read {replay}; "
+                                              "choose source replay for that"))
+    if replay is not None:
+        from benchmark.metrics.replay import ReplaySource
+
+        return ReplaySource(replay, fields, replay_step_s)
+    if replay_step_s is not None:
+        raise UserError(f"source {source}: there is no step of a replay without a file to replay")
+    provider = resolve_provider(execution_provider)
+    _check_suits(source, provider, dcgm_address)
+    if provider == "cpu":
+        from benchmark.metrics.cpu import CpuSource
+
+        opened: MetricSource = CpuSource(fields)
+        why = "this is a CPU target"
+    elif source == "auto":
+        opened, why = _best_for_gpu(fields, dcgm_address)
+    else:
+        opened, why = _gpu_source(source, fields, dcgm_address), ""
+    if source == "auto":
+        log.info("metrics: from %s: %s", opened.name, why)
+    log.debug("metrics: %s gives %s", opened.name, ", ".join(opened.fields))
+    return opened
+
+
+def _check_suits(source: SourceName, provider: str, dcgm_address: str | None) -> None:
+    """`UserError` where a source does not read the device of `provider`, or does not heed the address."""
+    if dcgm_address is not None and (source not in ("auto", "dcgm") or provider == "cpu"):
+        raise UserError(f"source {source} on {provider}: it does not ask the DCGM at {dcgm_address}; "
+                        "that reads a GPU, for source dcgm or auto")
+    if source not in ("auto", "psutil") and provider == "cpu":
+        raise UserError(f"source {source} reads a GPU, and the device here is the CPU; use psutil or auto")
+    if source == "psutil" and provider == "cuda":
+        raise UserError(f"source psutil reads the CPU, and the device here is a GPU; use one of {', '.join(SOURCES[:4])}")
+
+
+def _gpu_source(source: SourceName, fields: Sequence[str] | None, dcgm_address: str | None) -> MetricSource:
+    if source == "dcgm":
+        from benchmark.metrics.dcgm import DcgmSource
+
+        return DcgmSource(fields, dcgm_address)
+    from benchmark.metrics.nvml import NvmlSource
+
+    return NvmlSource(fields, counters=source == "nvml-gpm")
+
+
+def _best_for_gpu(fields: Sequence[str] | None, dcgm_address: str | None) -> tuple[MetricSource, str]:
+    """The best source, and why: the DCGM pointed out, else counters (exact means of windows), else DCGM, else what all have."""
+    from benchmark.metrics.dcgm import DcgmMissing
+    from benchmark.metrics.nvml import CountersMissing
+
+    if dcgm_address is not None:
+        return _gpu_source("dcgm", fields, dcgm_address), "its address is given"
+    try:
+        return _gpu_source("nvml-gpm", fields, None), "this GPU's counters give the exact mean of a window (GPM)"
+    except CountersMissing:
+        pass
+    try:
+        return _gpu_source("dcgm", fields, None), "this GPU has no GPM, and DCGM is here"
+    except DcgmMissing as error:
+        return _gpu_source("nvml", fields, None), f"this GPU has no GPM, and there is no DCGM ({error})"

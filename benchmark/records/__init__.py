@@ -1,0 +1,1 @@
+"""The dataset on disk: journal, header, tables."""

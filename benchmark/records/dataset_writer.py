@@ -1,0 +1,148 @@
+"""The files of a dataset as the collector, their only writer, keeps them: header, kernels, journal, and the tables from it.
+
+Rows that are there stay where nothing new is known of their kernels: those of other kernels are added, which takes a dataset
+of 60,000 kernels a tenth of a second, where writing its tables anew takes ten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmark.records.blocks import Block
+from benchmark.records.files import (
+    DatasetHeader,
+    DatasetKernel,
+    header_path,
+    journal_path,
+    kernel_lines,
+    kernel_table_path,
+    kernels_path,
+    load_header,
+    model_table_path,
+    read_journal,
+    read_kernels,
+)
+from benchmark.records.tables import kernel_columns, kernel_rows, model_columns, model_rows, model_sessions
+from utils import files
+from utils.errors import UserError
+
+
+class DatasetWriter:
+    """A dataset that grows by blocks.
+
+    Attributes:
+        header: joined with what was there.
+        blocks: the journal's, in order.
+    """
+
+    def __init__(self, folder: Path, header: DatasetHeader, described: Sequence[DatasetKernel]) -> None:
+        """Writes the header and the kernels, joined with what is there.
+
+        Args:
+            folder: of the dataset, which may be empty.
+            header: the target, what is measured of it, and this machine.
+            described: the kernels that will be measured; what they say replaces what is there of them.
+
+        Raises:
+            UserError: what is there is damaged, of another target, or was collected with other metrics, labels or held-out
+                families, or beside another background of the same name.
+        """
+        self.folder, self.header = folder, _joined(folder, header)
+        tables_hold = _tables_hold(folder, self.header)
+        files.write_json(header_path(folder), self.header)
+        self.blocks = read_journal(folder)
+        changed = _describe(folder, described)
+        self._tabled = len(self.blocks) if tables_hold and changed.isdisjoint(_kernels_in(self.blocks)) else 0
+
+    def append(self, block: Block) -> None:
+        """Adds a block to the journal."""
+        files.append_line(journal_path(self.folder), block.model_dump_json())
+        self.blocks.append(block)
+
+    def write_tables(self) -> None:
+        """Brings the tables up to the journal: adds the rows of new blocks where no older block tells of their kernels."""
+        told, new = self.blocks[:self._tabled], self.blocks[self._tabled:]
+        if told and not new:
+            return
+        if told and _kernels_in(told).isdisjoint(_kernels_in(new)):
+            _write_rows(self.folder, self.header, new, add=True)
+        else:
+            write_tables(self.folder, self.header, self.blocks)
+        self._tabled = len(self.blocks)
+
+    def count_rows(self) -> tuple[int, int]:
+        """The numbers of rows of the kernel and the model table."""
+        kernels = {(m.id, block.load, block.machine) for block in self.blocks for m in block.measurements
+                   if m.subject == "kernel"}
+        return len(kernels), sum("latency" in session.labels for session in model_sessions(self.blocks))
+
+
+def write_tables(folder: Path, header: DatasetHeader, blocks: Sequence[Block]) -> None:
+    """Derives both CSV tables from the whole journal."""
+    _write_rows(folder, header, blocks, add=False)
+
+
+def _write_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block], add: bool) -> None:
+    """Writes the rows of some blocks to both tables, or adds them."""
+    write = files.add_to_csv if add else files.write_csv
+    described = {entry.kernel.id: entry for entry in read_kernels(folder, _kernels_in(blocks))}
+    write(kernel_table_path(folder), kernel_columns(header.metrics, header.labels),
+          kernel_rows(blocks, described, header.labels[0], header.target.flavour.execution_provider))
+    write(model_table_path(folder), model_columns(header.metrics, header.labels),
+          model_rows(model_sessions(blocks)))
+
+
+def _joined(folder: Path, header: DatasetHeader) -> DatasetHeader:
+    """The header with the machines and the backgrounds that are there already."""
+    if not header_path(folder).exists():
+        return header
+    there = load_header(folder)
+    for what, old, new in (("target", there.target, header.target), ("metrics", there.metrics, header.metrics),
+                           ("held_out", there.held_out, header.held_out), ("labels", there.labels, header.labels)):
+        if old != new:
+            raise UserError(f"{folder}: this dataset was collected with another {what} ({old}, not {new}); "
+                            "move it away, or use another --workspace")
+    for name in there.backgrounds.keys() & header.backgrounds.keys():
+        if there.backgrounds[name] != header.backgrounds[name]:
+            raise UserError(f"{folder}: background {name} was another one when this dataset was collected "
+                            f"({there.backgrounds[name]}, not {header.backgrounds[name]}); give the new one another name")
+        if (name in there.held_out_backgrounds) != (name in header.held_out_backgrounds):
+            was = "held out" if name in there.held_out_backgrounds else "not held out"
+            raise UserError(f"{folder}: background {name} was {was} when this dataset was collected; keep held_out_backgrounds "
+                            "as it was, or use another --workspace")
+    return header.model_copy(update={
+        "machines": there.machines | header.machines, "backgrounds": there.backgrounds | header.backgrounds,
+        "held_out_backgrounds": tuple(dict.fromkeys((*there.held_out_backgrounds, *header.held_out_backgrounds)))})
+
+
+def _describe(folder: Path, described: Iterable[DatasetKernel]) -> set[str]:
+    """Joins kernels with those that are there; returns the ids of those that are new or that say something else now."""
+    there = kernel_lines(folder)
+    lines = {entry.kernel.id: entry.model_dump_json() for entry in described}
+    changed = {name for name, line in lines.items() if there.get(name) != line}
+    if changed:
+        files.write_text(kernels_path(folder), "".join(f"{line}\n" for _, line in sorted((there | lines).items())))
+    return changed
+
+
+def _tables_hold(folder: Path, header: DatasetHeader) -> bool:
+    """Whether both tables are there, have the columns of today, and are no older than what they are derived from: a collector
+    that was killed may have left them behind."""
+    columns = {kernel_table_path(folder): kernel_columns(header.metrics, header.labels),
+               model_table_path(folder): model_columns(header.metrics, header.labels)}
+    sources = [journal_path(folder), kernels_path(folder)]
+    if not all(path.exists() for path in (*columns, *sources)):
+        return False
+    newest = max(path.stat().st_mtime_ns for path in sources)
+    return all(path.stat().st_mtime_ns >= newest and _first_line(path) == ",".join(names) for path, names in columns.items())
+
+
+def _first_line(path: Path) -> str:
+    with path.open(encoding="utf-8") as lines:
+        return lines.readline().rstrip("\n")
+
+
+def _kernels_in(blocks: Iterable[Block]) -> set[str]:
+    """The ids of the kernels that some blocks tell of."""
+    return {m.id for block in blocks for m in block.measurements if m.subject == "kernel"}

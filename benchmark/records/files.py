@@ -1,0 +1,130 @@
+"""The files of a dataset: where they lie, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from benchmark.load.backgrounds import Background
+from benchmark.records.blocks import Block
+from benchmark.records.labels import COLLECT, DATASET_VERSION, DEFAULT_LABELS
+from ort_analysis.records.kernel_costs import recosted
+from ort_analysis.records.kernel_record import Frozen, Kernel
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import Machine, Target
+from utils.paths import Workspace, targets_in
+
+SAMPLED = "sampled:"  # in column Models: no model holds this kernel; a family that seeded it follows, if any did
+
+
+class DatasetKernel(Frozen):
+    """A kernel of the dataset, and the models (by record name) that hold it, or what `sampled_from` says."""
+
+    kernel: Kernel
+    models: tuple[str, ...]
+
+
+def sampled_from(families: Sequence[str]) -> tuple[str, ...]:
+    """What stands for models at a kernel of none: each family that holds the kernel that seeded it, or that no family does."""
+    return tuple(f"{SAMPLED}{name}" for name in families or ("",))
+
+
+class DatasetHeader(Frozen):
+    """`dataset.json`: what all rows of a dataset have in common, the machines by uuid, and the backgrounds by name."""
+
+    version: int = DATASET_VERSION
+    target: Target
+    metrics: tuple[str, ...]
+    machines: dict[str, Machine]
+    held_out: tuple[str, ...] = ()  # model families measured for evaluation only: in no fit
+    labels: tuple[str, ...] = DEFAULT_LABELS  # that every kernel is to have, the first above all
+    backgrounds: dict[str, Background] = {}  # blocks under load that name none are of the first
+    held_out_backgrounds: tuple[str, ...] = ()  # measured for evaluation only: their rows are in no fit
+
+
+def header_path(folder: Path) -> Path:
+    return folder / "dataset.json"
+
+
+def journal_path(folder: Path) -> Path:
+    return folder / "measurements.jsonl"
+
+
+def kernels_path(folder: Path) -> Path:
+    """`kernels.jsonl`: a DatasetKernel for every id in the table, one a line."""
+    return folder / "kernels.jsonl"
+
+
+def kernel_table_path(folder: Path) -> Path:
+    return folder / "kernel_latency.csv"
+
+
+def model_table_path(folder: Path) -> Path:
+    return folder / "model_latency.csv"
+
+
+def collected_targets(workspace: Workspace) -> list[str]:
+    """Every target that has a dataset.
+
+    Raises:
+        UserError: none has.
+    """
+    return targets_in(workspace.dataset(""), header_path(Path()).name, f"no datasets; measure one with: {COLLECT}")
+
+
+def load_header(folder: Path) -> DatasetHeader:
+    """The header of the dataset in `folder`; `UserError` where there is none."""
+    if not header_path(folder).is_file():
+        raise UserError(f"{folder}: no dataset of target {folder.name}; measure it with: {COLLECT}")
+    return files.read_record(header_path(folder), DatasetHeader, DATASET_VERSION, COLLECT)
+
+
+def read_journal(folder: Path) -> list[Block]:
+    """Every finished block, in the order measured; one under load that names no background is of the dataset's first.
+
+    Raises:
+        UserError: a line that is no block of this version.
+    """
+    backgrounds = load_header(folder).backgrounds if header_path(folder).exists() else {}
+    unnamed = {"background_name": next(iter(backgrounds), "")}
+    blocks = []
+    for number, line in enumerate(files.read_lines(journal_path(folder)), 1):
+        try:
+            block = Block.model_validate_json(line)
+            blocks.append(block if block.background_name or not block.level else block.model_copy(update=unnamed))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UserError(f"{journal_path(folder)}, line {number}: not a block of version {DATASET_VERSION} "
+                            f"({first['loc']}: {first['msg']}); remove the line or start a new dataset") from None
+    return blocks
+
+
+def kernel_lines(folder: Path) -> dict[str, str]:
+    """The lines of `kernels.jsonl` as they stand, by kernel id.
+
+    Raises:
+        UserError: a line that describes no kernel.
+    """
+    try:
+        return {str(from_json(line)["kernel"]["id"]): line for line in files.read_lines(kernels_path(folder))}
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{kernels_path(folder)}: damaged ({error}); measure anew: {COLLECT}") from None
+
+
+def read_kernels(folder: Path, ids: Collection[str] | None = None) -> list[DatasetKernel]:
+    """Every kernel of the dataset, with the models that hold it, or those of some ids, which is faster than all. Operations and
+    bytes are counted anew, so that what is learned fits what will be predicted.
+
+    Raises:
+        UserError: a line that is none.
+    """
+    try:
+        found = [DatasetKernel.model_validate_json(line) for name, line in kernel_lines(folder).items()
+                 if ids is None or name in ids]
+    except ValidationError as error:
+        raise UserError(f"{kernels_path(folder)}: damaged ({error.errors()[0]['msg']}); measure anew: {COLLECT}") from None
+    return [described.model_copy(update={"kernel": recosted(described.kernel)}) for described in found]

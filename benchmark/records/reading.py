@@ -1,0 +1,94 @@
+"""The dataset's tables, checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmark.records.files import kernel_table_path, model_table_path
+from benchmark.records.labels import COLLECT, GPU_LABEL, LABELS
+from utils.errors import UserError
+from utils.paths import Workspace
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import pandas as pd
+
+
+def means_add_up(level: float, execution_provider: str) -> bool:
+    """Whether kernels' times under a load are to be their means: on a CPU.
+
+    There the load takes a part of each kernel's time, and the median of short runs sees nothing of a load that comes and
+    goes. On a GPU a kernel run alone now and then waits for a whole time slice of the other process, which a model waits
+    for once, not once a kernel: means of kernels do not add up, medians err less.
+    """
+    return level > 0 and execution_provider == "cpu"
+
+
+def load_table(path: Path) -> pd.DataFrame:
+    """`kernel_latency.csv` or `model_latency.csv`, checked: times positive and finite, the user's columns there.
+
+    Column Background is text, and there in every table: "" where the device was idle, or where the table has no such column.
+
+    Raises:
+        UserError: no file, a column missing, or a NaN or non-positive time in a row whose status is ok (row named).
+    """
+    import pandas as pd
+
+    try:
+        table = pd.read_csv(path, keep_default_na=True, na_values=[""], low_memory=False,  # a column is read as one type
+                            dtype={"Background": str})
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such dataset; measure one with: {COLLECT}") from None
+    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a CSV dataset ({error})") from None
+    key = "Kernel_ID" if "Kernel_ID" in table.columns or "Model" not in table.columns else "Model"
+    needed = [key, "Latency_ms", "Level", "Status"] + (["OpType", "Input_Shape", "Models"] if key == "Kernel_ID" else [])
+    missing = [column for column in needed if column not in table.columns]
+    if missing:
+        raise UserError(f"{path}: column {', '.join(missing)} missing; make the dataset anew: {COLLECT}")
+    if pd.to_numeric(table["Level"], errors="coerce").isna().any():
+        raise UserError(f"{path}: column Level holds what is no number; make the dataset anew: {COLLECT}")
+    ok = table[table["Status"] == "ok"]
+    others = ("run_median_ms", "median_ms", *(f"{label}_ms" for label in LABELS))
+    for column in ["Latency_ms", *(name for name in others if name in table.columns)]:
+        values = pd.to_numeric(ok[column], errors="coerce")
+        required = ok[column].notna()  # a label may not have been taken …
+        if column == "Latency_ms":  # … but where `run` was, as the row's context says, its figure is there
+            context = ok["Context"] if "Context" in ok.columns else ok["Status"].map(lambda _: None)
+            required |= context.isna() | context.astype(str).str.contains("run:")
+        too_small = values < 0 if column == f"{GPU_LABEL}_ms" else values <= 0  # some kernels leave the GPU nothing to do
+        bad = ok[too_small | np.isinf(values) | (values.isna() & required)]
+        if len(bad):
+            row = bad.index[0]
+            raise UserError(f"{path}, line {row + 2}: {column} is {table.at[row, column]!s} for {table.at[row, key]!s}; "
+                            f"a time is a positive number (remove the row, or measure it anew: {COLLECT})")
+    return table.assign(Background=table["Background"].fillna("") if "Background" in table.columns else "")
+
+
+def load_kernel_table(workspace: Workspace, target: str) -> pd.DataFrame:
+    """The kernel table of a target, checked."""
+    return load_table(kernel_table_path(workspace.dataset(target)))
+
+
+def load_model_table(workspace: Workspace, target: str) -> pd.DataFrame:
+    """The model table of a target, checked."""
+    return load_table(model_table_path(workspace.dataset(target)))
+
+
+def run_ms(table: pd.DataFrame, execution_provider: str) -> npt.NDArray[np.float64]:
+    """Label `run` of each row of a kernel table: the median where it is there, since the mean follows single disturbed runs,
+    but the mean for levels at which means add up (see `means_add_up`); NaN where the label was not taken."""
+    mean = table["Latency_ms"].to_numpy(dtype=float)
+    if "run_median_ms" not in table.columns:
+        return mean
+    median = table["run_median_ms"].to_numpy(dtype=float)
+    by_mean = np.array([means_add_up(level, execution_provider) for level in table["Level"]], dtype=bool)
+    return np.where(np.isfinite(median) & ~by_mean, median, mean)
+
+
+def idle_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a model table that were measured, on an idle device."""
+    return table[(table["Status"] == "ok") & (table["Level"] == 0)]

@@ -1,0 +1,1 @@
+"""How a runtime opens, runs and profiles a model: a folder for each."""

@@ -1,0 +1,228 @@
+"""Opens a model in ONNX Runtime and times its runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmark.measuring.affinity import off_the_workers_cores
+from benchmark.measuring.effort import Effort
+from kernel_model.building.dummy_data import dummy_inputs, random_floats
+from kernel_model.building.kernel_models import kernel_in
+from ort_analysis.graph.analysis import analyze
+from ort_analysis.graph.bodies import open_branches
+from ort_analysis.graph.source import read_source
+from ort_analysis.graph.tensor_shapes import session_dtype
+from ort_analysis.records.elements import numpy_dtype
+from ort_analysis.records.kernel_record import Frozen, zeros
+from utils.errors import UserError
+from utils.fingerprint import resolve_provider
+from utils.ort_sessions import CUDA_GRAPH, model_errors, open_session
+from utils.timing import LatencyStatistics, summarize
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+DEFAULT_WARMUP = 5
+DEFAULT_LOOPS = 50
+
+
+class Timing(Frozen):
+    """One timed session: the raw samples (ms, in order), when (UTC, ISO 8601), and how."""
+
+    model: str
+    execution_provider: str
+    io: str
+    warmup: int
+    samples_ms: tuple[float, ...]
+    started: str
+    ended: str
+
+    @property
+    def statistics(self) -> LatencyStatistics:
+        return summarize(self.samples_ms)
+
+
+def now() -> str:
+    """This moment in UTC, ISO 8601 with microseconds."""
+    return datetime.now(UTC).isoformat()
+
+
+def warm_up(run_once: Callable[[], Any], runs: int, seconds: float = 0.0) -> tuple[int, float]:
+    """Runs untimed, `runs` times and for `seconds` at least.
+
+    Returns:
+        How often it ran, and what the last run took, in seconds (0 where none was).
+    """
+    began, done, last_s = time.perf_counter(), 0, 0.0
+    while done < runs or time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        run_once()
+        last_s = time.perf_counter() - start
+        done += 1
+    return done, last_s
+
+
+def timer(run_once: Callable[[], Any]) -> Callable[[], float]:
+    """A function that runs once and gives the seconds that took."""
+    def run_s() -> float:
+        start = time.perf_counter()
+        run_once()
+        return time.perf_counter() - start
+
+    return run_s
+
+
+@dataclass
+class Runner:
+    """An open session with its inputs (`feed`) in place; `run_once` runs it and waits for the result."""
+
+    session: onnxruntime.InferenceSession
+    name: str
+    execution_provider: str
+    io: str
+    run_once: Callable[[], Any]
+    feed: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def run_s(self) -> float:
+        """Runs once; the seconds that took."""
+        return timer(self.run_once)()
+
+    def warm_up(self, runs: int, seconds: float = 0.0) -> float:
+        """See `warm_up`; what the last run took, in seconds (0 where none was).
+
+        Raises:
+            UserError: the model fails while running.
+        """
+        with model_errors(self.name), off_the_workers_cores():
+            return warm_up(self.run_once, runs, seconds)[1]
+
+    def time(self, *, warmup: int = DEFAULT_WARMUP, loops: int | None = None, budget_s: float | None = None,
+             least_runs: int = 3) -> Timing:
+        """Runs `warmup` times untimed, then `loops` times, or for `budget_s` seconds (at least `least_runs` runs).
+
+        Raises:
+            UserError: the model fails while running.
+        """
+        if loops is None and budget_s is None:
+            loops = DEFAULT_LOOPS
+        self.warm_up(warmup)
+        with model_errors(self.name), off_the_workers_cores():
+            started, began = now(), time.perf_counter()
+            samples: list[float] = []
+            while len(samples) < (loops or least_runs) or (loops is None and time.perf_counter() - began < (budget_s or 0)):
+                samples.append(1000 * self.run_s())
+        return Timing(model=self.name, execution_provider=self.execution_provider, io=self.io, warmup=warmup,
+                      samples_ms=tuple(round(sample, 6) for sample in samples), started=started, ended=now())
+
+    def time_as(self, effort: Effort) -> Timing:
+        """Warms up and runs as often as `effort` says.
+
+        Raises:
+            UserError: the model fails while running.
+        """
+        one_run_s = self.warm_up(effort.warmup + 1, effort.warmup_s)
+        return self.time(warmup=0, loops=effort.runs(one_run_s))
+
+
+def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] | None = None,
+                steering: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
+    """A value for every input of a session: random floats, zeros for whole numbers. `dims` gives the sizes that it leaves open.
+
+    Zeros, since whole-number inputs of a whole model are indices or masks, of which 0 is always one. But `steering` inputs,
+    which say how often a Loop runs or which branch of an If, get the value given (see `steering_inputs`), as do inputs of text.
+    """
+    feed = {}
+    for value in session.get_inputs():
+        dtype = session_dtype(value.type)
+        shape = tuple((dims or {}).get(size, size) for size in value.shape)
+        feed[value.name] = random_floats(shape, dtype) if "float" in dtype else zeros(shape, dtype)
+        if value.name in (steering or {}):
+            feed[value.name] = np.full(shape, (steering or {})[value.name], numpy_dtype(dtype))
+    return feed
+
+
+def bind(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], execution_provider: str,
+         io: str) -> Callable[[], Any]:
+    """A function that runs the session once: inputs and outputs on the device (`device`), or as numpy arrays (`host`).
+    Inputs of text are always arrays: ORT binds none."""
+    if io == "host" or any(array.dtype == object for array in feed.values()):
+        fed = dict(feed)
+        return lambda: session.run(None, fed)
+    binding = device_binding(session, feed, "cuda" if execution_provider == "cuda" else "cpu")
+    return lambda: session.run_with_iobinding(binding)
+
+
+def device_binding(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], device: str,
+                   outputs_on: str | None = None) -> onnxruntime.IOBinding:
+    """A session's inputs on `device`, its outputs to be left there, or on the device that `outputs_on` names."""
+    import onnxruntime
+
+    binding = session.io_binding()
+    for name, array in feed.items():
+        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0))
+    for output in session.get_outputs():
+        binding.bind_output(output.name, outputs_on or device)
+    return binding
+
+
+def queue_run(session: onnxruntime.InferenceSession, binding: onnxruntime.IOBinding) -> Callable[[], None]:
+    """A function that dispatches one run to the GPU without waiting for it."""
+    import onnxruntime
+
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return lambda: session.run_with_iobinding(binding, options)
+
+
+def dispatcher(session: onnxruntime.InferenceSession, binding: onnxruntime.IOBinding) -> Callable[[], float]:
+    """A function that dispatches one run to an idle GPU, without waiting for it, and gives the seconds that took."""
+    run_s = timer(queue_run(session, binding))
+
+    def dispatch_s() -> float:
+        binding.synchronize_outputs()
+        return run_s()
+
+    return dispatch_s
+
+
+def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[str, int] | None = None, io: str = "device",
+                cuda_graph: bool = False, profile_prefix: Path | None = None,
+                provider_options: Mapping[str, str] | None = None, static: bool = False) -> Runner:
+    """A file made ready to run: optimised as ORT does by default, or as it stands where it is a built kernel.
+
+    Where an input says which branch of an If runs, and `dims` do not, it is the one that a prediction counts.
+
+    Args:
+        model: the ONNX file.
+        execution_provider: `auto`, `cpu` or `cuda`.
+        dims: sizes of dynamic dimensions.
+        io: `device` or `host`.
+        cuda_graph: whether its first run is captured, and then replayed.
+        profile_prefix: turns ORT's profiler on.
+        provider_options: options of the CUDA provider.
+        static: whether `dims` are fixed before ONNX Runtime optimises the model; else its session takes any sizes.
+
+    Raises:
+        UserError: as `read_source`, or ORT can't load it, or a CUDA graph is asked for where there can be none.
+    """
+    provider = resolve_provider(execution_provider)
+    if cuda_graph and (provider != "cuda" or io == "host"):
+        raise UserError("a CUDA graph needs an NVIDIA GPU, and reads and writes tensors at fixed places on it: leave "
+                        "--cuda-graph out, or run on device cuda with --io device")
+    options = {**(provider_options or {}), **(CUDA_GRAPH if cuda_graph else {})}
+    source = read_source(model, dims)
+    kernel = kernel_in(source.graph_only, str(model))
+    session = open_session(source.loadable, provider, optimize="none" if kernel else "all", dims=source.dims if static else {},
+                           profile_prefix=profile_prefix, provider_options=options, name=str(model))
+    if not kernel and open_branches(source.graph_only.graph, source.dims):  # what a prediction counts is what runs
+        source = replace(source, dims=analyze(model, provider, dims, static=static).dims_run)
+    feed = dummy_inputs(kernel) if kernel else random_feed(session, source.dims, source.steering)
+    return Runner(session=session, name=model.stem, execution_provider=provider, io=io,
+                  run_once=bind(session, feed, provider, io), feed=feed)

@@ -1,0 +1,47 @@
+"""Times a session as a user opens it, with the memory that it takes: what the evaluator asks of its worker."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from benchmark.measuring.quiet_host import host_probe, quiet_samples_ms
+from benchmark.runtimes.ort.runner import open_runner
+from benchmark.runtimes.protocol import Reply, Request, Samples
+
+
+def time_session(request: Request) -> Reply:
+    """A whole model's runs, timed as the request's one label says (`latency`, `host_io` with numpy arrays in and out, or
+    `cuda_graph`), and what opening and running it took in memory."""
+    (label,) = request.labels or ("latency",)
+    path, provider, effort = Path(request.paths[0]), request.execution_provider, request.effort
+    probe = host_probe(provider) if request.watch_host else None  # first: its session is no part of the model's memory
+    before_mib = memory_in_use_mib(provider)
+    runner = open_runner(path, provider, dims=request.dims, io="host" if label == "host_io" else "device",
+                         cuda_graph=label == "cuda_graph", static=request.static)
+    if probe:
+        runner.warm_up(effort.warmup)
+        timed = quiet_samples_ms(probe, {label: runner.run_s}, effort)[label]
+        found = Samples(id=request.model_name, label=label, samples_ms=timed.samples_ms,
+                        disturbance=timed.disturbance, probe_us=timed.probe_us)
+    else:
+        found = Samples(id=request.model_name, label=label,
+                        samples_ms=runner.time(warmup=effort.warmup, budget_s=effort.budget_s).samples_ms)
+    return Reply(samples=(found,),
+                 memory_mib=memory_in_use_mib(provider) - before_mib)
+
+
+def memory_in_use_mib(execution_provider: str) -> float:
+    """Memory that this process holds on the CPU, or that the first GPU has given out, in MiB."""
+    if execution_provider == "cuda":
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used / 2**20
+    import ctypes
+
+    import psutil
+
+    with suppress(OSError, AttributeError):  # no malloc_trim here: memory figures are rough
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what earlier models left, or it hides what this one takes
+    return psutil.Process().memory_info().rss / 2**20

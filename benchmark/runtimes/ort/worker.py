@@ -1,0 +1,298 @@
+"""The process that runs kernels and models for the collector, so that one that crashes or hangs takes nothing with it.
+
+Reads one Request a line on standard input, writes one Reply a line on standard output, and ends when its input does.
+Started by the collector; by hand:
+echo '{"do": "canary", "execution_provider": "cpu", "effort": {}}' | python -m benchmark.runtimes.ort.worker
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from benchmark.load.sharing_probe import probe
+from benchmark.measuring import canary, gpu_turns
+from benchmark.measuring.affinity import off_the_workers_cores
+from benchmark.measuring.effort import Effort
+from benchmark.measuring.quiet_host import host_probe, quiet_samples_ms
+from benchmark.records.labels import GPU_LABEL, UNPROFILED
+from benchmark.runtimes.ort.control_flow import trip_ms
+from benchmark.runtimes.ort.model_profile import counted_runs, plain_runs_ms, profile_model, profile_runs
+from benchmark.runtimes.ort.profile import ProfiledRun, kernel_times_ms, node_spans_ms
+from benchmark.runtimes.ort.runner import Runner, bind, device_binding, dispatcher, now, open_runner, timer
+from benchmark.runtimes.ort.session_timing import time_session
+from benchmark.runtimes.ort.shared_memory import SharedMemory
+from benchmark.runtimes.ort.unprofiled import unprofiled_ms
+from benchmark.runtimes.protocol import Reply, Request, Samples
+from benchmark.traces.gpu_trace import GpuRun, split_carrier, trace
+from kernel_model.building.carrier import WRITER, build_carrier, node_name
+from kernel_model.building.kernel_models import built_kernel
+from ort_analysis.graph.analysis import kernel_of
+from ort_analysis.records.kernel_costs import CONTROL_FLOW, is_control_flow
+from ort_analysis.records.reading import load_record
+from utils.errors import UserError
+from utils.ort_sessions import model_errors, open_session
+from utils.processes import die_with_parent
+from utils.temporary import temporary_folder
+
+TRACED_RUNS = 5
+CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
+
+
+def time_canary(request: Request) -> Reply:
+    """The canary, as often as the effort says."""
+    timing = canary.canary(request.execution_provider).time_as(request.effort)
+    return Reply(samples=(Samples(id=canary.NAME, label="run", samples_ms=timing.samples_ms),))
+
+
+def probe_sharing(request: Request) -> Reply:
+    """How long tiny work waits for other processes."""
+    return Reply(probe=probe(request.execution_provider, request.effort.budget_s))
+
+
+def time_alone(request: Request) -> Reply:
+    """Label `run`: a kernel in a session of its own, wall time."""
+    path = Path(request.paths[0])
+    runner = open_runner(path, request.execution_provider, provider_options=request.provider_options)
+    return Reply(samples=(Samples(id=path.stem, label="run", samples_ms=runner.time_as(request.effort).samples_ms),))
+
+
+def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str], nodes_ms: float | None = None) -> list[Samples]:
+    """Labels `kernel_time`, `node_span` and `unprofiled` of profiled runs, by kernel id.
+
+    Args:
+        runs: the runs that count.
+        ids: the kernel's id by node name; nodes not in it are left out.
+        nodes_ms: what all nodes take together without the profiler (see `unprofiled_ms`); None leaves that label out.
+    """
+    found, by_label = [], {"kernel_time": kernel_times_ms(runs), "node_span": node_spans_ms(runs)}
+    if nodes_ms is not None:
+        by_label[UNPROFILED] = unprofiled_ms(runs, nodes_ms)
+    for label, times in by_label.items():
+        by_kernel: dict[str, list[float]] = {}
+        for node, samples in times.items():
+            if node in ids:
+                by_kernel.setdefault(ids[node], []).extend(samples)
+        found += [Samples(id=kernel, label=label, samples_ms=tuple(round(s, 6) for s in samples))
+                  for kernel, samples in by_kernel.items()]
+    return found
+
+
+@functools.cache
+def shared_memory() -> SharedMemory:
+    """The block on the GPU that all carriers read from."""
+    return SharedMemory()
+
+
+def time_carrier(request: Request) -> Reply:
+    """Several kernels one after another in one graph: their in-model-like labels, and `gpu` where it is asked for.
+
+    Raises:
+        UserError: the GPU's work can't be told apart by kernel; fewer kernels in a carrier can.
+    """
+    kernels = [built_kernel(Path(path)) for path in request.paths]
+    on_gpu = request.execution_provider == "cuda"
+    model, feed = build_carrier(kernels, request.execution_provider, with_floats=not on_gpu)
+    with temporary_folder() as folder, model_errors("carrier"):
+        with gpu_turns.preparing(request.turns):
+            session = open_session(model.SerializeToString(), request.execution_provider, optimize="none", name="carrier",
+                                   profile_prefix=folder / "carrier", provider_options=request.provider_options)
+            run = shared_memory().bind(session, feed) if on_gpu else bind(session, feed, "cpu", "device")
+            counted = profile_runs(run, request.effort)
+        with gpu_turns.alone(request.turns):
+            traced = trace([run] * TRACED_RUNS) if GPU_LABEL in request.labels else []
+        runs = counted_runs(session.end_profiling(), [*counted, *[False] * len(traced)])
+        nodes_ms = median(plain_runs_ms(run, counted)) if UNPROFILED in request.labels else None
+    ids = {node_name(number): kernel.id for number, kernel in enumerate(kernels)}
+    found = [samples for samples in labels_of(runs, ids, nodes_ms) if samples.label in request.labels]
+    return Reply(samples=(*found, *gpu_samples(traced, [node.node for node in runs[-1].nodes], ids)))
+
+
+def gpu_samples(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[str, str]) -> list[Samples]:
+    """Label `gpu` of a carrier's kernels.
+
+    Args:
+        traced: runs of the carrier on the GPU.
+        executed: the names of its nodes in the order of a run.
+        ids: the kernels' ids by node name.
+
+    Raises:
+        UserError: the work can't be told apart by kernel.
+    """
+    order = [name for name in executed if name in ids or name.startswith(WRITER)]
+    by_node = [split_carrier(run, order, WRITER) for run in traced]
+    told_apart = [work for work in by_node if work is not None]
+    if len(told_apart) < len(traced):
+        raise UserError("carrier: what the GPU did can't be told apart by kernel")
+    return [Samples(id=ids[name], label=GPU_LABEL, launches=len(told_apart[0][name]),
+                    samples_ms=tuple(round(sum(one.duration_us for one in work[name]) / 1000, 6) for work in told_apart),
+                    cuda_kernels=tuple(one.name for one in told_apart[0][name]))
+            for name in (told_apart[0] if told_apart else ())]
+
+
+def time_model(request: Request) -> Reply:
+    """A whole model's latency (and, on a GPU, the host's dispatch) and its kernels' in-model labels."""
+    path, provider, effort = Path(request.paths[0]), request.execution_provider, request.effort
+    name = request.model_name
+    runner = open_runner(path, provider, dims=request.dims, provider_options=request.provider_options, static=request.static)
+    one_run_s = runner.warm_up(effort.warmup + 1, effort.warmup_s)
+    timed = {"latency": runner.run_s}
+    if request.host:
+        binding = device_binding(runner.session, runner.feed, "cuda")
+        timed["host"] = dispatcher(runner.session, binding)
+    if request.host_io:
+        timed["host_io"] = timer(bind(runner.session, runner.feed, provider, "host"))
+
+    def in_model() -> list[Samples]:
+        return model_labels(path, request) if request.labels else []
+
+    if request.watch_host:
+        return Reply(samples=(*beside_the_probe(name, timed, request), *in_model()))
+    return Reply(samples=tuple(in_halves(name, runner, timed, effort.runs(one_run_s), effort, in_model)))
+
+
+def beside_the_probe(model: str, timed: Mapping[str, Callable[[], float]], request: Request) -> list[Samples]:
+    """Samples of a model's runs, by label, from moments in which the host was undisturbed."""
+    return [Samples(id=model, label=label, **one._asdict())
+            for label, one in quiet_samples_ms(host_probe(request.execution_provider), timed, request.effort).items()]
+
+
+def time_model_as_graph(request: Request) -> Reply:
+    """A whole model captured once as a CUDA graph and then replayed; tensors on the device.
+
+    Raises:
+        UserError: ONNX Runtime can't capture it (see ort_analysis.cuda.capture), or can't load or run it.
+    """
+    runner = open_runner(Path(request.paths[0]), "cuda", dims=request.dims, cuda_graph=True,
+                         provider_options=request.provider_options, static=request.static)
+    one_run_s = runner.warm_up(request.effort.warmup + CAPTURING_RUNS, request.effort.warmup_s)
+    timed = {"cuda_graph": runner.run_s}
+    if request.watch_host:
+        return Reply(samples=tuple(beside_the_probe(request.model_name, timed, request)))
+    runs = request.effort.runs(one_run_s)
+    return Reply(samples=tuple(in_halves(request.model_name, runner, timed, runs, request.effort, list)))
+
+
+def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float]], runs: int, effort: Effort,
+              between: Callable[[], list[Samples]]) -> list[Samples]:
+    """Runs of a model in two halves, before and after something else, so that a drift of the machine's speed meets both."""
+    samples: dict[str, list[float]] = {label: [] for label in timed}
+    meanwhile: list[Samples] = []
+    for second in (False, True):
+        with model_errors(model), off_the_workers_cores():
+            for label, run_s in timed.items():
+                samples[label] += [round(1000 * run_s(), 6) for _ in range(max(2, runs // 2))]
+        if not second:
+            meanwhile = between()
+            runner.warm_up(effort.warmup, effort.warmup_s)
+    return [*(Samples(id=model, label=label, samples_ms=tuple(found)) for label, found in samples.items()), *meanwhile]
+
+
+def traced_runs(request: Request) -> list[GpuRun]:
+    """A few whole runs of a model, traced."""
+    runner = open_runner(Path(request.paths[0]), request.execution_provider, dims=request.dims,
+                         provider_options=request.provider_options, static=request.static)
+    runner.warm_up(request.effort.warmup + 1, request.effort.warmup_s)
+    return trace([runner.run_once] * (TRACED_RUNS + 1))[1:]
+
+
+def trace_model(request: Request) -> Reply:
+    """The traced runs of a model themselves."""
+    return Reply(runs=tuple(traced_runs(request)))
+
+
+def time_model_on_gpu(request: Request) -> Reply:
+    """Label `gpu` of a whole model: the GPU's own time of a run, and how many launches it takes."""
+    traced = traced_runs(request)
+    return Reply(samples=(Samples(id=request.model_name, label=GPU_LABEL, launches=len(traced[0].work),
+                                  samples_ms=tuple(round(run.busy_us / 1000, 6) for run in traced)),))
+
+
+def model_labels(path: Path, request: Request) -> list[Samples]:
+    """The in-model labels of a model's kernels, in half the time that its whole latency takes. Nodes that hold bodies get none:
+    their times are those of the bodies.
+
+    Args:
+        path: the model.
+        request: how, and the model's record.
+
+    Raises:
+        UserError: the graph is not the one that the record describes.
+    """
+    effort = request.effort.model_copy(update={"budget_s": request.effort.budget_s / 2})
+    runs, graph, plain_ms = profile_model(path, request.execution_provider, request.dims, effort, request.provider_options,
+                                          request.static, plain=UNPROFILED in request.labels)
+    ids, record = {node.name: kernel_of(graph, node).id for node in graph.nodes}, load_record(Path(request.record))
+    if sorted(ids.values()) != sorted(node.kernel_id for node in record.nodes):
+        raise UserError(f"{path}: ORT's graph is not the one in its record; make the record anew: "
+                        "python ort_analysis/fusion_detector.py")
+    ran = {event.node for run in runs for event in run.nodes}
+    idle = {kernel for name, kernel in ids.items() if name not in ran}  # in a body that did not run: they are measured alone
+    bodies_ms = sum(node.runs * trip_ms(kernel, request.execution_provider) for node in record.nodes
+                    if is_control_flow(kernel := record.kernel_of(node)))
+    return labels_of(runs, {node.name: ids[node.name] for node in graph.nodes
+                            if ids[node.name] not in idle and node.op_type not in CONTROL_FLOW},
+                     median(plain_ms) - bodies_ms if plain_ms else None)
+
+
+def time_kernels_in_model(request: Request) -> Reply:
+    """The in-model labels of a model's kernels alone.
+
+    Of a kernel that several nodes run, the nodes' shortest samples are averaged, their second shortest, and so on: its median
+    is then the mean of its nodes' medians, so that times their number it is what they take together, and what held up one of
+    them in some run does not count.
+    """
+    path, record = Path(request.paths[0]), load_record(Path(request.record))
+    count = Counter(node.kernel_id for node in record.nodes)
+    found = []
+    for samples in model_labels(path, request):
+        by_node = np.array(samples.samples_ms).reshape(count[samples.id], -1)  # `labels_of` joins them node by node
+        found.append(samples.model_copy(update={"samples_ms": tuple(np.sort(by_node, axis=1).mean(axis=0).round(6).tolist())}))
+    return Reply(samples=tuple(samples for samples in found if samples.label in request.labels))
+
+
+def prepare(request: Request) -> Reply:
+    """Loads ONNX Runtime and has it run something on the device; for label `gpu` loads torch and CUPTI too, by tracing it."""
+    runner = canary.canary(request.execution_provider)
+    runner.warm_up(1)
+    if GPU_LABEL in request.labels:
+        trace([runner.run_once])
+    return Reply()
+
+
+WORK: dict[str, Callable[[Request], Reply]] = {  # each gives the reply but for its times
+    "alone": time_alone, "carrier": time_carrier, "model": time_model, "model_labels": time_kernels_in_model,
+    "model_gpu": time_model_on_gpu, "session": time_session,
+    "model_trace": trace_model, "model_graph": time_model_as_graph, "canary": time_canary, "sharing_probe": probe_sharing,
+    "prepare": prepare}
+
+
+def answer(request: Request) -> Reply:
+    """Does one piece of work; what is wrong with the subject itself comes back as the reply's error."""
+    started = now()
+    try:
+        reply = WORK[request.do](request)
+    except UserError as error:
+        reply = Reply(error=str(error))
+    return reply.model_copy(update={"started": started, "ended": now()})
+
+
+def main() -> None:
+    die_with_parent()  # a kernel that hangs never comes to read the end of the input
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")  # a line of its own, whatever a library prints on stdout
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        reply = answer(Request.model_validate_json(line))
+        replies.write(reply.model_dump_json() + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What the collector asks of its worker process and what it gets back: one JSON object a line, both ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from benchmark.load.probe_reading import ProbeReading
+from benchmark.measuring.effort import Effort
+from benchmark.traces.gpu_trace import GpuRun
+from ort_analysis.records.kernel_record import Frozen, record_name
+
+
+class Request(Frozen):
+    """One piece of work.
+
+    Attributes:
+        do: `alone` times a built kernel in its own session; `carrier` times several one after another in one graph;
+            `model` times a whole model and profiles its kernels, `model_labels` only profiles them; `model_gpu`
+            traces a whole model on the GPU for its label `gpu`, `model_trace` for the runs themselves; `model_graph` times it
+            as a CUDA graph; `canary` times a fixed piece of work; `sharing_probe` reads how long tiny work waits for other
+            processes, for `effort.budget_s` seconds; `prepare` loads what the others need, so that none waits for it;
+            `session` times a whole model as the evaluator does.
+        paths: the files of the kernels, or of the model.
+        record: for a model whose kernels get labels, its record.
+        dims: for a model, the sizes of its dynamic dimensions.
+        static: for a model, whether they are fixed before ONNX Runtime optimises it.
+        labels: which labels of its kernels a carrier or a model gives, of IN_MODEL_LABELS and (a carrier) `gpu`;
+            to prepare, `gpu` if it will be asked for; for a session, how it is run: `latency`, `host_io` or `cuda_graph`.
+        host: for a model on a GPU, whether the host's dispatch is timed too.
+        host_io: for a model, whether runs with numpy arrays in and out are timed too.
+        watch_host: for a model on an idle GPU: only what was timed while the host was undisturbed counts.
+        turns: the folder through which workers take turns on the GPU (see gpu_turns.py); "" for one that is alone.
+    """
+
+    do: Literal["alone", "carrier", "model", "model_labels", "model_gpu", "model_trace", "model_graph", "canary",
+                "sharing_probe", "prepare", "session"]
+    execution_provider: str
+    effort: Effort
+    paths: tuple[str, ...] = ()
+    record: str = ""
+    dims: dict[str, int] = {}
+    static: bool = False
+    labels: tuple[str, ...] = ()
+    host: bool = False
+    host_io: bool = False
+    watch_host: bool = False
+    provider_options: dict[str, str] = {}
+    turns: str = ""
+
+    @property
+    def model_name(self) -> str:
+        """What the model of a request is called, in its record too."""
+        return record_name(Path(self.paths[0]).stem, self.dims, self.static)
+
+
+class Samples(Frozen):
+    """Raw samples (ms) of one subject under one label; for label `gpu` also how many launches a run takes, and a kernel's
+    CUDA kernels by name, in order; for what was timed beside a probe of the host, how disturbed that was (see quiet_host)."""
+
+    id: str
+    label: str
+    samples_ms: tuple[float, ...]
+    launches: int | None = None
+    cuda_kernels: tuple[str, ...] = ()
+    disturbance: float | None = None
+    probe_us: float | None = None
+
+
+class Reply(Frozen):
+    """What came of a request: samples, traced runs, a probe's reading, the memory (MiB) that a session took, or an error
+    that is the subject's own (the worker goes on)."""
+
+    samples: tuple[Samples, ...] = ()
+    runs: tuple[GpuRun, ...] = ()
+    probe: ProbeReading | None = None
+    memory_mib: float | None = None
+    error: str = ""
+    started: str = ""
+    ended: str = ""

@@ -1,0 +1,1 @@
+"""What the GPU did in a run, by CUPTI."""

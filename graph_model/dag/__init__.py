@@ -1,0 +1,1 @@
+"""A model's graph of kernels and its longest path."""

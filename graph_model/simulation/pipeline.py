@@ -1,0 +1,179 @@
+"""A run on a GPU as two tracks: what the host dispatches when, and what the GPU works on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ort_analysis.records.kernel_costs import calls_library
+from ort_analysis.records.kernel_record import Frozen, Kernel
+from utils.trace_events import PREDICTED, Span, document, process_events
+
+Floats = npt.NDArray[np.float64]
+Kinds = npt.NDArray[np.int_] | npt.NDArray[np.bool_]  # NodeKind of each node
+
+
+class NodeKind(IntEnum):
+    """What a node means to the host that dispatches it: it only renames a tensor, it moves data by a kernel of ONNX Runtime's
+    own, or by one that cuDNN or cuBLAS is called for."""
+
+    VIEW = 0
+    OWN = 1
+    LIBRARY = 2
+
+
+def node_kind(kernel: Kernel, on_gpu: bool = True) -> NodeKind:
+    """The kind of a node; no node that the CPU provider runs calls a GPU's library."""
+    if not kernel.moves_data:
+        return NodeKind.VIEW
+    return NodeKind.LIBRARY if on_gpu and calls_library(kernel) else NodeKind.OWN
+
+
+class PipelineCosts(Frozen):
+    """What a run costs on the host, which dispatches node after node, and between it and the GPU, which follows; all ms.
+
+    Attributes:
+        node_ms, view_ms, launch_ms: the host's time for a node that moves data, for one that only renames a tensor, and
+            for each launch.
+        library_ms: what a node that calls cuDNN or cuBLAS for its work costs the host besides; 0 in files that do not know it.
+        start_ms: the host's time before the first node.
+        gap_ms: how long the GPU stands still between the work of two launches.
+        lead_ms: from the end of a node's dispatch to the start of its work on an idle GPU; negative, since its first
+            launch comes before its dispatch ends.
+        end_ms: from the end of both tracks to the caller's knowing of it.
+    """
+
+    node_ms: float
+    view_ms: float
+    launch_ms: float
+    start_ms: float
+    gap_ms: float
+    lead_ms: float
+    end_ms: float
+    library_ms: float = 0.0
+
+    def at_pace(self, pace: float) -> PipelineCosts:
+        """The costs where the host takes `pace` times as long for all it does; only the GPU's pauses stay."""
+        return PipelineCosts(
+            node_ms=pace * self.node_ms, view_ms=pace * self.view_ms, launch_ms=pace * self.launch_ms,
+            start_ms=pace * self.start_ms, gap_ms=self.gap_ms, lead_ms=pace * self.lead_ms, end_ms=pace * self.end_ms,
+            library_ms=pace * self.library_ms)
+
+
+def _own_ms(launches: Floats, kinds: Kinds, costs: PipelineCosts) -> Floats:
+    """The host's time for the dispatch of each node."""
+    of_kind = np.array([costs.view_ms, costs.node_ms, costs.node_ms + costs.library_ms])  # in the order of NodeKind
+    return of_kind[kinds.astype(int)] + costs.launch_ms * launches
+
+
+def dispatched_ms(launches: Floats, kinds: Kinds, costs: PipelineCosts) -> Floats:
+    """When the host has dispatched each node, in ms from the start of the run.
+
+    Args:
+        launches: of each node, in order.
+        kinds: of each node; a mask of those that move data says the same where none calls a library.
+        costs: of the target.
+    """
+    return costs.start_ms + np.cumsum(_own_ms(launches, kinds, costs))
+
+
+class OffGpu(NamedTuple):
+    """What the nodes of a run do besides giving the GPU work: those that the CPU provider runs, and copies.
+
+    Attributes:
+        host_ms: how long each keeps the host busy, beyond what its dispatch costs.
+        waits: whether the host waits at a node until the GPU has done all that it was given; so does a copy to the host.
+    """
+
+    host_ms: Floats
+    waits: npt.NDArray[np.bool_]
+
+
+def dispatched_off_gpu_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts,
+                          off_gpu: OffGpu) -> Floats:
+    """As `dispatched_ms`, where the host also computes, copies, and waits for the GPU; arguments as of `pipeline_ms`."""
+    own = _own_ms(launches, kinds, costs) + off_gpu.host_ms
+    work = gpu_ms + costs.gap_ms * launches
+    at, host, gpu = np.empty(len(own)), costs.start_ms, -np.inf
+    for place, (takes, gives, count, waits) in enumerate(zip(own.tolist(), work.tolist(), launches.tolist(),
+                                                             off_gpu.waits.tolist(), strict=True)):
+        host += takes
+        if count > 0:
+            gpu = max(gpu, host + costs.lead_ms) + gives
+        if waits:
+            host = max(host, gpu)
+        at[place] = host
+    return at
+
+
+def pipeline_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts,
+                off_gpu: OffGpu | None = None) -> float:
+    """A run's latency where the host dispatches node after node and the GPU does their work in that order.
+
+    The GPU begins a node's work when the node is dispatched and the work before it is done, so that it ends with the
+    latest of: some node's dispatch and all the work from there on.
+
+    Args:
+        gpu_ms: the GPU's own time of each node, in order.
+        launches: of each node; one without any leaves the GPU nothing to do.
+        kinds: of each node.
+        costs: of the target.
+        off_gpu: what nodes of the CPU provider and copies do; None where the run has none.
+    """
+    at = (dispatched_ms(launches, kinds, costs) if off_gpu is None
+          else dispatched_off_gpu_ms(gpu_ms, launches, kinds, costs, off_gpu))
+    if not len(at):
+        return costs.start_ms + costs.end_ms
+    working = launches > 0
+    work = np.where(working, gpu_ms + costs.gap_ms * launches, 0.0)
+    left = np.cumsum(work[::-1])[::-1]  # from each node on
+    ends = (at + costs.lead_ms + left)[working]
+    return float(max(at[-1], ends.max(initial=0.0)) + costs.end_ms)
+
+
+class NodeSpan(NamedTuple):
+    """When the host dispatches a node and when the GPU works on it, in ms from the start of a run; the latter None for a node
+    that leaves the GPU nothing to do."""
+
+    host: tuple[float, float]
+    gpu: tuple[float, float] | None
+
+
+def timeline(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts,
+             off_gpu: OffGpu | None = None) -> list[NodeSpan]:
+    """The two tracks node by node; what `pipeline_ms` gives is the end of the later one (with its gap), and costs.end_ms.
+
+    With a fitted lead that is longer than the first dispatch, the GPU's track begins before 0, as in that formula.
+
+    Arguments are those of `pipeline_ms`.
+    """
+    spans, host, gpu = [], costs.start_ms, -np.inf
+    at = (dispatched_ms(launches, kinds, costs) if off_gpu is None
+          else dispatched_off_gpu_ms(gpu_ms, launches, kinds, costs, off_gpu))
+    for dispatched, time, count in zip(at.tolist(), gpu_ms, launches, strict=True):
+        work = None
+        if count > 0:
+            begins = max(gpu, dispatched + costs.lead_ms)
+            gpu = begins + float(time) + costs.gap_ms * float(count)
+            work = begins, begins + float(time)
+        spans.append(NodeSpan((host, dispatched), work))
+        host = dispatched
+    return spans
+
+
+def chrome_trace(names: Sequence[str], spans: Sequence[NodeSpan]) -> dict[str, Any]:
+    """A timeline in Chrome's trace-event format (see utils/trace_events.py): a track for the host, one for the GPU.
+
+    Times begin with the earliest span or the start of the run.
+    """
+    earliest = min([0.0, *(when[0] for span in spans for when in span if when is not None)])
+
+    def track(place: int) -> list[Span]:
+        return [Span(name, 1000 * (when[0] - earliest), 1000 * (when[1] - when[0]))
+                for name, span in zip(names, spans, strict=True) if (when := span[place]) is not None]
+
+    return document(process_events(1, PREDICTED, {"host": track(0), "GPU": track(1)}))

@@ -1,0 +1,1 @@
+"""A prediction for an idle device."""

@@ -1,0 +1,179 @@
+"""The host's pace that a prediction holds for: given, measured, read from a file, or not known.
+
+A pace is a ratio: how many times as long as usual the host takes to dispatch. Usual is what the target's predictors hold for.
+It counts for a GPU whose composition has the host as a track of its own, and not for the replay of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from benchmark.load.pace_reading import MEASURE, MachinePace, read_pace
+from inference.core.targets import Fitted, is_here, local_targets
+from utils.errors import UserError
+from utils.files import cached, signature
+from utils.fingerprint import gpu_facts
+from utils.locks import measuring
+from utils.paths import Workspace
+
+if TYPE_CHECKING:
+    from inference.core.ways import WayOfRunning
+    from training.composition.fitted import Composition
+
+PaceSource = Literal["given", "file", "measured", "unknown"]
+RECENT_S = 600.0  # how old the workspace's own file may be
+WATCHED_S = 0.3  # how long it is measured before each prediction of several
+LEAST, MOST = 0.1, 10.0  # ratios beyond these are no ratio: microseconds, or per cent
+_read: dict[object, MachinePace] = {}
+
+
+class HostPace(NamedTuple):
+    """A pace (a ratio; None where it is not known), and where it comes from."""
+
+    ratio: float | None
+    source: PaceSource
+
+
+UNKNOWN = HostPace(None, "unknown")
+USUAL = HostPace(1.0, "given")  # what latencies in a dataset are compared at
+
+
+def counts(used: Composition, way: WayOfRunning) -> bool:
+    """Whether the host's pace changes a latency of a model that is run that way."""
+    return used.kind == "pipeline" and used.costs is not None and not way.cuda_graph
+
+
+def given_pace(ratio: float) -> HostPace:
+    """`UserError` where a number can't be a ratio of paces."""
+    if not LEAST <= ratio <= MOST:
+        raise UserError(f"host pace {ratio:g}: a ratio to the usual pace is expected, such as 1.15, between {LEAST:g} and "
+                        f"{MOST:g}; {MEASURE} prints it")
+    return HostPace(float(ratio), "given")
+
+
+def check_host(fitted: Fitted, used: Composition) -> None:
+    """`UserError` where no host's pace can be told to a target's composition."""
+    if fitted.target.flavour.execution_provider == "cpu":
+        raise UserError(f"{fitted.target.name}: a CPU target's host is the target itself, so it has no host pace; leave it out")
+    if used.kind != "pipeline" or used.costs is None:
+        raise UserError(f"{fitted.target.name}: its composition ({used.kind}) does not know the host apart from the GPU, so no "
+                        "host pace can be taken into account; leave it out")
+
+
+def ratio_of(probe_us: float, fitted: Fitted) -> float:
+    """What the probe of the host took, in microseconds, as a ratio.
+
+    Raises:
+        UserError: the probe was not read beside the models that the target's composition was fitted on, or it can't be.
+    """
+    check_host(fitted, fitted.composition)
+    usual_us = fitted.composition.probe_us
+    if usual_us is None:
+        raise UserError(f"{fitted.target.name}: the host's pace was not recorded when its models were measured, so there is "
+                        "nothing to compare a probe with; give the ratio itself, --host-pace RATIO")
+    ratio = probe_us / usual_us
+    if not LEAST <= ratio <= MOST:
+        raise UserError(f"{fitted.target.name}: a probe of its host takes about {usual_us:.0f} µs, and {probe_us:g} µs is "
+                        f"{ratio:.3g} times that, which no host is; measure it again: {MEASURE}")
+    return ratio
+
+
+def pace_of_file(path: Path, fitted: Fitted) -> HostPace:
+    """The pace that benchmark/host_pace.py wrote on the machine in question, however long ago.
+
+    Raises:
+        UserError: the file can't be read, or is of another kind of GPU than the target.
+    """
+    found = read_pace(path)
+    ratio = ratio_of(found.probe_us, fitted)
+    if (found.execution_provider, found.machine.device) != ("cuda", fitted.target.device):
+        raise UserError(f"{path}: measured beside a {found.machine.device}, and the target is {fitted.target.name}; measure on "
+                        f"the machine in question: {MEASURE} --out {path.name}")
+    return HostPace(ratio, "file")
+
+
+def measured_pace(fitted: Fitted, seconds: float | None = None) -> HostPace:
+    """The pace of this machine's host now.
+
+    Args:
+        fitted: the target, which is this machine.
+        seconds: how long it is measured, beside whatever else does; by default as benchmark/host_pace.py does it.
+
+    Raises:
+        UserError: this machine is not the target, or (without `seconds`) another process measures on its GPU.
+    """
+    from benchmark.measuring.host_pace import SECONDS, measure_pace
+
+    check_host(fitted, fitted.composition)
+    if not is_here(fitted.target):
+        raise UserError(f"the host's pace has to be measured on the machine in question, a {fitted.target.name}, and this is "
+                        f"{' and '.join(own.name for own in local_targets())}; run there: {MEASURE} --out machine.json, and "
+                        "give that file with --machine")
+    with nullcontext() if seconds else measuring("cuda"):
+        return HostPace(ratio_of(measure_pace(seconds=seconds or SECONDS).probe_us, fitted), "measured")
+
+
+def recent_pace(fitted: Fitted, workspace: Workspace) -> HostPace:
+    """What the workspace's own file says, where this machine is the target, has not been started anew since and was measured
+    not longer than RECENT_S ago; else the pace is not known."""
+    path = workspace.host_pace
+    if not is_here(fitted.target) or fitted.composition.probe_us is None or (about := signature(path)) is None:
+        return UNKNOWN
+    found: MachinePace = cached(_read, about, lambda: read_pace(path), limit=4)
+    if found.machine.uuid != gpu_facts().get("uuid") or not found.of_this_boot or not 0.0 <= found.age_s <= RECENT_S:
+        return UNKNOWN
+    return HostPace(ratio_of(found.probe_us, fitted), "file")
+
+
+@dataclass(frozen=True)
+class PaceAsked:
+    """From where a command is to learn the host's pace.
+
+    Attributes:
+        option: the ratio itself, or that it is to be measured here; None where neither was asked for.
+        machine: a file of benchmark/host_pace.py.
+        watched: predictions follow one another, so that it is measured each time on the target itself.
+    """
+
+    option: float | Literal["measure"] | None = None
+    machine: Path | None = None
+    watched: bool = False
+
+    def of_prometheus(self, fitted: Fitted, way: WayOfRunning) -> bool:
+        """Whether a Prometheus is to be asked."""
+        return self.option is None and self.machine is None and not self._each_time(fitted, way) and compares(fitted, way)
+
+    def now(self, fitted: Fitted, way: WayOfRunning, host_probe_us: float | None = None) -> float | HostPace | None:
+        """The pace at this moment, as `inference.predict` takes it; None where nothing was asked for.
+
+        Args:
+            fitted: the target.
+            way: how the model is run.
+            host_probe_us: what a Prometheus says that the probe of the host takes.
+
+        Raises:
+            UserError: it can't be measured here, or the file can't be used.
+        """
+        if isinstance(self.option, float):
+            return self.option
+        if self.machine:
+            return pace_of_file(self.machine, fitted)
+        if self.option == "measure" or self._each_time(fitted, way):
+            return measured_pace(fitted, WATCHED_S if self.watched else None)
+        return None if host_probe_us is None else HostPace(ratio_of(host_probe_us, fitted), "measured")
+
+    def is_followed(self, fitted: Fitted, way: WayOfRunning) -> bool:
+        """Whether it is measured again before each of several predictions."""
+        return self.watched and (self.option == "measure" or self._each_time(fitted, way))
+
+    def _each_time(self, fitted: Fitted, way: WayOfRunning) -> bool:
+        asked = self.option is not None or self.machine is not None
+        return self.watched and not asked and is_here(fitted.target) and compares(fitted, way)
+
+
+def compares(fitted: Fitted, way: WayOfRunning) -> bool:
+    """Whether the host's pace counts, and a reading of the probe tells it."""
+    return counts(fitted.composition, way) and fitted.composition.probe_us is not None

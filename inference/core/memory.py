@@ -1,0 +1,213 @@
+"""What a model's session holds resident: its weights, the activations live at the fullest moment, what the arena keeps, the
+kernels' scratch, and what loading leaves behind.
+
+Counts what ONNX Runtime's allocation plan counts: a buffer lives from the node that makes it to the last that reads it;
+a node that only renames a tensor (Reshape) shares its input's buffer; a node that may work in place takes over an input
+that nobody reads later. The arena then keeps them twice: the first run allocates tensor by tensor, later runs take one
+block planned from it, and what the first run used is not given back.
+
+On CUDA the arena takes whole regions from the device, each twice as large as the one before, cuDNN asks it for workspaces that
+no record tells, and cuDNN and cuBLAS keep code and scratch of their own. Both were read off an H200 as two constants, from 12
+torchvision models at batches of 1 to 64, 36 cases (ONNX Runtime 1.31, cuDNN 9.19; `inference/memory_error.py --device cuda`).
+Each model left out of the fit, the median error is 13 %, 29 of 36 are within 30 %, and the worst are −41 and +135 %. On a CPU a
+page counts only once it is written, so regions cost what is used of them.
+
+On a CPU a session's weights were copied while it was loaded (parsed, folded, reordered for blocked convolutions). The copies
+are free again, but glibc keeps what lies under its greatest mmap threshold of 32 MiB in the process, where it counts as
+resident (`malloc_trim` gives it back: a session then holds its weights and about 2 MiB). How much stays depends on the order
+of loading and differs by tens of per cent from run to run: the shares below are medians over 24 models (ONNX Runtime 1.31,
+glibc 2.36); `python inference/memory_error.py` measures them again.
+
+Left out: the process without the session (about 70 MiB with Python and ONNX Runtime), and a CUDA context (some 0.5 GiB of the
+device, the same for every model).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ort_analysis.records.kernel_record import Frozen, Kernel, ModelRecord, Node
+
+MIB = 2**20
+
+# Inputs whose buffer the output may take over, by operator: the `MayInplace` hints of ONNX Runtime's kernels.
+_UNARY = (
+    "Relu", "LeakyRelu", "ThresholdedRelu", "Elu", "Selu", "Sigmoid", "HardSigmoid", "Softplus", "Softsign", "Tanh", "Clip",
+    "Abs", "Neg", "Floor", "Ceil", "Reciprocal", "Sqrt", "Exp", "Log", "Softmax", "LogSoftmax", "Cast", "Not",
+)
+_BINARY = ("Add", "Sub", "Mul", "Div")
+IN_PLACE: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(_UNARY, (0,)), **dict.fromkeys(_BINARY, (0, 1)), "Sum": (0,), "FusedConv": (3,),
+}
+_NCHWC_CONV_IN_PLACE = (3,)  # the tensor that a Conv with a fused Add adds to its product
+_NCHWC_DOMAIN = "com.microsoft.nchwc"
+
+
+# bytes that stay in the heap for each byte of a weight: of a convolution, of one-byte integers, and of others
+ONCE_LOADED_CONV, ONCE_LOADED_INT8, ONCE_LOADED = 1.8, 1.0, 0.5
+LOADED_BASE_BYTES = 2 * MIB  # of the graph itself
+MMAPPED_BYTES = 32 * MIB  # of a weight: glibc maps those apart and gives them back (mallopt(3), M_MMAP_THRESHOLD)
+CUDA_ARENA = 3.0  # times the activations, which the arena and cuDNN's workspaces in it take besides
+CUDA_LIBRARIES_BYTES = 160 * MIB  # what cuDNN and cuBLAS keep
+CUDA_LIBRARY_USERS = ("Conv", "Pool", "MatMul", "Gemm", "Attention", "LSTM", "GRU", "RNN", "Einsum")  # in the operator's name
+
+
+class Memory(Frozen):
+    """Memory that a session holds while it runs, in MiB: of the process on a CPU, of the device on CUDA.
+
+    Attributes:
+        weights_mib: constants of the optimised graph.
+        activations_mib: inputs, outputs and intermediate tensors alive at the fullest moment.
+        arena_mib: what the arena keeps beside them: the intermediate tensors once more; on CUDA more, with cuDNN's workspaces.
+        workspace_mib: the kernels' own scratch, as far as it is known: columns of transposed convolutions on a CPU, what cuDNN
+            and cuBLAS keep on CUDA.
+        loading_mib: what loading leaves in the heap of a CPU's process; 0 on CUDA.
+        peak_mib: all of it.
+    """
+
+    weights_mib: float
+    activations_mib: float
+    arena_mib: float
+    workspace_mib: float | None = None
+    loading_mib: float = 0.0
+    peak_mib: float
+
+    @property
+    def least_mib(self) -> float:
+        """What a run can't do without: the arena takes smaller regions where the device has no room for larger ones
+        (ONNX Runtime's bfc_arena.cc: Extend), and what loading left is free again."""
+        return self.weights_mib + self.activations_mib + (self.workspace_mib or 0.0)
+
+
+class Activations(NamedTuple):
+    """The most bytes alive while any node runs: of all activations, and of the intermediate ones alone."""
+
+    peak_bytes: int
+    intermediate_peak_bytes: int
+
+
+class Layout(NamedTuple):
+    """What a kernel does with memory: bytes of each output, whether it only renames its first input, the inputs that it may
+    work in, its scratch on a CPU, and what loading its weights leaves in the heap there."""
+
+    output_bytes: tuple[int, ...]
+    renames: bool
+    in_place: tuple[int, ...]
+    scratch_bytes: int = 0
+    loading_bytes: float = 0.0
+
+
+def layout_of(kernel: Kernel) -> Layout:
+    """What a kernel does with buffers; the same in every model that holds it."""
+    in_place = IN_PLACE.get(kernel.op_type, ())
+    if kernel.domain == _NCHWC_DOMAIN and kernel.op_type == "Conv":
+        in_place = _NCHWC_CONV_IN_PLACE
+    return Layout(tuple(tensor.bytes for tensor in kernel.outputs), not kernel.moves_data, in_place, _column_bytes(kernel),
+                  _loading_bytes(kernel))
+
+
+def _loading_bytes(kernel: Kernel) -> float:
+    """What loading a kernel's weights leaves in the heap of a CPU's process."""
+    of_floats = ONCE_LOADED_CONV if "Conv" in kernel.op_type else ONCE_LOADED
+    return sum(size * (ONCE_LOADED_INT8 if tensor.dtype in ("int8", "uint8") else of_floats)
+               for tensor in kernel.inputs if tensor.constant and (size := tensor.bytes) < MMAPPED_BYTES)
+
+
+def _column_bytes(kernel: Kernel) -> int:
+    """The columns that a transposed convolution multiplies out before it adds them up, for one image (ONNX Runtime's
+    conv_transpose.cc: col_buffer); 0 for other kernels."""
+    if kernel.op_type != "ConvTranspose" or len(kernel.inputs) < 2 or len(kernel.inputs[1].shape) < 3:
+        return 0
+    image, weights = kernel.inputs[0], kernel.inputs[1]
+    per_pixel = math.prod(weights.shape[1:]) * (image.bytes // max(image.elements, 1))
+    return per_pixel * math.prod(image.shape[2:])
+
+
+def peak_memory(record: ModelRecord, workspace_mib: float | None = None,
+                layouts: Mapping[str, Layout] | None = None) -> Memory:
+    """What a session of this model holds while it runs.
+
+    Args:
+        record: the model.
+        workspace_mib: the kernels' scratch, where it was measured; by default estimated.
+        layouts: of its kernels by id, where they are known from another model; by default worked out.
+    """
+    if layouts is None:
+        layouts = {name: layout_of(kernel) for name, kernel in record.kernels.items()}
+    activations = live_activations(record, layouts)
+    own = activations.intermediate_peak_bytes
+    used = [layouts[node.kernel_id] for node in record.nodes]
+    if record.flavour.execution_provider == "cuda":
+        arena, loading = CUDA_ARENA * activations.peak_bytes, 0.0
+        operators = {kernel.op_type for kernel in record.kernels.values()}
+        scratch = CUDA_LIBRARIES_BYTES if any(user in operator for operator in operators for user in CUDA_LIBRARY_USERS) else 0
+    else:
+        arena, loading = own, LOADED_BASE_BYTES + sum(layout.loading_bytes for layout in used)
+        scratch = max((layout.scratch_bytes for layout in used), default=0)
+    if workspace_mib is None:
+        workspace_mib = scratch / MIB
+    weights, live = record.weight_bytes / MIB, activations.peak_bytes / MIB
+    return Memory(weights_mib=weights, activations_mib=live, arena_mib=arena / MIB, workspace_mib=workspace_mib,
+                  loading_mib=loading / MIB, peak_mib=weights + live + arena / MIB + workspace_mib + loading / MIB)
+
+
+def live_activations(record: ModelRecord, layouts: Mapping[str, Layout] | None = None) -> Activations:
+    """The most bytes of tensors alive while any node runs, in linear time; `layouts` as for `peak_memory`.
+
+    Inputs and outputs of the graph belong to the caller: inputs live throughout, outputs from the node that makes them.
+    """
+    if layouts is None:
+        layouts = {name: layout_of(kernel) for name, kernel in record.kernels.items()}
+    sizes = {name: tensor.bytes for name, tensor in record.inputs.items()}
+    buffer_of = {name: name for name in sizes}  # tensor name -> the tensor that its buffer is named after
+    kept = {*record.inputs, *record.outputs}
+    readers = Counter(itertools.chain.from_iterable(node.inputs for node in record.nodes))
+    pending = {name: readers[name] for name in sizes}  # reads of a buffer still to come, under any of its names
+    lent = sum(sizes.values())  # bytes of inputs and outputs alive
+    own, peak, own_peak = 0, lent, 0
+
+    def taken_over(node: Node, renames: bool, in_place: tuple[int, ...], size: int) -> str | None:
+        """The buffer that a node's first output of `size` bytes shares with an input; None where it needs its own."""
+        if renames:
+            return buffer_of.get(node.inputs[0]) if node.inputs else None
+        for slot in in_place:
+            if slot < len(node.inputs):
+                buffer = buffer_of.get(node.inputs[slot])
+                if buffer is not None and buffer not in kept and pending[buffer] == 1 and sizes[buffer] == size:
+                    return buffer
+        return None
+
+    for node in record.nodes:
+        output_bytes, renames, in_place, *_ = layouts[node.kernel_id]
+        unread = 0  # bytes that nobody reads once they are made
+        may_share = renames or bool(in_place)
+        for name, size in zip(node.outputs, output_bytes, strict=False):
+            if name:
+                source = taken_over(node, renames, in_place, size) if may_share and name not in kept else None
+                if source is not None:
+                    buffer_of[name] = source
+                    pending[source] += readers[name]
+                else:
+                    buffer_of[name], sizes[name], pending[name] = name, size, readers[name]
+                    if name in kept:
+                        lent += size
+                    else:
+                        own += size
+                        unread += 0 if readers[name] else size
+            may_share = False  # only the first output may
+        if lent + own > peak:
+            peak = lent + own
+        if own > own_peak:
+            own_peak = own
+        own -= unread
+        for name in node.inputs:
+            buffer = buffer_of.get(name)
+            if buffer is not None:  # else a constant, or an optional input left out
+                pending[buffer] -= 1
+                if not pending[buffer] and buffer not in kept:
+                    own -= sizes[buffer]
+    return Activations(peak, own_peak)

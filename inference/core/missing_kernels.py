@@ -1,0 +1,235 @@
+"""Measures the kernels of a model that never were, on a machine that is the target, so that its latency rests on them.
+
+The collector measures them and writes the target's dataset; then they are looked up with what was learned before, which holds
+as it did. The next training learns from them too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmark.records.files import DatasetKernel, header_path
+from benchmark.records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
+from inference.core.sources import Source, record_of
+from inference.core.targets import MAKE_PREDICTORS, Fitted, check_fit, fitted_for, local_targets, predictor_folders
+from ort_analysis.records.kernel_costs import is_control_flow
+from ort_analysis.records.kernel_record import Kernel, ModelRecord
+from utils.errors import UserError
+from utils.locks import sole_writer
+from utils.logger import get_logger
+from utils.paths import ROOT, Workspace
+from utils.temporary import temporary_folder
+
+if TYPE_CHECKING:
+    from benchmark.collecting.config import CollectorConfig
+    from benchmark.collecting.crew import Crew
+    from training.composition.fitted import Composition
+
+log = get_logger("predict")
+CONFIG = ROOT / "benchmark" / "config.yaml"
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What was measured for a prediction.
+
+    Attributes:
+        measured: number of kernels that were measured now, well or not.
+        measuring_s: that this took, in seconds.
+        seconds: the same with building them, waiting for the processes that measure, and noting it all down.
+        left: ids of the kernels that have no measured time nonetheless.
+    """
+
+    measured: int
+    measuring_s: float
+    seconds: float
+    left: tuple[str, ...]
+
+
+def looked_up(composition: Composition) -> tuple[str, ...]:
+    """What a composition looks up of each kernel: its label, and in a pipeline the launches too."""
+    from training.kernels.predictors import ON_GPU
+
+    return ON_GPU if composition.kind == "pipeline" else (composition.label,)
+
+
+def missing_kernels(fitted: Fitted, records: Sequence[ModelRecord]) -> dict[str, Kernel]:
+    """The kernels of some models, by id, of which the target's composition has to predict something. Of a node that holds
+    a body the body's kernels are, and not its own."""
+    from training.kernels.predictors import leaves_gpu_idle
+
+    measured = fitted.predictors.measured
+    return {name: kernel for record in records for name, kernel in record.kernels.items()
+            if not is_control_flow(kernel) and any(label not in measured.get(name, {}) and not leaves_gpu_idle(kernel, label)
+                   for label in looked_up(fitted.composition))}
+
+
+def build(kernels: Mapping[str, Kernel], folder: Path) -> set[str]:
+    """Builds the kernels that are not in `folder` yet; returns the ids of those that are there then."""
+    from kernel_model.building.kernel_models import kernel_build
+
+    there = set()
+    for name, kernel in kernels.items():
+        if not (folder / f"{name}.onnx").exists():
+            try:
+                kernel_build(kernel, folder)
+            except UserError as error:
+                log.warning("%s", error)
+                continue
+        there.add(name)
+    return there
+
+
+def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), *, target: str | None = None,
+                    workspace: Workspace | None = None, config: CollectorConfig | None = None, force: bool = False,
+                    static: bool = False) -> Filled:
+    """Has the kernels of a model measured that no machine of the target has measured idle; `predict` then looks them up.
+
+    Args:
+        source: as `predict` takes it.
+        sizes: of its dynamic dimensions by name, each combination that will be predicted.
+        target: name of the target; by default as `predict` chooses it.
+        workspace: the folder that holds dataset and predictors; by default the repository. Predictors that come with Hase are
+            copied into it, and a dataset that is not there begins.
+        config: how to measure; by default benchmark/config.yaml. Its device, levels and labels are not looked at, and where
+            there is a dataset, that one's metrics and held-out families hold.
+        force, static: as in `predict`.
+
+    Raises:
+        UserError: this machine is not the target, the model can't be used, or the dataset lacks the label that is needed.
+    """
+    from benchmark.collecting.config import CollectorConfig
+    from benchmark.collecting.crew import start_crew
+    from utils.config import load_config
+
+    workspace = workspace or Workspace()
+    if isinstance(source, (str, Path)):
+        workspace.find_model(Path(source))  # a mistyped name is told of before anything starts
+    fitted = nothing_learned(workspace, target) or fitted_for(workspace, target)
+    name, flavour = fitted.target.name, fitted.target.flavour
+    if fitted.target not in local_targets():
+        raise UserError(f"kernels of target {name} can be measured on such a machine alone, and this one is "
+                        f"{' and '.join(own.name for own in local_targets())}; predict without --measure-missing, or there")
+    on_cpu, begins = flavour.execution_provider == "cpu", not header_path(workspace.dataset(name)).exists()
+    config = (config or load_config(CONFIG, CollectorConfig)).model_copy(update={
+        "device": flavour.execution_provider,
+        "labels": (*DEFAULT_LABELS, fitted.composition.label) if begins and fitted.composition.assumed and on_cpu else
+                  (fitted.composition.label,)})
+    with start_crew(config, flavour.execution_provider, config.labels) as crew:  # it gets ready while the model is analysed
+        records = _records(source, sizes, fitted, workspace, force, static)
+        missing = missing_kernels(fitted, records)
+        if not missing:
+            return Filled(0, 0.0, 0.0, ())
+        began, measured, measuring_s = time.monotonic(), 0, 0.0
+        if on_cpu and fitted.composition.label in IN_MODEL_LABELS:
+            measured, measuring_s = _measure_in_model(source, records, missing, fitted, workspace, config, crew)
+            missing = missing_kernels(fitted_for(workspace, name), records) if measured else missing
+        with sole_writer(workspace.kernel_onnx):
+            built = build(missing, workspace.kernel_onnx / flavour.name)
+        kernels = [DatasetKernel(kernel=kernel, models=tuple(record.model for record in records if kernel.id in record.kernels))
+                   for kernel in missing.values() if kernel.id in built]
+        if kernels:
+            alone, alone_s = _measure(kernels, fitted, workspace, config, crew)
+            measured, measuring_s = measured + alone, measuring_s + alone_s
+    left = tuple(missing_kernels(fitted_for(workspace, name), records))
+    return Filled(measured, measuring_s, time.monotonic() - began, left)
+
+
+def nothing_learned(workspace: Workspace, target: str | None) -> Fitted | None:
+    """What a machine without predictors begins with: stated constants (training/composition/default_composition.py), nothing
+    written.
+
+    None where there are predictors for `target`, or, without a name, for this machine; and where it is not this machine.
+
+    Raises:
+        UserError: this machine is a GPU, and no composition of one comes with Hase.
+    """
+    from training.composition.default_composition import default_composition, untrained
+    from training.kernels.doubt import NOTHING_LEARNED
+
+    there, own = predictor_folders(workspace), local_targets()
+    if target is not None:
+        own = tuple(local for local in own if target in local.name and not any(target in name for name in there))
+    if not own or any(local.name in there for local in own):
+        return None
+    begun = own[0]
+    log.warning("nothing was learned of this machine (%s): the model's kernels are measured and put together with default "
+                "constants; a training replaces them (%s)", begun.name, "; ".join(MAKE_PREDICTORS))
+    return Fitted(begun, untrained(workspace.predictors(begun.name), begun),
+                  default_composition(begun.flavour.execution_provider), NOTHING_LEARNED)
+
+
+def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted, workspace: Workspace,
+             force: bool, static: bool) -> list[ModelRecord]:
+    """The model's record at each of some sizes, checked; errors as of `measure_missing`."""
+    flavour = fitted.target.flavour
+    model = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
+    records = [record_of(model, flavour.execution_provider, dims, static) for dims in sizes]
+    for record in records:
+        check_fit(record, fitted.target, fitted.predictors.sidecar.dtypes, force)
+        if record.flavour != flavour:
+            raise UserError(f"{record.model}: the record is of a {record.flavour.name} graph, and kernels can be measured here "
+                            f"for {flavour.name} alone; give the model file instead")
+    return records
+
+
+def _measure(kernels: Sequence[DatasetKernel], fitted: Fitted, workspace: Workspace, config: CollectorConfig,
+             crew: Crew) -> tuple[int, float]:
+    """Has built kernels measured and looked up; returns how many were measured, and the seconds that this took."""
+    from benchmark.collecting.collect import collect_kernels
+
+    totals = collect_kernels(workspace, config, kernels, crew)
+    _note_down(fitted, workspace)
+    return totals["measured_kernels"], totals["measuring_s"]
+
+
+def _measure_in_model(source: Source, records: Sequence[ModelRecord], missing: Mapping[str, Kernel], fitted: Fitted,
+                      workspace: Workspace, config: CollectorConfig, crew: Crew) -> tuple[int, float]:
+    """Has kernels measured in the model itself, at each of its sizes; returns as `_measure`.
+
+    Nothing is measured where there is only a record of the model. What can't be measured so is left out, with a warning.
+    """
+    from benchmark.collecting.collect import collect_in_models
+    from benchmark.collecting.work import ModelItem
+    from utils.files import write_json
+
+    if isinstance(source, ModelRecord) or (isinstance(source, (str, Path)) and Path(source).suffix == ".json"):
+        return 0, 0.0
+    held = [DatasetKernel(kernel=kernel, models=tuple(record.model for record in records if name in record.kernels))
+            for name, kernel in missing.items()]
+    with temporary_folder() as folder:
+        path = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else folder / "model.onnx"
+        if not isinstance(source, (str, Path)):
+            path.write_bytes(source if isinstance(source, bytes) else source.SerializeToString())
+        items, left = [], set(missing)
+        for number, record in enumerate(records):
+            if only := left & set(record.kernels):
+                write_json(folder / f"{number}.json", record)
+                items.append(ModelItem(path, folder / f"{number}.json", record, labels=True, only=frozenset(only)))
+                left -= only
+        totals = collect_in_models(workspace, config, items, held, crew)
+    if totals["measured_kernels"]:
+        _note_down(fitted, workspace)
+    return totals["measured_kernels"], totals["measuring_s"]
+
+
+def _note_down(fitted: Fitted, workspace: Workspace) -> None:
+    """Has what was measured looked up from now on."""
+    from training.composition.default_composition import save_default
+    from training.kernels.saving import copy_predictors, renew_measured
+    from training.kernels.sidecar import sidecar_path
+    from training.kernels.training_set import measured_times
+
+    name, folder = fitted.target.name, workspace.predictors(fitted.target.name)
+    with sole_writer(workspace.predictors("")):
+        if fitted.composition.assumed and not sidecar_path(folder).is_file():
+            save_default(folder, fitted.predictors)
+        elif fitted.predictors.folder != folder:
+            log.warning("%s: what comes with Hase for %s is copied here and added to; a training in this workspace would "
+                        "replace it by what its own dataset tells", folder, name)
+            copy_predictors(fitted.predictors.folder, folder)
+        renew_measured(folder, measured_times(workspace, name))

@@ -1,0 +1,87 @@
+"""A model's record from whatever the caller has: a file, a model in memory, a record. Files are analysed once.
+
+What is kept in a running process knows when a file changed: its size, times of change and inode, and those of the files
+that hold its weights, are looked at on every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ort_analysis.records.kernel_record import ModelRecord
+from ort_analysis.records.reading import load_record
+from utils.errors import UserError
+from utils.files import cached, signature
+from utils.model_files import weight_files
+
+if TYPE_CHECKING:
+    import onnx
+
+Source: TypeAlias = "str | Path | onnx.ModelProto | ModelRecord"
+Signature = tuple[tuple[str, int, int, int, int], ...]
+KEPT_FILES = 256  # records held in a process: a few hundred KiB each
+_files: dict[Any, tuple[tuple[Path, ...], Signature, ModelRecord]] = {}
+_weights: dict[Signature, list[Path]] = {}  # of each model file, by its signature: a model is read at several sizes
+
+
+def record_of(source: Source, execution_provider: str,
+              dims: Mapping[str, int] | None = None, static: bool = False) -> ModelRecord:
+    """The record of `source` in the graph flavour of `execution_provider` (`cpu` or `cuda`).
+
+    Args:
+        source: an ONNX file, the JSON file of a record, a model in memory, or a record, which is taken as it is.
+        execution_provider: whose optimised graph.
+        dims: sizes of dynamic dimensions by name.
+        static: whether they are fixed before ONNX Runtime optimises the model.
+
+    Raises:
+        UserError: the model can't be read or analysed, or `dims` are given for a record, whose shapes are fixed.
+    """
+    if isinstance(source, (str, Path)):
+        return _record_of_file(Path(source), execution_provider, dict(dims or {}), static)
+    if not isinstance(source, ModelRecord):
+        import onnx
+
+        if not isinstance(source, onnx.ModelProto):
+            raise UserError(f"{type(source).__name__} is no model: give the path of an ONNX file or of a kernel record, an "
+                            "onnx.ModelProto, or a ModelRecord")
+        from ort_analysis.graph.analysis import analyze
+
+        return analyze(source, execution_provider, dims, static=static)
+    _refuse_other_dims(source, dims)
+    return source
+
+
+def _record_of_file(path: Path, execution_provider: str, dims: dict[str, int], static: bool) -> ModelRecord:
+    key = (str(path.absolute()), execution_provider, tuple(sorted(dims.items())), static)
+    if kept := _files.get(key):
+        watched, before, record = kept
+        if _signature(watched) == before:
+            return record
+        _files.pop(key, None)
+    before = _signature((path,))
+    if path.suffix == ".json":
+        record, watched = load_record(path), (path,)
+        _refuse_other_dims(record, dims)
+    else:
+        from ort_analysis.graph.analysis import analyze
+
+        record = analyze(path, execution_provider, dims, static=static)
+        watched = (path, *cached(_weights, before, lambda: weight_files(path), KEPT_FILES))
+    if before == _signature((path,)):  # else the file changed meanwhile: what was read is not kept
+        cached(_files, key, lambda: (watched, _signature(watched), record), KEPT_FILES)
+    return record
+
+
+def _refuse_other_dims(record: ModelRecord, dims: Mapping[str, int] | None) -> None:
+    other = {name: size for name, size in (dims or {}).items() if record.dims.get(name) != size}
+    if other:
+        raise UserError(f"{record.model}: a record's shapes are fixed, so {', '.join(sorted(other))} can't be set; "
+                        "give the model file instead")
+
+
+def _signature(paths: tuple[Path, ...]) -> Signature:
+    """Of each file, as `utils.files.signature`; one that is missing has none."""
+    return tuple(found for path in paths if (found := signature(path)) is not None)

@@ -1,0 +1,220 @@
+"""Which target a prediction is for, and what was learned for it; kept in a process until the files change."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ort_analysis.records.kernel_record import ModelRecord
+from utils.errors import UserError
+from utils.files import cached
+from utils.fingerprint import CUDNN, Target, has_cuda, local_target, package_version
+from utils.paths import SHIPPED, Workspace
+
+if TYPE_CHECKING:
+    from training.composition.fitted import Composition
+    from training.kernels.doubt import Doubt
+    from training.kernels.predictors import Predictors
+    from training.kernels.sidecar import Sidecar
+    from training.sharing.learned import Sharing
+
+MAKE_PREDICTORS = (
+    "python benchmark/collector.py", "python training/train_kernel_model.py", "python training/fit_composition.py")
+SIDECAR = "predictors.json"  # written last by training: a folder without it holds nothing that counts
+FLOATING = ("float16", "bfloat16", "float32", "float64")
+_fitted: dict[tuple[Any, ...], tuple[Predictors, Composition, Sharing | None, Doubt]] = {}
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What was learned for one target, and what to know about its being chosen.
+
+    Attributes:
+        doubt: how far off kernels may be that nothing was learned of.
+        sharing: how the target's GPU turns between processes; None where that was not learned.
+        other_cudnn: this machine is the target's device, but has another minor version of cuDNN than was measured.
+        notices: for the reader.
+    """
+
+    target: Target
+    predictors: Predictors
+    composition: Composition
+    doubt: Doubt
+    sharing: Sharing | None = None
+    other_cudnn: bool = False
+    notices: tuple[str, ...] = ()
+
+
+@functools.cache
+def local_targets() -> tuple[Target, ...]:
+    """The targets that this machine is: its GPU where it has one, then its CPU."""
+    return tuple(local_target(provider) for provider in (("cuda", "cpu") if has_cuda() else ("cpu",)))
+
+
+def predictor_folders(workspace: Workspace) -> dict[str, Path]:
+    """Every target that something was learned for, and where: in the workspace, or else shipped with Hase."""
+    roots = (SHIPPED, workspace.predictors(""))
+    return {path.parent.name: path.parent for root in roots for path in sorted(root.glob(f"*/{SIDECAR}"))}
+
+
+def choose_target(workspace: Workspace, name: str | None) -> tuple[str, tuple[str, ...]]:
+    """The target's name, and notices about the choice.
+
+    Args:
+        workspace: whose predictors, beside those that are shipped.
+        name: the target's, or a part of it that only one target's name begins with or, if none does, holds (`h200`); upper case
+            or lower. Without one it is this machine, if there are predictors for it; else the only one of the workspace; else
+            the only one that is shipped.
+
+    Raises:
+        UserError: no predictors, none or several for `name`, or several of other devices to choose from.
+    """
+    there = predictor_folders(workspace)
+    if name is not None:
+        return _named(name, sorted(there), workspace), ()
+    own = [target.name for target in local_targets()]
+    for target in own:
+        if target in there:
+            return target, ()
+    in_workspace = sorted(target for target, folder in there.items() if folder.parent != SHIPPED)
+    shipped = sorted(target for target, folder in there.items() if folder.parent == SHIPPED)
+    offer = f"; or predict for a target that Hase ships, with --target: {', '.join(shipped)}" if shipped else ""
+    if not in_workspace and len(shipped) == 1:
+        return shipped[0], (f"no predictors for this machine ({own[0]}): predicted for {shipped[0]}, the only target that "
+                            "comes with Hase (--measure-missing has the model's kernels measured here instead)",)
+    if not in_workspace:
+        raise UserError(f"no predictors for this machine ({own[0]}) in {workspace.predictors('')}; make them with: "
+                        f"{'; '.join(MAKE_PREDICTORS)}; or have the kernels of one model measured, in seconds: "
+                        f"--measure-missing{offer}")
+    if len(in_workspace) > 1:
+        raise UserError(f"no predictors for this machine ({own[0]}); choose a target with --target: {', '.join(in_workspace)}"
+                        f"{offer}")
+    return in_workspace[0], (f"predictors of another device are used, {in_workspace[0]}: this machine is {own[0]}",)
+
+
+def _named(name: str, targets: Sequence[str], workspace: Workspace) -> str:
+    """The one of `targets` that `name` stands for; errors as of `choose_target`."""
+    part = name.lower()
+    found = [name] if name in targets else [target for target in targets if part and target.lower().startswith(part)] or [
+        target for target in targets if part and part in target.lower()]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"target {name}: which one? {', '.join(found)} hold that; give more of the name")
+    here = any(part in local.name.lower() for local in local_targets())
+    raise UserError(f"target {name}: no predictors for it in {workspace.predictors('')} or shipped with Hase "
+                    f"(there: {', '.join(targets) or 'none'})" + (
+                        f"; it is this machine: make them with: {'; '.join(MAKE_PREDICTORS)}" if part and here else ""))
+
+
+def is_here(target: Target) -> bool:
+    """Whether this machine is such a device."""
+    return target.name in {local.name for local in local_targets()}
+
+
+def other_cudnn(sidecar: Sidecar) -> tuple[str, str] | None:
+    """The minor version of cuDNN that was measured and this machine's, where it is such a device and they differ; else None."""
+    if sidecar.target.flavour.execution_provider != "cuda" or not sidecar.machines or not is_here(sidecar.target):
+        return None
+    then, now = (minor(version) for version in (sidecar.machines[-1].versions.get("cudnn", ""), package_version(CUDNN)))
+    return (then, now) if then and now and then != now else None
+
+
+def version_notice(sidecar: Sidecar) -> str:
+    """What to know about the versions that predictors hold for: here, where this machine is such a device, those that differ;
+    elsewhere, those that were measured. Empty where there is nothing to tell."""
+    if differ := other_cudnn(sidecar):
+        return (f"measured with cuDNN {differ[0]}, here is {differ[1]}: convolutions may run other kernels and take other "
+                "times, so the interval is widened")
+    measured = sidecar.machines[-1] if sidecar.machines else None
+    if measured is None or is_here(sidecar.target):
+        return ""
+    about = [f"{what} {measured.versions[key]}" for what, key in (("ONNX Runtime", "onnxruntime"), ("cuDNN", "cudnn"))
+             if measured.versions.get(key)]
+    return f"the predictions hold for {measured.device} with {', '.join(about)}, driver {measured.driver}"
+
+
+def minor(version: str) -> str:
+    """`9.19` of `9.19.0.56`."""
+    return ".".join(version.split(".")[:2])
+
+
+def fitted_for(workspace: Workspace, name: str | None = None) -> Fitted:
+    """What was learned for the target `name` (or for the one that `choose_target` finds).
+
+    Raises:
+        UserError: as `choose_target`, and where the files can't be read.
+    """
+    name, notices = choose_target(workspace, name)
+    folder = predictor_folders(workspace)[name]
+    there = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))  # not what is just being written
+    key = (str(folder), *((entry.name, about.st_size, about.st_mtime_ns) for entry in there if (about := _about(entry))))
+
+    def load() -> tuple[Predictors, Composition, Sharing | None, Doubt]:
+        from training.composition.fitted import load_composition
+        from training.kernels.doubt import read_doubt
+        from training.kernels.predictors import load_predictors
+        from training.sharing.learned import read_sharing
+
+        return load_predictors(folder), load_composition(folder), read_sharing(folder), read_doubt(folder)
+
+    predictors, composition, sharing, doubt = cached(_fitted, key, load, limit=4)
+    sidecar = predictors.sidecar
+    versions = version_notice(sidecar)
+    return Fitted(sidecar.target, predictors, composition, doubt, sharing, other_cudnn=other_cudnn(sidecar) is not None,
+                  notices=(*notices, versions) if versions else notices)
+
+
+def misfits(record: ModelRecord, target: Target, dtypes: Sequence[str]) -> list[str]:
+    """In what a record is not what the target's predictors hold for: ONNX Runtime's minor version, element types.
+
+    Arguments are those of `check_fit`.
+    """
+    graph, trained = record.flavour, target.flavour
+    found = []
+    if graph.ort_version != trained.ort_version:
+        found.append(f"the graph is of ONNX Runtime {graph.ort_version}, the predictors hold for {trained.ort_version}")
+    unseen = sorted({kernel.dtype for kernel in record.kernels.values()} & set(FLOATING) - set(dtypes))
+    if unseen:
+        found.append(f"it computes in {', '.join(unseen)}, the predictors hold for {', '.join(dtypes)}")
+    return found
+
+
+def _about(path: Path) -> os.stat_result | None:
+    """What the system says of a file; None where it was replaced since it was listed."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def check_fit(record: ModelRecord, target: Target, dtypes: Sequence[str], force: bool) -> list[str]:
+    """Warnings about a record that the target's predictors hold for only in part.
+
+    Args:
+        record: the model.
+        target: the predictors'.
+        dtypes: element types of the kernels that the predictors were trained on.
+        force: warn instead of refusing.
+
+    Raises:
+        UserError: another provider's graph; or, unless forced, another ORT minor version or element type.
+    """
+    graph, trained = record.flavour, target.flavour
+    if graph.execution_provider != trained.execution_provider:
+        raise UserError(f"{record.model}: the record is of a {graph.execution_provider} graph, the predictors of target "
+                        f"{target.name} hold for {trained.execution_provider}")
+    refusals = misfits(record, target, dtypes)
+    if refusals and not force:
+        raise UserError(f"{record.model}: {'; '.join(refusals)}; measure and train for it, or use --force")
+    warnings = [f"forced: {refusal}" for refusal in refusals]
+    if graph.instruction_set != trained.instruction_set:
+        warnings.append(f"the graph is shaped for {graph.instruction_set or 'another CPU'}, "
+                        f"the target is an {trained.instruction_set} CPU: layouts may differ")
+    if record.derived:
+        warnings.append(f"no {graph.execution_provider} device here: its graph is derived with the CPU provider")
+    return warnings

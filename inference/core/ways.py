@@ -1,0 +1,33 @@
+"""How a model is to be run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ort_analysis.records.kernel_record import Frozen
+
+Io = Literal["device", "host"]
+
+
+class WayOfRunning(Frozen):
+    """How the model is to be run.
+
+    Attributes:
+        io: `device`: tensors stay on the device (IOBinding); `host`: numpy arrays in and out.
+        cuda_graph: captured once as a CUDA graph, and replayed.
+    """
+
+    io: Io = "device"
+    cuda_graph: bool = False
+
+    @property
+    def label(self) -> str:
+        """Under which the dataset holds whole models that were run so."""
+        return "cuda_graph" if self.cuda_graph else "host_io" if self.io == "host" else "latency"
+
+    @property
+    def in_words(self) -> str:
+        return "as a CUDA graph" if self.cuda_graph else "with tensors on the " + self.io
+
+
+AS_USUAL = WayOfRunning()

@@ -1,0 +1,185 @@
+"""The models that an evaluation is about: made ready, predicted, and found in the dataset."""
+
+from __future__ import annotations
+
+import traceback
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ort_analysis.records.kernel_record import ModelRecord
+from utils import cli
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.paths import Workspace
+from utils.processes import CRASHED, each_in_a_process
+
+if TYPE_CHECKING:
+    from graph_model.simulation.sharing import OtherWork
+    from inference.core.answers import Prediction
+    from inference.core.host_pace import HostPace
+    from inference.core.ways import WayOfRunning
+
+log = get_logger("evaluator")
+APART_FROM = 2  # models: a process of its own takes a second; where there is one model, nothing else is lost with it
+IDLE_BELOW = 0.02  # of the time: an idle GPU's counters are not quite 0, and now and then a probe's run takes long for itself
+
+@dataclass
+class Case:
+    """One model to evaluate: its record, its file where it is to run, what else runs (by metrics, and as a probe met it), the
+    host's pace that it is predicted for (as `predict` takes it), and what was found; `failed` drops it. `probes_us`: what the
+    probe of a GPU's host took beside each session."""
+
+    record: ModelRecord
+    path: Path | None = None
+    level: float = 0.0
+    background: str = ""
+    load: Mapping[str, float] = field(default_factory=dict)
+    other: OtherWork | None = None
+    host_pace: HostPace | None = None
+    with_lookup: Prediction | None = None
+    strict: Prediction | None = None
+    samples_ms: list[float] = field(default_factory=list)
+    memory_mib: float | None = None
+    canaries: list[float] = field(default_factory=list)
+    probes_us: list[float] = field(default_factory=list)
+    failed: bool = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing else runs, as far as is known: no load was started, and probe or metrics tell of none to speak of."""
+        if self.level or (self.other is None and not self.load):
+            return not self.level
+        from training.sharing.learned import busy_share
+
+        share = busy_share(self.load) if self.other is None else self.other.busy_share
+        return share is not None and share < IDLE_BELOW
+
+    @property
+    def name(self) -> str:
+        """The model's, and beside what it runs."""
+        from benchmark.collecting.measuring import load_in_words
+
+        return self.record.model + (f" at {load_in_words(self.level, self.background)}" if self.level else "")
+
+    def beside(self, level: float, background: str, load: Mapping[str, float], other: OtherWork | None) -> Case:
+        """The same model, not measured yet, beside other work."""
+        return Case(record=self.record, path=self.path, level=level, background=background, load=load, other=other)
+
+
+class Failures(dict[str, str]):
+    """Why models failed, by name; each is told when it happens."""
+
+    def add(self, name: str, reason: UserError) -> None:
+        self[name] = str(reason)
+        log.error("%s", reason if name in str(reason) else f"{name}: {reason}")
+
+    @contextmanager
+    def costing(self, name: str, case: Case | None = None) -> Iterator[None]:
+        """What goes wrong in this block costs one model, `case` where there is one already; a fault of Hase's own leaves its
+        traceback in the log."""
+        try:
+            yield
+        except UserError as error:
+            reason = error
+        except Exception as fault:  # a sweep must not end at one model; the exit code and the report name it
+            log.exception("%s: a fault of Hase's", name)
+            reason = UserError(f"{name}: {type(fault).__name__}: {fault} (a fault of Hase's; the log has its traceback)")
+        else:
+            return
+        if case:
+            case.failed = True
+        self.add(name, reason)
+
+
+def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], execution_provider: str,
+             failures: Failures, static: bool = False) -> list[Case]:
+    """The models of `paths` made ready: a case a combination of those of `dims` that are dynamic in the model.
+
+    Raises:
+        UserError: one of `dims` is dynamic in none of the models.
+    """
+    from inference.core.sources import record_of
+    from ort_analysis.graph.source import own_sizes
+
+    cases: list[Case] = []
+    unused = set(dims)
+    sized: list[tuple[Path, dict[str, int]]] = []
+    for path in dict.fromkeys(paths):
+        with failures.costing(path.name):
+            sizes = own_sizes(path, dims)
+            unused -= set(sizes[0])
+            sized += [(path, size) for size in sizes]
+    apart = each_in_a_process(partial(_analysed, execution_provider, static), sized, 1, _crashed, "analysing") if (
+        len(sized) >= APART_FROM) else None
+    for number, (path, size) in enumerate(sized if apart else cli.track(sized, "analysing")):
+        with failures.costing(path.name):
+            found = apart[number] if apart else record_of(path, execution_provider, size, static)
+            if isinstance(found, Exception):
+                raise found
+            cases.append(Case(record=found, path=path))
+    if unused and cases:
+        raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")
+    return cases
+
+
+def _analysed(execution_provider: str, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
+    """The record of a model at some sizes, or what was raised instead; for a process of its own."""
+    from inference.core.sources import record_of
+
+    try:
+        return record_of(sized[0], execution_provider, sized[1], static)
+    except UserError as error:
+        return error
+    except Exception:  # noqa: BLE001 - not all can be pickled; `Failures.costing` says whose fault it is
+        return RuntimeError(traceback.format_exc())
+
+
+def _crashed(sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
+    return UserError(f"{sized[0]}: {CRASHED}")
+
+
+def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str], label: str) -> list[Case]:
+    """A case for every model of `records`, level, background and machine that the dataset in `folder` holds a good measurement
+    of, by `label`; idle, without those that a disturbed host held up."""
+    import pandas as pd
+
+    from benchmark.records.blocks import Block, Measurement
+    from benchmark.records.files import read_journal
+    from benchmark.records.host_pace import paced_rows
+    from benchmark.records.tables import model_rows, model_sessions
+
+    sessions = [session for session in model_sessions(read_journal(folder)) if "latency" in session.labels]
+    if not sessions:
+        return []
+    rows = paced_rows(pd.DataFrame(model_rows(sessions)))
+    held_up = set(rows.index[~rows["tells"]])
+    if held_up:
+        log.warning("%d latencies that a disturbed host held up are left out; the collector measures them again", len(held_up))
+    measured: dict[tuple[str, tuple[float, str], str], list[tuple[Block, Measurement]]] = defaultdict(list)
+    for place, (model, block, labels) in enumerate(sessions):
+        found = labels.get(label)
+        if place not in held_up and found and found.status == "ok" and found.samples_ms and model in records:
+            measured[model, block.load, block.machine].append((block, found))
+    cases = []
+    for (model, (level, background), _), of_model in measured.items():
+        alone = of_model[-1][0].background
+        load = {name: alone[name] for name in metrics if name in alone} if level else {}
+        cases.append(Case(record=records[model], level=level, background=background, load=load,
+                          samples_ms=[sample for _, found in of_model for sample in found.samples_ms]))
+    return sorted(cases, key=lambda case: (case.level, case.background, case.record.model))
+
+
+def predict_case(case: Case, target: str, way: WayOfRunning, workspace: Workspace, force: bool, failures: Failures) -> None:
+    """Fills in a case's predictions: with look-up, and strict."""
+    from inference.core.prediction import predict
+
+    with failures.costing(case.name, case):
+        case.with_lookup, case.strict = (
+            predict(case.record, target=target, strict=strict, load=case.load, way=way, workspace=workspace, force=force,
+                    other=case.other, host_pace=case.host_pace)
+            for strict in (False, True))

@@ -1,0 +1,163 @@
+"""Predicted against measured, for one model and for many."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from inference.evaluation.cases import Case
+from inference.sharing.co_runner import ToldBy
+from ort_analysis.records.kernel_record import Frozen, family
+from utils.timing import ErrorStatistics, error_statistics, summarize
+
+EVALUATION_VERSION = 1
+
+
+class Comparison(Frozen):
+    """One model's predicted and measured latency.
+
+    Attributes:
+        model: the record's name, with the sizes of dynamic dimensions.
+        level: share of time that the stressor was busy meanwhile; 0 is idle.
+        background: what the stressor was busy with, by its name in the dataset or config; "" is idle.
+        load: the metrics that the prediction was told, by DCGM field name.
+        told_by: what the prediction learned of other work from; None where it is of an idle device, or has no distribution.
+        held_out: its family is in no fit.
+        background_held_out: rows beside this background are in no fit.
+        predicted_ms, strict_ms: with measured kernels looked up, and with every kernel predicted.
+        measured_ms: what is compared with: the median of the samples, under load their mean.
+        error, strict_error: predicted / measured − 1, ratios.
+        spread: interquartile range over the median of the samples, a ratio.
+        p50_error, p95_error: of these percentiles, likewise; None where the prediction has no distribution.
+        runs: number of samples.
+        measured_share: part of predicted_ms's kernel time that was looked up, a ratio.
+        rough_estimate: whether the prediction with look-up is one.
+        interval_low_ms, interval_high_ms: of the prediction with look-up.
+        host_pace: how many times as long as usual a GPU's host took to dispatch, measured beside the model and predicted for;
+            None where it was not measured.
+        canary: how long the canary took before its measurements over its best in the dataset, a ratio: 1 is steady.
+        predicted_memory_mib, measured_memory_mib: what a run holds; measured is what opening and running took.
+        warnings: what the prediction with look-up says should be known about it.
+    """
+
+    model: str
+    batch: int | None
+    level: float
+    background: str = ""
+    load: dict[str, float] = {}
+    told_by: ToldBy | None = None
+    held_out: bool
+    background_held_out: bool = False
+    predicted_ms: float
+    strict_ms: float
+    measured_ms: float
+    median_ms: float
+    mean_ms: float
+    error: float
+    strict_error: float
+    p50_error: float | None = None
+    p95_error: float | None = None
+    spread: float
+    runs: int
+    measured_share: float
+    estimated_share: float
+    rough_estimate: bool = False
+    interval_low_ms: float | None = None
+    interval_high_ms: float | None = None
+    host_pace: float | None = None
+    canary: float | None
+    predicted_memory_mib: float
+    measured_memory_mib: float | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class Summary(Frozen):
+    """Errors of a group of comparisons, with look-up and strict; mean absolute ones of percentiles (ratios), where all of them
+    have distributions."""
+
+    group: str
+    level: float
+    background: str = ""
+    background_held_out: bool = False
+    lookup: ErrorStatistics
+    strict: ErrorStatistics
+    p50: float | None = None
+    p95: float | None = None
+
+
+class Evaluation(Frozen):
+    """What the evaluator writes and `--json` prints. Version 1 is the first.
+
+    Attributes:
+        source: `measured` here and now, or `recorded` in the dataset.
+        way: how the models were run, in words.
+        load: what the predictions were told: metrics, or in words `idle` or `as the probe met it`; `recorded` or `by level`
+            where each level has its own.
+        failures: models that could not be evaluated, and why.
+        warnings: what to know about the load.
+    """
+
+    version: int = EVALUATION_VERSION
+    target: str
+    composition: dict[str, Any]
+    source: str
+    way: str
+    load: str | dict[str, float]
+    comparisons: tuple[Comparison, ...]
+    summaries: tuple[Summary, ...]
+    failures: dict[str, str]
+    warnings: tuple[str, ...] = ()
+
+
+def compare(case: Case, held_out: Sequence[str], held_out_backgrounds: Sequence[str] = ()) -> Comparison | None:
+    """A case's predictions beside its samples; None where either is missing."""
+    if case.failed or case.with_lookup is None or case.strict is None or not case.samples_ms:
+        return None
+    statistics = summarize(case.samples_ms)
+    predicted_ms, strict_ms = case.with_lookup.latency_ms, case.strict.latency_ms
+    measured_ms = statistics.median_ms if case.idle else statistics.mean_ms
+    shared = case.with_lookup.under_load
+    p50_error, p95_error = (shared.percentile_ms(percent) / found - 1 if shared else None for percent, found in (
+        (50, statistics.median_ms), (95, statistics.p95_ms)))
+    return Comparison(
+        model=case.record.model, batch=case.record.batch, level=case.level, background=case.background, load=dict(case.load),
+        told_by=shared.told_by if shared else None,
+        held_out=family(case.record.model) in held_out, background_held_out=case.background in held_out_backgrounds,
+        predicted_ms=predicted_ms, strict_ms=strict_ms, measured_ms=measured_ms, median_ms=statistics.median_ms,
+        mean_ms=statistics.mean_ms, error=predicted_ms / measured_ms - 1, strict_error=strict_ms / measured_ms - 1,
+        p50_error=p50_error, p95_error=p95_error,
+        spread=statistics.spread, runs=statistics.runs, measured_share=case.with_lookup.time_share["measured"],
+        estimated_share=case.with_lookup.time_share["estimated"], rough_estimate=case.with_lookup.rough_estimate,
+        interval_low_ms=case.with_lookup.interval_ms[0], interval_high_ms=case.with_lookup.interval_ms[1],
+        host_pace=case.with_lookup.host_pace if case.probes_us else None,
+        canary=sum(case.canaries) / len(case.canaries) if case.canaries else None,
+        predicted_memory_mib=case.with_lookup.peak_memory_mib, measured_memory_mib=case.memory_mib,
+        warnings=case.with_lookup.warnings,
+    )
+
+
+def summarise(comparisons: Sequence[Comparison]) -> tuple[Summary, ...]:
+    """Errors by level and background: of all models, and of the held-out ones and the others apart where there are both."""
+    groups: dict[tuple[tuple[float, str], str], list[Comparison]] = defaultdict(list)
+    for one in comparisons:
+        load = one.level, one.background
+        groups[load, "all models"].append(one)
+        groups[load, "held out" if one.held_out else "not held out"].append(one)
+    return tuple(
+        Summary(group=group, level=load[0], background=load[1], background_held_out=members[0].background_held_out,
+                lookup=error_statistics([c.predicted_ms for c in members], [c.measured_ms for c in members]),
+                strict=error_statistics([c.strict_ms for c in members], [c.measured_ms for c in members]),
+                p50=_mean_size([c.p50_error for c in members]), p95=_mean_size([c.p95_error for c in members]))
+        for (load, group), members in groups.items()
+        if group == "all models" or len(members) < len(groups[load, "all models"]))
+
+
+def _mean_size(errors: Sequence[float | None]) -> float | None:
+    """The mean of their absolute values; None where one is missing."""
+    known = [abs(error) for error in errors if error is not None]
+    return sum(known) / len(known) if len(known) == len(errors) else None
+
+
+def percent(ratio: float) -> str:
+    return f"{100 * ratio:+.1f} %"

@@ -1,0 +1,127 @@
+"""Measures models or looks them up, and predicts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inference.evaluation.cases import Case, Failures, cases_of, predict_case, recorded_cases
+from inference.evaluation.comparison import Evaluation, compare, summarise
+from inference.evaluation.here import LoadsHere, MeasuredHere, MeasuringPlan, measure_all
+from ort_analysis.records.kernel_record import ModelRecord
+from utils.errors import UserError
+from utils.paths import ROOT, Workspace
+
+if TYPE_CHECKING:
+    from inference.core.targets import Fitted
+    from inference.core.ways import WayOfRunning
+
+
+def name_missing(records: Mapping[str, ModelRecord], found: set[str], folder: Path, failures: Failures) -> None:
+    """Names the models that a record tells of and the dataset in `folder` does not."""
+    for name in sorted(set(records) - found):
+        failures.add(name, UserError(f"{name}: {folder} holds no good measurement of it; measure it with: "
+                                     "python benchmark/collector.py"))
+
+
+def held_out_of_fits(workspace: Workspace, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Families and backgrounds that the target's dataset keeps out of every fit; none where there is no dataset."""
+    from benchmark.records.files import header_path, load_header
+
+    folder = workspace.dataset(target)
+    if not header_path(folder).exists():
+        return (), ()
+    header = load_header(folder)
+    return header.held_out, header.held_out_backgrounds
+
+
+def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str, Sequence[int]] | None = None,
+             target: str | None = None, recorded: bool = False, way: WayOfRunning | None = None,
+             loads: LoadsHere | None = None, plan: MeasuringPlan | None = None, force: bool = False,
+             static: bool = False) -> Evaluation:
+    """Predicts and measures `models` (or takes recorded measurements); a model that fails costs only itself.
+
+    Args:
+        loads: what else runs meanwhile; None: nothing.
+        plan: how models are measured.
+        static: whether sizes of dynamic dimensions are fixed before ONNX Runtime optimises a model, for prediction and run.
+
+    Raises:
+        UserError: no predictors, the target is another machine's and `recorded` is off, the load is not known, or not one
+            model is left.
+    """
+    from inference.core.host_pace import USUAL, counts
+    from inference.core.prediction import check_way
+    from inference.core.targets import MAKE_PREDICTORS, fitted_for, is_here, local_targets
+    from inference.core.ways import AS_USUAL
+
+    paths = workspace.find_models(models)  # what was asked for comes first: a name may be mistyped
+    fitted, way, loads = fitted_for(workspace, target), way or AS_USUAL, loads or LoadsHere()
+    check_way(way, fitted.composition, fitted.target.name)
+    name, provider = fitted.target.name, fitted.target.flavour.execution_provider
+    failures = Failures()
+    if recorded:
+        found = MeasuredHere(recorded_models(workspace, paths, dims or {}, fitted, way, failures, static), "recorded")
+        for case in found.cases:  # with the samples of a host at about its usual pace
+            case.host_pace = USUAL if counts(fitted.composition, way) else None
+            predict_case(case, name, way, workspace, force, failures)
+    else:
+        if not is_here(fitted.target):
+            here = [local.name for local in local_targets()]
+            raise UserError(f"target {name} is not this machine ({', '.join(here)}), where models are to be measured; compare "
+                            "with the measurements in its dataset (--recorded), or have predictors of this machine made: "
+                            f"{'; '.join(MAKE_PREDICTORS)}")
+        loads.check(fitted, way, workspace)
+        ready = cases_of(paths, dims or {}, provider, failures, static)
+        found = measure_all(ready, fitted, way, loads, plan or MeasuringPlan(), workspace, force, failures) if ready else (
+            MeasuredHere())
+    held_out = held_out_of_fits(workspace, name)
+    comparisons = tuple(compared for case in found.cases if (compared := compare(case, *held_out)))
+    if not comparisons:
+        raise UserError("no model could be evaluated" + (f": {', '.join(failures)} failed" if failures else
+                        f": the dataset of {name} holds no measurement of them" if recorded else ""))
+    return Evaluation(
+        target=name, composition=composition_facts(fitted), source="recorded" if recorded else "measured", way=way.in_words,
+        load=found.load, comparisons=comparisons, summaries=summarise(comparisons), failures=dict(failures),
+        warnings=tuple(found.notices))
+
+
+def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
+                    way: WayOfRunning, failures: Failures, static: bool) -> list[Case]:
+    """The models that the target's dataset holds measurements of, of those in `paths` or of all.
+
+    Raises:
+        UserError: there is no dataset, or no record of a model.
+    """
+    from benchmark.records.files import header_path
+
+    folder = workspace.dataset(fitted.target.name)
+    if not header_path(folder).exists():
+        shipped = ROOT / "recipes" / "h200" / f"{fitted.target.name}.tar.xz"
+        raise UserError(f"{folder}: no dataset of target {fitted.target.name} to compare with; " + (
+            f"unpack the one that comes with Hase: tar xf {shipped} -C {folder.parent}" if shipped.exists() else
+            "measure it on such a machine: python benchmark/collector.py"))
+    records = recorded_records(workspace, paths, dims, fitted, failures, static)
+    cases = recorded_cases(folder, records, fitted.predictors.sidecar.metrics, way.label)
+    if paths:  # else all that the dataset holds is asked for
+        name_missing(records, {case.record.model for case in cases}, folder, failures)
+    return cases
+
+
+def composition_facts(fitted: Fitted) -> dict[str, Any]:
+    """How kernel times became model times."""
+    used = fitted.composition
+    return {"label": used.label, "kind": used.kind, "alpha": used.alpha, "beta_ms": used.beta_ms, "node_ms": used.node_ms}
+
+
+def recorded_records(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
+                     failures: Failures, static: bool) -> dict[str, ModelRecord]:
+    """Records by name: of the models in `paths`, else all that the fusion detector wrote for the target's flavour."""
+    from ort_analysis.records.reading import load_records
+
+    flavour = fitted.target.flavour
+    if paths:
+        cases = cases_of(paths, dims, flavour.execution_provider, failures, static)
+        return {case.record.model: case.record for case in cases}
+    return {record.model: record for record in load_records(workspace, flavour)}

@@ -1,0 +1,305 @@
+"""Models measured on this machine, beside whatever runs there, or beside loads that are started for it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from benchmark.measuring.worker_client import Worker, WorkerFailed
+from inference.evaluation.cases import Case, Failures, predict_case
+from inference.live.load import InferenceConfig, Load, current_load, fields_asked, read_metrics
+from utils import cli
+from utils.errors import UserError
+from utils.locks import measuring
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+if TYPE_CHECKING:
+    from benchmark.collecting.config import CollectorConfig
+    from benchmark.load.backgrounds import Background
+    from benchmark.load.stress import Stress
+    from benchmark.metrics.source import MetricSource
+    from benchmark.runtimes.protocol import Reply
+    from graph_model.simulation.sharing import OtherWork
+    from inference.core.targets import Fitted
+    from inference.core.ways import WayOfRunning
+
+log = get_logger("evaluator")
+
+WARMUP = 3
+LEAST_RUNS, MOST_RUNS = 10, 500  # of a session on an idle GPU
+STEADY = 0.10  # how much slower than its best the canary may be before a measurement
+PATIENCE_S = 15.0  # how long to wait for that
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class MeasuringPlan:
+    """How models are measured here.
+
+    Attributes:
+        rounds: how often each model is, in turn.
+        budget_s: for each model and round.
+        patience_s: how long to wait, before each on an idle device, for the machine to be as fast as its dataset knows it.
+        timeout_s: after which a model whose session has not answered is given up.
+    """
+
+    rounds: int = 3
+    budget_s: float = 1.0
+    patience_s: float = PATIENCE_S
+    timeout_s: float = TIMEOUT_S
+
+
+@dataclass(frozen=True)
+class LoadsHere:
+    """What else runs on this machine meanwhile, and what tells of it.
+
+    Attributes:
+        config, metrics_file: where metrics are read from, as `inference.live.load.current_load` does; neither: nothing runs.
+        under_load: whose levels and backgrounds are started, one after another; where `config` names no Prometheus, its source
+            of metrics tells of them.
+        probe: whether the sharing probe tells, read here before each.
+    """
+
+    config: InferenceConfig = field(default_factory=InferenceConfig)
+    metrics_file: Path | None = None
+    under_load: CollectorConfig | None = None
+    probe: bool = False
+
+    def check(self, fitted: Fitted, way: WayOfRunning, workspace: Workspace) -> None:
+        """Whether all loads can be had on a target that is this machine, and a Prometheus that is to tell of them answers,
+        before the first is measured.
+
+        Raises:
+            UserError: one can't, it does not (whatever `on_failure` says: a load that was started is never taken for idle), or
+                nothing is known of models run that way beside other work.
+        """
+        from inference.core.prediction import check_beside
+        from inference.live.prometheus import server_for
+        from inference.sharing.co_runner import probed
+
+        provider = fitted.target.flavour.execution_provider
+        if self.metrics_file:
+            read_metrics(self.metrics_file)
+        if fitted.sharing and (self.under_load or self.probe):
+            check_beside(way)
+        if self.under_load and not self.probe and not fields_asked(fitted):
+            raise UserError(f"{fitted.target.name}: its predictors were trained without metrics, so no load changes what they "
+                            "say; collect at levels above 0 and train again, or leave --under-load out")
+        if self.probe:
+            probed(fitted)
+        if self.under_load:
+            if self.under_load.device not in ("auto", provider):
+                raise UserError(f"the loads are described for device {self.under_load.device}, and {fitted.target.name} is a "
+                                f"target of {provider}; change device in their config, or choose another with --target")
+            for background in self.under_load.backgrounds_on(provider).values():
+                if background.model:
+                    workspace.find_model(background.model)
+            if self.config.prometheus.url is not None:  # else each level would find out, after its wait
+                server_for(self.config.prometheus).check()
+
+    def each(self) -> list[tuple[float, Background | None]]:
+        """Levels and backgrounds in turn; a single idle one where no loads are started."""
+        return self.under_load.loads() if self.under_load else [(0.0, None)]
+
+    @contextmanager
+    def running(self, level: float, background: Background | None, provider: str, workspace: Workspace) -> Iterator[Stress]:
+        """One of them while a block runs; it is up when the block begins, and no metrics from before it are left."""
+        from benchmark.collecting.measuring import load_in_words
+        from benchmark.load.backgrounds import COMPUTE
+        from benchmark.load.stress import stress
+
+        with stress(level, background or COMPUTE, provider, workspace=workspace) as stressor:
+            if self.under_load:
+                settle_s = self.under_load.stress.settle_s + self.config.prometheus.memory_s
+                log.info("%s: up; measuring in %g s", load_in_words(level, background.name if background else ""), settle_s)
+                time.sleep(settle_s)
+            yield stressor
+
+    def source(self, provider: str) -> MetricSource | None:
+        """What reads this machine's metrics where loads are started and no Prometheus tells of them; else None."""
+        return self.under_load.open_source(provider) if self.under_load and self.config.prometheus.url is None else None
+
+    def now(self, fitted: Fitted, level: float, source: MetricSource | None) -> tuple[Load, OtherWork | None]:
+        """What else runs at this moment: by metrics, and as a probe met it.
+
+        Args:
+            source: see `source`.
+
+        Raises:
+            UserError: metrics or probe can't be read; a load that was started is never taken for idle.
+        """
+        from benchmark.metrics.source import values
+        from inference.sharing.co_runner import probe_of, probed
+
+        if self.under_load and source:
+            load = Load(values(source.window(self.under_load.window_s)) if level else {})
+        else:
+            config = self.config.never_idle() if self.under_load else self.config
+            load = current_load(config, self.metrics_file, fields_asked(fitted), not self.probe and fitted.sharing is not None)
+        return load, probed(fitted) if self.probe else probe_of(fitted, load)
+
+
+@dataclass
+class MeasuredHere:
+    """What `measure_all` found.
+
+    Attributes:
+        cases: with their predictions and samples.
+        load: the metrics that were read; in words where there are none, or several loads.
+        notices: what to know about it.
+    """
+
+    cases: list[Case] = field(default_factory=list)
+    load: str | dict[str, float] = "idle"
+    notices: list[str] = field(default_factory=list)
+
+
+def measure_all(ready: Sequence[Case], fitted: Fitted, way: WayOfRunning, loads: LoadsHere, plan: MeasuringPlan,
+                workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
+    """Predicts and measures models beside each of `loads`; one of several that fails costs only itself, even where it takes
+    the process down that runs it, which is not this one.
+
+    What else runs is read first, before models of this process are part of it.
+
+    Raises:
+        UserError: what else runs is not known, where no load is started; or another process measures on this device.
+    """
+    with measuring(fitted.target.flavour.execution_provider), Worker(plan.timeout_s) as worker:
+        return _measure_all(ready, worker, fitted, way, loads, plan, workspace, force, failures)
+
+
+def _measure_all(ready: Sequence[Case], worker: Worker, fitted: Fitted, way: WayOfRunning, loads: LoadsHere,
+                 plan: MeasuringPlan, workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
+    from benchmark.collecting.measuring import load_in_words
+
+    target, provider = fitted.target.name, fitted.target.flavour.execution_provider
+    found = MeasuredHere(load="by level" if loads.under_load else "idle")
+    source = loads.source(provider)
+    for level, background in loads.each():
+        name = background.name if background else ""
+        try:
+            with loads.running(level, background, provider, workspace) as stressor:
+                now, other = loads.now(fitted, level, source)
+                for notice in now.notices:
+                    log.warning("%s", notice)
+                cases = [case.beside(level, name, now.metrics, other) for case in ready]
+                for case in cases:
+                    predict_case(case, target, way, workspace, force, failures)
+                idle = all(case.idle for case in cases)
+                best_canary_ms = recorded_canary_ms(workspace, target, provider) if idle else 0.0
+                measure_here(cases, worker, provider, way, plan, best_canary_ms, failures)
+                for case in cases:
+                    if at_measured_pace(case, fitted, way):
+                        predict_case(case, target, way, workspace, force, failures)
+                stressor.reached()
+        except UserError as error:
+            if not loads.under_load:
+                raise
+            failures.add(load_in_words(level, name), error)
+            continue
+        found.cases += cases
+        found.notices += [notice for notice in now.notices if notice not in found.notices]
+        if not loads.under_load:
+            found.load = now.metrics or ("idle" if other is None else "as the probe met it")
+    return found
+
+
+def measure_here(cases: Sequence[Case], worker: Worker, execution_provider: str, way: WayOfRunning, plan: MeasuringPlan,
+                 best_canary_ms: float, failures: Failures) -> None:
+    """Times every case as planned, all cases in each round, so that drift hits all alike.
+
+    Before each it waits a while for the machine to be as fast as it was when the dataset was measured, by the canary.
+
+    Args:
+        worker: the process that runs them; where a model takes it down, or hangs, that costs this model alone.
+        best_canary_ms: the canary then; 0 where that is not known, or where the device is not idle: no waiting.
+    """
+    from benchmark.measuring.canary import wait_until_steady
+
+    loaded = False
+    for case in cli.track([case for _ in range(plan.rounds) for case in cases], "measuring"):
+        if case.failed:
+            continue
+        with failures.costing(case.name, case):
+            try:
+                if not loaded:  # a process's first session loads the runtime, whose time and memory are no model's
+                    time_session(case, worker, execution_provider, way, 0.0, watch_host=False)
+                    loaded = True
+                canary = wait_until_steady(lambda: canary_ms(worker, execution_provider), best_canary_ms, STEADY,
+                                           plan.patience_s)
+                if best_canary_ms:
+                    case.canaries.append(canary / best_canary_ms)
+                found = time_session(case, worker, execution_provider, way, plan.budget_s,
+                                     watch_host=execution_provider == "cuda" and case.idle)
+            except WorkerFailed as error:
+                loaded = False
+                raise UserError(f"{case.name}: while it was measured: {error}" + (
+                    "; --timeout-s gives it longer" if error.status == "timeout" else
+                    " (for want of memory?)" if error.signal == signal.SIGKILL else "")) from None
+            case.samples_ms += found.samples[0].samples_ms
+            if found.samples[0].probe_us is not None:
+                case.probes_us.append(found.samples[0].probe_us)
+            if case.memory_mib is None:
+                case.memory_mib = found.memory_mib
+
+
+def at_measured_pace(case: Case, fitted: Fitted, way: WayOfRunning) -> bool:
+    """Sets the pace of the host that a case is predicted for to what was measured beside it; false where none was, or where it
+    does not count."""
+    from inference.core.host_pace import HostPace, compares, ratio_of
+
+    if case.failed or not case.probes_us or not compares(fitted, way):
+        return False
+    case.host_pace = HostPace(ratio_of(median(case.probes_us), fitted), "measured")
+    return True
+
+
+def time_session(case: Case, worker: Worker, execution_provider: str, way: WayOfRunning, budget_s: float,
+                 watch_host: bool) -> Reply:
+    """One session's samples of a case (with `watch_host`, those of moments in which the host was undisturbed) and its memory.
+
+    Raises:
+        UserError: there is no file, or ONNX Runtime can't load or run it.
+        WorkerFailed: the process ended over it, or did not answer in time.
+    """
+    from benchmark.measuring.effort import Effort
+    from benchmark.runtimes.protocol import Request
+
+    if case.path is None:
+        raise UserError(f"{case.record.model}: no file to run")
+    reply = worker.ask(Request(
+        do="session", execution_provider=execution_provider, paths=(str(case.path.absolute()),), dims=case.record.dims_run,
+        static=case.record.static, labels=(way.label,), watch_host=watch_host,
+        effort=Effort(warmup=WARMUP, budget_s=budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)))
+    if reply.error:
+        raise UserError(reply.error)
+    return reply
+
+
+def canary_ms(worker: Worker, execution_provider: str) -> float:
+    """The median of a few runs of the canary, in milliseconds; errors as of `Worker.ask`."""
+    from benchmark.measuring.canary import IDLE_EFFORT
+    from benchmark.runtimes.protocol import Request
+
+    return median(worker.ask(Request(do="canary", execution_provider=execution_provider, effort=IDLE_EFFORT)
+                             ).samples[0].samples_ms)
+
+
+def recorded_canary_ms(workspace: Workspace, target: str, execution_provider: str) -> float:
+    """The canary's shortest time in the idle blocks of the target's dataset, if it was measured on this machine; else 0."""
+    from benchmark.records.files import model_table_path
+    from benchmark.records.reading import load_model_table
+    from utils.fingerprint import machine
+
+    if not model_table_path(workspace.dataset(target)).exists():
+        return 0.0
+    rows = load_model_table(workspace, target)
+    here = rows[(rows["Level"] == 0) & (rows["Machine"] == machine(execution_provider).uuid)]
+    return float(here["Canary_ms"].min()) if len(here) else 0.0

@@ -1,0 +1,1 @@
+"""Predictions that follow the load."""

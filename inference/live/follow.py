@@ -1,0 +1,48 @@
+"""Follows the load, line by line, until Ctrl-C."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inference.live.watch import Reading, Watch
+from utils import cli
+from utils.logger import get_logger
+from utils.processes import set_by_signal
+
+log = get_logger("watch")
+
+
+def columns(reading: Reading) -> dict[str, Any]:
+    """A reading as a row of a table."""
+    slo = reading.slo
+    return {
+        "time": reading.time, "busy share": None if reading.busy_share is None else f"{reading.busy_share:.0%}",
+        "mean (ms)": reading.mean_ms, "p50 (ms)": reading.p50_ms, "p95 (ms)": reading.p95_ms,
+        "rough estimate": None if reading.rough_estimate is None else "yes" if reading.rough_estimate else "no",
+        "host pace": reading.host_pace,
+        "SLO": None if slo is None else "met" if slo.met else "missed",
+        "trouble": f"reading failed ({reading.failed} so far): {reading.trouble}" if reading.trouble else None}
+
+
+def follow(watch: Watch, address: tuple[str, int] | None = None, as_json: bool = False) -> None:
+    """A line on stdout for each reading, until Ctrl-C or SIGTERM; the latest prediction is served at `address`, if any.
+
+    Raises:
+        UserError: the address can't be had.
+    """
+    from inference.live.prediction_exporter import export
+
+    over = set_by_signal()
+    server = export(watch, *address) if address else None
+    if server:
+        log.info("the latest prediction: http://%s:%d/metrics", server.server_address[0], server.server_port)
+    count = 0
+    for count, reading in enumerate(watch.readings(over), 1):
+        if as_json:
+            print(reading.model_dump_json(), flush=True)
+        else:
+            cli.print_line(columns(reading), heading=count == 1)
+    if server:
+        server.shutdown()
+        server.server_close()
+    log.info("%d readings, of which %d failed", count, watch.failed)

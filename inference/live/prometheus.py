@@ -1,0 +1,296 @@
+"""A Prometheus server, as inference/config.yaml names it: its answers, or why there is none in the user's words."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from benchmark.metrics.dcgm_names import HOST_LABEL, INDEX_LABEL, UUID_LABEL
+from utils.config import Config
+from utils.errors import UserError
+from utils.logger import get_logger
+
+if TYPE_CHECKING:
+    import requests
+
+log = get_logger("prometheus")
+FOREIGN_SERIES = "prometheus.url: a series came back that is none of Prometheus's; set its address"
+SECRETS = ("password_env", "password_file", "token_env", "token_file")
+
+
+class PrometheusError(UserError):
+    """The server gave no metrics that a prediction could build on; the only failure that `on_failure: idle` forgives."""
+
+
+class Device(Config):
+    """Whose metrics: a UUID, or an index among a host's GPUs; a CPU's by its host alone. Nothing: the only device there is."""
+
+    uuid: str | None = None
+    index: int | None = Field(default=None, ge=0)
+    host: str | None = None
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What it says, by dcgm-exporter's labels."""
+        said = {UUID_LABEL: self.uuid, INDEX_LABEL: None if self.index is None else str(self.index), HOST_LABEL: self.host}
+        return {label: value for label, value in said.items() if value is not None}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{label} {value}" for label, value in self.labels.items())
+
+
+class PrometheusConfig(Config):
+    """A Prometheus server that knows the device's metrics; `url` None where there is none. config.yaml says what each means."""
+
+    url: str | None = None
+    gpu: Device = Device()
+    job: str | None = None
+    window_s: float = Field(default=60.0, ge=0.1, le=86400)
+    max_age_s: float = Field(default=45.0, gt=0)
+    probe_max_age_s: float | None = Field(default=60.0, gt=0)
+    host_pace_max_age_s: float | None = Field(default=600.0, gt=0)
+    timeout_s: float = Field(default=2.0, gt=0, le=600)
+    on_failure: Literal["error", "idle"] = "error"
+    user: str | None = None
+    password_env: str | None = None
+    password_file: Path | None = None
+    token_env: str | None = None
+    token_file: Path | None = None
+    ca_file: Path | None = None
+    client_cert_file: Path | None = None
+    client_key_file: Path | None = None
+
+    @property
+    def memory_s(self) -> float:
+        """How long what was so stays in answers that still count (s): nothing of it does where no server is named."""
+        return max(self.window_s + self.max_age_s, self.probe_max_age_s or 0.0) if self.url else 0.0
+
+    @field_validator("gpu", mode="before")
+    @classmethod
+    def _uuid_or_place(cls, value: Any) -> Any:
+        if value is None or isinstance(value, str):
+            return {"uuid": value}
+        if not isinstance(value, (Mapping, Device)):
+            raise ValueError("a UUID, or {index: 0, host: node7}, is expected")
+        return value
+
+    @field_validator("url")
+    @classmethod
+    def _plain_address(cls, value: str | None) -> str | None:
+        """The address without a last slash. No ValueError, which would print what may be a secret."""
+        if value is None:
+            return None
+        try:
+            parts = urlsplit(value)
+            known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        except ValueError:
+            known = False
+        if not known:
+            raise UserError("prometheus.url: no address of a server; http://HOST:PORT or https://HOST:PORT is expected")
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            raise UserError("prometheus.url: an address without user, password, ? and # is expected; who asks is told with "
+                            f"prometheus.user and {', '.join(SECRETS)}")
+        return value.rstrip("/")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> PrometheusConfig:
+        passwords, tokens = (self.password_env, self.password_file), (self.token_env, self.token_file)
+        secrets = [value for value in (*passwords, *tokens) if value is not None]
+        problem = None
+        if len(secrets) > 1:
+            problem = f"only one of {', '.join(SECRETS)} can be used"
+        elif (self.user is None) != (passwords == (None, None)):
+            problem = "user goes with password_env or password_file"
+        elif self.client_key_file and not self.client_cert_file:
+            problem = "client_key_file goes with client_cert_file"
+        elif self.max_age_s > self.window_s:
+            problem = (f"max_age_s {self.max_age_s:g} is longer than window_s {self.window_s:g}, and older samples are never "
+                       "looked at")
+        if problem:  # no ValueError, which would print the whole mapping
+            raise UserError(f"prometheus: {problem}")
+        return self
+
+
+class Server:
+    """Asks one server over a connection that is kept. Secrets are read anew each time, since files with tokens are renewed."""
+
+    def __init__(self, config: PrometheusConfig) -> None:
+        import requests
+
+        self.config = config
+        self._session = requests.Session()
+
+    def check(self) -> None:
+        """Whether it answers, whatever it knows.
+
+        Raises:
+            UserError, PrometheusError: as `query`.
+        """
+        self.query("vector(1)", "vector")
+
+    def query(self, promql: str, kind: Literal["matrix", "vector"]) -> list[dict[str, Any]]:
+        """The series that `promql` gives now, as the API's JSON has them.
+
+        Raises:
+            UserError: the config's secrets or certificates can't be read.
+            PrometheusError: no answer, or none of a Prometheus; it says why.
+        """
+        response = self._get(promql)
+        where, status = f"prometheus.url {self.config.url}", response.status_code
+        if status in (401, 403):
+            told = "user and password" if self.config.user else "the token" if self._token_source else "that nobody is named"
+            raise PrometheusError(f"{where}: HTTP {status}: it refuses {told}; set prometheus.user and password_env or "
+                                  "password_file, or token_env or token_file, to what it wants")
+        if 300 <= status < 400:
+            raise PrometheusError(f"{where}: HTTP {status}: it sends elsewhere, perhaps to a page to log in; set the address "
+                                  "that answers itself")
+        if status == 503:
+            raise PrometheusError(f"{where}: HTTP 503: it is not ready, perhaps still starting; try again")
+        try:
+            body = response.json()
+        except ValueError:  # no text of the answer is shown: it may repeat what was sent
+            plain = status == 400 and "HTTPS server" in response.text
+            raise PrometheusError(f"{where}: HTTP {status}: " + (
+                "it speaks TLS; write https://" if plain else
+                "no JSON came back, so it is no Prometheus; set its address, with its path if it has one")) from None
+        if isinstance(body, dict) and body.get("status") == "error" and "errorType" in body:
+            raise PrometheusError(f"{where}: HTTP {status}: it can't answer: {body.get('error')} (asked: {promql})")
+        try:
+            found, series = body["data"]["resultType"], body["data"]["result"]
+        except (KeyError, TypeError):
+            raise PrometheusError(f"{where}: HTTP {status}: JSON came back that is no Prometheus answer; set its address, with "
+                                  "its path if it has one") from None
+        if status != 200 or found != kind or not isinstance(series, list):
+            raise PrometheusError(f"{where}: HTTP {status} with a {found}: a {kind} is expected, so it is no Prometheus")
+        if not all(isinstance(one, dict) and isinstance(one.get("metric"), dict) for one in series):
+            raise PrometheusError(FOREIGN_SERIES)
+        for warning in body.get("warnings") or ():
+            log.warning("%s warns: %s", where, warning)
+        return series
+
+    def _get(self, promql: str) -> requests.Response:
+        """The answer, whatever its status."""
+        import requests
+
+        config = self.config
+        where = f"prometheus.url {config.url}"
+        ca = str(_readable(config.ca_file, "ca_file")) if config.ca_file else True
+        try:
+            return self._session.get(
+                f"{config.url}/api/v1/query", params={"query": promql}, timeout=config.timeout_s, auth=_Header(self._header()),
+                verify=ca, cert=self._client_cert(), allow_redirects=False)
+        except requests.exceptions.SSLError as error:
+            raise PrometheusError(f"{where}: TLS fails: {_cause(error)}; check that it speaks https, ca_file (who signed its "
+                                  "certificate, for this name), and client_cert_file and client_key_file if it wants "
+                                  "one") from None
+        except requests.exceptions.Timeout:
+            raise PrometheusError(f"{where}: no answer within timeout_s {config.timeout_s:g}; is it overloaded, or the port "
+                                  "another's?") from None
+        except (requests.exceptions.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
+            raise PrometheusError(f"{where}: can't be reached: {_cause(error)}; is it running, and the address "
+                                  "right?") from None
+        except requests.exceptions.RequestException as error:
+            raise PrometheusError(f"{where}: what came back can't be read ({type(error).__name__}), so it is no "
+                                  "Prometheus") from None
+        except OSError as error:  # requests raises it bare for certificates
+            raise UserError(f"prometheus: ca_file, client_cert_file or client_key_file: {error}") from None
+
+    @property
+    def _token_source(self) -> bool:
+        return bool(self.config.token_env or self.config.token_file)
+
+    def _header(self) -> str | None:
+        """The Authorization header."""
+        import base64
+
+        config = self.config
+        if config.user is not None:
+            password = _secret("password", config.password_env, config.password_file)
+            return "Basic " + base64.b64encode(f"{config.user}:{password}".encode()).decode()
+        if self._token_source:
+            token = _secret("token", config.token_env, config.token_file)
+            if not token.isascii() or not token.isprintable() or " " in token:
+                raise UserError("prometheus: the token holds blanks, line breaks or letters that no token has; check "
+                                f"{config.token_env or config.token_file}")
+            return f"Bearer {token}"
+        return None
+
+    def _client_cert(self) -> str | tuple[str, str] | None:
+        config = self.config
+        if config.client_cert_file is None:
+            return None
+        cert = str(_readable(config.client_cert_file, "client_cert_file"))
+        key = _readable(config.client_key_file or config.client_cert_file, "client_key_file")
+        if b"ENCRYPTED" in key.read_bytes():
+            raise UserError(f"prometheus.client_key_file {key}: it is encrypted; give one that needs no passphrase")
+        return (cert, str(key))
+
+
+@functools.lru_cache(maxsize=4)
+def server_for(config: PrometheusConfig) -> Server:
+    """The server of a config, with its connection; kept in a process."""
+    return Server(config)
+
+
+class _Header:
+    """Sets the Authorization header, or none; without it requests would take one from ~/.netrc."""
+
+    def __init__(self, value: str | None) -> None:
+        self.value = value
+
+    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        if self.value is not None:
+            request.headers["Authorization"] = self.value
+        return request
+
+
+def _secret(what: str, variable: str | None, file: Path | None) -> str:
+    """A password or a token.
+
+    Raises:
+        UserError: the variable is not set, the file can't be read, or there is nothing in it.
+    """
+    if variable is not None:
+        value = os.environ.get(variable)
+        if not value:
+            raise UserError(f"prometheus.{what}_env: no environment variable of that name is set, or it is empty; set it, or "
+                            f"use {what}_file")
+        return value
+    path = _readable(file or Path(), f"{what}_file")
+    try:
+        value = path.read_text(encoding="utf-8").strip("\r\n")
+    except UnicodeDecodeError:
+        raise UserError(f"prometheus.{what}_file {path}: not a text file") from None
+    if not value:
+        raise UserError(f"prometheus.{what}_file {path}: it is empty")
+    return value
+
+
+def _readable(path: Path, key: str) -> Path:
+    if not path.is_file() or not os.access(path, os.R_OK):
+        raise UserError(f"prometheus.{key} {path}: no such file, or it can't be read")
+    return path
+
+
+def _cause(error: BaseException) -> str:
+    """What lies at the bottom of an exception of requests, in the system's words."""
+    while True:
+        inner = getattr(error, "reason", None) or (error.args[-1] if error.args else None)
+        if not isinstance(inner, BaseException):
+            break
+        error = inner
+    if isinstance(error.__cause__, OSError):  # of a connection that never was, urllib3 tells the rest in a text
+        error = error.__cause__
+    return str(getattr(error, "verify_message", None) or getattr(error, "strerror", None) or error).strip()
+
+
+def quoted(text: str) -> str:
+    """`text` as a string of PromQL."""
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,139 @@
+"""Whose series a Prometheus gave: those of one device, as one exporter reports it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmark.metrics.dcgm_names import HOST_LABEL, INDEX_LABEL, PART_LABEL, PROFILE_LABEL, UUID_LABEL
+from inference.live.prometheus import FOREIGN_SERIES, PrometheusError, Server, quoted
+
+IDENTITY = (UUID_LABEL, INDEX_LABEL, HOST_LABEL, "job", "instance")  # labels that tell devices and their exporters apart
+LISTED = 8  # how many devices a message lists
+
+
+@dataclass(frozen=True)
+class Series:
+    """Samples of one metric: `(seconds since 1970, value)`, oldest first."""
+
+    name: str
+    labels: Mapping[str, str]
+    samples: Sequence[tuple[float, float]]
+
+    @property
+    def exporter(self) -> tuple[str, str]:
+        return self.labels.get("job", ""), self.labels.get("instance", "")
+
+    @property
+    def device(self) -> str:
+        return self.labels.get(UUID_LABEL) or device_name(self.labels)
+
+    @property
+    def whole(self) -> bool:
+        """Not of a MIG instance."""
+        return not self.labels.get(PART_LABEL)
+
+    @property
+    def last_s(self) -> float:
+        return self.samples[-1][0]
+
+
+def selector(server: Server, names: Collection[str], everyone: bool = False) -> str:
+    """PromQL for metrics of the device that is asked for, or of `everyone`."""
+    labels = {} if everyone else asked_for(server)
+    told = [f"__name__=~{quoted('|'.join(names))}", *(f"{key}={quoted(value)}" for key, value in labels.items())]
+    return "{" + ",".join(told) + "}"
+
+
+def asked_for(server: Server) -> dict[str, str]:
+    """What the config says of the device and its exporter, by label."""
+    job = server.config.job
+    return server.config.gpu.labels | ({} if job is None else {"job": job})
+
+
+def series_of(one: Mapping[str, Any], names: Collection[str]) -> Series:
+    """A series of the API's JSON, of a matrix or a vector; a sample of the latter has the time of the answer. Values are
+    strings, "NaN" too.
+
+    Raises:
+        PrometheusError: it is none, or of no metric in `names`.
+    """
+    try:
+        labels = dict(one["metric"])
+        samples = one["values"] if "values" in one else [one["value"]]
+        found = Series(labels.pop("__name__"), labels, [(float(when), float(value)) for when, value in samples])
+    except (KeyError, TypeError, ValueError):
+        raise PrometheusError(FOREIGN_SERIES) from None
+    if not found.samples or found.name not in names:
+        raise PrometheusError(FOREIGN_SERIES)
+    return found
+
+
+def device_name(labels: Mapping[str, str]) -> str:
+    """A device in the user's words, which tell it from others."""
+    place = [f"{what} {labels[key]}" for key, what in ((INDEX_LABEL, "index"), (HOST_LABEL, "host")) if labels.get(key)]
+    if labels.get(UUID_LABEL):
+        return labels[UUID_LABEL] + (f" ({', '.join(place)})" if place else "")
+    return ", ".join(place) if labels.get(HOST_LABEL) else ", ".join([*place, f"instance {labels.get('instance', '?')}"])
+
+
+def listed(what: Collection[str]) -> str:
+    some = sorted(set(what))
+    return "; ".join(some[:LISTED]) + (f"; and {len(some) - LISTED} more" if len(some) > LISTED else "")
+
+
+def of_one_device(series: Sequence[Series]) -> list[Series]:
+    """The series of the one device, without those of its parts.
+
+    Raises:
+        PrometheusError: they are of several devices, or all of parts.
+    """
+    devices = {one.device: device_name(one.labels) for one in series}
+    if len(devices) > 1:
+        raise PrometheusError(f"prometheus: metrics of several devices match: {listed(devices.values())}; set prometheus.gpu "
+                              "to one's UUID, or to its index and host")
+    whole = [one for one in series if one.whole]
+    if not whole:
+        parts = listed([f"{PART_LABEL} {one.labels[PART_LABEL]}, {one.labels.get(PROFILE_LABEL, '?')}" for one in series])
+        raise PrometheusError(f"prometheus: {device_name(series[0].labels)} is split into MIG instances ({parts}), and only "
+                              "these are reported; no instance's load is that of the GPU, for which predictions hold: have the "
+                              "whole GPU reported too (dcgm-exporter --devices g), or switch MIG off")
+    return whole
+
+
+def of_one_exporter(server: Server, series: Sequence[Series]) -> tuple[list[Series], float]:
+    """The series of the one exporter that is up, and the server's time (seconds since 1970).
+
+    A server that was told the metrics by another one may not know of the exporter; then only the samples' age tells.
+
+    Raises:
+        PrometheusError: several are up, or the only one is down.
+    """
+    exporters = sorted({one.exporter for one in series})
+    asked = [f"up{{job={quoted(job)},instance={quoted(instance)}}}" for job, instance in exporters]
+    answer = server.query(" or ".join([*asked, "vector(time())"]), "vector")
+    try:
+        now_s = max(float(one["value"][0]) for one in answer)  # when the server worked it out
+        up = {(one["metric"].get("job", ""), one["metric"].get("instance", "")): float(one["value"][1]) == 1.0
+              for one in answer if one["metric"]}  # vector(time()) has no labels
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise PrometheusError(FOREIGN_SERIES) from None
+    running = [exporter for exporter in exporters if up.get(exporter)] if len(exporters) > 1 else exporters
+    running = running or exporters
+    check_one_exporter(running, series[0])
+    if up.get(running[0]) is False:
+        raise PrometheusError(f"prometheus: the exporter of {device_name(series[0].labels)} can't be scraped (up is 0): "
+                              f"{_described(running)}; what is left of its samples is no load of now: mend the exporter")
+    return [one for one in series if one.exporter == running[0]], now_s
+
+
+def check_one_exporter(exporters: Collection[tuple[str, str]], one: Series) -> None:
+    """`PrometheusError` where the device of `one` has several exporters, each a job and an instance."""
+    if len(exporters) > 1:
+        raise PrometheusError(f"prometheus: several exporters report {device_name(one.labels)}: {_described(exporters)}; name "
+                              "one's job in prometheus.job")
+
+
+def _described(exporters: Collection[tuple[str, str]]) -> str:
+    return listed([f"job {job}, instance {instance}" for job, instance in exporters])

@@ -1,0 +1,146 @@
+"""A model's latency while another process uses the GPU too: not a number, but a distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from graph_model.simulation.pipeline import Kinds, PipelineCosts
+from graph_model.simulation.sharing import OtherWork, shared_runs_ms
+from inference.core.targets import Fitted, is_here, local_targets
+from ort_analysis.records.kernel_record import Frozen
+from utils.errors import UserError
+from utils.sharing_mode import check_sharing_mode, sharing_mode
+
+if TYPE_CHECKING:
+    from benchmark.load.probe_reading import ProbeReading
+    from inference.live.load import Load
+    from training.sharing.learned import Sharing
+
+Floats = npt.NDArray[np.float64]
+SHOWN_PERCENTILES = (50, 95, 99)
+ToldBy = Literal["probe", "metrics", "share", "prediction"]
+SEED = 7  # of the simulated callers: the same question has the same answer
+
+
+class NotShared(UserError):
+    """Nothing is known of how a target is shared."""
+
+    def __init__(self, target: str) -> None:
+        from training.sharing.learned import FIT
+
+        super().__init__(f"{target}: nothing was learned of how it is shared, so latencies under load have no distribution; "
+                         f"measure models beside other work, then: {FIT}")
+
+
+class UnderLoad(Frozen):
+    """What a caller sees who runs the model again and again beside another process.
+
+    Attributes:
+        mean_ms: over runs.
+        percentiles_ms: the latency that p % of the runs do not exceed, for p from 0 to 100.
+        busy_share: for what share of the time the other process has work, while this one has none; a ratio.
+        told_by: what that was learned from: a probe, metrics, a share of the time that was asked for, or another model's
+            prediction.
+    """
+
+    mean_ms: float
+    percentiles_ms: tuple[float, ...]
+    busy_share: float
+    told_by: ToldBy
+
+    def percentile_ms(self, percent: float) -> float:
+        """The latency that `percent` % of the runs do not exceed."""
+        return float(np.interp(percent, np.arange(len(self.percentiles_ms)), self.percentiles_ms))
+
+    def later_by(self, more_ms: float) -> UnderLoad:
+        """Every run longer by `more_ms`: what a model's nodes do off the GPU, which is not simulated beside other work."""
+        if not more_ms:
+            return self
+        return self.model_copy(update={"mean_ms": self.mean_ms + more_ms,
+                                       "percentiles_ms": tuple(one + more_ms for one in self.percentiles_ms)})
+
+    def columns(self) -> dict[str, float]:
+        """What a table shows of it."""
+        return {"mean (ms)": self.mean_ms} | {f"p{percent} (ms)": self.percentile_ms(percent) for percent in SHOWN_PERCENTILES}
+
+
+def under_load(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts, sharing: Sharing,
+               other: OtherWork, told_by: ToldBy) -> UnderLoad:
+    """The distribution of a model's latency beside other work; arrays are those of
+    `graph_model.simulation.pipeline.pipeline_ms`."""
+    runs = shared_runs_ms(gpu_ms, launches, kinds, costs, sharing.slice_ms, other, np.random.default_rng(SEED))
+    return UnderLoad(
+        mean_ms=float(runs.mean()), percentiles_ms=tuple(np.percentile(runs, np.arange(101)).tolist()),
+        busy_share=other.busy_share, told_by=told_by)
+
+
+def check_mode_here(fitted: Fitted) -> None:
+    """Refuses a GPU of this machine that is shared in a way that was not measured; from elsewhere nobody can tell."""
+    if is_here(fitted.target):
+        check_sharing_mode(sharing_mode())
+
+
+def other_work(fitted: Fitted, load: Mapping[str, float]) -> OtherWork | None:
+    """What else runs, as metrics tell; None where nothing was learned of sharing, so that kernels' times answer to the load.
+
+    Raises:
+        UserError: no metric says how busy the GPU is, or one that it can't be; or it is this machine's and shared in a way that
+            was not measured.
+    """
+    if fitted.sharing is None or not load:
+        return None
+    from benchmark.metrics.soundness import checked
+    from training.sharing.learned import BUSY_FIELDS, busy_share, other_work_guessed
+
+    check_mode_here(fitted)
+    load = {field: checked(field, value) if field in BUSY_FIELDS else value for field, value in load.items()}
+    share = busy_share(load)
+    if share is None:
+        raise UserError(f"the load has neither {' nor '.join(BUSY_FIELDS)}, so that it doesn't say how busy the GPU is: give "
+                        "one of them, or a probe")
+    return other_work_guessed(share, fitted.sharing)
+
+
+def probed(fitted: Fitted, reading: ProbeReading | None = None) -> OtherWork:
+    """What else runs, as the sharing probe tells: `reading`, or without one a reading on this machine now.
+
+    Raises:
+        NotShared: nothing was learned of the target's sharing.
+        UserError: the target is a CPU, this machine is not the target, or its GPU is shared in a way that was not measured.
+    """
+    from training.sharing.learned import other_work_probed
+
+    if fitted.target.flavour.execution_provider == "cpu":
+        raise UserError(f"{fitted.target.name}: only a GPU is shared in time slices, which is what the probe tells of; a CPU's "
+                        "load is told by metrics, so leave --probe out")
+    if fitted.sharing is None:
+        raise NotShared(fitted.target.name)
+    if reading is None:
+        from benchmark.load.sharing_probe import probe
+
+        if not is_here(fitted.target):
+            raise UserError(f"the probe has to run on the GPU in question, a {fitted.target.name}, and this machine is "
+                            f"{' and '.join(own.name for own in local_targets())}; run there: python "
+                            "benchmark/sharing_probe.py --out reading.json, and give that file")
+        reading = probe(fitted.target.flavour.execution_provider)
+    return other_work_probed(reading, fitted.sharing.alone_ms)
+
+
+def probe_of(fitted: Fitted, load: Load) -> OtherWork | None:
+    """What else runs, as the probe's reading that a Prometheus gave with the load tells it; None where it gave none.
+
+    Raises:
+        NotShared: nothing was learned of the target's sharing.
+        UserError: the GPU was shared in a way that was not measured.
+    """
+    if load.probe is None:
+        return None
+    from training.sharing.learned import other_work_summarised
+
+    if fitted.sharing is None:
+        raise NotShared(fitted.target.name)
+    return other_work_summarised(load.probe, fitted.sharing.alone_ms)

@@ -1,0 +1,104 @@
+"""Whether a latency objective is met, and beside how much other work it still would be."""
+
+from __future__ import annotations
+
+from graph_model.simulation.sharing import OtherWork
+from inference.core.answers import Prediction
+from inference.core.sources import Source
+from inference.core.ways import AS_USUAL
+from inference.sharing.co_runner import NotShared
+from inference.sharing.shared_models import SharedModel, shared_model
+from ort_analysis.records.kernel_record import Frozen
+from utils.paths import Workspace
+
+PERCENTILE = 95.0
+PRECISION = 0.005  # of the highest share, a ratio
+
+
+class Slo(Frozen):
+    """A latency objective, and how a prediction compares with it.
+
+    Attributes:
+        limit_ms: what the percentile must not exceed.
+        percentile: which one, in per cent.
+        latency_ms: that percentile of the prediction's distribution; without one, as on an idle device, the predicted latency.
+            It is the median of a model's runs, whose spread there is not predicted, for any percentile.
+        met: latency_ms is at most limit_ms.
+        headroom_ms, headroom_percent: how far below the limit it is (of the limit); negative where it is missed.
+        could_be_ms: the upper end of the prediction's interval, between whose ends nine of ten models lay (under load: the
+            percentile by as much longer as that end is than the mean); it says how wrong the prediction may be, not how runs
+            spread.
+    """
+
+    limit_ms: float
+    percentile: float
+    latency_ms: float
+    met: bool
+    headroom_ms: float
+    headroom_percent: float
+    could_be_ms: float
+
+
+class SloUnderLoad(Slo):
+    """A latency objective, and the highest load that still meets it.
+
+    Attributes:
+        highest_busy_share: for what share of the time (a ratio) a background may be busy so that it is met; None where an idle
+            device misses it already, or where `unknown_because` says why it is not known.
+    """
+
+    highest_busy_share: float | None = None
+    unknown_because: str | None = None
+
+
+def check_slo(prediction: Prediction, limit_ms: float, percentile: float = PERCENTILE) -> Slo:
+    """How a prediction compares with the objective that `percentile` % of the runs take at most `limit_ms`."""
+    shared = prediction.under_load
+    latency, could_be = prediction.latency_ms, prediction.interval_ms[1]
+    if shared is not None:
+        latency, could_be = shared.percentile_ms(percentile), could_be * shared.percentile_ms(percentile) / latency
+    return Slo(limit_ms=limit_ms, percentile=percentile, latency_ms=latency, met=latency <= limit_ms,
+               headroom_ms=limit_ms - latency, headroom_percent=100 * (1 - latency / limit_ms),
+               could_be_ms=could_be)
+
+
+def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = PERCENTILE,
+                       like: OtherWork | None = None) -> float | None:
+    """For what share of the time (a ratio) a background may be busy at most so that `percentile` % of the runs still take at
+    most `limit_ms`; None where they don't on an idle device.
+
+    Found by bisection, within PRECISION, over backgrounds with waits and phases as of those that were measured, or of
+    `like`. The same runs are simulated at each share, so that percentiles grow with it; far ones come of few runs.
+    """
+    def met(share: float) -> bool:
+        return model.at_share(share, like).percentile_ms(percentile) <= limit_ms
+
+    if not met(0.0):
+        return None
+    if met(1.0):
+        return 1.0
+    low, high = 0.0, 1.0
+    while high - low > PRECISION:
+        middle = (low + high) / 2
+        low, high = (middle, high) if met(middle) else (low, middle)
+    return low
+
+
+def slo_under_load(prediction: Prediction, source: Source, limit_ms: float, percentile: float = PERCENTILE,
+                   workspace: Workspace | None = None, force: bool = False, like: OtherWork | None = None) -> SloUnderLoad:
+    """As `check_slo`, with the highest load that still meets it.
+
+    Args:
+        source: the model of the prediction, as `inference.predict` took it.
+        like: what else runs, as a probe met it: the load that still meets it has the same waits and phases.
+    """
+    found = check_slo(prediction, limit_ms, percentile).model_dump()
+    if prediction.way != AS_USUAL:
+        why = f"a model run {prediction.way.in_words} was not measured beside other work"
+        return SloUnderLoad(**found, unknown_because=why)
+    try:
+        model = shared_model(source, dims=prediction.dims, target=prediction.target, strict=prediction.strict,
+                             workspace=workspace, force=force, static=prediction.static, host_pace=prediction.host_pace)
+    except NotShared as error:
+        return SloUnderLoad(**found, unknown_because=str(error))
+    return SloUnderLoad(**found, highest_busy_share=highest_busy_share(model, limit_ms, percentile, like))

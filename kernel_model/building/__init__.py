@@ -1,0 +1,1 @@
+"""A kernel, or many in a carrier, as an ONNX model."""

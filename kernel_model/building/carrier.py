@@ -1,0 +1,92 @@
+"""A carrier: many kernels one after another in one graph, so that each meets the caches as it does inside a model.
+
+A kernel run alone in a loop finds its weights in the cache and pays for a whole session run. In a carrier its inputs
+were just written by the operator before it, its weights were last used a whole run ago, and ORT's profile gives its own
+time. Each kernel stands between an `Abs` for every floating input and a `Shape` that uses up its outputs without
+reading them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kernel_model.building.dummy_data import dummy_tensor
+from kernel_model.building.kernel_models import IR_VERSION, kernel_node
+from ort_analysis.records.elements import type_code
+from ort_analysis.records.kernel_record import Kernel
+
+if TYPE_CHECKING:
+    import onnx
+
+WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16"}}  # types that Abs takes
+
+WRITER = "abs_"  # how the names of the nodes that write a kernel's inputs begin
+
+
+def node_name(position: int) -> str:
+    """The name of the carrier's kernel number `position`."""
+    return f"kernel_{position}"
+
+
+def carrier_bytes(kernel: Kernel) -> int:
+    """Memory that a kernel takes in a carrier: its tensors, and its inputs a second time as the graph's."""
+    activations = sum(tensor.bytes for tensor in kernel.activations)
+    return kernel.weight_bytes + 2 * activations + sum(tensor.bytes for tensor in kernel.outputs)
+
+
+def build_carrier(kernels: Sequence[Kernel], execution_provider: str,
+                  with_floats: bool = True) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """The carrier of `kernels`, in order, and values for its inputs.
+
+    Node number i is called `node_name(i)`. Opsets are those of the first kernel of each domain.
+
+    Args:
+        kernels: what to carry.
+        execution_provider: `cpu` or `cuda`: whose `Abs` writes the inputs.
+        with_floats: whether there are values for inputs that an `Abs` reads too; any numbers will do for them.
+
+    Raises:
+        UserError: a kernel that can't be built.
+    """
+    from onnx import helper, numpy_helper
+
+    nodes, inputs, constants = [], {}, []
+    feed: dict[str, np.ndarray] = {}
+    outputs = []
+    opsets: dict[str, int] = {"": 20}
+    for number, kernel in enumerate(kernels):
+        opsets[kernel.domain] = kernel.opset
+        names = []
+        for position, tensor in enumerate(kernel.inputs):
+            name = f"k{number}_x{position}"
+            if not tensor.present:
+                names.append("")
+                continue
+            if tensor.constant:
+                value = dummy_tensor(kernel, position, number)
+                constants.append(numpy_helper.from_array(np.asarray(value, order="C"), name))
+            elif tensor.dtype in WRITTEN_BEFORE[execution_provider]:
+                shared = f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
+                inputs[shared] = helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
+                if with_floats and shared not in feed:
+                    feed[shared] = dummy_tensor(kernel, position, number)
+                nodes.append(helper.make_node("Abs", [shared], [name], name=f"{WRITER}{number}_{position}"))
+            else:
+                inputs[name] = helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
+                feed[name] = dummy_tensor(kernel, position, number)
+            names.append(name)
+        made = [f"k{number}_y{position}" if tensor.present else "" for position, tensor in enumerate(kernel.outputs)]
+        nodes.append(kernel_node(kernel, names, made, node_name(number)))
+        for position, name in enumerate(made):
+            if name:
+                shape = f"k{number}_shape{position}"
+                nodes.append(helper.make_node("Shape", [name], [shape], name=f"shape_{number}_{position}"))
+                rank = len(kernel.outputs[position].shape)
+                outputs.append(helper.make_tensor_value_info(shape, type_code("int64"), [rank]))
+    graph = helper.make_graph(nodes, "carrier", list(inputs.values()), outputs, constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid(d, v) for d, v in opsets.items()],
+                              ir_version=IR_VERSION, producer_name="hase")
+    return model, feed

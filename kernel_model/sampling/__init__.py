@@ -1,0 +1,1 @@
+"""Further shapes of kernels: drawn near those of models, and freely."""

@@ -1,0 +1,1 @@
+"""How a torch model becomes an ONNX file."""

@@ -1,0 +1,114 @@
+"""Runs the exporter in a process of its own: torch and ORT can die of a model, and then only that model is lost."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+from model_zoo.exporting.onnx_export import Exporter, short
+from model_zoo.exporting.zoo_config import Export
+from utils import cli, logger
+from utils.errors import UserError
+from utils.paths import Workspace
+from utils.processes import begin_child
+
+STOP_SECONDS = 10.0
+
+log = logger.get_logger("exporter")
+
+
+class ExportProcess:
+    """An Exporter in another process, started when first asked and again after it died. Use as a context manager."""
+
+    def __init__(self, workspace: Workspace, provider: str, force: bool) -> None:
+        self._workspace, self._made_with = workspace, (workspace, provider, force)
+        self._process: Any = None
+        self._connection: Connection | None = None
+
+    def __enter__(self) -> ExportProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the process, which first removes what it was writing; the next request starts another."""
+        if self._connection is not None:
+            self._connection.close()
+            self._process.terminate()
+            self._process.join(STOP_SECONDS)
+            self._process.kill()
+            self._process.join()
+        self._process, self._connection = None, None
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """See Exporter."""
+        self._ask("check_names", tuple(names))
+
+    def write(self, export: Export) -> list[dict[str, Any]]:
+        """See Exporter; a process that died of it is a `UserError`, too."""
+        try:
+            rows: list[dict[str, Any]] = self._ask("write", export)
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode
+            self.stop()
+            for left in self._workspace.models.glob(f".{export.stem}.*.tmp.onnx"):
+                left.unlink(missing_ok=True)
+            if code == -signal.SIGKILL:
+                raise UserError("the exporting process was killed, most likely for lack of memory: "
+                                "try a smaller batch or image size") from None
+            cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise UserError(f"torch or ONNX Runtime crashed over it ({cause})") from None
+        return rows
+
+    def _ask(self, request: str, argument: Any) -> Any:
+        """The answer; an error there is raised here.
+
+        Raises:
+            EOFError: the process died.
+        """
+        if self._connection is None:
+            context = multiprocessing.get_context("spawn")
+            self._connection, theirs = context.Pipe()
+            handlers = logging.getLogger("hase").handlers
+            quiet = all(one.level > logging.INFO for one in handlers if not isinstance(one, logging.FileHandler))
+            self._process = context.Process(target=_serve, args=(theirs, self._made_with, quiet), daemon=True)
+            self._process.start()
+            theirs.close()
+        try:
+            self._connection.send((request, argument))
+            answer = self._connection.recv()
+        except (BrokenPipeError, ConnectionResetError):
+            raise EOFError from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _serve(connection: Connection, made_with: tuple[Workspace, str, bool], quiet: bool) -> None:
+    """Answers requests until the other end is closed, as it is when that process dies."""
+    begin_child()
+    logger.configure(made_with[0].log_file, quiet=quiet)
+    exporter = Exporter(*made_with)
+    while True:
+        try:
+            request, argument = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = getattr(exporter, request)(argument)
+        except UserError as error:
+            answer = error
+        except OSError as error:
+            log.debug("%s", argument, exc_info=True)
+            answer = error if error.errno in cli.OS_ERROR_ADVICE else UserError(short(error))
+        except Exception as error:  # one model's failure, whatever it is, must not cost the others
+            log.debug("%s", argument, exc_info=True)
+            answer = UserError(short(error))
+        connection.send(answer)

@@ -1,0 +1,292 @@
+"""Writes one model as ONNX files, the plain one and ORT's optimised graph, each checked before it is put in place."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY, SMALLEST_IMAGE, Export
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import flavour_of, local_target, ort_version, package_version
+from utils.logger import get_logger
+from utils.paths import OPTIMIZED_SUFFIX, Workspace
+
+if TYPE_CHECKING:
+    import onnx
+    import torch
+
+EXPORTER_VERSION = 2  # of what is made here; files of another version are made anew
+LARGEST_FILE = 2**31 - 2**20  # bytes: protobuf's limit, less what the graph itself takes
+LIMITS = {"batch": (1, 65536), "height": (SMALLEST_IMAGE, 8192), "width": (SMALLEST_IMAGE, 8192)}  # of open dimensions
+
+# Largest difference allowed between ORT's outputs and torch's float32 ones, relative to the largest of torch's. Float32
+# rounding gives 1e-7 to 4e-5. Where products are rounded to 10 bits (fp16, and TF32, which ORT's CUDA provider uses for
+# float32) it is 1e-3, and a deep model with random weights makes up to 0.06 of it. A wrong weight or layout gives about 1.
+TOLERANCE = {"fp32": 1e-3, "reduced": 0.1}
+
+log = get_logger("exporter")
+
+
+class ModelSource:
+    """torch models on demand. The latest is kept, since the exports of one model stand together."""
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._model: Any = None
+
+    def get(self, export: Export) -> torch.nn.Module:
+        from model_zoo.exporting.torch_models import build, is_sized
+
+        key = (export.model, export.dtype, export.size if is_sized(export.model) else None)
+        if key != self._key:
+            self._model = None  # frees it before the next is made
+            self._model, self._key = build(export.model, export.dtype, export.size), key
+        return self._model
+
+
+def stamp(export: Export) -> dict[str, str]:
+    """What an exported file is, as its metadata: a file with the same is kept."""
+    dims = {DEFAULT_DIMS_KEY: json.dumps(export.default_dims)} if export.batch is None else {}
+    return dims | {
+        "hase.exporter": str(EXPORTER_VERSION), "hase.model": export.model, "hase.dtype": export.dtype,
+        "hase.batch": ("alone open" if export.batch_alone else "open") if export.batch is None else str(export.batch),
+        "hase.size": "x".join(map(str, export.size)),
+        "hase.torch": package_version("torch"), "hase.torchvision": package_version("torchvision"),
+    }
+
+
+def optimized_stamp(export: Export, provider: str) -> dict[str, str]:
+    """What an optimised graph is, as its metadata, without the machine that made it."""
+    flavour = json.dumps(flavour_of(provider).model_dump(), sort_keys=True)
+    return stamp(export) | {"hase.flavour": flavour, "hase.onnxruntime": ort_version()}
+
+
+def is_done(path: Path, expected: Mapping[str, str]) -> bool:
+    """Whether `path` is a whole ONNX file with this metadata."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    if not path.is_file():
+        return False
+    try:
+        found = {prop.key: prop.value for prop in onnx.load(path).metadata_props}
+    except DecodeError:
+        return False
+    return expected.items() <= found.items()
+
+
+def add_metadata(proto: onnx.ModelProto, properties: Mapping[str, str]) -> None:
+    import onnx
+
+    known = {prop.key: prop.value for prop in proto.metadata_props}
+    onnx.helper.set_model_props(proto, known | dict(properties))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps torch's exporter from talking: its stdout, its warnings, and its log of attempts that we handle."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(before)
+
+
+def trace(model: torch.nn.Module, export: Export, open_dims: Mapping[int, str]) -> onnx.ModelProto:
+    """The model as torch exports it, with the input dimensions `open_dims` (by position) left open."""
+    import torch
+
+    from model_zoo.exporting.torch_models import weight_bytes
+
+    size = weight_bytes(model)
+    if size > LARGEST_FILE:
+        raise UserError(f"{export.model} has {size / 1e9:.1f} GB of weights in {export.dtype}; one ONNX file holds 2 GB at most"
+                        + ("; try --dtype fp16" if export.dtype == "fp32" and size < 2 * LARGEST_FILE else ""))
+    dtype = torch.float16 if export.dtype == "fp16" else torch.float32
+    images = torch.zeros(export.batch or 2, 3, *export.size, dtype=dtype)  # a traced batch of 1 would stay 1
+    dims = {axis: torch.export.Dim(name, min=LIMITS[name][0], max=LIMITS[name][1]) for axis, name in open_dims.items()}
+    try:
+        with _quiet():
+            program = torch.onnx.export(
+                model, (images,), dynamo=True, external_data=False, input_names=["input"], output_names=["output"],
+                dynamic_shapes=(dims,) if dims else None, verbose=False)
+    finally:
+        torch._dynamo.reset()  # its caches hold every model traced
+    if program is None:
+        raise RuntimeError("torch.onnx.export returned nothing")
+    proto: onnx.ModelProto = program.model_proto
+    for node in proto.graph.node:  # the exporter notes where in this machine's file system each node comes from
+        kept = [prop for prop in node.metadata_props if prop.key != "pkg.torch.onnx.stack_trace"]
+        del node.metadata_props[:]
+        node.metadata_props.extend(kept)
+    return proto
+
+
+def difference(found: Any, wanted: Any) -> float:
+    """The largest difference, relative to the largest wanted value; infinite where the shapes differ."""
+    import numpy as np
+
+    if found.shape != wanted.shape:
+        return float("inf")
+    return float(np.abs(found.astype(np.float32) - wanted).max() / np.abs(wanted).max())
+
+
+def check_outputs(path: Path, provider: str, optimize: str, images: Any, wanted: Any, dtype: str) -> float:
+    """Runs the file on `images` and returns how far its outputs are from `wanted`.
+
+    Raises:
+        UserError: it can't be run, or they are too far.
+    """
+    import onnxruntime
+
+    from utils.ort_sessions import model_errors, open_session
+
+    name = "ORT's optimised graph" if optimize == "none" else "the exported graph"  # the path is a temporary one
+    session = open_session(path, provider, optimize=optimize, name=name)
+    options = onnxruntime.RunOptions()
+    options.log_severity_level = 4  # what goes wrong comes as an exception, too
+    with model_errors(name):
+        error = difference(session.run(None, {"input": images}, options)[0], wanted)
+    tolerance = TOLERANCE["fp32" if dtype == "fp32" and provider == "cpu" else "reduced"]
+    if not error <= tolerance:  # NaN, too
+        raise UserError(f"its outputs differ from torch's by {error:.2g} of the largest; {tolerance:g} is allowed")
+    return error
+
+
+class Exporter:
+    """Writes and checks files, one export after another.
+
+    Args:
+        workspace: where to.
+        provider: `cpu` or `cuda`, whose optimised graphs to write and on which to check.
+        force: make anew what is there.
+    """
+
+    def __init__(self, workspace: Workspace, provider: str, force: bool) -> None:
+        self.workspace, self.provider, self.force = workspace, provider, force
+        self._models = ModelSource()
+        self._reference: tuple[Any, Any] | None = None  # of the export in hand
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Checks that torchvision has these models; `UserError` where it has not."""
+        from model_zoo.exporting.torch_models import check_names
+
+        check_names(names)
+
+    def write(self, export: Export) -> list[dict[str, Any]]:
+        """Makes the files of one export, or keeps those that are there; a row for each, for the report."""
+        self._reference = None
+        plain = self.workspace.models / f"{export.stem}.onnx"
+        kept = not self.force and is_done(plain, stamp(export))
+        rows = [self._row(export, plain, None if kept else self._write_plain(export, plain))]
+        if export.batch is not None:
+            optimized = plain.with_name(f"{export.stem}.{flavour_of(self.provider).name}{OPTIMIZED_SUFFIX}")
+            kept = kept and is_done(optimized, optimized_stamp(export, self.provider))
+            rows.append(self._row(export, optimized, None if kept else self._write_optimized(export, plain, optimized)))
+        self._reference = None
+        gc.collect()
+        return rows
+
+    def _row(self, export: Export, path: Path, error: float | None) -> dict[str, Any]:
+        log.debug("%s: %s", path.name, "kept" if error is None else f"written, outputs within {error:.2g} of torch's")
+        return {"model": export.model, "file": str(path), "status": "kept" if error is None else "written",
+                "mb": round(path.stat().st_size / 1e6, 2), "difference": error}
+
+    def _images_and_outputs(self, export: Export, batch: int, size: tuple[int, int]) -> tuple[Any, Any]:
+        import numpy as np
+
+        from model_zoo.exporting.torch_models import SEED, reference
+
+        images = np.random.default_rng(SEED).standard_normal((batch, 3, *size), dtype=np.float32)
+        images = images.astype(np.float16) if export.dtype == "fp16" else images
+        wanted = reference(self._models.get(export), images, self.provider)
+        if not np.isfinite(wanted).all() or not wanted.any():
+            raise UserError(f"{export.model} in {export.dtype}: torch's own outputs are all zero or not finite, "
+                            "so nothing can be compared with them")
+        return images, wanted
+
+    def _expected(self, export: Export) -> tuple[Any, Any]:
+        """Images of the export's shape and torch's outputs for them; computed once for its two files."""
+        if self._reference is None:
+            self._reference = self._images_and_outputs(export, export.batch or 1, export.size)
+        return self._reference
+
+    def _write_plain(self, export: Export, path: Path) -> float:
+        from model_zoo.exporting.torch_models import is_sized
+
+        if export.batch is not None:
+            return self._save_checked(trace(self._models.get(export), export, {}), export, path, [(export.batch, export.size)])
+        if export.batch_alone:
+            return self._write_open(export, path, {0: "batch"})
+        why = f"{export.model} is built for one size"
+        if not is_sized(export.model):
+            try:
+                return self._write_open(export, path, {0: "batch", 2: "height", 3: "width"})
+            except OSError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever the exporter stumbles on, an open batch may still work
+                why = short(error)
+        log.info("%s: the batch alone is open, images are %dx%d (%s)", path.name, *export.size, why)
+        return self._write_open(export, path, {0: "batch"})
+
+    def _write_open(self, export: Export, path: Path, open_dims: Mapping[int, str]) -> float:
+        """Writes a file with open dimensions, checked at two shapes: a tracer can bake a size in unseen."""
+        proto = trace(self._models.get(export), export, open_dims)
+        found = [dim.dim_param for dim in proto.graph.input[0].type.tensor_type.shape.dim]
+        if any(found[axis] != name for axis, name in open_dims.items()):
+            raise UserError("torch.export fixed it")
+        height, width = export.size
+        other = (height + 32, width + 64) if 2 in open_dims else export.size
+        return self._save_checked(proto, export, path, [(1, export.size), (3, other)])
+
+    def _save_checked(self, proto: onnx.ModelProto, export: Export, path: Path,
+                      shapes: list[tuple[int, tuple[int, int]]]) -> float:
+        """Puts a plain file in place once onnx.checker and a run at each of `shapes` pass; the largest difference."""
+        import onnx
+
+        add_metadata(proto, stamp(export))
+        with files.replacing(path) as temporary:
+            onnx.save(proto, temporary)
+            del proto
+            onnx.checker.check_model(str(temporary))
+            worst = 0.0
+            for batch, size in shapes:
+                own = (batch, size) == (export.batch, export.size)
+                images, wanted = self._expected(export) if own else self._images_and_outputs(export, batch, size)
+                worst = max(worst, check_outputs(temporary, self.provider, "all", images, wanted, export.dtype))
+        return worst
+
+    def _write_optimized(self, export: Export, plain: Path, path: Path) -> float:
+        """Puts ORT's optimised graph in place once a run of it, as it is, passes."""
+        import onnx
+
+        from utils.ort_sessions import open_session
+
+        with files.replacing(path) as temporary:
+            open_session(plain, self.provider, save_to=temporary, name=plain.name)
+            proto = onnx.load(temporary)
+            target = local_target(self.provider).name
+            add_metadata(proto, optimized_stamp(export, self.provider) | {"hase.target": target})
+            onnx.save(proto, temporary)
+            if all(node.domain in ("", "ai.onnx") for node in proto.graph.node):  # the checker knows no contrib ops
+                onnx.checker.check_model(str(temporary))
+            del proto
+            return check_outputs(temporary, self.provider, "none", *self._expected(export), export.dtype)
+
+
+def short(error: BaseException) -> str:
+    """The first line of an error that says something, shortened."""
+    cause = error.__cause__ or error
+    text = " ".join(str(cause).split()) or type(cause).__name__
+    return text if len(text) <= 200 else text[:200] + " …"

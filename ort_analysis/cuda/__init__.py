@@ -1,0 +1,1 @@
+"""What a CUDA session makes of a graph, worked out where there is no GPU."""

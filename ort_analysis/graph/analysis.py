@@ -1,0 +1,107 @@
+"""A model's record from its parsed graph."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ort_analysis.graph.origins import origins_by_node
+from ort_analysis.graph.parsed_nodes import ParsedNode
+from ort_analysis.graph.parsing import ParsedGraph, parse_graph
+from ort_analysis.records.kernel_record import (
+    IndexEntry,
+    Kernel,
+    KernelIndex,
+    KernelInput,
+    ModelRecord,
+    Node,
+    Tensor,
+    record_name,
+)
+from ort_analysis.records.kernel_types import describe_kernel
+from ort_analysis.records.reading import index_path, load_record
+from utils import files
+from utils.fingerprint import Flavour
+from utils.paths import Workspace
+
+if TYPE_CHECKING:
+    import onnx
+
+SIZE_INPUTS = {"Slice": (1, 2, 3, 4), "Range": (0, 1, 2), "ConstantOfShape": (0,), "Tile": (1,), "Pad": (1, 3),
+               "Resize": (2, 3), "Upsample": (1,), "Split": (1,), "Squeeze": (1,), "Unsqueeze": (1,), "TopK": (1,),
+               "OneHot": (1,), "CenterCropPad": (1,)}  # of Reshape and Expand the outputs tell
+
+
+def _with_value(graph: ParsedGraph, node: ParsedNode, place: int, name: str) -> KernelInput:
+    """A node's input; with its value where that sets the output's size and the graph computes it from shapes."""
+    tensor = graph.tensors[name]
+    if tensor.constant or place not in SIZE_INPUTS.get(node.op_type, ()):
+        return tensor
+    return tensor.model_copy(update={"values": graph.computed.get(name)})
+
+
+def kernel_of(graph: ParsedGraph, node: ParsedNode) -> Kernel:
+    """The kernel of a node of the optimised graph."""
+    inputs = [_with_value(graph, node, place, name) for place, name in enumerate(node.inputs)]
+    while inputs and not inputs[-1].present:
+        inputs.pop()
+    outputs = [Tensor(dtype=graph.tensors[name].dtype, shape=graph.tensors[name].shape) for name in node.outputs]
+    opset = graph.opsets.get(node.domain, graph.opsets.get("ai.onnx", 1) if not node.domain else 1)
+    return describe_kernel(node.op_type, node.domain, opset, node.attributes, inputs, outputs)
+
+
+def record_of(graph: ParsedGraph) -> ModelRecord:
+    """The record of a parsed model."""
+    origins_of = origins_by_node(graph)
+    kernels = [kernel_of(graph, node) for node in graph.nodes]
+    nodes = tuple(
+        Node(name=node.name, kernel_id=kernel.id, provider=node.provider, inputs=node.inputs, outputs=node.outputs,
+             origins=origins_of[node.name], runs=node.runs, inside=node.inside)
+        for node, kernel in zip(graph.nodes, kernels, strict=True))
+
+    def tensors(names: tuple[str, ...]) -> dict[str, Tensor]:
+        return {name: Tensor(dtype=graph.tensors[name].dtype, shape=graph.tensors[name].shape) for name in names}
+
+    return ModelRecord(
+        model=record_name(graph.source.name, graph.source.dims, graph.static), sha256=graph.source.sha256,
+        dims=graph.source.dims, flavour=graph.flavour, derived=graph.derived, static=graph.static, assumed=graph.assumed,
+        guessed=graph.guessed,
+        inputs=tensors(graph.inputs), outputs=tensors(graph.outputs),
+        weight_bytes=sum(tensor.bytes for tensor in graph.tensors.values() if tensor.constant),
+        opsets=graph.opsets, kernels={kernel.id: kernel for kernel in kernels}, nodes=nodes,
+    )
+
+
+def analyze(model: Path | onnx.ModelProto, execution_provider: str = "auto", dims: Mapping[str, int] | None = None,
+            name: str | None = None, static: bool = False) -> ModelRecord:
+    """The kernels of a model as `cpu` or `cuda` runs it (`auto`: what this machine has); arguments as of `parse_graph`.
+
+    Raises:
+        UserError: as `parsing.parse_graph`.
+    """
+    return record_of(parse_graph(model, execution_provider, dims, name, static))
+
+
+def build_index(flavour: Flavour, records: list[ModelRecord]) -> KernelIndex:
+    """All kernels of `records` by type, with the models that hold each."""
+    models: dict[str, list[str]] = defaultdict(list)
+    kernels: dict[str, Kernel] = {}
+    for record in records:
+        for kernel in record.kernels.values():
+            kernels[kernel.id] = kernel
+            models[kernel.id].append(record.model)
+    index: dict[str, dict[str, IndexEntry]] = {}
+    for kernel in sorted(kernels.values(), key=lambda k: (k.type, k.id)):
+        index.setdefault(kernel.type, {})[kernel.id] = IndexEntry(kernel=kernel, models=tuple(models[kernel.id]))
+    return KernelIndex(flavour=flavour, kernels=index)
+
+
+def update_index(workspace: Workspace, flavour: Flavour) -> KernelIndex:
+    """Writes the index of a flavour from all its records."""
+    folder = workspace.kernel_records / flavour.name
+    records = [load_record(path) for path in sorted(folder.glob("*.json")) if path.name != "index.json"]
+    index = build_index(flavour, records)
+    files.write_json(index_path(workspace, flavour), index)
+    return index

@@ -1,0 +1,46 @@
+"""Words that a model knows: what its inputs of text are fed with, since some operators refuse all others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ort_analysis.graph.parsed_nodes import attribute_value
+
+if TYPE_CHECKING:
+    import onnx
+
+TAUGHT = ("cats_strings", "keys_strings", "classlabels_strings", "pool_strings")  # of encoders, and n-grams
+UNKNOWN = ""
+
+
+def first_taught(attributes: Mapping[str, Any]) -> str:
+    """The first word that an operator was taught; UNKNOWN where it was taught none."""
+    return next((str(attributes[name][0]) for name in TAUGHT if attributes.get(name)), UNKNOWN)
+
+
+def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
+    """For each input of text that encoders read, a word for each of its columns, or one for all of them.
+
+    Encoders are taken to stand in the order of the columns that they read, as converters of pipelines write them.
+    """
+    from onnx import TensorProto
+
+    found = {}
+    for value in graph.input:
+        kind = value.type.tensor_type
+        if kind.elem_type != TensorProto.STRING:
+            continue
+        reached, words = {value.name}, []
+        for node in graph.node:
+            if not reached & set(node.input):
+                continue
+            word = first_taught({one.name: attribute_value(one) for one in node.attribute if one.name in TAUGHT})
+            if word:
+                words.append(word)
+            else:
+                reached.update(node.output)
+        columns = kind.shape.dim[-1].dim_value if len(kind.shape.dim) > 1 else 1
+        if words:
+            found[value.name] = words[:columns] if len(words) >= columns else words[:1]
+    return found

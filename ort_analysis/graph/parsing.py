@@ -1,0 +1,201 @@
+"""The graph that ONNX Runtime runs, with every shape known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ort_analysis.cuda.optimizers import cover_pools, cuda_optimizers, runs_on_whole_numbers, uncover_pools
+from ort_analysis.cuda.placement import assign_providers
+from ort_analysis.cuda.reduced_precision import as_single, holds_reduced, restore_types
+from ort_analysis.cuda.rewrites import rewrite_for_cuda
+from ort_analysis.graph.bodies import Body, all_tensors, made_within, unused_trips
+from ort_analysis.graph.flat_graph import flat_bodies
+from ort_analysis.graph.open_shapes import Shape
+from ort_analysis.graph.optimized_once import keep
+from ort_analysis.graph.parsed_nodes import ParsedNode, name_nodes
+from ort_analysis.graph.source import Source, _tensor_of, open_dims, read_source
+from ort_analysis.graph.tensor_shapes import Values, infer_tensors, shapes_of_any_size
+from ort_analysis.records.kernel_record import GuessedRuns, KernelInput, Tensor
+from utils.errors import UserError
+from utils.fingerprint import Flavour, flavour_of, has_cuda, resolve_provider
+from utils.logger import get_logger
+from utils.ort_sessions import open_session
+from utils.temporary import temporary_folder
+
+if TYPE_CHECKING:
+    import onnx
+
+log = get_logger("parser")
+SHOWN_SIZES = 3  # in a warning
+EXTERNAL_BYTES = 1024  # constants above this stay outside the proto while it is analysed
+
+
+@dataclass(frozen=True)
+class ParsedGraph:
+    """The optimised graph of a model in one flavour.
+
+    Attributes:
+        source: the model as given.
+        derived: the flavour's provider is not on this machine; the graph comes from the CPU provider.
+        static: all sizes were fixed before ORT optimised it; else it is the graph of a session that takes any.
+        nodes: in execution order, named uniquely; those of a graph that a node holds follow that node.
+        tensors: type and shape of every tensor by name, constants with their small values.
+        inputs, outputs: the graph's own.
+        opsets: operator-set versions by domain.
+        proto: the optimised graph itself, large weights left out.
+        computed: values of small whole-number tensors that it computes from shapes and constants, at the sizes given.
+        assumed: shapes of tensors, by name, that depend on data and were taken to be the largest that ONNX allows.
+        guessed: by node name, how far the number of runs of the graph that a node holds is a guess.
+        bodies: by node name, the graph that a node held before the model was optimised.
+    """
+
+    source: Source
+    flavour: Flavour
+    derived: bool
+    static: bool
+    nodes: tuple[ParsedNode, ...]
+    tensors: dict[str, KernelInput]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    opsets: dict[str, int]
+    proto: onnx.ModelProto
+    computed: dict[str, Values] = field(default_factory=dict)
+    assumed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    guessed: dict[str, GuessedRuns] = field(default_factory=dict)
+    bodies: dict[str, onnx.GraphProto] = field(default_factory=dict)
+
+
+def _check_sizes_by_data(source: Source, used: Iterable[str], tensors: Iterable[str]) -> None:
+    """Warns of sizes that were given to tensors and change nothing.
+
+    Args:
+        source: the model, with the sizes that were given.
+        used: names of those that a tensor of the optimised graph has.
+        tensors: of the optimised graph.
+
+    Raises:
+        UserError: one is given to a tensor that neither the model nor the optimised graph has.
+    """
+    there = {*tensors, *made_within(source.graph_only.graph.node)}
+    given = source.dims.keys() - open_dims(source.graph_only).keys()
+    unused = sorted(name for name in given - set(used) if _tensor_of(name))
+    for name in unused:
+        if _tensor_of(name) not in there:
+            raise UserError(f"{source.name}: no dynamic dimension {name}: there is no tensor {_tensor_of(name)}")
+    if unused:
+        more = f" and {len(unused) - SHOWN_SIZES} more" if len(unused) > SHOWN_SIZES else ""
+        log.warning("%s: %s%s changes nothing: the model itself says how large these tensors are, or ONNX Runtime left "
+                    "them out", source.name, ", ".join(f"{name}={source.dims[name]}" for name in unused[:SHOWN_SIZES]), more)
+
+
+def optimize(source: Source, flavour: Flavour, derived: bool, save_to: Path, static: bool) -> None:
+    """Has ORT optimise `source` and save the graph to `save_to`, with weights over 1 KiB in a file beside it.
+
+    Where `static`, dynamic dimensions are fixed before: what ORT then computes from them, it folds into constants.
+    """
+    dims = source.dims if static else {}
+    entries = {
+        "session.optimized_model_external_initializers_file_name": save_to.name + ".weights",
+        "session.optimized_model_external_initializers_min_size_in_bytes": str(EXTERNAL_BYTES),
+    }
+    if derived:
+        level, disabled = cuda_optimizers(source.graph_only.graph)
+        open_session(source.loadable, "cpu", optimize=level, disabled=disabled, dims=dims, save_to=save_to,
+                     name=source.name, entries=entries)
+    else:
+        open_session(source.loadable, flavour.execution_provider, optimize=flavour.optimization, dims=dims,
+                     save_to=save_to, name=source.name, entries=entries)
+
+
+def parse_graph(model: Path | onnx.ModelProto, execution_provider: str = "auto", dims: Mapping[str, int] | None = None,
+                name: str | None = None, static: bool = False) -> ParsedGraph:
+    """The optimised graph of a model for `cpu` or `cuda` (`auto`: what this machine has).
+
+    A model with dynamic dimensions is optimised as a session does that takes any sizes, which keeps the computation of shapes;
+    all shapes are then those at `dims`. Where `static`, it is optimised as though it had been exported at these sizes.
+
+    Asked for `cuda` on a machine without it, the graph comes from the CPU provider with the CUDA provider's optimisers,
+    and is marked as derived.
+
+    Raises:
+        UserError: as `read_source`, and where ORT can't load the model.
+    """
+    with temporary_folder() as folder:
+        return parse_into(folder / "optimized.onnx", model, execution_provider, dims, name, static)
+
+
+def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: str = "auto",
+               dims: Mapping[str, int] | None = None, name: str | None = None, static: bool = False) -> ParsedGraph:
+    """Like `parse_graph`, and leaves the optimised graph in `path` (its weights beside it), nodes named as in the result.
+
+    ORT makes up other names for the nodes it inserts each time, so a graph and its description must come together.
+
+    Raises:
+        UserError: as `read_source`, and where ORT can't load the model.
+    """
+    import onnx
+
+    provider = resolve_provider(execution_provider) if execution_provider == "auto" else execution_provider
+    flavour = flavour_of(provider)
+    derived = provider == "cuda" and not has_cuda()
+    source = read_source(model, dims, name)
+    reduced = as_single(source.loadable, source.name) if derived and holds_reduced(source.graph_only.graph) else None
+    loadable = reduced.model if reduced else source.loadable
+    if derived and runs_on_whole_numbers(source.graph_only.graph):
+        loadable = cover_pools(loadable)
+    work = partial(optimize, replace(source, loadable=loadable), flavour, derived, path, static)
+    if static or not source.dims:
+        work()
+    else:
+        keep(f"{source.sha256}-{flavour.name}-{path.name}", path, work)
+    proto = onnx.load(str(path), load_external_data=False)
+    name_nodes(proto.graph)
+    uncover_pools(proto.graph)
+    onnx.save(proto, str(path))
+    inferred = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent, source.dims)
+    for unused in unused_trips(inferred.held, {dim: size for dim, size in source.dims.items() if dim not in open_dims(proto)}):
+        log.warning("%s: %s=%d changes nothing: the model itself says how often its loops run", source.name, unused,
+                    source.dims[unused])
+    _check_sizes_by_data(source, inferred.used, all_tensors(inferred))
+    tensors, original, fixed = inferred.tensors, source.graph_only.graph, static or not source.dims
+
+    def on_provider(proto: onnx.ModelProto, tensors: dict[str, KernelInput], original: onnx.GraphProto,
+                    shapes_known: Callable[[], Mapping[str, Shape]], outside: frozenset[str] = frozenset(),
+                    told: Mapping[str, str] | None = None) -> tuple[dict[str, KernelInput], list[str]]:
+        """Makes a graph that of the flavour's provider; its tensors, and who runs each node."""
+        if not derived:
+            found = {**(told or {}), **inferred.providers}
+            return tensors, [found.get(node.name, provider) for node in proto.graph.node]
+        rewrite_for_cuda(proto, original, tensors, shapes_known)
+        tensors = restore_types(proto, reduced, tensors) if reduced else tensors
+        return tensors, [*assign_providers(proto, tensors, outside)]
+
+    def finish(body: Body, original: onnx.GraphProto) -> tuple[dict[str, KernelInput], list[str]]:
+        return on_provider(body.proto, body.inferred.tensors, original, lambda: body.inferred.plain, body.captured,
+                           body.inferred.providers)
+
+    tensors, assigned = on_provider(proto, tensors, original,
+                                    lambda: inferred.plain if fixed else shapes_of_any_size(proto, source.name))
+    if derived:
+        onnx.save(proto, str(path))
+    flat = flat_bodies(proto.graph.node, assigned, inferred.held, original, finish)
+    tensors = tensors | flat.tensors | {"": KernelInput(dtype="")}
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    return ParsedGraph(
+        source=source, flavour=flavour, derived=derived, static=fixed, nodes=tuple(flat.nodes),
+        tensors=tensors,
+        inputs=tuple(value.name for value in proto.graph.input if value.name not in constants),
+        outputs=tuple(value.name for value in proto.graph.output),
+        opsets={entry.domain: entry.version for entry in proto.opset_import}, proto=proto,
+        computed=inferred.computed | flat.computed, assumed=inferred.assumed | flat.assumed, guessed=flat.guessed,
+        bodies=flat.originals,
+    )
+
+
+def shape_text(tensor: Tensor) -> str:
+    """`float32[16,64,56,56]`, or a dash for an input left out."""
+    return f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]" if tensor.present else "-"

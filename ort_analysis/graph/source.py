@@ -1,0 +1,171 @@
+"""An ONNX model as it was given, with the sizes of its open dimensions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY
+from ort_analysis.graph.bodies import body_sizes, made_within, steering_inputs
+from ort_analysis.graph.open_shapes import DETECTIONS, selects_boxes
+from utils import cli, files
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.model_files import check_plain_file, external_files, load_whole
+from utils.ort_sessions import model_errors
+from utils.safe_names import as_file_name
+
+if TYPE_CHECKING:
+    import onnx
+
+log = get_logger("parser")
+OWN_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime makes from others
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as given: its graph with large weights left out, and what ORT is to load."""
+
+    name: str
+    graph_only: onnx.ModelProto
+    loadable: Path | bytes
+    sha256: str
+    dims: dict[str, int]
+
+    @property
+    def steering(self) -> dict[str, Any]:
+        """Values of its inputs that say how often a Loop runs, or which branch of an If, and words that it knows; see
+        `steering_inputs`."""
+        return steering_inputs(self.graph_only.graph, self.dims)
+
+    @property
+    def batch(self) -> int | None:
+        """The first dimension of the first input, where it has one."""
+        constants = {tensor.name for tensor in self.graph_only.graph.initializer}
+        first = next((value for value in self.graph_only.graph.input if value.name not in constants), None)
+        shape = first.type.tensor_type.shape.dim if first else ()
+        return (self.dims[shape[0].dim_param] if shape[0].dim_param else shape[0].dim_value) if shape else None
+
+
+def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
+    """The dynamic dimensions of the graph's inputs by name, each with the places it stands in.
+
+    A dimension without a name gets one: `<input>.<axis>` is written into `proto`.
+    """
+    found: dict[str, list[str]] = {}
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    for value in proto.graph.input:
+        if value.name in constants or not value.type.HasField("tensor_type"):
+            continue
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.HasField("dim_value") and dim.dim_value >= 0:
+                continue
+            if not dim.dim_param:
+                dim.dim_param = f"{value.name}.{axis}"
+            found.setdefault(dim.dim_param, []).append(f"{value.name}, axis {axis}")
+    return found
+
+
+def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+    """Every combination of those of `dims` that are dynamic in the file `model`; at least one, which may be empty.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    import onnx
+
+    if not dims:
+        return [{}]
+    with model_errors(str(model)):
+        proto = onnx.load(str(model), load_external_data=False)
+        dynamic = {*open_dims(proto), *_sizes_by_data(proto, dims)}
+    return cli.combinations({name: sizes for name, sizes in dims.items() if name in dynamic})
+
+
+def _sizes_by_data(proto: onnx.ModelProto, names: Iterable[str]) -> set[str]:
+    """Those of some names that may stand for a size within the graph: a name that it gives it, `<tensor>.<axis>`, the boxes
+    that NonMaxSuppression selects, or trips and branches of graphs that nodes hold. What ORT takes out of a branch or a
+    function, it calls by other names, which end in the model's own."""
+    graph = proto.graph
+    named = {dim.dim_param for value in (*graph.output, *graph.value_info) for dim in value.type.tensor_type.shape.dim}
+    named |= body_sizes(graph)
+    if selects_boxes(graph):
+        named.add(DETECTIONS)
+    made = tuple(made_within(graph.node)) + tuple(out for function in proto.functions for out in made_within(function.node))
+
+    def stands_for_a_size(name: str) -> bool:
+        tensor = _tensor_of(name)
+        return bool(tensor) and OWN_ENDING.sub("", tensor).endswith(made)
+
+    return {name for name in names if name in named or stands_for_a_size(name)}
+
+
+def _tensor_of(name: str) -> str:
+    """The tensor in `<tensor>.<axis>`; "" of another name of a size."""
+    tensor, _, axis = name.rpartition(".")
+    return tensor if axis.isdigit() else ""
+
+
+def default_dims(proto: onnx.ModelProto) -> dict[str, int]:
+    """The sizes that the exporter stamped into a dynamic model for use where the user gives none; else nothing."""
+    for prop in proto.metadata_props:
+        if prop.key == DEFAULT_DIMS_KEY:
+            return {str(name): int(size) for name, size in json.loads(prop.value).items()}
+    return {}
+
+
+def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> Source:
+    """A model made ready: readable, not empty, every dynamic dimension given a size.
+
+    Raises:
+        UserError: no such file, no ONNX, no nodes, weights missing, an unknown dimension, or one left open.
+    """
+    import onnx
+
+    given = dict(dims or {})
+    if isinstance(model, Path):
+        shown = str(model)
+        check_plain_file(model)
+        with model_errors(shown):
+            proto = onnx.load(str(model), load_external_data=False)
+        external_files(model, proto)
+        digest, stem = files.kept_sha256(model), model.stem
+    else:
+        proto, shown, stem = model, name or model.graph.name or "model", name or model.graph.name or "model"
+        external_files(Path(as_file_name(shown)), proto)
+        digest = hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
+    if not proto.graph.node:
+        raise UserError(f"{shown}: no ONNX model with nodes in it (an empty graph)")
+    unnamed_before = proto.SerializeToString() if not isinstance(model, Path) else b""
+    dynamic = open_dims(proto)
+    unknown = sorted(set(given) - set(dynamic) - _sizes_by_data(proto, given))
+    if unknown:
+        there = f"its dynamic dimensions are {', '.join(sorted(dynamic))}" if dynamic else "all its dimensions are fixed"
+        within = sorted(body_sizes(proto.graph))
+        there += f"; of Loops and Ifs {', '.join(within)} can be given" if within else ""
+        raise UserError(f"{shown}: no dynamic dimension {', '.join(unknown)}; {there}")
+    stamped = {dim: size for dim, size in default_dims(proto).items() if dim in dynamic and dim not in given}
+    if stamped:
+        log.info("%s: %s, as its file suggests (--dim says otherwise)", stem,
+                 ", ".join(f"{dim}={size}" for dim, size in stamped.items()))
+    given |= stamped
+    missing = [f"{dim} ({'; '.join(places)})" for dim, places in dynamic.items() if dim not in given]
+    if missing:
+        option = shlex.quote(f"{next(d for d in dynamic if d not in given)}=1")
+        raise UserError(f"{shown}: dimension {', '.join(missing)} is open; give its size, for example --dim {option}")
+    renamed = any("." in dim for dim in dynamic)
+    if isinstance(model, Path) and not renamed:
+        loadable: Path | bytes = model
+    elif isinstance(model, Path):
+        whole = load_whole(model)
+        open_dims(whole)
+        loadable = whole.SerializeToString()
+    else:
+        loadable = proto.SerializeToString() if renamed else unnamed_before
+    return Source(name=name or stem, graph_only=proto, loadable=loadable, sha256=digest, dims=given)

@@ -1,0 +1,134 @@
+"""One description of an operator for all operator sets in which it means the same, so that a kernel has one id in all of them.
+
+A model's operator set says how its nodes are read, and mostly nothing changes from one to the next: types are added, or an
+optional attribute or input. A node that uses none of these is described as of REFERENCE, the operator set of the models that
+the shipped dataset was measured with; an operator that is younger, as of its first version. Where an attribute became an input,
+the input is described.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ort_analysis.records.kernel_record import KernelInput, Tensor
+
+if TYPE_CHECKING:
+    from onnx.defs import OpSchema
+
+REFERENCE = 20
+# Versions that gave a node another meaning by words alone, from ONNX's changelog: scale and bias by channel, not by group;
+# half a pixel's shift; one axis, not all from `axis` on; other names of modes; an axis counted otherwise; sizes rounded up.
+REWORDED = {"GroupNormalization": (21,), "RoiAlign": (16,), "Softmax": (13,), "LogSoftmax": (13,), "Hardmax": (13,),
+            "GridSample": (20,), "DFT": (20,), "Resize": (11, 13, 18, 19), "LpPool": (18,), "Upsample": (9, 10)}
+REWORDED_CEILING = {"AveragePool": (19,)}  # … for sizes that are rounded up (ceil_mode) alone
+AXES = (13, "axes")
+INPUT_SINCE = {  # the version since which an attribute is the second input
+    "Squeeze": AXES, "Unsqueeze": AXES, "ReduceSum": AXES, "Split": (13, "split"),
+    **{f"Reduce{kind}": (18, "axes")
+       for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")}}
+CLIP_BY_INPUTS = 11  # the version since which Clip's bounds are inputs
+CLIP_BOUNDS = (("min", -3.4028234663852886e38), ("max", 3.4028234663852886e38))  # its attributes before, and their defaults
+SPLIT_COUNTED = 18  # the version since which a Split into equal parts says their number
+
+
+def canonical(op_type: str, domain: str, opset: int, attributes: Mapping[str, Any], inputs: Sequence[KernelInput],
+              outputs: Sequence[Tensor]) -> tuple[int, dict[str, Any], list[KernelInput]]:
+    """The operator set, attributes and inputs that describe a node, the same for all models in which it means the same.
+
+    Args:
+        op_type, domain, opset: as the model has them.
+        attributes: of the node, defaults among them (ORT writes them out).
+        inputs, outputs: of the node.
+    """
+    old = list(inputs)
+    if domain or opset == REFERENCE or (here := _schema(op_type, opset)) is None:
+        return opset, dict(attributes), old
+    there = _schema(op_type, max(REFERENCE, _first_version(op_type)))
+    reference = max(REFERENCE, there.since_version) if there else opset
+    if there and here.since_version == there.since_version:
+        return reference, dict(attributes), old
+    kept, given = _inputs_for_attributes(op_type, here.since_version, reference, attributes, old, outputs)
+    if there is None or there.deprecated or _reworded(op_type, here.since_version, there.since_version, attributes):
+        return here.since_version, dict(attributes), old
+    for name, value in list(kept.items()):
+        if name not in there.attributes:
+            if name not in here.attributes or value != _default(here, name):
+                return here.since_version, dict(attributes), old
+            del kept[name]
+    for name in there.attributes:
+        if name not in kept and name not in here.attributes and (value := _default(there, name)) is not None:
+            kept[name] = value
+    return (reference, kept, given) if _takes(there, given) else (here.since_version, dict(attributes), old)
+
+
+@functools.cache
+def _schema(op_type: str, opset: int) -> OpSchema | None:
+    """What ONNX defines an operator to be in an operator set; None where it has none of the name."""
+    from onnx import defs
+
+    try:
+        return defs.get_schema(op_type, opset, "")
+    except defs.SchemaError:
+        return None
+
+
+@functools.cache
+def _first_version(op_type: str) -> int:
+    """The first operator set that has an operator of this name."""
+    from onnx import defs
+
+    return min(schema.since_version for schema in defs.get_all_schemas_with_history()
+               if schema.name == op_type and not schema.domain)
+
+
+def _default(schema: OpSchema, name: str) -> Any:
+    """The value of an attribute that a node leaves out, as plain data; None where there is none."""
+    from onnx import helper
+
+    value = schema.attributes[name].default_value
+    if not value.type:
+        return None
+    found = helper.get_attribute_value(value)
+    return found.decode() if isinstance(found, bytes) else found
+
+
+def _reworded(op_type: str, one: int, other: int, attributes: Mapping[str, Any]) -> bool:
+    """Whether between two versions an operator's words changed what such a node does."""
+    versions = REWORDED.get(op_type, ()) + (REWORDED_CEILING.get(op_type, ()) if attributes.get("ceil_mode") else ())
+    return any(min(one, other) < version <= max(one, other) for version in versions)
+
+
+def _inputs_for_attributes(op_type: str, version: int, reference: int, attributes: Mapping[str, Any], inputs: list[KernelInput],
+                           outputs: Sequence[Tensor]) -> tuple[dict[str, Any], list[KernelInput]]:
+    """Attributes and inputs of a node of an old version as a newer one has them."""
+    kept, given = dict(attributes), list(inputs)
+    since, name = INPUT_SINCE.get(op_type, (0, ""))
+    if version < since <= reference and kept.get(name) is not None:
+        values = tuple(int(value) for value in kept.pop(name))
+        given.append(KernelInput(dtype="int64", shape=(len(values),), constant=True, values=values))
+    if op_type == "Split" and version < SPLIT_COUNTED <= reference and len(given) == 1:
+        kept["num_outputs"] = len(outputs)
+    if op_type == "Clip" and version < CLIP_BY_INPUTS:
+        for name, unbound in CLIP_BOUNDS:
+            bound = kept.pop(name, unbound)
+            given.append(KernelInput(dtype="") if bound == unbound else KernelInput(
+                dtype=given[0].dtype, constant=True, values=(bound,)))
+        while not given[-1].present:
+            given.pop()
+    return kept, given
+
+
+def _takes(schema: OpSchema, inputs: Sequence[KernelInput]) -> bool:
+    """Whether an operator takes so many inputs of such types."""
+    if len(inputs) > schema.max_input:
+        return False
+    places = [min(place, len(schema.inputs) - 1) for place in range(len(inputs))]  # the last one may stand for many
+    return all(not tensor.is_tensor or f"tensor({_onnx_name(tensor.dtype)})" in schema.inputs[place].types
+               for place, tensor in zip(places, inputs, strict=True))
+
+
+def _onnx_name(dtype: str) -> str:
+    """An element type as ONNX's schemas spell it."""
+    return {"float32": "float", "float64": "double"}.get(dtype, dtype)

@@ -1,0 +1,47 @@
+"""Where records lie, and how they are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ort_analysis.records.kernel_record import INDEX_VERSION, RECORD_VERSION, REMAKE, KernelIndex, ModelRecord
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import Flavour
+from utils.paths import Workspace
+
+
+def record_path(workspace: Workspace, flavour: Flavour, model: str) -> Path:
+    """Where the record of `model` (its name with dims) lies."""
+    return workspace.kernel_records / flavour.name / f"{model}.json"
+
+
+def index_path(workspace: Workspace, flavour: Flavour) -> Path:
+    """Where the index of a flavour lies."""
+    return workspace.kernel_records / flavour.name / "index.json"
+
+
+def load_record(path: Path) -> ModelRecord:
+    """A model's record, its costs counted anew; `UserError` where it is missing, damaged or of another version."""
+    from ort_analysis.records.kernel_costs import recosted  # it imports this module
+
+    record = files.read_record(path, ModelRecord, RECORD_VERSION, REMAKE)
+    return record.model_copy(update={"kernels": {name: recosted(kernel) for name, kernel in record.kernels.items()}})
+
+
+def load_index(path: Path) -> KernelIndex:
+    """A flavour's index; `UserError` where it is missing, damaged or of another version."""
+    return files.read_record(path, KernelIndex, INDEX_VERSION, REMAKE)
+
+
+def load_records(workspace: Workspace, flavour: Flavour) -> list[ModelRecord]:
+    """All records of a flavour, sorted by name.
+
+    Raises:
+        UserError: there is none, or one can't be read.
+    """
+    folder = workspace.kernel_records / flavour.name
+    paths = sorted(path for path in folder.glob("*.json") if path.name != "index.json")
+    if not paths:
+        raise UserError(f"{folder}: no kernel records of flavour {flavour.name}; make them with: {REMAKE}")
+    return [load_record(path) for path in paths]

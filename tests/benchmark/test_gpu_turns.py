@@ -1,0 +1,63 @@
+"""Processes that share one GPU: any number prepare side by side, one measures alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmark.collecting.tracers import Tracers
+from benchmark.measuring import gpu_turns
+from benchmark.measuring.worker_client import Worker
+
+ROUNDS, WORKERS = 4, 3
+
+
+def _take_turns(folder: str, out: Any) -> None:
+    for _ in range(ROUNDS):
+        with gpu_turns.preparing(folder):
+            began = time.monotonic()
+            time.sleep(0.03)
+            out.put(("preparing", began, time.monotonic()))
+        with gpu_turns.alone(folder):
+            began = time.monotonic()
+            time.sleep(0.01)
+            out.put(("alone", began, time.monotonic()))
+
+
+def test_one_is_alone_and_nobody_starves(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    out: Any = context.Queue()
+    workers = [context.Process(target=_take_turns, args=(str(tmp_path), out)) for _ in range(WORKERS)]
+    for worker in workers:
+        worker.start()
+    spans = [out.get(timeout=60) for _ in range(2 * ROUNDS * WORKERS)]
+    for worker in workers:
+        worker.join(10)
+        assert worker.exitcode == 0
+    alone = [span for span in spans if span[0] == "alone"]
+    assert len(alone) == ROUNDS * WORKERS
+    for span in alone:
+        assert not [other for other in spans if other is not span and other[1] < span[2] and span[1] < other[2]]
+
+
+def test_one_alone_needs_no_locks() -> None:
+    with gpu_turns.preparing(""), gpu_turns.alone(""):
+        pass
+    with Tracers(1, 10.0) as tracers:
+        assert tracers.turns == ""
+
+
+def _work(worker: Worker) -> int:
+    time.sleep(0.05)
+    return id(worker)
+
+
+def test_tasks_share_the_workers() -> None:
+    with Tracers(2, 10.0) as tracers:
+        assert Path(tracers.turns).is_dir()
+        used = tracers.each([_work] * 6)
+        assert len(used) == 6
+        assert len(set(used)) == 2
+    assert not Path(tracers.turns).exists()

@@ -1,0 +1,169 @@
+"""Machines of one target: which kernels tie them, and what these say; with known ratios, and really measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import build_workspace, small_model
+from made_up_dataset import MACHINE, TARGET, conv
+
+from benchmark.collecting.collect import collect
+from benchmark.collecting.config import CollectorConfig
+from benchmark.collecting.planning import choose_ties
+from benchmark.collecting.work import KernelItem
+from benchmark.machine_ties import compare, idle_times, machine_rows, tie_rows
+from benchmark.records.blocks import Block, Measurement
+from benchmark.records.files import DatasetHeader, journal_path, read_journal, read_kernels
+from ort_analysis.records.kernel_record import Kernel
+from utils.fingerprint import local_target, machine
+from utils.paths import ROOT, Workspace
+
+KERNELS = [conv(side=8 + place) for place in range(40)]
+ITEMS = [KernelItem(Path(f"{kernel.id}.onnx"), kernel) for kernel in KERNELS]
+
+
+def block(uuid: str, *measurements: Measurement, level: float = 0.0) -> Block:
+    """A block of the journal of a made-up machine."""
+    return Block(level=level, key="k", background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0, attempts=1,
+                 machine=uuid, measurements=measurements)
+
+
+def timed(kernel: Kernel, time_ms: float = 1.0, **changes: Any) -> Measurement:
+    """Label `run` of a kernel, around `time_ms`."""
+    return Measurement.model_validate({"subject": "kernel", "id": kernel.id, "label": "run", "context": "alone",
+                                       "samples_ms": (0.5 * time_ms, time_ms, 3 * time_ms), **changes})
+
+
+def chosen(there: list[Block], uuid: str, count: int) -> list[Kernel]:
+    return [item.kernel for item in choose_ties(ITEMS, there, uuid, "run", count)]
+
+
+# which kernels -----------------------------------------------------------------------------------------------------------
+
+def test_ties_are_some_of_what_others_measured_whatever_the_order() -> None:
+    there = [block("a", *(timed(kernel) for kernel in KERNELS[:30]))]
+    ties = chosen(there, "b", 10)
+    assert len({kernel.id for kernel in ties}) == 10
+    assert all(kernel in KERNELS[:30] for kernel in ties)
+    assert ties != KERNELS[:10]
+    backwards = choose_ties(ITEMS[::-1], [block("a", *(timed(kernel) for kernel in KERNELS[29::-1]))], "b", "run", 10)
+    assert [item.kernel for item in backwards] == ties
+    assert chosen(there, "b", 0) == []
+    assert len(chosen(there, "b", 100)) == 30
+    assert chosen(there, "a", 10) == []  # its own
+
+
+def test_ties_are_measured_once_and_the_rest_after_an_interruption() -> None:
+    there = [block("a", *(timed(kernel) for kernel in KERNELS))]
+    ties = chosen(there, "b", 10)
+    there.append(block("b", *(timed(kernel) for kernel in ties[:4]), timed(ties[4], status="crashed", samples_ms=())))
+    assert chosen(there, "b", 10) == ties[5:]
+    there.append(block("b", *(timed(kernel) for kernel in ties[5:])))
+    assert chosen(there, "b", 10) == []
+    assert chosen(there, "a", 10) == []  # tied by the same kernels
+
+
+def test_a_third_machine_is_tied_by_what_the_first_two_share() -> None:
+    shared = KERNELS[17:22]
+    there = [block("a", *(timed(kernel) for kernel in KERNELS[:30])), block("b", *(timed(kernel) for kernel in shared))]
+    assert {kernel.id for kernel in chosen(there, "c", 5)} == {kernel.id for kernel in shared}
+
+
+def test_what_failed_or_ran_in_a_model_alone_ties_nothing() -> None:
+    failed, in_model, other_label = KERNELS[:3]
+    there = [block("a", timed(failed, status="crashed"), timed(in_model, context="net"), timed(other_label, label="node_span"))]
+    assert chosen(there, "b", 10) == []
+
+
+# what they say -----------------------------------------------------------------------------------------------------------
+
+def test_known_ratios() -> None:
+    ratios = [0.90, 0.96, 1.00, 1.04, 1.30]
+    there = [
+        block("a", *(timed(kernel, 2.0) for kernel in KERNELS[:10]),
+              *(timed(kernel, 1.0, label="node_span", context="net") for kernel in KERNELS[:2])),
+        block("b", *(timed(kernel, 2.0 * ratio) for kernel, ratio in zip(KERNELS, ratios, strict=False)),
+              *(timed(kernel, 1.1, label="node_span", context="othernet") for kernel in KERNELS[:2]),
+              timed(KERNELS[3], 9.0, label="node_span", context="carrier"),  # where a has it in no carrier
+              timed(KERNELS[9], status="crashed"),
+              Measurement(subject="model", id="net", label="latency", context="net", samples_ms=(3.0,))),
+        block("a", Measurement(subject="model", id="net", label="latency", context="net", samples_ms=(9.0,), disturbance=0.5)),
+        block("a", Measurement(subject="model", id="net", label="latency", context="net", samples_ms=(4.0,), disturbance=0.1)),
+        block("b", timed(KERNELS[8], 50.0), level=0.5),  # under load
+    ]
+    rows = {(row["what"], row["label"], row["where"]): row for row in tie_rows(idle_times(there))}
+    assert set(rows) == {("kernels", "run", "alone"), ("kernels", "node_span", "in_model"), ("models", "latency", "whole")}
+    run = rows["kernels", "run", "alone"]
+    assert (run["machine"], run["other"], run["count"]) == ("a", "b", 5)
+    assert (run["lower_quartile"], run["median"], run["upper_quartile"]) == pytest.approx((0.96, 1.00, 1.04))
+    assert run["within_5_%"] == pytest.approx(60.0)
+    assert rows["kernels", "node_span", "in_model"]["median"] == pytest.approx(1.1)
+    model = rows["models", "latency", "whole"]
+    assert (model["count"], model["median"]) == (1, pytest.approx(0.75))  # against the least disturbed
+    header = DatasetHeader(target=TARGET, metrics=(), machines={"a": MACHINE, "b": MACHINE, "idle": MACHINE})
+    assert [(row["machine"], row["kernels"], row["models"]) for row in machine_rows(header, idle_times(there))] == [
+        ("a", 10, 1), ("b", 5, 1), ("idle", 0, 0)]
+
+
+def test_every_pair_has_its_rows() -> None:
+    there = [block(uuid, timed(KERNELS[0], time_ms)) for uuid, time_ms in (("a", 1.0), ("b", 2.0), ("c", 4.0))]
+    assert [(row["machine"], row["other"], row["median"]) for row in tie_rows(idle_times(there))] == [
+        ("a", "b", 2.0), ("a", "c", 4.0), ("b", "c", 2.0)]
+    assert tie_rows(idle_times(there[:1])) == []
+
+
+def test_times_of_zero_are_not_compared() -> None:
+    """As label `gpu` gives for what leaves the GPU nothing to do."""
+    assert compare({"view": 0.0}, {"view": 0.0}) is None
+    found = compare({"view": 0.0, "conv": 1.0}, {"view": 0.1, "conv": 1.0})
+    assert found is not None
+    assert found["count"] == 1
+
+
+# really measured ---------------------------------------------------------------------------------------------------------
+
+def test_exactly_the_ties_are_measured_here_too(workspace: Workspace) -> None:
+    """What this machine measured is made another's; then it measures the ties, idle alone, and nothing else."""
+    build_workspace(workspace, {"anet_b1": small_model(), "bnet_b1": small_model(channels=16)})
+    config = CollectorConfig.model_validate({
+        "device": "cpu", "levels": [0.0, 0.5], "stress": {"settle_s": 0.1}, "window_s": 0.2, "attempts": 1, "patience_s": 0,
+        "kernel": {"warmup": 1, "budget_s": 0.005, "least_runs": 3, "most_runs": 5}, "attempts_under_load": 1,
+        "model": {"warmup": 1, "budget_s": 0.02, "least_runs": 4, "most_runs": 6}, "each_machine": False, "ties": 5})
+    collect(workspace, config)
+    here = machine("cpu").uuid
+    folder = workspace.dataset(local_target("cpu").name)
+    journal = journal_path(folder)
+    journal.write_text(journal.read_text().replace(f'"machine":"{here}"', '"machine":"elsewhere"'))
+    items = [KernelItem(Path(), entry.kernel) for entry in read_kernels(folder)]
+    expected = {item.kernel.id for item in choose_ties(items, read_journal(folder), here, "run", 5)}
+    assert len(expected) == 5
+    assert collect(workspace, config)["measured_kernels"] == 5
+    own = [found for found in read_journal(folder) if found.machine == here]
+    assert {found.level for found in own} == {0.0}
+    assert {(m.subject, m.id) for found in own for m in found.measurements} == {("kernel", name) for name in expected}
+    assert {m.label for found in own for m in found.measurements} == {"run", "kernel_time", "node_span"}
+    before = journal.read_bytes()
+    assert collect(workspace, config)["measured_kernels"] == 0
+    assert journal.read_bytes() == before
+
+    command = [sys.executable, "benchmark/machine_ties.py", "--workspace", str(workspace.root)]
+    shown = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    rows = json.loads(shown)[local_target("cpu").name]["ties"]
+    assert [(row["label"], row["where"], row["count"]) for row in rows] == [
+        ("kernel_time", "carrier", 5), ("node_span", "carrier", 5), ("run", "alone", 5)]
+    assert all({row["machine"], row["other"]} == {"elsewhere", here} for row in rows)
+    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "\t".join(["machine", "other", "what", "label", "where", "count", "median"]) in table
+    assert all(0.02 < row["lower_quartile"] <= row["median"] <= row["upper_quartile"] < 50 for row in rows)
+
+
+def test_without_a_dataset_the_command_before_is_named(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "benchmark/machine_ties.py", "--workspace", str(tmp_path)], cwd=ROOT,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no datasets; measure one with: python benchmark/collector.py" in done.stderr

@@ -1,0 +1,358 @@
+"""Sources of metrics beside the machine's own counters: DCGM, a replay, and which one is taken."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmark.collecting.config import CollectorConfig
+from benchmark.metrics import dcgm as dcgm_metrics
+from benchmark.metrics import nvml as nvml_metrics
+from benchmark.metrics import sources as metrics
+from benchmark.metrics.dcgm_names import IDS, NAMES, NEW_NAMES, Name, in_unit, names_of, new_name
+from benchmark.metrics.fields import FIELDS
+from benchmark.metrics.replay import ReplaySource
+from benchmark.metrics.soundness import PROFILED
+from benchmark.metrics.source import Mean
+from benchmark.metrics.sources import open_source
+from utils.errors import UserError
+
+SM, ENGINE = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
+UTIL, CLOCK = "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_SM_CLOCK"
+
+
+# names
+
+
+def test_a_name_says_its_unit() -> None:
+    assert NAMES[UTIL] == Name(UTIL, "per cent")
+    assert NAMES["DCGM_FI_DEV_GPU_UTIL_RATIO"] == Name(UTIL, "ratio", 100.0)
+    assert NAMES["DCGM_FI_DEV_SM_CLOCK_HERTZ"] == Name(CLOCK, "Hz", 1e-6)
+    assert NAMES["DCGM_FI_PROF_SM_UTIL_RATIO"] == Name(SM, "ratio")
+    assert in_unit("DCGM_FI_DEV_SM_CLOCK_HERTZ", 1.98e9) == pytest.approx(1980.0)
+    assert in_unit("DCGM_FI_DEV_SM_CLOCK_HERTZ", 0x7FFFFFF0) == 0x7FFFFFF0  # a blank, not 2147 MHz
+    assert names_of(SM) == [SM, "DCGM_FI_PROF_SM_UTIL_RATIO"]
+
+
+def test_names_are_of_known_fields_and_each_has_one_new_name() -> None:
+    meant = [name.field for name in NEW_NAMES.values()]
+    assert len(set(meant)) == len(meant)
+    assert set(PROFILED) < set(IDS) <= set(FIELDS) >= set(meant)
+    assert not set(NEW_NAMES) & set(FIELDS)
+    assert new_name(SM) == "DCGM_FI_PROF_SM_UTIL_RATIO"
+    assert new_name("DCGM_FI_PROF_PCIE_TX_BYTES") == "DCGM_FI_PROF_PCIE_TX_BYTES"  # not renamed
+    for name in NEW_NAMES.values():  # the units differ where the scale does
+        assert (name.scale == 1.0) == (name.unit == FIELDS[name.field].unit)
+
+
+# replay
+
+
+class Clock:
+    """A clock that the test turns."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    turned = Clock()
+    monkeypatch.setattr(time, "monotonic", turned.monotonic)
+    return turned
+
+
+def recorded(folder: Path, readings: Sequence[Mapping[str, Any]]) -> Path:
+    path = folder / "readings.jsonl"
+    path.write_text("".join(json.dumps(reading) + "\n" for reading in readings), encoding="utf-8")
+    return path
+
+
+def test_a_replay_keeps_the_readings_times(tmp_path: Path, clock: Clock) -> None:
+    stamps = (50.0, 51.0, 51.5, 60.0)
+    source = ReplaySource(recorded(tmp_path, [{"time_s": stamp, SM: 0.1 * i} for i, stamp in enumerate(stamps, 1)]))
+    assert source.times_s == [1.0, 2.0, 2.5, 11.0]
+    window = source.start()
+    clock.now += 2.25
+    later = source.start()
+    assert source.stop(window) == {SM: (pytest.approx(0.15), 2)}
+    clock.now += 0.5
+    assert source.stop(later) == {SM: (pytest.approx(0.3), 1)}
+    nothing = source.start()
+    clock.now += 1.0
+    with pytest.raises(UserError, match=rf"metric {SM}: the replay of readings.jsonl has no reading of it in a window"):
+        source.stop(nothing)
+    clock.now += 20.0
+    with pytest.raises(UserError, match=r"readings.jsonl: the replay is over: its last reading came after 11 s"):
+        source.stop(source.start())
+
+
+def test_a_replay_at_a_step(tmp_path: Path, clock: Clock) -> None:
+    path = recorded(tmp_path, [{"time_s": stamp, SM: 0.2, ENGINE: 0.4} for stamp in (0, 100, 101)])
+    source = open_source(source="replay", fields=[SM], replay=path, replay_step_s=0.5)
+    window = source.start()
+    clock.now += 1.6
+    assert source.stop(window) == {SM: (pytest.approx(0.2), 3)}
+
+
+def test_old_and_new_names_replay_alike(tmp_path: Path, clock: Clock) -> None:
+    """By the name, not by the size: a ratio of 0.9 is 90 per cent, and 0.9 per cent is 0.9 per cent."""
+    path = recorded(tmp_path, [{"time_s": 0, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.9, "DCGM_FI_DEV_SM_CLOCK_HERTZ": 1.98e9,
+                                "DCGM_FI_PROF_SM_UTIL_RATIO": 0.5},
+                               {"time_s": 1, UTIL: 0.9, CLOCK: 1980, SM: 0.7}])
+    source = ReplaySource(path)
+    found = []
+    for _ in range(2):
+        window = source.start()
+        clock.now += 1.0
+        found.append(source.stop(window))
+    assert found == [{UTIL: (90.0, 1), CLOCK: (pytest.approx(1980.0), 1), SM: (0.5, 1)},
+                     {UTIL: (0.9, 1), CLOCK: (1980.0, 1), SM: (0.7, 1)}]
+
+
+@pytest.mark.parametrize(("lines", "wrong"), [
+    ("", "no reading to replay"),
+    ("{", "line 1: not valid JSON"),
+    ("[1]", "line 1: not a reading: an object with \"time_s\""),
+    (f'{{"{SM}": 1}}', "line 1: not a reading"),
+    ('{"time_s": 1, "DCGM_FI_DEV_GPU_TEMP": 50}', "line 1: DCGM_FI_DEV_GPU_TEMP: no metric that Hase knows"),
+    (f'{{"time_s": 1, "{SM}": "0.5"}}', f"line 1: {SM}: '0.5' is not a number"),
+    (f'{{"time_s": 1, "{SM}": 0.5}}\n{{"time_s": 1, "{SM}": 0.5}}', "line 2: time_s 1 is not later"),
+])
+def test_a_file_that_is_no_recording(lines: str, wrong: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(lines, encoding="utf-8")
+    with pytest.raises(UserError, match=wrong):
+        ReplaySource(path)
+
+
+@pytest.mark.parametrize(("name", "value", "wrong"), [
+    (SM, None, f"metric {SM}: the device reports nan"),
+    (SM, 1.5, f"metric {SM}: the device reports 1.5 ratio, possible is 0 to 1"),
+    ("DCGM_FI_DEV_GPU_UTIL_RATIO", 57, f"metric {UTIL}: the device reports 5700 per cent"),
+    ("DCGM_FI_PROF_PCIE_RX_BYTES", 4294967295, "stands for no value"),
+    ("DCGM_FI_DEV_SM_CLOCK_HERTZ", 2147483632, "stands for no value"),
+])
+def test_one_bad_reading_spoils_its_window(name: str, value: float | None, wrong: str, tmp_path: Path, clock: Clock) -> None:
+    good = {"time_s": 0, name: 0.5}
+    source = ReplaySource(recorded(tmp_path, [good, {"time_s": 1, name: value}]))
+    window = source.start()
+    clock.now += 3.0
+    with pytest.raises(UserError, match=wrong):
+        source.stop(window)
+
+
+def test_frozen_and_stuck_readings_spoil_a_window(tmp_path: Path, clock: Clock) -> None:
+    for readings, wrong in (([{SM: 0.4, ENGINE: 0.5 + 0.01 * i} for i in range(12)], f"metric {SM}: frozen: 12 readings"),
+                            ([{SM: 0.0, UTIL: 95} for _ in range(12)], f"metric {SM}: stuck at 0 while {UTIL}")):
+        source = ReplaySource(recorded(tmp_path, [{"time_s": i} | reading for i, reading in enumerate(readings)]))
+        window = source.start()
+        clock.now += 12.5
+        with pytest.raises(UserError, match=wrong):
+            source.stop(window)
+
+
+# DCGM
+
+
+class FakeDcgm:
+    """A pretended DCGM with its Python bindings and one GPU: this machine has neither. The test puts the readings in."""
+
+    class DCGMError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        self.address: str | None = "not connected"
+        self.refused: set[int] = set()  # fields that can't be watched
+        self.blank: set[int] = set()  # fields whose first reading is blank
+        self.queue: list[tuple[int, float, float | None]] = []  # field, time, value; None is a blank
+        self.down = False
+
+    def modules(self) -> dict[str, ModuleType]:
+        fake = self
+
+        class Handle:
+            handle = "handle"
+
+            def __init__(self, ipAddress: str | None = None) -> None:
+                if fake.down:
+                    raise FakeDcgm.DCGMError("Connection not valid")
+                fake.address = ipAddress
+
+            def GetSystem(self) -> Any:
+                gpus = {3: "GPU-other", 7: "GPU-0"}
+                attributes = {gpu: SimpleNamespace(identifiers=SimpleNamespace(uuid=uuid)) for gpu, uuid in gpus.items()}
+                return SimpleNamespace(
+                    discovery=SimpleNamespace(GetAllGpuIds=lambda: list(gpus), GetGpuAttributes=attributes.__getitem__),
+                    GetGroupWithGpuIds=lambda name, ids: SimpleNamespace(GetId=lambda: ids,
+                                                                         samples=SimpleNamespace(WatchFields=watch)),
+                    UpdateAllFields=lambda wait: None)
+
+        def watch(group: Any, update_us: int, keep_s: float, keep_samples: int) -> None:
+            if set(group.ids) & fake.refused:
+                raise FakeDcgm.DCGMError("Profiling is not supported")
+            assert (update_us, keep_samples) == (100_000, 0)
+            fake.queue += [(number, time.time(), None if number in fake.blank else 0.5) for number in group.ids]
+
+        class Collection:
+            def __init__(self, handle: str, group: list[int]) -> None:
+                assert group == [7]  # the GPU of this machine's UUID, not the first
+                self.values: dict[int, dict[int, Any]] = {}
+
+            def GetAllSinceLastCall(self, group: Any) -> None:
+                if fake.down:
+                    raise FakeDcgm.DCGMError("Connection not valid")
+                for number, time_s, value in [entry for entry in fake.queue if entry[0] in group.ids]:
+                    series = self.values.setdefault(7, {}).setdefault(number, SimpleNamespace(values=[]))
+                    series.values.append(SimpleNamespace(ts=int(time_s * 1e6), isBlank=value is None, value=value))
+                fake.queue = [entry for entry in fake.queue if entry[0] not in group.ids]
+
+            def EmptyValues(self) -> None:
+                self.values = {}
+
+        pydcgm, structs, helpers = (ModuleType(name) for name in ("pydcgm", "dcgm_structs", "dcgm_field_helpers"))
+        vars(pydcgm).update(DcgmHandle=Handle, DcgmFieldGroup=lambda handle, name, ids: SimpleNamespace(ids=ids))
+        vars(structs).update(DCGMError=self.DCGMError)
+        vars(helpers).update(DcgmFieldValueCollection=Collection)
+        return {"pydcgm": pydcgm, "dcgm_structs": structs, "dcgm_field_helpers": helpers}
+
+    def read(self, field: str, *values: float | None, since_s: float) -> None:
+        """Readings every 0.1 s, the first 0.1 s after a time."""
+        self.queue += [(IDS[field], since_s + 0.1 * i, value) for i, value in enumerate(values, 1)]
+
+
+@pytest.fixture
+def dcgm(monkeypatch: pytest.MonkeyPatch) -> FakeDcgm:
+    made = FakeDcgm()
+    for name, module in made.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(dcgm_metrics, "gpu_facts", lambda: {"uuid": "GPU-0"})
+    return made
+
+
+def test_dcgm_gives_the_mean_of_a_windows_readings(dcgm: FakeDcgm) -> None:
+    source = dcgm_metrics.DcgmSource([SM, UTIL])
+    assert dcgm.address is None  # within this process
+    window = source.start()
+    dcgm.read(SM, 0.2, 0.3, 0.4, since_s=window.reading)
+    dcgm.read(SM, 0.9, since_s=window.reading - 0.15)  # tells of the time before the window
+    dcgm.read(SM, 0.9, since_s=window.reading + 3.0)  # and of the time after it
+    dcgm.read(UTIL, 50, 60, since_s=window.reading)
+    time.sleep(0.3)
+    assert source.stop(window) == {SM: (pytest.approx(0.3), 3), UTIL: Mean(55.0, 2)}
+
+
+def test_dcgm_at_an_address_and_without_profiled_fields(dcgm: FakeDcgm) -> None:
+    dcgm.refused, dcgm.blank = {IDS[SM]}, {IDS[CLOCK]}
+    source = dcgm_metrics.DcgmSource(address="node7:5555")
+    assert (dcgm.address, source.name) == ("node7:5555", "DCGM at node7:5555")
+    assert UTIL in source.fields  # it is all that tells of the load
+    assert not {SM, CLOCK} & set(source.fields)
+    with pytest.raises(UserError, match=f"metric {SM}: DCGM can't read it here"):
+        dcgm_metrics.DcgmSource([SM])
+
+
+def test_utilisation_is_left_out_where_there_is_better(dcgm: FakeDcgm) -> None:
+    fields = dcgm_metrics.DcgmSource().fields
+    assert {SM, ENGINE, CLOCK} < set(fields)
+    assert UTIL not in fields
+
+
+def test_a_blank_of_dcgm_is_an_error(dcgm: FakeDcgm) -> None:
+    source = dcgm_metrics.DcgmSource([SM])
+    window = source.start()
+    dcgm.read(SM, 0.2, None, 0.4, since_s=window.reading)
+    time.sleep(0.3)
+    with pytest.raises(UserError, match=f"metric {SM}: 1 of 3 readings of DCGM are blank; does a profiler hold the counters"):
+        source.stop(window)
+
+
+def test_dcgm_stuck_at_zero_is_found_out_by_utilisation_that_nobody_asked_for(dcgm: FakeDcgm) -> None:
+    source = dcgm_metrics.DcgmSource([SM])
+    window = source.start()
+    dcgm.read(SM, *[0.0] * 20, since_s=window.reading)
+    dcgm.read(UTIL, *[99.0] * 20, since_s=window.reading)
+    time.sleep(2.0)
+    with pytest.raises(UserError, match=f"metric {SM}: stuck at 0 while {UTIL} says that the GPU is busy"):
+        source.stop(window)
+
+
+def test_dcgm_that_is_not_here_or_goes_away(dcgm: FakeDcgm, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = dcgm_metrics.DcgmSource([SM])
+    window = source.start()
+    time.sleep(0.3)
+    dcgm.down = True
+    with pytest.raises(UserError, match="DCGM does not answer any more: Connection not valid"):
+        source.stop(window)
+    with pytest.raises(dcgm_metrics.DcgmMissing, match="DCGM at node8 does not answer: Connection not valid; is nv-hostengine"):
+        dcgm_metrics.DcgmSource(address="node8")
+    monkeypatch.setattr(dcgm_metrics, "gpu_facts", lambda: {"uuid": "GPU-mine"})
+    dcgm.down = False
+    with pytest.raises(dcgm_metrics.DcgmMissing, match="DCGM does not know this machine's GPU GPU-mine"):
+        dcgm_metrics.DcgmSource()
+    monkeypatch.setitem(sys.modules, "pydcgm", None)  # as where it is not installed
+    with pytest.raises(dcgm_metrics.DcgmMissing, match="source dcgm: no pydcgm in /usr/share/datacenter-gpu-manager-4"):
+        dcgm_metrics.DcgmSource()
+
+
+# the choice
+
+
+@pytest.mark.parametrize(("has_gpm", "installed", "chosen", "why"), [
+    (True, True, "NVML with GPM", "the exact mean of a window"),
+    (False, True, "DCGM", "no GPM, and DCGM is here"),
+    (False, False, "NVML", "no GPM, and there is no DCGM"),
+])
+def test_auto_says_what_it_took_and_why(has_gpm: bool, installed: bool, chosen: str, why: str, dcgm: FakeDcgm,
+                                        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """On a pretended GPU."""
+    monkeypatch.setattr(metrics, "resolve_provider", lambda name: "cuda")
+
+    def nvml(fields: Sequence[str] | None, counters: bool) -> Any:
+        if counters and not has_gpm:
+            raise nvml_metrics.CountersMissing("no GPM")
+        return SimpleNamespace(name="NVML with GPM" if counters else "NVML", fields=())
+
+    monkeypatch.setattr(nvml_metrics, "NvmlSource", nvml)
+    if not installed:
+        monkeypatch.setitem(sys.modules, "pydcgm", None)
+    monkeypatch.setattr(logging.getLogger("hase"), "propagate", True)
+    with caplog.at_level(logging.INFO):
+        assert open_source().name == chosen
+    assert f"metrics: from {chosen}: " in caplog.text
+    assert why in caplog.text
+    if installed:
+        assert open_source(dcgm_address="node7").name == "DCGM at node7"
+
+
+def test_a_source_for_another_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="source dcgm reads a GPU, and the device here is the CPU; use psutil or auto"):
+        open_source("cpu", source="dcgm")
+    with pytest.raises(UserError, match="source replay needs a file to replay"):
+        open_source("cpu", source="replay")
+    with pytest.raises(UserError, match="source psutil: it does not read"):
+        open_source("cpu", source="psutil", replay=tmp_path)
+    with pytest.raises(UserError, match="source auto: there is no step of a replay without a file"):
+        open_source("cpu", replay_step_s=1.0)
+    with pytest.raises(UserError, match="source auto on cpu: it does not ask the DCGM at node7"):
+        open_source("cpu", dcgm_address="node7")
+    monkeypatch.setattr(metrics, "resolve_provider", lambda name: "cuda")
+    with pytest.raises(UserError, match="source psutil reads the CPU, and the device here is a GPU"):
+        open_source(source="psutil")
+
+
+def test_the_collectors_config_chooses(tmp_path: Path) -> None:
+    assert CollectorConfig().open_source("cpu").name == CollectorConfig(source="psutil").open_source("cpu").name == "psutil"
+    path = recorded(tmp_path, [{"time_s": 0, SM: 0.5, ENGINE: 0.5}])
+    replayed = CollectorConfig(source="replay", replay=path, replay_step_s=0.1, metrics=(SM,)).open_source("cpu")
+    assert (replayed.name, replayed.fields) == ("the replay of readings.jsonl", (SM,))

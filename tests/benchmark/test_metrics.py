@@ -1,0 +1,262 @@
+"""Metrics: means over windows, their limits, and the sources behind the one interface."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmark.metrics import nvml as nvml_metrics
+from benchmark.metrics.cpu import CpuSource
+from benchmark.metrics.dcgm_names import is_blank
+from benchmark.metrics.fields import FIELDS
+from benchmark.metrics.soundness import MANY, History, check_together, checked
+from benchmark.metrics.source import Mean, values
+from benchmark.metrics.sources import open_source
+from utils.errors import UserError
+
+TOTAL, USER = "DCGM_FI_DEV_CPU_UTIL_TOTAL", "DCGM_FI_DEV_CPU_UTIL_USER"
+ENGINE, SM, POWER = "DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_DEV_POWER_USAGE"
+UTIL = "DCGM_FI_DEV_GPU_UTIL"
+
+
+def burn(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
+def test_a_burning_cpu_shows() -> None:
+    source = open_source("cpu")
+    window = source.start()
+    burn(0.6)
+    found = values(source.stop(window))
+    assert set(found) == set(source.fields) <= set(FIELDS)
+    one_core = 1 / (psutil.cpu_count() or 1)
+    assert 0.6 * one_core < found[USER] <= found[TOTAL] + 1e-6 <= 1.0 + 1e-6
+    assert found[TOTAL] == pytest.approx(sum(value for field, value in found.items() if field != TOTAL), abs=0.15)
+
+
+def test_windows_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each window is the mean of its own time (of counters that the test sets)."""
+    times = SimpleNamespace(_fields=("user", "system", "idle", "guest"), user=0.0, system=0.0, idle=0.0, guest=0.0)
+    monkeypatch.setattr(psutil, "cpu_times", lambda: SimpleNamespace(**vars(times)))
+    monkeypatch.setattr(CpuSource, "minimum_window_s", 0.0)
+    source = CpuSource()
+    outer = source.start()
+    times.idle += 3.0
+    inner = source.start()
+    times.user, times.system, times.guest = 0.75, 0.25, 0.5  # guest time is part of user's
+    assert source.stop(inner)[TOTAL] == (pytest.approx(1.0), 1)  # a counter's difference is one reading
+    found = values(source.stop(outer))
+    assert (found[TOTAL], found[USER]) == (pytest.approx(0.25), pytest.approx(0.1875))
+
+
+def test_only_what_was_asked_for() -> None:
+    assert set(open_source("cpu", [TOTAL]).window(0.25)) == {TOTAL}
+
+
+def test_a_metric_that_the_source_lacks() -> None:
+    with pytest.raises(UserError, match=f"metric {ENGINE}: psutil can't read it here; it has {TOTAL}"):
+        open_source("cpu", [TOTAL, ENGINE])
+
+
+def test_a_window_too_short_to_be_valid() -> None:
+    source = open_source("cpu")
+    with pytest.raises(UserError, match="too short to be valid: psutil needs 200 ms"):
+        source.stop(source.start())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.1, 1.1, 4294967295.0])
+def test_an_impossible_value_is_no_feature(value: float) -> None:
+    with pytest.raises(UserError, match=f"metric {SM}: the device reports"):
+        checked(SM, value)
+
+
+def test_a_hair_above_the_limit_is_the_limit() -> None:
+    assert checked(SM, 1.001) == 1.0
+
+
+class FakeNvml(SimpleNamespace):
+    """A pretended pynvml with one GPU: this machine may have none. GPM counters are sums that the test moves on."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_SUCCESS, NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_GPM_METRICS_GET_VERSION = 0, 1, 2, 1
+    UNSUPPORTED = 13  # an fp16 metric that this GPU does not answer
+
+    def __init__(self, gpm: bool) -> None:
+        super().__init__(gpm=gpm, percent={}, mj=1000, samples=0, gpu=40)
+
+    class c_nvmlGpmMetricsGet_t(ctypes.Structure):
+        class _Metric(ctypes.Structure):
+            _fields_ = [("metricId", ctypes.c_uint), ("nvmlReturn", ctypes.c_int), ("value", ctypes.c_double)]
+
+        _fields_ = [("version", ctypes.c_uint), ("numMetrics", ctypes.c_uint), ("sample1", ctypes.c_uint),
+                    ("sample2", ctypes.c_uint), ("metrics", _Metric * 32)]
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlGpmQueryDeviceSupport(self, device: str) -> Any:
+        return SimpleNamespace(isSupportedDevice=self.gpm)
+
+    def nvmlGpmSampleAlloc(self) -> int:
+        self.samples += 1
+        return self.samples
+
+    def nvmlGpmSampleGet(self, device: str, sample: int) -> int:
+        return sample
+
+    def nvmlGpmSampleFree(self, sample: int) -> None:
+        self.samples -= 1
+
+    def nvmlGpmMetricsGet(self, request: Any) -> None:
+        for metric in request.metrics[:request.numMetrics]:
+            metric.nvmlReturn = 3 if metric.metricId == self.UNSUPPORTED else 0
+            metric.value = self.percent.get(metric.metricId, 0.0)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, device: str) -> int:
+        return self.mj
+
+    def nvmlDeviceGetUtilizationRates(self, device: str) -> Any:
+        return SimpleNamespace(gpu=self.gpu, memory=self.gpu // 2)
+
+    def nvmlDeviceGetPowerUsage(self, device: str) -> int:
+        raise self.NVMLError
+
+    def nvmlDeviceGetClockInfo(self, device: str, kind: int) -> int:
+        return 1980 if kind == self.NVML_CLOCK_SM else 3201
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeNvml:
+    made = FakeNvml(gpm=getattr(request, "param", True))
+    monkeypatch.setitem(sys.modules, "pynvml", made)
+    monkeypatch.setattr(nvml_metrics, "gpu_facts", lambda: {"uuid": "GPU-0"})
+    return made
+
+
+def test_gpm_gives_ratios_and_bytes(fake: FakeNvml) -> None:
+    preferred = nvml_metrics.NvmlSource().fields
+    assert {ENGINE, SM, POWER, "DCGM_FI_DEV_SM_CLOCK"} < set(preferred)
+    assert not {"DCGM_FI_PROF_PIPE_FP16_ACTIVE", "DCGM_FI_DEV_GPU_UTIL"} & set(preferred)
+    source = nvml_metrics.NvmlSource([*preferred, "DCGM_FI_DEV_GPU_UTIL"])
+    fake.percent = {1: 62.5, 2: 50.0, 3: 25.0, 20: 3.0}
+    window = source.start()
+    time.sleep(0.2)
+    fake.mj += 100_000
+    found = values(source.stop(window))
+    assert (found[ENGINE], found[SM], found["DCGM_FI_PROF_PCIE_TX_BYTES"]) == (0.625, 0.5, 3 * 2**20)
+    assert found[POWER] == pytest.approx(100 / 0.2, rel=0.3)  # joules a second
+    assert (found["DCGM_FI_DEV_GPU_UTIL"], found["DCGM_FI_DEV_SM_CLOCK"]) == (40.0, 1980.0)
+    assert fake.samples == 0  # every sample was given back
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_driver_that_fails_is_told(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """A GPU that is lost while a window is open, whether its sample or the means of two are asked for."""
+    source = nvml_metrics.NvmlSource([SM])
+    opened = source.start()
+    opened.reading.gpm.value()
+
+    def lost(*_: object) -> None:
+        raise fake.NVMLError("GPU is lost")
+
+    monkeypatch.setattr(fake, "nvmlGpmSampleGet" if late else "nvmlGpmMetricsGet", lost, raising=False)
+    with pytest.raises(UserError, match=r"NVML with GPM: the driver does not answer \(GPU is lost\)"):
+        source.stop(opened)
+
+
+def test_a_gpm_window_is_the_time_meant_although_samples_lag(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[float] = []
+    source = nvml_metrics.NvmlSource([SM])
+    monkeypatch.setattr(fake, "nvmlGpmSampleAlloc", lambda: taken.append(time.monotonic()) or 1)  # type: ignore[func-returns-value]
+    opened = time.monotonic()
+    window = source.start()
+    assert time.monotonic() - opened < 0.1  # nobody waits for the first sample
+    time.sleep(0.3)
+    closed = time.monotonic()
+    source.stop(window)
+    assert [taken[0] - opened, taken[1] - closed] == pytest.approx([nvml_metrics.GPM_LAG_SECONDS] * 2, abs=0.1)
+
+
+def test_an_outlier_of_the_counters_is_an_error(fake: FakeNvml) -> None:
+    source = nvml_metrics.NvmlSource([SM])
+    fake.percent = {2: 4294967295.0}
+    with pytest.raises(UserError, match="the device reports"):
+        source.window(0.11)
+
+
+@pytest.mark.parametrize("fake", [False], indirect=True)
+def test_plain_nvml_has_no_profiling_metrics(fake: FakeNvml) -> None:
+    with pytest.raises(UserError, match=f"metric {SM}: NVML can't read it here; it has DCGM_FI_DEV_GPU_UTIL"):
+        nvml_metrics.NvmlSource([SM], counters=False)
+    assert nvml_metrics.NvmlSource(counters=False).window(0.25)[UTIL] == Mean(40.0, 3)  # polled every 0.1 s
+    with pytest.raises(UserError, match="source nvml-gpm: this GPU or its driver has no GPM"):
+        nvml_metrics.NvmlSource()
+
+
+def test_plain_nvml_where_there_are_counters_too(fake: FakeNvml) -> None:
+    source = nvml_metrics.NvmlSource(counters=False)
+    assert (source.name, UTIL in source.fields, SM in source.fields) == ("NVML", True, False)
+
+
+@pytest.mark.parametrize("value", [4294967295, 0x7FFFFFF2, 0x7FFFFFFFFFFFFFF0, 2**64 - 1, 140737488355329.0])
+def test_a_blank_is_no_value(value: float) -> None:
+    assert is_blank(value)
+    with pytest.raises(UserError, match=r"metric DCGM_FI_PROF_PCIE_TX_BYTES: .*stands for no value \(blank\)"):
+        checked("DCGM_FI_PROF_PCIE_TX_BYTES", value)
+
+
+def test_what_could_be_mistaken_for_a_blank() -> None:
+    assert checked("DCGM_FI_PROF_PCIE_TX_BYTES", 4294967294.0) == 4294967294.0
+
+
+def test_a_frozen_field_is_found_out_by_one_that_moves() -> None:
+    moving = [0.3 + 0.01 * i for i in range(MANY)]
+    with pytest.raises(UserError, match=f"metric {SM}: frozen: {MANY} readings of exactly 0.4 ratio while {ENGINE} moved"):
+        check_together({SM: [0.4] * MANY, ENGINE: moving})
+    check_together({SM: [0.4] * (MANY - 1), ENGINE: moving[1:]})  # too few to tell
+    check_together({SM: [0.4] * MANY, ENGINE: [0.5] * MANY})  # nothing moves
+    check_together({SM: [0.4] * MANY, ENGINE: [0.5] * 5 + [0.6] * 5})  # two readings, each asked for five times
+    check_together({SM: [1.0] * MANY, ENGINE: moving})  # saturated
+    check_together({SM: [0.005] * MANY, ENGINE: moving})  # hardly anything
+    check_together({"DCGM_FI_PROF_PIPE_FP64_ACTIVE": [0.0] * MANY, ENGINE: moving})  # nobody computes in fp64
+    check_together({"DCGM_FI_DEV_SM_CLOCK": [1980.0] * MANY, ENGINE: moving})  # a clock may well stand still
+
+
+def test_a_profiled_field_at_zero_while_the_gpu_is_busy() -> None:
+    with pytest.raises(UserError, match=f"metric {SM}: stuck at 0 while {ENGINE} says that the GPU is busy"):
+        check_together({SM: [0.0], ENGINE: [0.5]})
+    with pytest.raises(UserError, match=f"metric {ENGINE}: stuck at 0 while {UTIL} says that the GPU is busy"):
+        check_together({ENGINE: [0.0] * 3, UTIL: [97.0] * 3}, lasted_s=2.0)
+    check_together({ENGINE: [0.0] * 3, UTIL: [97.0] * 3}, lasted_s=1.5)  # utilisation looks back: load that is over
+    check_together({ENGINE: [0.0] * 3, UTIL: [97.0]}, lasted_s=2.0)
+    check_together({ENGINE: [0.0] * 3, UTIL: [97.0, 97.0, 0.0]}, lasted_s=2.0)
+    check_together({SM: [0.0], ENGINE: [0.0], UTIL: [0.0]})
+
+
+def test_a_counter_that_freezes_is_found_out_over_windows() -> None:
+    history = History()
+    for i in range(MANY - 1):
+        history.add({SM: 0.4, ENGINE: 0.5 + 0.01 * i})
+    with pytest.raises(UserError, match="frozen"):
+        history.add({SM: 0.4, ENGINE: 0.7})
+    for i in range(MANY):  # once it moves again, all is well
+        with contextlib.suppress(UserError):
+            history.add({SM: 0.3 + 0.01 * i, ENGINE: 0.5 + 0.01 * i})
+    history.add({SM: 0.35, ENGINE: 0.8})
+    after_loads = History()
+    for _ in range(MANY):  # each window begins when a load is just over, of which utilisation still tells
+        after_loads.add({SM: 0.0, ENGINE: 0.0, UTIL: 40.0})

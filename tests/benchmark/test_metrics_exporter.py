@@ -1,0 +1,314 @@
+"""The exporter as Prometheus meets it: a process that is asked over HTTP, playing readings from a file."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_stand import INTERVAL_S, Exporter, free_port, recorded, start_exporter
+
+from benchmark import metrics_exporter
+from benchmark.load.probe_metrics import ALL, LATENCY, MODE, PHASE, QUANTILE, RUNS, TAKEN, Sample, probed_of
+from benchmark.load.sharing_probe import SharingProbe
+from benchmark.metrics.replay import ReplaySource
+from benchmark.metrics_exporter import LAST_SAMPLE, ProbeSampler, Sampler, device_labels
+from utils.errors import UserError
+from utils.paths import ROOT
+from utils.scrape_server import STALE
+
+SM, UTIL, CLOCK = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_SM_CLOCK"
+POWER = "DCGM_FI_DEV_POWER_USAGE"
+READING = {SM: 0.25, UTIL: 60.0, CLOCK: 1980.0, POWER: 312.5}
+PATIENCE_S = 30.0
+
+Start = Callable[..., tuple[subprocess.Popen[str], str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts an exporter that plays readings; gives the process and its address."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(readings: Sequence[Mapping[str, Any]], *options: str) -> tuple[subprocess.Popen[str], str]:
+        process, url = start_exporter(recorded(tmp_path / "gpu_of_yesterday.jsonl", readings), *options)
+        started.append(process)
+        return process, url
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def answer(url: str, status: int) -> requests.Response:
+    """The first answer of that status."""
+    until = time.monotonic() + PATIENCE_S
+    while (got := requests.get(url, timeout=5)).status_code != status:
+        assert time.monotonic() < until, f"{got.status_code}: {got.text}"
+        time.sleep(0.05)
+    return got
+
+
+def families(text: str) -> dict[str, Any]:
+    """Metric families by name; without those that prometheus_client serves of the exporter's own process."""
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    assert found["process_cpu_seconds"].samples[0].value > 0
+    return {name: family for name, family in found.items() if not name.startswith("process_")}
+
+
+def test_names_values_labels_and_units(start: Start) -> None:
+    _, url = start([READING] * 600)
+    began = time.time()
+    found = families(answer(url, 200).text)
+    assert set(found) == {SM, UTIL, CLOCK, POWER, LAST_SAMPLE}
+    assert {name: found[name].samples[0].value for name in READING} == pytest.approx(READING)
+    labels = {"gpu": "0", "UUID": "replay-gpu_of_yesterday", "device": "replay", "modelName": "gpu_of_yesterday",
+              "Hostname": platform.node()}
+    assert all(found[name].samples[0].labels == labels and found[name].type == "gauge" for name in READING)
+    units = {name: found[name].documentation.rpartition("(")[2].rstrip(")") for name in READING}
+    assert units == {SM: "ratio", UTIL: "per cent", CLOCK: "MHz", POWER: "W"}
+    assert began - INTERVAL_S < found[LAST_SAMPLE].samples[0].value <= time.time()
+
+
+def test_new_names_have_their_own_units(start: Start) -> None:
+    _, url = start([READING] * 600, "--names", "new")
+    found = families(answer(url, 200).text)
+    assert {name: family.samples[0].value for name, family in found.items() if name != LAST_SAMPLE} == pytest.approx({
+        "DCGM_FI_PROF_SM_UTIL_RATIO": 0.25, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.6, "DCGM_FI_DEV_SM_CLOCK_HERTZ": 1.98e9,
+        "DCGM_FI_DEV_BOARD_POWER_WATTS": 312.5})
+    assert found["DCGM_FI_DEV_SM_CLOCK_HERTZ"].documentation == "clock of the SMs (Hz)"
+
+
+def test_the_time_of_the_last_sample_moves_on(start: Start) -> None:
+    _, url = start([READING] * 600)
+    first = families(answer(url, 200).text)[LAST_SAMPLE].samples[0].value
+    time.sleep(2 * INTERVAL_S)
+    assert families(answer(url, 200).text)[LAST_SAMPLE].samples[0].value > first
+
+
+def test_when_the_readings_end_so_do_the_answers(start: Start) -> None:
+    process, url = start([READING] * 10)
+    answer(url, 200)
+    gone = answer(url, 503)
+    assert gone.headers["Content-Type"].startswith("text/plain")
+    assert "the last sound sample is" in gone.text
+    assert "the replay is over" in gone.text
+    assert SM not in gone.text
+    process.send_signal(signal.SIGINT)
+    _, log = process.communicate(timeout=PATIENCE_S)
+    assert log.count("the replay is over") == 1  # said once, not every interval
+
+
+@pytest.mark.parametrize(("bad", "why"), [
+    ({SM: 4294967295}, "stands for no value"), ({SM: None}, "reports nan"),
+    ({SM: 0.0, "DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.9}, "stuck at 0")])
+def test_what_cannot_be_believed_is_never_served(bad: dict[str, Any], why: str, start: Start) -> None:
+    _, url = start([READING | bad] * 600)
+    until = time.monotonic() + (STALE + 2) * INTERVAL_S
+    while time.monotonic() < until:
+        refused = requests.get(url, timeout=5)
+        assert refused.status_code == 503
+        time.sleep(0.1)
+    assert "no sound sample so far" in refused.text
+    assert why in refused.text
+
+
+def test_a_signal_ends_it_cleanly(start: Start) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process, url = start([READING] * 600)
+        answer(url, 200)
+        process.send_signal(number)
+        _, log = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0
+        assert re.fullmatch(r"served for \d+ s, which took \d+\.\d\d % of a core\n", log)
+        with pytest.raises(requests.ConnectionError):
+            requests.get(url, timeout=5)
+
+
+def test_a_port_that_is_taken(start: Start, tmp_path: Path) -> None:
+    _, url = start([READING] * 600)
+    port = url.rpartition(":")[2].partition("/")[0]
+    done = subprocess.run([sys.executable, "benchmark/metrics_exporter.py", "--host", "127.0.0.1", "--port", port, "--source",
+                           "psutil", "--workspace", str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
+                          timeout=PATIENCE_S, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: port {port}: ")
+    assert "choose another port" in done.stderr.lower()
+
+
+def test_a_sample_is_stale_after_some_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = ReplaySource(recorded(tmp_path / "one.jsonl", [READING]))
+    sampler = Sampler(source, interval_s=5.0)
+    assert sampler.trouble() == "no sound sample so far"
+    sampler.means, sampler.sampled_s = source.stop(_opened(source)), 1000.0
+    for now, trouble in ((1000.0 + 5.0 * STALE, ""), (1016.0, "the last sound sample is 16 s old")):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        assert sampler.trouble() == trouble
+
+
+def _opened(source: ReplaySource) -> Any:
+    """A window in which the file's only reading came."""
+    window = source.start()
+    time.sleep(source.times_s[0] + 0.05)
+    return window
+
+
+def test_labels_of_a_cpu() -> None:
+    labels = device_labels("cpu", None)
+    assert list(labels) == ["gpu", "UUID", "device", "modelName", "Hostname"]
+    assert (labels["gpu"], labels["device"], labels["Hostname"]) == ("", "cpu", platform.node())
+
+
+# the sharing probe ---------------------------------------------------------------------------------------------------------
+
+
+def probe_samples(found: Mapping[str, Any]) -> list[Sample]:
+    """Those of the probe, among families."""
+    return [Sample(one.name, one.labels, one.value) for name in (LATENCY, PHASE, TAKEN) if name in found
+            for one in found[name].samples]
+
+
+def test_the_probe_beside_the_metrics_of_a_cpu(tmp_path: Path) -> None:
+    """The command, for real: every second a reading."""
+    port, began = free_port(), time.time()
+    process = subprocess.Popen(
+        [sys.executable, "benchmark/metrics_exporter.py", "--host", "127.0.0.1", "--port", str(port), "--source", "psutil",
+         "--interval", "0.5", "--probe-every", "1", "--workspace", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        process.stdout.readline()
+        url = f"http://127.0.0.1:{port}/metrics"
+
+        def probed() -> dict[str, Any]:
+            until = time.monotonic() + PATIENCE_S
+            while TAKEN not in (found := families(answer(url, 200).text)):
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            return found
+
+        found = probed()
+        assert found["DCGM_FI_DEV_CPU_UTIL_TOTAL"].samples[0].labels == device_labels("cpu", None)
+        assert all(device_labels("cpu", None).items() <= one.labels.items() for one in probe_samples(found))
+        assert all(found[name].type == "gauge" and found[name].documentation for name in (LATENCY, PHASE, TAKEN))
+        summary, taken_s = probed_of(probe_samples(found))
+        assert summary.sharing is None
+        assert found[TAKEN].samples[0].labels[MODE] == "cpu"
+        assert began < taken_s <= time.time()
+        alone_ms = min(SharingProbe("cpu").read(0.1).long.latencies_ms)
+        assert alone_ms / 5 < summary.latencies_ms[0] < 20 * alone_ms  # others use this machine too
+        assert summary.busy_ms + summary.quiet_ms < 1e3
+        medians = [one.value for one in found[LATENCY].samples if (one.labels[RUNS], one.labels[QUANTILE]) == (ALL, "0.5")]
+        assert medians == [pytest.approx(summary.latencies_ms[10] / 1e3)]
+        until = time.monotonic() + PATIENCE_S
+        while probed_of(probe_samples(probed())).taken_s == taken_s:
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def probed_exporter(tmp_path: Path) -> Iterator[tuple[ProbeSampler, str]]:
+    """An exporter of a replay with a probe of this CPU that is read when asked to, and its address."""
+    probes = ProbeSampler("cpu", every_s=5.0)
+    exporter = Exporter(recorded(tmp_path / "gpu.jsonl", [READING] * 600), device_labels("cpu", None), probes=probes)
+    yield probes, f"http://{exporter.address}/metrics"
+    exporter.close()
+
+
+def test_a_reading_that_is_old_is_not_served(probed_exporter: tuple[ProbeSampler, str]) -> None:
+    probes, url = probed_exporter
+    assert not probe_samples(families(answer(url, 200).text))  # none so far
+    probes.read()
+    assert probes.latest
+    summary, taken_s = probed_of(probe_samples(families(answer(url, 200).text)))
+    assert taken_s == probes.latest.taken_s
+    assert summary.latencies_ms == pytest.approx(probes.latest.summary.latencies_ms)
+    for age_s, served in ((5.0 * STALE - 2.0, True), (5.0 * STALE + 1.0, False)):
+        probes.latest = probes.latest._replace(taken_s=time.time() - age_s)
+        found = families(answer(url, 200).text)
+        assert bool(probe_samples(found)) == served
+        assert found[SM].samples[0].value == READING[SM]
+
+
+class Told(logging.Handler):
+    """Keeps what a logger says, each line once however often its parents pass it on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_a_probe_that_fails_costs_only_itself(probed_exporter: tuple[ProbeSampler, str],
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAKE: a device without memory for the probe's sessions, at first; then one that fails while it runs."""
+    probes, url = probed_exporter
+
+    def fails(why: str) -> Callable[..., Any]:
+        def fail(*_: object) -> Any:
+            raise UserError(why)
+        return fail
+
+    told = Told()
+    monkeypatch.setattr(metrics_exporter.log, "handlers", [told])
+    with monkeypatch.context() as patched:
+        patched.setattr("benchmark.load.sharing_probe.SharingProbe.__init__", fails("no memory left"))
+        for _ in range(3):
+            probes.read()
+    assert (probes.latest, probes.error) == (None, "no memory left")
+    assert set(families(answer(url, 200).text)) == {*READING, LAST_SAMPLE}
+    probes.read()  # there is some now
+    assert probes.error == ""
+    latest = probes.latest
+    with monkeypatch.context() as patched:
+        patched.setattr("benchmark.load.sharing_probe.SharingProbe.read", fails("the device fails"))
+        for _ in range(3):
+            probes.read()
+    assert (probes.latest, probes.error) == (latest, "the device fails")
+    assert set(families(answer(url, 200).text)) == {*READING, LAST_SAMPLE, LATENCY, PHASE, TAKEN}  # while it is fresh
+    assert told.lines == ["the sharing probe: no memory left", "the sharing probe: the device fails"]
+
+
+def test_readings_are_taken_until_it_is_over() -> None:
+    probes, over = ProbeSampler("cpu", every_s=0.05), threading.Event()
+    thread = threading.Thread(target=probes.run, args=(over,))
+    thread.start()
+    taken: set[float] = set()
+    until = time.monotonic() + PATIENCE_S
+    while len(taken) < 3:
+        assert time.monotonic() < until
+        taken |= {probes.latest.taken_s} if probes.latest else set()
+        time.sleep(0.02)
+    over.set()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (["--probe-every", "0.5"], "--probe-every 0.5: 1 s at least, since each reading keeps the device busy"),
+    (["--probe-every", "0"], "not a positive number"),
+    (["--probe-every", "5", "--source", "replay", "--replay", "gpu.jsonl"], "with --source replay there is no device to probe"),
+])
+def test_readings_that_cannot_be(options: list[str], said: str) -> None:
+    done = subprocess.run([sys.executable, "benchmark/metrics_exporter.py", *options], cwd=ROOT, capture_output=True, text=True,
+                          timeout=PATIENCE_S, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr

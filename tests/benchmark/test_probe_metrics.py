@@ -1,0 +1,295 @@
+"""What the sharing probe read, by way of an exporter and a real Prometheus, to a prediction; readings are an H200's."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_stand import (
+    STEP_S,
+    Exporter,
+    MadeUpExporter,
+    Page,
+    Recorder,
+    device_labels,
+    prometheus,
+    recorded,
+    value,
+    wait_for,
+)
+
+from benchmark.load.probe_metrics import (
+    ALL,
+    AT,
+    BUSY,
+    LATENCY,
+    MODE,
+    PHASE,
+    QUANTILE,
+    RUNS,
+    TAKEN,
+    WAITED,
+    Probed,
+    Sample,
+    Unreadable,
+    probed_of,
+    samples_of,
+)
+from benchmark.load.probe_reading import ProbeReading, summarised
+from benchmark.metrics_exporter import ProbeSampler
+from benchmark.records.blocks import Block
+from inference.core.answers import Prediction
+from inference.core.prediction import predict
+from inference.core.targets import fitted_for
+from inference.evaluation.here import LoadsHere
+from inference.live.load import InferenceConfig, Load, current_load, fields_asked
+from inference.live.prometheus import PrometheusConfig, PrometheusError
+from inference.sharing.co_runner import probe_of
+from inference.sharing.co_runner import probed as probed_work
+from utils import files
+from utils.errors import UserError
+from utils.paths import ROOT, Workspace
+
+TARGET = "nvidia-h200-cuda-ort1.31-all"
+ENGINE = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
+METRICS = {ENGINE: 0.4, "DCGM_FI_DEV_GPU_UTIL": 50.0}
+LOADS = ((0.0, ""), (0.25, "resnet50_16"), (0.5, "compute"), (1.0, "memory_2ms"))
+TOKEN = "t0ken"
+
+
+@pytest.fixture(scope="module")
+def readings() -> dict[float, ProbeReading]:
+    """By level: of an H200 that is idle, and beside three kinds of load."""
+    with tarfile.open(ROOT / "recipes" / "h200" / "under-load-nvidia-h200.tar.xz") as opened:
+        journal = opened.extractfile(f"benchmark/dataset/{TARGET}/measurements.jsonl")
+        assert journal is not None
+        blocks = [Block.model_validate_json(line) for line in journal]
+    return {load[0]: next(block.probe for block in blocks if block.load == load and block.probe) for load in LOADS}
+
+
+# there and back ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_summary_is_what_its_samples_say(readings: dict[float, ProbeReading]) -> None:
+    for level, reading in readings.items():
+        given = Probed(summarised(reading), 1.75e9)
+        samples = list(samples_of(given))
+        assert bool(given.summary.waited_ms) == (0.0 < level < 1.0)  # beside work that never pauses all wait alike
+        assert len(samples) == len(AT) + len(given.summary.waited_ms) + 2 + 1
+        found = probed_of(samples)
+        assert (found.taken_s, found.summary.sharing) == (1.75e9, "time_slices")
+        for name in ("latencies_ms", "waited_ms", "busy_ms", "quiet_ms"):
+            assert getattr(found.summary, name) == pytest.approx(getattr(given.summary, name))
+    assert samples[10] == Sample(LATENCY, {RUNS: ALL, QUANTILE: "0.5"}, given.summary.latencies_ms[10] / 1e3)
+
+
+def test_a_cpu_has_a_mode_too(readings: dict[float, ProbeReading]) -> None:
+    given = Probed(summarised(readings[0.5]).model_copy(update={"sharing": None}), 5.0)
+    *_, taken = samples_of(given)
+    assert taken == Sample(TAKEN, {MODE: "cpu"}, 5.0)
+    assert probed_of(samples_of(given)).summary.sharing is None
+
+
+def test_series_that_a_server_has_still_from_earlier_readings(readings: dict[float, ProbeReading]) -> None:
+    before = Probed(summarised(readings[0.5]).model_copy(update={"sharing": "mps"}), 1000.0)
+    now = Probed(summarised(readings[0.0]), 1015.0)
+    of_now = list(samples_of(now))
+    series = {(sample.name, *sample.labels.values()) for sample in of_now}
+    left = [sample for sample in samples_of(before) if (sample.name, *sample.labels.values()) not in series]
+    assert len(left) == len(AT) + 1
+    assert probed_of([*left, *of_now]) == probed_of(of_now)
+
+
+def with_value(value: float, name: str, *labels: str) -> Callable[[list[Sample]], list[Sample]]:
+    """Samples of which one has another value."""
+    return lambda samples: [one._replace(value=value) if (one.name, *one.labels.values()) == (name, *labels) else one
+                            for one in samples]
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (with_value(math.nan, LATENCY, ALL, "0.5"), r"latencies_ms\.10: Input should be a finite number"),
+    (with_value(math.inf, LATENCY, WAITED, "1"), r"waited_ms\.20: Input should be a finite number"),
+    (with_value(math.nan, PHASE, BUSY), "busy_ms: Input should be a finite number"),
+    (with_value(math.nan, TAKEN, "time_slices"), "hase_probe_timestamp_seconds is no time"),
+    (with_value(-1.0, LATENCY, ALL, "0"), "positive and ascend"), (with_value(9.0, LATENCY, ALL, "0.9"), "positive and ascend"),
+    (with_value(-1.0, PHASE, BUSY), "phases can't be negative"),
+    (lambda samples: samples[1:], 'are missing, hase_probe_latency_seconds{runs="all",quantile="0"} first'),
+    (lambda samples: [one for one in samples if one.labels.get(RUNS) != WAITED], "21 of its samples are missing"),
+    (lambda samples: [one for one in samples if one.name != PHASE], 'hase_probe_phase_seconds{phase="busy"}'),
+    (lambda samples: samples[:-1], "hase_probe_timestamp_seconds is missing"),
+    (lambda samples: [*samples[:-1], Sample(TAKEN, {MODE: "exclusive"}, 1.0)], "sharing: Input should be"),
+    (lambda samples: [*samples[:-1], Sample(TAKEN, {}, 1.0)], "sharing: Input should be"),
+])
+def test_samples_that_are_no_reading(readings: dict[float, ProbeReading], change: Callable[[list[Sample]], list[Sample]],
+                                     said: str) -> None:
+    with pytest.raises(Unreadable) as told:
+        probed_of(change(list(samples_of(Probed(summarised(readings[0.5]), 1.75e9)))))
+    assert said.replace("\\", "") in told.value.fact
+
+
+# by way of a Prometheus ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def port(readings: dict[float, ProbeReading], tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A Prometheus that knows the exporter of several devices, FAKE: their metrics are replayed, their readings an H200's."""
+    folder = tmp_path_factory.mktemp("probed")
+
+    def exporter(name: str, probed: Probed | None) -> Exporter:
+        probes = ProbeSampler("cuda", every_s=600.0, latest=probed) if probed else None
+        return Exporter(recorded(folder / f"{name}.jsonl", [METRICS] * int(120 / STEP_S)), device_labels(f"GPU-{name}"),
+                        probes=probes)
+
+    def page(name: str, change: Callable[[list[Sample]], list[Sample]]) -> Page:
+        samples = change(list(samples_of(Probed(summarised(readings[0.5]), time.time()))))
+        labels = device_labels(f"GPU-{name}")
+        return Page(labels, dict(METRICS), more=[(labels | dict(one.labels), {one.name: one.value}) for one in samples])
+
+    summaries = {f"level_{level:g}": summarised(reading) for level, reading in readings.items()}
+    now, of_mps = time.time(), summarised(readings[0.5]).model_copy(update={"sharing": "mps"})
+    exporters = {name: exporter(name, Probed(summary, now)) for name, summary in summaries.items()} | {
+        "mps": exporter("mps", Probed(of_mps, now)), "unprobed": exporter("unprobed", None),
+        "old": exporter("old", Probed(summarised(readings[0.5]), now - 1000.0))}
+    made_up = MadeUpExporter({
+        "nan": page("nan", with_value(math.nan, LATENCY, ALL, "0.5")), "part": page("part", lambda samples: samples[5:])})
+    targets = {name: (one.address, "metrics") for name, one in exporters.items()}
+    targets |= {name: (made_up.address, name) for name in made_up.pages} | {"again": targets["level_0.5"]}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("NO_PROXY", "127.0.0.1,localhost")
+        with prometheus(folder / "prometheus", targets) as found:
+            wait_for(lambda: value(found, "count(up == 1)") == len(targets))
+            yield found
+    for one in exporters.values():
+        one.close()
+    made_up.close()
+
+
+def config(port: int, name: str, **more: object) -> InferenceConfig:
+    return InferenceConfig(prometheus=PrometheusConfig.model_validate(
+        {"url": f"http://127.0.0.1:{port}", "gpu": f"GPU-{name}", "job": name, "max_age_s": 5, "timeout_s": 10,
+         "probe_max_age_s": 600, **more}))
+
+
+@pytest.fixture(scope="module")
+def model(torch_models: dict[str, Path]) -> Path:
+    return torch_models["resnet18"]
+
+
+def load_of(given: InferenceConfig, workspace: Workspace) -> Load:
+    return current_load(given, fields=fields_asked(fitted_for(workspace, TARGET)), probe=True)
+
+
+def predicted(load: Load, model: Path, workspace: Workspace) -> Prediction:
+    other = probe_of(fitted_for(workspace, TARGET), load)
+    return predict(model, target=TARGET, workspace=workspace, load=load.metrics, notices=load.notices, other=other)
+
+
+@pytest.mark.parametrize("level", [level for level, _ in LOADS])
+def test_it_says_what_the_readings_file_says(port: int, readings: dict[float, ProbeReading], level: float, model: Path,
+                                             workspace: Workspace) -> None:
+    """To within a few per cent, by the predictors and the sharing that ship for an H200; from metrics it is another latency."""
+    load = load_of(config(port, f"level_{level:g}"), workspace)
+    assert load.metrics == {ENGINE: pytest.approx(0.4)}
+    found = predicted(load, model, workspace).under_load
+    from_file = predict(model, target=TARGET, workspace=workspace,
+                        other=probed_work(fitted_for(workspace, TARGET), readings[level])).under_load
+    from_metrics = predict(model, target=TARGET, workspace=workspace, load=METRICS).under_load
+    assert found
+    assert from_file
+    assert from_metrics
+    assert (found.told_by, from_metrics.told_by) == ("probe", "metrics")
+    assert found.mean_ms == pytest.approx(from_file.mean_ms, rel=0.03)
+    assert found.percentile_ms(95) == pytest.approx(from_file.percentile_ms(95), rel=0.03)
+    assert found.busy_share == pytest.approx(from_file.busy_share, abs=0.02)
+    assert from_metrics.mean_ms != pytest.approx(from_file.mean_ms, rel=0.05)
+
+
+def test_a_target_whose_sharing_is_not_known_is_not_told_of_it(port: int, workspace: Workspace) -> None:
+    assert current_load(config(port, "level_0.5"), fields=[ENGINE]).probe is None
+
+
+def test_a_reading_that_is_old_or_not_there_or_not_wanted(port: int, model: Path, workspace: Workspace) -> None:
+    for name, more, said in (("old", {}, "the sharing probe's last reading is 1"), ("unprobed", {}, None),
+                             ("level_0.5", {"probe_max_age_s": None}, None)):
+        load = load_of(config(port, name, **more), workspace)
+        found = predicted(load, model, workspace)
+        assert load.probe is None
+        assert found.under_load
+        assert found.under_load.told_by == "metrics"
+        assert any("metrics alone hide" in warning and "--probe-every" in warning for warning in found.warnings)
+        assert [said for warning in found.warnings if said and warning.startswith(said)] == ([said] if said else [])
+    assert load_of(config(port, "old", probe_max_age_s=5000), workspace).probe
+
+
+@pytest.mark.parametrize(("name", "more", "said"), [
+    ("nan", {}, r"probe's reading of GPU-nan \(index 0, host node7\) is none: latencies_ms\.10: Input should be a finite"),
+    ("part", {}, r"is none: 5 of its samples are missing, .*; mend its exporter .*probe_max_age_s: null"),
+    ("level_0.5", {"job": None}, "several exporters report GPU-level_0.5"),
+    ("level_0.5", {"job": None, "gpu": None}, "several devices match: GPU-level_0 "),
+])
+def test_what_is_no_reading_is_an_error(port: int, name: str, more: dict[str, object], said: str, workspace: Workspace) -> None:
+    with pytest.raises(PrometheusError, match=said):
+        load_of(config(port, name, **more), workspace)
+
+
+def test_on_failure_forgives_what_is_no_reading(port: int, workspace: Workspace) -> None:
+    load = load_of(config(port, "nan", on_failure="idle"), workspace)
+    assert (load.metrics, load.probe) == ({}, None)
+    assert "predicted for an idle device" in load.notices[0]
+
+
+def test_a_gpu_that_is_shared_otherwise(port: int, model: Path, workspace: Workspace) -> None:
+    with pytest.raises(UserError, match=r"sharing mode mps: .* measured in time slices only"):
+        predicted(load_of(config(port, "mps"), workspace), model, workspace)
+
+
+def test_one_more_request(port: int, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HASE_TEST_TOKEN", TOKEN)
+    recorder = Recorder(port, TOKEN)
+    load = load_of(config(port, "level_0.5", url=recorder.url, token_env="HASE_TEST_TOKEN"), workspace)
+    assert load.probe
+    assert (recorder.connections, recorder.requests) == (1, 3)
+    recorder.close()
+
+
+def test_the_evaluator_is_told_too(port: int, workspace: Workspace) -> None:
+    fitted = fitted_for(workspace, TARGET)
+    load, other = LoadsHere(config(port, "level_0.5")).now(fitted, 0.0, None)
+    assert load.probe
+    assert other
+    assert (other.busy_ms, other.quiet_ms) == pytest.approx((load.probe.busy_ms, load.probe.quiet_ms))
+
+
+def test_the_commands(port: int, readings: dict[float, ProbeReading], model: Path, workspace: Workspace,
+                      tmp_path: Path) -> None:
+    """The prediction is told by the Prometheus's probe, once and again; by the file that --probe names, where it does."""
+    (tmp_path / "config.yaml").write_text(config(port, "level_0.25").model_dump_json())
+    files.write_json(tmp_path / "reading.json", readings[1.0])
+    command = [sys.executable, "inference/predict_model_latency.py", "--model", str(model), "--target", TARGET, "--config",
+               str(tmp_path / "config.yaml"), "--workspace", str(workspace.root), "--json"]
+
+    def shell(*options: str) -> dict[str, object]:
+        done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, object] = json.loads(done.stdout)[0]["under_load"]
+        return found
+
+    expected = predicted(load_of(config(port, "level_0.25"), workspace), model, workspace).under_load
+    assert expected
+    assert shell() == expected.model_dump(mode="json")
+    assert shell("--probe", str(tmp_path / "reading.json"))["busy_share"] == 1.0
+    watched = subprocess.Popen([*command, "--watch", "0.3"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert watched.stdout
+        line = json.loads(watched.stdout.readline())
+        assert (line["mean_ms"], line["busy_share"]) == (expected.mean_ms, expected.busy_share)
+    finally:
+        watched.kill()
+        watched.communicate()

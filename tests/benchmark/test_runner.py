@@ -1,0 +1,302 @@
+"""The runner, ONNX Runtime's profile, and the worker: what a timing says, and that labels are those of the right kernel."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import onnx
+import pytest
+from conftest import build_workspace, small_model
+from onnx import numpy_helper
+
+from benchmark import ort_kernel_runner
+from benchmark.measuring.effort import Effort
+from benchmark.ort_kernel_runner import measure
+from benchmark.runtimes.ort.profile import kernel_times_ms, node_spans_ms, read_profile
+from benchmark.runtimes.ort.runner import open_runner
+from benchmark.runtimes.ort.worker import WORK, answer
+from benchmark.runtimes.protocol import Reply, Request
+from kernel_model.building.kernel_models import built_kernel
+from ort_analysis.records.reading import load_record, record_path
+from utils import logger, timing
+from utils.errors import UserError
+from utils.fingerprint import Flavour, has_cuda
+from utils.paths import Workspace
+
+STATISTICS = ["runs", "mean_ms", "median_ms", "p95_ms", "std_ms", "min_ms", "max_ms"]
+FEW = Effort(warmup=1, budget_s=0.01, least_runs=4, most_runs=6)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, Flavour]:
+    """A model of a few milliseconds, its record and its kernels."""
+    workspace = Workspace(tmp_path_factory.mktemp("runner"))
+    return workspace, build_workspace(workspace, {"anet_b1": small_model(channels=64, side=64)})
+
+
+@pytest.fixture
+def model(built: tuple[Workspace, Flavour]) -> Path:
+    return built[0].models / "anet_b1.onnx"
+
+
+@pytest.fixture
+def kernels(built: tuple[Workspace, Flavour]) -> list[Path]:
+    return sorted((built[0].kernel_onnx / built[1].name).glob("*.onnx"))
+
+
+# the runner --------------------------------------------------------------------------------------------------------------
+
+def test_a_timing(model: Path) -> None:
+    before = datetime.now(UTC)
+    found = measure(model, "cpu", warmup=2, loops=7)
+    started, ended = datetime.fromisoformat(found.started), datetime.fromisoformat(found.ended)
+    assert before < started < ended < datetime.now(UTC)
+    assert started.utcoffset() is not None
+    assert len(found.samples_ms) == found.statistics.runs == 7
+    assert sum(found.samples_ms) <= (ended - started).total_seconds() * 1000
+    statistics = found.statistics
+    assert 0 < statistics.min_ms <= statistics.median_ms <= statistics.p95_ms <= statistics.max_ms
+    assert statistics.min_ms <= statistics.mean_ms <= statistics.max_ms
+    assert statistics.mean_ms == pytest.approx(np.mean(found.samples_ms))
+    assert (found.model, found.execution_provider, found.io, found.warmup) == ("anet_b1", "cpu", "device", 2)
+
+
+def test_a_budget_instead_of_a_number(model: Path) -> None:
+    runner = open_runner(model, "cpu")
+    found = runner.time(warmup=0, budget_s=0.05)
+    assert sum(found.samples_ms) > 30
+    assert len(runner.time(budget_s=1e-9, least_runs=4).samples_ms) == 4
+
+
+def test_warm_up_runs_are_run_and_not_counted(model: Path) -> None:
+    runner = open_runner(model, "cpu")
+    runs = []
+    run_once = runner.run_once
+    runner.run_once = lambda: runs.append(run_once())
+    assert len(runner.time(warmup=3, loops=2).samples_ms) == 2
+    assert len(runs) == 5
+    assert len(runner.time(warmup=0, loops=1).samples_ms) == 1
+    assert len(runs) == 6
+
+
+def test_host_and_device(model: Path) -> None:
+    """Both run the same session; with `host`, numpy arrays go in and come out."""
+    host, device = open_runner(model, "cpu", io="host"), open_runner(model, "cpu", io="device")
+    outputs = host.run_once()
+    assert [output.shape for output in outputs] == [(1, 4)]
+    assert device.run_once() is None
+    assert host.time(loops=1).io == "host"
+
+
+def test_a_kernel_runs_as_it_stands(kernels: list[Path]) -> None:
+    """Optimising it again could change what it is; its inputs are those its description asks for."""
+    for path in kernels:
+        runner = open_runner(path, "cpu")
+        assert {value.name for value in runner.session.get_inputs()} == {
+            f"x{i}" for i, tensor in enumerate(built_kernel(path).inputs) if tensor.present and not tensor.constant}
+        assert len(runner.time(warmup=1, loops=2).samples_ms) == 2
+
+
+def test_a_dynamic_model_needs_its_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "dynamic.onnx"
+    onnx.save(small_model(batch="batch"), path)
+    with pytest.raises(UserError, match="dimension batch"):
+        measure(path, "cpu", loops=1)
+    assert open_runner(path, "cpu", dims={"batch": 3}, io="host").run_once()[0].shape == (3, 4)
+
+
+def test_a_model_that_fails_while_running_is_the_users_to_mend(tmp_path: Path) -> None:
+    """Its weights do not fit its input, which ORT finds out in the first run."""
+    proto = small_model()
+    proto.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.zeros((8, 5, 3, 3), np.float32), "w1"))
+    path = tmp_path / "wrong.onnx"
+    onnx.save(proto, path)
+    for io in ("device", "host"):
+        with pytest.raises(UserError, match="wrong"):
+            measure(path, "cpu", loops=1, io=io)
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, workspace: Workspace, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["ort_kernel_runner.py", "--workspace", str(workspace.root), "--device", "cpu", *options])
+    try:
+        return ort_kernel_runner.main()
+    finally:
+        logger.configure(None)
+
+
+def test_the_command(built: tuple[Workspace, Flavour], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                     capsys: pytest.CaptureFixture[str]) -> None:
+    raw = tmp_path / "raw.json"
+    assert run_main(monkeypatch, built[0], "--model", "anet_b1.onnx", "--loops", "5", "--json", "--raw", str(raw)) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert list(row) == ["model", "device", "io", *STATISTICS, "started", "ended", "samples_ms"]
+    kept = json.loads(raw.read_text())
+    assert kept["samples_ms"] == row["samples_ms"]
+    assert len(kept["samples_ms"]) == row["runs"] == 5
+    assert (kept["started"], kept["ended"]) == (row["started"], row["ended"])
+    assert run_main(monkeypatch, built[0], "--model", "anet_b1.onnx", "--no-warmup", "--budget-s", "0.01", "--io", "host") == 0
+    header, values = capsys.readouterr().out.splitlines()
+    assert header.split("\t") == ["model", "device", "io", *STATISTICS, "started", "ended"]
+    assert values.split("\t")[:3] == ["anet_b1", "cpu", "host"]
+
+
+@pytest.mark.parametrize(("threshold", "warns"), [(-1.0, True), (1e9, False)])
+def test_an_unstable_timing_is_told(built: tuple[Workspace, Flavour], monkeypatch: pytest.MonkeyPatch,
+                                    capsys: pytest.CaptureFixture[str], threshold: float, warns: bool) -> None:
+    monkeypatch.setattr(timing, "UNSTABLE_SPREAD", threshold)
+    run_main(monkeypatch, built[0], "--model", "anet_b1.onnx", "--loops", "3")
+    error = capsys.readouterr().err
+    assert ("unstable" in error) is warns
+    assert ("close other work on this device, or run longer" in error) is warns
+    assert logging.getLogger("hase").level == logging.DEBUG
+
+
+@pytest.mark.parametrize("options", [
+    ["--loops", "0"], ["--warmup", "-1"], ["--budget-s", "0"], ["--loops", "2", "--budget-s", "1"]])
+def test_wrong_options(built: tuple[Workspace, Flavour], monkeypatch: pytest.MonkeyPatch,
+                       capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        run_main(monkeypatch, built[0], "--model", "anet_b1.onnx", *options)
+    assert raised.value.code == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.skipif(has_cuda(), reason="this machine has a GPU")
+def test_cuda_without_a_gpu_is_an_error(model: Path) -> None:
+    with pytest.raises(UserError, match="no NVIDIA GPU"):
+        measure(model, "cuda", loops=1)
+
+
+# the profile -------------------------------------------------------------------------------------------------------------
+
+def test_a_real_profile(model: Path, tmp_path: Path) -> None:
+    runner = open_runner(model, "cpu", profile_prefix=tmp_path / "profile")
+    for _ in range(5):
+        runner.run_once()
+    runs = read_profile(Path(runner.session.end_profiling()))
+    assert len(runs) == 5
+    names = [node.node for node in runs[0].nodes]
+    assert len(set(names)) == len(names) > 4
+    for run in runs:
+        assert [node.node for node in run.nodes] == names
+        assert {node.provider for node in run.nodes} == {"CPUExecutionProvider"}
+        assert all(run.start_us <= node.start_us < node.end_us <= run.end_us + 1 for node in run.nodes)
+    times, spans = kernel_times_ms(runs), node_spans_ms(runs)
+    assert set(times) == set(spans) == set(names)
+    covered = []
+    for number, run in enumerate(runs):
+        whole_ms = (run.end_us - run.start_us) / 1000
+        covered.append(sum(values[number] for values in spans.values()) / whole_ms)
+        assert sum(values[number] for values in times.values()) <= whole_ms * 1.02
+        for name in names[:-1]:
+            assert times[name][number] <= spans[name][number] + 0.002  # whole microseconds
+    assert 0.8 < np.median(covered) < 1.01
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("[]", "without node events"), ("{}", "not an ONNX Runtime profile"), ("[{", "not valid JSON")])
+def test_files_that_are_no_profile(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_profile(path)
+
+
+# the worker --------------------------------------------------------------------------------------------------------------
+
+def samples_of(reply: Reply) -> dict[str, dict[str, tuple[float, ...]]]:
+    """By label, then by id."""
+    found: dict[str, dict[str, tuple[float, ...]]] = {}
+    for samples in reply.samples:
+        found.setdefault(samples.label, {})[samples.id] = samples.samples_ms
+    return found
+
+
+def test_effort_fits_its_budget() -> None:
+    effort = Effort(warmup=0, budget_s=0.1, least_runs=3, most_runs=20)
+    assert [effort.runs(seconds) for seconds in (0.0, 0.001, 0.01, 0.02, 1.0)] == [20, 20, 10, 5, 3]
+
+
+def test_alone(kernels: list[Path]) -> None:
+    reply = answer(Request(do="alone", execution_provider="cpu", effort=FEW, paths=(str(kernels[0]),)))
+    assert reply.error == ""
+    assert reply.started < reply.ended
+    samples = samples_of(reply)["run"][kernels[0].stem]
+    assert 4 <= len(samples) <= 6
+    assert min(samples) > 0
+
+
+def test_a_carrier_times_every_kernel(kernels: list[Path]) -> None:
+    reply = answer(Request(do="carrier", execution_provider="cpu", effort=FEW, paths=tuple(map(str, kernels)),
+                           labels=("kernel_time", "node_span")))
+    assert reply.error == ""
+    found = samples_of(reply)
+    assert set(found) == {"kernel_time", "node_span"}
+    for label in found:
+        assert set(found[label]) == {path.stem for path in kernels}
+        assert all(4 <= len(samples) <= 6 and min(samples) > 0 for samples in found[label].values())
+
+
+def test_a_model_and_its_kernels_in_it(built: tuple[Workspace, Flavour], model: Path) -> None:
+    workspace, flavour = built
+    record_file = record_path(workspace, flavour, "anet_b1")
+    record = load_record(record_file)
+    request = Request(do="model", execution_provider="cpu", effort=FEW, paths=(str(model),), record=str(record_file),
+                      labels=("kernel_time", "node_span"))
+    found = samples_of(answer(request))
+    assert set(found) == {"latency", "kernel_time", "node_span"}
+    assert set(found["latency"]) == {"anet_b1"}
+    assert set(found["kernel_time"]) == set(found["node_span"]) == set(record.kernels)
+    uses = {name: sum(node.kernel_id == name for node in record.nodes) for name in record.kernels}
+    lengths = {len(samples) / uses[name] for name, samples in found["kernel_time"].items()}
+    assert len(lengths) == 1  # a sample a run, for each node that is this kernel
+    least = {label: {name: min(samples) for name, samples in found[label].items()} for label in found}  # least disturbed
+    convs = [name for name in record.kernels if record.kernels[name].op_type == "Conv"]
+    slowest = max(least["kernel_time"], key=lambda name: least["kernel_time"][name])
+    assert slowest == max(convs, key=lambda name: record.kernels[name].flops)
+    whole = sum(least["node_span"][node.kernel_id] for node in record.nodes)
+    assert 0.25 < whole / least["latency"]["anet_b1"] < 4
+    only = answer(request.model_copy(update={"labels": ()}))
+    assert set(samples_of(only)) == {"latency"}
+
+
+def test_every_kind_of_work_gives_a_reply(model: Path, kernels: list[Path]) -> None:
+    """All that may be asked is some function's, and what it gives is the reply but for its times: samples, or runs. (Those of
+    a GPU alone are asked for on one.)"""
+    assert set(WORK) == set(get_args(Request.model_fields["do"].annotation))
+    paths = {"alone": kernels[:1], "carrier": kernels[:2], "model": [model], "model_gpu": [model], "model_trace": [model],
+             "session": [model], "canary": []}
+    for do, files_of in paths.items():
+        request = Request.model_validate({"do": do, "execution_provider": "cpu", "effort": FEW, "labels": ["kernel_time"] * (
+            do == "carrier"), "paths": [str(path) for path in files_of]})
+        given = WORK[do](request)
+        assert isinstance(given, Reply)
+        assert (bool(given.samples), bool(given.runs)) == (do != "model_trace", do == "model_trace")
+        assert given.started == given.ended == ""
+        reply = answer(request)
+        assert "" < reply.started < reply.ended
+
+
+def test_a_model_that_is_not_its_records(built: tuple[Workspace, Flavour], model: Path, tmp_path: Path) -> None:
+    workspace, flavour = built
+    record = load_record(record_path(workspace, flavour, "anet_b1"))
+    other = tmp_path / "record.json"
+    other.write_text(record.model_copy(update={"nodes": record.nodes[1:]}).model_dump_json())
+    reply = answer(Request(do="model", execution_provider="cpu", effort=FEW, paths=(str(model),), record=str(other),
+                           labels=("kernel_time",)))
+    assert "ORT's graph is not the one in its record; make the record anew" in reply.error
+
+
+def test_what_is_wrong_with_a_kernel_is_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "bad.onnx"
+    path.write_bytes(b"no model")
+    for do in ("alone", "carrier"):
+        reply = answer(Request.model_validate({"do": do, "execution_provider": "cpu", "effort": FEW, "paths": (str(path),)}))
+        assert not reply.samples
+        assert "bad.onnx: not an ONNX model" in reply.error

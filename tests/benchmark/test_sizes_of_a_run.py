@@ -1,0 +1,82 @@
+"""Sizes that depend on data, as a run tells them, and what is analysed with them: the same work as the run's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from benchmark.runtimes.ort.runner import open_runner
+from benchmark.runtimes.ort.sizes_of_a_run import shapes_of_a_run, sizes_of_a_run
+from benchmark.sizes_of_a_run import read_inputs
+from ort_analysis.graph.analysis import analyze
+from recipes.kinds.make_models import make
+from tests.ort_analysis.test_sizes_by_data import detector
+from utils.errors import UserError
+from utils.paths import ROOT
+
+FLOAT = TensorProto.FLOAT
+
+
+def positives() -> onnx.ModelProto:
+    """The positive numbers of x, squared in a branch where a flag is set, and as many zeros as their sum says."""
+    node = helper.make_node
+    then = helper.make_graph([node("NonZero", ["some"], ["where"]), node("Mul", ["where", "where"], ["squares"])], "then", [],
+                             [helper.ValueInfoProto(name="squares")])
+    other = helper.make_graph([node("Constant", [], ["none"], value=numpy_helper.from_array(np.zeros((1, 0), np.int64)))],
+                              "else", [], [helper.ValueInfoProto(name="none")])
+    nodes = [node("Greater", ["x", "zero"], ["passed"]), node("Compress", ["x", "passed"], ["some"]),
+             node("If", ["flag"], ["y"], name="pick", then_branch=then, else_branch=other),
+             node("Cast", ["passed"], ["ones"], to=TensorProto.INT64), node("ReduceSum", ["ones"], ["count"]),
+             node("ConstantOfShape", ["count"], ["z"])]
+    graph = helper.make_graph(
+        nodes, "positives", [helper.make_tensor_value_info("x", FLOAT, [64]), helper.make_tensor_value_info(
+            "flag", TensorProto.BOOL, [])], [helper.ValueInfoProto(name=name) for name in ("y", "z")],
+        [numpy_helper.from_array(np.zeros((), np.float32), "zero")])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+
+
+def test_the_sizes_of_a_run_are_those_of_the_analysis(tmp_path: Path) -> None:
+    path = tmp_path / "positives.onnx"
+    onnx.save(positives(), path)
+    values = np.linspace(-1.0, 1.0, 64, dtype=np.float32)[:40]
+    inputs = {"x": np.concatenate([values, -np.ones(24, np.float32)]), "flag": np.array(True)}
+    passed = int((inputs["x"] > 0).sum())
+    sizes = sizes_of_a_run(path, {"then": 1}, inputs)
+    assert sizes == {"some.0": passed, "pick/where.1": passed, "z.0": passed}
+    real = shapes_of_a_run(path, {}, inputs)
+    for device in ("cpu", "cuda"):
+        record = analyze(path, device, {"then": 1, **sizes})
+        assert record.assumed == {}
+        assert {name: tensor.shape for name, tensor in record.outputs.items()} == {name: real[name] for name in ("y", "z")}
+
+
+def test_a_detector_measured_and_predicted_at_the_same_sizes(tmp_path: Path) -> None:
+    onnx.save(detector(), tmp_path / "detector.onnx")
+    sizes = sizes_of_a_run(tmp_path / "detector.onnx", {})
+    runner = open_runner(tmp_path / "detector.onnx", "cpu", dims=sizes, io="host")
+    assert analyze(tmp_path / "detector.onnx", "cpu", sizes).outputs["y"].shape == runner.run_once()[0].shape
+
+
+def test_the_command(tmp_path: Path) -> None:
+    onnx.save(detector(), tmp_path / "detector.onnx")
+    np.savez(tmp_path / "inputs.npz", scores=np.zeros((1, 3, 50), np.float32))
+    done = subprocess.run([sys.executable, "benchmark/sizes_of_a_run.py", "--model", str(tmp_path / "detector.onnx"),
+                           "--inputs", str(tmp_path / "inputs.npz"), "--json"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"selected.0": 0})
+    for name in ("detector.onnx", "missing.npz"):
+        with pytest.raises(UserError, match=r"numpy\.savez|no such file"):
+            read_inputs(tmp_path / name)
+
+
+def test_the_manifest_gives_the_sizes_that_measuring_sees(tmp_path: Path) -> None:
+    made = make("rows_by_nonzero", tmp_path)
+    assert not isinstance(made, str)
+    assert made.dims
+    assert analyze(tmp_path / made.file, "cpu", made.dims).assumed == {}

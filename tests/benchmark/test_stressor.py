@@ -1,0 +1,373 @@
+"""The stressor: reaches its share of the time, says so, and never outlives the process that wanted it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+import psutil
+import pytest
+from conftest import small_model
+from pydantic import ValidationError
+from threadpoolctl import threadpool_limits
+
+from benchmark.load import burners
+from benchmark.load.backgrounds import COMPUTE, KINDS, QUEUES, Background, Queue
+from benchmark.load.burners import AHEAD_S, Work, as_work, bursts, cpu_step
+from benchmark.load.stress import Stress, _end, _wait_until_ready, options, stress
+from benchmark.stressor import EXAMPLES
+from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY
+from utils import files
+from utils.errors import UserError
+from utils.paths import ROOT, Workspace
+
+TOTAL = "DCGM_FI_DEV_CPU_UTIL_TOTAL"
+HOLDER = """
+import sys, time
+from pathlib import Path
+from benchmark.load.stress import stress
+from utils.paths import Workspace
+with stress(0.3, execution_provider="cpu", workspace=Workspace(Path(sys.argv[1]))):
+    print("up", flush=True)
+    time.sleep(60)
+"""
+
+
+def start(root: Path, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "benchmark/stressor.py", "--workspace", str(root), "--device", "cpu", *options],
+                            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not psutil.wait_procs(processes, timeout=5)[1]
+
+
+def model_background(folder: Path, **changes: Any) -> Background:
+    """A small ONNX model of a dynamic batch as a background."""
+    files.write_bytes(folder / "net.onnx", small_model(batch="batch").SerializeToString())
+    return Background.model_validate({"name": "net", "kind": "model", "model": folder / "net.onnx"} | changes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_short(kind: str, tmp_path: Path) -> None:
+    step = cpu_step(model_background(tmp_path) if kind == "model" else Background.model_validate({"name": "a", "kind": kind}))
+    times_s = []
+    with threadpool_limits(1):  # as the workers have it
+        for _ in range(50):
+            began = time.perf_counter()
+            step()
+            times_s.append(time.perf_counter() - began)
+    assert min(times_s) < 2e-3
+
+
+def test_bursts_take_their_share_of_each_period() -> None:
+    began = time.monotonic()
+    burnt = list(itertools.islice(bursts(Work(lambda: time.sleep(0.0005)), 0.4, 0.02), 20))
+    periods = (time.monotonic() - began) / 0.02
+    assert 18 < periods < 60
+    assert 0.3 < sum(burnt) / len(burnt) / 0.02 < 0.6
+
+
+def test_reaches_its_share_and_ends_with_the_block(workspace: Workspace) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with stress(0.5, COMPUTE, "cpu", workspace=workspace) as stressor:
+        children = sorted(set(psutil.Process().children(recursive=True)) - before, key=lambda child: child.pid)
+        assert len(children) > len(os.sched_getaffinity(0))
+        time.sleep(1.2)
+        reached = stressor.reached()
+    # other work on the machine takes time from the stressor, and adds to the device's own figure
+    assert 0.15 < reached["duty"] < 0.65
+    assert reached["duty"] - 0.1 < reached[TOTAL] <= 1.0
+    assert gone(children)
+
+
+def test_intensity_0_starts_nothing() -> None:
+    before = psutil.Process().children(recursive=True)
+    with stress(0.0, COMPUTE, "cpu") as stressor:
+        assert stressor.reached() == {"duty": 0.0}
+        assert psutil.Process().children(recursive=True) == before
+
+
+def test_a_stressor_that_died_is_told(workspace: Workspace) -> None:
+    known = set(psutil.Process().children())
+    with stress(0.1, COMPUTE, "cpu", workspace=workspace) as stressor:
+        (child,) = set(psutil.Process().children()) - known
+        workers = child.children(recursive=True)
+        child.kill()
+        assert gone(workers)
+        time.sleep(0.1)
+        with pytest.raises(UserError, match="the stressor ended with exit code -9"):
+            stressor.reached()
+
+
+def left_alone(script: str) -> subprocess.Popen[str]:
+    """A shell that stands for a stressor: it leads a group of its own, as a stressor does."""
+    return subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True, process_group=0)
+
+
+def test_a_stressor_killed_as_its_workers_start_is_told_at_once_and_they_end() -> None:
+    process = left_alone("sleep 60 & kill -9 $$")  # the child holds the pipe, as a worker does that is still being started
+    began = time.monotonic()
+    with pytest.raises(UserError, match="the stressor ended with exit code -9"):
+        _wait_until_ready(process)
+    _end(process)
+    assert process.stdout is not None
+    assert process.stdout.read() == ""  # nobody holds the pipe any more
+    assert time.monotonic() - began < 5
+
+
+def test_a_stressor_that_is_ready_and_never_reports_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmark.load.stress.REPORT_PATIENCE_S", 0.3)
+    process = left_alone("""echo '{"event": "ready"}'; sleep 60""")
+    _wait_until_ready(process)
+    with pytest.raises(UserError, match=r"has not reported its load for 0\.3 s"):
+        Stress(0.5, process).reached()
+    _end(process)
+
+
+def test_a_report_that_a_kill_tore_is_no_report() -> None:
+    process = left_alone("""echo '{"event": "ready"}'; echo '{"event": "load", "duty": 0.5}'
+                            printf '{"event": "lo'; sleep 60""")
+    _wait_until_ready(process)
+    stressor = Stress(0.5, process)
+    assert stressor.reached() == {"duty": 0.5}
+    process.kill()
+    process.wait()
+    with pytest.raises(UserError, match="the stressor ended with exit code -9"):
+        stressor.reached()
+    _end(process)
+
+
+def test_dies_with_its_parent(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "up\n"
+    family = psutil.Process(parent.pid).children(recursive=True)
+    assert len(family) > 1
+    parent.kill()
+    parent.wait()
+    assert gone(family)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_a_report(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(tmp_path, "--kind", "mixed", "--intensity", "0.3", "--json")
+    assert process.stdout is not None
+    ready = json.loads(process.stdout.readline())
+    assert (ready["event"], ready["kind"], ready["pid"]) == ("ready", "mixed", process.pid)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    time.sleep(0.4)
+    process.send_signal(number)
+    rest, errors = process.communicate(timeout=10)
+    end = json.loads(rest)
+    assert (process.returncode, errors.count("Traceback")) == (0, 0)
+    assert end["event"] == "end"
+    assert 0.0 < end["duty"] < 1.0
+    assert TOTAL in end
+    assert gone(workers)
+
+
+def test_duration_and_reports(tmp_path: Path) -> None:
+    process = start(tmp_path, "--kind", "memory", "--intensity", "0.2", "--duration", "1", "--report-every", "0.3", "--json")
+    out, errors = process.communicate(timeout=30)
+    events = [json.loads(line) for line in out.splitlines()]
+    assert process.returncode == 0, errors
+    assert [event["event"] for event in events[:2]] == ["ready", "load"]
+    assert events[-1]["event"] == "end"
+    assert 0.9 < events[-1]["seconds"] < 2.0
+
+
+@pytest.mark.parametrize(("options", "code", "message"), [
+    (["--intensity", "1.5"], 2, "1.5 is not between 0 and 1"),
+    (["--intensity", "0.5", "--duration", "-1"], 2, "-1 is not a positive number"),
+    (["--intensity", "0.5", "--kind", "copy"], 2, "invalid choice: 'copy' (choose from "),
+    (["--intensity", "0.5", "--period-ms", "5000"], 1, "error: the load asked for: period_ms: input should be less than"),
+    (["--intensity", "0.5", "--queue", "deep"], 1, "queue deep: only a GPU has a queue to fill, and this is a CPU target"),
+    (["--intensity", "0.5", "--kind", "model"], 1, "error: the load asked for: model: kind model needs one, an ONNX file"),
+    (["--intensity", "0.5", "--dim", "batch=2"], 1, "dims: these are sizes of a model's dimensions, and there is no model"),
+    (["--intensity", "0.5", "--kind", "model", "--model", "gone.onnx"], 1, "gone.onnx: no such model"),
+    (["--intensity", "0.5", "--report-every", "0.01"], 1, "error: --report-every 0.01: psutil needs 0.2 s at least"),
+])
+def test_impossible_options(tmp_path: Path, options: list[str], code: int, message: str) -> None:
+    process = start(tmp_path, *options)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert message in errors
+
+
+# a model as background ---------------------------------------------------------------------------------------------------
+
+def test_a_model_runs_in_a_loop_until_the_block_ends(workspace: Workspace) -> None:
+    """In one process, which runs the real model."""
+    before = set(psutil.Process().children(recursive=True))
+    with stress(0.5, model_background(workspace.models, model=Path("net.onnx")), "cpu", workspace=workspace) as stressor:
+        children = sorted(set(psutil.Process().children(recursive=True)) - before, key=lambda child: child.pid)
+        burning = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        time.sleep(0.7)
+        reached = stressor.reached()
+    assert len(burning) == 1
+    assert 0.05 < reached["duty"] <= 1.0
+    assert gone(children)
+
+
+@pytest.mark.parametrize(("dims", "batch"), [({}, 1), ({"batch": 3}, 3)])
+def test_dimensions_are_1_or_as_given(tmp_path: Path, dims: dict[str, int], batch: int) -> None:
+    assert burners.model_dims(model_background(tmp_path, dims=dims)) == {"batch": batch}
+
+
+def test_a_size_suggested_for_a_dimension_that_is_not_there_is_left_out(workspace: Workspace) -> None:
+    """As the exporter stamps all its usual sizes into a model whose batch alone is open."""
+    background = model_background(workspace.models)
+    path = workspace.models / "net.onnx"
+    proto = onnx.load(path)
+    onnx.helper.set_model_props(proto, {DEFAULT_DIMS_KEY: json.dumps({"batch": 4, "height": 224})})
+    onnx.save(proto, path)
+    assert burners.model_dims(background) == {"batch": 4}
+
+
+def test_a_model_that_can_not_run_is_told(workspace: Workspace, capfd: pytest.CaptureFixture[str]) -> None:
+    background = model_background(workspace.models)
+    (workspace.models / "net.onnx").write_text("no model")
+    with pytest.raises(UserError, match="ended with exit code 1"), stress(0.5, background, "cpu", workspace=workspace):
+        pass
+    errors = capfd.readouterr().err
+    assert "net.onnx: not an ONNX model" in errors
+    assert "Traceback" not in errors
+
+
+# descriptions ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("description", [
+    {"name": ""}, {"name": "NULL"}, {"name": "two words"}, {"name": "a,b"}, {"name": "a", "kind": "copy"},
+    {"name": "a", "queue": "shallow"},
+    {"name": "a", "burst_ms": 0}, {"name": "a", "period_ms": 2000}, {"name": "a", "kind": "model"},
+    {"name": "a", "model": "net.onnx"}, {"name": "a", "dims": {"batch": 1}}, {"name": "a", "level": 0.5},
+    {"name": "a", "kind": "model", "model": "net.onnx", "dims": {"batch": 0}}])
+def test_impossible_backgrounds(description: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Background.model_validate(description)
+
+
+def test_options_say_all_of_a_background() -> None:
+    background = Background(name="b", kind="model", queue="deep", burst_ms=2, period_ms=50, model=Path("net.onnx"),
+                            dims={"batch": 4, "width": 8})
+    assert options(background) == ["--kind", "model", "--queue", "deep", "--burst-ms", "2.0", "--period-ms", "50.0", "--model",
+                                   "net.onnx", "--dim", "batch=4", "--dim", "width=8"]
+    assert all(f"--kind {kind}" in EXAMPLES for kind in ("compute", "memory", "model"))
+
+
+# a GPU's queue: no GPU here, so a fake one on a fake clock ------------------------------------------------------------------
+
+BURST_S = 5e-4
+
+
+@dataclass
+class FakeGpu:
+    """Stands in for a GPU and for the clock: bursts end one after another, and time passes only where somebody waits."""
+
+    burst_s: float = BURST_S
+    now_s: float = 100.0
+    free_s: float = 0.0  # when what is queued will be over
+    busy_s: float = 0.0
+    most_ahead_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)  # idle times between bursts
+
+    def wait_until(self, moment_s: float) -> None:
+        self.now_s = max(self.now_s, moment_s)
+
+    def launch(self) -> None:
+        self.now_s += 2e-6  # the host's dispatch
+        if self.free_s and self.free_s < self.now_s:
+            self.gaps_s.append(self.now_s - self.free_s)
+        self.free_s = max(self.free_s, self.now_s) + self.burst_s
+        self.busy_s += self.burst_s
+        self.most_ahead_s = max(self.most_ahead_s, self.free_s - self.now_s)
+
+    def mark(self) -> FakeEvent:
+        return FakeEvent(self, self.free_s)
+
+    def wait(self) -> None:
+        self.wait_until(self.free_s)
+
+
+@dataclass
+class FakeEvent:
+    """Stands in for a CUDA event."""
+
+    gpu: FakeGpu
+    at_s: float
+
+    def query(self) -> bool:
+        return self.gpu.now_s >= self.at_s
+
+    def synchronize(self) -> None:
+        self.gpu.wait_until(self.at_s)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    fake = FakeGpu()
+    monkeypatch.setattr(burners.time, "monotonic", lambda: fake.now_s)
+    monkeypatch.setattr(burners.time, "perf_counter", lambda: fake.now_s)
+    monkeypatch.setattr(burners.time, "sleep", lambda seconds: fake.wait_until(fake.now_s + seconds))
+    return fake
+
+
+def burn(gpu: FakeGpu, queue: Queue, intensity: float, periods: int = 50) -> tuple[float, float]:
+    """Runs periods of 20 ms; the share of the time that the fake GPU was busy, and the share that the burner tells."""
+    work = as_work(Background(name="a", queue=queue), gpu.launch, gpu.mark, gpu.wait)
+    turns = bursts(work, intensity, 0.02)
+    next(turns)  # begins at the next period's beginning
+    gpu.busy_s, gpu.most_ahead_s, began = 0.0, 0.0, gpu.now_s
+    gpu.gaps_s.clear()
+    told = [next(turns) for _ in range(periods)]
+    return gpu.busy_s / (gpu.now_s - began), sum(told) / (gpu.now_s - began)
+
+
+def test_a_deep_queue_never_runs_dry_when_steady(gpu: FakeGpu) -> None:
+    busy, told = burn(gpu, "deep", 1.0)
+    assert gpu.gaps_s == []
+    assert AHEAD_S - BURST_S <= gpu.most_ahead_s <= AHEAD_S + BURST_S
+    assert busy == pytest.approx(1.0, abs=0.01)
+    assert told == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_deep_queue_of_long_bursts_holds_the_next_one(gpu: FakeGpu) -> None:
+    gpu.burst_s = 1.5 * AHEAD_S
+    burn(gpu, "deep", 1.0)
+    assert gpu.gaps_s == []
+    assert gpu.most_ahead_s == pytest.approx(2 * gpu.burst_s, rel=0.01)
+
+
+def test_synchronised_bursts_are_waited_for(gpu: FakeGpu) -> None:
+    burn(gpu, "synchronised", 1.0)
+    assert gpu.most_ahead_s == pytest.approx(BURST_S)
+    assert len(gpu.gaps_s) > 1000  # the GPU waits for the host after each
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+@pytest.mark.parametrize("intensity", [0.3, 0.6, 0.9])
+def test_part_time_keeps_to_its_share(gpu: FakeGpu, queue: Queue, intensity: float) -> None:
+    """The last period's pause is not waited for: of 50 periods that is 2 % at most."""
+    busy, told = burn(gpu, queue, intensity)
+    assert busy == pytest.approx(intensity, abs=0.04)
+    assert told == pytest.approx(intensity, abs=0.04)
+
+
+def test_a_deep_queue_runs_dry_at_the_end_of_a_share(gpu: FakeGpu) -> None:
+    work = as_work(Background(name="a", queue="deep"), gpu.launch, gpu.mark, gpu.wait)
+    turns = bursts(work, 0.3, 0.02)
+    for _ in range(10):
+        next(turns)
+        assert gpu.free_s <= gpu.now_s
+        assert gpu.now_s % 0.02 < 0.3 * 0.02 + BURST_S
+        assert work.ahead_s() == 0.0

@@ -1,0 +1,81 @@
+"""What nodes take without the profiler: its part is taken off each, and a model's nodes add up to its latency."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+import pytest
+from conftest import build_workspace, small_model
+from trained_workspace import conv_net
+
+from benchmark.collecting.collect import collect
+from benchmark.collecting.config import CollectorConfig
+from benchmark.measuring.effort import Effort
+from benchmark.records.files import load_header, read_journal
+from benchmark.records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
+from benchmark.runtimes.ort.model_profile import profile_model
+from benchmark.runtimes.ort.profile import NodeEvent, ProfiledRun
+from benchmark.runtimes.ort.unprofiled import LEAST_SHARE, profiler_ms, unprofiled_ms
+from inference import measure_missing
+from tests.inference.test_missing_kernels import TARGET
+from tests.inference.test_no_training import CONFIG
+from utils.errors import UserError
+from utils.paths import Workspace
+
+
+def run(**durations_us: float) -> ProfiledRun:
+    """A profiled run of nodes one after another; a node's name says its operator."""
+    return ProfiledRun(0.0, 1e4, tuple(NodeEvent(name, name.rstrip("12"), "CPUExecutionProvider", start, duration)
+                                       for start, (name, duration) in enumerate(durations_us.items())))
+
+
+def test_the_profilers_part_is_the_same_for_every_node() -> None:
+    times = {"Conv": 0.100, "Add": 0.008, "Mul": 0.007}
+    assert profiler_ms(times, dict.fromkeys(times, 1.0), 0.100) == pytest.approx(0.005)
+    assert profiler_ms(times, {"Conv": 1.0, "Add": 3.0, "Mul": 1.0}, 0.106) == pytest.approx(0.005)  # in a Loop of three trips
+    # a node whose profiled time is all profiler keeps a part of it, and the others make up for it
+    assert profiler_ms(times, dict.fromkeys(times, 1.0), 0.0915) == pytest.approx(0.010)
+    assert profiler_ms(times, dict.fromkeys(times, 1.0), 0.200) == pytest.approx(0.0)  # never less than nothing
+    assert profiler_ms({}, {}, 1.0) == 0.0
+
+
+def test_each_run_keeps_its_own_times() -> None:
+    """Medians add up to the run's time; a node that holds a body is the body's."""
+    runs = [run(Conv=104.0, Loop=60.0, Add1=9.0), run(Conv=105.0, Loop=62.0, Add1=7.0), run(Conv=110.0, Loop=70.0, Add1=8.0)]
+    found = unprofiled_ms(runs, 0.105)
+    assert found == {"Conv": pytest.approx([0.100, 0.101, 0.106]), "Add1": pytest.approx([0.005, 0.003, 0.004])}
+    assert unprofiled_ms(runs, 0.0)["Add1"] == pytest.approx([LEAST_SHARE * 0.009, LEAST_SHARE * 0.007, LEAST_SHARE * 0.008])
+
+
+def test_a_models_nodes_add_up_to_its_latency(tmp_path: Path) -> None:
+    """In a real session: the same one, profiled and then not. Its nodes are small, so that the profiler's part shows."""
+    path = conv_net(tmp_path / "net.onnx", channels=2, size=4)
+    runs, graph, plain_ms = profile_model(path, "cpu", {}, Effort(warmup=5, least_runs=40, most_runs=40), plain=True)
+    assert len(plain_ms) == len(runs) == 40
+    found = unprofiled_ms(runs, median(plain_ms))
+    assert set(found) == {node.name for node in graph.nodes}
+    assert sum(map(median, found.values())) == pytest.approx(median(plain_ms), rel=1e-3)
+    profiled = sum(median(event.duration_us for one in runs for event in one.nodes if event.node == node) for node in found)
+    assert 1000 * median(plain_ms) < 0.9 * profiled
+
+
+def test_a_collector_goes_on_with_its_labels(workspace: Workspace) -> None:
+    """What --measure-missing began has a label more than a collection has by default."""
+    measure_missing(conv_net(workspace.root / "net.onnx", channels=8), target=TARGET, workspace=workspace, config=CONFIG)
+    build_workspace(workspace, {"anet_b1": small_model()})
+    collect(workspace, CONFIG.model_copy(update={"levels": (0.0,), "variants": ()}))
+    labels = (*DEFAULT_LABELS, "unprofiled")
+    assert load_header(workspace.dataset(TARGET)).labels == labels
+    blocks = read_journal(workspace.dataset(TARGET))
+    for context in ("carrier", "anet_b1"):
+        found = [m for block in blocks for m in block.measurements if m.context == context and m.subject == "kernel"]
+        assert {m.label for m in found} == set(IN_MODEL_LABELS)
+        assert all(m.status == "ok" for m in found)
+
+
+def test_it_is_for_a_cpu() -> None:
+    config = CollectorConfig(labels=("unprofiled",))
+    assert config.labels_on("cpu") == ("unprofiled",)
+    with pytest.raises(UserError, match="labels: unprofiled: on a GPU"):
+        config.labels_on("cuda")

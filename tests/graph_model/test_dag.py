@@ -1,0 +1,108 @@
+"""The DAG of a record, and times over it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import networkx as nx
+import onnx
+import pytest
+from conftest import small_model
+
+from graph_model.dag.dag import build_dag, calculate_latency, dag_file, load_dag, longest_path
+from ort_analysis.graph.analysis import analyze
+from ort_analysis.records.reading import record_path
+from utils import files
+from utils.errors import UserError
+from utils.paths import ROOT, Workspace
+
+
+@pytest.fixture
+def diamond() -> nx.DiGraph:
+    return nx.DiGraph([("start", "left"), ("start", "right"), ("right", "far"), ("left", "end"), ("far", "end")])
+
+
+TIMES = {"start": 1.0, "left": 7.0, "right": 2.0, "far": 3.0, "end": 0.5}
+
+
+def test_sum_and_longest_path_of_a_diamond(diamond: nx.DiGraph) -> None:
+    assert calculate_latency(diamond, TIMES) == calculate_latency(diamond, TIMES, "sum") == 13.5
+    assert calculate_latency(diamond, TIMES, "critical_path") == 8.5
+    assert longest_path(diamond, TIMES) == (8.5, ["start", "left", "end"])
+    assert longest_path(diamond, TIMES | {"far": 6.0}) == (9.5, ["start", "right", "far", "end"])
+
+
+def test_separate_parts_and_nothing() -> None:
+    apart = nx.DiGraph([("a", "b")])
+    apart.add_node("c")
+    assert longest_path(apart, {"a": 1.0, "b": 1.0, "c": 5.0}) == (5.0, ["c"])
+    assert longest_path(nx.DiGraph(), {}) == (0.0, [])
+    assert calculate_latency(nx.DiGraph(), {}) == 0.0
+
+
+def test_a_node_without_time_and_a_cycle(diamond: nx.DiGraph) -> None:
+    with pytest.raises(UserError, match="node end: no time"):
+        calculate_latency(diamond, {name: 1.0 for name in diamond if name != "end"})
+    diamond.add_edge("end", "start")
+    with pytest.raises(UserError, match="cycle"):
+        longest_path(diamond, TIMES)
+
+
+def test_a_hundred_thousand_nodes_in_linear_time() -> None:
+    def seconds(layers: int) -> float:
+        ladder = nx.DiGraph([((layer, side), (layer + 1, other)) for layer in range(layers) for side in (0, 1)
+                             for other in (0, 1)])  # 2^layers paths
+        begun = time.perf_counter()
+        assert longest_path(ladder, dict.fromkeys(ladder, 1.0))[0] == layers + 1
+        return time.perf_counter() - begun
+
+    assert seconds(50_000) < 5.0
+
+
+def test_dag_of_a_real_graph(tmp_path: Path) -> None:
+    record = analyze(small_model(), "cuda", name="small")  # Conv, Relu and Add apart, as the CUDA provider runs them
+    dag = build_dag(record)
+    assert list(dag) == [node.name for node in record.nodes]
+    assert nx.is_directed_acyclic_graph(dag)
+    types = {name: dag.nodes[name]["type"] for name in dag}
+    add = next(name for name, kind in types.items() if kind == "Add")
+    assert sorted(types[name] for name in dag.predecessors(add)) == ["Conv", "Relu"]
+    assert {dag.nodes[node.name]["kernel_id"] for node in record.nodes} == set(record.kernels)
+    edge = next(iter(dag.in_edges(add, data=True)))
+    assert edge[2]["bytes"] == 1 * 8 * 16 * 16 * 4
+    times = dict.fromkeys(dag, 1.0)
+    assert calculate_latency(dag, times, "critical_path") == len(dag)  # the second Conv lies between Relu and Add: a chain
+
+
+def test_files_hold_the_whole_dag(tmp_path: Path) -> None:
+    record = analyze(small_model(), "cpu", name="small")
+    path = tmp_path / "small.json"
+    files.write_json(path, dag_file(record))
+    assert nx.utils.graphs_equal(load_dag(path), build_dag(record))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 0}))
+    with pytest.raises(UserError, match=r"version 0.*dag_critical_path"):
+        load_dag(path)
+
+
+def test_the_command_writes_one_dag_a_record(workspace: Workspace) -> None:
+    onnx.save(small_model(), workspace.root / "small.onnx")
+    for provider in ("cpu", "cuda"):
+        record = analyze(workspace.root / "small.onnx", provider)
+        files.write_json(record_path(workspace, record.flavour, record.model), record)
+    command = [sys.executable, "graph_model/dag_critical_path.py", "--workspace", str(workspace.root), "--json"]
+    printed = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert len(printed) == 2
+    for row in printed:
+        assert row["nodes"] == load_dag(Path(row["file"])).number_of_nodes()
+        assert Path(row["file"]).parent == workspace.model_dag(row["flavour"])
+
+
+def test_the_command_without_records(workspace: Workspace) -> None:
+    command = [sys.executable, "graph_model/dag_critical_path.py", "--workspace", str(workspace.root)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "fusion_detector" in done.stderr

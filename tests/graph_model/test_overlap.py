@@ -1,0 +1,142 @@
+"""The overlap simulator, on made-up events and on a real profile."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+from conftest import small_model
+from onnx import TensorProto, helper
+
+from benchmark.measuring.effort import Effort
+from benchmark.runtimes.ort.model_profile import profile_model
+from benchmark.runtimes.ort.profile import NodeEvent, ProfiledRun
+from ort_analysis.graph.analysis import analyze, record_of
+from ort_analysis.records.reading import record_path
+from overlap_simulator import critical_path, matching_record, node_times_ms, overlap_of
+from utils import files
+from utils.paths import ROOT, Workspace
+
+
+def event(name: str, start_us: float, duration_us: float, op_type: str = "Conv") -> NodeEvent:
+    return NodeEvent(node=name, op_type=op_type, provider="CPUExecutionProvider", start_us=start_us, duration_us=duration_us)
+
+
+def run(*nodes: NodeEvent, end_us: float = 1000.0) -> ProfiledRun:
+    return ProfiledRun(start_us=0.0, end_us=end_us, nodes=nodes)
+
+
+def test_serial_kernels() -> None:
+    found = overlap_of([run(event("a", 10, 100.5), event("b", 110, 200.5), event("c", 400, 100.5))])
+    assert found.serial
+    assert found.overlap_ms == 0.0
+    assert found.busy_ms == pytest.approx(0.4015)
+    assert found.gap_ms == pytest.approx(0.0895)
+    assert found.run_ms == 1.0
+    assert found.gap_share == pytest.approx(0.0895)
+
+
+def test_kernels_side_by_side() -> None:
+    found = overlap_of([run(event("a", 0, 300), event("b", 100, 100), event("c", 250, 150), event("d", 400, 10))])
+    assert not found.serial
+    assert found.overlapping == ("b", "c")
+    assert found.overlap_ms == pytest.approx(0.150)  # b whole, c's first 50 µs
+    assert found.busy_ms == pytest.approx(0.410)
+    assert found.overlap_share == pytest.approx(0.15)
+
+
+def test_means_over_runs() -> None:
+    found = overlap_of([run(event("a", 0, 100)), run(event("a", 0, 300), end_us=2000)])
+    assert found.busy_ms == pytest.approx(0.2)
+    assert found.run_ms == pytest.approx(1.5)
+    assert found.runs == 2
+    assert found.kernels == 1
+
+
+def test_a_loop_does_not_overlap_with_what_is_inside() -> None:
+    found = overlap_of([run(event("loop", 0, 500, "Loop"), event("inside", 100, 100), event("after", 500, 10))])
+    assert found.serial
+    assert found.busy_ms == pytest.approx(0.51)
+
+
+def branches() -> onnx.ModelProto:
+    """One input, three Convs that do not wait for each other, one Concat."""
+    import numpy as np
+    from onnx import numpy_helper
+
+    weights = [numpy_helper.from_array(np.ones((8, 3, side, side), np.float32), f"w{side}") for side in (1, 3, 5)]
+    nodes = [helper.make_node("Conv", ["x", f"w{side}"], [f"c{side}"], pads=[side // 2] * 4, name=f"conv{side}")
+             for side in (1, 3, 5)]
+    nodes.append(helper.make_node("Concat", ["c1", "c3", "c5"], ["y"], axis=1, name="join"))
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, channels, 32, 32])
+              for name, channels in (("x", 3), ("y", 24))]
+    graph = helper.make_graph(nodes, "branches", values[:1], values[1:], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+
+
+def test_critical_path_of_branches() -> None:
+    record = analyze(branches(), "cuda", name="branches")
+    times = {node.name: {"conv1": 1.0, "conv3": 3.0, "conv5": 5.0}.get(node.name, 0.5) for node in record.nodes}
+    found = critical_path(record, times)
+    assert found.sum_ms == 9.5
+    assert found.path_ms == 5.5
+    assert found.possible_speedup == pytest.approx(9.5 / 5.5)
+    assert [node.node for node in found.path] == ["conv5", "join"]
+    assert found.path[0].share == pytest.approx(5 / 5.5)
+
+
+def test_a_real_run_is_serial(tmp_path: Path) -> None:
+    path = tmp_path / "branches.onnx"
+    onnx.save(branches(), path)
+    runs, graph, _ = profile_model(path, "cpu", {}, Effort(least_runs=4, most_runs=4))
+    record = record_of(graph)
+    assert len(runs) == 4
+    assert set(node_times_ms(runs)) == {node.name for node in record.nodes}
+    assert overlap_of(runs).serial
+    assert 0 < overlap_of(runs).busy_ms <= overlap_of(runs).run_ms
+
+
+def test_the_command_profiles_a_model(workspace: Workspace) -> None:
+    onnx.save(small_model(batch="batch"), workspace.root / "small.onnx")
+    command = [sys.executable, "overlap_simulator.py", "--workspace", str(workspace.root), "--model",
+               str(workspace.root / "small.onnx"), "--dim", "batch=2", "--device", "cpu", "--loops", "3"]
+    printed = json.loads(subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert printed["overlap"]["serial"] is True
+    assert printed["critical_path"]["path_ms"] <= printed["critical_path"]["sum_ms"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "Kernels ran one after another." in shown
+    assert "Critical path:" in shown
+
+
+def test_the_command_reads_a_profile_and_finds_its_record(workspace: Workspace) -> None:
+    record = analyze(small_model(), "cpu", name="small")
+    events = [{"cat": "Node", "name": f"{node.name}_kernel_time", "ts": 10 + 20 * place, "dur": 19,
+               "args": {"op_name": "Conv", "provider": "CPUExecutionProvider"}} for place, node in enumerate(record.nodes)]
+    events.append({"cat": "Session", "name": "model_run", "ts": 0, "dur": 1000})
+    profile = workspace.root / "profile.json"
+    profile.write_text(json.dumps(events))
+    command = [sys.executable, "overlap_simulator.py", "--workspace", str(workspace.root), "--profile", str(profile), "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["critical_path"] is None
+    assert "no kernel record names" in done.stderr
+    path = record_path(workspace, record.flavour, record.model)
+    files.write_json(path, record)
+    assert matching_record([path], {node.name for node in record.nodes}) == record
+    found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert found["critical_path"]["sum_ms"] == pytest.approx(len(record.nodes) * 0.0195)
+
+
+@pytest.mark.parametrize(("text", "told"), [("{", "not valid JSON"), ("{}", "not an ONNX Runtime profile"),
+                                            ("[]", "without node events")])
+def test_files_that_are_no_profile(tmp_path: Path, text: str, told: str) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(text)
+    done = subprocess.run([sys.executable, "overlap_simulator.py", "--workspace", str(tmp_path), "--profile", str(profile)],
+                          cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr

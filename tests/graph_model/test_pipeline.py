@@ -1,0 +1,185 @@
+"""Host and GPU as two tracks: the closed form against a plain simulation, and the costs found again from made-up models."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from graph_model.simulation.pipeline import (
+    NodeKind,
+    NodeSpan,
+    PipelineCosts,
+    chrome_trace,
+    dispatched_ms,
+    node_kind,
+    pipeline_ms,
+    timeline,
+)
+from ort_analysis.records.kernel_record import KernelInput, Tensor
+from ort_analysis.records.kernel_types import describe_kernel
+from training.composition.fit_pipeline import (
+    HOST_BOUND,
+    LIBRARY_LAUNCHES,
+    Tracks,
+    can_fit,
+    fit_pipeline,
+    hosts_ms,
+    latencies_ms,
+    left_out_ms,
+)
+
+COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0003, launch_ms=0.004, start_ms=0.008, gap_ms=0.001, lead_ms=-0.004,
+                      end_ms=0.006, library_ms=LIBRARY_LAUNCHES * 0.004)
+
+
+def simulate(gpu_ms: np.ndarray, launches: np.ndarray, kinds: np.ndarray, costs: PipelineCosts) -> float:
+    """Node after node, as it happens."""
+    host, gpu = costs.start_ms, 0.0
+    for time, count, kind in zip(gpu_ms, launches, kinds, strict=True):
+        host += (costs.node_ms if kind else costs.view_ms) + costs.launch_ms * count
+        host += costs.library_ms if kind == NodeKind.LIBRARY else 0.0
+        if count:
+            gpu = max(gpu, host + costs.lead_ms) + time + costs.gap_ms * count
+    return max(host, gpu) + costs.end_ms
+
+
+def made_up(draw: np.random.Generator, scale: float, pace: float = 1.0) -> Tracks:
+    """A model of 30 to 300 nodes whose GPU times are around `scale` ms, with the latency and host time that COSTS give it where
+    the host takes `pace` times as long as usual."""
+    nodes = int(draw.integers(30, 300))
+    kinds = np.where(draw.random(nodes) > 0.2, draw.integers(1, 3, nodes), NodeKind.VIEW)
+    launches = np.where(kinds, draw.integers(1, 5, nodes), 0).astype(float)
+    gpu_ms = np.where(kinds, scale * draw.lognormal(0.0, 1.0, nodes), 0.0)
+    costs = COSTS.at_pace(pace)
+    host_ms = float(dispatched_ms(launches, kinds, costs)[-1])
+    return Tracks(gpu_ms, launches, kinds, host_ms, pipeline_ms(gpu_ms, launches, kinds, costs), pace)
+
+
+@pytest.mark.parametrize("scale", [0.0001, 0.01, 1.0])
+def test_the_closed_form_is_the_simulation(scale: float) -> None:
+    """Where the host is the slower track, where neither is for long, and where the GPU is."""
+    draw = np.random.default_rng(3)
+    for _ in range(20):
+        model = made_up(draw, scale)
+        assert model.latency_ms == pytest.approx(simulate(model.gpu_ms, model.launches, model.kinds, COSTS), rel=1e-9)
+
+
+def test_by_hand() -> None:
+    """Two kernels, a view between them: the GPU still works on the first when the second is dispatched."""
+    costs = PipelineCosts(node_ms=2.0, view_ms=0.5, launch_ms=1.0, start_ms=10.0, gap_ms=0.25, lead_ms=-1.0, end_ms=4.0)
+    gpu, launches, moves = np.array([20.0, 0.0, 5.0]), np.array([2.0, 0.0, 1.0]), np.array([True, False, True])
+    assert dispatched_ms(launches, moves, costs).tolist() == [14.0, 14.5, 17.5]
+    assert pipeline_ms(gpu, launches, moves, costs) == 14.0 - 1.0 + 20.0 + 2 * 0.25 + 5.0 + 0.25 + 4.0
+    assert pipeline_ms(gpu / 100, launches, moves, costs) == 17.5 + 4.0  # the host is the slower track
+    assert pipeline_ms(gpu[:0], launches[:0], moves[:0], costs) == 14.0  # a graph that is optimised away
+
+
+def test_a_librarys_call_costs_the_host_more() -> None:
+    """A Conv, a Relu, a Reshape and a MatMul; a mask of what moves data, and costs of an older file, know no library."""
+    costs = PipelineCosts(node_ms=2.0, view_ms=0.5, launch_ms=1.0, start_ms=10.0, gap_ms=0.25, lead_ms=-1.0, end_ms=4.0,
+                          library_ms=7.0)
+    launches = np.array([2.0, 1.0, 0.0, 1.0])
+    kinds = np.array([NodeKind.LIBRARY, NodeKind.OWN, NodeKind.VIEW, NodeKind.LIBRARY])
+    assert dispatched_ms(launches, kinds, costs).tolist() == [21.0, 24.0, 24.5, 34.5]
+    assert dispatched_ms(launches, kinds > 0, costs).tolist() == [14.0, 17.0, 17.5, 20.5]
+    older = PipelineCosts.model_validate(costs.model_dump(exclude={"library_ms"}))
+    assert dispatched_ms(launches, kinds, older).tolist() == [14.0, 17.0, 17.5, 20.5]
+    assert costs.at_pace(2.0).library_ms == 14.0
+
+
+@pytest.mark.parametrize(("op_type", "shapes", "kind"), [
+    ("Conv", ((1, 3, 8, 8), (4, 3, 3, 3)), NodeKind.LIBRARY), ("MatMul", ((2, 3), (3, 4)), NodeKind.LIBRARY),
+    ("Relu", ((2, 3),), NodeKind.OWN), ("Reshape", ((2, 3), (2,)), NodeKind.VIEW)])
+def test_the_kind_of_a_node(op_type: str, shapes: tuple[tuple[int, ...], ...], kind: NodeKind) -> None:
+    """What the CPU provider runs calls no library of the GPU's."""
+    inputs = [KernelInput(dtype="float32" if place == 0 or op_type != "Reshape" else "int64", shape=shape)
+              for place, shape in enumerate(shapes)]
+    kernel = describe_kernel(op_type, "", 17, {}, inputs, [Tensor(dtype="float32", shape=(6,))])
+    assert node_kind(kernel) == kind
+    assert node_kind(kernel, on_gpu=False) == min(kind, NodeKind.OWN)
+
+
+@pytest.mark.parametrize("scale", [0.0001, 0.01, 1.0])
+@pytest.mark.parametrize("lead_ms", [COSTS.lead_ms, -0.07])  # the second as fitted for an H200, longer than the first dispatch
+def test_the_timeline_ends_with_the_prediction(scale: float, lead_ms: float) -> None:
+    """No overlap on either track, and the same end as the formula gives."""
+    draw = np.random.default_rng(8)
+    model, costs = made_up(draw, scale), COSTS.model_copy(update={"lead_ms": lead_ms})
+    spans = timeline(model.gpu_ms, model.launches, model.kinds, costs)
+    assert spans[0].host[0] == COSTS.start_ms
+    assert all(before.host[1] == after.host[0] for before, after in itertools.pairwise(spans))
+    work = [span.gpu for span in spans if span.gpu]
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(work))
+    last = max(spans[-1].host[1], work[-1][1] + COSTS.gap_ms * model.launches[model.launches > 0][-1])
+    assert last + COSTS.end_ms == pytest.approx(pipeline_ms(model.gpu_ms, model.launches, model.kinds, costs), rel=1e-9)
+    trace = chrome_trace(["node"] * len(spans), spans)["traceEvents"]
+    assert min(event["ts"] for event in trace if event["ph"] == "X") >= 0
+
+
+def test_a_trace_has_both_tracks() -> None:
+    found = chrome_trace(["a", "view"], [NodeSpan((0.0, 0.5), (0.25, 2.0)), NodeSpan((0.5, 0.75), None)])
+    assert [event["args"]["name"] for event in found["traceEvents"] if event["ph"] == "M"] == ["predicted", "host", "GPU"]
+    spans = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    assert [(span["name"], span["tid"], span["ts"], span["dur"]) for span in spans] == [
+        ("a", 1, 0.0, 500.0), ("view", 1, 500.0, 250.0), ("a", 2, 250.0, 1750.0)]
+
+
+def test_a_slower_host_by_hand() -> None:
+    """All that the host does takes twice as long, the GPU's pauses do not; a model that the GPU holds up hardly notices."""
+    costs = PipelineCosts(node_ms=2.0, view_ms=0.5, launch_ms=1.0, start_ms=10.0, gap_ms=0.25, lead_ms=-1.0, end_ms=4.0)
+    slower = costs.at_pace(2.0)
+    assert slower == PipelineCosts(node_ms=4.0, view_ms=1.0, launch_ms=2.0, start_ms=20.0, gap_ms=0.25, lead_ms=-2.0,
+                                   end_ms=8.0)
+    gpu, launches, moves = np.array([20.0, 0.0, 5.0]), np.array([2.0, 0.0, 1.0]), np.array([True, False, True])
+    of_gpu, of_host = (Tracks(times, launches, moves, host_ms=35.0, latency_ms=50.0, pace=2.0) for times in (gpu, gpu / 100))
+    assert latencies_ms([of_gpu, of_host], costs).tolist() == [42.75, 21.5]
+    waiting = 28.0 - 2.0 + 20.0 + 2 * 0.25 + 5.0 + 0.25 + 8.0
+    assert latencies_ms([of_gpu, of_host], costs, paced=True).tolist() == [waiting, 43.0]
+    assert hosts_ms([of_gpu, of_host], costs).tolist() == [35.0, 35.0]
+
+
+def test_costs_are_found_again() -> None:
+    """Whatever the host's pace was beside each model; host times of models that the GPU holds up tell nothing."""
+    draw = np.random.default_rng(5)
+    models = [made_up(draw, scale, draw.uniform(0.95, 1.6)) for scale in (0.0005, 0.002, 0.005, 0.01, 0.05) for _ in range(6)]
+    models = [replace(m, host_ms=1.3 * m.host_ms) if m.host_ms < 0.5 * m.latency_ms else m for m in models]
+    assert 5 < sum(m.host_ms < HOST_BOUND * m.latency_ms for m in models) < 20
+    found = fit_pipeline(models)
+    assert (found.node_ms, found.view_ms, found.launch_ms, found.start_ms, found.gap_ms) == pytest.approx(
+        (COSTS.node_ms, COSTS.view_ms, COSTS.launch_ms, COSTS.start_ms, COSTS.gap_ms), rel=0.02)
+    assert found.library_ms == pytest.approx(COSTS.library_ms, rel=0.02)
+    assert found.lead_ms == pytest.approx(COSTS.lead_ms, abs=5e-4)
+    assert found.end_ms == pytest.approx(COSTS.end_ms, abs=5e-4)
+
+
+def test_left_out_at_the_usual_pace_and_at_that_measured() -> None:
+    draw = np.random.default_rng(7)
+    models = [made_up(draw, scale, 1.5 if place == 0 else 1.0) for scale in (0.0005, 0.002, 0.01, 0.05) for place in range(5)]
+    groups = [str(place % 5) for place in range(len(models))]
+    measured = np.array([m.latency_ms for m in models])
+    assert left_out_ms(models, groups).paced_ms == pytest.approx(measured, rel=0.01)
+    usual = [pipeline_ms(m.gpu_ms, m.launches, m.kinds, COSTS) for m in models]
+    assert left_out_ms(models, groups).usual_ms == pytest.approx(np.array(usual), rel=0.01)
+    assert usual[0] < 0.75 * measured[0]
+
+
+def test_latencies_tell_where_host_times_are_not_known() -> None:
+    draw = np.random.default_rng(9)
+    models = [made_up(draw, scale) for scale in (0.0005, 0.002, 0.005, 0.01, 0.05) for _ in range(6)]
+    models = [m if place % 3 else replace(m, host_ms=math.nan) for place, m in enumerate(models)]
+    assert can_fit(models)
+    assert latencies_ms(models, fit_pipeline(models)) == pytest.approx(np.array([m.latency_ms for m in models]), rel=0.01)
+    assert not can_fit([replace(m, host_ms=math.nan) for m in models])
+
+
+def test_one_disturbed_model_pulls_little() -> None:
+    draw = np.random.default_rng(6)
+    models = [made_up(draw, scale) for scale in (0.0005, 0.002, 0.01, 0.05) for _ in range(6)]
+    models[3] = replace(models[3], latency_ms=3 * models[3].latency_ms)
+    found = fit_pipeline(models)
+    errors = [abs(pipeline_ms(m.gpu_ms, m.launches, m.kinds, found) / m.latency_ms - 1) for m in models]
+    assert np.median(errors) < 0.02

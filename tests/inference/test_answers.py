@@ -1,0 +1,362 @@
+"""Answers built on a latency's distribution: objectives, a curve over the load, two models side by side, a watched load.
+
+The models and the H200's predictors are real; how an H200 is shared is made up, in the form that training writes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_stand import STEP_S, Exporter, device_labels, free_port, prometheus, recorded, value, wait_for
+
+from graph_model.simulation.pipeline import PipelineCosts
+from graph_model.simulation.sharing import OtherWork, turns_ms
+from inference import Watch, check_slo, highest_busy_share, predict, predict_curve, predict_pair, shared_model, slo_under_load
+from inference.core.targets import fitted_for
+from inference.core.timeline import Tracks
+from inference.core.ways import WayOfRunning
+from inference.live.load import fields_asked
+from inference.live.prediction_exporter import FAILED, LATENCY, MEAN, PREDICTED, ROUGH
+from inference.sharing.co_runner import NotShared, UnderLoad
+from inference.sharing.shared_models import SharedModel
+from training.sharing.learned import Sharing, sharing_path
+from utils import files
+from utils.cli import EXIT_SLO_MISSED
+from utils.errors import UserError
+from utils.fingerprint import has_cuda
+from utils.paths import ROOT, SHIPPED, Workspace
+from utils.scrape_server import STALE
+
+TARGET = "nvidia-h200-cuda-ort1.31-all"
+SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=(0.3, 0.7, 2.4), cycle_ms=20.0,
+                  longest_wait_ms=2.42, switch_ms=0.26)
+FREE = PipelineCosts(node_ms=0, view_ms=0, launch_ms=0, start_ms=0, gap_ms=0, lead_ms=0, end_ms=0)
+BUSY = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
+WATCH_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory, torch_models: dict[str, Path]) -> Workspace:
+    """The predictors that ship for an H200 with what is made up of its sharing, and `resnet18`."""
+    made = Workspace(tmp_path_factory.mktemp("shared"))
+    shutil.copytree(SHIPPED / TARGET, made.predictors(TARGET))
+    files.write_json(sharing_path(made.predictors(TARGET)), SHARING)
+    made.models.mkdir(parents=True)
+    shutil.copy2(torch_models["resnet18"], made.models / "resnet18.onnx")
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(workspace: Workspace) -> SharedModel:
+    return shared_model("resnet18.onnx", target=TARGET, workspace=workspace)
+
+
+def shell(workspace: Workspace, script: str, *options: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"inference/{script}.py", "--workspace", workspace.root, "--target", TARGET, "--model",
+               "resnet18.onnx", *options]
+    return subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def told(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def working(model: SharedModel, gpu_ms: float, nodes: int = 31) -> SharedModel:
+    """`model` with a host that takes no time and equal nodes that take the GPU `gpu_ms`."""
+    tracks = Tracks(np.full(nodes, gpu_ms / nodes), np.ones(nodes), np.ones(nodes, dtype=bool))
+    return replace(model, tracks=tracks, costs=FREE)
+
+
+# turns ---------------------------------------------------------------------------------------------------------------------
+
+
+def turns(gpu_ms: list[float], node_ms: float, away_ms: float) -> np.ndarray:
+    count = len(gpu_ms)
+    return turns_ms(np.array(gpu_ms), np.ones(count), np.ones(count, dtype=bool),
+                    FREE.model_copy(update={"node_ms": node_ms}), 2.16, away_ms)
+
+
+def test_work_without_pauses_is_cut_at_the_longest_turn() -> None:
+    assert turns([1.0, 1.0, 1.0], 0.0, 1.0) == pytest.approx(np.tile([2.16, 0.84], 30))
+    assert turns([5.0], 0.0, 1.0) == pytest.approx(np.tile([2.16, 2.16, 0.68], 30))
+    assert turns([0.5, 1.0], 0.0, 1.0) == pytest.approx(np.full(30, 1.5))
+
+
+def test_a_host_that_is_slower_fills_its_queue_while_the_other_one_has_the_gpu() -> None:
+    """Four nodes of 0.4 ms, dispatched 1, 2, 3 and 4 ms from the start of a run."""
+    assert turns([0.4] * 4, 1.0, 0.0) == pytest.approx(np.full(120, 0.4))
+    assert turns([0.4] * 4, 1.0, 1.5) == pytest.approx(np.tile([0.4, 1.2], 30))  # from 1.48 ms on, and from 3.38
+    assert turns([0.4] * 4, 1.0, 10.0) == pytest.approx(np.full(30, 1.6))
+
+
+def test_what_leaves_the_gpu_nothing_to_do_has_no_turns(model: SharedModel) -> None:
+    nothing = Tracks(np.zeros(3), np.zeros(3), np.ones(3, dtype=bool))
+    assert len(turns_ms(*nothing, FREE, 2.16, 1.0)) == 0
+    assert replace(model, tracks=nothing).in_a_loop(model) == (0.0, 1.0, pytest.approx([]))
+
+
+def test_waits_beside_a_model_in_a_loop_are_those_that_an_h200_showed(model: SharedModel) -> None:
+    """Beside 3.1 ms of work on the GPU: 2.42 and 1.2 ms in turn; beside bursts of 0.5 ms: 0.76."""
+    met = working(model, 3.1).in_a_loop(model)
+    assert (met.busy_ms, met.quiet_ms) == (1.0, 0.0)
+    assert met.waits_ms == pytest.approx(np.tile([2.42, 1.2], 30))
+    assert working(model, 0.5).in_a_loop(model).waits_ms == pytest.approx(np.full(30, 0.76))
+
+
+# two models ----------------------------------------------------------------------------------------------------------------
+
+
+def test_two_models_side_by_side(model: SharedModel, workspace: Workspace) -> None:
+    pair = predict_pair("resnet18.onnx", "resnet18.onnx", target=TARGET, workspace=workspace)
+    one, two = pair.models
+    assert one == two
+    assert one.idle_ms == predict("resnet18.onnx", target=TARGET, workspace=workspace).latency_ms
+    assert one.under_load.mean_ms > one.idle_ms
+    assert pair.warnings == model.idle.warnings
+    assert one.under_load == model.beside(model.in_a_loop(model), "prediction")
+    assert json.loads(told(shell(workspace, "pair_latency", "--beside-model", "resnet18.onnx", "--json"))) == pair.model_dump(
+        mode="json")
+    header, *rows = (line.split("\t") for line in told(
+        shell(workspace, "pair_latency", "--beside-model", "resnet18.onnx")).splitlines())
+    assert header == ["model", "beside", "alone (ms)", "mean (ms)", "p50 (ms)", "p95 (ms)", "p99 (ms)", "mean / alone"]
+    assert rows == [rows[0]] * 2
+
+
+def test_each_waits_for_the_others_turns(model: SharedModel) -> None:
+    """1 ms of work waits once, for the 0.5 ms of the other one and a switch; 5 ms three times (slices of 2 ms)."""
+    short, middle, long = (working(model, gpu_ms) for gpu_ms in (0.5, 1.0, 5.0))
+    assert middle.beside(short.in_a_loop(middle), "prediction").percentiles_ms[50] == pytest.approx(1.0 + 0.76, abs=0.05)
+    assert long.beside(short.in_a_loop(long), "prediction").percentiles_ms[50] == pytest.approx(5.0 + 3 * 0.76, abs=0.05)
+
+
+def test_a_target_whose_sharing_is_not_known(torch_models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(NotShared, match=r"nothing was learned of how it is shared.*fit_sharing\.py"):
+        shared_model(torch_models["resnet18"], target=TARGET, workspace=unshared(tmp_path))
+
+
+def unshared(folder: Path) -> Workspace:
+    """The predictors that ship, without what there may be of sharing."""
+    workspace = Workspace(folder)
+    shutil.copytree(SHIPPED / TARGET, workspace.predictors(TARGET), ignore=shutil.ignore_patterns("sharing.json"))
+    return workspace
+
+
+# objectives ----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_objective_under_load_and_idle(model: SharedModel) -> None:
+    shared = UnderLoad(mean_ms=5.0, percentiles_ms=tuple(place / 10 for place in range(101)), busy_share=0.5, told_by="metrics")
+    loaded = model.idle.model_copy(update={"under_load": shared, "latency_ms": 5.0, "interval_ms": (4.0, 6.0)})
+    missed = check_slo(loaded, 5.0)
+    assert (missed.met, missed.latency_ms, missed.headroom_ms, missed.headroom_percent) == (
+        False, pytest.approx(9.5), pytest.approx(-4.5), pytest.approx(-90.0))
+    kept = check_slo(loaded, 5.0, 40.0)
+    assert (kept.met, kept.headroom_ms, kept.headroom_percent) == (True, pytest.approx(1.0), pytest.approx(20.0))
+    alone = check_slo(model.idle, 2 * model.idle.latency_ms, 99.0)
+    assert (alone.met, alone.latency_ms, alone.headroom_percent) == (True, model.idle.latency_ms, pytest.approx(50.0))
+    assert alone.could_be_ms == model.idle.interval_ms[1]
+    assert kept.could_be_ms == pytest.approx(4.0 * 6.0 / 5.0)
+
+
+def test_the_highest_load_that_meets_an_objective(model: SharedModel) -> None:
+    """Alone 1 ms, beside work that never pauses 3.4 at worst: once more than 5 % of the runs meet it, p95 is above 1.1."""
+    worked = working(model, 1.0)
+    assert highest_busy_share(worked, 0.99) is None
+    assert highest_busy_share(worked, 3.5) == 1.0
+    share = highest_busy_share(worked, 1.1)
+    assert share is not None
+    assert 0.02 < share < 0.15
+    assert worked.at_share(share).percentile_ms(95) <= 1.1 < worked.at_share(share + 0.02).percentile_ms(95)
+    lower = highest_busy_share(worked, 1.1, 50.0)
+    assert lower is not None
+    assert lower > 4 * share
+
+
+def test_a_highest_load_that_is_not_known(workspace: Workspace, tmp_path: Path, torch_models: dict[str, Path]) -> None:
+    copied = predict("resnet18.onnx", target=TARGET, workspace=workspace, way=WayOfRunning(io="host"))
+    found = slo_under_load(copied, "resnet18.onnx", 5.0, workspace=workspace)
+    assert found.unknown_because == "a model run with tensors on the host was not measured beside other work"
+    elsewhere = unshared(tmp_path)
+    idle = predict(torch_models["resnet18"], target=TARGET, workspace=elsewhere)
+    unknown = slo_under_load(idle, torch_models["resnet18"], 5.0, workspace=elsewhere)
+    assert (unknown.met, unknown.highest_busy_share) == (True, None)
+    assert "nothing was learned of how it is shared" in (unknown.unknown_because or "")
+
+
+def test_the_command_says_whether_an_objective_is_met(workspace: Workspace, model: SharedModel, tmp_path: Path) -> None:
+    files.write_json(tmp_path / "busy.json", {BUSY: 0.4})
+    expected = predict("resnet18.onnx", target=TARGET, workspace=workspace, load={BUSY: 0.4})
+    shared = expected.under_load
+    assert shared == model.at_share(0.4).model_copy(update={"told_by": "metrics"})
+    asked = ("--metrics", tmp_path / "busy.json", "--slo-ms", "2", "--slo-percentile", "90")
+    (found,) = json.loads(told(shell(workspace, "predict_model_latency", *asked, "--json")))
+    assert found["slo"] == slo_under_load(expected, "resnet18.onnx", 2.0, 90.0, workspace).model_dump(mode="json")
+    assert found["slo"]["latency_ms"] == shared.percentile_ms(90)
+    assert {name: part for name, part in found.items() if name != "slo"} == expected.model_dump(mode="json")
+    table, _, verdict = told(shell(workspace, "predict_model_latency", *asked, "--top", "0")).rstrip().rpartition("\n")
+    header, row = (line.split("\t") for line in table.splitlines())
+    columns = dict(zip(header, row, strict=True))
+    assert [float(columns[f"{name} (ms)"]) for name in ("mean", "p50", "p95", "p99")] == pytest.approx(
+        [shared.mean_ms, *(shared.percentile_ms(percent) for percent in (50, 95, 99))], rel=1e-3)
+    assert "latency (ms)" not in columns
+    could_be_ms = shared.percentile_ms(90) * expected.interval_ms[1] / expected.latency_ms
+    assert verdict.startswith(f"{expected.model}: p90 {shared.percentile_ms(90):.4g} ms (it could be {could_be_ms:.4g}) "
+                              "meets the SLO of 2 ms by ")
+    idle = shell(workspace, "predict_model_latency", "--slo-ms", "0.01")
+    assert idle.returncode == EXIT_SLO_MISSED
+    assert "latency (ms)" in idle.stdout
+    assert idle.stdout.rstrip().endswith("p95 misses it on an idle device too")
+    assert shell(workspace, "predict_model_latency", "--slo-percentile", "99").returncode == 2
+
+
+# the curve -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_over_the_load(workspace: Workspace, model: SharedModel, tmp_path: Path) -> None:
+    curve = predict_curve("resnet18.onnx", points=5, target=TARGET, workspace=workspace)
+    first, *_, last = curve.points
+    assert [point.busy_share for point in curve.points] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert [first.mean_ms, first.p50_ms, first.p99_ms] == pytest.approx([model.idle.latency_ms] * 3, rel=1e-4)
+    always = model.beside(OtherWork(1.0, 0.0, np.array(SHARING.waits_ms)), "share")
+    assert (last.mean_ms, last.p95_ms) == (always.mean_ms, always.percentile_ms(95))
+    means = [point.mean_ms for point in curve.points]
+    assert means == sorted(means)
+    written = told(shell(workspace, "load_curve", "--points", "5", "--json", "--out", tmp_path / "curve.csv", "--plot",
+                         tmp_path / "curve.png", "--slo-ms", "5"))
+    assert json.loads(written) == curve.model_dump(mode="json")
+    header, *rows = (line.split(",") for line in (tmp_path / "curve.csv").read_text().splitlines())
+    assert (header[-1], {row[-1] for row in rows}) == ("rough_estimate", {"False"})
+    assert [dict(zip(header[:-1], map(float, row[:-1]), strict=True)) for row in rows] == [
+        point.model_dump() for point in curve.points]
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert shell(workspace, "load_curve", "--points", "1").returncode == 2
+
+
+# a watched load ------------------------------------------------------------------------------------------------------------
+
+
+def test_readings_that_fail_are_told_and_counted(model: SharedModel) -> None:
+    answers = iter([model.idle, UserError("no answer"), UserError("no answer either"), model.idle])
+    over = threading.Event()
+
+    def ask() -> object:
+        found = next(answers)
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+    watch = Watch(ask, interval_s=0.001, limit_ms=5.0)  # type: ignore[arg-type]
+    assert watch.trouble() == "no prediction so far"
+    readings = []
+    for reading in watch.readings(over):
+        readings.append(reading)
+        if len(readings) == 4:
+            over.set()
+    assert [(reading.trouble, reading.failed) for reading in readings] == [
+        ("", 0), ("no answer", 1), ("no answer either", 2), ("", 2)]
+    assert readings[0].slo == check_slo(model.idle, 5.0)
+    assert (readings[0].mean_ms, readings[0].p50_ms, readings[1].mean_ms) == (model.idle.latency_ms, None, None)
+    watch.predicted_s, watch.error = watch.predicted_s - 100, "no answer"
+    assert watch.trouble() == "the last prediction is 100 s old: no answer"
+
+
+@pytest.mark.parametrize("mode", ["mps", "mig"])
+def test_a_mode_of_sharing_that_was_not_measured_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch,
+                                                            mode: str) -> None:
+    """FAKE: this machine is taken for the target, and its GPU to be shared so."""
+    target = fitted_for(workspace, TARGET).target
+    monkeypatch.setattr("inference.core.targets.local_targets", lambda: (target,))
+    monkeypatch.setattr("inference.sharing.co_runner.sharing_mode", lambda: mode)
+    with pytest.raises(UserError, match=f"sharing mode {mode}: .* measured in time slices only"):
+        predict("resnet18.onnx", target=TARGET, load={BUSY: 0.5}, workspace=workspace)
+    with pytest.raises(UserError, match=f"sharing mode {mode}"):
+        shared_model("resnet18.onnx", target=TARGET, workspace=workspace)
+
+
+@pytest.mark.parametrize("share", [60.0, -0.1, float("nan")])
+def test_a_load_that_cannot_be_is_refused(workspace: Workspace, share: float) -> None:
+    with pytest.raises(UserError, match=f"{BUSY}: the device reports"):
+        predict("resnet18.onnx", target=TARGET, load={BUSY: share}, workspace=workspace)
+
+
+def test_a_shared_target_needs_one_metric(workspace: Workspace) -> None:
+    assert fields_asked(fitted_for(workspace, TARGET)) == (BUSY,)
+
+
+def test_the_command_follows_a_prometheus(workspace: Workspace, model: SharedModel, tmp_path: Path,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the load is known, a line an interval and the prediction to scrape; then lines that say why not, and 503."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    replayed = Exporter(recorded(tmp_path / "gpu.jsonl", [{BUSY: 0.4, "DCGM_FI_DEV_GPU_UTIL": 50.0}] * int(60 / STEP_S)),
+                        device_labels("GPU-a"))
+    with prometheus(tmp_path / "prometheus", {"gpu": (replayed.address, "metrics")}) as port:
+        wait_for(lambda: value(port, BUSY) is not None)
+        (tmp_path / "config.yaml").write_text(
+            f"prometheus: {{url: 'http://127.0.0.1:{port}', max_age_s: 5, on_failure: idle}}\n")
+        export = free_port()
+        process = subprocess.Popen(
+            [sys.executable, "inference/predict_model_latency.py", "--workspace", str(workspace.root), "--target", TARGET,
+             "--model", "resnet18.onnx", "--config", str(tmp_path / "config.yaml"), "--watch", str(WATCH_S), "--slo-ms", "5",
+             "--export", f"127.0.0.1:{export}"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            header = process.stdout.readline().rstrip("\n").split("\t")
+            assert header == ["time", "busy share", "mean (ms)", "p50 (ms)", "p95 (ms)", "rough estimate", "host pace", "SLO",
+                              "trouble"]
+            shared = model.at_share(0.4)
+            line = process.stdout.readline().rstrip("\n").split("\t")
+            expected = [f"{figure:.4g}" for figure in (shared.mean_ms, shared.percentile_ms(50), shared.percentile_ms(95))]
+            assert line[1:] == ["40%", *expected, "no", "-", "met", "-"]
+            address = f"http://127.0.0.1:{export}/metrics"
+            served = {family.name: family for family in text_string_to_metric_families(requests.get(address, timeout=5).text)}
+            assert {name for name in served if name.startswith("hase_")} == {LATENCY, MEAN, PREDICTED, FAILED, ROUGH}
+            assert served["process_cpu_seconds"].samples[0].value > 0
+            labels = {"model": model.idle.model, "target": TARGET}
+            assert {sample.labels["quantile"]: sample.value for sample in served[LATENCY].samples} == pytest.approx(
+                {f"{percent / 100:g}": shared.percentile_ms(percent) / 1e3 for percent in (50, 95, 99)})
+            mean = served[MEAN].samples[0]
+            assert (mean.labels, mean.value) == (labels, pytest.approx(shared.mean_ms / 1e3))
+            assert served[ROUGH].samples[0].value == 0
+            replayed.close()
+            while (line := process.stdout.readline().rstrip("\n").split("\t"))[8] == "-":
+                pass
+            assert line[1:8] == ["-"] * 7
+            assert line[8].startswith("reading failed (1 so far): prometheus: ")
+            wait_for(lambda: requests.get(address, timeout=5).status_code == 503, seconds=10 * STALE * WATCH_S)
+            assert "the last prediction is" in requests.get(address, timeout=5).text
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=20)
+            assert process.returncode == 0, said
+            assert "failed" in said.splitlines()[-1]
+            assert "Traceback" not in said
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def test_a_watch_needs_something_to_follow(workspace: Workspace) -> None:
+    done = shell(workspace, "predict_model_latency", "--watch")
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+    assert "nothing says what else runs" in done.stderr
+    for options in (["--export", "9401"], ["--watch", "--dim", "batch=1,2"], ["--watch", "0"],
+                    ["--watch", "--probe", "reading.json"], ["--measure-missing", "--probe"]):
+        assert shell(workspace, "predict_model_latency", *options).returncode == 2
+
+
+@pytest.mark.skipif(has_cuda(), reason="needs a machine that is not the target")
+def test_a_watch_probes_only_the_gpu_in_question(workspace: Workspace) -> None:
+    done = shell(workspace, "predict_model_latency", "--watch", "--probe")
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+    assert "the probe has to run on the GPU in question" in done.stderr

@@ -1,0 +1,80 @@
+"""Predictions of many threads, of many processes, and of one process for a long time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from trained_workspace import trained
+
+from inference import predict
+from inference.core import sources
+from ort_analysis.records.reading import load_records
+from training.kernels import predictors
+from utils.fingerprint import flavour_of, local_target
+from utils.paths import ROOT, Workspace
+
+TARGET = local_target("cpu").name
+THREADS, EACH = 8, 20
+ONE_PROCESS = """
+import sys
+from pathlib import Path
+from inference import predict
+from utils.paths import Workspace
+workspace = Workspace(Path(sys.argv[1]))
+for name in sys.argv[3:]:
+    print(predict(Path(name), target=sys.argv[2], workspace=workspace).latency_ms)
+"""
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return trained(tmp_path_factory.getbasetemp() / "trained")
+
+
+def record_files(workspace: Workspace) -> list[Path]:
+    return sorted(path for path in (workspace.kernel_records / flavour_of("cpu").name).glob("*.json") if path.stem != "index")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_threads_give_what_one_gives(strict: bool, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = record_files(workspace)
+    alone = [predict(model, target=TARGET, workspace=workspace, strict=strict).latency_ms for model in models]
+    monkeypatch.setattr(sources, "KEPT_FILES", 3)  # what is remembered is thrown away all the time
+    monkeypatch.setattr(predictors, "REMEMBERED_KERNELS", 4)
+    monkeypatch.setattr(predictors, "REMEMBERED_LOADS", 1)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(THREADS) as threads:
+            found = list(threads.map(lambda turn: predict(models[turn % len(models)], target=TARGET, workspace=workspace,
+                                                          strict=strict).latency_ms, range(THREADS * EACH)))
+    finally:
+        sys.setswitchinterval(before)
+    assert found == [alone[turn % len(models)] for turn in range(THREADS * EACH)]
+
+
+def test_processes_give_what_one_gives(workspace: Workspace) -> None:
+    models = record_files(workspace)[:3]
+    alone = [predict(model, target=TARGET, workspace=workspace).latency_ms for model in models]
+    running = [subprocess.Popen([sys.executable, "-c", ONE_PROCESS, str(workspace.root), TARGET, *map(str, models)], cwd=ROOT,
+                                stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in running:
+        assert [float(line) for line in process.communicate()[0].split()] == alone
+
+
+def test_a_long_life_takes_no_more_memory(workspace: Workspace) -> None:
+    records = load_records(workspace, flavour_of("cpu"))
+
+    def predicted(count: int) -> None:
+        for turn in range(count):
+            predict(records[turn % len(records)], target=TARGET, workspace=workspace, strict=turn % 2 == 0)
+
+    predicted(200)
+    before = psutil.Process().memory_info().rss
+    predicted(2000)
+    assert psutil.Process().memory_info().rss - before < 10 << 20

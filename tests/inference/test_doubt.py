@@ -1,0 +1,240 @@
+"""Doubt said aloud: what is a rough estimate, what only widens an interval, and what no answer may say."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from trained_workspace import METRIC, conv_net, trained
+
+from inference import predict
+from inference.core.answers import Prediction
+from inference.core.doubt import CERTAIN, FAR, Span, is_rough, joined, shortness
+from inference.core.sizes import never_falling
+from training.composition.fitted import load_composition
+from training.kernels.doubt import DEFAULT_RANGES, doubt_path, read_doubt
+from utils.cli import EXIT_ROUGH
+from utils.fingerprint import local_target
+from utils.paths import ROOT, SHIPPED, Workspace
+
+H200 = "nvidia-h200-cuda-ort1.31-all"
+TARGET = local_target("cpu").name
+
+
+def graph(path: Path, nodes: list[onnx.NodeProto], inputs: dict[str, list[Any]], outputs: dict[str, list[Any]],
+          weights: dict[str, np.ndarray], opset: int = 20) -> Path:
+    given, made = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in of.items()]
+                   for of in (inputs, outputs))
+    constants = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()]
+    body = helper.make_graph(nodes, path.stem, given, made, constants)
+    onnx.save(helper.make_model(body, opset_imports=[helper.make_opsetid("", opset)], ir_version=10), path)
+    return path
+
+
+def recurrent(path: Path, hidden: int = 64) -> Path:
+    """A GRU over forty steps, and a Flatten and an Identity that cost nothing."""
+    nodes = [helper.make_node("GRU", ["x", "w", "r"], ["y"], hidden_size=hidden, linear_before_reset=1),
+             helper.make_node("Flatten", ["y"], ["f"]), helper.make_node("Relu", ["f"], ["out"])]
+    return graph(path, nodes, {"x": [40, 1, 32]}, {"out": [40, hidden]},
+                 {"w": np.zeros((1, 3 * hidden, 32)), "r": np.zeros((1, 3 * hidden, hidden))})
+
+
+def normalised(path: Path, shape: list[int]) -> Path:
+    """A BatchNormalization that nothing is fused with, and one activation before it."""
+    names = ["scale", "bias", "mean", "var"]
+    nodes = [helper.make_node("Sigmoid", ["x"], ["s"]), helper.make_node("BatchNormalization", ["s", *names], ["y"])]
+    return graph(path, nodes, {"x": shape}, {"y": shape}, {name: np.ones(shape[1]) for name in names})
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return trained(tmp_path_factory.getbasetemp() / "trained")
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "inference/predict_model_latency.py", *arguments], cwd=ROOT, capture_output=True,
+                          text=True)
+
+
+def test_a_recurrent_layer_is_a_rough_estimate(tmp_path: Path) -> None:
+    path = recurrent(tmp_path / "gru.onnx")
+    done = command("--workspace", tmp_path, "--model", path, "--target", H200, "--json", "--fail-on-rough")
+    assert done.returncode == EXIT_ROUGH, done.stderr
+    (found,) = json.loads(done.stdout)
+    assert found["rough_estimate"]
+    assert found["estimated_operators"] == ["GRU"]
+    low, high = found["interval_ms"]
+    assert low < found["latency_ms"]
+    assert high > 5 * found["latency_ms"]  # 40 steps of some launches each
+    assert "rough estimate: GRU: never measured" in done.stderr
+    assert "Flatten" not in done.stderr
+    table = command("--workspace", tmp_path, "--model", path, "--target", H200)
+    assert table.returncode == 0
+    heading, row = (line.split("\t") for line in table.stdout.splitlines()[:2])
+    assert row[heading.index("rough estimate")] == "yes"
+
+
+def test_known_models_are_not_marked(torch_models: dict[str, Path]) -> None:
+    for path in torch_models.values():
+        for strict in (False, True):
+            found = predict(path, target=H200, strict=strict)
+            assert not found.rough_estimate
+            assert found.estimated_operators == found.doubtful_operators == ()
+
+
+def test_an_operator_known_at_another_rank_is_doubtful(tmp_path: Path) -> None:
+    usual = predict(normalised(tmp_path / "usual.onnx", [256, 64, 56, 56]), target=H200)
+    odd = predict(normalised(tmp_path / "odd.onnx", [65536, 4096]), target=H200)
+    assert (usual.doubtful_operators, odd.doubtful_operators) == ((), ("BatchNormalization",))
+    assert odd.kernel_count["estimated"] == 0
+    assert odd.rough_estimate
+    assert not usual.rough_estimate
+    assert odd.interval_ms[1] / odd.latency_ms > 2 * usual.interval_ms[1] / usual.latency_ms
+
+
+def test_a_small_share_only_widens(workspace: Workspace) -> None:
+    plain = predict(conv_net(workspace.root / "plain.onnx", channels=64, size=32), target=TARGET, workspace=workspace)
+    odd = predict(conv_net(workspace.root / "erf64.onnx", channels=64, size=32, extra="Erf"), target=TARGET,
+                  workspace=workspace)
+    assert odd.estimated_operators == ("Erf",)
+    widths = [math.log(one.interval_ms[1] / one.interval_ms[0]) for one in (plain, odd)]
+    assert widths[1] > widths[0] > 0
+    for one in (plain, odd):
+        assert one.interval_ms[0] < one.latency_ms < one.interval_ms[1]
+
+
+def test_sizes_beyond_the_data_widen(workspace: Workspace) -> None:
+    within, beyond = (predict(conv_net(workspace.root / f"wide{channels}.onnx", channels=channels), target=TARGET,
+                              workspace=workspace, strict=True) for channels in (40, 1024))
+    assert not within.rough_estimate
+    assert beyond.rough_estimate
+    assert beyond.estimated_operators == ()
+    assert any("far beyond what was measured" in text for text in beyond.warnings)
+    assert beyond.interval_ms[1] / beyond.latency_ms > within.interval_ms[1] / within.latency_ms
+    assert FAR > 1
+
+
+def test_an_interval_is_given_under_load_too(workspace: Workspace, torch_models: dict[str, Path]) -> None:
+    found = predict("anet_c16.onnx", target=TARGET, workspace=workspace, load={METRIC: 0.5})
+    assert found.interval_ms[0] < found.latency_ms < found.interval_ms[1]
+    path = torch_models["resnet18"]
+    idle, beside = (predict(path, target=H200, load=load)
+                    for load in ({}, {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5}))
+    widths = [one.interval_ms[1] / one.latency_ms for one in (idle, beside)]
+    assert 1.0 < widths[0] < widths[1]
+
+
+def test_few_models_tell_an_interval_too(workspace: Workspace) -> None:
+    """Of four models, left out by three families, the errors are ±10 %: Student's t for three degrees of freedom."""
+    from inference.core.targets import fitted_for
+
+    used = fitted_for(workspace, TARGET).composition
+    models = tuple(model.model_copy(update={"model": name, "predicted_ms": model.measured_ms * error})
+                   for model, name, error in zip(used.models, ("a1", "a2", "b1", "c1"), (1.1, 1 / 1.1) * 2, strict=False))
+    few = used.model_copy(update={"interval": None, "models": models})
+    found = predict("anet_c16.onnx", target=TARGET, workspace=workspace, composition=few)
+    shorter = shortness(few, found.latency_ms).span  # where the errors just made up moved the shortest model
+    assert found.interval_ms[1] / found.latency_ms == pytest.approx(
+        joined([Span(1.0, 1.1 ** (2.3534 * math.sqrt(4 / 3))), shorter]).high, rel=1e-3)
+    one = predict("anet_c16.onnx", target=TARGET, workspace=workspace,
+                  composition=few.model_copy(update={"left_out": "nothing", "models": models[:1]}))
+    assert one.interval_ms[1] / one.latency_ms == pytest.approx(2.0, rel=1e-3)
+
+
+def test_errors_add_up_in_quadrature() -> None:
+    assert joined([]) == CERTAIN
+    low, high = joined([Span(0.5, 2.0), Span(0.5, 2.0), Span(1.1, 0.9)])  # the last one holds nothing: only 1 itself
+    assert (low, high) == (pytest.approx(0.5 ** math.sqrt(2)), pytest.approx(2 ** math.sqrt(2)))
+    assert is_rough(Span(1.0, 1.11))
+    assert is_rough(Span(0.89, 1.0))
+    assert not is_rough(Span(0.91, 1.09))
+
+
+def test_ranges_are_learned_from_operators_left_out(workspace: Workspace) -> None:
+    """Of the made-up dataset each range holds 1; a class of few operators is no narrower than the default."""
+    doubt = read_doubt(workspace.predictors(TARGET))
+    assert doubt_path(workspace.predictors(TARGET)).is_file()
+    assert doubt.forms is not None
+    assert any(forms == ("float32 of rank 4",) for name, forms in doubt.forms.items() if name.startswith("Conv"))
+    for kind, found in doubt.ranges["run"].items():
+        assert found.low <= 1.0 <= found.high
+        if found.operators < 3:
+            assert found == found.joined(DEFAULT_RANGES[kind])  # type: ignore[index]
+
+
+def test_the_shipped_ranges() -> None:
+    """Learned from the shipped dataset: of fourteen operators that work element by element, nine of ten kernels take
+    0.29 to 1.37 of the estimate; none is recurrent."""
+    doubt = read_doubt(SHIPPED / H200)
+    assert doubt.dataset_sha256 == json.loads((SHIPPED / H200 / "predictors.json").read_text())["dataset_sha256"]
+    found = doubt.ranges["gpu"]["elementwise"]
+    assert (found.low, found.high, found.operators) == (pytest.approx(0.287, abs=1e-3), pytest.approx(1.373, abs=1e-3), 14)
+    assert doubt.ranges["gpu"]["reduction"].high > 5
+    assert "recurrent" not in doubt.ranges["gpu"]
+
+
+def test_a_gpu_takes_no_less_than_its_own_work(tmp_path: Path) -> None:
+    """A fitted lead is negative, so that one long kernel would end before it can."""
+    path = graph(tmp_path / "one.onnx", [helper.make_node("Sigmoid", ["x"], ["y"])], {"x": [64, 64, 256, 256]},
+                 {"y": [64, 64, 256, 256]}, {})
+    found = predict(path, target=H200)
+    assert found.latency_ms >= found.kernel_sum_ms > 0.1
+
+
+def test_a_larger_batch_takes_no_less(workspace: Workspace) -> None:
+    one, two, four = (predict("dynnet.onnx", dims={"batch": batch}, target=TARGET, workspace=workspace, strict=True)
+                      for batch in (1, 2, 4))
+    sunk = two.model_copy(update={"latency_ms": 0.5 * one.latency_ms,
+                                  "interval_ms": (0.4 * one.latency_ms, 0.6 * one.latency_ms)})
+    found: list[Prediction] = never_falling([four, sunk, one])
+    assert (found[0], found[2]) == (four, one)
+    assert found[1].latency_ms == one.latency_ms
+    assert found[1].interval_ms == (sunk.interval_ms[0], one.interval_ms[1])
+    assert found[1].items_per_second == pytest.approx(2 / one.latency_ms * 1e3)
+    assert "less than dynnet@batch=1,dynamic" in found[1].warnings[-1]
+    measured = {"measured": 1.0, "predicted": 0.0, "estimated": 0.0}
+    kept = [one.model_copy(update={"time_share": measured}), sunk.model_copy(update={"time_share": measured})]
+    assert never_falling(kept) == kept
+
+
+def test_the_command_to_measure_is_printed_where_this_is_the_target(workspace: Workspace) -> None:
+    path = conv_net(workspace.root / "erf.onnx", extra="Erf")
+    done = command("--workspace", workspace.root, "--model", path, "--target", TARGET)
+    assert (f"python inference/predict_model_latency.py --model {path} --measure-missing --target {TARGET} "
+            f"--workspace {workspace.root}") in done.stderr
+
+
+def test_a_model_that_cannot_fit_says_so(tmp_path: Path) -> None:
+    """Input and output of 125 GiB each are more than an H200 has; of 50 GiB each they fit, although the arena takes
+    larger regions where it can."""
+    path = graph(tmp_path / "huge.onnx", [helper.make_node("Sigmoid", ["x"], ["y"])], {"x": ["batch", 8, 2048, 2048]},
+                 {"y": ["batch", 8, 2048, 2048]}, {})
+    one, many = (predict(path, dims={"batch": batch}, target=H200) for batch in (400, 1000))
+    assert (one.fits_memory, many.fits_memory) == (True, False)
+    assert one.device_memory_mib == many.device_memory_mib == pytest.approx(143771)
+    assert any("it needs at least 250 GiB" in text for text in many.warnings)
+    assert not any("can't run there" in text for text in one.warnings)
+
+
+def test_a_model_shorter_than_any_of_the_fit_is_a_rough_estimate(tmp_path: Path) -> None:
+    """What a run costs besides its nodes is known from models of 0.23 ms and more: two Adds are a tenth of that."""
+    tiny, net = (predict(graph(tmp_path / f"{name}.onnx", [helper.make_node("Add", [f"t{i}", "x"], [f"t{i + 1}"]) for i in
+                               range(count)], {"t0": [8, 8], "x": [8, 8]}, {f"t{count}": [8, 8]}, {}), target=H200)
+                 for name, count in (("tiny", 2), ("net", 60)))
+    used = load_composition(SHIPPED / H200)
+    shortest_ms = min(model.predicted_ms for model in used.models)
+    assert tiny.rough_estimate
+    assert any("shorter than any model that tells what a run costs" in text for text in tiny.warnings)
+    assert tiny.interval_ms[1] / tiny.latency_ms > (shortest_ms / tiny.latency_ms) ** 0.25
+    assert not net.rough_estimate
+    assert shortness(used, shortest_ms / 2).span == pytest.approx((2 ** -0.25, 2 ** 0.25))
+    assert shortness(used, 2 * shortest_ms).span == CERTAIN
+    assert shortness(used.model_copy(update={"models": ()}), 0.001) == shortness(used, 0.0) == (1.0,)

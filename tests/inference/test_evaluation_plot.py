@@ -1,0 +1,56 @@
+"""The evaluation's picture: which ticks, which models are named, and numbers that cover nothing."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+
+from inference.evaluation.plot import LEAST_TICKS, NAMED, Point, draw, number_points, ticks, worst
+
+
+def made(count: int, low_ms: float = 1.0, decades: float = 2.0) -> list[Point]:
+    chance = random.Random(1)
+    measured = [low_ms * 10 ** chance.uniform(0, decades) for _ in range(count)]
+    return [Point(f"model_{number}", one, one * (1 + chance.gauss(0, 0.08)), number % 5 == 0)
+            for number, one in enumerate(measured)]
+
+
+@pytest.mark.parametrize(("low", "high", "expected"), [
+    (0.8, 130.0, [1, 3, 10, 30, 100]), (0.05, 2000.0, [0.1, 1, 10, 100, 1000]), (4.0, 60.0, [5, 10, 20, 50]),
+    (1.4, 2.6, [1.4, 1.6, 1.8, 2.0, 2.2, 2.4, 2.6])])
+def test_ticks_are_few_and_round(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == expected
+    assert len(expected) >= LEAST_TICKS
+
+
+def test_the_worst_come_first() -> None:
+    points = [Point("a", 1.0, 1.1, False), Point("b", 1.0, 0.5, False), Point("c", 1.0, 1.0, False)]
+    assert [point.name for point in worst(points, 2)] == ["b", "a"]
+
+
+@pytest.mark.parametrize("points", [made(1), made(10), made(10, decades=0.05), made(300)], ids=["1", "10", "close", "300"])
+def test_a_picture(points: list[Point], tmp_path: Path) -> None:
+    draw(points, "a target", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_numbers_cover_no_point_and_no_other_number() -> None:
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    points = made(300)
+    figure, axes = plt.subplots(figsize=(8, 8))
+    axes.set(xscale="log", yscale="log", xlim=(0.5, 200), ylim=(0.5, 200))
+    number_points(axes, worst(points), points)
+    figure.canvas.draw()
+    boxes = [label.get_window_extent() for label in axes.texts]
+    assert [label.get_text() for label in axes.texts] == [str(number) for number in range(1, NAMED + 1)]
+    centres = [((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2) for box in boxes]
+    places = [tuple(axes.transData.transform((point.measured_ms, point.predicted_ms))) for point in points]
+    plt.close(figure)
+    for number, centre in enumerate(centres):
+        assert all(math.dist(centre, other) > 8 for other in places + centres[:number])

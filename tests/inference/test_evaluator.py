@@ -1,0 +1,426 @@
+"""The evaluator: predicted against really measured and against recorded latencies, and how it scores them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import psutil
+import pytest
+from conftest import endless
+from onnx import TensorProto, helper, numpy_helper
+from prometheus_stand import prometheus
+from trained_workspace import HELD_OUT, METRIC, OPSETS, conv_net, model_ms, trained
+
+from benchmark.collecting.config import CollectorConfig, StressConfig
+from benchmark.load.backgrounds import Background
+from benchmark.measuring.worker_client import Worker
+from benchmark.records.blocks import Measurement
+from benchmark.records.files import header_path, journal_path, load_header, read_journal
+from graph_model.simulation.sharing import OtherWork
+from inference import predict
+from inference.core.ways import WayOfRunning
+from inference.evaluation import here as evaluation_here
+from inference.evaluation.cases import Case, Failures, recorded_cases
+from inference.evaluation.comparison import compare, percent, summarise
+from inference.evaluation.evaluate import evaluate
+from inference.evaluation.here import LoadsHere, MeasuringPlan
+from inference.evaluation.tables import summary_table, table, warned_of
+from inference.live.load import InferenceConfig
+from inference.live.prometheus import PrometheusConfig
+from ort_analysis.graph.analysis import analyze
+from ort_analysis.records.reading import load_records
+from utils import cli, files
+from utils.config import load_config
+from utils.errors import UserError
+from utils.fingerprint import Target, flavour_of, instruction_set, local_target
+from utils.paths import ROOT, Workspace
+
+TARGET = local_target("cpu").name
+QUICK = MeasuringPlan(rounds=2, budget_s=0.02)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return trained(tmp_path_factory.getbasetemp() / "trained")
+
+
+def shell(workspace: Workspace, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "evaluator.py", "--workspace", workspace.root, *arguments], cwd=ROOT,
+                          capture_output=True, text=True)
+
+
+def test_a_model_is_predicted_and_measured(workspace: Workspace) -> None:
+    names = [Path("anet_c16.onnx"), Path(f"{HELD_OUT}_c40.onnx")]
+    found = evaluate(workspace, names, target=TARGET, plan=QUICK)
+    assert [one.model for one in found.comparisons] == ["anet_c16", f"{HELD_OUT}_c40"]
+    assert [one.held_out for one in found.comparisons] == [False, True]
+    for one in found.comparisons:
+        assert one.predicted_ms == predict(f"{one.model}.onnx", target=TARGET, workspace=workspace).latency_ms
+        assert one.strict_ms == predict(f"{one.model}.onnx", target=TARGET, workspace=workspace, strict=True).latency_ms
+        assert one.measured_ms > 0
+        assert one.runs >= 2 * 3
+        assert one.error == pytest.approx(one.predicted_ms / one.measured_ms - 1)
+        assert one.strict_error == pytest.approx(one.strict_ms / one.measured_ms - 1)
+    assert (found.source, found.way, found.load, found.failures) == ("measured", "with tensors on the device", "idle", {})
+    assert {summary.group: summary.lookup.count for summary in found.summaries} == {
+        "all models": 2, "not held out": 1, "held out": 1}
+
+
+def test_host_copies_are_asked_for_and_told(workspace: Workspace) -> None:
+    way = WayOfRunning(io="host")
+    found = evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, way=way, plan=QUICK)
+    assert found.way == "with tensors on the host"
+    recorded = evaluate(workspace, [], target=TARGET, recorded=True, way=way)
+    assert {one.level for one in recorded.comparisons} == {0.0}
+    assert recorded.summaries[0].lookup.mape < 0.05
+
+
+def test_dynamic_models_take_a_row_a_size(workspace: Workspace) -> None:
+    found = evaluate(workspace, [Path("dynnet.onnx"), Path("anet_c16.onnx")], dims={"batch": [1, 4]},
+                               target=TARGET, plan=QUICK)
+    assert [(one.model, one.batch) for one in found.comparisons] == [
+        ("dynnet@batch=1,dynamic", 1), ("dynnet@batch=4,dynamic", 4), ("anet_c16", 1)]
+    with pytest.raises(UserError, match="height"):
+        evaluate(workspace, [Path("dynnet.onnx"), Path("anet_c16.onnx")], target=TARGET,
+                           dims={"batch": [1], "height": [3]})
+
+
+def test_a_failing_model_costs_only_itself(workspace: Workspace, tmp_path: Path) -> None:
+    conv_net(tmp_path / "good.onnx")
+    (tmp_path / "broken.onnx").write_text("no model")
+    conv_net(tmp_path / "open.onnx", batch="batch")
+    found = evaluate(workspace, [tmp_path], target=TARGET, plan=QUICK)
+    assert [one.model for one in found.comparisons] == ["good"]
+    assert set(found.failures) == {"broken.onnx", "open.onnx"}
+    (tmp_path / "good.onnx").unlink()
+    with pytest.raises(UserError, match=r"broken\.onnx, open\.onnx failed"):
+        evaluate(workspace, [tmp_path], target=TARGET)
+
+
+@pytest.mark.skipif(not instruction_set().startswith("avx"), reason="only x86 traps this division")
+def test_a_model_that_takes_its_process_down_costs_only_itself(workspace: Workspace, tmp_path: Path) -> None:
+    """A real one: a division whose quotient is no 32-bit number (x is 0, x - 1 divides)."""
+    constants = {"one": np.ones(1, np.int32), "least": np.full(1, -2**31, np.int32)}
+    graph = helper.make_graph(
+        [helper.make_node("Sub", ["x", "one"], ["d"]), helper.make_node("Div", ["least", "d"], ["y"])], "divides",
+        [helper.make_tensor_value_info("x", TensorProto.INT32, [1])],
+        [helper.make_tensor_value_info("y", TensorProto.INT32, [1])],
+        [numpy_helper.from_array(values, name) for name, values in constants.items()])
+    onnx.save(helper.make_model(graph, opset_imports=OPSETS, ir_version=10), tmp_path / "divides.onnx")
+    conv_net(tmp_path / "good.onnx")
+    done = shell(workspace, tmp_path, "--rounds", "2", "--budget-s", "0.02", "--json")
+    assert done.returncode == 1, done.stderr
+    told = json.loads(done.stdout)
+    assert [one["model"] for one in told["comparisons"]] == ["good"]
+    assert told["comparisons"][0]["runs"] >= 2 * 3
+    assert set(told["failures"]) == {"divides"}
+    assert "SIGFPE" in told["failures"]["divides"]
+    assert "1 failed: divides" in done.stderr
+    assert "Traceback" not in done.stderr
+    written = json.loads((workspace.evaluation / TARGET / "evaluation.json").read_text())
+    assert written["failures"] == told["failures"]
+
+
+def test_a_model_that_never_ends_is_given_up(tmp_path: Path) -> None:
+    """A real loop without an end."""
+    endless(tmp_path / "endless.onnx")
+    case, failures = Case(analyze(tmp_path / "endless.onnx", "cpu"), tmp_path / "endless.onnx"), Failures()
+    with Worker(60) as worker:
+        evaluation_here.canary_ms(worker, "cpu")  # what starting the process takes does not count here
+        worker.timeout_s = 1
+        evaluation_here.measure_here([case], worker, "cpu", WayOfRunning(), QUICK, 0.0, failures)
+    assert (case.failed, case.samples_ms) == (True, [])
+    assert failures == {"endless": "endless: while it was measured: no answer within 1 s; --timeout-s gives it longer"}
+
+
+def test_recorded_measurements_are_compared_level_by_level(workspace: Workspace) -> None:
+    found = evaluate(workspace, [], target=TARGET, recorded=True)
+    assert len(found.comparisons) == 2 * 19
+    idle = next(one for one in found.comparisons if one.model == "bnet_c32" and one.level == 0)
+    loaded = next(one for one in found.comparisons if one.model == "bnet_c32" and one.level == 0.5)
+    record = analyze(workspace.models / "bnet_c32.onnx", "cpu")
+    assert idle.measured_ms == pytest.approx(model_ms(record), rel=1e-5)
+    assert idle.spread == pytest.approx(0.1)  # samples at 0.9, 1.0 and 1.1 of the median
+    assert abs(idle.error) < 0.03  # all kernels looked up, α and β found again
+    assert loaded.measured_ms == pytest.approx(model_ms(record, 0.5), rel=1e-5)
+    assert loaded.predicted_ms == predict(record, target=TARGET, workspace=workspace, load={METRIC: 0.5}).latency_ms
+    assert loaded.measured_share == 0
+    held_out = [one for one in found.comparisons if one.held_out]
+    assert {one.model for one in held_out} == {f"{HELD_OUT}_c40"}
+    assert all(one.measured_memory_mib is None for one in found.comparisons)
+    errors = [abs(one.error) for one in found.comparisons if one.level == 0]
+    whole = next(summary for summary in found.summaries if summary.group == "all models" and summary.level == 0)
+    assert whole.lookup.mape == pytest.approx(sum(errors) / len(errors))
+    assert whole.lookup.worst == pytest.approx(max(errors))
+    assert whole.lookup.within_5 == pytest.approx(sum(error <= 0.05 for error in errors) / len(errors))
+
+
+def test_other_labels_of_a_model_are_not_its_latency(workspace: Workspace) -> None:
+    """On a GPU a block holds the host's time of a model too."""
+    folder = workspace.dataset(TARGET)
+    block = read_journal(folder)[0]
+    name = next(m.id for m in block.measurements if m.subject == "model")
+    host = Measurement(subject="model", id=name, label="host", context=name, samples_ms=(1e-6,) * 5)
+    with_host = block.model_copy(update={"measurements": (*block.measurements, host)})
+    records = {record.model: record for record in load_records(workspace, flavour_of("cpu"))}
+    files.write_text(journal_path(workspace.root / "other"), with_host.model_dump_json() + "\n")
+    found = recorded_cases(workspace.root / "other", {name: records[name]}, (), "latency")
+    assert [case.record.model for case in found] == [name]
+    assert min(found[0].samples_ms) > 1e-3
+
+
+def test_all_sessions_that_a_disturbed_host_did_not_hold_up_are_compared(workspace: Workspace) -> None:
+    """On a GPU a model that was timed beside a disturbed host is timed again."""
+    folder = workspace.dataset(TARGET)
+    block = read_journal(folder)[0]
+    whole = next(m for m in block.measurements if m.subject == "model" and m.label == "latency")
+    records = {record.model: record for record in load_records(workspace, flavour_of("cpu"))}
+    times = [(0.3, 9.0), (0.0, 1.0), (0.1, 5.0)]
+    lines = [block.model_copy(update={"measurements": (whole.model_copy(update={
+        "disturbance": disturbance, "samples_ms": (time, time)}),)}).model_dump_json() + "\n" for disturbance, time in times]
+    files.write_text(journal_path(workspace.root / "again"), "".join(lines))
+    (case,) = recorded_cases(workspace.root / "again", records, (), "latency")
+    assert case.samples_ms == [1.0, 1.0, 5.0, 5.0]
+
+
+def test_recorded_measurements_of_named_models(workspace: Workspace) -> None:
+    found = evaluate(workspace, [Path("anet_c8.onnx"), Path("dynnet.onnx")], dims={"batch": [1]}, target=TARGET,
+                               recorded=True)
+    assert {one.model for one in found.comparisons} == {"anet_c8"}
+    assert "holds no good measurement" in found.failures["dynnet@batch=1,dynamic"]
+    with pytest.raises(UserError, match="dynnet@batch=1,dynamic failed"):
+        evaluate(workspace, [Path("dynnet.onnx")], dims={"batch": [1]}, target=TARGET, recorded=True)
+
+
+def test_another_machine_is_compared_with_records_only(workspace: Workspace, tmp_path: Path) -> None:
+    there = Target.model_validate(local_target("cpu").model_dump() | {"device": "Some Other CPU"})
+    other = Workspace(tmp_path)
+    shutil.copytree(workspace.kernel_records, other.kernel_records)
+    shutil.copytree(workspace.predictors(TARGET), other.predictors(there.name))
+    shutil.copytree(workspace.dataset(TARGET), other.dataset(there.name))
+    for path in (other.predictors(there.name) / "predictors.json", other.dataset(there.name) / "dataset.json"):
+        files.write_json(path, json.loads(path.read_text()) | {"target": there.model_dump(), files.DIGEST: None})
+    with pytest.raises(UserError, match=r"is not this machine .*--recorded"):
+        evaluate(other, [workspace.models / "anet_c8.onnx"])
+    assert len(evaluate(other, [], recorded=True).comparisons) == 2 * 19
+
+
+def test_the_command_writes_table_json_and_plot(workspace: Workspace) -> None:
+    done = shell(workspace, "anet_c16.onnx", "bnet_c64.onnx", "--rounds", "1", "--budget-s", "0.02", "--json")
+    assert done.returncode == 0, done.stderr
+    folder = workspace.evaluation / TARGET
+    printed = json.loads(done.stdout)
+    assert printed == json.loads((folder / "evaluation.json").read_text())
+    rows = list(csv.DictReader((folder / "evaluation.csv").open()))
+    assert [row["model"] for row in rows] == ["anet_c16", "bnet_c64"]
+    assert float(rows[0]["predicted_ms"]) == printed["comparisons"][0]["predicted_ms"]
+    assert (folder / "evaluation.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "with tensors on the device" in done.stdout
+
+
+def test_the_command_fails_at_the_end_where_a_model_fails(workspace: Workspace, tmp_path: Path) -> None:
+    conv_net(tmp_path / "good.onnx")
+    (tmp_path / "broken.onnx").write_text("no model")
+    done = shell(workspace, tmp_path, "--rounds", "1", "--budget-s", "0.02")
+    assert done.returncode == 1
+    assert "good" in done.stdout
+    assert "1 failed: broken.onnx" in done.stderr
+
+
+def test_wrong_usage_is_told(workspace: Workspace) -> None:
+    for arguments in ([], ["anet_c8.onnx", "--rounds", "0"], ["--recorded", "--config", "inference/config.yaml"]):
+        assert shell(workspace, *arguments).returncode == 2
+
+
+def test_recorded_loads_are_told_apart_by_background(workspace: Workspace, tmp_path: Path) -> None:
+    """What was measured beside `products` is made twice as slow beside `net`, which is held out."""
+    other = Workspace(tmp_path)
+    shutil.copytree(workspace.kernel_records, other.kernel_records)
+    shutil.copytree(workspace.predictors(TARGET), other.predictors(TARGET))
+    idle, loaded = read_journal(workspace.dataset(TARGET))
+    beside = loaded.model_copy(update={"background_name": "products"})
+    slower = tuple(m.model_copy(update={"samples_ms": tuple(2 * sample for sample in m.samples_ms)})
+                   for m in loaded.measurements)
+    held_out = loaded.model_copy(update={"background_name": "net", "measurements": slower})
+    files.write_text(journal_path(other.dataset(TARGET)),
+                     "".join(block.model_dump_json() + "\n" for block in (idle, beside, held_out)))
+    backgrounds = {"products": Background(name="products"), "net": Background(name="net", kind="memory")}
+    header = load_header(workspace.dataset(TARGET)).model_copy(
+        update={"backgrounds": backgrounds, "held_out_backgrounds": ("net",)})
+    files.write_json(header_path(other.dataset(TARGET)), header)
+    found = evaluate(other, [], target=TARGET, recorded=True)
+    assert len(found.comparisons) == 3 * 19
+    of_one = {one.background: one for one in found.comparisons if one.model == "bnet_c32"}
+    assert {name: (one.level, one.background_held_out) for name, one in of_one.items()} == {
+        "": (0.0, False), "products": (0.5, False), "net": (0.5, True)}
+    assert of_one["net"].measured_ms == pytest.approx(2 * of_one["products"].measured_ms)
+    assert of_one["net"].predicted_ms == of_one["products"].predicted_ms  # the metrics beside them are the same
+    whole = {summary.background: summary for summary in found.summaries if summary.group == "all models"}
+    assert {name: summary.lookup.count for name, summary in whole.items()} == {"": 19, "products": 19, "net": 19}
+    assert whole["net"].strict.mape > whole["products"].strict.mape + 0.3
+    shown = [row["background"] for row in summary_table(found.summaries) if row["models"] == "all models"]
+    assert shown == ["", "", "net (held out)", "net (held out)", "products", "products"]
+    assert {(row["level"], row["background"]) for row in table(found.comparisons)} == {
+        (0.0, ""), (0.5, "products"), (0.5, "net (held out)")}
+
+
+def test_the_evaluator_puts_the_device_under_load_itself(workspace: Workspace) -> None:
+    """Idle, then beside a real stressor: metrics of it alone tell the predictions, what was measured is a mean."""
+    config = CollectorConfig(device="cpu", levels=(0.0, 0.5), window_s=0.3, stress=StressConfig(settle_s=0.2))
+    found = evaluate(workspace, [Path("anet_c8.onnx"), Path("anet_c16.onnx")], target=TARGET,
+                               loads=LoadsHere(under_load=config), plan=MeasuringPlan(rounds=1, budget_s=0.05))
+    assert [(one.model, one.level, one.background) for one in found.comparisons] == [
+        ("anet_c8", 0.0, ""), ("anet_c16", 0.0, ""), ("anet_c8", 0.5, "compute"), ("anet_c16", 0.5, "compute")]
+    idle, _, loaded, other = found.comparisons
+    assert (found.load, idle.load, idle.measured_ms, loaded.measured_ms) == ("by level", {}, idle.median_ms, loaded.mean_ms)
+    assert 0.2 < loaded.load[METRIC] <= 1.0
+    assert other.load == loaded.load
+    assert loaded.predicted_ms == predict("anet_c8.onnx", target=TARGET, workspace=workspace, load=loaded.load).latency_ms
+    assert (loaded.told_by, loaded.p50_error) == (None, None)
+    assert {(summary.level, summary.background) for summary in found.summaries} == {(0.0, ""), (0.5, "compute")}
+
+
+def test_distributions_are_scored_by_percentiles(torch_models: dict[str, Path]) -> None:
+    """What the shipped H200's predictors say beside other work, against latencies of which a tenth is twice as long."""
+    path, other = torch_models["resnet18"], OtherWork(1.0, 0.0, np.array([0.7, 1.4]))
+    expected = predict(path, target="nvidia-h200", other=other)
+    assert expected.under_load is not None
+    case = Case(record=analyze(path, "cuda"), level=1.0, background="compute", other=other, with_lookup=expected,
+                strict=expected, samples_ms=[1.0] * 90 + [2.0] * 10)
+    compared = compare(case, ())
+    assert compared is not None
+    assert (compared.told_by, compared.measured_ms) == ("probe", pytest.approx(1.1))
+    assert compared.error == pytest.approx(expected.under_load.mean_ms / 1.1 - 1)
+    assert compared.p50_error is not None
+    assert compared.p95_error is not None
+    assert compared.p50_error == pytest.approx(expected.under_load.percentile_ms(50) / 1.0 - 1)
+    assert compared.p95_error == pytest.approx(expected.under_load.percentile_ms(95) / 2.0 - 1)
+    (summary,) = summarise([compared])
+    assert (summary.p50, summary.p95) == (pytest.approx(abs(compared.p50_error)), pytest.approx(abs(compared.p95_error)))
+    assert summary_table([summary])[0]["p95"] == f"{abs(compared.p95_error):.1%}"
+    (row,) = table([compared])
+    assert row["p50 error"] == percent(compared.p50_error)
+
+
+def test_what_predictions_warn_of_is_told_once(torch_models: dict[str, Path]) -> None:
+    """Metrics alone, beside two models: one warning about both."""
+    cases = []
+    for name in ("resnet18", "mobilenet_v3_small"):
+        record = analyze(torch_models[name], "cuda")
+        told = predict(record, target="nvidia-h200", load={"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5})
+        cases.append(Case(record=record, level=0.5, with_lookup=told, strict=told, samples_ms=[1.0]))
+    compared = [one for case in (*cases, cases[0]) if (one := compare(case, ()))]
+    warned = warned_of(compared)
+    (of_metrics,) = [names for warning, names in warned.items() if "metrics alone hide" in warning]
+    assert of_metrics == [compared[0].model, compared[1].model]
+    assert cases[0].with_lookup is not None
+    assert compared[0].warnings == cases[0].with_lookup.warnings
+    assert cli.first_of(of_metrics) == f"{compared[0].model} and 1 more"
+
+
+def test_loads_of_the_evaluator_that_do_not_fit(workspace: Workspace, tmp_path: Path) -> None:
+    (tmp_path / "busy.json").write_text('{"DCGM_FI_DEV_CPU_UTIL_TOTAL": 0.5}')
+    for options in (["--recorded", "--probe"], ["--recorded", "--under-load"],
+                    ["anet_c8.onnx", "--metrics", tmp_path / "busy.json", "--under-load"]):
+        assert shell(workspace, *options).returncode == 2
+    done = shell(workspace, "anet_c8.onnx", "--probe")
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "only a GPU is shared in time slices" in done.stderr
+
+
+def loads_of(text: str, folder: Path, **more: object) -> LoadsHere:
+    (folder / "loads.yaml").write_text(text)
+    return LoadsHere(under_load=load_config(folder / "loads.yaml", CollectorConfig), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    ("device: cuda", "described for device cuda"),
+    ("{levels: [0, 0.5], stress: {backgrounds: [{name: deep, queue: deep}]}}", "queue deep: only a GPU has a queue"),
+    ("{levels: [0, 0.5], stress: {backgrounds: [{name: other, kind: model, model: nowhere.onnx}]}}", "nowhere.onnx"),
+])
+def test_loads_that_cannot_be_had_are_told_before_anything_is_measured(workspace: Workspace, tmp_path: Path, text: str,
+                                                                       reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads_of(text, tmp_path))
+
+
+TWO_LEVELS = "{device: cpu, levels: [0.5, 0.0], window_s: 0.2, stress: {settle_s: 0.0}}"
+
+
+def test_a_load_that_breaks_down_costs_only_its_level(workspace: Workspace, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stressor is killed while the first level's models are measured: what they took then is no latency under load."""
+    measured = evaluation_here.measure_here
+
+    def kill_and_measure(cases: list[Case], *rest: Any) -> None:
+        if cases[0].level:
+            children = [child for child in psutil.Process().children(recursive=True)
+                        if "resource_tracker" not in " ".join(child.cmdline())]  # Python's own, of earlier pools
+            for child in children:
+                child.kill()
+            psutil.wait_procs(children)
+        measured(cases, *rest)
+
+    monkeypatch.setattr(evaluation_here, "measure_here", kill_and_measure)
+    loads = loads_of(TWO_LEVELS, tmp_path)
+    found = evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads, plan=QUICK)
+    assert [(one.level, one.background) for one in found.comparisons] == [(0.0, "")]
+    assert list(found.failures) == ["level 0.5, compute"]
+    assert "the stressor ended" in found.failures["level 0.5, compute"]
+
+
+def asking(port: int) -> InferenceConfig:
+    """A config whose Prometheus is at a port of this machine, and that would have predictions for an idle device without it."""
+    return InferenceConfig(prometheus=PrometheusConfig(url=f"http://127.0.0.1:{port}", window_s=0.1, max_age_s=0.1,
+                                                       probe_max_age_s=None, on_failure="idle"))
+
+
+def test_a_started_load_is_never_taken_for_idle(workspace: Workspace, tmp_path: Path) -> None:
+    """A Prometheus that scrapes nothing."""
+    with prometheus(tmp_path, {}) as port:
+        loads = loads_of(TWO_LEVELS, tmp_path, config=asking(port))
+        with pytest.raises(UserError, match=r"no model could be evaluated: level 0\.5, compute, level 0 failed"):
+            evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads, plan=QUICK)
+
+
+def test_a_prometheus_that_is_not_there_is_told_before_any_load_is_started(
+        workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoadsHere, "running", lambda *_: pytest.fail("a load was started"))
+    loads = loads_of(TWO_LEVELS, tmp_path, config=asking(9))
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9: can't be reached"):
+        evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads, plan=QUICK)
+
+
+def test_a_probe_that_never_waited_met_an_idle_device(tmp_path: Path) -> None:
+    record = analyze(conv_net(tmp_path / "net.onnx"), "cpu")
+    assert Case(record=record, other=OtherWork(0.0, 1.0, np.zeros(0))).idle
+    assert Case(record=record, other=OtherWork(0.5, 49.5, np.array([0.2]))).idle  # a run that took long for itself
+    assert not Case(record=record, other=OtherWork(1.0, 0.0, np.array([0.5]))).idle
+    engine = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
+    assert [Case(record=record, load=load).idle for load in ({}, {engine: 6e-5}, {engine: 0.1}, {METRIC: 0.0})] == [
+        True, True, False, False]
+    loaded = Case(record=record).beside(0.5, "compute", {}, None)
+    assert (loaded.idle, loaded.name, Case(record=record).name) == (False, "net at level 0.5, compute", "net")
+
+
+def test_a_fault_at_one_model_costs_only_it(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the features of a scalar once were. The fault is put in here."""
+    from inference.core import prediction
+
+    def faulty(source: Any, **more: Any) -> Any:
+        if source.model == "anet_c16":
+            raise IndexError("tuple index out of range")
+        return predict(source, **more)
+
+    monkeypatch.setattr(prediction, "predict", faulty)
+    found = evaluate(workspace, [Path("anet_c16.onnx"), Path(f"{HELD_OUT}_c40.onnx")], target=TARGET, plan=QUICK)
+    assert [one.model for one in found.comparisons] == [f"{HELD_OUT}_c40"]
+    assert "IndexError: tuple index out of range (a fault of Hase's" in found.failures["anet_c16"]

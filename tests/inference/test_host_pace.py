@@ -1,0 +1,379 @@
+"""The host's pace: measured, kept in a file, and taken into account by predictions for the shipped H200.
+
+FAKE where a test says so: the GPU that is not there; its probe then runs on the CPU provider, or reads what the test says.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import onnx
+import pytest
+from conftest import small_model
+from prometheus_stand import STEP_S, Exporter, device_labels, prometheus, recorded, value, wait_for
+
+import benchmark.host_pace
+import inference.core.host_pace
+from benchmark.host_pace import learned_pace
+from benchmark.load.pace_reading import HostProbed, MachinePace, read_pace
+from benchmark.measuring.host_pace import measure_pace
+from benchmark.measuring.quiet_host import HostProbe, all_samples_ms, host_probe, readings_s
+from benchmark.measuring.worker_client import Worker
+from benchmark.metrics_exporter import PaceSampler
+from inference import Watch, predict
+from inference.core.answers import Prediction
+from inference.core.doubt import HOSTS, PACE_POWER, joined
+from inference.core.host_pace import HostPace, PaceAsked, measured_pace, pace_of_file, recent_pace
+from inference.core.targets import fitted_for
+from inference.core.ways import AS_USUAL, WayOfRunning
+from inference.evaluation.cases import Case, Failures, predict_case
+from inference.evaluation.comparison import compare
+from inference.evaluation.here import at_measured_pace, time_session
+from inference.evaluation.tables import table
+from inference.live.load import InferenceConfig, current_load
+from inference.live.prediction_exporter import HOST_PACE, PredictedLatency
+from inference.live.prometheus import PrometheusConfig, PrometheusError
+from ort_analysis.graph.analysis import analyze
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import has_cuda
+from utils.paths import ROOT, Workspace
+
+TARGET, DEVICE = "nvidia-h200-cuda-ort1.31-all", "NVIDIA H200"
+SHORT = small_model()  # so small that the host decides
+LONG = small_model(channels=256, side=224, batch=32)  # so large that the GPU does
+USUAL_US = 292.91  # of the shipped composition
+ENGINE = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
+METRICS = {ENGINE: 0.4, "DCGM_FI_DEV_GPU_UTIL": 50.0}
+NOT_KNOWN = "the host's pace is not known"
+Made = Callable[..., MachinePace]
+
+
+@pytest.fixture(scope="module")
+def made() -> Made:
+    """A record measured here with the CPU provider, FAKE as if beside an H200."""
+    measured = measure_pace("cpu", 0.05)
+    machine = measured.machine.model_copy(update={"device": DEVICE, "uuid": "GPU-here"})
+
+    def make(ratio: float = 1.15, **more: object) -> MachinePace:
+        changes = {"execution_provider": "cuda", "machine": machine, "probe_us": ratio * USUAL_US, "taken": datetime.now(UTC)}
+        return measured.model_copy(update=changes | more)
+
+    return make
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAKE: this machine is the shipped H200."""
+    monkeypatch.setattr(inference.core.host_pace, "is_here", lambda target: target.name == TARGET)
+    monkeypatch.setattr(inference.core.host_pace, "gpu_facts", lambda: {"uuid": "GPU-here"})
+
+
+def predicted(model: onnx.ModelProto, pace: float | HostPace | None = None, way: WayOfRunning = AS_USUAL,
+              workspace: Workspace | None = None) -> Prediction:
+    return predict(model, target=TARGET, host_pace=pace, way=way, workspace=workspace)
+
+
+def shell(script: str, workspace: Workspace, *options: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, script, "--workspace", str(workspace.root), *map(str, options)], cwd=ROOT,
+                          capture_output=True, text=True, check=False)
+
+
+# measuring -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_pace_is_the_probes_median_and_is_kept(tmp_path: Path) -> None:
+    found = measure_pace("cpu", 0.3)
+    assert 0.2 * host_probe("cpu").good_s < found.probe_us / 1e6 < 50 * host_probe("cpu").good_s
+    assert (found.readings >= 3, found.of_this_boot, found.execution_provider) == (True, True, "cpu")
+    assert 0 <= found.age_s < 60
+    files.write_json(tmp_path / "machine.json", found)
+    assert read_pace(tmp_path / "machine.json") == found
+    text = (tmp_path / "machine.json").read_text()
+    (tmp_path / "machine.json").write_text(text.replace('"probe_us": ', '"probe_us": 1'))
+    with pytest.raises(UserError, match=r"changed by hand.*make it anew: python benchmark/host_pace.py --out"):
+        read_pace(tmp_path / "machine.json")
+
+
+def test_a_reading_is_the_slower_of_two_neighbours() -> None:
+    """FAKE: a probe whose dispatches take 1 and 2 µs in turn, three each."""
+    count = iter(range(10 ** 9))
+    alternating = HostProbe(lambda: 1e-6 * (1 + next(count) // 3 % 2), [1e-6])
+    assert set(readings_s(alternating, 0.0)) <= {1e-6, 2e-6}
+    steady = HostProbe(lambda: 3e-6, [1e-6])
+    assert readings_s(steady, 0.0) == [3e-6] * 3
+    assert steady.sorted_s == [1e-6]
+
+
+def test_all_windows_count_beside_a_model() -> None:
+    """FAKE: a host that is never as fast as it was."""
+    from benchmark.measuring.effort import Effort
+
+    probe = HostProbe(lambda: 3e-4, [2e-4] * 100)
+    samples, disturbance, probe_us = all_samples_ms(probe, lambda: 0.001, Effort(budget_s=0.0, least_runs=30, most_runs=1000))
+    assert (set(samples), probe_us, disturbance) == ({1.0}, pytest.approx(300.0), pytest.approx(0.5))
+    assert len(samples) >= 30
+
+
+@pytest.mark.skipif(has_cuda(), reason="needs a machine without a GPU")
+def test_without_a_gpu_the_script_says_so(tmp_path: Path) -> None:
+    done = shell("benchmark/host_pace.py", Workspace(tmp_path))
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+    assert "needs a GPU" in done.stderr
+    assert not Workspace(tmp_path).host_pace.exists()
+
+
+def test_the_script_writes_where_predictions_look_and_prints_the_ratio(
+        made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """FAKE: the GPU, and what its host takes."""
+    monkeypatch.setattr("benchmark.measuring.host_pace.has_cuda", lambda: True)
+    monkeypatch.setattr(benchmark.host_pace, "local_target", lambda _: fitted_for(Workspace(), TARGET).target)
+    monkeypatch.setattr(benchmark.host_pace, "measure_pace", lambda seconds: made(1.2))
+    monkeypatch.setattr(sys, "argv", ["host_pace.py", "--workspace", str(tmp_path), "--json"])
+    assert benchmark.host_pace.main() == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ratio"], told["target"], told["version"]) == (pytest.approx(1.2), TARGET, 1)
+    assert told["probe_us"] == read_pace(Workspace(tmp_path).host_pace).probe_us == pytest.approx(1.2 * USUAL_US)
+    monkeypatch.setattr(sys, "argv", ["host_pace.py", "--workspace", str(tmp_path), "--out", str(tmp_path / "machine.json")])
+    assert benchmark.host_pace.main() == 0
+    assert "probe_us" in capsys.readouterr().out
+    assert (tmp_path / "machine.json").exists()
+    assert learned_pace(Workspace(tmp_path), "another-gpu") is None
+
+
+# predicting ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_hosts_costs_are_taken_at_the_pace() -> None:
+    usual, slow = predicted(SHORT, 1.0), predicted(SHORT, 1.5)
+    costs = fitted_for(Workspace(), TARGET).composition.costs
+    assert costs
+    assert slow.composition.costs == costs.at_pace(1.5)
+    assert slow.latency_ms == pytest.approx(1.5 * usual.latency_ms, rel=0.02)  # the host alone, but for the GPU's pauses
+    assert (slow.host_pace, slow.host_pace_source, usual.host_pace) == (1.5, "given", 1.0)
+    assert not [warning for warning in slow.warnings if NOT_KNOWN in warning]
+    assert predicted(LONG, 1.5).latency_ms == pytest.approx(predicted(LONG, 1.0).latency_ms, rel=0.02)
+
+
+def test_an_unknown_pace_widens_the_interval_where_it_matters() -> None:
+    for model, matters in ((SHORT, True), (LONG, False)):
+        unknown, usual = predicted(model), predicted(model, 1.0)
+        assert (unknown.host_pace, unknown.host_pace_source) == (None, "unknown")
+        assert unknown.latency_ms == usual.latency_ms
+        assert unknown.rough_estimate == usual.rough_estimate
+        ends = [predicted(model, pace).latency_ms / usual.latency_ms for pace in HOSTS]
+        alone = [end / usual.latency_ms for end in usual.interval_ms]
+        low, high = joined([type(HOSTS)(min(ends), max(ends)), type(HOSTS)(*alone)])
+        assert unknown.interval_ms == pytest.approx((low * usual.latency_ms, high * usual.latency_ms))
+        assert sum(NOT_KNOWN in warning for warning in unknown.warnings) == matters
+    low, high = predicted(SHORT).interval_ms
+    assert low < predicted(SHORT, 0.85).latency_ms
+    assert high > predicted(SHORT, 1.6).latency_ms
+    slow = predicted(SHORT, 1.5)  # a pace far from the usual one is less sure, too
+    assert slow.interval_ms[1] / slow.latency_ms > 1.5 ** (1 + PACE_POWER) / 1.5 * 0.99
+    assert slow.interval_ms[0] / slow.latency_ms < 1.5 ** (1 - PACE_POWER) / 1.5 * 1.01
+    wider = [(found.interval_ms[1] - found.interval_ms[0]) for found in (predicted(LONG), predicted(LONG, 1.0))]
+    assert wider[0] < 1.1 * wider[1]
+
+
+def test_a_cuda_graphs_replay_does_not_wait_for_the_host() -> None:
+    graph = WayOfRunning(cuda_graph=True)
+    found, given = predicted(SHORT, way=graph), predicted(SHORT, 1.6, way=graph)
+    assert (found.latency_ms, found.interval_ms) == (given.latency_ms, given.interval_ms)
+    assert (found.host_pace, found.host_pace_source, given.host_pace) == (None, None, None)
+    assert any("does not wait for its host" in warning for warning in given.warnings)
+    assert not any(NOT_KNOWN in warning for warning in found.warnings)
+
+
+@pytest.mark.parametrize("pace", [0.0, -1.0, 300.0, float("nan")])
+def test_what_is_no_ratio_is_refused(pace: float) -> None:
+    with pytest.raises(UserError, match="a ratio to the usual pace is expected"):
+        predicted(SHORT, pace)
+
+
+def test_the_command_takes_a_ratio_or_a_machines_file(made: Made, tmp_path: Path) -> None:
+    onnx.save(SHORT, tmp_path / "short.onnx")
+    files.write_json(tmp_path / "machine.json", made(1.25, taken=datetime(2026, 1, 1, tzinfo=UTC), boot_id="another"))
+    other = made().machine.model_copy(update={"device": "NVIDIA A100"})
+    files.write_json(tmp_path / "a100.json", made(1.25, machine=other))
+    files.write_json(tmp_path / "odd.json", made(30.0))
+    with pytest.raises(UserError, match="is 30 times that, which no host is"):
+        pace_of_file(tmp_path / "odd.json", fitted_for(Workspace(), TARGET))
+    ask = ("inference/predict_model_latency.py", Workspace(tmp_path), "--target", "h200", "--model", tmp_path / "short.onnx")
+    of_file = shell(*ask, "--machine", tmp_path / "machine.json", "--json")
+    assert of_file.returncode == 0, of_file.stderr
+    (told,) = json.loads(of_file.stdout)
+    assert (told["host_pace"], told["host_pace_source"]) == (pytest.approx(1.25), "file")
+    assert told["latency_ms"] == pytest.approx(predicted(SHORT, 1.25).latency_ms)
+    refused = shell(*ask, "--machine", tmp_path / "a100.json")
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (1, 1)
+    assert "measured beside a NVIDIA A100" in refused.stderr
+    assert shell(*ask, "--machine", "machine.json", "--host-pace", "1.1").returncode == 2
+    row = dict(zip(*(line.split("\t") for line in shell(*ask, "--host-pace", "1.1", "--top", "0").stdout.splitlines()),
+                   strict=True))
+    assert (row["host pace"], row["latency (ms)"]) == ("1.1", f"{predicted(SHORT, 1.1).latency_ms:.4g}")
+
+
+# on the target itself ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("more", "found"), [
+    ({}, True), ({"taken": datetime.now(UTC) - timedelta(seconds=900)}, False), ({"boot_id": "another"}, False),
+    ({"taken": datetime.now(UTC) + timedelta(seconds=900)}, False), ({"machine": None}, False),
+])
+@pytest.mark.usefixtures("here")
+def test_a_recent_file_of_this_boot_is_read(more: dict[str, object], found: bool, made: Made, tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+    if "machine" in more:
+        more = {"machine": made().machine.model_copy(update={"uuid": "GPU-elsewhere"})}
+    assert predicted(SHORT, workspace=workspace).host_pace_source == "unknown"
+    files.write_json(workspace.host_pace, made(1.3, **more))
+    told = predicted(SHORT, workspace=workspace)
+    assert told.host_pace_source == ("file" if found else "unknown")
+    assert told.latency_ms == pytest.approx(predicted(SHORT, 1.3 if found else 1.0).latency_ms)
+    assert predicted(SHORT, 1.1, workspace=workspace).host_pace == 1.1
+
+
+def test_a_file_is_not_read_elsewhere(made: Made, tmp_path: Path) -> None:
+    files.write_json(Workspace(tmp_path).host_pace, made(1.3))
+    assert recent_pace(fitted_for(Workspace(), TARGET), Workspace(tmp_path)) == HostPace(None, "unknown")
+
+
+def test_measured_on_request_on_the_target_alone(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAKE: what the host of the GPU takes."""
+    fitted = fitted_for(Workspace(), TARGET)
+    with pytest.raises(UserError, match=r"has to be measured on the machine in question.*--machine"):
+        measured_pace(fitted)
+    monkeypatch.setattr(inference.core.host_pace, "is_here", lambda _: True)
+    asked: list[float] = []
+
+    def fake(seconds: float) -> MachinePace:
+        asked.append(seconds)
+        return made(1 + len(asked) / 10)
+
+    monkeypatch.setattr("benchmark.measuring.host_pace.measure_pace", fake)
+    assert PaceAsked("measure").now(fitted, AS_USUAL) == (pytest.approx(1.1), "measured")
+    watched = PaceAsked(watched=True)
+    assert [watched.now(fitted, AS_USUAL) for _ in range(2)] == [
+        (pytest.approx(ratio), "measured") for ratio in (1.2, 1.3)]
+    assert asked == [2.0, 0.3, 0.3]
+    assert not watched.of_prometheus(fitted, AS_USUAL)
+    assert [PaceAsked(option, watched=True).is_followed(fitted, AS_USUAL) for option in (None, "measure", 1.1)] == [
+        True, True, False]
+    assert watched.now(fitted, WayOfRunning(cuda_graph=True)) is None
+    assert PaceAsked(1.4).now(fitted, AS_USUAL) == 1.4
+    assert PaceAsked().now(fitted, AS_USUAL) is None
+
+
+# by way of a Prometheus ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A Prometheus that knows the exporters of several devices, FAKE: their metrics are replayed, and their hosts made up."""
+    folder, now = tmp_path_factory.mktemp("paces"), time.time()
+    exporters = {
+        name: Exporter(recorded(folder / f"{name}.jsonl", [METRICS] * int(120 / STEP_S)), device_labels(f"GPU-{name}"),
+                       paces=None if probed is None else PaceSampler("cuda", every_s=600.0, latest=probed))
+        for name, probed in (("slow", HostProbed(1.2 * USUAL_US, now)), ("old", HostProbed(1.2 * USUAL_US, now - 900.0)),
+                             ("none", HostProbed(float("nan"), now)), ("silent", None))}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("NO_PROXY", "127.0.0.1,localhost")
+        with prometheus(folder / "prometheus", {name: (one.address, "metrics") for name, one in exporters.items()}) as found:
+            wait_for(lambda: value(found, "count(up == 1)") == len(exporters))
+            yield found
+    for one in exporters.values():
+        one.close()
+
+
+def config(port: int, name: str) -> InferenceConfig:
+    return InferenceConfig(prometheus=PrometheusConfig.model_validate(
+        {"url": f"http://127.0.0.1:{port}", "gpu": f"GPU-{name}", "job": name, "max_age_s": 5, "timeout_s": 10}))
+
+
+def test_prometheus_tells_the_pace(port: int, tmp_path: Path) -> None:
+    onnx.save(SHORT, tmp_path / "short.onnx")
+    (tmp_path / "config.yaml").write_text(config(port, "slow").model_dump_json())
+    ask = ("inference/predict_model_latency.py", Workspace(tmp_path), "--target", "h200", "--model", tmp_path / "short.onnx",
+           "--config", tmp_path / "config.yaml", "--json")
+    done = shell(*ask)
+    assert done.returncode == 0, done.stderr
+    (told,) = json.loads(done.stdout)
+    assert (told["host_pace"], told["host_pace_source"]) == (pytest.approx(1.2), "measured")
+    assert told["latency_ms"] == pytest.approx(predict(SHORT, target=TARGET, host_pace=1.2, load={ENGINE: 0.4}).latency_ms)
+    (given,) = json.loads(shell(*ask, "--host-pace", "1.1").stdout)
+    assert (given["host_pace"], given["host_pace_source"]) == (1.1, "given")
+    assert current_load(config(port, "slow"), fields=[ENGINE]).host_probe_us is None  # nobody asked for it
+
+
+def test_a_pace_that_is_old_or_not_there_or_none(port: int) -> None:
+    old = current_load(config(port, "old"), fields=[ENGINE], pace=True)
+    assert old.host_probe_us is None
+    assert "host_pace_max_age_s is 600: it is taken as not known" in old.notices[0]
+    silent = current_load(config(port, "silent"), fields=[ENGINE], pace=True)
+    assert (silent.host_probe_us, silent.notices) == (None, ())
+    with pytest.raises(PrometheusError, match=r"are no reading .*--host-pace-every"):
+        current_load(config(port, "none"), fields=[ENGINE], pace=True)
+
+
+def test_the_exporter_measures_now_and_then() -> None:
+    """On the CPU provider, instead of a GPU; a failure is kept and leaves the last reading as it was."""
+    paces = PaceSampler("cpu", every_s=60.0)
+    assert paces.fresh() is None
+    paces.read()
+    latest = paces.latest
+    assert latest
+    assert 0 < latest.probe_us < 1e5
+    assert time.time() - latest.taken_s < 60.0
+    assert paces.fresh() == latest
+    if not has_cuda():
+        paces.execution_provider = "cuda"
+        paces.read()
+        assert (paces.latest, "needs a GPU" in paces.error) == (latest, True)
+        done = shell("benchmark/metrics_exporter.py", Workspace(), "--source", "psutil", "--host-pace-every", "5")
+        assert (done.returncode, "needs a GPU" in done.stderr) == (1, True)
+
+
+def test_a_watched_prediction_says_its_pace() -> None:
+    watch = Watch(lambda: predicted(SHORT, 1.2), 1.0)
+    assert watch.read().host_pace == 1.2
+    served = {family.name: family.samples[0].value for family in PredictedLatency(watch).collect()}
+    assert served[HOST_PACE] == 1.2
+
+
+def test_the_evaluator_predicts_at_the_pace_beside_each_model(tmp_path: Path) -> None:
+    """A session with the probe beside it, on the CPU provider instead of a GPU; then FAKE readings of an H200's host."""
+    onnx.save(SHORT, tmp_path / "short.onnx")
+    case, fitted = Case(analyze(tmp_path / "short.onnx", "cuda"), tmp_path / "short.onnx"), fitted_for(Workspace(), TARGET)
+    with Worker(60.0) as worker:
+        (found,) = time_session(case, worker, "cpu", AS_USUAL, 0.05, watch_host=True).samples
+    assert found.probe_us
+    assert 1.0 < found.probe_us < 1e5
+    assert not at_measured_pace(case, fitted, AS_USUAL)
+    case.probes_us = [1.1 * USUAL_US, 1.3 * USUAL_US, 1.2 * USUAL_US]
+    assert at_measured_pace(case, fitted, AS_USUAL)
+    assert not at_measured_pace(case, fitted, WayOfRunning(cuda_graph=True))
+    predict_case(case, TARGET, AS_USUAL, Workspace(), False, Failures())
+    case.samples_ms = [0.1]
+    compared = compare(case, ())
+    assert compared
+    assert compared.host_pace == pytest.approx(1.2)
+    assert compared.predicted_ms == pytest.approx(predicted(SHORT, 1.2).latency_ms)
+    assert {"host pace": compared.host_pace}.items() <= table([compared])[0].items()
+
+
+def test_a_cpu_target_has_no_host_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from trained_workspace import trained
+
+    workspace = trained(tmp_path_factory.getbasetemp() / "trained")
+    model = workspace.models / "anet_c8.onnx"
+    found = predict(model, workspace=workspace)
+    assert (found.host_pace, found.host_pace_source) == (None, None)
+    with pytest.raises(UserError, match="a CPU target's host is the target itself"):
+        predict(model, workspace=workspace, host_pace=1.1)

@@ -1,0 +1,234 @@
+"""Peak memory: live activations counted by hand, and against what ONNX Runtime really holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from conftest import TORCH_MODELS
+from onnx import TensorProto, helper, numpy_helper
+
+from inference import memory_error
+from inference.core.memory import Activations, layout_of, live_activations, peak_memory
+from ort_analysis.graph.analysis import analyze
+from ort_analysis.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
+from utils.errors import UserError
+from utils.fingerprint import Flavour
+
+KIB = 1024
+
+
+def vector(kib: int) -> Tensor:
+    return Tensor(dtype="uint8", shape=(kib * KIB,))
+
+
+def record(nodes: Sequence[tuple[str, str, str]], sizes: dict[str, int], inputs: Sequence[str], outputs: Sequence[str],
+           domain: str = "") -> ModelRecord:
+    """A record of nodes given as (operator, "inputs", "outputs") over tensors of `sizes` KiB; Reshape only renames."""
+    kernels, made = {}, []
+    for number, (op_type, reads, writes) in enumerate(nodes):
+        ins = tuple(KernelInput(dtype="uint8", shape=vector(sizes[name]).shape) for name in reads.split() if name in sizes)
+        outs = tuple(vector(sizes[name]) for name in writes.split())
+        moves = 0 if op_type == "Reshape" else 1
+        kernel = Kernel(id=f"{op_type}_{number}", type=op_type, op_type=op_type, domain=domain, opset=1, attributes={},
+                        inputs=ins, outputs=outs, flops=1, bytes_read=moves, bytes_written=moves, weight_bytes=0)
+        kernels[kernel.id] = kernel
+        made.append(Node(name=kernel.id, kernel_id=kernel.id, provider="cpu", inputs=tuple(reads.split()),
+                         outputs=tuple(writes.split())))
+    return ModelRecord(
+        model="m", sha256="", dims={}, flavour=Flavour(execution_provider="cpu", ort_version="1.31"), derived=False,
+        inputs={name: vector(sizes[name]) for name in inputs}, outputs={name: vector(sizes[name]) for name in outputs},
+        weight_bytes=3 * 2**20, opsets={}, kernels=kernels, nodes=tuple(made))
+
+
+def peak_kib(*args: object, **kwargs: object) -> float:
+    return live_activations(record(*args, **kwargs)).peak_bytes / KIB  # type: ignore[arg-type]
+
+
+def test_a_tensor_lives_from_its_maker_to_its_last_reader() -> None:
+    # x 1, a 10, b 20, c 5: while b is made x, a and b live (31); then a goes: x, b, c (26)
+    assert peak_kib([("Conv", "x", "a"), ("Conv", "a", "b"), ("Conv", "b", "c")], {"x": 1, "a": 10, "b": 20, "c": 5},
+                    ["x"], ["c"]) == 31
+
+
+def test_a_skip_connection_keeps_its_tensor_alive() -> None:
+    # a is read again at the end: while c is made x, a, b and c live
+    assert peak_kib([("Conv", "x", "a"), ("Conv", "a", "b"), ("Conv", "b", "c"), ("Concat", "a c", "y")],
+                    {"x": 1, "a": 10, "b": 20, "c": 30, "y": 40}, ["x"], ["y"]) == 1 + 10 + 30 + 40
+    assert peak_kib([("Conv", "x", "a"), ("Conv", "a", "b"), ("Conv", "b", "c"), ("Conv", "a c", "y")],
+                    {"x": 1, "a": 10, "b": 20, "c": 30, "y": 2}, ["x"], ["y"]) == 1 + 10 + 20 + 30
+
+
+def test_in_place_work_takes_no_second_buffer() -> None:
+    # Relu takes over a, which nobody reads later
+    assert peak_kib([("Conv", "x", "a"), ("Relu", "a", "b"), ("Conv", "b", "y")], {"x": 1, "a": 10, "b": 10, "y": 2},
+                    ["x"], ["y"]) == 13
+    # but not where a is read again, nor the caller's input
+    assert peak_kib([("Conv", "x", "a"), ("Relu", "a", "b"), ("Conv", "a b", "y")], {"x": 1, "a": 10, "b": 10, "y": 2},
+                    ["x"], ["y"]) == 23
+    assert peak_kib([("Relu", "x", "a"), ("Conv", "a", "y")], {"x": 10, "a": 10, "y": 2}, ["x"], ["y"]) == 22
+    # an Add works in either of its inputs
+    assert peak_kib([("Conv", "x", "a"), ("Conv", "x", "b"), ("Add", "x b", "c"), ("Conv", "a c", "y")],
+                    {"x": 8, "a": 1, "b": 8, "c": 8, "y": 2}, ["x"], ["y"]) == 8 + 1 + 8 + 2
+
+
+def test_a_blocked_convolution_adds_in_place() -> None:
+    nodes = [("Conv", "x", "a"), ("Conv", "x", "b"), ("Conv", "b w z a", "c"), ("Conv", "c", "y")]
+    sizes = {"x": 1, "a": 10, "b": 10, "c": 10, "y": 2}
+    assert peak_kib(nodes, sizes, ["x"], ["y"], domain="com.microsoft.nchwc") == 1 + 10 + 10
+    assert peak_kib(nodes, sizes, ["x"], ["y"]) == 1 + 10 + 10 + 10
+
+
+def test_a_renaming_shares_its_input() -> None:
+    # r is a under another name: a lives until r's last reader, once
+    assert peak_kib([("Conv", "x", "a"), ("Reshape", "a shape", "r"), ("Conv", "r", "b"), ("Conv", "r b", "y")],
+                    {"x": 1, "a": 10, "r": 10, "b": 3, "y": 2}, ["x"], ["y"]) == 1 + 10 + 3 + 2
+
+
+def test_outputs_stay_and_unread_tensors_go() -> None:
+    assert peak_kib([("Split", "x", "y unread"), ("Conv", "x", "b"), ("Conv", "b", "z")],
+                    {"x": 1, "y": 10, "unread": 5, "b": 20, "z": 4}, ["x"], ["y", "z"]) == 1 + 10 + 20 + 4
+
+
+def plain_activations(record: ModelRecord) -> Activations:
+    """The same by the definition, node by node in quadratic time: which buffers are yet to be read, and how large they are."""
+    kept = {*record.inputs, *record.outputs}
+    sizes = {name: tensor.bytes for name, tensor in record.inputs.items()}
+    buffer_of = {name: name for name in sizes}
+    made: dict[str, int] = {}
+
+    def reads_left(buffer: str, since: int) -> int:
+        names = {name for name, found in buffer_of.items() if found == buffer}
+        return sum(name in names for node in record.nodes[since:] for name in node.inputs)
+
+    for step, node in enumerate(record.nodes):
+        kernel = record.kernels[node.kernel_id]
+        layout = layout_of(kernel)
+        for place, (name, tensor) in enumerate(zip(node.outputs, kernel.outputs, strict=False)):
+            shared: list[str] = []
+            if place == 0 and name not in kept:
+                inputs = [buffer_of.get(read) for read in node.inputs]
+                shared = [buffer for buffer in inputs[:1] if buffer] if layout.renames else [
+                    buffer for slot in layout.in_place if slot < len(inputs) and (buffer := inputs[slot])
+                    and buffer not in kept and reads_left(buffer, step) == 1 and sizes[buffer] == tensor.bytes]
+            if name:
+                buffer_of[name] = shared[0] if shared else name
+                if not shared:
+                    sizes[name], made[name] = tensor.bytes, step
+    intermediate, lent = ([sum(sizes[name] for name, first in made.items() if first <= step and (name in kept) is caller
+                               and (caller or first == step or reads_left(name, step)))
+                           for step in range(len(record.nodes))] for caller in (False, True))
+    given = sum(sizes[name] for name in record.inputs)
+    return Activations(max(given + a + b for a, b in zip(intermediate, lent, strict=True)), max(intermediate))
+
+
+@pytest.mark.parametrize("provider", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", TORCH_MODELS)
+def test_whole_models_against_the_definition(torch_models: dict[str, Path], name: str, provider: str) -> None:
+    found = analyze(torch_models[name], provider)
+    assert live_activations(found) == plain_activations(found)
+    known = {kernel_id: layout_of(kernel) for kernel_id, kernel in found.kernels.items()}
+    assert peak_memory(found, layouts=known) == peak_memory(found)
+
+
+def test_the_parts_add_up() -> None:
+    # x and y are the caller's; a (4 MiB) is the arena's, which keeps it twice
+    model = record([("Conv", "x", "a"), ("Conv", "a", "y")], {"x": 1024, "a": 4096, "y": 2048}, ["x"], ["y"])
+    memory = peak_memory(model)
+    assert memory.model_dump() == {
+        "weights_mib": 3, "activations_mib": 1 + 4 + 2, "arena_mib": 4, "workspace_mib": 0, "loading_mib": 2,
+        "peak_mib": 3 + 7 + 4 + 2}
+    assert peak_memory(model, 5.0).peak_mib == 16 + 5
+
+
+def test_on_cuda_the_arena_takes_more_and_the_libraries_their_part() -> None:
+    model = record([("Conv", "x", "a"), ("Conv", "a", "y")], {"x": 1024, "a": 4096, "y": 2048}, ["x"], ["y"])
+    flavour = Flavour(execution_provider="cuda", ort_version="1.31")
+    assert peak_memory(model.model_copy(update={"flavour": flavour})).model_dump() == {
+        "weights_mib": 3, "activations_mib": 7, "arena_mib": 21, "workspace_mib": 160, "loading_mib": 0, "peak_mib": 191}
+    relu = record([("Relu", "x", "y")], {"x": 1024, "y": 1024}, ["x"], ["y"])
+    assert peak_memory(relu.model_copy(update={"flavour": flavour})).workspace_mib == 0  # neither cuDNN nor cuBLAS
+
+
+def test_what_loading_leaves_goes_by_the_kind_of_weight() -> None:
+    def left_mib(op_type: str, dtype: str, mib: int) -> float:
+        weight = KernelInput(dtype=dtype, shape=(mib * 2**20 // (1 if dtype == "int8" else 4),), constant=True)
+        one = record([(op_type, "x", "y")], {"x": 1, "y": 1}, ["x"], ["y"])
+        kernels = {name: kernel.model_copy(update={"inputs": (*kernel.inputs, weight)}) for name, kernel in one.kernels.items()}
+        return peak_memory(one.model_copy(update={"kernels": kernels})).loading_mib
+
+    assert [left_mib(*case) for case in (("Conv", "float32", 10), ("MatMul", "float32", 10), ("QLinearConv", "int8", 10))] == [
+        pytest.approx(2 + 18), 2 + 5, 2 + 10]
+    assert left_mib("MatMul", "float32", 32) == 2  # so large a weight is mapped apart, and given back
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is measured as Linux reports it")
+def test_the_error_is_measured_in_a_process_of_its_own(torch_models: dict[str, Path], tmp_path: Path) -> None:
+    found = memory_error.row(torch_models["resnet18"], {})
+    assert found["held (MiB)"] > found["weights (MiB)"] > 40
+    assert found["predicted (MiB)"] == pytest.approx(found["held (MiB)"], rel=0.3)  # what loading leaves differs by the run
+    with pytest.raises(UserError, match="its run failed"):
+        memory_error.held_mib(tmp_path / "missing.onnx", {})
+
+
+MEASURE = """
+import json, sys
+import numpy as np, onnxruntime
+from pathlib import Path
+
+def held(key):
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in status if line.startswith(key))
+
+options = onnxruntime.SessionOptions()
+options.enable_cpu_mem_arena = options.enable_mem_pattern = sys.argv[3] == "arena"
+small = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
+small.run(None, {"x": np.ones((1, 8), np.float32)})  # the runtime's own memory
+before = held("VmRSS")
+x = np.ones((2048, 2048), np.float32)
+session = onnxruntime.InferenceSession(sys.argv[2], options, providers=["CPUExecutionProvider"])
+Path("/proc/self/clear_refs").write_text("5")  # the peak while loading does not count
+for _ in range(3):
+    session.run(None, {"x": x})
+print(json.dumps(held("VmHWM") - before))
+"""
+
+
+def measured_mib(small: Path, large: Path, how: str) -> float:
+    """Resident memory that running `large` takes, at its peak."""
+    done = subprocess.run([sys.executable, "-c", MEASURE, small, large, how], capture_output=True, text=True, check=True,
+                          env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})  # freed tensors go back at once
+    return float(json.loads(done.stdout))
+
+
+def products(path: Path, side: int, count: int) -> Path:
+    """A model with activations of `side` × `side`: x, `count` products of it, and all of them side by side as output."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [side if side > 8 else 1, side])
+    nodes = [helper.make_node("MatMul", ["x", f"w{i}"], [f"t{i}"]) for i in range(count)]
+    nodes.append(helper.make_node("Concat", [f"t{i}" for i in range(count)], ["y"], axis=0))
+    rng = np.random.default_rng(0)
+    weights = [numpy_helper.from_array(rng.random((side, side), np.float32), f"w{i}") for i in range(count)]
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    model = helper.make_model(helper.make_graph(nodes, "g", [x], [y], weights), ir_version=10,
+                              opset_imports=[helper.make_opsetid("", 17)])
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is compared as Linux reports it")
+def test_it_is_what_onnx_runtime_holds(tmp_path: Path) -> None:
+    small, large = products(tmp_path / "small.onnx", 8, 1), products(tmp_path / "large.onnx", 2048, 3)
+    predicted = peak_memory(analyze(large, "cpu"))
+    assert predicted.weights_mib == pytest.approx(48, abs=0.1)
+    assert predicted.activations_mib == pytest.approx(16 + 3 * 16 + 48, abs=0.1)
+    assert predicted.arena_mib == pytest.approx(3 * 16, abs=0.1)
+    # without the arena each tensor is its own allocation, given back when it dies: what is left is the plan itself
+    assert measured_mib(small, large, "bare") == pytest.approx(predicted.weights_mib + predicted.activations_mib, rel=0.05)
+    assert measured_mib(small, large, "arena") == pytest.approx(predicted.peak_mib - predicted.loading_mib, rel=0.2)

@@ -1,0 +1,252 @@
+"""Kernels measured for a prediction: which, by whom, what becomes of them, and what stays as it was."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_up_dataset import chain, conv, relu
+from trained_workspace import HELD_OUT, conv_net, trained
+
+from benchmark.collecting.collect import collect_kernels
+from benchmark.collecting.config import CollectorConfig
+from benchmark.collecting.crew import start_crew
+from benchmark.records.blocks import Block
+from benchmark.records.files import DatasetKernel, header_path, journal_path, load_header, read_journal, read_kernels
+from inference import measure_missing, predict
+from inference.core import missing_kernels, targets
+from inference.core.targets import Fitted, fitted_for
+from ort_analysis.graph.analysis import analyze
+from ort_analysis.records.kernel_record import Tensor
+from ort_analysis.records.kernel_types import describe_kernel
+from training.fit_composition import kept_composition
+from training.kernels.predictors import load_predictors
+from training.kernels.settings import TrainingConfig
+from training.kernels.sidecar import read_sidecar
+from training.kernels.training_set import load_training_set
+from training.train_kernel_model import kept_sidecar
+from utils.config import load_config
+from utils.errors import UserError
+from utils.fingerprint import has_cuda, local_target, machine
+from utils.paths import ROOT, Workspace
+
+TARGET = local_target("cpu").name
+CONFIG = CollectorConfig.model_validate({
+    "window_s": 0.2, "attempts": 1, "patience_s": 0,
+    "kernel": {"warmup": 1, "budget_s": 0.005, "least_runs": 3, "most_runs": 5}})
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A copy of the trained workspace that a test may add to."""
+    there = trained(tmp_path_factory.getbasetemp() / "trained")
+    return Workspace(Path(shutil.copytree(there.root, tmp_path / "workspace")))
+
+
+def command(script: str, workspace: Workspace, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, script, "--workspace", workspace.root, *arguments], cwd=ROOT, capture_output=True,
+                          text=True)
+
+
+def measured_here(workspace: Workspace) -> list[Block]:
+    """The blocks of the journal that are really measured; the others are made up."""
+    return [block for block in read_journal(workspace.dataset(TARGET)) if block.machine == machine("cpu").uuid]
+
+
+def run_ms(workspace: Workspace) -> dict[str, float]:
+    """The median of label `run` of each kernel that was really measured."""
+    return {m.id: float(np.median(m.samples_ms)) for block in measured_here(workspace) for m in block.measurements
+            if m.label == "run"}
+
+
+def contents(folder: Path, but: str = "\0") -> dict[str, bytes]:
+    """The files of a folder, those left out whose names begin with `but`."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(but)}
+
+
+def test_the_command_measures_what_never_was(workspace: Workspace) -> None:
+    path = conv_net(workspace.root / "newnet.onnx", channels=20, size=12)
+    record = analyze(path, "cpu")
+    folder, sidecar = workspace.predictors(TARGET), read_sidecar(workspace.predictors(TARGET))
+    learned = contents(folder, but="measured-")
+    before = load_predictors(folder).measured
+    unknown = set(record.kernels) - set(before)
+    asked = ("--model", path, "--target", TARGET, "--measure-missing", "--json")  # a machine with a GPU is another target too
+    done = command("inference/predict_model_latency.py", workspace, *asked)
+    assert done.returncode == 0, done.stderr
+    told = re.search(rf"measured {len(unknown)} kernels in (\d+\.\d) s; (\d+\.\d) s with all that goes with it", done.stderr)
+    assert told
+    assert 0 < float(told[1]) <= float(told[2])
+    (found,) = json.loads(done.stdout)
+    assert found["time_share"] == pytest.approx({"measured": 1.0, "predicted": 0.0, "estimated": 0.0})
+    times = run_ms(workspace)
+    assert set(times) == unknown
+    assert {kernel["id"]: kernel["latency_ms"] for kernel in found["kernels"] if kernel["id"] in unknown} == pytest.approx(
+        times, abs=1e-6)
+    used = found["composition"]
+    assert used["label"] == "run"
+    summed = sum((times | {name: labels["run"] for name, labels in before.items()})[node.kernel_id] for node in record.nodes)
+    assert found["latency_ms"] == pytest.approx(used["alpha"] * summed + used["beta_ms"], rel=1e-3)
+
+    assert {block.level for block in measured_here(workspace)} == {0.0}
+    described = {entry.kernel.id: entry for entry in read_kernels(workspace.dataset(TARGET))}
+    assert {described[name].models for name in unknown} == {("newnet",)}
+    renewed = read_sidecar(folder)
+    assert contents(folder, but="measured-") | {"predictors.json": b""} == learned | {"predictors.json": b""}
+    assert renewed == sidecar.model_copy(
+        update={"measured": renewed.measured, "measured_sha256": renewed.measured_sha256})
+    assert {name: times for name, times in load_predictors(folder).measured.items() if name in before} == before
+
+    journal = journal_path(workspace.dataset(TARGET)).read_bytes()
+    again = command("inference/predict_model_latency.py", workspace, *asked)
+    assert again.stdout == done.stdout
+    assert "nothing to measure" in again.stderr
+    assert journal_path(workspace.dataset(TARGET)).read_bytes() == journal
+
+
+def test_the_composition_holds_and_the_training_is_out_of_date(workspace: Workspace) -> None:
+    settings = load_config(workspace.root / "training.yaml", TrainingConfig)
+    assert kept_sidecar(workspace, load_training_set(workspace, TARGET), settings) is not None
+    conv_net(workspace.models / "newnet.onnx", channels=20, size=12)
+    assert measure_missing("newnet.onnx", target=TARGET, workspace=workspace, config=CONFIG).measured > 0
+    assert kept_composition(workspace, TARGET) is not None
+    rows = load_training_set(workspace, TARGET)
+    assert kept_sidecar(workspace, rows, settings) is None
+    assert set(run_ms(workspace)) <= set(rows.ids)  # the next training learns from them
+    done = command("training/train_kernel_model.py", workspace, "--config", workspace.root / "training.yaml")
+    assert "saved" in done.stderr
+
+
+def test_several_sizes_at_once(workspace: Workspace) -> None:
+    sizes = [{"batch": 3}, {"batch": 5}]
+    records = [analyze(workspace.models / "dynnet.onnx", "cpu", dims) for dims in sizes]
+    known = load_predictors(workspace.predictors(TARGET)).measured
+    unknown = {name for record in records for name in record.kernels} - set(known)
+    filled = measure_missing("dynnet.onnx", sizes, target=TARGET, workspace=workspace, config=CONFIG)
+    assert (filled.measured, filled.left) == (len(unknown), ())
+    assert 0 < filled.measuring_s < filled.seconds
+    assert [len({m.id for m in block.measurements}) for block in measured_here(workspace)] == [len(unknown)]
+    described = {entry.kernel.id: entry.models for entry in read_kernels(workspace.dataset(TARGET))}
+    assert {model for name in unknown for model in described[name]} == {"dynnet@batch=3,dynamic", "dynnet@batch=5,dynamic"}
+    for dims in sizes:
+        found = predict("dynnet.onnx", dims=dims, target=TARGET, workspace=workspace)
+        assert found.time_share["measured"] == pytest.approx(1.0)
+
+
+def test_kernels_that_fail_are_named_and_stay_predicted(workspace: Workspace) -> None:
+    """The file of one is damaged, and one holds a subgraph, so that it can't be built."""
+    record = analyze(conv_net(workspace.root / "newnet.onnx", channels=20, size=12), "cpu")
+    damaged, looping = [name for name, kernel in record.kernels.items() if kernel.type == "Conv_Relu"]
+    loop = record.kernels[looping].model_copy(update={"id": "loop", "attributes": {"body": {"graph": "0"}}})
+    record = record.model_copy(update={
+        "kernels": {name: kernel for name, kernel in record.kernels.items() if name != looping} | {"loop": loop},
+        "nodes": tuple(node.model_copy(update={"kernel_id": "loop"}) if node.kernel_id == looping else node
+                       for node in record.nodes)})
+    folder = workspace.kernel_onnx / record.flavour.name
+    folder.mkdir(parents=True)
+    (folder / f"{damaged}.onnx").write_bytes(b"no model")
+    first, second = (measure_missing(record, target=TARGET, workspace=workspace, config=CONFIG, force=True) for _ in range(2))
+    assert set(first.left) == {damaged, "loop"}
+    assert first.measured > 1
+    assert (second.measured, set(second.left)) == (0, {damaged, "loop"})
+    found = predict(record, target=TARGET, workspace=workspace)
+    assert {kernel.id for kernel in found.kernels if kernel.provenance == "predicted"} == {damaged, "loop"}
+    assert found.time_share["estimated"] == 0
+
+
+def test_what_was_measured_but_not_noted_down_is_looked_up(workspace: Workspace) -> None:
+    """As after a kill between the two."""
+    record = analyze(conv_net(workspace.root / "newnet.onnx", channels=20, size=12), "cpu")
+    missing = missing_kernels.missing_kernels(fitted_for(workspace, TARGET), [record])
+    missing_kernels.build(missing, workspace.kernel_onnx / record.flavour.name)
+    with start_crew(CONFIG, "cpu", ("run",)) as crew:
+        collect_kernels(workspace, CONFIG.model_copy(update={"device": "cpu", "labels": ("run",)}), [
+            DatasetKernel(kernel=kernel, models=("newnet",)) for kernel in missing.values()], crew)
+    assert predict(record, target=TARGET, workspace=workspace).kernel_count["predicted"] == len(missing)
+    filled = measure_missing(record, target=TARGET, workspace=workspace, config=CONFIG)
+    assert (filled.measured, filled.left) == (0, ())
+    assert predict(record, target=TARGET, workspace=workspace).kernel_count["predicted"] == 0
+
+
+def test_a_model_held_out_is_looked_up_and_not_learned_from(workspace: Workspace) -> None:
+    path = conv_net(workspace.models / f"{HELD_OUT}_c44.onnx", channels=44, size=12)
+    for _ in range(2):
+        measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG)
+        assert predict(path, target=TARGET, workspace=workspace).time_share["measured"] == pytest.approx(1.0)
+        assert not set(run_ms(workspace)) & set(load_training_set(workspace, TARGET).ids)
+        command("training/train_kernel_model.py", workspace, "--config", workspace.root / "training.yaml")
+        command("training/fit_composition.py", workspace)
+
+
+def test_shipped_predictors_are_copied_and_a_dataset_begins(workspace: Workspace, tmp_path: Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped, own = tmp_path / "shipped", Workspace(tmp_path / "own")
+    shutil.copytree(workspace.predictors(TARGET), shipped / TARGET)
+    monkeypatch.setattr(targets, "SHIPPED", shipped)
+    before, known = contents(shipped / TARGET), load_predictors(shipped / TARGET).measured
+    path = conv_net(tmp_path / "newnet.onnx", channels=20, size=12)
+    assert measure_missing(path, workspace=own, config=CONFIG).left == ()
+    assert contents(shipped / TARGET) == before
+    header = load_header(own.dataset(TARGET))
+    assert header.labels == ("run",)
+    assert {m.label for block in measured_here(own) for m in block.measurements} == {"run"}
+    looked_up = load_predictors(own.predictors(TARGET)).measured
+    assert {name: looked_up[name] for name in known} == known
+    assert set(looked_up) - set(known) == set(run_ms(own))
+    assert predict(path, workspace=own).time_share["measured"] == pytest.approx(1.0)
+
+
+def test_a_dataset_without_the_label_is_told(workspace: Workspace) -> None:
+    folder = workspace.dataset(TARGET)
+    header = load_header(folder)
+    header_path(folder).write_text(header.model_copy(update={"labels": ("node_span",)}).model_dump_json())
+    conv_net(workspace.models / "newnet.onnx", channels=20, size=12)
+    with pytest.raises(UserError, match=r"without label run \(it has node_span\)"):
+        measure_missing("newnet.onnx", target=TARGET, workspace=workspace, config=CONFIG)
+
+
+def test_another_machine_s_target_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_cuda():
+        done = command("inference/predict_model_latency.py", workspace, "--model", "anet_c16.onnx", "--measure-missing",
+                       "--target", "nvidia-h200")
+        assert (done.returncode, done.stdout) == (1, "")
+        told = rf"error: kernels of target nvidia-h200-\S+ can be measured on such a machine alone.* {TARGET}"
+        assert re.match(told, done.stderr)
+    other = local_target("cpu").model_copy(update={"threads": 96})
+    monkeypatch.setattr(missing_kernels, "local_targets", lambda: (other,))
+    with pytest.raises(UserError, match=f"kernels of target {TARGET} can be measured on such a machine alone"):
+        measure_missing("anet_c16.onnx", target=TARGET, workspace=workspace, config=CONFIG)
+
+
+def test_a_record_of_another_flavour_is_refused(workspace: Workspace) -> None:
+    record = analyze(workspace.models / "anet_c16.onnx", "cpu")
+    other = record.model_copy(update={"flavour": record.flavour.model_copy(update={"instruction_set": "sse"})})
+    with pytest.raises(UserError, match=r"the record is of a cpu-sse-\S+ graph"):
+        measure_missing(other, target=TARGET, workspace=workspace, config=CONFIG)
+
+
+@pytest.mark.parametrize("option", [["--strict"], ["--metrics", "load.json"]])
+def test_where_nothing_is_looked_up_there_is_nothing_to_measure(workspace: Workspace, option: list[str]) -> None:
+    done = command("inference/predict_model_latency.py", workspace, "--model", "anet_c16.onnx", "--measure-missing", *option)
+    assert done.returncode == 2
+    assert "neither with --strict nor under a load" in done.stderr
+
+
+def test_in_a_pipeline_launches_are_looked_up_too(workspace: Workspace) -> None:
+    """A GPU's look-up, made up here: one kernel lacks its launches, one is known, and one gives the GPU nothing to do."""
+    fitted = fitted_for(workspace, TARGET)
+    lacking, known = conv(), relu()
+    view = describe_kernel("Flatten", "", 13, {}, [known.inputs[0]], [Tensor(dtype="float32", shape=(1, 16384))])
+    predictors = load_predictors(fitted.predictors.folder)
+    predictors.measured = {lacking.id: {"gpu": 0.1}, known.id: {"gpu": 0.1, "launches": 2.0}}
+    on_gpu = Fitted(fitted.target, predictors, fitted.composition.model_copy(update={"kind": "pipeline", "label": "gpu"}),
+                    fitted.doubt)
+    assert set(missing_kernels.missing_kernels(on_gpu, [chain("net", [lacking, known, view])])) == {lacking.id}
+    assert set(missing_kernels.missing_kernels(fitted, [chain("net", [lacking, known, view])])) == {
+        lacking.id, known.id, view.id}

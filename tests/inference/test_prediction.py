@@ -1,0 +1,487 @@
+"""The predictor: what it adds up, what it says about it, what it caches, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms, trained
+
+from benchmark.traces.anatomy import measured_trace
+from benchmark.traces.gpu_trace import GpuRun, GpuWork, Launch
+from inference import predict, predict_many
+from inference.core import targets
+from inference.core.targets import choose_target, fitted_for
+from inference.core.ways import WayOfRunning
+from inference.live.load import InferenceConfig, Load, current_load
+from inference.prediction_speed import copies
+from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY
+from ort_analysis.graph.analysis import analyze
+from ort_analysis.records.kernel_record import ModelRecord
+from utils import files
+from utils.config import load_config
+from utils.errors import UserError
+from utils.fingerprint import Target, flavour_of, has_cuda, local_target
+from utils.paths import ROOT, Workspace
+
+TARGET = local_target("cpu").name
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return trained(tmp_path_factory.getbasetemp() / "trained")
+
+
+@pytest.fixture(scope="module")
+def record(workspace: Workspace) -> ModelRecord:
+    return analyze(workspace.models / "anet_c16.onnx", "cpu")
+
+
+def shell(workspace: Workspace, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "inference/predict_model_latency.py", "--workspace", workspace.root, *arguments], cwd=ROOT,
+        capture_output=True, text=True)
+
+
+def test_a_measured_model_is_alpha_times_its_kernels_plus_beta(workspace: Workspace, record: ModelRecord) -> None:
+    found = predict(record, target=TARGET, workspace=workspace)
+    summed = sum(made_up_ms(record.kernel_of(node)) for node in record.nodes)
+    assert found.kernel_sum_ms == pytest.approx(summed, rel=1e-5)
+    assert found.latency_ms == pytest.approx(found.composition.alpha * found.kernel_sum_ms + found.composition.beta_ms)
+    assert found.latency_ms == pytest.approx(model_ms(record), rel=0.02)  # α and β of the made-up models are found again
+    assert found.sum_latency_ms == found.latency_ms
+    assert found.load == "idle"
+    assert found.time_share == pytest.approx({"measured": 1.0, "predicted": 0.0, "estimated": 0.0})
+    assert found.kernel_count == {"measured": len(record.nodes), "predicted": 0, "estimated": 0}
+    assert sum(kernel.total_ms for kernel in found.kernels) == pytest.approx(found.kernel_sum_ms)
+    assert sum(kernel.share for kernel in found.kernels) == pytest.approx(1)
+    assert [kernel.share for kernel in found.kernels] == sorted((kernel.share for kernel in found.kernels), reverse=True)
+    assert (found.batch, found.items_per_second) == (1, pytest.approx(1000 / found.latency_ms))
+    assert found.target == TARGET
+
+
+def test_strict_looks_nothing_up(workspace: Workspace, record: ModelRecord) -> None:
+    found = predict(record, target=TARGET, workspace=workspace, strict=True)
+    assert found.strict
+    assert found.time_share["measured"] == 0 == found.kernel_count["measured"]
+    assert sum(found.time_share.values()) == pytest.approx(1)
+    assert found.latency_ms == pytest.approx(model_ms(record), rel=0.3)
+
+
+def test_under_load_nothing_is_looked_up_and_more_time_is_taken(workspace: Workspace, record: ModelRecord) -> None:
+    idle = predict(record, target=TARGET, workspace=workspace)
+    loaded = predict(record, target=TARGET, workspace=workspace, load={METRIC: 0.5, "unheard_of": 1.0})
+    assert loaded.kernel_count["measured"] == 0
+    assert loaded.load == {METRIC: 0.5, "unheard_of": 1.0}
+    assert loaded.kernel_sum_ms == pytest.approx(1.5 * idle.kernel_sum_ms, rel=0.3)
+    assert any("unheard_of" in warning for warning in loaded.warnings)
+    with pytest.raises(UserError, match=METRIC):
+        predict(record, target=TARGET, workspace=workspace, load={"unheard_of": 1.0})
+
+
+def test_numpy_in_and_out_adds_the_copies(workspace: Workspace, record: ModelRecord) -> None:
+    usual = predict(record, target=TARGET, workspace=workspace)
+    copied = predict(record, target=TARGET, workspace=workspace, way=WayOfRunning(io="host"))
+    assert copied.latency_ms - usual.latency_ms == pytest.approx(copies_ms(record), rel=0.02)
+    assert copied.way.label == "host_io"
+
+
+@pytest.mark.parametrize(("way", "told"), [
+    (WayOfRunning(cuda_graph=True), "no models were run so"), (WayOfRunning(io="host", cuda_graph=True), "fixed places")])
+def test_a_way_that_was_not_measured_is_refused(workspace: Workspace, record: ModelRecord, way: WayOfRunning,
+                                                told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        predict(record, target=TARGET, workspace=workspace, way=way)
+
+
+def test_an_unknown_kernel_type_is_named_and_estimated(workspace: Workspace) -> None:
+    model = conv_net(workspace.root / "odd.onnx", extra="Erf")
+    found = predict(model, target=TARGET, workspace=workspace)
+    assert found.types_without_predictor == ("Erf",)
+    assert found.kernel_count["estimated"] == 1
+    assert 0 < found.time_share["estimated"] < 1
+    assert any("Erf" in warning for warning in found.warnings)
+    assert next(kernel for kernel in found.kernels if kernel.type == "Erf").latency_ms > 0
+
+
+def test_the_longest_path_is_used_where_the_composition_says_so(workspace: Workspace, record: ModelRecord) -> None:
+    used = fitted_for(workspace, TARGET).composition.model_copy(
+        update={"kind": "critical_path", "alpha": 2.0, "beta_ms": 1.0})
+    found = predict(record, target=TARGET, workspace=workspace, composition=used)
+    assert found.critical_path_ms == pytest.approx(found.kernel_sum_ms)  # a chain
+    assert found.latency_ms == pytest.approx(2.0 * found.kernel_sum_ms + 1.0)
+    assert found.composition.kind == "critical_path"
+    assert found.sum_latency_ms == pytest.approx(predict(record, target=TARGET, workspace=workspace).latency_ms, rel=1e-3)
+
+
+def test_path_model_and_record_give_the_same(workspace: Workspace, record: ModelRecord) -> None:
+    path = workspace.models / "anet_c16.onnx"
+    from_record = predict(record, target=TARGET, workspace=workspace)
+    assert predict(path, target=TARGET, workspace=workspace) == from_record
+    assert predict(str(path), target=TARGET, workspace=workspace) == from_record
+    assert predict("anet_c16.onnx", target=TARGET, workspace=workspace) == from_record  # also looked for in model_zoo
+    in_memory = predict(onnx.load(path), target=TARGET, workspace=workspace)
+    assert in_memory.latency_ms == from_record.latency_ms
+    written = next(workspace.kernel_records.glob("*/anet_c16.json"))
+    assert predict(written, target=TARGET, workspace=workspace).latency_ms == from_record.latency_ms
+
+
+def test_many_records_at_once(workspace: Workspace, record: ModelRecord) -> None:
+    other = analyze(workspace.models / "bnet_c32.onnx", "cpu")
+    found = predict_many([record, other] * 100, target=TARGET, workspace=workspace)
+    alone = [predict(one, target=TARGET, workspace=workspace) for one in (record, other)]
+    assert found == alone * 100
+
+
+def test_copies_share_nothing_and_are_predicted_alike(workspace: Workspace, record: ModelRecord) -> None:
+    """What `prediction_speed.py` times: as many kernels of their own as if each record were read from a file."""
+    many = copies(record, 3)
+    assert [one.model for one in many] == [f"{record.model}_{number}" for number in range(3)]
+    assert len({id(kernel) for one in many for kernel in one.kernels.values()}) == 3 * len(record.kernels)
+    alone = predict(record, target=TARGET, workspace=workspace)
+    assert predict_many(many, target=TARGET, workspace=workspace) == [
+        alone.model_copy(update={"model": one.model}) for one in many]
+
+
+def test_the_speed_beside_a_load_is_timed_too(workspace: Workspace, tmp_path: Path) -> None:
+    files.write_json(tmp_path / "busy.json", {METRIC: 0.4})
+    command = [sys.executable, "inference/prediction_speed.py", "--workspace", str(workspace.root), "--model", "anet_c16.onnx",
+               "--target", TARGET, "--repeats", "1", "--json", "--metrics", str(tmp_path / "busy.json")]
+    found = {row["case"]: row["median_ms"] for row in json.loads(
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)}
+    assert found["reading the load"] > 0
+    assert 0 < found["the same file beside the load, which is read each time"] < found["from the shell"]
+
+
+def test_another_cudnn_widens_the_interval(workspace: Workspace, record: ModelRecord, tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that pretends to be a GPU of a made-up target, first with the cuDNN that was measured, then with another."""
+    there = local_target("cpu").model_dump() | {"device": "Some GPU", "flavour": flavour_of("cuda").model_dump(), "threads": 0}
+    target, other = Target.model_validate(there), Workspace(tmp_path)
+    folder = other.predictors(target.name)
+    shutil.copytree(workspace.predictors(TARGET), folder)
+    sidecar = json.loads((folder / "predictors.json").read_text())
+    sidecar.pop(files.DIGEST, None)  # it is of the numbers before
+    sidecar["machines"][-1]["versions"]["cudnn"] = "9.19.0.56"
+    files.write_json(folder / "predictors.json", sidecar | {"target": target.model_dump()})
+    composition = json.loads((folder / "composition.json").read_text())
+    composition.pop(files.DIGEST, None)
+    spans = {"interval": (0.9, 1.2), "interval_measured": (0.4, 0.99)}
+    files.write_json(folder / "composition.json", composition | {
+        name: {"low": low, "high": high, "coverage": 0.9} for name, (low, high) in spans.items()})
+    monkeypatch.setattr(targets, "local_targets", lambda: (target,))
+
+    def interval(cudnn: str, strict: bool) -> tuple[list[float], bool]:
+        """The interval as multiples of the prediction, and whether the reader is told of another cuDNN."""
+        monkeypatch.setattr(targets, "package_version", lambda _: cudnn)
+        on_gpu = record.model_copy(update={"flavour": target.flavour, "nodes": tuple(
+            node.model_copy(update={"provider": "cuda"}) for node in record.nodes)})
+        found = predict(on_gpu, target=target.name, workspace=other, strict=strict)
+        assert found.interval_ms is not None
+        assert fitted_for(other, target.name).other_cudnn is any("the interval is widened" in text for text in found.warnings)
+        return [end / found.latency_ms for end in found.interval_ms], fitted_for(other, target.name).other_cudnn
+
+    assert interval("9.19.1.2", True) == (pytest.approx([0.9, 1.2]), False)
+    assert interval("9.20.0.1", True) == (pytest.approx([0.9 ** 2, 1.2 ** 2]), True)
+    assert interval("9.20.0.1", False) == (pytest.approx([0.4 ** 2, 1.0]), True)  # it holds the prediction
+    monkeypatch.setattr(targets, "local_targets", lambda: ())  # asked from elsewhere: what was measured is what is predicted
+    assert interval("9.20.0.1", True)[0] == pytest.approx([0.9, 1.2])
+
+
+def test_a_changed_file_is_noticed(workspace: Workspace) -> None:
+    path = conv_net(workspace.root / "changing.onnx", channels=16)
+    first = predict(path, target=TARGET, workspace=workspace)
+    began = time.perf_counter()
+    assert predict(path, target=TARGET, workspace=workspace) == first
+    assert time.perf_counter() - began < 0.05
+    stamp = path.stat()
+    conv_net(path, channels=16, size=32)
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # size and inode are the same too
+    assert predict(path, target=TARGET, workspace=workspace).latency_ms > first.latency_ms
+
+
+def test_changed_weights_beside_the_file_are_noticed(workspace: Workspace) -> None:
+    inline = conv_net(workspace.root / "inline.onnx")
+    path = workspace.root / "outside.onnx"
+    onnx.save(onnx.load(inline), path, save_as_external_data=True, location="outside.weights", size_threshold=0)
+    predict(path, target=TARGET, workspace=workspace)
+    (workspace.root / "outside.weights").unlink()
+    with pytest.raises(UserError, match=r"outside\.weights"):
+        predict(path, target=TARGET, workspace=workspace)
+
+
+def test_new_predictors_are_noticed(workspace: Workspace, record: ModelRecord, tmp_path: Path) -> None:
+    shutil.copytree(workspace.predictors(TARGET), Workspace(tmp_path).predictors(TARGET))
+    before = predict(record, workspace=Workspace(tmp_path))
+    file = Workspace(tmp_path).predictors(TARGET) / "composition.json"
+    document = json.loads(file.read_text())
+    document.pop(files.DIGEST, None)  # it is of the numbers before
+    file.write_text(json.dumps(document | {"beta_ms": document["beta_ms"] + 7}))
+    assert predict(record, workspace=Workspace(tmp_path)).latency_ms == pytest.approx(before.latency_ms + 7)
+
+
+def test_dynamic_dimensions(workspace: Workspace) -> None:
+    path = workspace.models / "dynnet.onnx"
+    one, four = (predict(path, dims={"batch": size}, target=TARGET, workspace=workspace) for size in (1, 4))
+    assert (one.batch, four.batch, four.dims) == (1, 4, {"batch": 4})
+    assert four.latency_ms > one.latency_ms
+    assert four.memory.activations_mib == pytest.approx(4 * one.memory.activations_mib)
+    with pytest.raises(UserError, match="batch"):
+        predict(path, target=TARGET, workspace=workspace)
+    with pytest.raises(UserError, match=r"height.*batch"):
+        predict(path, dims={"batch": 1, "height": 3}, target=TARGET, workspace=workspace)
+    with pytest.raises(UserError, match="fixed"):
+        predict(workspace.models / "anet_c16.onnx", dims={"batch": 3}, target=TARGET, workspace=workspace)
+    with pytest.raises(UserError, match="fixed"):
+        predict(analyze(path, "cpu", {"batch": 1}), dims={"batch": 3}, target=TARGET, workspace=workspace)
+
+
+def test_a_dynamic_model_suggests_its_sizes(workspace: Workspace) -> None:
+    path = workspace.root / "suggesting.onnx"
+    model = onnx.load(conv_net(path, batch="batch"))
+    helper.set_model_props(model, {DEFAULT_DIMS_KEY: json.dumps({"batch": 2})})
+    onnx.save(model, path)
+    assert predict(path, target=TARGET, workspace=workspace).dims == {"batch": 2}
+    assert predict(path, dims={"batch": 3}, target=TARGET, workspace=workspace).dims == {"batch": 3}
+    done = shell(workspace, "--model", path)
+    assert "batch=2" in done.stderr  # the choice is said
+
+
+@pytest.mark.skipif(has_cuda(), reason="the graph is derived only where there is no GPU")
+def test_a_gpu_s_graph_is_derived_without_one(workspace: Workspace, tmp_path: Path) -> None:
+    there = local_target("cpu").model_dump() | {"device": "Some GPU", "flavour": flavour_of("cuda").model_dump(), "threads": 0}
+    target, other = Target.model_validate(there), Workspace(tmp_path)
+    shutil.copytree(workspace.predictors(TARGET), other.predictors(target.name))
+    sidecar = other.predictors(target.name) / "predictors.json"
+    document = json.loads(sidecar.read_text())
+    document.pop(files.DIGEST, None)
+    files.write_json(sidecar, document | {"target": target.model_dump()})
+    found = predict(workspace.models / "anet_c16.onnx", workspace=other)
+    assert found.target == target.name
+    assert {"Conv", "Relu"} <= {kernel.type for kernel in found.kernels}  # which the CPU runs as one
+    assert any("another device" in warning for warning in found.warnings)
+    assert any("derived" in warning for warning in found.warnings)
+
+
+def test_another_element_type_or_version_is_refused_unless_forced(workspace: Workspace, record: ModelRecord) -> None:
+    half = conv_net(workspace.root / "half.onnx", element=TensorProto.FLOAT16)
+    with pytest.raises(UserError, match=r"float16.*--force"):
+        predict(half, target=TARGET, workspace=workspace)
+    assert any("float16" in warning for warning in predict(half, target=TARGET, workspace=workspace, force=True).warnings)
+
+    older = record.model_copy(update={"flavour": record.flavour.model_copy(update={"ort_version": "1.2"})})
+    with pytest.raises(UserError, match=r"1\.2.*--force"):
+        predict(older, target=TARGET, workspace=workspace)
+    assert any("1.2" in warning for warning in predict(older, target=TARGET, workspace=workspace, force=True).warnings)
+
+    other = record.model_copy(update={"flavour": record.flavour.model_copy(update={"execution_provider": "cuda"})})
+    with pytest.raises(UserError, match="cuda graph"):
+        predict(other, target=TARGET, workspace=workspace, force=True)
+
+
+def test_a_kernel_beyond_the_data_is_told(workspace: Workspace, record: ModelRecord) -> None:
+    """Far larger a batch than any that was measured: the warning says which kernels, and how much of the time they are."""
+    name, kernel = next((name, kernel) for name, kernel in record.kernels.items() if kernel.op_type == "Conv")
+    batch, *sizes = kernel.inputs[0].shape
+    wide = kernel.inputs[0].model_copy(update={"shape": (5000 * batch, *sizes)})
+    larger = kernel.model_copy(update={"id": "larger", "inputs": (wide, *kernel.inputs[1:])})
+    nodes = tuple(node.model_copy(update={"kernel_id": "larger"}) if node.kernel_id == name else node for node in record.nodes)
+    kernels = {"larger" if key == name else key: larger if key == name else value for key, value in record.kernels.items()}
+    usual, odd = (predict(one, target=TARGET, workspace=workspace, strict=True)
+                  for one in (record, record.model_copy(update={"kernels": kernels, "nodes": nodes})))
+    assert not any("beyond what was measured" in text for text in usual.warnings)
+    assert any(text.startswith("1 of its kernels, ") and text.endswith("less sure: larger") for text in odd.warnings)
+
+
+def test_shipped_targets(tmp_path: Path, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictors that come with Hase are taken when they are named, also by a part of only one of them, or where there is but
+    one."""
+    shipped, elsewhere = tmp_path / "shipped", Workspace(tmp_path / "elsewhere")
+    monkeypatch.setattr(targets, "SHIPPED", shipped)
+    another = fitted_for(workspace, TARGET).target.model_copy(update={"device": "another"})
+    monkeypatch.setattr(targets, "local_targets", lambda: (another,))  # this machine is none of them
+    for name in ("gpu-a-cuda", "gpu-b-cuda"):
+        shutil.copytree(workspace.predictors(TARGET), shipped / name)
+    for part in ("gpu-a", "gpu-a-cuda", "u-A-"):
+        assert choose_target(elsewhere, part) == ("gpu-a-cuda", ())
+    with pytest.raises(UserError, match=r"target : no predictors for it .*there: gpu-a-cuda, gpu-b-cuda"):
+        choose_target(elsewhere, "")
+    with pytest.raises(UserError, match=r"target gpu-: which one\? gpu-a-cuda, gpu-b-cuda hold that"):
+        choose_target(elsewhere, "gpu-")
+    with pytest.raises(UserError, match=r"collector\.py.*or predict for a target that Hase ships.*gpu-a-cuda, gpu-b-cuda"):
+        choose_target(elsewhere, None)
+    found = fitted_for(elsewhere, "gpu-a")
+    assert any(f"hold for {found.predictors.sidecar.machines[-1].device} with ONNX Runtime" in text for text in found.notices)
+    assert fitted_for(workspace, TARGET).predictors.sidecar == found.predictors.sidecar
+    shutil.rmtree(shipped / "gpu-b-cuda")
+    assert choose_target(elsewhere, None) == ("gpu-a-cuda", (
+        f"no predictors for this machine ({another.name}): predicted for gpu-a-cuda, the only target that comes with Hase "
+        "(--measure-missing has the model's kernels measured here instead)",))
+    shutil.copytree(shipped / "gpu-a-cuda", shipped / "a-gpu-a")
+    assert choose_target(elsewhere, "gpu-a") == ("gpu-a-cuda", ())  # how a name begins comes before what is in it
+
+
+def test_the_target_is_this_machine_or_the_only_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = Workspace(tmp_path)
+    monkeypatch.setattr(targets, "SHIPPED", tmp_path / "nothing")
+    with pytest.raises(UserError, match=r"collector\.py.*train_kernel_model\.py.*fit_composition\.py"):
+        choose_target(workspace, None)
+
+    def add(name: str) -> None:
+        workspace.predictors(name).mkdir(parents=True)
+        (workspace.predictors(name) / "predictors.json").write_text("{}")
+
+    add("gpu-a")
+    workspace.predictors("half-made").mkdir()
+    name, notices = choose_target(workspace, None)
+    assert name == "gpu-a"
+    assert "another device" in notices[0]
+    add("gpu-b")
+    with pytest.raises(UserError, match="gpu-a, gpu-b"):
+        choose_target(workspace, None)
+    assert choose_target(workspace, "gpu-b") == ("gpu-b", ())
+    with pytest.raises(UserError, match=r"gpu-c.*gpu-a, gpu-b"):
+        choose_target(workspace, "gpu-c")
+    add(TARGET)
+    assert choose_target(workspace, None) == (TARGET, ())
+
+
+def test_the_load_comes_from_a_file_or_is_idle(tmp_path: Path) -> None:
+    config = load_config(ROOT / "inference" / "config.yaml", InferenceConfig)
+    assert current_load(config) == Load()
+    metrics = tmp_path / "metrics.json"
+    metrics.write_text(json.dumps({METRIC: 0.6, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.6, "unheard_of": 60}))
+    assert current_load(config, metrics) == Load({METRIC: 0.6, "DCGM_FI_DEV_GPU_UTIL": 60.0, "unheard_of": 60.0})
+    for bad in ("[]", "{}", '{"a": "x"}', '{"a": NaN}', '{"a": true}', "no json", json.dumps({METRIC: 60}),
+                '{"DCGM_FI_DEV_GPU_UTIL": 60, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.6}',  # the same twice
+                '{"DCGM_FI_DEV_SM_CLOCK_HERTZ": 2147483632}'):  # a blank
+        metrics.write_text(bad)
+        with pytest.raises(UserError, match=r"metrics\.json"):
+            current_load(config, metrics)
+    (tmp_path / "config.yaml").write_text("prometheus:\n  ulr: x\n")
+    with pytest.raises(UserError, match="did you mean url"):
+        load_config(tmp_path / "config.yaml", InferenceConfig)
+
+
+def test_no_such_file(workspace: Workspace) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.onnx: no such model"):
+        predict("nowhere.onnx", target=TARGET, workspace=workspace)
+
+
+def test_not_an_onnx_file(workspace: Workspace, tmp_path: Path) -> None:
+    (tmp_path / "text.onnx").write_text("not a model at all")
+    with pytest.raises(UserError, match=r"text\.onnx"):
+        predict(tmp_path / "text.onnx", target=TARGET, workspace=workspace)
+
+
+def test_an_empty_file(workspace: Workspace, tmp_path: Path) -> None:
+    (tmp_path / "empty.onnx").write_bytes(b"")
+    with pytest.raises(UserError, match=r"empty\.onnx"):
+        predict(tmp_path / "empty.onnx", target=TARGET, workspace=workspace)
+
+
+def test_a_truncated_file(workspace: Workspace, tmp_path: Path) -> None:
+    whole = conv_net(tmp_path / "whole.onnx").read_bytes()
+    (tmp_path / "cut.onnx").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"cut\.onnx"):
+        predict(tmp_path / "cut.onnx", target=TARGET, workspace=workspace)
+
+
+def test_an_empty_graph(workspace: Workspace, tmp_path: Path) -> None:
+    model = helper.make_model(helper.make_graph([], "g", [], []))
+    onnx.save(model, tmp_path / "nothing.onnx")
+    with pytest.raises(UserError, match="empty graph"):
+        predict(tmp_path / "nothing.onnx", target=TARGET, workspace=workspace)
+
+
+def test_an_unsupported_operator(workspace: Workspace, tmp_path: Path) -> None:
+    path = conv_net(tmp_path / "odd.onnx", extra="NoSuchOperator")
+    with pytest.raises(UserError, match=r"odd.*operator"):
+        predict(path, target=TARGET, workspace=workspace)
+
+
+def test_missing_external_data(workspace: Workspace, tmp_path: Path) -> None:
+    model = onnx.load(conv_net(tmp_path / "inline.onnx"))
+    onnx.save(model, tmp_path / "outside.onnx", save_as_external_data=True, location="outside.bin", size_threshold=0)
+    (tmp_path / "outside.bin").unlink()
+    with pytest.raises(UserError, match=r"outside\.bin"):
+        predict(tmp_path / "outside.onnx", target=TARGET, workspace=workspace)
+
+
+def test_the_command_prints_what_predict_returns(workspace: Workspace) -> None:
+    done = shell(workspace, "--model", "anet_c16.onnx", "--target", TARGET, "--json")
+    assert done.returncode == 0, done.stderr
+    expected = predict("anet_c16.onnx", target=TARGET, workspace=workspace)
+    assert json.loads(done.stdout) == [json.loads(expected.model_dump_json())]
+
+
+def test_the_command_gives_a_row_a_batch(workspace: Workspace) -> None:
+    done = shell(workspace, "--model", "dynnet.onnx", "--dim", "batch=1,2,4")
+    assert done.returncode == 0, done.stderr
+    header, *rows = (line.split("\t") for line in done.stdout.splitlines())
+    assert [row[header.index("batch")] for row in rows] == ["1", "2", "4"]
+    latencies = [float(row[header.index("latency (ms)")]) for row in rows]
+    assert latencies == sorted(latencies)
+    assert "load idle" in done.stderr
+
+
+def test_the_command_shows_the_dominating_kernels(workspace: Workspace) -> None:
+    done = shell(workspace, "--model", "anet_c16.onnx", "--top", "2", "--strict")
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.split("\n\n")[1].splitlines()
+    assert len(table) == 3
+    assert "Conv" in table[1]
+
+
+def test_the_command_tells_bad_input_in_one_line(workspace: Workspace, tmp_path: Path) -> None:
+    (tmp_path / "text.onnx").write_text("not a model at all")
+    for arguments in (["--model", tmp_path / "text.onnx"], ["--model", "anet_c16.onnx", "--dim", "batch=3"],
+                      ["--model", "anet_c16.onnx", "--target", "none-such"]):
+        done = shell(workspace, *arguments)
+        assert done.returncode == 1
+        assert done.stdout == ""
+        assert done.stderr.startswith("error: ")
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_command_draws_a_prediction_beside_a_real_run(workspace: Workspace, tmp_path: Path) -> None:
+    """Two processes in one file, both from 0; the real run is made up, in the form that run_anatomy.py writes."""
+    run = GpuRun(90.0, (GpuWork("gemm", 5020.0, 30.0),), 5000.0, (Launch("cudaLaunchKernel", 5010.0, 4.0),))
+    files.write_json(tmp_path / "real.json", measured_trace(run))
+    options: list[str | Path] = ["--model", "anet_c16.onnx", "--target", TARGET, "--trace", tmp_path / "both.json"]
+    done = shell(workspace, *options, "--beside", tmp_path / "real.json")
+    assert done.returncode == 0, done.stderr
+    events = files.read_json(tmp_path / "both.json")["traceEvents"]
+    assert {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"} == {
+        "predicted": 1, "measured": 2}
+    spans = {pid: [event for event in events if (event["ph"], event["pid"]) == ("X", pid)] for pid in (1, 2)}
+    assert [min(event["ts"] for event in spans[pid]) for pid in spans] == [0, 0]
+    assert [(event["name"], event["tid"], event["ts"], event["dur"]) for event in spans[2]] == [
+        ("run", 1, 0, 90), ("cudaLaunchKernel", 1, 10, 4), ("gemm", 2, 20, 30)]
+    found = predict("anet_c16.onnx", target=TARGET, workspace=workspace)
+    assert sum(event["dur"] for event in spans[1]) == pytest.approx(1000 * found.kernel_sum_ms, abs=0.01)
+    alone = shell(workspace, *options[:-1], tmp_path / "alone.json")
+    assert alone.returncode == 0, alone.stderr
+    assert files.read_json(tmp_path / "alone.json")["traceEvents"] == [event for event in events if event["pid"] == 1]
+
+    refused = shell(workspace, *options[:-1], tmp_path / "none.json", "--beside", tmp_path / "alone.json")
+    assert refused.returncode == 1
+    assert "without a process named measured" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    assert not (tmp_path / "none.json").exists()
+    assert shell(workspace, "--model", "anet_c16.onnx", "--beside", tmp_path / "real.json").returncode == 2
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = ("import sys; from inference import Prediction, predict; "
+            "print([name for name in ('torch', 'pandas', 'sklearn', 'onnx', 'onnxruntime', 'xgboost') if name in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,471 @@
+"""The live load from a real Prometheus: known means, and each way in which it can't be had, told apart."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_stand import (
+    EVER_S,
+    PASSWORD,
+    PASSWORD_BCRYPT,
+    STEP_S,
+    USER,
+    Exporter,
+    MadeUpExporter,
+    Page,
+    Recorder,
+    certificates,
+    device_labels,
+    prometheus,
+    prometheus_or_skip,
+    recorded,
+    start_exporter,
+    value,
+    wait_for,
+)
+from trained_workspace import METRIC, trained
+
+from benchmark.metrics.dcgm_names import PART_LABEL, PROFILE_LABEL
+from benchmark.metrics.fields import FIELDS
+from benchmark.metrics.source import values
+from inference.live.load import InferenceConfig, current_load
+from inference.live.prometheus import PrometheusConfig, PrometheusError, Server, server_for
+from inference.live.prometheus_metrics import PrometheusSource
+from utils.config import load_config
+from utils.errors import UserError
+from utils.paths import ROOT
+
+UTIL, POWER, CLOCK = "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_POWER_USAGE", "DCGM_FI_DEV_SM_CLOCK"
+SM, ENGINE = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
+TWELVE = tuple(FIELDS)[:12]
+KNOWN = {name: FIELDS[name].maximum * (1 + place) / 20 for place, name in enumerate(TWELVE)}
+TOKEN = "t0ken.of-a_user"
+BREAKING = ("killed", "stalled", "garbled", "locked")  # what becomes of exporters that were well
+READINGS = int(5 * EVER_S / STEP_S)  # more than any test waits for
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_proxy() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("NO_PROXY", "127.0.0.1,localhost")
+        yield
+
+
+@pytest.fixture(scope="module")
+def exporters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Exporter]]:
+    """The exporter, once for each of several devices."""
+    folder = tmp_path_factory.mktemp("replays")
+
+    def device(name: str, readings: list[dict[str, float]], host: str = "node7", uuid: str = "", index: str = "0",
+               new_names: bool = False) -> Exporter:
+        replay = recorded(folder / f"{name}.jsonl", readings if len(readings) > 1 else readings * READINGS)
+        return Exporter(replay, device_labels(uuid or f"GPU-{name}", index, host), new_names)
+
+    made = {
+        "live": device("live", [KNOWN]), "busy": device("busy", [{UTIL: 50.0}], "node8"),
+        "rising": device("rising", [{UTIL: 100.0 * i / READINGS} for i in range(READINGS)], "node9"),
+        "renamed": device("renamed", [{UTIL: 40.0, CLOCK: 1980.0, POWER: 312.5, SM: 0.25}], new_names=True),
+        "shared": device("shared", [{UTIL: 10.0}]), "killed": device("killed", [{UTIL: 60.0}]),
+        "moved": device("moved", [{UTIL: 30.0}]), "moved_from": device("from", [{UTIL: 60.0}], uuid="GPU-moved"),
+        "cpu": device("cpu", [{METRIC: 0.375}], uuid="node7", index=""),
+    }
+    yield made
+    for exporter in made.values():
+        exporter.close()
+
+
+@pytest.fixture(scope="module")
+def made_up() -> Iterator[MadeUpExporter]:
+    """What the exporter never does: values that are none, frozen fields, MIG instances, two names at once, faults."""
+    def page(name: str, values: dict[str, float | str], **how: Any) -> Page:
+        return Page(device_labels(f"GPU-{name}"), values, **how)
+
+    def part(name: str, number: int, profile: str) -> tuple[dict[str, str], dict[str, float]]:
+        return device_labels(f"GPU-{name}") | {PART_LABEL: str(number), PROFILE_LABEL: profile}, {SM: 0.9, POWER: 300.0}
+
+    pages = {
+        "nan": page("nan", {UTIL: "NaN"}), "blank": page("blank", {UTIL: 4294967295}),
+        "infinite": page("infinite", {UTIL: "+Inf"}), "old": page("old", {UTIL: 5}, age_s=40.0),
+        "hertz": page("hertz", {"DCGM_FI_DEV_SM_CLOCK_HERTZ": 0x7FFFFFF0}),
+        "frozen": page("frozen", {SM: 0.4}, value_of={ENGINE: lambda scrape: 0.3 + 0.01 * (scrape % 20)}),
+        "stuck": page("stuck", {SM: 0, ENGINE: 0, UTIL: 95}), "unsure": page("unsure", {SM: 0, ENGINE: 0, UTIL: "NaN"}),
+        "split": page("split", {}, more=[part("split", 1, "1g.18gb"), part("split", 2, "3g.71gb")]),
+        "whole": page("whole", {SM: 0.5}, more=[part("whole", 1, "1g.18gb")]),
+        "pods": Page(device_labels("GPU-pods") | {"pod": "a"}, {UTIL: 20}, more=[
+            (device_labels("GPU-pods") | {"pod": "b"}, {UTIL: 20})]),
+        "both": page("both", {UTIL: 30, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.9}),
+        "never": page("never", {UTIL: 1}, mode="locked"),
+        **{name: page(name, {UTIL: 60}) for name in BREAKING if name != "killed"},
+    }
+    made = MadeUpExporter(pages)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def port(exporters: dict[str, Exporter], made_up: MadeUpExporter, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    targets = {name: (exporter.address, "metrics") for name, exporter in exporters.items()}
+    targets |= {name: (made_up.address, name) for name in made_up.pages} | {"again": targets["shared"]}
+    with prometheus(tmp_path_factory.mktemp("prometheus"), targets) as found:
+        wait_for(lambda: value(found, "count(up == 1)") == len(targets) - 1)  # all but the page that is locked
+        yield found
+
+
+def config(port: int, gpu: Any = None, **more: Any) -> PrometheusConfig:
+    """Of the Prometheus at `port`, over all that it knows."""
+    return PrometheusConfig.model_validate(
+        {"url": f"http://127.0.0.1:{port}", "gpu": gpu, "window_s": EVER_S, "max_age_s": 5, "timeout_s": 10, **more})
+
+
+def latest(server: Server, *fields: str) -> dict[str, float]:
+    return values(PrometheusSource(server, fields).latest())
+
+
+def read(given: PrometheusConfig, *fields: str) -> dict[str, float]:
+    return latest(Server(given), *(fields or (UTIL,)))
+
+
+def refusal(given: PrometheusConfig, *fields: str) -> str:
+    """Why there are no metrics."""
+    with pytest.raises(PrometheusError) as told:
+        read(given, *fields)
+    return str(told.value)
+
+
+def well(given: PrometheusConfig) -> bool:
+    try:
+        return bool(read(given))
+    except PrometheusError:
+        return False
+
+
+# what is read --------------------------------------------------------------------------------------------------------------
+
+
+def test_twelve_fields_of_one_gpu_among_others(port: int) -> None:
+    assert read(config(port, "GPU-live"), *TWELVE) == pytest.approx(KNOWN)
+    assert read(config(port, {"index": 0, "host": "node8"})) == {UTIL: pytest.approx(50.0)}
+    assert read(config(port, {"host": "node7"}), METRIC) == {METRIC: pytest.approx(0.375)}  # a CPU
+    assert read(config(port, job="busy")) == {UTIL: pytest.approx(50.0)}
+
+
+@pytest.mark.parametrize("window_s", [EVER_S, 2.0])
+def test_the_mean_is_that_of_the_windows_samples(port: int, window_s: float) -> None:
+    """Of a metric that only rises, so that Prometheus's own mean just before and just after are bounds."""
+    over = f'_over_time({UTIL}{{UUID="GPU-rising"}}[{window_s * 1e3:.0f}ms])'
+    wait_for(lambda: (value(port, "count" + over) or 0) >= 6)
+    before = value(port, "avg" + over), value(port, "count" + over)
+    found = PrometheusSource(Server(config(port, "GPU-rising", window_s=window_s, max_age_s=2)), [UTIL]).latest()[UTIL]
+    after = value(port, "avg" + over), value(port, "count" + over)
+    assert (before[0] or 0.0) - 1e-9 <= found.value <= (after[0] or 0.0) + 1e-9
+    assert (before[1] or 0.0) - 1 <= found.readings <= (after[1] or 0.0) + 1
+
+
+def test_a_window_that_is_opened_and_closed(port: int) -> None:
+    mean = PrometheusSource(Server(config(port, "GPU-live")), [SM]).window(1.0)[SM]
+    assert mean.value == pytest.approx(KNOWN[SM])
+    assert 3 <= mean.readings <= 6  # a scrape every 0.2 s
+    with pytest.raises(UserError, match="metric unheard_of: Prometheus can't read it here; it has DCGM_FI_PROF"):
+        PrometheusSource(Server(config(port)), ["unheard_of"])
+
+
+def test_old_and_new_names_and_units(port: int) -> None:
+    told = {UTIL: 40.0, CLOCK: 1980.0, POWER: 312.5, SM: 0.25}
+    assert value(port, 'DCGM_FI_DEV_SM_CLOCK_HERTZ{UUID="GPU-renamed"}') == pytest.approx(1.98e9)
+    assert read(config(port, "GPU-renamed"), *told) == pytest.approx(told)
+    assert read(config(port, "GPU-both")) == {UTIL: 30.0}  # both at once: the old one
+
+
+def test_parts_of_a_gpu_and_its_users(port: int) -> None:
+    assert read(config(port, "GPU-whole"), SM) == {SM: 0.5}  # not that of the MIG instance
+    text = refusal(config(port, "GPU-split"), SM, POWER)
+    assert text.startswith("prometheus: GPU-split (index 0, host node7) is split into MIG instances (GPU_I_ID 1, 1g.18gb; "
+                           "GPU_I_ID 2, 3g.71gb), and only these are reported; ")
+    assert "dcgm-exporter --devices g" in text
+    pods = PrometheusSource(Server(config(port, "GPU-pods")), [UTIL]).latest()[UTIL]
+    assert pods.value == 20.0
+    assert pods.readings <= (value(port, f'count_over_time({UTIL}{{UUID="GPU-pods",pod="a"}}[1m])') or 0.0)
+
+
+def test_two_requests_over_one_connection(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HASE_TEST_TOKEN", TOKEN)
+    recorder = Recorder(port, TOKEN)
+    given = config(port, "GPU-live", url=recorder.url, token_env="HASE_TEST_TOKEN")
+    for _ in range(3):
+        assert latest(server_for(given), *TWELVE) == pytest.approx(KNOWN)
+    assert (recorder.connections, recorder.requests) == (1, 6)
+    recorder.close()
+
+
+@pytest.mark.parametrize("names", ["old", "new"])
+def test_the_exporters_own_command(names: str, tmp_path: Path) -> None:
+    """What it serves is what is read here, by construction of names and labels; and nothing once its readings end."""
+    prometheus_or_skip()
+    process, url = start_exporter(recorded(tmp_path / "yesterday.jsonl", [KNOWN] * int(8 / STEP_S)), "--names", names)
+    try:
+        with prometheus(tmp_path / "prometheus", {"hase": (url.split("/")[2], "metrics")}) as port:
+            given = config(port, "replay-yesterday")
+            wait_for(lambda: value(port, "up") == 1.0)
+            assert read(given, *TWELVE) == pytest.approx(KNOWN)
+            assert read(config(port, {"index": 0, "host": platform.node()}), *TWELVE) == pytest.approx(KNOWN)
+            wait_for(lambda: value(port, "up") == 0.0)
+            assert "the exporter of replay-yesterday (index 0, host " in refusal(given)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+# what is refused -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gpu", "said"), [
+    ("GPU-nan", rf"UUID GPU-nan: metric {UTIL}: the device reports nan per cent, possible is 0 to 100; mend its exporter, or"),
+    ("GPU-infinite", "the device reports inf"), ("GPU-blank", r"reports 4294967295, which stands for no value \(blank\); mend"),
+    ("GPU-old", r"UTIL of GPU-old \(index 0, host node7\) is stale: its newest sample is 4\d\.\d s old, max_age_s is 5"),
+    ("GPU-none", r"no metrics of UUID GPU-none; there are .* GPU-blank \(index 0, host node7\), job blank; .*GPU-busy.* more"),
+    ("GPU-never", "can't be scraped at present: job never"),
+    ("GPU-shared", r"several exporters report GPU-shared .*: job again, instance .*; job shared, instance .*prometheus\.job"),
+    (None, r"several devices match: GPU-blank \(index 0, host node7\); .*set prometheus\.gpu"),
+    ({"index": 0, "host": "node7"}, r"several devices match: .*GPU-live.* more"),
+])
+def test_samples_that_are_no_load(port: int, gpu: Any, said: str) -> None:
+    with pytest.raises(PrometheusError, match=said):
+        read(config(port, gpu))
+
+
+def test_samples_that_contradict_each_other(port: int, made_up: MadeUpExporter) -> None:
+    wait_for(lambda: made_up.pages["frozen"].scrapes >= 15)  # three seconds
+    assert re.fullmatch(rf"prometheus: UUID GPU-frozen: metric {SM}: frozen: \d+ readings of exactly 0\.4 ratio while {ENGINE} "
+                        r"moved; restart .*; mend its exporter, .*", refusal(config(port, "GPU-frozen"), SM, ENGINE))
+    assert f"metric {SM}: stuck at 0 while {UTIL} says that the GPU is busy" in refusal(config(port, "GPU-stuck"), SM)
+    assert read(config(port, "GPU-unsure"), SM) == {SM: 0.0}  # a further metric that is itself none tells nothing
+    assert f"metric {CLOCK}: the device reports 2147483632, which stands" in refusal(config(port, "GPU-hertz"), CLOCK)
+
+
+def test_missing_metrics(port: int) -> None:
+    text = refusal(config(port, "GPU-busy"), UTIL, CLOCK)
+    assert f"no sample of {CLOCK} or DCGM_FI_DEV_SM_CLOCK_HERTZ within 60 s, though GPU-busy (index 0, host node8)" in text
+    assert f"reports {UTIL}; these predictors need it" in text
+    assert refusal(config(port), "DCGM_FI_DEV_CPU_UTIL_IRQ").startswith(
+        f"prometheus.url http://127.0.0.1:{port}: HTTP 200, but it knows none of the metrics DCGM_FI_DEV_CPU_UTIL_IRQ")
+
+
+@pytest.mark.parametrize("how", BREAKING)
+def test_an_exporter_that_was_well(port: int, exporters: dict[str, Exporter], made_up: MadeUpExporter, how: Any) -> None:
+    """It no longer answers, or with what can't be used: the window still has its samples, and an average of them."""
+    given = config(port, f"GPU-{how}")
+    wait_for(lambda: value(port, f'count_over_time({UTIL}{{UUID="GPU-{how}"}}[1m])') is not None)
+    assert read(given) == {UTIL: pytest.approx(60.0)}
+    if how == "killed":
+        exporters[how].close()
+    else:
+        made_up.pages[how].mode = how
+    wait_for(lambda: value(port, f'up{{job="{how}"}}') == 0.0)
+    assert value(port, f'avg_over_time({UTIL}{{UUID="GPU-{how}"}}[1m])') == pytest.approx(60.0)
+    assert f"the exporter of GPU-{how} (index 0, host node7) can't be scraped (up is 0): job {how}" in refusal(given)
+    short = given.model_copy(update={"window_s": 0.3, "max_age_s": 0.3})
+    wait_for(lambda: value(port, f'count_over_time({UTIL}{{UUID="GPU-{how}"}}[300ms])') is None)
+    text = refusal(short)
+    assert f"no sample of GPU-{how} (index 0, host node7) within 0.3 s, though there were some within 1h" in text
+    assert f"can't be scraped at present: job {how}" in text or f"; job {how}, instance" in text
+
+
+def test_an_exporter_that_was_replaced(port: int, exporters: dict[str, Exporter]) -> None:
+    """Of two that reported a GPU within the window, the one that is up counts."""
+    exporters["moved_from"].close()
+    wait_for(lambda: value(port, 'up{job="moved_from"}') == 0.0)
+    assert value(port, f'count(count_over_time({UTIL}{{UUID="GPU-moved"}}[1m]))') == 2.0
+    assert read(config(port, "GPU-moved")) == {UTIL: pytest.approx(30.0)}
+
+
+def test_servers_that_are_no_prometheus(port: int) -> None:
+    recorder = Recorder(port, TOKEN)
+    given = config(port, "GPU-live", url=recorder.url)
+    for answer, said in (((200, "<html>{seen}</html>"), "no JSON came back"), ((200, "[1]"), "no Prometheus answer"),
+                         ((200, '{"status": "success", "data": {"resultType": "streams", "result": []}}'), "with a streams"),
+                         ((404, "not found"), "HTTP 404: no JSON"), ((302, ""), "HTTP 302: it sends elsewhere"),
+                         ((503, "Service Unavailable"), "HTTP 503: it is not ready"),
+                         ((200, '{"data": {"resultType": "matrix", "result": [{"metric": {}, "values": [[1, "x"]]}]}}'),
+                          "a series came back that is none"),
+                         ((200, '{"data": {"resultType": "matrix", "result": [{"metric": {"__name__": "a"}, "values": []}]}}'),
+                          "a series came back that is none"),
+                         ((200, '{"data": {"resultType": "matrix", "result": ["a"]}}'), "a series came back that is none"),
+                         ((422, '{"status": "error", "errorType": "execution", "error": "too many samples"}'),
+                          "too many samples")):
+        recorder.answer = answer
+        assert said in refusal(given)
+    recorder.close()
+
+
+def test_servers_that_do_not_answer(port: int, exporters: dict[str, Exporter], tmp_path: Path) -> None:
+    with prometheus(tmp_path, {"live": (exporters["live"].address, "metrics")}) as mortal_port:
+        kept = Server(config(mortal_port, "GPU-live"))
+        wait_for(lambda: value(mortal_port, UTIL) is not None)
+        latest(kept, UTIL)
+    with pytest.raises(PrometheusError, match="can't be reached: "):  # over the connection that it had
+        latest(kept, UTIL)
+    assert "can't be reached: Connection refused; is it running" in refusal(config(mortal_port, "GPU-live"))
+    assert "can't be reached: " in refusal(config(port, url="http://no-such-host.invalid"))
+    with socket.socket() as stalled:
+        stalled.bind(("127.0.0.1", 0))
+        stalled.listen()
+        assert "no answer within timeout_s 0.2" in refusal(config(stalled.getsockname()[1], timeout_s=0.2))
+
+
+# who asks ------------------------------------------------------------------------------------------------------------------
+
+
+def test_users_and_certificates(exporters: dict[str, Exporter], tmp_path: Path) -> None:
+    """A Prometheus with TLS that wants a client's certificate and a password."""
+    prometheus_or_skip()
+    certificates(tmp_path)
+    live = exporters["live"].address
+    web = {"tls_server_config": {"cert_file": str(tmp_path / "server.pem"), "key_file": str(tmp_path / "server.key"),
+                                 "client_ca_file": str(tmp_path / "ca.pem"), "client_auth_type": "RequireAndVerifyClientCert"},
+           "basic_auth_users": {USER: PASSWORD_BCRYPT}}
+    (tmp_path / "password").write_text(PASSWORD + "\n")
+    (tmp_path / "wrong").write_text("wr0ng-secret")
+    with prometheus(tmp_path / "prometheus", {"live": (live, "metrics")}, web) as locked:
+        whole = {"url": f"https://127.0.0.1:{locked}", "user": USER, "password_file": tmp_path / "password",
+                 "ca_file": tmp_path / "ca.pem", "client_cert_file": tmp_path / "client.pem",
+                 "client_key_file": tmp_path / "client.key"}
+
+        def given(**other: Any) -> PrometheusConfig:
+            return config(locked, "GPU-live", **(whole | other))
+
+        wait_for(lambda: well(given()))
+        assert read(given(), *TWELVE) == pytest.approx(KNOWN)
+        wrong = refusal(given(password_file=tmp_path / "wrong"))
+        assert "HTTP 401: it refuses user and password" in wrong
+        assert "wr0ng" not in wrong
+        assert "HTTP 401: it refuses that nobody is named" in refusal(given(user=None, password_file=None))
+        assert "TLS fails: unable to get local issuer certificate" in refusal(given(ca_file=None))
+        assert "TLS fails: " in refusal(given(ca_file=tmp_path / "stranger.pem"))
+        nobody = refusal(given(client_cert_file=None, client_key_file=None))
+        assert "TLS fails: " in nobody
+        assert "client_cert_file and client_key_file if it wants one" in nobody
+        assert "TLS fails: Hostname mismatch" in refusal(given(url=f"https://localhost:{locked}"))
+        assert "it speaks TLS; write https://" in refusal(given(url=f"http://127.0.0.1:{locked}"))
+        for key, path, said in (("ca_file", "none.pem", r"ca_file .*none\.pem: no such file"),
+                                ("client_key_file", "stranger.key", "client_key_file"), ("ca_file", "password", "ca_file")):
+            with pytest.raises(UserError, match=said):
+                read(given(**{key: tmp_path / path}))
+    assert "TLS fails: " in refusal(config(locked, url=f"https://{live}"))  # a server without TLS
+
+
+def test_tokens_stay_secret(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(port, TOKEN)
+    token = tmp_path / "token"
+    given = config(port, "GPU-live", url=recorder.url, token_file=token)
+    server = Server(given)
+    with pytest.raises(UserError, match=r"token_file .*token: no such file"):
+        latest(server, UTIL)
+    token.write_text("wr0ng-secret")
+    with pytest.raises(PrometheusError, match="HTTP 403: it refuses the token") as told:
+        latest(server, UTIL)
+    told_all = [str(told.value)]
+    token.write_text(TOKEN + "\n")  # renewed: it is read each time
+    assert latest(server, UTIL) == {UTIL: pytest.approx(KNOWN[UTIL])}
+    for bad in ("two wr0ng-secrets", "wr0ng-secret\r\nX-Other: 1", "wr0ng-secret-ü"):
+        token.write_text(bad)
+        with pytest.raises(UserError, match="the token holds blanks") as told_user:
+            latest(server, UTIL)
+        told_all.append(str(told_user.value))
+    token.write_text("")
+    with pytest.raises(UserError, match="it is empty"):
+        latest(server, UTIL)
+    token.write_text("wr0ng-secret")
+    for status in (200, 400, 403, 404, 500):  # a server that says what it was shown
+        recorder.answer = (status, "<html>{seen}</html>")
+        told_all.append(refusal(given))
+    assert not [text for text in told_all if "wr0ng" in text]
+    monkeypatch.delenv("HASE_TEST_TOKEN", raising=False)
+    with pytest.raises(UserError, match="token_env: no environment variable"):
+        read(config(port, url=recorder.url, token_env="HASE_TEST_TOKEN"))
+    recorder.close()
+
+
+# the config ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lines", "said"), [
+    ("url: localhost:9090", r"prometheus\.url: no address"),
+    ("url: http://u:s3cret@host", r"prometheus\.url: an address without"),
+    ("url: http://host:99999", r"prometheus\.url: no address"), ("url: http://host/?token=s3cret", "an address without"),
+    ("password: s3cret", "password: unknown key"), ("user: me", "user goes with"), ("password_env: P", "user goes with"),
+    ("token_env: T\n  token_file: f", "only one of"), ("client_key_file: k", "goes with client_cert_file"),
+    ("window_s: 10\n  max_age_s: 20", "max_age_s 20 is longer than window_s 10"), ("timeout_s: 0", r"prometheus\.timeout_s"),
+    ("on_failure: ignore", r"on_failure.*'error' or 'idle'"), ("gpu: 0", r"prometheus\.gpu: a UUID, or"),
+    ("gpu: {indx: 0}", "did you mean index"),
+])
+def test_configs_that_do_not_fit(tmp_path: Path, lines: str, said: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"prometheus:\n  {lines}\n")
+    with pytest.raises(UserError, match=said) as told:
+        load_config(tmp_path / "config.yaml", InferenceConfig)
+    assert "s3cret" not in str(told.value)
+
+
+def test_the_shipped_config_says_what_the_classes_do() -> None:
+    shipped = load_config(ROOT / "inference" / "config.yaml", InferenceConfig)
+    assert shipped == InferenceConfig()
+    assert shipped.prometheus.model_fields_set == set(PrometheusConfig.model_fields)
+
+
+# what it makes of a prediction ---------------------------------------------------------------------------------------------
+
+
+def test_a_failure_is_an_error_or_idle_with_a_warning(port: int) -> None:
+    given = InferenceConfig(prometheus=config(port, "GPU-nan"))
+    with pytest.raises(PrometheusError, match="reports nan"):
+        current_load(given, fields=[UTIL])
+    idle = current_load(InferenceConfig(prometheus=config(port, "GPU-nan", on_failure="idle")), fields=[UTIL])
+    assert idle.metrics == {}
+    assert "predicted for an idle device, as prometheus.on_failure says, since the load is not known" in idle.notices[0]
+    assert "reports nan" in idle.notices[0]
+    with pytest.raises(UserError, match="token_env"):  # the config is wrong, not the server
+        current_load(InferenceConfig(prometheus=config(port, on_failure="idle", token_env="HASE_NOT_SET")), fields=[UTIL])
+    busy = current_load(InferenceConfig(prometheus=config(port, "GPU-busy")), fields=[UTIL])
+    assert (busy.metrics, busy.notices) == ({UTIL: pytest.approx(50.0)}, ())
+    assert "trained without metrics" in current_load(given).notices[0]
+
+
+@pytest.mark.parametrize("command", [
+    ("inference/predict_model_latency.py", "--model", "anet_c16.onnx"),
+    ("evaluator.py", "anet_c16.onnx", "--rounds", "1", "--budget-s", "0.02", "--patience-s", "0")])
+def test_predictor_and_evaluator_ask(port: int, command: tuple[str, ...], tmp_path: Path,
+                                     tmp_path_factory: pytest.TempPathFactory) -> None:
+    workspace = trained(tmp_path_factory.getbasetemp() / "trained")
+
+    def shell(host: str, on_failure: str = "error") -> subprocess.CompletedProcess[str]:
+        (tmp_path / "config.yaml").write_text(json.dumps({"prometheus": {
+            "url": f"http://127.0.0.1:{port}", "gpu": {"host": host}, "on_failure": on_failure}}))
+        return subprocess.run([sys.executable, *command, "--workspace", workspace.root, "--config", tmp_path / "config.yaml",
+                               "--json"], cwd=ROOT, capture_output=True, text=True)
+
+    def answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+        """A prediction is one of a list, an evaluation is an object."""
+        assert done.stdout, done.stderr
+        found = json.loads(done.stdout)
+        if command[0] == "evaluator.py":
+            return found
+        (one,) = found
+        return one
+
+    assert answer(shell("node7"))["load"] == {METRIC: pytest.approx(0.375)}
+    failed = shell("node1")
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("error: prometheus: no metrics of Hostname node1; there are those of node7 (host node7), ")
+    idle = shell("node1", "idle")
+    found = answer(idle)
+    assert found["load"] == "idle"
+    assert found["warnings"][0].startswith("predicted for an idle device, as prometheus.on_failure says")
+    assert "warning: predicted for an idle device" in idle.stderr

@@ -1,0 +1,307 @@
+"""Kernels as models of their own: each does what its node does in the whole model, and runs on made-up inputs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from conftest import TORCH_MODELS, small_model
+from onnx import TensorProto, helper, numpy_helper
+
+from kernel_model.building.carrier import build_carrier, carrier_bytes, node_name
+from kernel_model.building.dummy_data import dummy_inputs, dummy_tensor, input_name, output_name
+from kernel_model.building.kernel_models import INLINE_BYTES, build_model, built_kernel, check_kernel, kernel_build
+from ort_analysis.graph.analysis import analyze, build_index, record_of
+from ort_analysis.graph.parsing import parse_into
+from ort_analysis.records.kernel_record import Kernel, KernelInput, ModelRecord, Node
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import has_cuda
+from utils.ort_sessions import open_session
+from utils.paths import ROOT, Workspace
+
+CASES = [(model, provider) for model in TORCH_MODELS for provider in ("cpu", "cuda")]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model's record, and the value that every tensor of its optimised graph had in one run."""
+
+    record: ModelRecord
+    values: dict[str, np.ndarray]
+
+    def parts(self) -> Iterator[tuple[Node, Kernel]]:
+        yield from ((node, self.record.kernel_of(node)) for node in self.record.nodes)
+
+
+def trace(path: Path, provider: str, folder: Path) -> Traced:
+    """Runs the optimised graph as it stands, with every tensor an output."""
+    saved = folder / "optimized.onnx"
+    record = record_of(parse_into(saved, path, provider))
+    proto = onnx.load(str(saved))
+    assert [node.name for node in proto.graph.node] == [node.name for node in record.nodes]
+    values = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    there = {value.name for value in proto.graph.output}
+    for node in proto.graph.node:
+        proto.graph.output.extend(helper.ValueInfoProto(name=name) for name in node.output if name and name not in there)
+    session = open_session(proto.SerializeToString(), "cpu" if record.derived else provider, optimize="none")
+    generator = np.random.default_rng(0)
+    values |= {name: generator.standard_normal(tensor.shape).astype(tensor.dtype) for name, tensor in record.inputs.items()}
+    names = [output.name for output in session.get_outputs()]
+    values |= dict(zip(names, session.run(names, {name: values[name] for name in record.inputs}), strict=True))
+    return Traced(record, values)
+
+
+@pytest.fixture(scope="module")
+def traced(torch_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Traced]:
+    """Every case, run once."""
+    return {(model, provider): trace(torch_models[model], provider, tmp_path_factory.mktemp(model))
+            for model, provider in CASES}
+
+
+def run_kernel(kernel: Kernel, values: Sequence[np.ndarray | None], provider: str) -> list[np.ndarray]:
+    """What the kernel, built alone, makes of these inputs (None where one is left out); None outputs are skipped."""
+    given = [(position, tensor, values[position]) for position, tensor in enumerate(kernel.inputs) if tensor.present]
+    constants = {position: value for position, tensor, value in given if tensor.constant and value is not None}
+    feed = {input_name(position): value for position, tensor, value in given if not tensor.constant}
+    session = open_session(build_model(kernel, constants).SerializeToString(), provider, optimize="none", name=kernel.id)
+    return [np.asarray(value) for value in session.run(None, feed)]
+
+
+@pytest.mark.parametrize(("model", "provider"), CASES)
+def test_a_kernel_does_what_its_node_does(traced: dict[tuple[str, str], Traced], model: str, provider: str) -> None:
+    """Every node of the model: the tensors that the whole model feeds it give the same outputs."""
+    case = traced[model, provider]
+    for node, kernel in case.parts():
+        inputs = [case.values[name] if name else None for name in node.inputs]
+        found = run_kernel(kernel, inputs, "cpu" if case.record.derived else provider)
+        wanted = [case.values[name] for name in node.outputs if name]
+        assert len(found) == len(wanted)
+        for got, want in zip(found, wanted, strict=True):
+            assert (got.dtype, got.shape) == (want.dtype, want.shape), node.name
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=node.name)
+
+
+@pytest.mark.parametrize(("model", "provider"), CASES)
+def test_what_the_record_says_of_tensors_is_so(traced: dict[tuple[str, str], Traced], model: str, provider: str) -> None:
+    """Types, shapes, and the small constants kept by value."""
+    case = traced[model, provider]
+    recorded = 0
+    for node, kernel in case.parts():
+        for name, tensor in [*zip(node.inputs, kernel.inputs, strict=False), *zip(node.outputs, kernel.outputs, strict=True)]:
+            if not name:
+                assert not tensor.present
+                continue
+            assert (str(case.values[name].dtype), case.values[name].shape) == (tensor.dtype, tensor.shape), name
+            if isinstance(tensor, KernelInput) and tensor.values is not None:
+                assert tensor.values == tuple(case.values[name].ravel().tolist())
+                recorded += 1
+    assert recorded
+
+
+@pytest.mark.skipif("avx" not in Path("/proc/cpuinfo").read_text(), reason="ORT blocks channels on x86 only")
+def test_the_cases_hold_blocked_and_optional_inputs(traced: dict[tuple[str, str], Traced]) -> None:
+    """So that the fidelity test covers them: a fused Conv that adds its fourth input and leaves its third out."""
+    kernels = [kernel for case in traced.values() for _, kernel in case.parts()]
+    blocked = [kernel for kernel in kernels if kernel.domain == "com.microsoft.nchwc"]
+    assert {"Conv", "MaxPool", "ReorderInput", "ReorderOutput"} <= {kernel.op_type for kernel in blocked}
+    assert any(len(kernel.inputs) == 4 and not kernel.inputs[2].present for kernel in blocked)
+
+
+@pytest.mark.parametrize(("model", "provider"), CASES)
+def test_every_kernel_runs_on_made_up_inputs(traced: dict[tuple[str, str], Traced], tmp_path: Path, model: str,
+                                             provider: str) -> None:
+    """It loads from its file, runs and gives no NaN; its file names it, and describes it whole."""
+    record = traced[model, provider].record
+    for kernel in record.kernels.values():
+        path = kernel_build(kernel, tmp_path)
+        height, width = (1, 1, *kernel.inputs[0].shape)[-2:]
+        assert re.match(rf"{kernel.type}_{height}x{width}_.+\.onnx$", path.name)
+        assert built_kernel(path) == kernel
+        check_kernel(path, kernel, "cpu" if record.derived else provider)
+    assert len(list(tmp_path.glob("*.onnx"))) == len(record.kernels)
+    sizes = [path.stat().st_size for path in tmp_path.glob("*.onnx")]
+    assert max(sizes) < 2 * INLINE_BYTES + 16384
+
+
+# made-up inputs ----------------------------------------------------------------------------------------------------------
+
+def odd_model() -> onnx.ModelProto:
+    """Operators that do not take just any number: indices, masks, logarithms, powers, divisors, a large index table."""
+    table = np.arange(200, dtype=np.int64)[::-1] % 50
+    nodes = [
+        helper.make_node("Gather", ["embedding", "tokens"], ["e"], name="embed"),  # [2, 6, 16]
+        helper.make_node("Gather", ["e", "which"], ["g"], name="pick", axis=2),  # [2, 6, 3]
+        helper.make_node("ReduceSum", ["g"], ["total"], name="total", keepdims=0),
+        helper.make_node("Log", ["e"], ["l"], name="log"),
+        helper.make_node("Sqrt", ["e"], ["s"], name="sqrt"),
+        helper.make_node("Pow", ["e", "s"], ["p"], name="pow"),
+        helper.make_node("Div", ["l", "p"], ["d"], name="div"),
+        helper.make_node("Where", ["mask", "d", "e"], ["w"], name="where"),
+        helper.make_node("Gather", ["wide", "table"], ["t"], name="window"),
+        helper.make_node("ReduceSum", ["t"], ["other"], name="other", keepdims=0),
+        helper.make_node("Add", ["total", "other"], ["both"], name="both"),
+        helper.make_node("Mul", ["w", "both"], ["y"], name="scale"),
+    ]
+    generator = np.random.default_rng(0)
+    weights: dict[str, np.ndarray] = {
+        "embedding": generator.uniform(0.1, 1.0, (9, 16)).astype(np.float32), "table": table}
+    inputs = {"tokens": (TensorProto.INT64, [2, 6]), "which": (TensorProto.INT32, [3]), "mask": (TensorProto.BOOL, [2, 6, 16]),
+              "wide": (TensorProto.FLOAT, [50, 2])}
+    graph = helper.make_graph(
+        nodes, "odd", [helper.make_tensor_value_info(name, *what) for name, what in inputs.items()],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 6, 16])],
+        [numpy_helper.from_array(value, name) for name, value in weights.items()])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def test_made_up_inputs_are_of_a_kind_that_the_operator_takes(tmp_path: Path) -> None:
+    record = analyze(odd_model(), "cpu")
+    assert {kernel.op_type for kernel in record.kernels.values()} >= {"Gather", "Log", "Sqrt", "Pow", "Div", "Where"}
+    for kernel in record.kernels.values():
+        check_kernel(kernel_build(kernel, tmp_path), kernel, "cpu")
+        for seed in range(3):
+            for value in dummy_inputs(kernel, seed).values():
+                assert not np.issubdtype(value.dtype, np.floating) or np.abs(value).min() >= 1e-4  # no denormals, no zeros
+    gathers = [kernel for kernel in record.kernels.values() if kernel.op_type == "Gather"]
+    limits = {kernel.inputs[0].shape: kernel.inputs[0].shape[kernel.attributes.get("axis", 0)] for kernel in gathers}
+    assert limits == {(9, 16): 9, (2, 6, 16): 16, (50, 2): 50}
+    for kernel in gathers:
+        indices = dummy_tensor(kernel, 1)
+        assert indices.min() >= 0
+        assert indices.max() < limits[kernel.inputs[0].shape]
+    assert next(k.inputs[1].value_range for k in gathers if k.inputs[0].shape == (50, 2)) == (0, 49)
+
+
+def test_made_up_inputs_are_the_same_each_time() -> None:
+    kernel = next(iter(analyze(small_model(), "cpu").kernels.values()))
+    one, same, other = dummy_inputs(kernel), dummy_inputs(kernel), dummy_inputs(kernel, 1)
+    assert all(np.array_equal(one[name], same[name]) for name in one)
+    assert not all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_a_kernel_with_a_subgraph_is_refused() -> None:
+    branch = helper.make_graph([helper.make_node("Relu", ["x"], ["z"])], "branch", [],
+                               [helper.make_tensor_value_info("z", TensorProto.FLOAT, [4])])
+    other = helper.make_graph([helper.make_node("Neg", ["x"], ["z2"])], "other", [],
+                              [helper.make_tensor_value_info("z2", TensorProto.FLOAT, [4])])
+    node = helper.make_node("If", ["condition"], ["y"], then_branch=branch, else_branch=other)
+    graph = helper.make_graph([node], "choice", [helper.make_tensor_value_info("condition", TensorProto.BOOL, []),
+                                                 helper.make_tensor_value_info("x", TensorProto.FLOAT, [4])],
+                              [helper.make_tensor_value_info("y", TensorProto.FLOAT, [4])])
+    record = analyze(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), "cpu")
+    kernel = next(kernel for kernel in record.kernels.values() if kernel.op_type == "If")
+    with pytest.raises(UserError, match="holds a subgraph"):
+        build_model(kernel)
+
+
+# carriers ----------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("model", TORCH_MODELS)
+def test_a_carrier_runs_all_kernels(traced: dict[tuple[str, str], Traced], model: str) -> None:
+    kernels = list(traced[model, "cpu"].record.kernels.values())
+    carrier, feed = build_carrier(kernels, "cpu")
+    session = open_session(carrier.SerializeToString(), "cpu", optimize="none", name="carrier")
+    shapes = session.run(None, feed)
+    wanted = [tensor.shape for kernel in kernels for tensor in kernel.outputs if tensor.present]
+    assert [tuple(shape.tolist()) for shape in shapes] == wanted
+    names = {node.name: node.op_type for node in carrier.graph.node}
+    assert [names[node_name(number)] for number in range(len(kernels))] == [kernel.op_type for kernel in kernels]
+    assert sum(map(carrier_bytes, kernels)) >= sum(tensor.nbytes for tensor in feed.values())
+
+
+# files and the command ---------------------------------------------------------------------------------------------------
+
+def large_kernel() -> Kernel:
+    """One whose weights lie in the shared file."""
+    return next(kernel for kernel in analyze(small_model(channels=64), "cpu").kernels.values()
+                if kernel.type == "Conv_Add_Relu" or kernel.weight_bytes > INLINE_BYTES)
+
+
+def test_large_weights_are_shared(tmp_path: Path) -> None:
+    kernel = large_kernel()
+    path = kernel_build(kernel, tmp_path)
+    assert kernel.weight_bytes > INLINE_BYTES > path.stat().st_size
+    shared = tmp_path / "random_float32.bin"
+    before = shared.stat().st_size
+    check_kernel(path, kernel, "cpu")
+    larger = kernel.model_copy(update={"id": "larger", "inputs": (
+        kernel.inputs[0], kernel.inputs[1].model_copy(update={"shape": (128, *kernel.inputs[1].shape[1:])}),
+        *(tensor.model_copy(update={"shape": tuple(128 if size == 64 else size for size in tensor.shape)})
+          for tensor in kernel.inputs[2:])), "outputs": tuple(
+        tensor.model_copy(update={"shape": (tensor.shape[0], 128, *tensor.shape[2:])}) for tensor in kernel.outputs)})
+    check_kernel(kernel_build(larger, tmp_path), larger, "cpu")
+    assert shared.stat().st_size > before
+    check_kernel(path, kernel, "cpu")  # still good, now that the file has grown
+
+
+def test_given_weights_are_written_into_the_file(tmp_path: Path) -> None:
+    kernel = large_kernel()
+    weights = {1: np.zeros(kernel.inputs[1].shape, np.float32)}
+    weights |= {2: np.zeros(kernel.inputs[2].shape, np.float32)} if kernel.inputs[2].present else {}
+    path = kernel_build(kernel, tmp_path, weights)
+    assert not (tmp_path / "random_float32.bin").exists()
+    inputs = dummy_inputs(kernel)
+    inputs |= {name: np.zeros_like(value) for name, value in inputs.items() if name == input_name(3)}
+    assert not open_session(path, "cpu", optimize="none").run([output_name(0)], inputs)[0].any()
+
+
+def test_files_that_are_no_kernels(tmp_path: Path) -> None:
+    onnx.save(small_model(), tmp_path / "model.onnx")
+    (tmp_path / "text.onnx").write_text("no model at all")
+    with pytest.raises(UserError, match=r"not a kernel that kernel_builder\.py wrote"):
+        built_kernel(tmp_path / "model.onnx")
+    with pytest.raises(UserError, match="not an ONNX model"):
+        built_kernel(tmp_path / "text.onnx")
+    with pytest.raises(UserError, match="no such file"):
+        built_kernel(tmp_path / "none.onnx")
+
+
+def build(workspace: Workspace, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "kernel_model/kernel_builder.py", "--workspace", str(workspace.root), *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_command_takes_a_kernel_a_record_and_the_index(workspace: Workspace) -> None:
+    record = analyze(small_model(), "cpu", name="small")
+    kernel = next(iter(record.kernels.values()))
+    files.write_json(workspace.root / "one.json", kernel)
+    one = build(workspace, "--kernel", str(workspace.root / "one.json"), "--check", "--json")
+    assert one.returncode == 0, one.stderr
+    if not has_cuda():
+        assert [Path(row["file"]).name for row in json.loads(one.stdout)["built"]] == [f"{kernel.id}.onnx"]
+        assert (workspace.kernel_onnx / record.flavour.name / f"{kernel.id}.onnx").is_file()
+    folder = workspace.kernel_records / record.flavour.name
+    files.write_json(folder / "small.json", record)
+    files.write_json(folder / "index.json", build_index(record.flavour, [record]))
+    of_record = json.loads(build(workspace, "--record", str(folder / "small.json"), "--json").stdout)
+    of_index = json.loads(build(workspace, "--check", "--json").stdout)
+    assert [row["kernel"] for row in of_record["built"]] == list(record.kernels)
+    assert {row["kernel"] for row in of_index["built"]} == set(record.kernels)
+    assert all(row["kept"] for row in of_index["built"])  # built a moment ago
+    assert of_index["failed"] == []
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ('{"op_type": "Conv"}', "not a kernel: "), ("{}", "version None"), ("[", "not valid JSON")])
+def test_the_command_and_bad_json(workspace: Workspace, text: str, message: str) -> None:
+    path = workspace.root / "bad.json"
+    path.write_text(text)
+    done = build(workspace, "--kernel", str(path))
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert message in done.stderr
+
+
+def test_the_command_without_records_names_the_one_before(workspace: Workspace) -> None:
+    done = build(workspace)
+    assert done.returncode == 1
+    assert "python ort_analysis/fusion_detector.py" in done.stderr

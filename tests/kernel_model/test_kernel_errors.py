@@ -1,0 +1,193 @@
+"""Sampling again where predictors err: known errors, how often each kernel is drawn from, and whose family goes with it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import build_workspace, small_model
+from made_up_dataset import TARGET, conv, gemm, relu, tensor, write_workspace
+
+from kernel_model.building.kernel_models import built_kernel
+from kernel_model.kernel_sampler import FREE, NEAR_SPREAD, Drawn, near_batch, sample_again
+from kernel_model.sampling.kernel_errors import (
+    MOST_LOG_ERROR,
+    KernelError,
+    KernelErrors,
+    draw_weights,
+    read_errors,
+    write_errors,
+)
+from kernel_model.sampling.seeds import read_seeds
+from ort_analysis.records.kernel_record import Kernel, family
+from ort_analysis.records.kernel_types import describe_kernel
+from tests.kernel_model.test_sampler import run_sampler
+from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
+from training.kernels.training_set import load_training_set, measured_times
+from training.train_kernel_model import kept_sidecar, save, train_label
+from utils.errors import UserError
+from utils.fingerprint import Flavour
+from utils.paths import Workspace
+
+QUICK = TrainingConfig(folds=3, threads=1, xgboost=XgboostSettings(trees=40, learning_rate=0.2), forest=ForestSettings(trees=3))
+
+
+def unary(op_type: str) -> Kernel:
+    """An activation of tokens: thousands of sizes are near."""
+    shape = tensor(4, 800, 1600)
+    return describe_kernel(op_type, "", 13, {}, [shape], [shape])
+
+
+def erring(kernel: Kernel, log_error: float, *families: str, measured_ms: float = 1.0) -> KernelError:
+    return KernelError(kernel=kernel, families=families, measured_ms=measured_ms,
+                       predicted_ms=measured_ms * math.exp(log_error))
+
+
+def errors_of(*kernels: KernelError, held_out: tuple[str, ...] = (), flavour: Flavour = TARGET.flavour) -> KernelErrors:
+    return KernelErrors(target=TARGET.model_copy(update={"flavour": flavour}), label="run", held_out=held_out,
+                        dataset_sha256="0" * 64, kernels=kernels)
+
+
+def again(errors: KernelErrors, count: int, without: tuple[str, ...] = (), seed: int = 0) -> dict[str, Drawn]:
+    return sample_again(errors, count, np.random.default_rng(seed), [1, 2, 4, 8], 10.0, without=without)[0]
+
+
+def test_weights_follow_the_error_and_the_time() -> None:
+    usual = [erring(relu(), 0.1)] * 96
+    found = draw_weights([*usual, erring(gemm(), -0.2), erring(conv(), 0.1, measured_ms=0.5),
+                          erring(conv(), 0.1, measured_ms=80.0), erring(conv(), 0.0)])
+    assert found * 101.5 == pytest.approx(np.array([1.0] * 96 + [4.0, 0.5, 1.0, 0.0]))  # the longest counts as the usual
+    capped = draw_weights([erring(relu(), MOST_LOG_ERROR), erring(gemm(), -3.0)])
+    assert capped == pytest.approx([0.5, 0.5])
+    assert draw_weights([erring(relu(), 0.0)]).tolist() == [0.0]
+    assert not draw_weights([]).size
+
+
+def test_kernels_are_drawn_from_as_their_errors_say() -> None:
+    """Three types with log errors of 0.05, 0.1 and 0.2 seed 1, 4 and 16 of 21 kernels; what is predicted well seeds none."""
+    found = again(errors_of(erring(unary("Relu"), 0.05), erring(unary("Tanh"), -0.1), erring(unary("Exp"), 0.2),
+                            erring(unary("Abs"), 0.0)), 840)
+    counts = {name: sum(kernel.op_type == name for kernel, _ in found.values()) for name in ("Relu", "Tanh", "Exp", "Abs")}
+    assert sum(counts.values()) == 840
+    assert counts == {"Relu": pytest.approx(40, abs=18), "Tanh": pytest.approx(160, abs=35),
+                      "Exp": pytest.approx(640, abs=40), "Abs": 0}
+    assert again(errors_of(erring(unary("Abs"), 0.0)), 5) == {}
+
+
+def test_sizes_are_near_the_erring_kernels() -> None:
+    seed = conv(batch=4, channels=256, side=56, out=512)
+    found = again(errors_of(erring(seed, 0.3, "anet")), 60)
+    assert len(found) == 60
+    assert seed.id not in found
+    reach = 2.0**NEAR_SPREAD * 1.12  # sides are usual ones, a little less admitted; channels are rounded to multiples of 8
+    for kernel, _ in found.values():
+        batch, channels, side, _ = kernel.inputs[0].shape
+        assert batch in (2, 4, 8)
+        for size, own in ((channels, 256), (side, 56), (kernel.inputs[1].shape[0], 512)):
+            assert 1 / reach <= size / own <= reach
+
+
+def test_a_batch_that_no_batch_asked_for_is_near_stays() -> None:
+    generator = np.random.default_rng(0)
+    assert near_batch(relu(batch=64), [1, 2, 4], generator) == 64
+    assert {near_batch(relu(batch=4), [1, 2, 4, 8, 16], generator) for _ in range(50)} == {2, 4, 8}
+
+
+def test_families_go_with_what_they_seed_and_those_held_out_seed_nothing() -> None:
+    errors = errors_of(erring(unary("Relu"), 0.3, "anet"), erring(unary("Tanh"), 0.3),
+                       erring(unary("Exp"), 0.3, "anet", "bnet"), erring(unary("Neg"), 0.3, "secretnet"),
+                       erring(unary("Erf"), 0.3, "opennet", "secretnet"), held_out=("secretnet",))
+
+    def families(*without: str) -> set[tuple[str, tuple[str, ...]]]:
+        return {(kernel.op_type, seeded_by) for kernel, seeded_by in again(errors, 120, without).values()}
+
+    assert families() == {("Relu", ("anet",)), ("Tanh", FREE), ("Exp", ("anet", "bnet")), ("Erf", ("opennet",))}
+    assert families("anet", "opennet") == {("Tanh", FREE), ("Exp", ("bnet",))}
+
+
+def test_errors_are_read_as_written(tmp_path: Path) -> None:
+    errors = errors_of(erring(conv(), 0.1, "anet"), erring(gemm(), -0.2), held_out=("bnet",))
+    path = tmp_path / "errors.json"
+    write_errors(path, errors)
+    assert read_errors(path) == errors
+    path.write_text(path.read_text().replace('"version":1', '"version":2'))
+    with pytest.raises(UserError, match=r"version 2, .*train_kernel_model\.py --force"):
+        read_errors(path)
+    with pytest.raises(UserError, match=r"no such file.*train_kernel_model\.py --force"):
+        read_errors(tmp_path / "none.json")
+
+
+# what training writes ----------------------------------------------------------------------------------------------------
+
+def test_training_writes_the_errors_of_kernels_left_out(workspace: Workspace) -> None:
+    write_workspace(workspace, families=("anet", "bnet", "secretnet"), held_out=("secretnet",), sampled=120)
+    rows = load_training_set(workspace, TARGET.name)
+    trained = [train_label(rows, label, QUICK) for label in ("run", "kernel_time")]
+    save(workspace, rows, trained, QUICK)
+    found = read_errors(workspace.kernel_errors(TARGET.name))
+    assert (found.label, found.held_out, found.target) == ("run", ("secretnet",), TARGET)
+    assert {error.kernel.id for error in found.kernels} == set(rows.ids)
+    assert {name for error in found.kernels for name in error.families} == {"anet", "bnet", "othernet"}
+    of_others = {kernel.id for kernel in _kernels_of(workspace, "secretnet")} - set(rows.ids)
+    assert of_others  # some were measured, and none of them enters
+    measured = measured_times(workspace, TARGET.name)
+    assert {error.kernel.id: error.measured_ms for error in found.kernels} == {
+        name: pytest.approx(measured[name]["run"]) for name in set(rows.ids)}
+    mape = float(np.mean([abs(math.exp(error.log_error) - 1) for error in found.kernels]))
+    assert mape == pytest.approx(trained[0].errors[0].mape)  # cross-validated: the fit to all rows errs less
+    assert trained[0].errors[0].rows_of == "idle"
+
+
+def _kernels_of(workspace: Workspace, name: str) -> list[Kernel]:
+    from benchmark.records.files import read_kernels
+
+    return [entry.kernel for entry in read_kernels(workspace.dataset(TARGET.name))
+            if name in {family(model) for model in entry.models}]
+
+
+def test_errors_ship_with_no_predictors_and_are_made_anew_where_gone(workspace: Workspace) -> None:
+    """They are of the GPU's own time where it was measured (here `run` under its name)."""
+    write_workspace(workspace, sampled=60)
+    rows = load_training_set(workspace, TARGET.name)
+    trained = train_label(rows, "run", QUICK)
+    save(workspace, rows, [trained, replace(trained, label="gpu")], QUICK)
+    path = workspace.kernel_errors(TARGET.name)
+    assert read_errors(path).label == "gpu"
+    assert not path.is_relative_to(workspace.predictors(TARGET.name))
+    assert kept_sidecar(workspace, rows, QUICK) is not None
+    path.unlink()
+    assert kept_sidecar(workspace, rows, QUICK) is None
+
+
+# the command -------------------------------------------------------------------------------------------------------------
+
+def test_the_command_adds_to_what_was_sampled(workspace: Workspace) -> None:
+    flavour = build_workspace(workspace, {"anet_b1": small_model()})
+    folder, path = workspace.kernel_onnx / flavour.name, workspace.root / "errors.json"
+    assert run_sampler(workspace, "--count", "6", "--batch-sizes", "1,2").returncode == 0
+    before = read_seeds(folder)
+    write_errors(path, errors_of(erring(unary("Relu"), 0.3, "cnet", "dnet"), erring(unary("Tanh"), 0.3), flavour=flavour))
+    done = run_sampler(workspace, "--errors", str(path), "--count", "20", "--jobs", "2")
+    assert done.returncode == 0, done.stderr
+    assert [(row["sampled"], row["free"], row["there_before"]) for row in json.loads(done.stdout)] == [(20, 0, 6)]
+    after = read_seeds(folder)
+    assert before.items() <= after.items()
+    new = {name: seeded_by for name, seeded_by in after.items() if name not in before}
+    assert {(built_kernel(folder / f"{name}.onnx").op_type, seeded_by) for name, seeded_by in new.items()} == {
+        ("Relu", ("cnet", "dnet")), ("Tanh", FREE)}
+    more = run_sampler(workspace, "--errors", str(path), "--count", "5")
+    assert json.loads(more.stdout)[0]["there_before"] == 26
+    assert len(read_seeds(folder)) == 31
+
+
+@pytest.mark.parametrize(("options", "code", "message"), [
+    (("--free", "3"), 2, "don't go together"), ((), 1, "errors.json: no such file"),
+])
+def test_what_does_not_fit_is_told(workspace: Workspace, options: tuple[str, ...], code: int, message: str) -> None:
+    done = run_sampler(workspace, "--errors", str(workspace.root / "errors.json"), *options)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+    assert message in done.stderr

@@ -1,0 +1,208 @@
+"""The sampler: further kernels around those of the models, all of them valid, the same for the same seed."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import TORCH_MODELS, build_workspace, small_model
+
+from kernel_model.building.kernel_models import build_model, built_kernel, check_kernel
+from kernel_model.kernel_sampler import FREE, MOST_MIB, footprint_mib, sample, sample_free
+from kernel_model.sampling.draws import draw_kernel
+from kernel_model.sampling.seeds import SEED_FILE, read_seeds
+from ort_analysis.graph.analysis import analyze, build_index
+from ort_analysis.records.kernel_record import IndexEntry, Kernel, ModelRecord
+from ort_analysis.records.reading import index_path, load_index
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import Flavour
+from utils.ort_sessions import open_session
+from utils.paths import ROOT, Workspace
+
+
+def entries_of(*records: ModelRecord) -> list[IndexEntry]:
+    index = build_index(records[0].flavour, list(records))
+    return [entry for of_type in index.kernels.values() for entry in of_type.values()]
+
+
+@pytest.fixture(scope="module")
+def entries(torch_models: dict[str, Path]) -> list[IndexEntry]:
+    """The index of the torch models on the CPU: three families."""
+    return entries_of(*(analyze(torch_models[name], "cpu") for name in TORCH_MODELS))
+
+
+def draw(entries: list[IndexEntry], count: int = 60, seed: int = 0, gflop: float = 0.2, without: tuple[str, ...] = (),
+         known: frozenset[str] = frozenset()) -> dict[str, tuple[str, ...]]:
+    found, _ = sample(entries, count, np.random.default_rng(seed), [1, 4], gflop, without=without, there=known)
+    return {name: families for name, (_, families) in found.items()}
+
+
+def test_sampled_kernels_are_new_valid_and_within_limits(entries: list[IndexEntry]) -> None:
+    found, refused = sample(entries, 60, np.random.default_rng(0), [1, 4], 0.05)
+    assert len(found) == 60
+    known = {entry.kernel.id for entry in entries}
+    types = {entry.kernel.type for entry in entries}
+    shapes = {(entry.kernel.type, tuple(tensor.shape for tensor in entry.kernel.inputs)) for entry in entries}
+    for name, (kernel, _) in found.items():
+        assert kernel.id == name
+        assert name not in known
+        assert kernel.type in types
+        assert kernel.flops <= 0.05e9
+        assert footprint_mib(kernel) <= MOST_MIB
+        session = open_session(build_model(kernel).SerializeToString(), "cpu", optimize="none")
+        assert [tuple(output.shape) for output in session.get_outputs()] == [
+            tensor.shape for tensor in kernel.outputs if tensor.present]
+    new = {(kernel.type, tuple(tensor.shape for tensor in kernel.inputs)) for kernel, _ in found.values()}
+    assert len(new - shapes) > 50
+    assert len({kernel.type for kernel, _ in found.values()}) > 10
+    assert refused["too large"] > 0
+
+
+def test_every_type_draws_something_that_runs(entries: list[IndexEntry], tmp_path: Path) -> None:
+    """Attention's products and ORT's blocked layouts too."""
+    from kernel_model.building.kernel_models import kernel_build
+
+    generator = np.random.default_rng(0)
+    for kernel_type in sorted({entry.kernel.type for entry in entries if "Reshape" not in entry.kernel.type}):
+        kernel = next(entry.kernel for entry in entries if entry.kernel.type == kernel_type)
+        for _ in range(8):
+            try:
+                drawn = draw_kernel(kernel, 2, generator)
+                break
+            except (UserError, ValueError):  # sizes that do not fit together: drawn again
+                continue
+        else:
+            pytest.fail(f"no valid draw of {kernel_type} in 8")
+        assert drawn.type == kernel_type
+        check_kernel(kernel_build(drawn, tmp_path), drawn, "cpu")
+
+
+def test_the_same_seed_draws_the_same(entries: list[IndexEntry]) -> None:
+    assert draw(entries, 30, seed=3) == draw(entries, 30, seed=3)
+    assert draw(entries, 30, seed=3) != draw(entries, 30, seed=4)
+
+
+def test_families_left_out_seed_nothing(entries: list[IndexEntry]) -> None:
+    assert {name for families in draw(entries).values() for name in families} == {"resnet", "mobilenet", "vit"}
+    assert set(draw(entries, without=("resnet", "vit")).values()) == {("mobilenet",)}
+    assert draw(entries, without=("resnet", "mobilenet", "vit")) == {}
+
+
+def test_sizes_spread_around_the_seed() -> None:
+    record = analyze(small_model(channels=64, side=56), "cpu")
+    found, _ = sample(entries_of(record), 60, np.random.default_rng(0), [1, 2, 8], 2.0)
+    convs = [kernel for kernel, _ in found.values() if kernel.op_type == "Conv"]
+    assert {kernel.inputs[0].shape[0] for kernel in convs} == {1, 2, 8}
+    sides = {kernel.inputs[0].shape[2] for kernel in convs}
+    assert min(sides) < 40 < 70 < max(sides) <= 112
+    assert all(kernel.inputs[1].shape[0] % 8 == 0 for kernel in convs)
+    products = [math.prod(kernel.inputs[1].shape) for kernel in convs]
+    assert max(products) > 4 * min(products)
+
+
+def test_free_kernels_are_what_onnx_runtime_makes_of_them() -> None:
+    """ONNX Runtime opens each, and puts out the shapes that were worked out; all kinds of operators come up."""
+    found, refused = sample_free(250, np.random.default_rng(3), [1, 2], 0.5)
+    assert len(found) == 250
+    assert refused["there already"] < 25
+    assert {kernel.op_type for kernel, _ in found.values()} >= {
+        "Conv", "Gemm", "MatMul", "FusedMatMul", "Transpose", "LayerNormalization", "Relu", "Add", "ReduceMean", "Concat",
+        "Pad"}
+    assert {families for _, families in found.values()} == {FREE}
+    checked = 0
+    for kernel, _ in found.values():
+        if kernel.dtype != "float32":  # the CPU provider lacks many operators in half precision
+            continue
+        model = build_model(kernel)
+        for output in model.graph.output:
+            output.ClearField("type")
+        session = open_session(model.SerializeToString(), "cpu", optimize="none", name=kernel.id)
+        assert [tuple(output.shape) for output in session.get_outputs()] == [output.shape for output in kernel.outputs]
+        checked += 1
+    assert checked > 100
+
+
+def test_free_kernels_are_described_as_those_of_models_are(torch_models: dict[str, Path]) -> None:
+    """Attributes by name and inputs by rank are those of models' kernels, so that a kernel found in both has one id."""
+    def form(kernel: Kernel) -> Any:
+        return (kernel.op_type, kernel.domain, kernel.opset, *sorted(set(kernel.attributes) - {"pads", "group"}),
+                *((len(tensor.shape), tensor.constant, tensor.values is not None) for tensor in kernel.inputs))
+
+    models = [analyze(torch_models[name], "cuda") for name in TORCH_MODELS]
+    known = {form(kernel) for model in models for kernel in model.kernels.values()}
+    free = {form(kernel) for kernel, _ in sample_free(400, np.random.default_rng(0), [1, 4], 1.0)[0].values()}
+    assert {name for name, *_ in known & free} >= {"Conv", "Relu", "Add", "Gemm", "ReduceMean"}
+
+
+# the command -------------------------------------------------------------------------------------------------------------
+
+def run_sampler(workspace: Workspace, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "kernel_model/kernel_sampler.py", "--workspace", str(workspace.root), "--json", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_a_second_call_tops_up(workspace: Workspace) -> None:
+    flavour = build_workspace(workspace, {"anet_b1": small_model(), "bnet_b1": small_model(side=24)})
+    folder = workspace.kernel_onnx / flavour.name
+    own = {path.stem for path in folder.glob("*.onnx")}
+    first = run_sampler(workspace, "--count", "12", "--batch-sizes", "1,2")
+    assert first.returncode == 0, first.stderr
+    assert json.loads(first.stdout)[0]["sampled"] == 12
+    seeds = read_seeds(folder)
+    assert {path.stem for path in folder.glob("*.onnx")} == own | set(seeds)
+    assert set(seeds.values()) == {("anet",), ("anet", "bnet"), ("bnet",)}  # of a kernel in both, both seed what is near
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*.onnx")}
+    second = run_sampler(workspace, "--count", "40", "--batch-sizes", "1,2")
+    assert json.loads(second.stdout)[0]["sampled"] == 28
+    more = read_seeds(folder)
+    assert len(more) == 40
+    assert seeds.items() <= more.items()
+    assert {path.stem for path in folder.glob("*.onnx")} == own | set(more)
+    assert all(path.stat().st_mtime_ns == when for path, when in before.items())
+    for name in more:
+        assert built_kernel(folder / f"{name}.onnx").id == name
+    third = run_sampler(workspace, "--count", "40")
+    assert json.loads(third.stdout)[0]["sampled"] == 0
+    free = run_sampler(workspace, "--count", "40", "--free", "30", "--batch-sizes", "1,2", "--jobs", "2")
+    assert {key: json.loads(free.stdout)[0][key] for key in ("sampled", "free", "there_before")} == {
+        "sampled": 0, "free": 30, "there_before": 40}
+    everything = read_seeds(folder)
+    assert list(everything.values()).count(FREE) == 30
+    assert {path.stem for path in folder.glob("*.onnx")} == own | set(everything)
+    assert_index_unchanged(workspace, flavour, own)
+
+
+def test_seeds_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
+    assert read_seeds(tmp_path) == {}
+    files.write_json(tmp_path / SEED_FILE, {"Relu_1": "anet"})
+    with pytest.raises(UserError, match=r"sampled.json: written by another version; remove .*kernel_sampler.py"):
+        read_seeds(tmp_path)
+
+
+def assert_index_unchanged(workspace: Workspace, flavour: Flavour, own: set[str]) -> None:
+    assert {kernel.id for kernel in load_index(index_path(workspace, flavour)).all_kernels()} == own
+
+
+def test_what_was_sampled_before_is_not_drawn_again() -> None:
+    entries = entries_of(analyze(small_model(), "cpu"))
+    first = draw(entries, 40, seed=1)
+    again = draw(entries, 40, seed=1, known=frozenset(first))
+    assert not set(first) & set(again)
+
+
+@pytest.mark.parametrize(("options", "code", "message"), [
+    (("--count", "0"), 2, "can't both be 0"),
+    (("--batch-sizes", "1,x"), 2, "'x' is not a whole number, 1 or more"),
+    ((), 1, "python ort_analysis/fusion_detector.py"),
+])
+def test_wrong_arguments(workspace: Workspace, options: tuple[str, ...], code: int, message: str) -> None:
+    done = run_sampler(workspace, *options)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+    assert message in done.stderr

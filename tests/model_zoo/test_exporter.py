@@ -1,0 +1,266 @@
+"""The exporter: what its files are called, hold and compute; resuming; and what goes wrong costs only itself."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import psutil
+import pytest
+
+from model_zoo.exporting import onnx_export
+from model_zoo.exporting.export_process import ExportProcess
+from model_zoo.exporting.onnx_export import Exporter, check_outputs, trace
+from model_zoo.exporting.torch_models import build, check_names, reference
+from model_zoo.exporting.zoo_config import Export, ZooConfig, load_zoo_config
+from model_zoo.torchvision_exporter import export_all
+from utils import fingerprint
+from utils.errors import UserError
+from utils.fingerprint import flavour_of
+from utils.paths import ROOT, Workspace, model_files
+
+MODEL, SIZE = "squeezenet1_1", (64, 96)
+FLAVOUR = flavour_of("cpu").name
+FIXED = [f"{MODEL}_fp32_b{batch}_64x96" for batch in (1, 2)]
+
+
+def run_exporter(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "model_zoo/torchvision_exporter.py", "--workspace", str(root), "--device", "cpu", "--json", *options],
+        cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, list[dict[str, Any]]]:
+    """A workspace with one small model: two batches and open sizes; and the exporter's report."""
+    root = tmp_path_factory.mktemp("exported")
+    done = run_exporter(root, "--model", MODEL, "--image-size", "64x96", "--batch-size", "1", "--batch-size", "2")
+    assert done.returncode == 0, done.stderr
+    return Workspace(root), json.loads(done.stdout)
+
+
+def outputs(path: Path, images: np.ndarray) -> np.ndarray:
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"input": images})[0]
+
+
+def test_writes_and_reports_every_file(exported: tuple[Workspace, list[dict[str, Any]]]) -> None:
+    workspace, rows = exported
+    names = [f"{MODEL}.onnx"] + [f"{stem}{suffix}" for stem in FIXED for suffix in (".onnx", f".{FLAVOUR}.ort.onnx")]
+    assert [Path(row["file"]).name for row in rows] == names
+    assert {path.name for path in workspace.models.iterdir()} == set(names)
+    assert all(row["status"] == "written" and row["difference"] < 1e-4 for row in rows)
+    assert [path.stem for path in model_files([workspace.models])] == sorted([MODEL, *FIXED])
+
+
+def test_files_compute_what_torch_does(exported: tuple[Workspace, list[dict[str, Any]]]) -> None:
+    workspace, _ = exported
+    model = build(MODEL, "fp32", SIZE)
+    for batch, stem in enumerate(FIXED, 1):
+        images = np.random.default_rng(5).standard_normal((batch, 3, *SIZE), dtype=np.float32)
+        wanted = reference(model, images, "cpu")
+        for suffix in (".onnx", f".{FLAVOUR}.ort.onnx"):
+            np.testing.assert_allclose(outputs(workspace.models / f"{stem}{suffix}", images), wanted, atol=1e-4)
+
+
+def test_open_sizes_take_any_size(exported: tuple[Workspace, list[dict[str, Any]]]) -> None:
+    path = exported[0].models / f"{MODEL}.onnx"
+    shape = onnx.load(path).graph.input[0].type.tensor_type.shape.dim
+    assert [dim.dim_param or dim.dim_value for dim in shape] == ["batch", 3, "height", "width"]
+    images = np.random.default_rng(6).standard_normal((3, 3, 80, 112), dtype=np.float32)
+    np.testing.assert_allclose(outputs(path, images), reference(build(MODEL, "fp32", SIZE), images, "cpu"), atol=1e-4)
+
+
+def test_metadata_says_what_a_file_is(exported: tuple[Workspace, list[dict[str, Any]]]) -> None:
+    workspace, _ = exported
+    plain = {prop.key: prop.value for prop in onnx.load(workspace.models / f"{FIXED[1]}.onnx").metadata_props}
+    assert (plain["hase.model"], plain["hase.dtype"], plain["hase.batch"], plain["hase.size"]) == (MODEL, "fp32", "2", "64x96")
+    optimized = onnx.load(workspace.models / f"{FIXED[1]}.{FLAVOUR}.ort.onnx")
+    found = {prop.key: prop.value for prop in optimized.metadata_props}
+    assert json.loads(found["hase.flavour"]) == flavour_of("cpu").model_dump()
+    assert found["hase.target"].endswith(FLAVOUR)
+    assert plain.items() <= found.items()
+    assert b"stack_trace" not in (workspace.models / f"{MODEL}.onnx").read_bytes()
+
+
+def test_a_second_run_keeps_what_is_whole_and_a_failure_costs_only_itself(
+        exported: tuple[Workspace, list[dict[str, Any]]]) -> None:
+    workspace, _ = exported
+    torn = workspace.models / f"{FIXED[0]}.onnx"
+    whole = torn.read_bytes()
+    before = {path.name: path.stat().st_mtime_ns for path in workspace.models.iterdir()}
+    torn.write_bytes(whole[:100_000])
+    done = run_exporter(workspace.root, "--model", "vit_b_32", "--model", MODEL, "--image-size", "64x96", "--batch-size", "1",
+                        "--batch-size", "2")
+    assert done.returncode == 1
+    status = {Path(row["file"]).name: row["status"] for row in json.loads(done.stdout)}
+    remade = {f"{FIXED[0]}.onnx", f"{FIXED[0]}.{FLAVOUR}.ort.onnx"}
+    assert {name for name, what in status.items() if what == "written"} == remade
+    assert {name for name, what in status.items() if what == "failed"} == {
+        "vit_b_32.onnx", "vit_b_32_fp32_b1_64x96.onnx", "vit_b_32_fp32_b2_64x96.onnx"}
+    assert "vit_b_32_fp32_b1_64x96: vit_b_32 takes square images" in done.stderr
+    after = {path.name: path.stat().st_mtime_ns for path in workspace.models.iterdir()}
+    assert {name for name in after if after[name] != before[name]} == remade
+
+
+def test_force_makes_anew(exported: tuple[Workspace, list[dict[str, Any]]], tmp_path: Path) -> None:
+    rows = Exporter(exported[0], "cpu", force=True).write(Export(MODEL, "fp32", 1, SIZE))
+    assert [row["status"] for row in rows] == ["written", "written"]
+
+
+def test_a_process_that_dies_is_an_error_and_is_replaced(exported: tuple[Workspace, list[dict[str, Any]]]) -> None:
+    workspace, _ = exported
+    with ExportProcess(workspace, "cpu", force=False) as process:
+        def kill() -> None:
+            while process._process is None or not process._process.is_alive():
+                time.sleep(0.01)
+            process._process.kill()
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        with pytest.raises(UserError, match="killed, most likely for lack of memory"):
+            process.write(Export("resnet18", "fp32", 1, (32, 32)))
+        killer.join()
+        assert [row["status"] for row in process.write(Export(MODEL, "fp32", 2, SIZE))] == ["kept", "kept"]
+
+
+def test_fp16(tmp_path: Path) -> None:
+    rows = Exporter(Workspace(tmp_path), "cpu", force=False).write(Export(MODEL, "fp16", 1, SIZE))
+    assert Path(rows[0]["file"]).name == f"{MODEL}_fp16_b1_64x96.onnx"
+    graph = onnx.load(rows[0]["file"]).graph
+    assert graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16
+    assert rows[0]["difference"] < 0.01
+
+
+@pytest.mark.parametrize("name", ["googlenet", "mobilenet_v3_small"])
+def test_random_models_behave_like_trained_ones(name: str) -> None:
+    """Activations stay in range, and no head is left whose outputs are all zero; auxiliary heads are gone."""
+    images = np.random.default_rng(0).standard_normal((2, 3, 64, 64), dtype=np.float32)
+    found = reference(build(name, "fp32", (64, 64)), images, "cpu")
+    assert found.shape == (2, 1000)
+    assert 1e-3 < np.abs(found).max() < 1e3
+
+
+@pytest.mark.parametrize("name", ["vit_b_32", "resnet18"])
+def test_nothing_stays_zero(name: str) -> None:
+    """A bias of zeros would be dropped on export, and with it the kernel that adds it."""
+    model = build(name, "fp32", (32, 32))
+    assert all(bool(parameter.any()) for parameter in model.parameters())
+
+
+def test_zero_heads_get_weights() -> None:
+    head = build("vit_b_32", "fp32", (32, 32)).get_parameter("heads.head.weight")
+    assert 0.01 < float(head.detach().std()) < 0.03
+
+
+def test_convolutions_keep_their_bias(exported: tuple[Workspace, list[dict[str, Any]]]) -> None:
+    """As in a trained model, where the batch normalisation folded into a convolution leaves one."""
+    nodes = onnx.load(exported[0].models / f"{FIXED[0]}.onnx").graph.node
+    assert {len(node.input) for node in nodes if node.op_type == "Conv"} == {3}
+
+
+def test_the_batch_alone(tmp_path: Path) -> None:
+    config = ZooConfig(models=(MODEL,), image_sizes=((64, 64), (64, 96)), batch_sizes=(2,), dynamic="batch", fixed=False)
+    rows = export_all(Workspace(tmp_path), config)
+    assert [Path(row["file"]).stem for row in rows] == [MODEL, f"{MODEL}_64x96"]
+    shape = onnx.load(rows[1]["file"]).graph.input[0].type.tensor_type.shape
+    assert [dim.dim_param or dim.dim_value for dim in shape.dim] == ["batch", 3, 64, 96]
+
+
+def test_the_same_weights_every_time() -> None:
+    first, second = (build(MODEL, "fp32", SIZE).state_dict() for _ in range(2))
+    assert all(bool((first[name] == second[name]).all()) for name in first)
+
+
+def test_wrong_outputs_are_refused(exported: tuple[Workspace, list[dict[str, Any]]]) -> None:
+    path = exported[0].models / f"{FIXED[0]}.onnx"
+    images = np.ones((1, 3, *SIZE), dtype=np.float32)
+    with pytest.raises(UserError, match="differ from torch's by"):
+        check_outputs(path, "cpu", "all", images, outputs(path, images) * 1.01, "fp32")
+
+
+def test_a_model_over_2_gb_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_export, "LARGEST_FILE", 1e6)
+    with pytest.raises(UserError, match=r"weights in fp32; one ONNX file holds 2 GB at most"):
+        trace(build(MODEL, "fp32", SIZE), Export(MODEL, "fp32", 1, SIZE), {})
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is a pretended one: saving raises what a full one does."""
+    def save(proto: onnx.ModelProto, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(onnx, "save", save)
+    with pytest.raises(OSError, match="No space left"):
+        Exporter(Workspace(tmp_path), "cpu", force=False).write(Export(MODEL, "fp32", 1, SIZE))
+    assert list(Workspace(tmp_path).models.iterdir()) == []
+
+
+def test_an_unknown_model_lists_near_ones() -> None:
+    with pytest.raises(UserError, match=r"resnet81: torchvision has no such .*resnet18"):
+        check_names(["resnet81"])
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("model: [resnet18]", "model: unknown key; did you mean models"),
+    ("batch_sizes: [0]", r"batch_sizes\.0: input should be greater than or equal to 1"),
+    ("batch_sizes: sixteen", "batch_sizes: input should be a valid tuple"),
+    ("image_sizes: [224x]", "an image size is written 224 or 224x320"),
+    ("image_sizes: [16]", "greater than or equal to 32"),
+    ("dtypes: [fp8]", "dtypes.0: input should be 'fp32' or 'fp16'"),
+    ("device: gpu", "device: input should be 'auto', 'cuda' or 'cpu'"),
+    ("models: []", "models: tuple should have at least 1 item"),
+])
+def test_a_config_that_does_not_fit(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        load_zoo_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_the_shipped_config_is_the_plan() -> None:
+    config = load_zoo_config()
+    stems = [export.stem for export in config.exports()]
+    assert stems[0] == "resnet18"
+    assert stems[1:] == [f"resnet18_fp32_b{batch}_{size}x{size}" for size in (224, 320, 512) for batch in (16, 64, 128)]
+    assert next(iter(config.exports())).default_dims == {"batch": 16, "height": 224, "width": 224}
+
+
+def test_cuda_without_a_gpu(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "has_cuda", lambda: False)
+    with pytest.raises(UserError, match="device cuda: no NVIDIA GPU"):
+        export_all(workspace, ZooConfig(device="cuda"))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run_exporter(tmp_path / "file", "--model", MODEL)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
+def test_the_exporting_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    """Also in the middle of an export, and when the parent had no time to say so."""
+    script = ("import sys; from model_zoo.exporting.export_process import ExportProcess; from utils.paths import Workspace; "
+              f"from pathlib import Path; process = ExportProcess(Workspace(Path({str(tmp_path)!r})), 'cpu', False); "
+              "process.check_names(['resnet18']); print(process._process.pid, flush=True); sys.stdin.read()")
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    child.wait(20)
+    assert not child.is_running()

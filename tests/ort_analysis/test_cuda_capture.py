@@ -1,0 +1,115 @@
+"""What ONNX Runtime can't capture as a CUDA graph: real graphs, and all that an H200 was asked to capture."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from benchmark.records.blocks import Block
+from benchmark.records.files import journal_path, load_header
+from inference import predict
+from inference.core.ways import WayOfRunning
+from ort_analysis.cuda.capture import capture_obstacle
+from ort_analysis.graph.analysis import analyze
+from ort_analysis.records.kernel_record import ModelRecord
+from ort_analysis.records.reading import load_record, record_path
+from utils.errors import UserError
+from utils.paths import ROOT, Workspace
+
+TARGET = "nvidia-h200-cuda-ort1.31-all"
+CAPTURED = WayOfRunning(cuda_graph=True)
+
+
+def value(name: str, *shape: int, element: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, element, shape)
+
+
+def model(nodes: list[onnx.NodeProto], inputs: list[onnx.ValueInfoProto], outputs: list[onnx.ValueInfoProto],
+          weights: tuple[onnx.TensorProto, ...] = ()) -> onnx.ModelProto:
+    graph = helper.make_graph(nodes, "net", inputs, outputs, weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def wide(joined: int) -> onnx.ModelProto:
+    """A Concat of `joined` tensors behind one of two."""
+    names = [f"x{place}" for place in range(joined)]
+    return model([helper.make_node("Concat", names[:2], ["two"], "narrow", axis=1),
+                  helper.make_node("Relu", ["two"], ["y2"], "relu"),
+                  helper.make_node("Concat", ["y2", *names[1:]], ["y"], "wide", axis=1)],
+                 [value(name, 1, 4, 8, 8) for name in names], [value("y", 1, 4 * joined + 4, 8, 8)])
+
+
+def unequal_split() -> onnx.ModelProto:
+    return model([helper.make_node("Split", ["x", "parts"], ["a", "b"], "split", axis=1)], [value("x", 1, 14, 8)],
+                 [value("a", 1, 3, 8), value("b", 1, 11, 8)], (numpy_helper.from_array(np.array([3, 11]), "parts"),))
+
+
+def choice() -> onnx.ModelProto:
+    """An If, whose branches ONNX Runtime runs as graphs of their own."""
+    branches = {name: helper.make_graph([helper.make_node(op, ["x"], [f"z{op}"])], op, [], [value(f"z{op}", 4)])
+                for name, op in (("then_branch", "Relu"), ("else_branch", "Neg"))}
+    return model([helper.make_node("If", ["condition"], ["y"], "choose", **branches)],
+                 [value("condition", element=TensorProto.BOOL), value("x", 4)], [value("y", 4)])
+
+
+@pytest.mark.parametrize(("proto", "told"), [
+    (wide(32), None), (wide(33), "wide joins 33 inputs, and a Concat of more than 32 copies tables from the host"),
+    (unequal_split(), None), (choice(), "choose (If) holds a graph of its own")])
+def test_nodes_that_forbid_capture(proto: onnx.ModelProto, told: str | None) -> None:
+    assert capture_obstacle(analyze(proto, "cuda")) == told
+
+
+def on_the_cpu(record: ModelRecord, op_type: str = "Relu") -> ModelRecord:
+    """The record with its Relu put on the CPU provider, as no GPU is here to assign it, and its operator renamed."""
+    node = next(node for node in record.nodes if node.name == "relu")
+    kernels = {**record.kernels, node.kernel_id: record.kernel_of(node).model_copy(update={"op_type": op_type})}
+    nodes = tuple(one.model_copy(update={"provider": "cpu"}) if one is node else one for one in record.nodes)
+    return record.model_copy(update={"kernels": kernels, "nodes": nodes})
+
+
+def test_copies_forbid_capture_and_not_the_cpu_itself() -> None:
+    record = analyze(wide(32), "cuda")
+    assert capture_obstacle(on_the_cpu(record)) is None
+    for copy in ("MemcpyToHost", "MemcpyFromHost"):
+        assert capture_obstacle(on_the_cpu(record, copy)) == f"relu ({copy}) copies between the host and the GPU"
+
+
+def test_every_model_that_was_to_be_captured(tmp_path: Path) -> None:
+    """In the dataset that ships, no model is suspected in vain and none that failed is missed."""
+    with tarfile.open(ROOT / "recipes" / "h200" / f"{TARGET}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    workspace = Workspace(tmp_path)
+    folder = workspace.dataset(TARGET)
+    flavour = load_header(folder).target.flavour
+    lines = journal_path(folder).read_text().splitlines()
+    asked = [m for line in lines if '"cuda_graph"' in line for m in Block.model_validate_json(line).measurements
+             if m.label == "cuda_graph"]
+    failed = {m.id for m in asked if m.status != "ok"}
+    found = {name: capture_obstacle(load_record(record_path(workspace, flavour, name))) for name in {m.id for m in asked}}
+    assert len(found) == 270
+    assert {name for name, obstacle in found.items() if obstacle} == failed
+    assert failed == {f"densenet169@batch={batch}" for batch in (1, 4, 16, 64)}
+    for m in asked:
+        if m.status != "ok":  # ONNX Runtime's own words: "… running Concat node. Name:'node_cat_52' …, but got 33 inputs."
+            name, _, inputs = str(found[m.id]).split(maxsplit=2)
+            assert f"Name:'{name}'" in m.error
+            assert f"got {inputs.split()[0]} inputs" in m.error
+
+
+def test_a_model_that_cant_be_captured_is_refused() -> None:
+    record = analyze(wide(33), "cuda")
+    with pytest.raises(UserError, match=r"can't capture it as a CUDA graph: wide joins 33 inputs, and a Concat of more than 32 "
+                                        r"copies tables from the host; predict it without --cuda-graph"):
+        predict(record, target=TARGET, way=CAPTURED)
+    assert predict(record, target=TARGET).latency_ms > 0
+    assert not any("capture" in text for text in predict(analyze(wide(32), "cuda"), target=TARGET, way=CAPTURED).warnings)
+
+
+def test_sizes_that_the_cpu_works_out_are_allowed_with_a_warning() -> None:
+    captured = predict(on_the_cpu(analyze(wide(32), "cuda")), target=TARGET, way=CAPTURED)
+    assert [text for text in captured.warnings if "sizes on the CPU (relu)" in text]

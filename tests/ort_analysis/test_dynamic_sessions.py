@@ -1,0 +1,144 @@
+"""Models with dynamic dimensions: as a session that takes any sizes runs them, or as exported at the sizes given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from conftest import small_model
+from onnx import TensorProto, helper, numpy_helper
+
+from benchmark.measuring.effort import Effort
+from benchmark.runtimes.ort.model_profile import profile_model
+from benchmark.runtimes.ort.runner import open_runner
+from kernel_model.building.dummy_data import dummy_inputs
+from kernel_model.building.kernel_models import build_model
+from ort_analysis.graph import parsing
+from ort_analysis.graph.analysis import analyze, kernel_of
+from ort_analysis.graph.optimized_once import optimized_once
+from ort_analysis.graph.parsing import parse_graph
+from utils.ort_sessions import open_session
+
+WIDTH, HEADS = 16, 4
+SIZES = {"batch": 2, "new": 3, "past": 5}
+
+
+def decoder() -> onnx.ModelProto:
+    """One attention layer of a decoder with a cache, as torch's tracer writes it: sizes of heads, the mask's place and
+    positions are computed from the shapes of the inputs."""
+    node = helper.make_node
+    constants = {"zero": 0, "one": 1, "two": 2, "first": [0], "heads": [HEADS], "depth": [WIDTH // HEADS], "width": [WIDTH],
+                 "rest": [-1], "axis_2": [2], "axis_3": [3], "table": np.zeros((64, WIDTH), np.float32),
+                 "weight": np.full((WIDTH, WIDTH), 0.1, np.float32), "low": np.float32(-1e4),
+                 "mask": np.tril(np.ones((1, 1, 64, 64), bool))}
+    nodes = [node("Shape", ["x"], ["sizes"]), node("Gather", ["sizes", "zero"], ["b"]), node("Gather", ["sizes", "one"], ["n"]),
+             node("Unsqueeze", ["b", "first"], ["b1"]), node("Unsqueeze", ["n", "first"], ["n1"]),
+             node("Shape", ["cache"], ["cached"]), node("Gather", ["cached", "two"], ["p"]), node("Add", ["p", "n"], ["total"]),
+             node("Range", ["p", "total", "one"], ["places"]),
+             node("Gather", ["table", "places"], ["positions"]),
+             node("Add", ["x", "positions"], ["placed"]), node("MatMul", ["placed", "weight"], ["q"]),
+             node("Concat", ["b1", "n1", "heads", "depth"], ["split"], axis=0), node("Reshape", ["q", "split"], ["q4"]),
+             node("Transpose", ["q4"], ["query"], perm=[0, 2, 1, 3]), node("Concat", ["cache", "query"], ["keys"], axis=2),
+             node("Transpose", ["keys"], ["turned"], perm=[0, 1, 3, 2]), node("MatMul", ["query", "turned"], ["scores"]),
+             node("Unsqueeze", ["p", "first"], ["p1"]), node("Unsqueeze", ["total", "first"], ["t1"]),
+             node("Slice", ["mask", "p1", "t1", "axis_2"], ["rows"]),
+             node("Slice", ["rows", "first", "t1", "axis_3"], ["seen"]),
+             node("Where", ["seen", "scores", "low"], ["masked"]), node("Softmax", ["masked"], ["weights"], axis=-1),
+             node("MatMul", ["weights", "keys"], ["mixed"]), node("Transpose", ["mixed"], ["back"], perm=[0, 2, 1, 3]),
+             node("Concat", ["b1", "n1", "width"], ["joined"], axis=0), node("Reshape", ["back", "joined"], ["y"])]
+    graph = helper.make_graph(
+        nodes, "decoder", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", "new", WIDTH]),
+                           helper.make_tensor_value_info("cache", TensorProto.FLOAT, ["batch", HEADS, "past", WIDTH // HEADS])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", "new", WIDTH]),
+         helper.make_tensor_value_info("keys", TensorProto.FLOAT, ["batch", HEADS, "all", WIDTH // HEADS])],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+
+
+@pytest.mark.parametrize("past", [5, 0])
+def test_shapes_are_those_of_a_run(past: int) -> None:
+    """Every tensor that the session really makes, against what was worked out."""
+    graph = parse_graph(decoder(), "cpu", SIZES | {"past": past})
+    whole = onnx.ModelProto()
+    whole.CopyFrom(decoder())
+    known = {value.name for value in whole.graph.output}
+    whole.graph.output.extend(helper.ValueInfoProto(name=name) for node in whole.graph.node for name in node.output
+                              if name in graph.tensors and name not in known)
+    session = open_session(whole.SerializeToString(), "cpu", optimize="none")
+    feed = {"x": np.ones((2, 3, WIDTH), np.float32), "cache": np.ones((2, HEADS, past, WIDTH // HEADS), np.float32)}
+    made = dict(zip([out.name for out in session.get_outputs()], session.run(None, feed), strict=True))
+    assert len(made) > 15
+    assert {name: graph.tensors[name].shape for name in made} == {name: value.shape for name, value in made.items()}
+    assert all(tuple(np.ravel(made[name])) == values for name, values in graph.computed.items() if name in made)
+
+
+@pytest.mark.parametrize("provider", ["cpu", "cuda"])
+def test_shape_computations_are_part_of_it_unless_static(provider: str) -> None:
+    opened, fixed = (analyze(decoder(), provider, SIZES, static=static) for static in (False, True))
+    assert (opened.static, fixed.static) == (False, True)
+    assert (opened.model, fixed.model) == ("decoder@batch=2,new=3,past=5,dynamic", "decoder@batch=2,new=3,past=5")
+    kinds = [{record.kernel_of(node).op_type for node in record.nodes} for record in (opened, fixed)]
+    assert {"Shape", "Slice"} <= kinds[0]
+    assert not {"Shape", "Slice"} & kinds[1]
+    assert len(opened.nodes) > len(fixed.nodes)
+    assert opened.outputs == fixed.outputs
+
+
+def test_fixed_sizes_are_the_same_both_ways() -> None:
+    one, other = (analyze(small_model(), "cpu", static=static) for static in (False, True))
+    assert one == other
+    assert one.static
+
+
+def test_a_convolutional_net_keeps_its_kernels(torch_models: dict[str, Path]) -> None:
+    """An open batch leaves a net all kernels that its latency comes from."""
+    proto = onnx.load(torch_models["resnet18"])
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+    opened, fixed = (analyze(proto, "cuda", {"batch": 2}, static=static) for static in (False, True))
+    assert {name for name, kernel in fixed.kernels.items() if kernel.moves_data} <= set(opened.kernels)
+    assert len(opened.nodes) <= len(fixed.nodes) + 6
+
+
+def test_kernels_whose_inputs_set_sizes_run_alone() -> None:
+    record = analyze(decoder(), "cpu", SIZES)
+    for kernel in record.kernels.values():
+        session = open_session(build_model(kernel).SerializeToString(), "cpu", optimize="none", name=kernel.id)
+        made = session.run(None, dummy_inputs(kernel))
+        assert [out.shape for out in made] == [out.shape for out in kernel.outputs], kernel.id
+    rows = next(kernel for kernel in record.kernels.values()
+                if kernel.op_type == "Slice" and kernel.outputs[0].shape[2:] == (3, 64))
+    assert [tensor.values for tensor in rows.inputs] == [None, (5,), (8,), (2,)]
+
+
+def test_sessions_are_opened_as_they_are_analysed(tmp_path: Path) -> None:
+    path = tmp_path / "decoder.onnx"
+    onnx.save(decoder(), path)
+    nodes = {}
+    for static in (False, True):
+        runner = open_runner(path, "cpu", dims=SIZES, static=static)
+        assert [value.shape[0] for value in runner.session.get_inputs()] == ([2, 2] if static else ["batch", "batch"])
+        assert [out.shape for out in runner.run_once() or ()] in ([], [(2, 3, WIDTH), (2, HEADS, 8, WIDTH // HEADS)])
+        runs, graph, _ = profile_model(path, "cpu", SIZES, Effort(warmup=0, least_runs=2, most_runs=2), static=static)
+        nodes[static] = {kernel_of(graph, node).id for node in graph.nodes}
+        assert {event.node for event in runs[0].nodes} <= {node.name for node in graph.nodes}
+        assert nodes[static] == set(analyze(path, "cpu", SIZES, static=static).kernels)
+    assert nodes[True] != nodes[False]
+
+
+def test_several_sizes_of_one_model_are_optimised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, runs = small_model(batch="batch"), list[object]()
+    apart = [analyze(model, "cpu", {"batch": batch}) for batch in (1, 2, 8)]
+    optimize = parsing.optimize
+
+    def counted(*given: Any) -> None:
+        runs.append(given)
+        optimize(*given)
+
+    monkeypatch.setattr(parsing, "optimize", counted)
+    with optimized_once():
+        together = [analyze(model, "cpu", {"batch": batch}) for batch in (1, 2, 8)]
+    assert (len(runs), together) == (1, apart)

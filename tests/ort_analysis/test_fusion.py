@@ -1,0 +1,290 @@
+"""The fusion detector: what ORT fused, named the same in every model, with operations and bytes counted right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from conftest import TORCH_BATCH, TORCH_MODELS, small_model, torch_model
+from onnx import TensorProto, helper, numpy_helper
+
+from ort_analysis.graph.analysis import analyze, build_index
+from ort_analysis.records.kernel_record import Kernel, ModelRecord, family
+from ort_analysis.records.reading import index_path, load_index, load_record, load_records, record_path
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import flavour_of
+from utils.paths import ROOT, Workspace
+
+PROVIDERS = ("cpu", "cuda")
+
+
+@pytest.fixture(scope="module")
+def records(torch_models: dict[str, Path]) -> dict[tuple[str, str], ModelRecord]:
+    """The record of each of the torch models, as each provider runs it."""
+    return {(name, provider): analyze(path, provider) for name, path in torch_models.items() for provider in PROVIDERS}
+
+
+def origins(record: ModelRecord, kernel_type: str) -> list[tuple[str, ...]]:
+    """The original operators in every node of a kernel type."""
+    return [tuple(origin.op_type for origin in node.origins) for node in record.nodes
+            if record.kernel_of(node).type == kernel_type]
+
+
+def kernels_of(record: ModelRecord, kernel_type: str) -> list[Kernel]:
+    return [kernel for kernel in record.kernels.values() if kernel.type == kernel_type]
+
+
+# what was fused ----------------------------------------------------------------------------------------------------------
+
+def test_resnet18_on_the_cpu(records: dict[tuple[str, str], ModelRecord]) -> None:
+    record = records["resnet18", "cpu"]
+    assert origins(record, "Conv_Add_Relu") == [("Conv", "Add", "Relu")] * 8
+    assert origins(record, "Conv_Relu") == [("Conv", "Relu")] * 9
+    assert origins(record, "Conv") == [("Conv",)] * 3
+    assert origins(record, "MaxPool") == [("MaxPool",)]
+    assert origins(record, "Gemm") == [("Gemm",)]
+    sole = [node.origins for node in record.nodes if node.origins]
+    assert len({origin.name for part in sole for origin in part}) == sum(map(len, sole))  # each original node in one place
+
+
+def test_resnet18_on_cuda_fuses_no_activation(records: dict[tuple[str, str], ModelRecord]) -> None:
+    counts = Counter(origin for types in ("Conv", "Relu", "Add") for origin in origins(records["resnet18", "cuda"], types))
+    assert counts == {("Conv",): 20, ("Relu",): 17, ("Add",): 8}
+
+
+def test_a_fused_node_adds_what_the_original_added(torch_models: dict[str, Path],
+                                                   records: dict[tuple[str, str], ModelRecord]) -> None:
+    """The names, too: the Add and Relu in a fused node are those that follow its Conv in the model as exported."""
+    graph = onnx.load(str(torch_models["resnet18"]), load_external_data=False).graph
+    maker = {node.output[0]: node for node in graph.node}
+    by_name = {node.name: node for node in graph.node}
+    for node in records["resnet18", "cpu"].nodes:
+        if len(node.origins) == 3:
+            conv, add, relu = (by_name[origin.name] for origin in node.origins)
+            assert relu.input[0] == add.output[0]
+            assert conv.name in {maker[name].name for name in add.input if name in maker}
+
+
+def conv_bn(channels: int = 16, relu: bool = False) -> onnx.ModelProto:
+    """Conv and BatchNormalization (and Relu)."""
+    generator = np.random.default_rng(0)
+    values = {"w": (channels, 3, 3, 3), **dict.fromkeys(("scale", "shift", "mean", "var"), (channels,))}
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], name="the_conv", kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+             helper.make_node("BatchNormalization", ["c", "scale", "shift", "mean", "var"], ["b"], name="the_norm")]
+    nodes += [helper.make_node("Relu", ["b"], ["r"], name="the_relu")] if relu else []
+    graph = helper.make_graph(
+        nodes, "normed", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 8, 8])],
+        [helper.make_tensor_value_info(nodes[-1].output[0], TensorProto.FLOAT, [1, channels, 8, 8])],
+        [numpy_helper.from_array(generator.uniform(0.5, 1.0, shape).astype(np.float32), name)
+         for name, shape in values.items()])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_folded_norm_is_an_origin_and_no_part_of_the_type(provider: str) -> None:
+    record = analyze(conv_bn(), provider)
+    assert origins(record, "Conv") == [("Conv", "BatchNormalization")]
+    assert [origin.name for node in record.nodes for origin in node.origins] == ["the_conv", "the_norm"]
+
+
+def test_a_folded_norm_below_a_fused_activation() -> None:
+    assert origins(analyze(conv_bn(relu=True), "cpu"), "Conv_Relu") == [("Conv", "BatchNormalization", "Relu")]
+    on_cuda = analyze(conv_bn(relu=True), "cuda")
+    assert origins(on_cuda, "Conv") == [("Conv", "BatchNormalization")]
+    assert origins(on_cuda, "Relu") == [("Relu",)]
+
+
+def test_attention(records: dict[tuple[str, str], ModelRecord]) -> None:
+    found = origins(records["vit_tiny", "cuda"], "FusedMatMul")
+    assert len(found) == 4
+    assert all("MatMul" in part for part in found)
+    assert sum("Mul" in part and "Transpose" in part for part in found) == 2  # query times key, scaled
+    assert origins(records["vit_tiny", "cuda"], "SkipLayerNormalization") == [("Add", "LayerNormalization")]
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("model", TORCH_MODELS)
+def test_no_original_node_is_lost(torch_models: dict[str, Path], records: dict[tuple[str, str], ModelRecord],
+                                  model: str, provider: str) -> None:
+    graph = onnx.load(str(torch_models[model]), load_external_data=False).graph
+    constant = {tensor.name for tensor in graph.initializer} | {""}
+    for node in graph.node:
+        if constant.issuperset(node.input):
+            constant |= set(node.output)
+    wanted = {(node.name, node.op_type) for node in graph.node if not constant.issuperset(node.output)}
+    found = {(origin.name, origin.op_type) for node in records[model, provider].nodes for origin in node.origins}
+    assert wanted <= found
+    assert found <= {(node.name, node.op_type) for node in graph.node}
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("model", TORCH_MODELS)
+def test_the_dag_is_in_the_record(records: dict[tuple[str, str], ModelRecord], model: str, provider: str) -> None:
+    """Every node's input is a weight, an input of the model, or made by a node before it; the outputs are made."""
+    record = records[model, provider]
+    made = set(record.inputs)
+    all_outputs = {name for node in record.nodes for name in node.outputs}
+    for node in record.nodes:
+        kernel = record.kernel_of(node)
+        for position, name in enumerate(node.inputs[:len(kernel.inputs)]):
+            if name and not kernel.inputs[position].constant:
+                assert name in made, f"{node.name} takes {name} before it is made"
+        made |= set(node.outputs)
+    assert set(record.outputs) <= all_outputs
+
+
+# one kernel, one name ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_the_same_kernel_in_two_models_has_one_id(provider: str) -> None:
+    one, other = small_model(), small_model()
+    for node in other.graph.node:
+        node.name = f"other_{node.name}"
+    for tensor in other.graph.initializer:  # other weights: the same kernels
+        if len(tensor.dims) == 4:
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(2), tensor.name))
+    assert set(analyze(one, provider).kernels) == set(analyze(other, provider).kernels)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_other_shapes_have_another_id_and_the_same_type(provider: str) -> None:
+    small, large = analyze(small_model(side=16), provider), analyze(small_model(side=32), provider)
+    assert [small.kernel_of(node).type for node in small.nodes] == [large.kernel_of(node).type for node in large.nodes]
+    conv = "Conv" if provider == "cuda" else "Conv_Relu"
+    assert not {kernel.id for kernel in kernels_of(small, conv)} & {kernel.id for kernel in kernels_of(large, conv)}
+    assert all(kernel.id.startswith(f"{conv}_32x32_in1x") for kernel in kernels_of(large, conv))
+
+
+def test_a_default_spelled_out_is_the_same_kernel_and_another_value_is_not() -> None:
+    plain, spelled, strided = small_model(), small_model(), small_model()
+    del spelled.graph.node[0].attribute[:]
+    spelled.graph.node[0].attribute.extend([helper.make_attribute(key, value) for key, value in {
+        "pads": [1, 1, 1, 1], "strides": [1, 1], "dilations": [1, 1], "group": 1, "auto_pad": "NOTSET"}.items()])
+    assert set(analyze(spelled, "cuda").kernels) == set(analyze(plain, "cuda").kernels)
+    strided.graph.node[0].attribute.append(helper.make_attribute("strides", [2, 2]))
+    assert not {kernel.id for kernel in kernels_of(analyze(strided, "cuda"), "Conv")} & set(analyze(plain, "cuda").kernels)
+
+
+def test_half_precision_is_another_kernel() -> None:
+    """The CPU provider casts to single precision around a Conv: the record says what really runs."""
+    record = analyze(small_model(dtype="float16"), "cpu")
+    assert origins(record, "Cast")
+    assert {tensor.dtype for tensor in record.inputs.values()} == {"float16"}
+
+
+def test_families() -> None:
+    names = ("resnet18_fp32_b1_224x224", "wide_resnet50_2", "mobilenet_v3_small", "vgg11", "VGG16@batch=1", "regnet_y_400mf")
+    assert [family(name) for name in names] == ["resnet", "resnet", "mobilenet", "vgg", "vgg", "regnet"]
+
+
+# operations and bytes ----------------------------------------------------------------------------------------------------
+
+def test_operations_and_bytes_by_hand() -> None:
+    record = analyze(small_model(channels=8, side=16), "cuda")
+    first = next(kernel for kernel in kernels_of(record, "Conv") if kernel.inputs[0].shape == (1, 3, 16, 16))
+    assert first.flops == 2 * (8 * 16 * 16) * (3 * 3 * 3)
+    assert first.bytes_read == 4 * (3 * 16 * 16 + 8 * 3 * 3 * 3)
+    assert first.bytes_written == 4 * 8 * 16 * 16
+    assert first.weight_bytes == 4 * 8 * 3 * 3 * 3
+    head = kernels_of(record, "Gemm")[0]
+    assert head.flops == 4 * (2 * 8 + 1)
+    assert head.bytes_read == 4 * (8 + 8 * 4 + 4)
+    add = kernels_of(record, "Add")[0]
+    assert (add.flops, add.bytes_read, add.bytes_written) == (8 * 256, 2 * 4 * 8 * 256, 4 * 8 * 256)
+    flatten = next(kernel for kernel in record.kernels.values() if kernel.op_type in ("Flatten", "Reshape"))
+    assert (flatten.flops, flatten.bytes_read, flatten.bytes_written) == (0, 0, 0)
+    assert record.weight_bytes >= 4 * (8 * 27 + 8 * 8 * 9 + 8 * 4 + 4)
+
+
+def test_a_fused_kernel_reads_what_it_adds() -> None:
+    fused = kernels_of(analyze(small_model(channels=16, side=16), "cpu"), "Conv_Add_Relu")[0]
+    assert fused.bytes_read >= 4 * (16 * 256 + 16 * 16 * 9 + 16 * 256)
+    assert fused.flops >= 2 * 16 * 256 * 16 * 9 + 16 * 256
+
+
+@pytest.mark.parametrize("model", TORCH_MODELS)
+def test_operations_agree_with_torchs_counter(records: dict[tuple[str, str], ModelRecord], model: str) -> None:
+    """Convolutions and products, which torch counts without their biases; on the graph whose channels are not padded."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    side = TORCH_MODELS[model]
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the products, not one fused operator
+        torch_model(model)(torch.randn(TORCH_BATCH, 3, side, side))
+    record = records[model, "cuda"]
+    kernels = [record.kernel_of(node) for node in record.nodes]
+    counted = sum(kernel.flops for kernel in kernels if kernel.op_type in ("Conv", "Gemm", "MatMul", "FusedMatMul"))
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+# files -------------------------------------------------------------------------------------------------------------------
+
+def detect(workspace: Workspace, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "ort_analysis/fusion_detector.py", "--workspace", str(workspace.root), *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_command_writes_records_and_index_and_goes_on_past_a_bad_model(workspace: Workspace) -> None:
+    workspace.models.mkdir(parents=True)
+    onnx.save(small_model(), workspace.models / "anet_b1.onnx")
+    onnx.save(small_model(batch=2), workspace.models / "bnet_b2.onnx")
+    (workspace.models / "broken.onnx").write_text("no model")
+    done = detect(workspace, "--device", "cpu", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["failed"] == ["broken.onnx"]
+    assert "Traceback" not in done.stderr
+    flavour = flavour_of("cpu")
+    there = load_records(workspace, flavour)
+    assert [record.model for record in there] == ["anet_b1", "bnet_b2"]
+    index = load_index(index_path(workspace, flavour))
+    assert {kernel.id for kernel in index.all_kernels()} == {name for record in there for name in record.kernels}
+    for entries in index.kernels.values():
+        for name, entry in entries.items():
+            assert entry.models == tuple(record.model for record in there if name in record.kernels)
+    convs = index.kernels["Conv_Relu"]
+    assert {entry.kernel.inputs[0].shape[0] for entry in convs.values()} == {1, 2}  # every shape seen
+    (workspace.models / "broken.onnx").unlink()
+    again = detect(workspace, "--device", "cpu", "--model", "bnet_b2.onnx")
+    assert again.returncode == 0, again.stderr
+    assert len(load_index(index_path(workspace, flavour)).all_kernels()) == len(index.all_kernels())
+
+
+def test_a_record_read_back_and_one_of_another_version(workspace: Workspace) -> None:
+    record = analyze(small_model(batch="batch"), "cpu", {"batch": 2}, "anet")
+    assert record.model == "anet@batch=2,dynamic"
+    assert record.batch == 2
+    path = record_path(workspace, record.flavour, record.model)
+    path.parent.mkdir(parents=True)
+    path.write_text(record.model_dump_json())
+    assert load_record(path) == record
+    path.write_text(record.model_dump_json().replace('"version":1', '"version":99', 1))
+    with pytest.raises(UserError, match=r"version 99, .*python ort_analysis/fusion_detector\.py"):
+        load_record(path)
+    with pytest.raises(UserError, match="no kernel records of flavour"):
+        load_records(workspace, flavour_of("cuda"))
+
+
+def test_one_kernel_in_a_thousand_nodes_is_one_entry() -> None:
+    record = analyze(small_model(), "cpu", name="one")
+    index = build_index(record.flavour, [record, record.model_copy(update={"model": "two"})])
+    assert all(entry.models == ("one", "two") for entries in index.kernels.values() for entry in entries.values())
+
+
+def test_several_models_and_sizes_side_by_side(workspace: Workspace) -> None:
+    """One record a combination of sizes, whatever process made it; a model that fails costs only its own."""
+    files.write_bytes(workspace.models / "net.onnx", small_model(batch="batch").SerializeToString())
+    (workspace.models / "broken.onnx").write_text("no model")
+    command = [sys.executable, "ort_analysis/fusion_detector.py", "--workspace", str(workspace.root), "--device", "cpu"]
+    done = subprocess.run([*command, "--dim", "batch=1,3", "--jobs", "2"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "2 of 4 models failed: broken.onnx, broken.onnx" in done.stderr
+    records = load_records(workspace, flavour_of("cpu"))
+    assert [record.dims for record in records] == [{"batch": 1}, {"batch": 3}]

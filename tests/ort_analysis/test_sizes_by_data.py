@@ -1,0 +1,183 @@
+"""Sizes that depend on data: given, else the largest that ONNX allows, else refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from inference import predict
+from ort_analysis.graph.analysis import analyze
+from ort_analysis.graph.parsing import parse_graph
+from ort_analysis.graph.source import own_sizes
+from utils.errors import UserError
+
+FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+
+
+def detector(boxes: int = 50, classes: int = 3, limit: int = 20) -> onnx.ModelProto:
+    """Boxes and scores, the best of them selected, and their boxes gathered, as detectors end."""
+    node = helper.make_node
+    constants = {"limit": [limit], "overlap": np.array([0.5], np.float32), "least": np.array([0.1], np.float32),
+                 "from": [2], "to": [3], "axis": [1]}
+    nodes = [node("NonMaxSuppression", ["boxes", "scores", "limit", "overlap", "least"], ["selected"]),
+             node("Slice", ["selected", "from", "to", "axis"], ["place"]), node("Squeeze", ["place", "axis"], ["flat"]),
+             node("Gather", ["boxes", "flat"], ["y"], axis=1)]
+    graph = helper.make_graph(
+        nodes, "detector", [helper.make_tensor_value_info("boxes", FLOAT, [1, boxes, 4]),
+                            helper.make_tensor_value_info("scores", FLOAT, [1, classes, boxes])],
+        [helper.make_tensor_value_info("y", FLOAT, [1, "kept", 4])],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+
+
+def test_detections_are_bounded_by_their_limit() -> None:
+    record = analyze(detector(), "cpu")
+    assert record.assumed["selected"] == (3 * 20, 3)
+    assert record.outputs["y"].shape == (1, 60, 4)
+    assert analyze(detector(limit=200), "cpu").outputs["y"].shape == (1, 3 * 50, 4)
+
+
+@pytest.mark.parametrize("name", ["detections", "selected.0"])
+def test_detections_that_are_given(name: str, tmp_path: Path) -> None:
+    record = analyze(detector(), "cpu", {name: 7})
+    assert record.outputs["y"].shape == (1, 7, 4)
+    assert (record.assumed, record.dims) == ({}, {name: 7})
+    onnx.save(detector(), tmp_path / "detector.onnx")
+    assert own_sizes(tmp_path / "detector.onnx", {name: [1, 7], "batch": [2]}) == [{name: 1}, {name: 7}]
+    with pytest.raises(UserError, match="no dynamic dimension detectoins"):
+        analyze(detector(), "cpu", {"detectoins": 7})
+
+
+def one(op_type: str, outputs: list[str], inputs: list[str], **attributes: Any) -> onnx.ModelProto:
+    """A node of x, float32[4, 6], and a condition of six truth values."""
+    graph = helper.make_graph(
+        [helper.make_node(op_type, inputs, outputs, **attributes)], "one",
+        [helper.make_tensor_value_info("x", FLOAT, [4, 6]), helper.make_tensor_value_info("c", TensorProto.BOOL, [6]),
+         helper.make_tensor_value_info("size", INT64, [1])], [helper.ValueInfoProto(name=name) for name in outputs])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+
+
+def test_the_largest_that_onnx_allows() -> None:
+    def shapes(model: onnx.ModelProto) -> list[tuple[int, ...]]:
+        return [tensor.shape for tensor in analyze(model, "cpu").outputs.values()]
+
+    assert shapes(one("NonZero", ["y"], ["x"])) == [(2, 24)]
+    assert shapes(one("Compress", ["y"], ["x", "c"], axis=1)) == [(4, 6)]
+    assert shapes(one("Unique", ["y", "i", "j", "n"], ["x"])) == [(24,)] * 4
+    assert shapes(one("TopK", ["y", "i"], ["x", "size"])) == [(4, 6)] * 2
+
+
+def test_what_has_no_bound_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"shape of tensor y .* give its size, for example --dim y\.0=100 \("):
+        analyze(one("ConstantOfShape", ["y"], ["size"]), "cpu")
+    assert analyze(one("ConstantOfShape", ["y"], ["size"]), "cpu", {"y.0": 12}).outputs["y"].shape == (12,)
+
+
+def test_what_is_assumed_is_a_rough_estimate() -> None:
+    """On the shipped H200: detections at their largest."""
+    found = predict(detector(), target="nvidia-h200-cuda-ort1.31-all")
+    assert found.rough_estimate
+    assert any("largest possible" in warning for warning in found.warnings)
+    assert not any("largest" in warning for warning in predict(
+        detector(), target="nvidia-h200-cuda-ort1.31-all", dims={"detections": 7}).warnings)
+
+
+def test_an_operator_that_onnx_defines_by_others_has_a_shape() -> None:
+    """ONNX infers none for LessOrEqual of operator set 14."""
+    nodes = [helper.make_node("LessOrEqual", ["x", "z"], ["le"], "le"), helper.make_node("Cast", ["le"], ["y"], "cast", to=1)]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in (("x", [3, 1]), ("z", [1, 4]))]
+    graph = helper.make_graph(nodes, "compare", values, [helper.ValueInfoProto(name="y")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 14)], ir_version=8)
+    assert parse_graph(model, "cpu").tensors["y"].shape == (3, 4)
+
+
+def test_a_size_computed_from_one_that_depends_on_data() -> None:
+    """As in detectors that choose the best of what passed a threshold: as many, or the limit. That number is known once the
+    first size is, however late in the graph the node stands that reads it."""
+    node = helper.make_node
+    constants = {"zero": np.zeros((), np.float32), "last": [-1], "limit": [5], "one": [1]}
+    nodes = [node("Greater", ["x", "zero"], ["passed"]), node("NonZero", ["passed"], ["where"]),
+             node("Transpose", ["where"], ["places"], perm=[1, 0]), node("GatherND", ["x", "places"], ["some"]),
+             node("Shape", ["some"], ["count"]), node("Min", ["count", "limit"], ["k"]),
+             node("TopK", ["some", "k"], ["best", "which"]), node("Shape", ["best"], ["chosen"]),
+             node("ConstantOfShape", ["chosen"], ["zeros"]), node("Add", ["best", "zeros"], ["y"])]
+    graph = helper.make_graph(nodes, "best", [helper.make_tensor_value_info("x", FLOAT, [40])],
+                              [helper.ValueInfoProto(name="y")],
+                              [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    record = analyze(model, "cpu")
+    assert (record.assumed, record.outputs["y"].shape) == ({"where": (1, 40)}, (5,))
+    assert analyze(model, "cpu", {"where.1": 3}).outputs["y"].shape == (3,)
+
+
+def in_a_branch(known: bool) -> onnx.ModelProto:
+    """A branch whose size depends on data; ONNX Runtime takes it out of the If where the condition is a constant."""
+    node = helper.make_node
+    then = helper.make_graph([node("ConstantOfShape", ["size"], ["zeros"]), node("Neg", ["zeros"], ["a"])], "then", [],
+                             [helper.ValueInfoProto(name="a")])
+    other = helper.make_graph([node("Flatten", ["x"], ["flat"]), node("Exp", ["flat"], ["b"])], "else", [],
+                              [helper.ValueInfoProto(name="b")])
+    constants = [numpy_helper.from_array(np.array(True), "c")] if known else []
+    graph = helper.make_graph(
+        [node("If", ["c"], ["y"], name="pick", then_branch=then, else_branch=other)], "branch",
+        [helper.make_tensor_value_info("x", FLOAT, [2, 3]), helper.make_tensor_value_info("size", INT64, [2]),
+         *([] if known else [helper.make_tensor_value_info("c", TensorProto.BOOL, [])])], [helper.ValueInfoProto(name="y")],
+        constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+
+
+def in_a_function() -> onnx.ModelProto:
+    node, own = helper.make_node, helper.make_opsetid("", 17)
+    rows = helper.make_function("mine", "Rows", ["n"], ["b"],
+                                [node("ConstantOfShape", ["n"], ["zeros"]), node("Relu", ["zeros"], ["b"])], [own])
+    graph = helper.make_graph([node("Rows", ["size"], ["y"], domain="mine")], "function",
+                              [helper.make_tensor_value_info("size", INT64, [2])], [helper.ValueInfoProto(name="y")])
+    return helper.make_model(graph, opset_imports=[own, helper.make_opsetid("mine", 1)], functions=[rows], ir_version=10)
+
+
+def of_unknown_rank() -> onnx.ModelProto:
+    graph = helper.make_graph(
+        [helper.make_node("NonZero", ["x"], ["where"]), helper.make_node("Flatten", ["where"], ["flat"], axis=2),
+         helper.make_node("Cast", ["flat"], ["size"], to=INT64), helper.make_node("Squeeze", ["size"], ["n"]),
+         helper.make_node("ConstantOfShape", ["n"], ["y"])], "rank", [helper.make_tensor_value_info("x", FLOAT, [2])],
+        [helper.ValueInfoProto(name="y")])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [one("ConstantOfShape", ["y"], ["size"]), in_a_branch(True), in_a_branch(False), in_a_function(), of_unknown_rank()],
+    ids=["plain", "inlined branch", "branch", "function", "rank"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_who_follows_the_advice_gets_an_answer(model: onnx.ModelProto, device: str, tmp_path: Path) -> None:
+    onnx.save(model, tmp_path / "model.onnx")
+    dims: dict[str, int] = {}
+    for _ in range(3):
+        try:
+            record = analyze(tmp_path / "model.onnx", device, dims)
+        except UserError as error:
+            advised = {name: int(size) - 93 for name, size in re.findall(r"--dim (\S+)=(\d+)", str(error))}
+            assert advised
+            assert not advised.keys() & dims.keys()
+            dims |= advised
+            assert own_sizes(tmp_path / "model.onnx", {name: [size] for name, size in dims.items()}) == [dims]
+    assert record.outputs["y"].shape == (7,) * len(dims)
+
+
+def test_sizes_that_change_nothing_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        analyze(one("NonZero", ["y"], ["x"]), "cpu", {"y.0": 5})
+    assert "y.0=5 changes nothing" in caplog.text
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        analyze(detector(), "cpu", {"detections": 7})
+        analyze(in_a_branch(False), "cpu", {"pick/zeros.0": 7, "zeros.1": 7})
+    assert not caplog.text
+    with pytest.raises(UserError, match=r"no dynamic dimension spick/zeros\.0: there is no tensor spick/zeros"):
+        analyze(in_a_branch(False), "cpu", {"spick/zeros.0": 7, "zeros.0": 7, "zeros.1": 7})

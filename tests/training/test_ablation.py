@@ -1,0 +1,144 @@
+"""The ablation: what each variant may see, the sums of models by hand, and a first stage that does not see the answer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from made_up_dataset import METRIC, TARGET, chain, conv, relu, write_workspace
+
+from training.ablation import VARIANTS, Dataset, Variant, chosen_rows, learn, load, sum_mape
+from training.composition.measured_models import MeasuredModel
+from training.kernels import cuda_classes
+from training.kernels.cuda_classes import cuda_class
+from training.kernels.estimators import KernelModel, fit_kernel_model
+from training.kernels.features import FEATURE_GROUPS, FEATURES
+from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
+from training.kernels.training_set import TrainingSet
+from utils.paths import ROOT, Workspace
+
+QUICK = TrainingConfig(folds=3, threads=1, xgboost=XgboostSettings(trees=40, learning_rate=0.2), forest=ForestSettings(trees=5))
+SMALL = "folds: 2\nthreads: 1\nxgboost: {trees: 20}\nforest: {trees: 3}\n"
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A made-up CPU, with predictors."""
+    workspace = Workspace(tmp_path_factory.mktemp("ablation"))
+    write_workspace(workspace, sampled=150)
+    (workspace.root / "small.yaml").write_text(SMALL)
+    assert run(workspace, "train_kernel_model").returncode == 0
+    return workspace
+
+
+@pytest.fixture(scope="module")
+def data(workspace: Workspace) -> Dataset:
+    return load(workspace, TARGET.name)
+
+
+def run(workspace: Workspace, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, f"training/{script}.py", "--workspace", str(workspace.root), "--config",
+                           str(workspace.root / "small.yaml"), *options], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("names", "found"), [
+    (["void nchwToNhwcKernel<float>(float const*)", "Memset (Device)",
+      "sm90_xmma_fprop_implicit_gemm_tf32f32_nhwc_tilesize64x128x32__5x_cudnn", "void op_generic_tensor_kernel<4>(float*)"],
+     "sm_xmma_fprop_implicit_gemm_tf_f_nhwc_tilesize_x_x_x_cudnn"),
+    (["void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_64x64_16x6_nn_align4>(cutlass_80_tensorop_s1688gemm::Params)"],
+     "cutlass_Kernel_cutlass_tensorop_s_gemm_x_x_nn_align"),
+    (["void cask::init_device_workspace_kernel<xmma::implicit_gemm::fprop>(int)", "conv2d_c1_k1_nchw_hw_packed"],
+     "conv_d_c_k_nchw_hw_packed"),
+    (["void relu<float>(float*)"], ""),
+    ([], ""),
+])
+def test_classes_of_cuda_kernels(names: list[str], found: str) -> None:
+    assert cuda_class(names) == found
+
+
+def test_what_a_variant_may_see(data: Dataset) -> None:
+    rows = data.rows
+    hidden = chosen_rows(data, VARIANTS["no-tiles-alignment"]).features
+    tiles = [FEATURES.index(name) for name in (*FEATURE_GROUPS["tiles"], *FEATURE_GROUPS["alignment"])]
+    others = [place for place in range(len(FEATURES)) if place not in tiles]
+    assert (hidden[:, tiles] == 0).all()
+    assert (hidden[:, others] == rows.features[:, others]).all()
+    assert (rows.features[:, tiles] != 0).any()  # the dataset itself stays as it is
+    of_models = chosen_rows(data, VARIANTS["no-samples"])
+    assert set(of_models.ids) == {name for model in data.models for name in model.record.kernels}
+    assert len(chosen_rows(data, VARIANTS["no-free"])) == len(rows)  # all were sampled near a family
+    free = replace(data, rows=replace(rows, families=(frozenset(), *rows.families[1:])))
+    assert len(chosen_rows(free, VARIANTS["no-free"])) == len(rows) - 1
+
+
+def test_without_a_roofline_times_are_learned_all_the_same(data: Dataset) -> None:
+    """And a kernel type of none of the rows gets their median, whatever its size."""
+    rows = data.rows.rows(data.rows.idle & (data.rows.types == "Conv"))
+    arguments = rows.features, rows.load, rows.flops, rows.bytes_moved
+    for variant in (VARIANTS["no-roofline"], VARIANTS["forest"], VARIANTS["one-for-all"]):
+        found = learn(rows, data, variant, QUICK).predict_ms(rows.types, *arguments)
+        assert np.median(np.abs(found / rows.times_ms["run"] - 1)) < 0.1
+    unknown = learn(rows, data, VARIANTS["no-roofline"], QUICK).predict_ms(["Unheard"] * len(rows), *arguments)
+    assert unknown == pytest.approx(np.full(len(rows), np.median(rows.times_ms["run"])), rel=1e-5)
+
+
+def test_sums_of_models() -> None:
+    """Two models: 2 · 1 + 3 against 2 · 2 + 3, and one whose second kernel was never measured: 5 against 4."""
+    one, two, three = conv(), relu(), relu(batch=2)
+    models = [MeasuredModel(chain(name, kernels), name, 1.0) for name, kernels in (
+        ("anet", [one, one, two]), ("bnet", [one, three]))]
+    predicted = {"anet": {one.id: 1.0, two.id: 3.0}, "bnet": {one.id: 5.0, three.id: 100.0}}
+    measured = {one.id: {"gpu": 2.0}, two.id: {"gpu": 3.0}, three.id: {"run": 1.0}}
+    assert sum_mape(models, predicted, measured, "gpu") == pytest.approx(100 * (2 / 7 + 3 / 2) / 2)
+
+
+def test_the_first_stage_does_not_see_the_answer(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each family has a class of its own: what is guessed of a row comes from others, so that its class is never among it."""
+    rows = data.rows.rows(np.array([len(families) == 1 for families in data.rows.families]))
+    family_of = {str(name): min(families) for name, families in zip(rows.ids, rows.families, strict=True)}
+    seen: list[npt.NDArray[np.float64]] = []
+
+    def remember(given: TrainingSet, *rest: object) -> KernelModel:
+        seen.append(given.features[:, len(FEATURES):])
+        return fit(given, *rest)  # type: ignore[arg-type]
+
+    fit = fit_kernel_model
+    monkeypatch.setattr(cuda_classes, "fit_kernel_model", remember)
+    model = cuda_classes.fit_two_stages(rows, "run", family_of, QUICK)
+    (guessed,) = seen
+    assert guessed.sum(axis=1) == pytest.approx(np.ones(len(rows)))
+    families = Counter(family_of[str(row)] for row in rows.ids).most_common()  # the order of the columns
+    for column, (name, _) in enumerate(families):
+        mine = np.array([family_of[str(row)] == name for row in rows.ids])
+        assert (guessed[mine, column] == 0).all()
+        assert guessed[~mine, column].any()
+    found = model.predict_ms(rows.types, rows.features, rows.load, rows.flops, rows.bytes_moved)
+    assert np.median(np.abs(found / rows.times_ms["run"] - 1)) < 0.2
+
+
+def test_every_variant_has_words_and_a_difference() -> None:
+    assert len({variant.what for variant in VARIANTS.values()}) == len(VARIANTS)
+    plain = [replace(variant, what="") for variant in VARIANTS.values()]
+    assert len(set(plain)) == len(plain)
+    assert plain[0] == Variant("")
+    assert {group for variant in VARIANTS.values() for group in variant.without} <= set(FEATURE_GROUPS)
+
+
+def test_the_command(workspace: Workspace, tmp_path: Path) -> None:
+    """On a device without CUDA kernels a row for all but what needs their names, which is told."""
+    done = run(workspace, "ablation", "--json")
+    assert done.returncode == 0, done.stderr
+    table = json.loads(done.stdout)[TARGET.name]
+    assert [row["variant"] for row in table] == [name for name in VARIANTS if name != "two-stages"]
+    assert "two-stages: left out" in done.stderr
+    assert METRIC in load(workspace, TARGET.name).rows.metrics
+    missing = run(workspace, "ablation", "--target", "none-such")
+    assert (missing.returncode, len(missing.stderr.splitlines())) == (1, 1)
+    assert "none-such" in missing.stderr

@@ -1,0 +1,250 @@
+"""Composition: α and β found again on constructed data, and no evaluated model in the fit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+from made_up_dataset import TARGET, chain, draw_kernels, true_ms, write_workspace
+
+from benchmark.records.files import model_table_path
+from training.composition.fitted import composition_path, latency_ms, load_composition
+from training.composition.fitting import best, fit_candidate, fit_line, interval_of, leave_out
+from training.composition.left_out import predict_out_of_fold
+from training.composition.measured_models import MeasuredModel, left_out_groups, measured_models, tracks
+from training.fit_composition import fit_target
+from training.kernels import estimators
+from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
+from training.kernels.sidecar import read_sidecar, sidecar_path
+from training.kernels.training_set import TrainingSet, load_training_set
+from training.train_kernel_model import save, train_label
+from utils import files
+from utils.errors import UserError
+from utils.paths import ROOT, Workspace
+
+QUICK = TrainingConfig(
+    folds=3, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=150, learning_rate=0.1, bins=64),
+    forest=ForestSettings(trees=3))
+
+
+def train(workspace: Workspace, label: str = "run") -> TrainingSet:
+    rows = load_training_set(workspace, TARGET.name)
+    save(workspace, rows, [train_label(rows, label, QUICK)], QUICK)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    workspace = Workspace(tmp_path_factory.mktemp("composition"))
+    write_workspace(workspace, families=("anet", "bnet", "cnet", "secretnet"), held_out=("secretnet",))
+    train(workspace)
+    return workspace
+
+
+def test_finds_the_line() -> None:
+    sums = np.array([1.0, 2.0, 5.0, 20.0])
+    assert fit_line(sums, 1.3 * sums + 0.4) == pytest.approx((1.3, 0.4, 0.0))
+
+
+def test_short_models_count_as_much_as_long_ones() -> None:
+    sums = np.array([1.0, 1.0, 1000.0])
+    measured = np.array([2.0, 2.0, 1000.0])
+    alpha, beta, _ = fit_line(sums, measured)
+    assert alpha * 1.0 + beta == pytest.approx(2.0, rel=0.01)
+    assert alpha * 1000 + beta == pytest.approx(1000, rel=0.01)
+
+
+def test_the_line_stays_physical() -> None:
+    sums = np.array([1.0, 2.0, 4.0])
+    alpha, beta, _ = fit_line(sums, 2 * sums - 0.5)  # would want a negative β
+    assert beta == 0.0
+    assert alpha > 0
+    assert fit_line(np.array([3.0]), np.array([4.5])) == (1.5, 0.0, 0.0)  # one model: no β
+    assert fit_line(np.array([3.0, 3.0]), np.array([4.5, 4.5])) == pytest.approx((1.5, 0.0, 0.0))
+    alpha, beta, _ = fit_line(np.array([1.0, 2.0]), np.array([2.0, 1.0]))  # the longer one is faster
+    assert alpha > 0
+    assert beta >= 0
+
+
+def test_what_a_node_costs_is_recovered_and_bounded() -> None:
+    sums, nodes = np.array([1.0, 2.0, 5.0, 10.0, 20.0, 40.0]), np.array([100.0, 20.0, 60.0, 100.0, 30.0, 80.0])
+    line = fit_line(sums, 1.1 * sums - 0.004 * nodes + 0.2, nodes)
+    assert line == pytest.approx((1.1, 0.2, -0.004))
+    assert latency_ms(line, 1.0, 100) == pytest.approx(0.9)
+    assert latency_ms(line, 1.0, 100_000) == pytest.approx(0.11)  # never below a tenth of α·Σ
+    assert fit_line(sums[:4], 2 * sums[:4], nodes[:4]).node_ms == 0.0  # four models can't tell
+
+
+def test_leaving_out_leaves_out() -> None:
+    sums = np.array([1.0, 2.0, 3.0, 4.0])
+    measured = np.array([1.0, 2.0, 30.0, 40.0])
+    assert leave_out(sums, measured, ["a", "a", "b", "b"]) == pytest.approx([10.0, 20.0, 3.0, 4.0])
+
+
+def test_the_best_errs_least_in_cross_validation() -> None:
+    sums, measured, groups = np.array([1.0, 2.0, 3.0]), np.array([2.0, 4.0, 6.0]), ["a", "b", "c"]
+    good, _ = fit_candidate("run", "sum", sums, measured, np.ones(3), groups)
+    bad, _ = fit_candidate("kernel_time", "sum", sums[::-1], measured, np.ones(3), groups)
+    assert best([bad, good]) == 1
+    assert best([good, good]) == 0
+    close = bad.model_copy(update={"kind": "sum_nodes", "cv_mape": 0.95 * (bad.cv_mape or 0.0)})
+    assert best([bad, close]) == 0  # a further constant must earn its keep
+    assert best([bad, close.model_copy(update={"cv_mape": 0.5 * (bad.cv_mape or 0.0)})]) == 1
+    assert good.plain_mape == pytest.approx(0.5)
+    assert good.cv_mape == pytest.approx(0.0, abs=1e-9)
+
+
+def test_recovers_alpha_and_beta(trained: Workspace) -> None:
+    composition = fit_target(trained, TARGET.name, QUICK)
+    assert composition.left_out == "family"
+    assert len(composition.models) == 9  # the held-out family's three are not among them
+    assert not any("secret" in model.model for model in composition.models)
+    assert composition.alpha == pytest.approx(1.2, rel=0.15)
+    used = composition.candidates[0]
+    assert used.cv_mape is not None
+    assert used.cv_mape < 0.15
+    assert used.plain_mape > used.cv_mape
+    assert {(c.label, c.kind) for c in composition.candidates} == {
+        ("run", "sum"), ("run", "sum_nodes"), ("run", "critical_path")}
+
+
+def test_the_host_s_pace_is_that_beside_each_model(workspace: Workspace) -> None:
+    records = list(write_workspace(workspace, families=("anet",), each=3).values())
+    train(workspace)
+    assert fit_target(workspace, TARGET.name, QUICK).probe_us is None
+    path = model_table_path(workspace.dataset(TARGET.name))
+    pd.read_csv(path).assign(Probe_us=[300.0, 300.0, 330.0]).to_csv(path, index=False)
+    assert fit_target(workspace, TARGET.name, QUICK).probe_us == 300.0
+    models = measured_models(workspace, TARGET.name, read_sidecar(workspace.predictors(TARGET.name)))
+    assert [model.pace for model in models] == pytest.approx([1.0, 1.0, 1.1])
+    times = dict.fromkeys(records[2].kernels, 1.0)
+    assert tracks(models[2], times, times).pace == models[2].pace
+
+
+def test_kernels_of_the_left_out_family_are_in_no_training(trained: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, sidecar = load_training_set(trained, TARGET.name), read_sidecar(trained.predictors(TARGET.name))
+    models = measured_models(trained, TARGET.name, sidecar)
+    seen: list[set[str]] = []
+    fit = estimators.fit_kernel_model
+
+    def spy(rows: TrainingSet, *rest: object) -> estimators.KernelModel:
+        seen.append(set(rows.ids))
+        return fit(rows, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(estimators, "fit_kernel_model", spy)
+    left_out, groups = left_out_groups(models)
+    times = predict_out_of_fold(rows, models, groups, left_out, "run", [], QUICK)
+    assert set(times) == {model.record.model for model in models}
+    assert len(seen) == 3
+    for family in ("anet", "bnet", "cnet"):
+        kernels = {name for model in models if model.family == family for name in model.record.kernels}
+        assert sum(not (kernels & ids) for ids in seen) == 1
+
+
+def test_left_out_predictions_are_close(trained: Workspace) -> None:
+    rows, sidecar = load_training_set(trained, TARGET.name), read_sidecar(trained.predictors(TARGET.name))
+    models = measured_models(trained, TARGET.name, sidecar)
+    left_out, groups = left_out_groups(models)
+    times = predict_out_of_fold(rows, models, groups, left_out, "run", [], QUICK)
+    for model in models:
+        predicted = sum(times[model.record.model][node.kernel_id] for node in model.record.nodes)
+        assert predicted == pytest.approx(sum(true_ms(model.record.kernel_of(node)) for node in model.record.nodes), rel=0.25)
+
+
+def test_one_family_leaves_models_out_and_one_model_nothing(workspace: Workspace) -> None:
+    write_workspace(workspace, families=("anet",), each=3)
+    train(workspace)
+    composition = fit_target(workspace, TARGET.name, QUICK)
+    assert composition.left_out == "model"
+    assert composition.candidates[0].cv_mape is not None
+
+
+def test_one_model_alone(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
+    write_workspace(workspace, families=("anet",), each=1)
+    train(workspace)
+    composition = fit_target(workspace, TARGET.name, QUICK)
+    assert composition.left_out == "nothing"
+    assert composition.beta_ms == 0.0
+    assert composition.candidates[0].cv_mape is None
+    assert "one model measured" in caplog.text
+    files.write_json(composition_path(workspace.predictors(TARGET.name)), composition)
+    assert load_composition(workspace.predictors(TARGET.name)) == composition
+
+
+def test_too_few_kernels_to_leave_any_out_is_told(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
+    write_workspace(workspace, families=("anet",), each=2, sampled=0)
+    train(workspace)
+    assert fit_target(workspace, TARGET.name, QUICK).alpha > 0
+    assert "too few kernels" in caplog.text
+
+
+def test_only_held_out_models(workspace: Workspace) -> None:
+    write_workspace(workspace, families=("secretnet",), held_out=("secretnet",))
+    train(workspace)
+    with pytest.raises(UserError, match="no idle latency of a model that may enter the fit"):
+        fit_target(workspace, TARGET.name, QUICK)
+
+
+def test_a_stale_composition_is_refused(trained: Workspace, workspace: Workspace) -> None:
+    folder = workspace.predictors(TARGET.name)
+    with pytest.raises(UserError, match="no composition"):
+        load_composition(folder)
+    files.write_json(composition_path(folder), fit_target(trained, TARGET.name, QUICK))
+    sidecar = json.loads(sidecar_path(trained.predictors(TARGET.name)).read_text())
+    files.write_json(sidecar_path(folder), sidecar | {"dataset_sha256": "other"})
+    with pytest.raises(UserError, match="fit it anew"):
+        load_composition(folder)
+
+
+def test_a_dataset_that_changed_since_training_is_told(workspace: Workspace) -> None:
+    write_workspace(workspace, sampled=60)
+    train(workspace)
+    write_workspace(workspace, sampled=70)
+    with pytest.raises(UserError, match="changed since the predictors were trained"):
+        fit_target(workspace, TARGET.name, QUICK)
+
+
+def test_groups() -> None:
+    def model(name: str, family: str) -> MeasuredModel:
+        return MeasuredModel(chain(name, draw_kernels(1)), family, 1.0)
+
+    assert left_out_groups([model("a1", "a"), model("b1", "b")]) == ("family", ["a", "b"])
+    assert left_out_groups([model("a1", "a"), model("a2", "a")]) == ("model", ["a1", "a2"])
+    assert left_out_groups([model("a1", "a")]) == ("nothing", ["a1"])
+
+
+def test_the_command(trained: Workspace) -> None:
+    command = [sys.executable, "training/fit_composition.py", "--workspace", str(trained.root)]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines()[0].split("\t") == [
+        "label", "composition", "CV_MAPE_%", "CV_max_%", "alpha", "beta_ms", "node_us", "fit_MAPE_%", "plain_MAPE_%",
+        "alone_MAPE_%", "used"]
+    printed = json.loads(subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert printed[TARGET.name]["label"] == "run"
+    assert load_composition(trained.predictors(TARGET.name)).alpha == printed[TARGET.name]["alpha"]
+
+
+def test_an_interval_holds_nine_of_ten() -> None:
+    """Errors drawn from one distribution: the interval is its outer twentieths, and covers what was left out."""
+    draw = np.random.default_rng(2)
+    predicted = draw.uniform(1.0, 20.0, 400)
+    measured = predicted * draw.normal(1.02, 0.05, 400)
+    found = interval_of(predicted, measured, [f"family{place % 10}" for place in range(400)])
+    assert found is not None
+    assert (found.low, found.high) == pytest.approx((1.02 - 1.645 * 0.05, 1.02 + 1.645 * 0.05), abs=0.015)
+    assert 0.85 <= found.coverage <= 0.95
+
+
+def test_too_few_models_tell_no_interval() -> None:
+    assert interval_of(np.ones(19), np.ones(19), ["a", *["b"] * 18]) is None
+
+
+def test_a_family_unlike_the_others_lowers_the_coverage() -> None:
+    predicted, measured = np.ones(40), np.where(np.arange(40) < 10, 2.0, 1.0)
+    found = interval_of(predicted, measured, ["odd"] * 10 + [f"usual{place % 3}" for place in range(30)])
+    assert found is not None
+    assert found.coverage == 0.75

@@ -1,0 +1,350 @@
+"""Saved predictors: what is predicted from them, and what happens to damaged, hostile and foreign files."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+import xgboost
+from made_up_dataset import METRIC, TARGET, chain, conv, draw_kernels, gemm, relu, tensor, true_ms, write_workspace
+
+from ort_analysis.records.kernel_record import Kernel, Tensor
+from ort_analysis.records.kernel_types import describe_kernel
+from recipes.predictors_to_version_2 import rewrite
+from training.kernels import estimators, saving
+from training.kernels.boosters import SavedBoosters, pack_booster
+from training.kernels.doubt import doubt_path
+from training.kernels.measured_times import MeasuredTimes
+from training.kernels.predictors import load_predictors
+from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
+from training.kernels.sidecar import sidecar_path
+from training.kernels.training_set import load_training_set
+from training.train_kernel_model import save, train_label
+from utils import files
+from utils.errors import UserError
+from utils.paths import ROOT, SHIPPED, Workspace
+
+QUICK = TrainingConfig(
+    folds=2, threads=1, own_min_kernels=40, xgboost=XgboostSettings(trees=150, learning_rate=0.1, bins=64),
+    forest=ForestSettings(trees=3))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    workspace = Workspace(tmp_path_factory.mktemp("predictors"))
+    write_workspace(workspace, held_out=("cnet",))
+    rows = load_training_set(workspace, TARGET.name)
+    save(workspace, rows, [train_label(rows, label, QUICK) for label in rows.times_ms], QUICK)
+    return workspace
+
+
+@pytest.fixture
+def folder(trained: Workspace, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(trained.predictors(TARGET.name), tmp_path / "copy"))
+
+
+def measured_kernels(workspace: Workspace) -> list[Kernel]:
+    from benchmark.records.files import read_kernels
+
+    return [described.kernel for described in read_kernels(workspace.dataset(TARGET.name))
+            if not all(name.startswith("cnet") for name in described.models)]
+
+
+NEW = [conv(channels=40, side=20, out=56), conv(channels=20, side=24, out=40, window=5), relu(channels=40, side=20),
+       gemm(rows=3, depth=300, columns=200)]
+
+
+def test_predicts_kernels_that_it_never_saw(trained: Workspace) -> None:
+    times = load_predictors(trained.predictors(TARGET.name)).predict(NEW, {})
+    assert times.provenance == ["predicted"] * len(NEW)
+    assert times.latency_ms == pytest.approx([true_ms(kernel) for kernel in NEW], rel=0.3)
+
+
+def test_looks_measured_times_up_unless_strict_or_under_load(trained: Workspace) -> None:
+    predictors = load_predictors(trained.predictors(TARGET.name))
+    known = measured_kernels(trained)[:5]
+    looked_up = predictors.predict(known, {}, "run")
+    assert looked_up.provenance == ["measured"] * 5
+    assert looked_up.latency_ms == [predictors.measured[kernel.id]["run"] for kernel in known]
+    assert predictors.predict(known, {}, "run", strict=True).provenance == ["predicted"] * 5
+    loaded = predictors.predict(known, {METRIC: 50.0}, "run")
+    assert loaded.provenance == ["predicted"] * 5
+    assert loaded.latency_ms == pytest.approx([1.5 * true_ms(kernel) for kernel in known], rel=0.3)
+
+
+def test_labels_differ(trained: Workspace) -> None:
+    predictors = load_predictors(trained.predictors(TARGET.name))
+    assert predictors.labels == ("run", "kernel_time")
+    run, inside = (sum(predictors.predict(NEW, {}, label).latency_ms) for label in predictors.labels)
+    assert inside / run == pytest.approx(0.9, rel=0.05)
+    with pytest.raises(UserError, match="label gpu: not measured"):
+        predictors.predict(NEW, {}, "gpu")
+
+
+def test_order_and_repeats(trained: Workspace) -> None:
+    predictors = load_predictors(trained.predictors(TARGET.name))
+    known = measured_kernels(trained)[0]
+    mixed = [NEW[1], known, NEW[0], NEW[1]]
+    times = predictors.predict(mixed, {})
+    assert times.provenance == ["predicted", "measured", "predicted", "predicted"]
+    assert times.latency_ms[0] == times.latency_ms[3]
+    apart = load_predictors(trained.predictors(TARGET.name))
+    assert times.latency_ms == [apart.predict([kernel], {}).latency_ms[0] for kernel in mixed]
+    assert predictors.predict(mixed, {}) == times  # remembered
+
+
+def test_a_type_without_predictor_falls_back_and_is_not_dropped(trained: Workspace) -> None:
+    one = tensor(1, 64, 32, 32)
+    unknown = describe_kernel("NobodyKnows", "org.example", 1, {}, [one], [Tensor(dtype="float32", shape=one.shape)])
+    times = load_predictors(trained.predictors(TARGET.name)).predict([unknown, NEW[0]], {})
+    assert times.provenance == ["estimated", "predicted"]
+    assert times.latency_ms[0] == pytest.approx(true_ms(unknown), rel=1.0)
+
+
+def test_load_must_be_complete(trained: Workspace, caplog: pytest.LogCaptureFixture) -> None:
+    predictors = load_predictors(trained.predictors(TARGET.name))
+    with pytest.raises(UserError, match=f"lacks {METRIC}"):
+        predictors.predict(NEW, {"SOMETHING": 1.0})
+    with pytest.raises(UserError, match=f"lacks {METRIC}"):
+        predictors.predict(NEW, {METRIC: float("nan")})
+    predictors.predict(NEW, {METRIC: 400.0})
+    assert "beyond what was measured" in caplog.text
+
+
+def test_predictors_of_an_idle_device_refuse_a_load(workspace: Workspace) -> None:
+    write_workspace(workspace, levels={0.0: 0.0}, sampled=20)
+    rows = load_training_set(workspace, TARGET.name)
+    save(workspace, rows, [train_label(rows, "run", QUICK)], QUICK)
+    with pytest.raises(UserError, match="idle device alone"):
+        load_predictors(workspace.predictors(TARGET.name)).predict(NEW, {METRIC: 30.0})
+
+
+def test_the_sidecar_says_what_the_predictors_are(trained: Workspace) -> None:
+    sidecar = load_predictors(trained.predictors(TARGET.name)).sidecar
+    assert sidecar.target == TARGET
+    assert sidecar.dataset_sha256 == files.sha256(trained.dataset(TARGET.name) / "kernel_latency.csv")
+    assert sidecar.dtypes == ("float32",)
+    assert sidecar.held_out == ("cnet",)
+    assert sidecar.metrics == (METRIC,)
+    assert sidecar.idle_load[METRIC] == pytest.approx(0, abs=0.5)
+    assert sidecar.packages["xgboost"]
+    assert sidecar.labels["run"].errors[0].mape < 0.2
+
+
+@pytest.mark.parametrize("which", ["run-*.pkl", "kernel_time-*.pkl", "measured-*.json.gz"])
+def test_one_changed_byte_is_noticed(folder: Path, which: str) -> None:
+    path = next(folder.glob(which))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=rf"{path.name}: damaged .*train_kernel_model"):
+        load_predictors(folder).kernel_model(which.partition("-")[0])  # boosters are read when they are needed
+    if which.startswith("kernel_time"):
+        assert load_predictors(folder).predict(NEW, {}, "run").provenance == ["predicted"] * len(NEW)
+
+
+def test_a_truncated_or_missing_file_is_noticed(folder: Path) -> None:
+    path = next(folder.glob("run-*.pkl"))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match="damaged"):
+        load_predictors(folder).predict(NEW, {}, "run")
+    path.unlink()
+    with pytest.raises(UserError, match="missing"):
+        load_predictors(folder)
+
+
+def plant(folder: Path, data: bytes) -> None:
+    """Puts `data` in the place of a predictor, with a sidecar that vouches for it."""
+    import hashlib
+
+    sidecar = json.loads(sidecar_path(folder).read_text())
+    (folder / sidecar["labels"]["run"]["file"]).write_bytes(data)
+    sidecar["labels"]["run"]["sha256"] = hashlib.sha256(data).hexdigest()
+    sidecar_path(folder).write_text(json.dumps(sidecar | {files.DIGEST: None}))
+
+
+class _Attack:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        import os
+
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+def test_a_pickle_that_would_run_a_command_is_refused(folder: Path, protocol: int) -> None:
+    trace = folder / "was_here"
+    plant(folder, pickle.dumps({"shared": _Attack(trace)}, protocol=protocol))
+    with pytest.raises(UserError, match=r"refused: it holds (posix|os)\.system"):
+        load_predictors(folder).predict(NEW, {}, "run")
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("held", [{"shared": [1, 2]}, [1, 2], {}])
+def test_a_pickle_of_something_else_is_refused(folder: Path, held: object) -> None:
+    plant(folder, pickle.dumps(held))
+    with pytest.raises(UserError, match=r"not a saved predictor|is missing"):
+        load_predictors(folder).predict(NEW, {}, "run")
+
+
+def test_no_pickle_at_all_is_refused(folder: Path) -> None:
+    plant(folder, b"not a pickle")
+    with pytest.raises(UserError, match="not a saved predictor"):
+        load_predictors(folder).predict(NEW, {}, "run")
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    ({"features": ["batch"]}, "another version of Hase"), ({"version": 99}, "version 99"),
+    ({"packages": {"xgboost": "0.9.0"}}, "made with xgboost 0.9.0"), ({"target": "mine"}, "damaged at target"),
+])
+def test_foreign_sidecars_are_refused(folder: Path, change: dict[str, object], told: str) -> None:
+    sidecar = json.loads(sidecar_path(folder).read_text()) | change | {files.DIGEST: None}
+    sidecar_path(folder).write_text(json.dumps(sidecar))
+    with pytest.raises(UserError, match=rf"{told}.*train_kernel_model"):
+        load_predictors(folder)
+
+
+def test_no_predictors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no predictors.*train_kernel_model"):
+        load_predictors(tmp_path)
+
+
+def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
+        trained: Workspace, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    predictors = load_predictors(folder)
+    about = {name: getattr(predictors.sidecar, name) for name in (
+        "target", "created", "dataset_sha256", "metrics", "idle_load", "load_range", "loaded_rows", "dtypes", "held_out",
+        "config", "machines", "feature_range")}
+    models = {"run": predictors.kernel_model("kernel_time")}
+    before = predictors.predict(NEW, {}, "run").latency_ms
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saving.files, "write_json", full)  # a real full disk can't be had in a test
+        with pytest.raises(OSError, match="No space"):
+            saving.save_predictors(folder, models, {"run": ()}, {}, about)
+    assert load_predictors(folder).predict(NEW, {}, "run").latency_ms == before
+    saving.save_predictors(folder, models, {"run": ()}, {}, about)
+    assert sorted(path.name for path in folder.glob("*.json")) == [doubt_path(folder).name, sidecar_path(folder).name]
+    assert sorted(path.suffix for path in folder.iterdir() if path.suffix != ".json") == [".gz", ".pkl"]
+    assert load_predictors(folder).predict(NEW, {}, "run").latency_ms == predictors.predict(NEW, {}, "kernel_time").latency_ms
+
+
+def test_the_look_up_is_renewed_alone(folder: Path) -> None:
+    before = load_predictors(folder)
+    known = next(name for name, times in before.measured.items() if "run" in times)
+    sidecar = saving.renew_measured(folder, {NEW[0].id: {"run": 7.0}, known: {"run": 8.0}})
+    after = load_predictors(folder)
+    assert after.sidecar == sidecar == before.sidecar.model_copy(
+        update={"measured": sidecar.measured, "measured_sha256": sidecar.measured_sha256})
+    assert after.measured == dict(before.measured) | {NEW[0].id: {"run": 7.0}, known: before.measured[known] | {"run": 8.0}}
+    assert after.pickles == before.pickles
+    assert [path.name for path in folder.glob("measured-*")] == [sidecar.measured]
+    times = after.predict(NEW[:2], {}, "run")
+    assert (times.latency_ms[0], times.provenance) == (7.0, ["measured", "predicted"])
+
+
+def test_loading_imports_neither_pandas_nor_sklearn_nor_xgboost(trained: Workspace) -> None:
+    code = ("import sys; from pathlib import Path; from training.kernels.predictors import load_predictors; "
+            f"load_predictors(Path({str(trained.predictors(TARGET.name))!r})); "
+            "print([name for name in ('pandas', 'sklearn', 'xgboost', 'onnx', 'torch') if name in sys.modules])")
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == "[]"
+
+
+def test_predicting_a_model_is_quick(trained: Workspace) -> None:
+    predictors = load_predictors(trained.predictors(TARGET.name))
+    record = chain("big", draw_kernels(40, seed=9))
+    kernels = [record.kernel_of(node) for node in record.nodes]
+    predictors.predict(kernels, {}, strict=True)
+    fresh, seconds = load_predictors(trained.predictors(TARGET.name)), []
+    fresh.predict(NEW, {})  # unpickles
+    for attempt in range(5):
+        start = time.perf_counter()
+        fresh.predict(kernels, {METRIC: 40.0 + attempt})
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.01
+
+
+def test_a_saved_booster_predicts_what_the_trained_one_does(trained: Workspace) -> None:
+    rows = load_training_set(trained, TARGET.name)
+    problem = estimators.pose(rows, "run")
+    booster = estimators.train_booster(problem.matrix, problem.log_ratios, QUICK.booster("run"), seed=3)
+    packed = pickle.dumps({"shared": pack_booster(booster)})
+    saved = SavedBoosters(packed, Path("here"))["shared"]
+    assert (saved.inplace_predict(problem.matrix) == booster.inplace_predict(problem.matrix)).all()
+    assert max(gains(booster)) > 0 == max(gains(saved))
+    assert len(packed) < 0.25 * len(booster.save_raw("ubj"))
+
+
+def gains(booster: xgboost.Booster) -> list[float]:
+    """Every inner node's, as XGBoost's own dump says."""
+    return [float(gain) for gain in re.findall(r"gain=([0-9.e+-]+)", "".join(booster.get_dump(with_stats=True)))]
+
+
+def test_only_the_boosters_that_a_prediction_needs_are_read() -> None:
+    predictors = load_predictors(SHIPPED / "nvidia-h200-cuda-ort1.31-all")
+    boosters = predictors.kernel_model("gpu").boosters
+    assert isinstance(boosters, SavedBoosters)
+    times = predictors.predict([relu(channels=40, side=20)], {}, "gpu", strict=True)
+    assert times.provenance == ["predicted"]
+    assert boosters.opened == {"Relu"} < set(boosters)
+
+
+def test_measured_times_are_looked_up_one_by_one() -> None:
+    times = {"b": {"run": 1.5}, "ab": {"run": 2.0, "gpu": 0.25}, "a": {"run": 3.0}, 'quote"': {}, "ü": {"run": 4.0}}
+    read = MeasuredTimes(MeasuredTimes.text(times))
+    assert (read, len(read), set(read), read.whole()) == (times, 5, set(times), times)
+    assert [read.get(name) for name in ("a", "ab", "abc", "", "z")] == [times["a"], times["ab"], None, None, None]
+    assert MeasuredTimes(MeasuredTimes.text({})) == {}
+
+
+def test_predictors_of_version_1_are_rewritten_and_predict_the_same(folder: Path) -> None:
+    new = load_predictors(folder)
+    sidecar = json.loads(sidecar_path(folder).read_text()) | {"version": 1}
+
+    def older(stem: str, data: bytes) -> tuple[str, str]:
+        path = folder / f"{stem}.xz"
+        path.write_bytes(lzma.compress(data))
+        return path.name, files.sha256(path)
+
+    for label, about in sidecar["labels"].items():
+        assert new.pickles[label]  # read before it goes
+        (folder / about["file"]).unlink()
+        about["file"], about["sha256"] = older(label, pickle.dumps(dict(new.kernel_model(label).boosters), protocol=5))
+    (folder / sidecar["measured"]).unlink()
+    sidecar["measured"], sidecar["measured_sha256"] = older("measured", json.dumps(dict(new.measured)).encode())
+    sidecar_path(folder).write_text(json.dumps(sidecar))
+    with pytest.raises(UserError, match="version 1, this Hase reads version 2"):
+        load_predictors(folder)
+    assert sorted(rewrite(folder)) == sorted(path.name for path in folder.iterdir() if path.suffix in (".pkl", ".gz"))
+    again = load_predictors(folder)
+    assert again.predict(NEW, {}, "run") == new.predict(NEW, {}, "run")
+    assert again.measured == new.measured
+    with pytest.raises(UserError, match="of version 2, not of version 1"):
+        rewrite(folder)
+
+
+def test_a_command_ends_without_a_word_of_its_boosters(tmp_path: Path) -> None:
+    """They were once destroyed after XGBoost's library was gone, with a traceback for each on stderr."""
+    with tarfile.open(ROOT / "recipes/same_predictions/records.tar.xz") as archive:
+        archive.extract("records/cuda/bert_mask_static.json", tmp_path, filter="data")
+    path = tmp_path / "records" / "cuda" / "bert_mask_static.json"
+    done = subprocess.run([sys.executable, "inference/predict_model_latency.py", "--model", path, "--target", "nvidia-h200",
+                           "--host-pace", "1.1", "--workspace", tmp_path], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "Booster" not in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,305 @@
+"""Runs beside another process on one GPU: whose turn it is, how long a run waits, and what a probe and metrics tell of it.
+
+No GPU is here: tracks are made up, and what they should give was seen on an H200 (ResNet-18 and -50 beside bursts).
+"""
+
+from __future__ import annotations
+
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from benchmark.load.backgrounds import Background
+from benchmark.load.probe_reading import ProbedRuns, ProbeReading, summarised
+from benchmark.records.blocks import Block
+from benchmark.records.files import DatasetHeader, header_path
+from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
+from graph_model.simulation.sharing import OtherWork, gpu_work_ms, shared_runs_ms
+from training.composition.fit_pipeline import Tracks
+from training.fit_sharing import backgrounds_of, errors_of, typical
+from training.sharing.learned import (
+    PipelineTracks,
+    Sharing,
+    busy_share,
+    in_a_loop,
+    other_work_guessed,
+    other_work_probed,
+    other_work_seen,
+    other_work_summarised,
+    read_sharing,
+    sharing_path,
+)
+from training.sharing.pairs import Pairs, looped_models
+from training.sharing.shared_runs import SharedRuns, Simulated, alone_ms, measured_elsewhere
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import SharingMode, local_target
+from utils.paths import ROOT, Workspace
+
+COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0, launch_ms=0.004, start_ms=0.02, gap_ms=0.001, lead_ms=-0.01, end_ms=0.01)
+SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=(0.3, 0.7, 2.4), cycle_ms=20.0,
+                  longest_wait_ms=2.4)
+
+
+def runs(gpu_ms: float, other: OtherWork, nodes: int = 60, launches: float = 2.0) -> npt.NDArray[np.float64]:
+    """Runs of a model of equal nodes that takes the GPU `gpu_ms`."""
+    return shared_runs_ms(np.full(nodes, gpu_ms / nodes), np.full(nodes, launches), np.ones(nodes, dtype=bool), COSTS, 2.0,
+                          other, np.random.default_rng(0))
+
+
+def idle(gpu_ms: float, nodes: int = 60, launches: float = 2.0) -> float:
+    return pipeline_ms(np.full(nodes, gpu_ms / nodes), np.full(nodes, launches), np.ones(nodes, dtype=bool), COSTS)
+
+
+def always(wait_ms: float) -> OtherWork:
+    return OtherWork(1.0, 0.0, np.array([wait_ms]))
+
+
+@pytest.mark.parametrize("gpu_ms", [0.1, 0.7, 3.0, 9.0])
+@pytest.mark.parametrize("nodes", [5, 60, 400])
+def test_beside_nothing_a_run_is_as_long_as_on_an_idle_gpu(gpu_ms: float, nodes: int) -> None:
+    nothing = OtherWork(0.0, 1.0, np.zeros(0))
+    assert runs(gpu_ms, nothing, nodes) == pytest.approx(idle(gpu_ms, nodes), rel=1e-4)
+
+
+def test_a_run_waits_once_before_it_and_once_more_for_each_slice_that_it_fills() -> None:
+    for gpu_ms, waits in ((1.0, 1), (3.0, 2), (5.5, 3)):
+        found = runs(gpu_ms, always(2.4))
+        assert found.std() == pytest.approx(0, abs=1e-9)
+        assert found.mean() == pytest.approx(idle(gpu_ms) + waits * 2.4, rel=0.05)
+
+
+def test_a_host_that_is_the_slower_track_hides_part_of_a_wait() -> None:
+    """While the run waits the host goes on dispatching, and what it dispatched is then done without pauses."""
+    alone = idle(0.1)
+    assert alone > 5 * 0.1
+    assert runs(0.1, always(0.3)).mean() < alone + 0.2
+    assert runs(0.1, always(2.4)).mean() > 2.4
+
+
+def test_beside_pauses_a_run_is_a_mixture() -> None:
+    found = runs(1.0, OtherWork(10.0, 10.0, np.array([0.7])))
+    assert np.percentile(found, 5) == pytest.approx(idle(1.0), rel=0.01)
+    assert np.percentile(found, 97) == pytest.approx(idle(1.0) + 0.7, rel=0.05)
+    assert idle(1.0) < found.mean() < idle(1.0) + 0.5
+
+
+def test_a_probe_that_never_waited_saw_nothing() -> None:
+    seen = other_work_seen(np.arange(100) * 0.02, np.full(100, 0.016), 0.016)
+    assert (seen.busy_ms, len(seen.waits_ms)) == (0.0, 0)
+
+
+def test_a_probe_that_always_waited_saw_work_without_pauses() -> None:
+    seen = other_work_seen(np.arange(50) * 2.45, np.full(50, 2.436), 0.016)
+    assert seen.quiet_ms == 0
+    assert seen.waits_ms == pytest.approx(np.full(50, 2.42))
+
+
+def test_a_probe_tells_phases_apart() -> None:
+    """Four periods of 20 ms, the other process busy in the first 8 ms of each with bursts of 0.74 ms."""
+    starts, latencies, now = [], [], 0.0
+    while now < 80.0:
+        took = 0.74 if now % 20.0 < 8.0 else 0.016
+        starts.append(now)
+        latencies.append(took)
+        now += took
+    seen = other_work_seen(starts, latencies, 0.016)
+    assert (seen.busy_ms, seen.quiet_ms) == (pytest.approx(8.0, abs=0.75), pytest.approx(12.0, abs=0.75))
+    assert seen.waits_ms == pytest.approx(np.full(len(seen.waits_ms), 0.724))
+
+
+def long_runs(latencies_ms: list[float], sharing: SharingMode = "time_slices") -> ProbeReading:
+    """A reading whose long piece took these, run after run."""
+    starts = np.cumsum([0.0, *latencies_ms[:-1]]).tolist()
+    long = ProbedRuns(starts_ms=tuple(starts), latencies_ms=tuple(latencies_ms))
+    return ProbeReading(machine_uuid="GPU-0", execution_provider="cuda", sharing=sharing, started="2026-01-01T00:00:00+00:00",
+                        seconds=0.2, tiny=ProbedRuns(starts_ms=(0.0,), latencies_ms=(0.016,)), long=long)
+
+
+@pytest.mark.parametrize(("archive", "border_runs"), [("beside", 1), ("under-load", 0), ("beside-more", 0)])
+def test_a_summary_tells_what_its_reading_does(archive: str, border_runs: int) -> None:
+    """Readings of H200s, idle and beside everything that was measured. In one of them a run takes 0.490 ms, which is the border
+    of waiting: it cuts a quiet phase in two for the summary alone."""
+    with tarfile.open(ROOT / "recipes" / "h200" / f"{archive}-nvidia-h200.tar.xz") as opened:
+        journal = opened.extractfile("benchmark/dataset/nvidia-h200-cuda-ort1.31-all/measurements.jsonl")
+        assert journal is not None
+        blocks = [block for line in journal if (block := Block.model_validate_json(line)).probe]
+    alone, at_the_border = alone_ms(blocks), 0
+    for block in blocks:
+        assert block.probe is not None
+        probed, summary = other_work_probed(block.probe, alone), summarised(block.probe)
+        found = other_work_summarised(summary, alone)
+        assert (found.busy_ms == 0.0, found.quiet_ms == 0.0) == (probed.busy_ms == 0.0, probed.quiet_ms == 0.0)
+        assert found.busy_ms == pytest.approx(probed.busy_ms, rel=0.05)
+        at_the_border += found.quiet_ms != pytest.approx(probed.quiet_ms, rel=0.05)
+        assert found.quiet_ms == pytest.approx(probed.quiet_ms, rel=0.2)
+        assert bool(len(found.waits_ms)) == bool(len(probed.waits_ms))
+        if len(probed.waits_ms):
+            assert found.waits_ms.mean() == pytest.approx(probed.waits_ms.mean(), rel=0.05)
+    assert {block.level for block in blocks} >= {0.0, 0.25, 0.5, 1.0}
+    assert at_the_border == border_runs
+
+
+def test_a_summary_where_even_the_shortest_run_waited() -> None:
+    """Alone they took 0.5 ms; among themselves, of 2 to 3 ms, some seem to wait and some not."""
+    reading = long_runs([2.0, 2.1, 3.0, 2.9, 2.0, 2.05, 3.0] * 5)
+    summary = summarised(reading)
+    assert summary.busy_ms > 0
+    assert summary.quiet_ms > 0
+    found, probed = (other_work_summarised(summary, SHARING.alone_ms), other_work_probed(reading, SHARING.alone_ms))
+    assert (found.busy_ms, found.quiet_ms) == (probed.busy_ms, probed.quiet_ms) == (1.0, 0.0)
+    assert found.waits_ms.mean() == pytest.approx(probed.waits_ms.mean(), rel=0.02)
+
+
+def test_summaries_of_nothing_and_of_next_to_nothing_but_waiting() -> None:
+    nothing = summarised(long_runs([0.5] * 30 + [0.6]))
+    assert (nothing.waited_ms, nothing.busy_ms, nothing.quiet_ms) == ((), 0.0, pytest.approx(15.6))
+    assert (nothing.latencies_ms[0], nothing.latencies_ms[-1], len(nothing.latencies_ms)) == (0.5, 0.6, 21)
+    assert other_work_summarised(nothing, SHARING.alone_ms)[:2] == (0.0, 1.0)
+    always = summarised(long_runs([2.9] * 30 + [0.5] + [2.9] * 30))
+    assert (always.busy_ms, always.quiet_ms) == (pytest.approx(60 * 2.9 + 0.5), 0.0)
+    found = other_work_summarised(always, SHARING.alone_ms)
+    assert found[:2] == (1.0, 0.0)
+    assert found.waits_ms == pytest.approx(np.full(21, 2.4))
+
+
+@pytest.mark.parametrize("mode", ["mps", "mig"])
+def test_a_summary_of_a_gpu_that_is_shared_otherwise(mode: SharingMode) -> None:
+    with pytest.raises(UserError, match=f"sharing mode {mode}: .* measured in time slices only"):
+        other_work_summarised(summarised(long_runs([0.5], mode)), SHARING.alone_ms)
+
+
+def test_metrics_tell_how_busy_the_gpu_is() -> None:
+    assert busy_share({"DCGM_FI_DEV_GPU_UTIL": 60.0}) == 0.6
+    assert busy_share({"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.3, "DCGM_FI_DEV_GPU_UTIL": 60.0}) == 0.3
+    assert busy_share({"DCGM_FI_DEV_POWER_USAGE": 300.0}) is None
+    guessed = other_work_guessed(0.25, SHARING)
+    assert (guessed.busy_ms, guessed.quiet_ms, guessed.waits_ms.tolist()) == (5.0, 15.0, [0.3, 0.7, 2.4])
+    assert other_work_guessed(0.99, SHARING).quiet_ms == 0
+    assert other_work_guessed(0.0, SHARING).busy_ms == 0
+
+
+def test_a_load_guessed_to_be_like_a_probed_one_has_its_waits_and_phases() -> None:
+    like = OtherWork(5.0, 3.0, np.array([0.7, 0.8]))
+    guessed = other_work_guessed(0.25, SHARING, like)
+    assert (guessed.busy_ms, guessed.quiet_ms, guessed.waits_ms.tolist()) == (2.0, 6.0, [0.7, 0.8])
+    steady = other_work_guessed(0.25, SHARING, OtherWork(1.0, 0.0, np.array([0.7])))
+    assert (steady.busy_ms, steady.quiet_ms, steady.waits_ms.tolist()) == (5.0, 15.0, [0.7])  # no phases to be seen
+    nothing = other_work_guessed(0.25, SHARING, OtherWork(0.0, 1.0, np.zeros(0)))
+    assert nothing.waits_ms.tolist() == [0.3, 0.7, 2.4]
+
+
+def test_what_was_learned_is_read_as_written(tmp_path: Path) -> None:
+    assert read_sharing(tmp_path) is None
+    files.write_json(sharing_path(tmp_path), SHARING)
+    assert read_sharing(tmp_path) == SHARING
+    sharing_path(tmp_path).write_text(sharing_path(tmp_path).read_text().replace('"version": 2', '"version": 3').replace(
+        '"version":2', '"version":3'))
+    with pytest.raises(UserError, match=r"version 3, .*fit_sharing\.py"):
+        read_sharing(tmp_path)
+
+
+def shared(model: str, machine: str, latencies_ms: list[float], wait_ms: float = 0.7) -> SharedRuns:
+    return SharedRuns(model, "compute", 0.5, np.array(latencies_ms), 1.0, OtherWork(10.0, 10.0, np.array([wait_ms])), 0.5, {},
+                      machine)
+
+
+def track(gpu_ms: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """Ten nodes that are dispatched at once."""
+    return np.full(10, gpu_ms / 10), np.full(10, 1e-6), np.ones(10, dtype=bool)
+
+
+def test_what_another_machine_measured() -> None:
+    found = measured_elsewhere([shared("a", "one", [1.0]), shared("a", "two", [2.0]), shared("a", "three", [4.0]),
+                                shared("b", "one", [9.0])])
+    assert found[:, 0].tolist()[:3] == [3.0, 2.5, 1.5]
+    assert np.isnan(found[3]).all()
+
+
+def test_backgrounds_that_are_a_known_model_in_a_loop() -> None:
+    backgrounds = {one.name: one for one in (
+        Background(name="compute"), Background(name="r50", kind="model", model=Path("zoo/resnet50.onnx"), dims={"batch": 16}),
+        Background(name="other", kind="model", model=Path("other.onnx")))}
+    assert looped_models(backgrounds, {"resnet50@batch=16", "resnet50"}) == {"r50": "resnet50@batch=16"}
+
+
+def test_one_name_for_two_backgrounds_is_refused(tmp_path: Path) -> None:
+    target = local_target("cpu")
+
+    def workspace(name: str, burst_ms: float) -> Workspace:
+        found = Workspace(tmp_path / name)
+        files.write_json(header_path(found.dataset(target.name)), DatasetHeader(
+            target=target, metrics=(), machines={}, backgrounds={"bursts": Background(name="bursts", burst_ms=burst_ms)}))
+        return found
+
+    one, same, other = workspace("one", 0.5), workspace("same", 0.5), workspace("other", 2.0)
+    assert list(backgrounds_of([one, same], target.name)) == ["bursts"]
+    with pytest.raises(UserError, match=r"other.*background bursts is another there"):
+        backgrounds_of([one, other], target.name)
+    with pytest.raises(UserError, match="no dataset of target"):
+        backgrounds_of([one, Workspace(tmp_path / "none")], target.name)
+
+
+def test_the_longest_wait_is_that_of_the_reading_that_has_it_largest() -> None:
+    found = typical([shared("a", "one", [1.0]), shared("a", "one", [1.0], 2.4)], 2.0, SHARING.alone_ms)
+    assert (found.longest_wait_ms, found.slice_ms, found.cycle_ms) == (2.4, 2.0, 20.0)
+    with pytest.raises(UserError, match="no reading of the sharing probe waited"):
+        typical([], 2.0, SHARING.alone_ms)
+
+
+def test_waits_are_those_beside_an_average_kind_of_work() -> None:
+    """Of two kinds, however often each was read: no mixture of both."""
+    short, again, long = (replace(shared("a", "one", [1.0], wait_ms), background=name)
+                          for name, wait_ms in (("short", 0.5), ("short", 0.5), ("long", 2.5)))
+    found = typical([short, again, long], 2.0, SHARING.alone_ms)
+    assert set(found.waits_ms) == {1.5}
+
+
+def test_errors_are_of_what_is_predicted() -> None:
+    found = errors_of(np.array([[1.1, 1.0, 0.9], [np.nan] * 3]), np.ones((2, 3)))
+    assert (found.cases, found.mean, found.p50, found.p95) == (1, pytest.approx(0.1), 0.0, pytest.approx(0.1))
+
+
+def test_a_switch_is_fitted_without_the_looped_model_and_without_the_family() -> None:
+    """Beside one looped model runs were measured as with a switch of 0.1, beside the other of 0.3: each is predicted with that
+    of the other, and with its own where nothing else is left."""
+    models = {name: Simulated(Tracks(*track(gpu_ms), 0.0, 0.0), COSTS) for name, gpu_ms in (
+        ("a", 1.0), ("b", 1.5), ("short", 0.5), ("long", 3.0))}
+    learned = SHARING.model_copy(update={"longest_wait_ms": 2.4})
+    runs = [replace(shared(model, "one", [1.0]), background=background, level=1.0)
+            for background in ("s", "l") for model in ("a", "b")]
+    looped = {"s": "short", "l": "long"}
+
+    def beside(place: int, switch_ms: float) -> npt.NDArray[np.float64]:
+        sharing = learned.model_copy(update={"switch_ms": switch_ms})
+        model, other = models[runs[place].model], models[looped[runs[place].background]]
+        return model.beside(in_a_loop(other.run, model.run, sharing), sharing.slice_ms)
+
+    measured = np.array([beside(0, 0.1), beside(1, 0.1), beside(2, 0.3), beside(3, 0.3)])
+    pairs = Pairs(runs, measured, models, {"a": "a", "b": "b"}, looped, [learned] * 4)
+    assert pairs.cases == [0, 1, 2, 3]
+    expected = [beside(0, 0.3), beside(1, 0.3), beside(2, 0.1), beside(3, 0.1)]
+    assert pairs.left_out() == pytest.approx(np.array(expected))
+    alone = Pairs(runs[:1], measured[:1], models, {"a": "a"}, looped, [learned])
+    assert (alone.switch_ms(), alone.left_out()[0]) == (0.1, pytest.approx(beside(0, 0.1)))
+
+
+def test_a_model_in_a_loop_as_another_meets_it() -> None:
+    """A short one has its turn run by run; one longer than the longest turn is cut, the rest of it a turn as well."""
+    sharing = SHARING.model_copy(update={"longest_wait_ms": 2.4, "switch_ms": 0.2})
+
+    def run(gpu_ms: float) -> PipelineTracks:
+        return *track(gpu_ms), COSTS.model_copy(update={"gap_ms": 0.0})
+
+    short, long = (in_a_loop(run(gpu_ms), run(1.0), sharing) for gpu_ms in (0.5, 3.0))
+    assert (short.busy_ms, short.quiet_ms) == (1.0, 0.0)
+    assert short.waits_ms.max() == pytest.approx(0.5 + 0.2, rel=0.05)
+    assert long.waits_ms.max() == pytest.approx(2.4)
+    assert long.waits_ms.min() == pytest.approx(0.8 + 0.2, rel=0.05)
+    assert gpu_work_ms(*run(3.0)) == pytest.approx(3.0)
+    brief = sharing.model_copy(update={"longest_wait_ms": 0.15})  # all that was measured was shorter than a switch
+    assert in_a_loop(run(3.0), run(1.0), brief).waits_ms.max() == pytest.approx(0.4)

@@ -1,0 +1,258 @@
+"""Training: errors on a made-up device with known noise, folds without leaks, and what may not enter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, relu, true_ms, write_dataset, write_workspace
+
+from benchmark.records.files import kernel_table_path
+from training.kernels import estimators
+from training.kernels.roofline import fit_roofline
+from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
+from training.kernels.training_set import TrainingSet, load_training_set, measured_times
+from training.train_kernel_model import LeftOut, cross_validate, train_label, type_errors
+from utils.config import load_config
+from utils.errors import UserError
+from utils.paths import ROOT, Workspace
+
+QUICK = TrainingConfig(folds=3, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=120, learning_rate=0.1, bins=64),
+                       forest=ForestSettings(trees=10))
+LEVELS = {0.0: 0.0, 0.5: 50.0}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> TrainingSet:
+    workspace = Workspace(tmp_path_factory.mktemp("training"))
+    write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(400)}, {}, {}, LEVELS)
+    return load_training_set(workspace, TARGET.name)
+
+
+def test_rows_and_labels(rows: TrainingSet) -> None:
+    assert len(rows) == 800
+    assert set(rows.times_ms) == {"run", "kernel_time"}  # node_span was not measured
+    assert rows.times_ms["kernel_time"] == pytest.approx(0.9 * rows.times_ms["run"])  # median idle, mean under load
+    assert rows.idle.sum() == 400
+    assert set(rows.load[rows.idle][:, 0]) == {rows.idle_load[METRIC]}  # no noise to learn on the idle device
+    assert rows.load[~rows.idle].mean() == pytest.approx(50, abs=1)
+
+
+def test_recovers_the_formula_up_to_its_noise(rows: TrainingSet) -> None:
+    trained = train_label(rows, "run", QUICK)
+    errors = {(e.rows_of, e.type): e for e in trained.errors}
+    everything = errors["idle", "all"]
+    assert everything.kernels == 400
+    assert NOISE * 0.5 < everything.mape < 0.10
+    assert everything.mape < everything.roofline_mape / 2
+    assert errors["under load", "all"].mape < 0.12
+    assert {"Conv", "Relu", "Gemm"} <= {name for _, name in errors}
+
+
+def test_numbers_of_launches_have_no_rows_by_time(rows: TrainingSet) -> None:
+    """As a GPU's dataset holds them, made up: a launch is no millisecond, so none is longer than 20 µs."""
+    launches = (1 + np.arange(len(rows)) % 3).astype(np.float64)
+    counted = replace(rows, times_ms={**rows.times_ms, LAUNCHES: launches})
+    left_out = LeftOut(*(np.full(len(rows), 2.0),) * 4)
+
+    def sets_of(label: str) -> list[str]:
+        return list(dict.fromkeys(e.rows_of for e in type_errors(counted, label, left_out, [], short_ms=0.02)))
+
+    assert sets_of("run") == ["idle", "idle, 20 µs and more", "all levels", "under load"]
+    assert sets_of(LAUNCHES) == ["idle", "all levels", "under load"]
+
+
+def test_load_makes_kernels_slower(rows: TrainingSet) -> None:
+    model = estimators.fit_kernel_model(rows, "run", [], QUICK)
+    idle = rows.rows(rows.idle)
+    without = estimators.predict_rows(model, idle)
+    loaded = model.predict_ms(idle.types, idle.features, np.full((len(idle), 1), 50.0), idle.flops, idle.bytes_moved)
+    assert np.median(loaded / without) == pytest.approx(1.5, rel=0.05)
+
+
+def test_folds_keep_a_kernel_on_one_side(rows: TrainingSet) -> None:
+    folds = estimators.assign_folds(rows.ids, rows.types, 5, seed=7)
+    assert all(len(set(folds[rows.ids == name])) == 1 for name in set(rows.ids))
+    for name in set(rows.types):
+        counts = np.bincount(folds[rows.types == name], minlength=5)
+        assert counts.max() - counts.min() <= 2  # two rows a kernel: at most one kernel more
+
+
+def test_cross_validation_does_not_see_the_answer(rows: TrainingSet) -> None:
+    shuffled = np.random.default_rng(0).permutation(200)
+    noise = {name: float(np.exp(value)) for name, value in zip(sorted(set(rows.ids)), shuffled / 40, strict=False)}
+    times = np.array([noise.get(name, 1.0) for name in rows.ids])  # nothing about a kernel tells its time
+    blind = rows.rows(np.isin(rows.ids, list(noise)))
+    blind.times_ms["run"] = times[np.isin(rows.ids, list(noise))]
+    left_out = cross_validate(blind, "run", [], QUICK)
+    correlation = np.corrcoef(np.log(left_out.shared), np.log(blind.times_ms["run"]))[0, 1]
+    assert abs(correlation) < 0.3
+
+
+def test_a_type_gets_its_own_predictor_only_where_that_helps(rows: TrainingSet) -> None:
+    from training.train_kernel_model import LeftOut, choose_own
+
+    truth = rows.times_ms["run"]
+    conv_rows = rows.types == "Conv"
+    better = LeftOut(shared=truth * 1.2, own=np.where(conv_rows, truth * 1.1, truth * 1.3), forest=truth, roofline=truth)
+    assert choose_own(rows, "run", better, ["Conv", "Relu"]) == ["Conv"]
+
+
+def test_types_are_numbered_by_speed() -> None:
+    codes = estimators.encode_types(["a", "b", "c", "b"], np.array([0.5, 2.0, -1.0, 3.0]))
+    assert codes == {"c": 0.0, "a": 1.0, "b": 2.0}
+
+
+def test_roofline_finds_the_device() -> None:
+    flops, moved = np.array([0.0, 1e6, 1e9, 0.0] * 50), np.array([1e3, 1e3, 1e3, 1e8] * 50)
+    times = np.maximum(flops / 2e7, moved / 1e6) + 0.01
+    roofline = fit_roofline(flops, moved, times)
+    assert roofline.flops_per_ms == pytest.approx(2e7, rel=0.01)
+    assert roofline.bytes_per_ms == pytest.approx(1e6, rel=0.01)
+    assert roofline.scale == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_launch_for_each_table() -> None:
+    nothing, tables = np.zeros(2), np.array([0.0, 4.0])
+    assert estimators.LEAST_LAUNCHES.bound_ms(nothing, nothing, tables).tolist() == [1.0, 5.0]
+    assert estimators.FLAT.bound_ms(nothing, nothing, tables).tolist() == [1.0, 1.0]
+    roofline = fit_roofline(nothing, nothing, np.array([0.001, 0.005]), tables)
+    assert roofline.bound_ms(nothing, nothing, tables) == pytest.approx([0.00108, 0.0054])
+
+
+def test_an_unknown_type_gets_the_scaled_roofline(rows: TrainingSet) -> None:
+    model = estimators.fit_kernel_model(rows.rows(rows.types == "Conv"), "run", [], QUICK)
+    flops, moved = np.array([float(gemm().flops)]), np.array([1e5])
+    time_ms = model.predict_ms(["Gemm"], np.zeros((1, rows.features.shape[1])), np.zeros((1, 1)), flops, moved)
+    bound = model.roofline.bound_ms(flops, moved)
+    assert time_ms == pytest.approx(bound * model.roofline.scale, rel=1e-3)
+    loaded = model.predict_ms(["Gemm"], np.zeros((1, rows.features.shape[1])), np.full((1, 1), 50.0), flops, moved)
+    assert loaded / time_ms == pytest.approx(1.5, rel=0.1)
+
+
+def test_held_out_families_never_enter(workspace: Workspace) -> None:
+    kernels = [conv(side=8 + place) for place in range(4)]
+    owners = {kernels[0].id: ["secretnet18"], kernels[1].id: ["secretnet18", "opennet1"], kernels[2].id: ["opennet1"],
+              kernels[3].id: ["sampled:secretnet"]}
+    write_dataset(workspace, {kernel.id: kernel for kernel in kernels}, owners, {}, LEVELS, held_out=("secretnet",))
+    assert set(load_training_set(workspace, TARGET.name).ids) == {kernels[1].id, kernels[2].id}
+
+
+def test_failed_rows_are_named_and_left_out(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
+    kernels = [conv(side=8 + place) for place in range(4)]
+    write_dataset(workspace, {kernel.id: kernel for kernel in kernels}, {}, {}, LEVELS, failed=[kernels[2].id])
+    rows = load_training_set(workspace, TARGET.name)
+    assert kernels[2].id not in rows.ids
+    assert len(rows) == 6
+    assert "2 crashed" in caplog.text
+    assert kernels[2].id in caplog.text
+
+
+@pytest.mark.parametrize("column", ["Latency_ms", "run_median_ms", "kernel_time_ms"])
+@pytest.mark.parametrize("value", ["-1.5", "0", "inf"])
+def test_impossible_times_are_refused(workspace: Workspace, column: str, value: str) -> None:
+    import pandas as pd
+
+    write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(10)}, {}, {}, LEVELS)
+    path = kernel_table_path(workspace.dataset(TARGET.name))
+    table = pd.read_csv(path, dtype=str)
+    table.loc[3, column] = value
+    table.to_csv(path, index=False)
+    with pytest.raises(UserError, match=rf"line 5: {column} is .*positive"):
+        load_training_set(workspace, TARGET.name)
+
+
+def test_nan_times_are_refused(workspace: Workspace) -> None:
+    write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(10)}, {}, {}, LEVELS, noise=float("nan"))
+    with pytest.raises(UserError, match="line 2: Latency_ms is nan"):
+        load_training_set(workspace, TARGET.name)
+
+
+def test_no_dataset_no_idle_rows_too_few_kernels(workspace: Workspace) -> None:
+    with pytest.raises(UserError, match="collector"):
+        load_training_set(workspace, "nowhere")
+    kernels = {kernel.id: kernel for kernel in (relu(), conv())}
+    write_dataset(workspace, kernels, {}, {}, {0.5: 50.0})
+    with pytest.raises(UserError, match="no idle rows"):
+        load_training_set(workspace, TARGET.name)
+    write_dataset(workspace, kernels, {}, {}, LEVELS)
+    with pytest.raises(UserError, match="2 kernels measured"):
+        train_label(load_training_set(workspace, TARGET.name), "run", QUICK)
+
+
+def test_measured_times_are_the_idle_ones(workspace: Workspace) -> None:
+    kernel = conv()
+    write_dataset(workspace, {kernel.id: kernel}, {}, {}, LEVELS, noise=0.0)
+    found = measured_times(workspace, TARGET.name)
+    assert found == {kernel.id: {"run": pytest.approx(true_ms(kernel)), "kernel_time": pytest.approx(0.9 * true_ms(kernel))}}
+
+
+def test_a_kernel_of_several_machines(workspace: Workspace) -> None:
+    """Three of them, with known ratios: a row for each, in one fold; the look-up takes the median, which is the first's."""
+    import pandas as pd
+
+    kernels = {kernel.id: kernel for kernel in draw_kernels(12)}
+    write_dataset(workspace, kernels, {}, {}, LEVELS, noise=0.0)
+    alone = measured_times(workspace, TARGET.name)
+    path = kernel_table_path(workspace.dataset(TARGET.name))
+    table, times = pd.read_csv(path), ["Latency_ms", "run_median_ms", "kernel_time_ms"]
+    others = [table.assign(Machine=name, **{column: table[column] * ratio for column in times})
+              for name, ratio in (("slow", 1.5), ("fast", 0.9))]
+    pd.concat([table, *others]).to_csv(path, index=False)
+    rows = load_training_set(workspace, TARGET.name)
+    assert len(rows) == 3 * len(table)
+    folds = estimators.assign_folds(rows.ids, rows.types, 3, seed=7)
+    assert all(len(set(folds[rows.ids == name])) == 1 for name in kernels)
+    found = measured_times(workspace, TARGET.name)
+    assert {name: found[name]["run"] for name in kernels} == pytest.approx({name: alone[name]["run"] for name in kernels})
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("fold: 5", r"fold: unknown key; did you mean folds\?"), ("folds: 1", "folds: .*greater than or equal to 2"),
+    ("xgboost: {trees: many}", "xgboost.trees: .*integer"), ("xgboost: {objective: guess}", "squarederror"),
+])
+def test_bad_settings_are_told(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=told):
+        load_config(path, TrainingConfig)
+
+
+def test_the_shipped_settings_are_valid() -> None:
+    assert load_config(ROOT / "training" / "config.yaml", TrainingConfig).folds >= 4
+
+
+def test_the_command(workspace: Workspace) -> None:
+    write_workspace(workspace, sampled=60)
+    settings = workspace.root / "quick.yaml"
+    settings.write_text("folds: 2\nthreads: 1\nxgboost: {trees: 20}\nforest: {trees: 3}\n")
+    command = [sys.executable, "training/train_kernel_model.py", "--workspace", str(workspace.root), "--config", str(settings)]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines()[0].split("\t")[:4] == ["batch", "channels", "height", "width"]
+    assert "type_code" in shown
+    assert f"{METRIC}" in shown
+    assert "forest_MAPE_%" in shown
+    printed = json.loads(subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert printed[0]["target"] == TARGET.name
+    assert printed[0]["errors"]["run"][0]["mape"] > 0
+
+
+def test_a_second_training_on_the_same_rows_is_kept(workspace: Workspace) -> None:
+    write_workspace(workspace)
+    config = workspace.root / "training.yaml"
+    config.write_text("folds: 3\nthreads: 1\nxgboost: {trees: 20}\nforest: {trees: 3}\n")
+    command = [sys.executable, "training/train_kernel_model.py", "--workspace", str(workspace.root), "--config", str(config)]
+
+    def told(*more: str) -> str:
+        return subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, check=True).stderr
+
+    assert "saved" in told()
+    assert "nothing changed since" in told()
+    assert "saved" in told("--force")
+    config.write_text(config.read_text().replace("trees: 20", "trees: 25"))
+    assert "saved" in told()

@@ -1,0 +1,67 @@
+"""What copies and captured graphs cost, found again from made-up models whose costs are known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
+from ort_analysis.records.kernel_record import ModelRecord, Tensor
+from training.composition.fit_pipeline import Tracks
+from training.composition.measured_models import MeasuredModel
+from training.composition.ways_of_running import fit_graph_replay, fit_host_io
+from utils.fingerprint import Flavour
+
+MIB = 2**20
+FLAVOUR = Flavour(execution_provider="cuda", ort_version="1.31")
+REPLAY = PipelineCosts(node_ms=0.0, view_ms=0.0, launch_ms=0.0, start_ms=0.0, gap_ms=0.0007, lead_ms=0.0, end_ms=0.015)
+
+
+def model(name: str, mib_in: float, mib_out: float) -> MeasuredModel:
+    """A model of which only the sizes of its inputs and outputs matter."""
+    def tensor(mib: float) -> Tensor:
+        return Tensor(dtype="uint8", shape=(round(mib * MIB),))
+
+    record = ModelRecord(model=name, sha256="", dims={}, flavour=FLAVOUR, derived=True, inputs={"x": tensor(mib_in)},
+                         outputs={"y": tensor(mib_out)}, weight_bytes=0, opsets={}, kernels={}, nodes=())
+    latency_ms = 1.0 + mib_in
+    return MeasuredModel(record, name[0], latency_ms, host_io_ms=latency_ms + 0.05 + 0.2 * mib_in + 0.4 * mib_out)
+
+
+def test_copies_are_found_again() -> None:
+    models = [model(f"{family}{size}", size, out) for family in "abc" for size, out in ((0.5, 1), (2, 0.1), (9, 3), (30, 1))]
+    models.append(replace(models[0], host_io_ms=math.nan))
+    groups = [one.family for one in models]
+    found = fit_host_io(models, np.array([one.latency_ms for one in models]), groups)
+    assert found is not None
+    assert (found.run_ms, found.in_ms_per_mib, found.out_ms_per_mib) == pytest.approx((0.05, 0.2, 0.4), rel=1e-4)
+    assert found.left_out is not None
+    assert (found.models, found.left_out.mape) == (12, pytest.approx(0.0, abs=1e-6))
+
+
+def test_few_models_tell_nothing() -> None:
+    models = [model(f"a{size}", size, 1) for size in (1, 2, 3)]
+    assert fit_host_io(models, np.ones(3), ["a"] * 3) is None
+
+
+def test_replaying_a_graph_is_found_again() -> None:
+    draw = np.random.default_rng(0)
+    models, tracks = [], []
+    for place in range(24):
+        nodes = int(draw.integers(20, 200))
+        gpu_ms, launches = draw.uniform(0.002, 0.05, nodes), draw.integers(1, 4, nodes).astype(float)
+        moves = np.ones(nodes, dtype=bool)
+        replayed = pipeline_ms(gpu_ms, launches, moves, REPLAY) if place else math.nan
+        models.append(replace(model(f"{'abc'[place % 3]}{place}", 1, 1), cuda_graph_ms=replayed))
+        tracks.append(Tracks(gpu_ms, launches, moves, host_ms=math.nan, latency_ms=3.0))
+    found = fit_graph_replay(models, tracks, [one.family for one in models])
+    assert found is not None
+    assert (found.costs.gap_ms, found.costs.end_ms) == pytest.approx((REPLAY.gap_ms, REPLAY.end_ms), rel=1e-3)
+    assert found.models == 23
+    assert found.left_out is not None
+    assert found.left_out.worst == pytest.approx(0.0, abs=1e-4)
+    assert found.interval is not None
+    assert found.interval.low <= 1.0 <= found.interval.high + 1e-4

@@ -1,0 +1,246 @@
+"""Locks that end with their process, and temporary folders that go with theirs."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmark.collecting.config import CollectorConfig
+from benchmark.collecting.crew import start_crew
+from inference.core.ways import AS_USUAL
+from inference.evaluation.cases import Failures
+from inference.evaluation.here import LoadsHere, MeasuringPlan, measure_all
+from tests.conftest import build_workspace, small_model
+from utils import cli, locks
+from utils.errors import UserError
+from utils.fingerprint import local_target
+from utils.locks import measuring, sole_writer
+from utils.paths import ROOT, Workspace
+from utils.temporary import remove_left_over, temporary_folder
+
+HOLDER = """
+import subprocess, sys, time
+from pathlib import Path
+from utils.locks import measuring, sole_writer
+from utils.temporary import temporary_folder
+with sole_writer(Path(sys.argv[1])), measuring("cpu"), temporary_folder() as folder:
+    (folder / "large").write_bytes(bytes(1000))
+    child = subprocess.Popen(["sleep", "60"])  # outlives its parent
+    print(child.pid, folder, flush=True)
+    time.sleep(60)
+"""
+
+
+@contextmanager
+def holder(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process that holds a folder, the CPU and a temporary folder, and has a child that outlives it."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child, temporary = process.stdout.readline().split()
+    try:
+        yield process, Path(temporary)
+    finally:
+        process.kill()
+        process.wait()
+        os.kill(int(child), 9)
+
+
+def test_the_other_is_named_and_its_locks_die_with_it(tmp_path: Path) -> None:
+    with holder(tmp_path / "data") as (process, _):
+        told = rf"in use by process {process.pid} \(-c .*data, since 20\d\d-.*wait until"
+        for block in (sole_writer(tmp_path / "data"), measuring("cpu")):
+            with pytest.raises(UserError, match=told), block:
+                pass
+        process.kill()
+        process.wait()  # its child lives on
+        with sole_writer(tmp_path / "data"), measuring("cpu"):
+            pass
+
+
+SCRIPTS = {  # each with what it writes or measures
+    "benchmark.collector": ("{dataset}", ["--config", "{config}"]),
+    "benchmark.ort_kernel_runner": ("cpu", ["--model", "anet_b1.onnx"]),
+    "kernel_model.kernel_builder": ("kernel_model/kernel_onnx", []),
+    "kernel_model.kernel_sampler": ("kernel_model/kernel_onnx", ["--count", "1"]),
+    "ort_analysis.fusion_detector": ("ort_analysis/ort_kernel_record", []),
+    "training.train_kernel_model": ("training/predictors", ["--target", "one"]),
+    "training.fit_composition": ("training/predictors", ["--target", "one"]),
+    "training.fit_sharing": ("training/predictors", ["--target", "one"]),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A workspace with one model, its record and its kernels."""
+    workspace = Workspace(tmp_path_factory.mktemp("built"))
+    build_workspace(workspace, {"anet_b1": small_model()})
+    (workspace.root / "config.yaml").write_text("device: cpu\n")
+    return workspace
+
+
+@pytest.mark.parametrize("script", list(SCRIPTS))
+def test_every_script_asks_before_it_writes_or_measures(script: str, built: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, options = SCRIPTS[script]
+    there = {"dataset": str(built.dataset(local_target("cpu").name)), "config": str(built.root / "config.yaml")}
+    options = [option.format(**there) for option in options]
+    monkeypatch.setattr(sys, "argv", [script, "--workspace", str(built.root), "--quiet", *options])
+    with holder(built.root / place.format(**there)) as (process, _), pytest.raises(
+            UserError, match=f"in use by process {process.pid} "):
+        import_module(script).main()
+
+
+def test_whoever_measures_asks_for_the_device(tmp_path: Path) -> None:
+    fitted: Any = SimpleNamespace(target=local_target("cpu"))
+    with holder(tmp_path / "other") as (process, _):
+        with pytest.raises(UserError, match=f"device cpu: it is in use by process {process.pid} "):
+            measure_all([], fitted, AS_USUAL, LoadsHere(), MeasuringPlan(), Workspace(tmp_path), False, Failures())
+        with pytest.raises(UserError, match="in use"), start_crew(CollectorConfig(), "cpu", ()):
+            pass
+
+
+def test_what_a_kill_left_half_written_is_removed(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "below"):
+        folder.mkdir(exist_ok=True)
+        (folder / ".index.a1b2c3.tmp.json").write_text("{")
+        (folder / "index.json").write_text("{}")
+    with sole_writer(tmp_path):
+        assert {path.name for path in tmp_path.rglob("*")} == {"index.json", "below", locks.WRITER}
+
+
+def test_a_process_may_hold_a_lock_several_times_over(tmp_path: Path) -> None:
+    with sole_writer(tmp_path), sole_writer(tmp_path):
+        pass
+    done = subprocess.run([sys.executable, "-c", "import sys; from pathlib import Path; from utils.locks import sole_writer\n"
+                           "with sole_writer(Path(sys.argv[1])): print('mine')", str(tmp_path)],
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "mine\n", done.stderr
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that every user may write, as pytest's own may not be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)
+
+
+@contextmanager
+def another_user() -> Iterator[str]:
+    """This process as `nobody` does, for a while; the name of who it is otherwise."""
+    os.seteuid(pwd.getpwnam("nobody").pw_uid)
+    try:
+        yield pwd.getpwuid(0).pw_name
+    finally:
+        os.seteuid(0)
+
+
+only_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another user")
+
+
+@only_root
+@pytest.mark.parametrize(("mode", "told"), [
+    (0o666, r"this folder is in use by process {pid} \(-c .*; wait until"),
+    (0o644, r"this folder is in use by process {pid} \(-c .* of user {user}; wait until"),
+    (0o600, r"{lock}: can't be read, so whether a process of user {user} is at work can't be told; ask them"),
+])
+def test_the_process_of_another_user_is_named_where_its_lock_can_be_read(mode: int, told: str, shared: Path) -> None:
+    lock = shared / "data" / locks.WRITER
+    with holder(shared / "data") as (process, _):
+        lock.chmod(mode)
+        with another_user() as owner, pytest.raises(UserError, match=told.format(pid=process.pid, user=owner, lock=lock)), \
+                sole_writer(shared / "data"):
+            pass
+
+
+@only_root
+def test_a_lock_that_another_user_left_is_taken_where_it_can_be_written(shared: Path) -> None:
+    lock = shared / locks.WRITER
+    with sole_writer(shared):
+        pass
+    with another_user(), sole_writer(shared):
+        assert f'"pid": {os.getpid()}' in lock.read_text()
+    lock.chmod(0o644)
+    with another_user() as owner, pytest.raises(
+            UserError, match=f"{lock}: can't be written, since it is user {owner}'s; no process holds it: remove it"), \
+            sole_writer(shared):
+        pass
+
+
+@only_root
+def test_a_folder_that_only_another_user_may_write(shared: Path) -> None:
+    (shared / "data").mkdir(mode=0o755)
+    with another_user(), pytest.raises(PermissionError) as raised, sole_writer(shared / "data"):
+        pass
+    assert cli.explain(raised.value).startswith(f"{shared / 'data' / locks.WRITER}: no permission; choose another --workspace")
+
+
+@only_root
+def test_what_another_user_left_half_written_stays_where_only_they_may_remove_it(shared: Path) -> None:
+    left_over = shared / ".index.a1b2c3.tmp.json"
+    left_over.write_text("{")
+    shared.chmod(0o1777)
+    with another_user(), sole_writer(shared):
+        assert left_over.exists()
+    with sole_writer(shared):
+        assert not left_over.exists()
+
+
+def test_a_device_s_lock_is_everybodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(locks.FOLDER_VARIABLE, str(tmp_path))
+    before = os.umask(0o077)
+    try:
+        with measuring("cpu"):
+            assert (tmp_path / "hase-cpu.lock").stat().st_mode & 0o777 == 0o666
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("planted", ["link", "pipe"])
+def test_what_somebody_planted_is_neither_followed_nor_waited_for(planted: str, tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(locks.FOLDER_VARIABLE, str(tmp_path))
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    if planted == "link":
+        (tmp_path / "hase-cpu.lock").symlink_to(precious)
+    else:
+        os.mkfifo(tmp_path / "hase-cpu.lock")
+    with pytest.raises(UserError, match=r"hase-cpu\.lock: can't be locked"), measuring("cpu"):
+        pass
+    assert precious.read_text() == "kept"
+
+
+def test_the_temporary_folder_of_a_dead_process_goes_and_a_living_one_s_stays(tmp_path: Path) -> None:
+    with holder(tmp_path / "one") as (process, temporary), temporary_folder() as own:
+        assert remove_left_over() == []
+        assert (temporary / "large").exists()
+        assert own.is_dir()
+        process.kill()
+        process.wait()
+        assert (temporary / "large").exists()
+        with temporary_folder():
+            assert not temporary.exists()
+        assert own.is_dir()
+    assert not own.exists()
+
+
+def test_a_folder_that_is_just_being_made_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    young, old = tmp_path / "hase-new-young", tmp_path / "hase-new-old"
+    for folder in (young, old):
+        folder.mkdir()
+    os.utime(old, (time.time() - 7200,) * 2)
+    assert remove_left_over() == [old]
+    assert young.is_dir()

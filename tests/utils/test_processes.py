@@ -1,0 +1,65 @@
+"""Work in processes of its own, of which one may crash."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from inference.evaluation import cases as evaluation_cases
+from inference.evaluation.cases import Failures, cases_of
+from ort_analysis import fusion_detector
+from ort_analysis.fusion_detector import write_records
+from ort_analysis.records.kernel_record import ModelRecord
+from tests.conftest import small_model
+from utils.errors import UserError
+from utils.paths import Workspace
+from utils.processes import each_in_a_process
+
+
+def crashes_at(number: int) -> int:
+    """Stands for a damaged model on which ONNX Runtime dies: none that does so is known."""
+    if number in (2, 5):
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return 10 * number
+
+
+def minus(number: int) -> int:
+    return -number
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_one_that_crashes_costs_only_itself(jobs: int) -> None:
+    assert each_in_a_process(crashes_at, range(7), jobs, minus, "working") == [0, 10, -2, 30, 40, -5, 60]
+
+
+def analyzed_or_dead(workspace: Workspace, device: str, static: bool,
+                     one: tuple[Path, dict[str, int]]) -> ModelRecord | UserError:
+    """Analyses a model, and dies at those that are called so."""
+    if one[0].stem == "dies":
+        os.kill(os.getpid(), signal.SIGABRT)
+    return fusion_detector.write_record(workspace, one[0], device, one[1], static)
+
+
+def recorded_or_dead(execution_provider: str, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
+    if sized[0].stem == "dies":
+        os.kill(os.getpid(), signal.SIGABRT)
+    from inference.core.sources import record_of
+
+    return record_of(sized[0], execution_provider, sized[1], static)
+
+
+def test_folder_runs_survive_a_crash(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [workspace.root / f"{name}.onnx" for name in ("a", "b", "dies", "z")]
+    for path in paths:
+        path.write_bytes(small_model().SerializeToString())
+    monkeypatch.setattr(fusion_detector, "_write_one", analyzed_or_dead)
+    found = write_records(workspace, [(path, {}) for path in paths], "cpu", 1)
+    assert [isinstance(one, ModelRecord) for one in found] == [True, True, False, True]
+    assert "takes ONNX Runtime down" in str(found[2])
+    monkeypatch.setattr(evaluation_cases, "_analysed", recorded_or_dead)
+    failures = Failures()
+    assert [case.record.model for case in cases_of(paths, {}, "cpu", failures)] == ["a", "b", "z"]
+    assert list(failures) == ["dies.onnx"]

@@ -1,0 +1,196 @@
+"""Names and places that files tell of: none leads out of the workspace or to what is no plain file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from pydantic import TypeAdapter, ValidationError
+
+from benchmark.runtimes.ort.runner import open_runner
+from inference.core.sources import record_of
+from kernel_model.building.kernel_models import built_kernel, read_kernels
+from ort_analysis.graph.analysis import analyze
+from ort_analysis.records.kernel_record import record_name
+from ort_analysis.records.reading import index_path, load_record, record_path
+from tests.conftest import build_workspace, small_model
+from training.kernels.sidecar import read_sidecar, sidecar_path
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import flavour_of
+from utils.paths import ROOT, SHIPPED, Workspace
+from utils.safe_names import LONGEST_BYTES, FileName, as_file_name
+
+NAME = TypeAdapter(FileName)
+BAD_NAMES = ("../../x", "/etc/x", "..", ".", "", "a/b", "a\\b", "a\0b", "a\nb", "\ud800", "x" * 300)
+GOOD_NAMES = ("Conv_Add_Relu_56x56_in16x64x56x56_k3s1g1_fp32_1a2b3c4d", "resnet18@batch=16,height=224", "a.b", "größe", "..a")
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match="can't be the name of a file"):
+        NAME.validate_python(name)
+    assert NAME.validate_python(as_file_name(name))
+
+
+@pytest.mark.parametrize("name", GOOD_NAMES)
+def test_usual_names_stay_as_they_are(name: str) -> None:
+    assert NAME.validate_python(name) == as_file_name(name) == name
+
+
+def test_long_names_stay_apart() -> None:
+    one, other = as_file_name("x" * 300), as_file_name("x" * 301)
+    assert one != other
+    assert len(one.encode()) <= LONGEST_BYTES
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    workspace = Workspace(tmp_path_factory.mktemp("built"))
+    build_workspace(workspace, {"anet_b1": small_model()})
+    return workspace
+
+
+def renamed(source: Path, to: Path, old: str, new: str) -> Path:
+    """A copy of a JSON file in which the string `old` is `new` wherever it stands; without a digest, as an attacker would."""
+    def walk(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {new if key == old else key: walk(one) for key, one in value.items() if key != files.DIGEST}
+        return [walk(one) for one in value] if isinstance(value, list) else new if value == old else value
+
+    to.write_text(json.dumps(walk(json.loads(source.read_text()))))
+    return to
+
+
+@pytest.mark.parametrize("which", ["record", "index"])
+def test_a_kernel_s_id_writes_nothing_outside_the_workspace(which: str, built: Workspace, tmp_path: Path) -> None:
+    flavour = flavour_of("cpu")
+    record = load_record(record_path(built, flavour, "anet_b1"))
+    source = index_path(built, flavour) if which == "index" else record_path(built, flavour, "anet_b1")
+    planted = renamed(source, tmp_path / "planted.json", next(iter(record.kernels)), "../../../kernel")
+    inside = tmp_path / "a" / "b" / "workspace"
+    inside.mkdir(parents=True)
+    command = ["kernel_model/kernel_builder.py", "--record", str(planted), "--workspace", str(inside)]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "can't be the name of a file" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("*.onnx"))
+
+
+def test_a_built_kernel_s_description_is_checked(built: Workspace, tmp_path: Path) -> None:
+    path = next((built.kernel_onnx / flavour_of("cpu").name).glob("Conv*.onnx"))
+    planted = tmp_path / "planted.onnx"
+    planted.write_bytes(path.read_bytes().replace(f'"id":"{path.stem}"'.encode(), f'"id":"{"/" * len(path.stem)}"'.encode()))
+    for read in (built_kernel, open_runner):
+        with pytest.raises(UserError, match=r"planted\.onnx: the description of its kernel is damaged"):
+            read(planted)
+
+
+@pytest.mark.parametrize(("old", "new"), [("anet_b1", "../x"), ("cpu", "../../cpu"), ("1.31", "/tmp/1.31")])
+def test_a_model_s_and_a_flavour_s_name_are_checked(old: str, new: str, built: Workspace, tmp_path: Path) -> None:
+    planted = renamed(record_path(built, flavour_of("cpu"), "anet_b1"), tmp_path / "planted.json", old, new)
+    with pytest.raises(UserError, match="can't be the name of a file"):
+        read_kernels(planted)
+
+
+def test_a_sidecar_s_files_lie_beside_it(tmp_path: Path) -> None:
+    source = sidecar_path(next(SHIPPED.glob("*")))
+    measured = json.loads(source.read_text())["measured"]
+    renamed(source, sidecar_path(tmp_path), measured, "../../measured.json.xz")
+    with pytest.raises(UserError, match=r"damaged at measured: .*can't be the name of a file"):
+        read_sidecar(tmp_path)
+
+
+def test_names_that_models_bring_are_made_fit(tmp_path: Path) -> None:
+    proto = small_model(batch="batch/2")
+    proto.graph.name = "encoder/layer"
+    record = analyze(proto, "cpu", {"batch/2": 1})
+    assert record.model == "encoder_layer@batch_2=1,dynamic"
+    assert len(record_name("x" * 200, {"some_dimension_with_a_long_name": 1, "another_dimension": 2}).encode()) <= LONGEST_BYTES
+
+
+# weights in other files --------------------------------------------------------------------------------------------------
+
+def with_weights_in(folder: Path, location: str, inside: str = "initializer") -> Path:
+    """y = x + w, where w lies in `location`: as an initializer, or in a Constant within a branch of an If."""
+    weight = numpy_helper.from_array(np.ones(256, dtype=np.float32), "w")
+    weight.ClearField("raw_data")
+    weight.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", "0"), ("length", "1024")):
+        weight.external_data.append(onnx.StringStringEntryProto(key=key, value=value))
+    nodes = [helper.make_node("Add", ["x", "w"], ["y"])]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [256]) for name in "xy")
+    if inside == "initializer":
+        graph = helper.make_graph(nodes, "add", [x], [y], [weight])
+    else:
+        branch = helper.make_graph([helper.make_node("Constant", [], ["w"], value=weight), *nodes], "branch", [], [y])
+        graph = helper.make_graph([helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch)], "if",
+                                  [helper.make_tensor_value_info("c", TensorProto.BOOL, []), x], [y])
+    path = folder / "model.onnx"
+    path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10).SerializeToString())
+    return path
+
+
+@pytest.mark.parametrize("inside", ["initializer", "branch"])
+@pytest.mark.parametrize("location", ["/etc/passwd", "../weights.bin", "link.bin", "pipe", "/dev/zero",
+                                      "folder/../../weights.bin", "folder", "none.bin"])
+def test_weights_elsewhere_are_refused_and_never_opened(location: str, inside: str, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    (folder / "folder").mkdir(parents=True)
+    (tmp_path / "weights.bin").write_bytes(bytes(1024))
+    (folder / "link.bin").symlink_to(tmp_path / "weights.bin")
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(UserError, match=r"outside its own folder|a plain file is expected|missing from"):
+        record_of(with_weights_in(folder, location, inside), "cpu")
+
+
+def test_weights_beside_a_model_that_is_a_link_are_found(tmp_path: Path) -> None:
+    store, shown = tmp_path / "store", tmp_path / "shown"
+    store.mkdir()
+    shown.mkdir()
+    with_weights_in(store, "weights.bin").rename(store / "1a2b")
+    (store / "3c4d").write_bytes(np.ones(256, dtype=np.float32).tobytes())
+    (shown / "model.onnx").symlink_to(store / "1a2b")  # as a download cache lays a model out
+    (shown / "weights.bin").symlink_to(store / "3c4d")
+    assert record_of(shown / "model.onnx", "cpu").kernels
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_a_model_is_a_plain_file(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path = Path("/dev/zero")
+    with pytest.raises(UserError, match="a plain file is expected"):
+        record_of(path, "cpu")
+
+
+# damage that leaves valid JSON -------------------------------------------------------------------------------------------
+
+def test_a_number_that_changed_in_a_record_is_noticed(built: Workspace, tmp_path: Path) -> None:
+    text = record_path(built, flavour_of("cpu"), "anet_b1").read_text()
+    changed = tmp_path / "record.json"
+    number = next(line for line in text.splitlines() if '"flops"' in line and "0" in line)
+    changed.write_text(text.replace(number, number.replace("0", "1"), 1))
+    with pytest.raises(UserError, match="damaged or changed by hand"):
+        load_record(changed)
+    changed.write_text(json.dumps(json.loads(text)))  # laid out otherwise
+    assert load_record(changed).model == "anet_b1"
+
+
+def test_what_ships_carries_digests() -> None:
+    for path in SHIPPED.glob("*/*.json"):
+        document = files.read_json(path)
+        assert document.pop(files.DIGEST) == files.digest_of(document), path

@@ -1,0 +1,1 @@
+"""What the predictors are compared with."""

@@ -1,0 +1,84 @@
+"""nn-Meter's random forests, to compare with: one for each class of kernel, on raw shapes.
+
+After nn-Meter (Zhang et al., MobiSys 2021; the settings are those of its published predictors' trainer). Its features know
+no batch, being made for phones; here the batch is the first of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmark.records.labels import GPU_LABEL
+from training.kernels.estimators import side_by_side
+from training.kernels.features import FEATURES, kernel_features
+from training.kernels.predictors import leaves_gpu_idle
+from training.kernels.settings import TrainingConfig
+from training.kernels.training_set import TrainingSet
+
+if TYPE_CHECKING:
+    from training.composition.measured_models import MeasuredModel
+
+Floats = npt.NDArray[np.float64]
+MOST_KERNELS = 6000  # of one class that a forest learns from, drawn at random; nn-Meter itself samples about as many
+SIZES = ("batch", "height", "width", "channels", "out_channels", "kernel_height", "stride", "log_flops", "log_weights")
+FORESTS: dict[str, tuple[tuple[int, int, float], tuple[str, ...]]] = {  # class: (trees, depth, features a split), features
+    "conv": ((550, 80, 5), SIZES),
+    "dwconv": ((240, 40, 7), SIZES),
+    "fc": ((330, 70, 4), ("m", "n", "k", "log_flops")),
+    "pool": ((370, 50, 5), ("batch", "height", "width", "channels", "out_channels", "kernel_height", "stride")),
+    "add": ((570, 50, 3), ("batch", "height", "width", "channels")),
+    "concat": ((690, 100, 5), ("batch", "height", "width", "channels", "out_channels", "inputs")),
+    "relu": ((190, 50, 2), ("batch", "height", "width", "channels")),
+    "others": ((370, 50, 1.0), ("batch", "height", "width", "channels")),
+}
+
+
+def kernel_class(kernel_type: str, depthwise: bool) -> str:
+    """Which of nn-Meter's forests is a kernel's."""
+    if kernel_type.startswith("Conv"):
+        return "dwconv" if depthwise else "conv"
+    if kernel_type in ("Gemm", "MatMul", "FusedMatMul"):
+        return "fc"
+    if "Pool" in kernel_type:
+        return "pool"
+    return {"Add": "add", "Concat": "concat", "Relu": "relu"}.get(kernel_type, "others")
+
+
+def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str],
+                        config: TrainingConfig) -> dict[str, dict[str, float]]:
+    """For each model, its kernels' GPU times in ms by id, by forests that saw nothing of its family."""
+    from sklearn.ensemble import RandomForestRegressor
+
+    from training.composition.left_out import Fold, by_model, folds_of
+
+    rows = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]))
+    depthwise = FEATURES.index("depthwise")
+    classes = np.array([kernel_class(name, bool(flag)) for name, flag in zip(
+        rows.types, rows.features[:, depthwise] > 0, strict=True)])
+
+    def one_fold(fold: Fold) -> dict[str, dict[str, float]]:
+        features = {name: np.array(kernel_features(kernel)) for name, kernel in fold.kernels.items()}
+        median = float(np.median(rows.times_ms[GPU_LABEL][fold.seen]))  # for a class that only these models have
+        times = {name: 0.0 if leaves_gpu_idle(kernel, GPU_LABEL) else median for name, kernel in fold.kernels.items()}
+        generator = np.random.default_rng(config.seed)
+        for name, ((trees, depth, split), wanted) in FORESTS.items():
+            columns = [FEATURES.index(feature) for feature in wanted]
+            mine = [kernel.id for kernel in fold.kernels.values() if times[kernel.id] and kernel_class(
+                kernel.type, bool(features[kernel.id][depthwise])) == name]
+            learned = np.flatnonzero(fold.seen & (classes == name))
+            if not mine or not len(learned):
+                continue
+            learned = generator.permutation(learned)[:MOST_KERNELS]
+            share = min(split, len(columns)) if isinstance(split, int) else split
+            forest = RandomForestRegressor(n_estimators=trees, max_depth=depth, max_features=share, random_state=10, n_jobs=1)
+            forest.fit(rows.features[learned][:, columns], rows.times_ms[GPU_LABEL][learned])
+            found = forest.predict(np.array([features[kernel_id][columns] for kernel_id in mine]))
+            times |= dict(zip(mine, found.tolist(), strict=True))
+        return by_model(fold, times)
+
+    folds = folds_of(rows, models, groups, "family", config.folds)
+    return {name: times for part in side_by_side(one_fold, folds, config.workers) for name, times in part.items()}

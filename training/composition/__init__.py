@@ -1,0 +1,1 @@
+"""How kernel times make a model's time."""

@@ -1,0 +1,122 @@
+"""Fits a model's time to its kernels' times, by label and way of adding them up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from training.composition.fitted import COVERAGE, Candidate, Interval, Kind, Line, latency_ms
+
+Floats = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+LEAST_FOR_INTERVAL = 20  # left-out models; with fewer, the outermost error is no 95th percentile
+NODE_MARGIN = 0.9  # with γ, a candidate must err this much less than without: few models fit three constants too well
+MODELS_FOR_NODES = 5  # fewer can't tell γ from α and β
+
+
+def fit_line(sums_ms: Floats, measured_ms: Floats, nodes: Floats | None = None) -> Line:
+    """The line that minimises Σ(latency / measured − 1)², with α > 0 and β ≥ 0.
+
+    β and γ are 0 where too few different models are there to tell them from α.
+
+    Args:
+        sums_ms: Σ of each model, positive.
+        measured_ms: its latency, positive.
+        nodes: its number of working nodes; None for a line without γ.
+    """
+    ratio, inverse = sums_ms / measured_ms, 1.0 / measured_ms
+    ones = np.ones(len(sums_ms))
+    if nodes is not None and len(set(sums_ms.tolist())) >= MODELS_FOR_NODES:
+        per_node = nodes / measured_ms
+        (alpha, gamma, beta), *_ = np.linalg.lstsq(np.column_stack([ratio, per_node, inverse]), ones, rcond=None)
+        if beta < 0:
+            (alpha, gamma), *_ = np.linalg.lstsq(np.column_stack([ratio, per_node]), ones, rcond=None)
+            beta = 0.0
+        if alpha > 0:
+            return Line(float(alpha), float(beta), float(gamma))
+    if len(set(sums_ms.tolist())) > 1:
+        (alpha, beta), *_ = np.linalg.lstsq(np.column_stack([ratio, inverse]), ones, rcond=None)
+        if alpha > 0 and beta >= 0:
+            return Line(float(alpha), float(beta))
+    return Line(float(ratio.sum() / (ratio @ ratio)), 0.0)
+
+
+def each_left_out(groups: Sequence[str], fit_and_predict: Callable[[Mask, Mask], Floats | Sequence[float]]) -> Floats:
+    """Each model's latency by what was fitted without its group.
+
+    Args:
+        groups: of each model.
+        fit_and_predict: given which models to fit to and which to predict, the latencies of the latter.
+    """
+    labels = np.array(groups)
+    predicted = np.empty(len(labels))
+    for group in set(groups):
+        out = labels == group
+        predicted[out] = fit_and_predict(~out, out)
+    return predicted
+
+
+def leave_out(sums_ms: Floats, measured_ms: Floats, groups: Sequence[str], nodes: Floats | None = None) -> Floats:
+    """Each model's latency by a line fitted without its group."""
+    counts = np.zeros(len(groups)) if nodes is None else nodes
+
+    def fit_and_predict(fit: Mask, out: Mask) -> Floats:
+        line = fit_line(sums_ms[fit], measured_ms[fit], None if nodes is None else nodes[fit])
+        return latency_ms(line, sums_ms[out], counts[out])
+
+    return each_left_out(groups, fit_and_predict)
+
+
+def interval_of(predicted_ms: Floats, measured_ms: Floats, groups: Sequence[str]) -> Interval | None:
+    """The interval that the errors of left-out models tell of; None for fewer than LEAST_FOR_INTERVAL.
+
+    A split-conformal interval (Lei et al., Distribution-free predictive inference for regression, 2018) on the ratio of
+    measured to predicted: the outer tenths of the ratios, with the correction for their number, are cut off.
+    """
+    ratios = measured_ms / predicted_ms
+    if len(ratios) < LEAST_FOR_INTERVAL:
+        return None
+
+    def bounds(of: Floats) -> tuple[float, float]:
+        tail = (1.0 - COVERAGE) / 2
+        upper = min(np.ceil((len(of) + 1) * (1.0 - tail)) / len(of), 1.0)
+        return float(np.quantile(of, 1.0 - upper)), float(np.quantile(of, upper))
+
+    inside, labels = [], np.array(groups)
+    for group in sorted(set(groups)):
+        low, high = bounds(ratios[labels != group])
+        inside += ((ratios[labels == group] >= low) & (ratios[labels == group] <= high)).tolist()
+    low, high = bounds(ratios)
+    return Interval(low=low, high=high, coverage=float(np.mean(inside)))
+
+
+def fit_candidate(label: str, kind: Kind, sums_ms: Floats, measured_ms: Floats, nodes: Floats,
+                  groups: Sequence[str] | None) -> tuple[Candidate, Floats]:
+    """One candidate with its errors, and the latency that it gives each model (left out, where `groups` says how)."""
+    counted = nodes if kind == "sum_nodes" else None
+    line = fit_line(sums_ms, measured_ms, counted)
+    fitted = latency_ms(line, sums_ms, nodes)
+    predicted = fitted if groups is None else leave_out(sums_ms, measured_ms, groups, counted)
+    errors = np.abs(predicted / measured_ms - 1)
+    return Candidate(
+        label=label, kind=kind, alpha=line.alpha, beta_ms=line.beta_ms, node_ms=line.node_ms,
+        cv_mape=float(errors.mean()) if groups is not None else None,
+        cv_max=float(errors.max()) if groups is not None else None,
+        fit_mape=float(np.abs(fitted / measured_ms - 1).mean()), plain_mape=float(np.abs(sums_ms / measured_ms - 1).mean()),
+    ), predicted
+
+
+def best(candidates: Sequence[Candidate]) -> int:
+    """The position of the candidate that errs least in cross-validation (in the fit, where there was none).
+
+    One with a constant more must err less by NODE_MARGIN. Between equals the first wins: the longest path of a chain is
+    its sum, and the sum is what serial execution means.
+    """
+    def error(place: int) -> tuple[float, int]:
+        candidate = candidates[place]
+        found = candidate.fit_mape if candidate.cv_mape is None else candidate.cv_mape
+        return round(found / NODE_MARGIN if candidate.kind == "sum_nodes" else found, 6), place
+
+    return min(range(len(candidates)), key=error)

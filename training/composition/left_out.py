@@ -1,0 +1,117 @@
+"""Kernel times of models whose family the predictors have not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from training.composition.measured_models import MeasuredModel
+from utils.logger import get_logger
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from ort_analysis.records.kernel_record import Kernel
+    from training.composition.measured_models import TimesOfModels
+    from training.kernels.estimators import TimePredictor
+    from training.kernels.settings import TrainingConfig
+    from training.kernels.training_set import TrainingSet
+
+log = get_logger("composition")
+LEAST_KERNELS = 20  # fewer left to learn from when a family is left out, and predictions would mean nothing
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Some groups left out together.
+
+    Attributes:
+        groups: their names.
+        models: theirs.
+        kernels: of these models, by id.
+        seen: which rows of the training set know nothing of them.
+    """
+
+    groups: frozenset[str]
+    models: tuple[MeasuredModel, ...]
+    kernels: dict[str, Kernel]
+    seen: npt.NDArray[np.bool_]
+
+
+def folds_of(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: str,
+             most: int) -> list[Fold]:
+    """Every group left out once, in at most `most` folds: several groups share one where there are more.
+
+    With families left out, no kernel that was sampled near a family's shapes is seen either.
+    """
+    import numpy as np
+
+    names = sorted(set(groups))
+    found = []
+    for fold in range(min(most, len(names))):
+        out = frozenset(name for place, name in enumerate(names) if place % most == fold)
+        held = tuple(model for model, group in zip(models, groups, strict=True) if group in out)
+        kernels = {kernel.id: kernel for model in held for kernel in model.record.kernels.values()}
+        seen = ~np.isin(rows.ids, list(kernels))
+        if left_out == "family":
+            seen &= np.array([not (families & out) for families in rows.families])
+        found.append(Fold(out, held, kernels, seen))
+    return found
+
+
+def by_model(fold: Fold, times_ms: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The times of a fold's kernels (by id) for each of its models."""
+    return {model.record.model: {name: times_ms[name] for name in model.record.kernels} for model in fold.models}
+
+
+def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: str, label: str,
+                        own: Sequence[str], config: TrainingConfig,
+                        learn: Callable[[TrainingSet], TimePredictor] | None = None) -> dict[str, dict[str, float]]:
+    """For each model, its kernels' idle times in ms by id, predicted by a training that saw none of them (see `folds_of`).
+
+    Args:
+        rows: to learn from.
+        models, groups, left_out: as of `left_out_groups`.
+        label: whose times.
+        own: kernel types with predictors of their own.
+        config: of the training.
+        learn: another training than Hase's own, given the rows of a fold.
+    """
+    import numpy as np
+
+    from training.kernels.estimators import fit_kernel_model, predict_kernels, side_by_side
+    from training.kernels.features import kernel_features
+    from training.kernels.predictors import leaves_gpu_idle
+
+    rows = rows.rows(np.isfinite(rows.times_ms[label]))
+    idle_load = list(rows.idle_load.values())
+
+    def one_fold(fold: Fold) -> dict[str, dict[str, float]]:
+        seen = fold.seen
+        if len(set(rows.ids[seen])) < LEAST_KERNELS:
+            log.warning("%s: too few kernels are left to learn from without %s; its kernels stay in the training, so the "
+                        "errors below flatter", label, ", ".join(sorted(fold.groups)))
+            seen = np.ones(len(rows), dtype=bool)
+        fitted: TimePredictor = (
+            learn(rows.rows(seen)) if learn else fit_kernel_model(rows.rows(seen), label, own, config))
+        listed = list(fold.kernels.values())
+        times = predict_kernels(fitted, listed, np.array([kernel_features(kernel) for kernel in listed]), idle_load)
+        return by_model(fold, {kernel.id: 0.0 if leaves_gpu_idle(kernel, label) else float(time)
+                               for kernel, time in zip(listed, times, strict=True)})
+
+    folds = folds_of(rows, models, groups, left_out, config.folds)
+    return {name: times for part in side_by_side(one_fold, folds, config.workers) for name, times in part.items()}
+
+
+def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:
+    """Errors of the kernels of all models, each once a family, in per cent: plain, median, weighted by the time they take."""
+    import numpy as np
+
+    pairs = {(kernel, round(time, 9)): (time, measured[kernel][label]) for times in out_of_fold.values()
+             for kernel, time in times.items() if time and label in measured.get(kernel, {})}
+    predicted, times = np.array(list(pairs.values())).T
+    errors = np.abs(predicted / times - 1)
+    return {"MAPE_%": 100 * float(errors.mean()), "median_%": 100 * float(np.median(errors)),
+            "time_weighted_MAPE_%": 100 * float((errors * times).sum() / times.sum()), "kernels": len(pairs)}

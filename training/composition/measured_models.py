@@ -1,0 +1,120 @@
+"""Models that were measured and are in the fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.paths import Workspace, targets_in
+
+if TYPE_CHECKING:
+    from ort_analysis.records.kernel_record import ModelRecord
+    from training.composition.fit_pipeline import Tracks
+    from training.kernels.sidecar import Sidecar
+
+log = get_logger("composition")
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A model of the fit: its record, its family, its idle latency; and where they are known (else NaN) the host's time of a
+    run, and the latency with numpy arrays in and out and as a CUDA graph; all ms. And how many times longer than usual the
+    host took meanwhile."""
+
+    record: ModelRecord
+    family: str
+    latency_ms: float
+    host_ms: float = math.nan
+    host_io_ms: float = math.nan
+    cuda_graph_ms: float = math.nan
+    pace: float = 1.0
+
+
+def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list[MeasuredModel]:
+    """The models of the dataset that may enter the fit: measured idle, with a record, of no held-out family, without Loop,
+    If and Scan.
+
+    Raises:
+        UserError: there is none.
+    """
+    from benchmark.records.host_pace import idle_models
+    from benchmark.records.labels import COLLECT
+    from benchmark.records.reading import load_model_table
+    from ort_analysis.records.kernel_costs import is_control_flow
+    from ort_analysis.records.kernel_record import REMAKE, family
+    from ort_analysis.records.reading import load_record, record_path
+
+    found = []
+    for name, times in idle_models(load_model_table(workspace, target)).iterrows():
+        if family(str(name)) in sidecar.held_out:
+            continue
+        path = record_path(workspace, sidecar.target.flavour, str(name))
+        if not path.is_file():
+            log.warning("%s: measured, but has no record (%s); left out. Make it with: %s", name, path, REMAKE)
+            continue
+        record = load_record(path)
+        if any(is_control_flow(kernel) for kernel in record.kernels.values()):
+            log.info("%s: holds Loop, If or Scan, whose own costs are stated and not fitted; left out", name)
+            continue
+        found.append(MeasuredModel(record, family(str(name)), *(float(times[column]) for column in (
+            "median_ms", "host_ms", "host_io_ms", "cuda_graph_ms", "pace"))))
+    if not found:
+        raise UserError(f"{target}: no idle latency of a model that may enter the fit; measure models with: {COLLECT}")
+    return found
+
+
+def left_out_groups(models: Sequence[MeasuredModel]) -> tuple[Literal["family", "model", "nothing"], list[str]]:
+    """What is left out at a time, and each model's group: its family, or itself where there is one family only."""
+    if len({model.family for model in models}) > 1:
+        return "family", [model.family for model in models]
+    return ("model" if len(models) > 1 else "nothing"), [model.record.model for model in models]
+
+
+TimesOfModels = Mapping[str, Mapping[str, float]]  # by model and kernel id
+
+
+def known_times(out_of_fold: Mapping[str, TimesOfModels], measured: TimesOfModels) -> dict[str, TimesOfModels]:
+    """The times by label, model and kernel id that were predicted out of fold, measured ones (by kernel id and label) in
+    their place; a kernel that leaves the GPU idle keeps its zero."""
+    return {label: {model: {name: measured.get(name, {}).get(label, time) if time else time for name, time in times.items()}
+                    for model, times in models.items()}
+            for label, models in out_of_fold.items()}
+
+
+def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[str, float]) -> Tracks:
+    """A model's two tracks from its kernels' GPU times (ms) and launches by id."""
+    import numpy as np
+
+    from graph_model.simulation.pipeline import node_kind
+    from training.composition.fit_pipeline import Tracks
+
+    kernels = [model.record.kernel_of(node) for node in model.record.nodes]
+    return Tracks(
+        gpu_ms=np.array([gpu_ms[kernel.id] for kernel in kernels]),
+        launches=np.array([launches[kernel.id] for kernel in kernels]),
+        kinds=np.array([node_kind(kernel) for kernel in kernels], dtype=int),
+        host_ms=model.host_ms, latency_ms=model.latency_ms, pace=model.pace)
+
+
+def models_sha256(workspace: Workspace, target: str) -> str:
+    """The hash of the table of models' latencies of a target."""
+    from benchmark.records.files import model_table_path
+    from utils import files
+
+    return files.sha256(model_table_path(workspace.dataset(target)))
+
+
+def targets(workspace: Workspace) -> list[str]:
+    """Every target that has predictors.
+
+    Raises:
+        UserError: none has.
+    """
+    from training.kernels.sidecar import TRAIN, sidecar_path
+
+    return targets_in(workspace.predictors(""), sidecar_path(Path()).name, f"no predictors; train them with: {TRAIN}")

@@ -1,0 +1,1 @@
+"""What predicts a kernel's time."""

@@ -1,0 +1,94 @@
+"""Boosters in a file that names no class."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from training.kernels.sidecar import TRAIN
+from utils.errors import UserError
+
+if TYPE_CHECKING:
+    import xgboost
+
+BOOSTER_COMPRESSION = 9  # zlib's: lzma saves a quarter more and takes three times as long to read
+UNREAD_ARRAYS = re.compile(rb"(?:base_weights|loss_changes|sum_hessian)\[\$d#([UiIlL])")  # of a tree, as UBJSON names them
+COUNT_FORMATS = {b"U": ">B", b"i": ">b", b"I": ">h", b"l": ">i", b"L": ">q"}  # UBJSON's whole numbers
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds plain data alone: a pickle can otherwise name, and so run, anything that is installed."""
+
+    def __init__(self, data: bytes, where: Path) -> None:
+        super().__init__(io.BytesIO(data))
+        self.where = where
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise UserError(f"{self.where}: refused: it holds {module}.{name}, which no saved predictor does; "
+                        f"don't use this file, train anew: {TRAIN}")
+
+
+class SavedBoosters(Mapping[str, "xgboost.Booster"]):
+    """The boosters in the bytes of a saved predictor, by name. Each is read when it is first asked for, and predicts with one
+    thread.
+
+    Raises:
+        UserError: the bytes name a class, or are no pickled boosters; from a look-up: what lies under the name is none.
+    """
+
+    def __init__(self, data: bytes, where: Path) -> None:
+        try:
+            packed = _Unpickler(data, where).load()
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a pickle that is none can fail in any way
+            raise UserError(f"{where}: not a saved predictor ({error}); train again: {TRAIN}") from None
+        if not isinstance(packed, dict) or not all(isinstance(member, bytes) for member in packed.values()):
+            raise UserError(f"{where}: not a saved predictor; train again: {TRAIN}")
+        self._packed: dict[str, bytes] = packed
+        self._read: dict[str, xgboost.Booster] = {}
+        self._where = where
+
+    def __getitem__(self, name: str) -> xgboost.Booster:
+        if name not in self._read:
+            self._read[name] = self._open(self._packed[name])
+        return self._read[name]
+
+    @property
+    def opened(self) -> set[str]:
+        """The names of those that were read."""
+        return set(self._read)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._packed)
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def _open(self, packed: bytes) -> xgboost.Booster:
+        import xgboost
+
+        try:
+            booster = xgboost.Booster(model_file=bytearray(zlib.decompress(packed)))
+        except (zlib.error, xgboost.core.XGBoostError, ValueError) as error:
+            raise UserError(f"{self._where}: not a saved predictor ({error}); train again: {TRAIN}") from None
+        booster.set_param({"nthread": 1})  # a few dozen rows: starting threads would take longer than predicting
+        return booster
+
+
+def pack_booster(booster: xgboost.Booster) -> bytes:
+    """A booster for `SavedBoosters`: XGBoost's own UBJSON, what no prediction reads set to zero, compressed."""
+    saved = booster.save_raw("ubj")
+    at = 0
+    while found := UNREAD_ARRAYS.search(saved, at):
+        count_format = COUNT_FORMATS[found.group(1)]
+        start = found.end() + struct.calcsize(count_format)
+        at = start + 4 * struct.unpack_from(count_format, saved, found.end())[0]
+        saved[start:at] = bytes(at - start)
+    return zlib.compress(saved, BOOSTER_COMPRESSION)

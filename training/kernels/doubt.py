@@ -1,0 +1,220 @@
+"""How far off the time of a kernel may be that nothing was learned of: true over estimated time, kept as `doubt.json`.
+
+A kernel whose operator was never measured gets the scaled roofline. How wrong that is, the operators that were measured tell:
+each is left out in turn, so that nothing of it enters the scale, and its measured times are compared with the estimate. The
+range of a class of operators (element by element, reduction, …) reaches from the least of its operators' 5th percentiles to the
+greatest of their 95th. A class of which fewer than LEAST_OPERATORS were measured reaches at least as far as DEFAULT_RANGES.
+
+The file also lists the forms (element type and rank) in which each operator was measured: an operator that is known in another
+form only is predicted, but with less trust. History of the schema: version 1 is the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ort_analysis.records.kernel_record import Frozen, Kernel
+from training.kernels.estimators import LEAST_LAUNCHES, TABLES
+from training.kernels.features import CONVOLUTIONS
+from training.kernels.roofline import fit_roofline
+from training.kernels.settings import LAUNCHES
+from utils import files
+from utils.paths import Workspace
+
+if TYPE_CHECKING:
+    from training.kernels.training_set import TrainingSet  # brings pandas, which a prediction does without
+
+DOUBT_VERSION = 1
+FILE = "doubt.json"
+FIT = "python training/fit_doubt.py"
+LEAST_OPERATORS = 3
+TAIL = 0.05  # cut off at each end of an operator's ratios: what is left holds 90 %
+Floats = npt.NDArray[np.float64]
+OperatorClass = Literal["elementwise", "reduction", "normalisation", "recurrent", "gather", "movement", "product",
+                        "convolution", "other"]
+
+NORMALISATIONS = frozenset({
+    "BatchNormalization", "BiasSoftmax", "GroupNorm", "GroupNormalization", "InstanceNormalization", "LRN",
+    "LayerNormalization", "LogSoftmax", "LpNormalization", "MeanVarianceNormalization", "RMSNormalization",
+    "SimplifiedLayerNormalization",
+    "SkipGroupNorm", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "Softmax", "EmbedLayerNormalization"})
+RECURRENT = frozenset({"GRU", "LSTM", "RNN", "DynamicQuantizeLSTM", "Loop", "Scan"})
+GATHERS = frozenset({"Gather", "GatherElements", "GatherND", "GatherBlockQuantized", "GridSample", "Resize", "RoiAlign",
+                     "Scatter", "ScatterElements", "ScatterND", "Upsample", "Compress", "TensorScatter"})
+MOVEMENTS = frozenset({"Cast", "Concat", "DepthToSpace", "DequantizeLinear", "Expand", "MemcpyFromHost", "MemcpyToHost", "Pad",
+                       "QuantizeLinear", "ReorderInput", "ReorderOutput", "Slice", "SpaceToDepth", "Split", "Tile", "Transpose",
+                       "Trilu", "ConstantOfShape", "Range", "EyeLike", "ReverseSequence"})
+PRODUCTS = frozenset({"Attention", "Einsum", "FusedGemm", "FusedMatMul", "FusedMatMulActivation", "Gemm", "GroupQueryAttention",
+                      "MatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulNBits",
+                      "MultiHeadAttention", "PackedAttention", "QLinearMatMul", "QGemm", "QAttention", "TransposeMatMul",
+                      "DecoderMaskedMultiHeadAttention"})
+ELEMENTWISE = frozenset({
+    "Abs", "Acos", "Add", "And", "Asin", "Atan", "BiasAdd", "BiasGelu", "BiasSplitGelu", "BitShift", "Ceil", "Celu", "Clip",
+    "Cos", "Cosh", "Div", "Dropout", "Elu", "Equal", "Erf", "Exp", "FastGelu", "Floor", "Gelu", "Greater", "GreaterOrEqual",
+    "HardSigmoid", "HardSwish", "IsInf", "IsNaN", "LeakyRelu", "Less", "LessOrEqual", "Log", "Max", "Mean", "Min", "Mish",
+    "Mod", "Mul", "Neg", "Not", "Or", "PRelu", "Pow", "QLinearAdd",
+    "QLinearLeakyRelu", "QLinearMul", "QLinearSigmoid", "QuickGelu",
+    "Reciprocal", "Relu", "Round", "Selu", "Shrink", "Sigmoid", "Sign", "Silu", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt",
+    "Sub", "Sum", "Swish", "Tan", "Tanh", "ThresholdedRelu", "Where", "Xor", "RotaryEmbedding"})
+
+
+class Range(Frozen):
+    """Between which multiples of its estimate the truth plausibly lies.
+
+    Attributes:
+        low, high: the multiples.
+        operators: how many operators they were learned from; 0: a stated default.
+    """
+
+    low: float
+    high: float
+    operators: int = 0
+
+    def joined(self, other: Range) -> Range:
+        """The range that holds both."""
+        return Range(low=min(self.low, other.low), high=max(self.high, other.high), operators=self.operators)
+
+
+# Times of operators of a class that was hardly measured, over the scaled roofline. Choices, on the wide side: on an H200 that
+# estimate was off by 2 to 100 times; most for recurrent layers, when their steps were not counted yet.
+DEFAULT_RANGES: dict[OperatorClass, Range] = {
+    "elementwise": Range(low=0.2, high=4.0), "reduction": Range(low=0.3, high=10.0), "normalisation": Range(low=0.3, high=15.0),
+    "recurrent": Range(low=0.3, high=10.0), "gather": Range(low=0.05, high=10.0), "movement": Range(low=0.2, high=30.0),
+    "product": Range(low=0.2, high=5.0), "convolution": Range(low=0.3, high=15.0), "other": Range(low=0.1, high=100.0)}
+# The same of launches, of which the estimate is one: choices.
+DEFAULT_LAUNCHES: dict[OperatorClass, Range] = {
+    "elementwise": Range(low=1.0, high=2.0), "reduction": Range(low=1.0, high=4.0), "normalisation": Range(low=1.0, high=5.0),
+    "recurrent": Range(low=0.5, high=6.0), "gather": Range(low=1.0, high=3.0), "movement": Range(low=1.0, high=5.0),
+    "product": Range(low=1.0, high=6.0), "convolution": Range(low=1.0, high=8.0), "other": Range(low=1.0, high=20.0)}
+# Around a prediction for an operator that was measured in another form only. A choice: a 2-D BatchNormalization took 15 times
+# what the 4-D one suggests on an H200, and the 1-D depthwise convolutions of a speech model some 70 times (what the whole model
+# took beyond its prediction); the other cases that were met stayed within 4.
+OTHER_FORM = Range(low=0.25, high=4.0)
+OTHER_FORM_OF: dict[OperatorClass, Range] = {"normalisation": Range(low=0.25, high=15.0),
+                                            "convolution": Range(low=0.25, high=60.0)}
+FORMLESS: frozenset[OperatorClass] = frozenset({"elementwise", "movement"})  # memory-bound at whatever rank
+
+
+class Doubt(Frozen):
+    """`doubt.json`.
+
+    Attributes:
+        dataset_sha256: of the kernel table that it was learned from; "" for the stated defaults.
+        ranges: of the estimate, by label and class of operators.
+        forms: in which each kernel type was measured, as `form_of` names them; None where that is not known.
+    """
+
+    version: int = DOUBT_VERSION
+    dataset_sha256: str
+    ranges: dict[str, dict[str, Range]]
+    forms: dict[str, tuple[str, ...]] | None = None
+
+    def of_estimate(self, kernel: Kernel, label: str) -> Range:
+        """The range of a kernel whose operator was never measured under `label`."""
+        kind = operator_class(kernel)
+        defaults = DEFAULT_LAUNCHES if label == LAUNCHES else DEFAULT_RANGES
+        return self.ranges.get(label, {}).get(kind, defaults[kind])
+
+    def of_other_form(self, kernel: Kernel) -> Range | None:
+        """The range around a prediction for an operator that was measured in other forms only; None for a known form."""
+        kind = operator_class(kernel)
+        if self.forms is None or kind in FORMLESS or form_of(kernel) in self.forms.get(kernel.type, ()):
+            return None
+        return OTHER_FORM_OF.get(kind, OTHER_FORM)
+
+
+NOTHING_LEARNED = Doubt(dataset_sha256="", ranges={})
+
+
+def operator_class(kernel: Kernel) -> OperatorClass:
+    """The class of operators that a kernel belongs to."""
+    op = kernel.op_type
+    for kind, names in (("normalisation", NORMALISATIONS), ("recurrent", RECURRENT), ("gather", GATHERS),
+                        ("movement", MOVEMENTS), ("product", PRODUCTS), ("convolution", CONVOLUTIONS),
+                        ("elementwise", ELEMENTWISE)):
+        if op in names:
+            return kind  # type: ignore[return-value]
+    return "reduction" if op.startswith(("Reduce", "Arg", "Global")) or "Pool" in op or op == "CumSum" else "other"
+
+
+def form_of(kernel: Kernel) -> str:
+    """Element type and rank of a kernel, `float32 of rank 4`; of a product, whose rank says little, the type alone."""
+    if operator_class(kernel) == "product":
+        return kernel.dtype
+    first = next((tensor for tensor in kernel.inputs if tensor.dtype), None)
+    return f"{kernel.dtype} of rank {len(first.shape) if first else 0}"
+
+
+def learn_doubt(rows: TrainingSet, kernels: Iterable[Kernel]) -> Doubt:
+    """What the idle rows of a dataset tell.
+
+    Args:
+        rows: of the dataset.
+        kernels: every kernel of `rows`.
+    """
+    by_id = {kernel.id: kernel for kernel in kernels}
+    forms: dict[str, set[str]] = {}
+    classes: dict[str, OperatorClass] = {}
+    for name in set(rows.ids.tolist()):
+        kernel = by_id[name]
+        classes[kernel.type] = operator_class(kernel)
+        forms.setdefault(kernel.type, set()).add(form_of(kernel))
+    return Doubt(dataset_sha256=rows.sha256, ranges={label: ranges_of(rows, label, classes) for label in rows.times_ms},
+                 forms={name: tuple(sorted(found)) for name, found in sorted(forms.items())})
+
+
+def ranges_of(rows: TrainingSet, label: str, classes: dict[str, OperatorClass]) -> dict[str, Range]:
+    """The range of each class that has operators in `rows`; `classes`: by kernel type."""
+    known = rows.rows(rows.idle & np.isfinite(rows.times_ms[label]))
+    if not len(known):
+        return {}
+    times, tables = known.times_ms[label], known.features[:, TABLES]
+    roofline = LEAST_LAUNCHES if label == LAUNCHES else fit_roofline(
+        known.flops, known.bytes_moved, times, tables if label == "gpu" else None)
+    ratios = times / roofline.bound_ms(known.flops, known.bytes_moved, tables)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for name in sorted(set(known.types.tolist())):
+        own = known.types == name
+        if own.all():
+            continue
+        scale = 1.0 if label == LAUNCHES else float(np.median(ratios[~own]))
+        low, high = np.quantile(ratios[own] / scale, [TAIL, 1.0 - TAIL])
+        found.setdefault(classes[name], []).append((float(low), float(high)))
+    defaults = DEFAULT_LAUNCHES if label == LAUNCHES else DEFAULT_RANGES
+    ranges = {}
+    for kind, spans in found.items():
+        learned = Range(low=min(1.0, *(low for low, _ in spans)), high=max(1.0, *(high for _, high in spans)),
+                        operators=len(spans))
+        ranges[kind] = learned if len(spans) >= LEAST_OPERATORS else learned.joined(defaults[kind])  # type: ignore[index]
+    return ranges
+
+
+def doubt_path(folder: Path) -> Path:
+    """Beside the predictors of a target in `folder`."""
+    return folder / FILE
+
+
+def read_doubt(folder: Path) -> Doubt:
+    """What was learned of a target's doubt; the stated defaults where nothing was.
+
+    Raises:
+        UserError: a damaged file or one of another version.
+    """
+    path = doubt_path(folder)
+    return files.read_record(path, Doubt, DOUBT_VERSION, FIT) if path.exists() else NOTHING_LEARNED
+
+
+def save_doubt(workspace: Workspace, rows: TrainingSet, folder: Path) -> Doubt:
+    """Learns doubt from the dataset of `rows`, and writes it into `folder`."""
+    from benchmark.records.files import read_kernels
+    from utils import files
+
+    described = read_kernels(workspace.dataset(rows.header.target.name), set(rows.ids.tolist()))
+    doubt = learn_doubt(rows, (entry.kernel for entry in described))
+    files.write_json(doubt_path(folder), doubt)
+    return doubt

@@ -1,0 +1,218 @@
+"""Turns a kernel into numbers. Training and prediction call this one function, so the two can't drift apart."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ort_analysis.records.elements import DTYPE_BYTES
+from ort_analysis.records.kernel_costs import copied_tables, einsum_product
+from ort_analysis.records.kernel_record import Kernel, Tensor
+
+FEATURE_GROUPS = {
+    # image sizes; a (batch, tokens, channels) tensor is an image of height `tokens` and width 1
+    "sizes": ("batch", "channels", "height", "width", "out_channels", "out_height", "out_width"),
+    # the window of convolutions and pools
+    "window": ("kernel_height", "kernel_width", "stride", "padding", "dilation", "group", "group_channels", "depthwise"),
+    # the matrix product behind a convolution, MatMul or Gemm: `matrices` products of m×k by k×n
+    "product": ("matrices", "m", "n", "k", "transposed"),
+    # how the product fills tiles: counts, and the share of the tiles' area that is used
+    "tiles": ("log_tiles_32", "fill_32", "log_tiles_128", "fill_128"),
+    # largest power of two (at most 64) that divides a size
+    "alignment": ("channels_alignment", "out_channels_alignment", "k_alignment", "width_alignment"),
+    # how much is reduced into one value, and how much lies next to each other in memory
+    "axes": ("reduced", "axis_inner", "permutation", "permutation_inner", "block_1", "block_2", "block_3", "broadcast"),
+    "operands": ("rank", "inputs", "activation_inputs", "constant_inputs", "outputs", "tables", "activation", "adds"),
+    "costs": ("log_flops", "log_bytes", "log_read", "log_written", "log_weights", "log_elements", "intensity"),
+    # what kind of operation, on what
+    "operation": ("op_class", "layout", "dtype", "bits"),
+}
+FEATURES = tuple(itertools.chain.from_iterable(FEATURE_GROUPS.values()))
+
+CONVOLUTIONS = {"Conv": 1, "FusedConv": 1, "NhwcConv": 1, "NhwcFusedConv": 1, "ConvTranspose": 1, "ConvInteger": 1,
+                "QLinearConv": 3}  # op type → position of its weights
+OP_CLASSES = ("Conv", "Pool", "MatMul", "Gemm", "Attention", "Norm", "Softmax", "Reduce", "Arg", "Transpose", "Reorder",
+              "Concat", "Split", "Slice", "Gather", "Scatter", "Pad", "Resize", "Cast", "Quantize", "Shape", "Expand", "Einsum")
+ACTIVATIONS = ("Relu", "Clip", "LeakyRelu", "Sigmoid", "Tanh", "HardSigmoid", "Gelu", "Silu", "Swish", "HardSwish")
+DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "int8", "bool")
+LAYOUTS = {"com.microsoft.nchwc": 1.0, "com.ms.internal.nhwc": 2.0}  # by domain; 0 is ONNX's own, channels first
+
+
+def kernel_features(kernel: Kernel) -> list[float]:
+    """The values of FEATURES, in that order. Sizes that an operation lacks are 0.
+
+    Defined for every operation: an unknown one is described by its tensors and costs.
+    """
+    attributes = kernel.attributes
+    inputs = [tensor for tensor in kernel.inputs if tensor.dtype]
+    outputs = [tensor for tensor in kernel.outputs if tensor.dtype]
+    shape: tuple[int, ...] = inputs[0].shape if inputs else ()
+    out: tuple[int, ...] = outputs[0].shape if outputs else ()
+    is_conv = kernel.op_type in CONVOLUTIONS
+    channels_last = (kernel.domain == "com.ms.internal.nhwc" or kernel.op_type.startswith("Nhwc")
+                     or bool(attributes.get("channels_last")))
+    spatial = is_conv or "Pool" in kernel.op_type
+    batch, channels, height, width = image_sizes(shape, channels_last, spatial)
+    _, out_channels, out_height, out_width = image_sizes(out, channels_last, spatial)
+    elements, out_elements = math.prod(shape), math.prod(out)
+
+    kernel_height = kernel_width = stride = padding = dilation = 0
+    group = int(attributes.get("group", 1)) if is_conv else 0
+    if spatial:
+        window = attributes.get("kernel_shape") or _window(kernel, height, width)
+        kernel_height, kernel_width = math.prod(window[:-1]), window[-1] if window else 1
+        stride = math.prod(attributes.get("strides") or (1,))
+        dilation = max(attributes.get("dilations") or (1,))
+        padding = sum(attributes.get("pads") or (0,))
+    group_channels = channels // group if group else 0
+
+    matrices = m = n = k = transposed = 0
+    if is_conv:
+        matrices, m, n = group, batch * out_height * out_width, out_channels // max(group, 1)
+        k = group_channels * kernel_height * kernel_width
+    elif ("MatMul" in kernel.op_type or "Gemm" in kernel.op_type) and len(out) >= 2:
+        transposed = int(bool(attributes.get("transA"))) + 2 * int(bool(attributes.get("transB")))
+        m, n = out[-2], out[-1]
+        k = shape[-2 if attributes.get("transA") else -1] if len(shape) >= 2 else elements
+        matrices = math.prod(out[:-2])
+        if matrices > 1 and len(inputs) > 1 and len(inputs[1].shape) == 2:  # one matrix for the whole batch: one product
+            matrices, m = 1, m * matrices
+    elif kernel.op_type == "Einsum" and (product := einsum_product(attributes, inputs)):
+        matrices, m, n, k = product
+    elif out_elements and kernel.flops > 8 * out_elements:  # Attention and its kind: a mean depth
+        matrices, m, n, k = 1, out_elements // (out or (1,))[-1], (out or (1,))[-1], kernel.flops // (2 * out_elements)
+
+    reduced, axis_inner = _axis(kernel, shape, out)
+    blocks = _permuted_blocks(kernel, shape)
+    activations = [tensor for tensor in inputs if not tensor.constant]
+    operands = [tensor.elements for tensor in activations]
+    bytes_moved = kernel.bytes_read + kernel.bytes_written
+    dtype = kernel.dtype
+    return [
+        batch, channels, height, width, out_channels, out_height, out_width,
+        kernel_height, kernel_width, stride, padding, dilation, group, group_channels,
+        float(1 < group == channels),
+        matrices, m, n, k, transposed,
+        *_tiles(matrices, m, n, 32), *_tiles(matrices, m, n, 128),
+        _alignment(channels), _alignment(out_channels), _alignment(k), _alignment(width),
+        reduced, axis_inner, *_permutation(blocks),
+        math.log2(out_elements / max(min(operands), 1)) if operands and out_elements else 0.0,
+        len(shape), len(inputs), len(activations), len(inputs) - len(activations), len(outputs), copied_tables(kernel),
+        _activation(kernel), float("Add" in kernel.type.split("_")[1:] or "Sum" in kernel.type.split("_")[1:]),
+        _log(kernel.flops), _log(bytes_moved), _log(kernel.bytes_read), _log(kernel.bytes_written),
+        _log(kernel.weight_bytes), _log(elements), kernel.flops / max(bytes_moved, 1),
+        _op_class(kernel.op_type), LAYOUTS.get(kernel.domain, 2.0 if channels_last else 0.0),
+        float(DTYPES.index(dtype)) if dtype in DTYPES else float(len(DTYPES)), 8 * DTYPE_BYTES.get(dtype, 4),
+    ]
+
+
+def image_sizes(shape: Sequence[int], channels_last: bool, spatial: bool) -> tuple[int, int, int, int]:
+    """Batch, channels, height and width of a tensor; a third spatial dimension counts as height.
+
+    Args:
+        shape: of the tensor; of any rank.
+        channels_last: its last dimension is the channels (of rank 4 and more).
+        spatial: a convolution or pool works on it, so that dimension 1 is the channels at rank 3 too.
+    """
+    rank = len(shape)
+    if rank >= 4:
+        if channels_last:
+            return shape[0], shape[-1], math.prod(shape[1:-2]), shape[-2]
+        return shape[0], shape[1], math.prod(shape[2:-1]), shape[-1]
+    if rank == 3:
+        return (shape[0], shape[1], 1, shape[2]) if spatial and not channels_last else (shape[0], shape[2], shape[1], 1)
+    if rank == 2:
+        return shape[0], shape[1], 1, 1
+    return 1, (shape[0] if rank else 1), 1, 1
+
+
+def _window(kernel: Kernel, height: int, width: int) -> Sequence[int]:
+    """The window where no attribute gives it: a convolution's from its weights, a global pool's is the image."""
+    position = CONVOLUTIONS.get(kernel.op_type)
+    if position is None:
+        return (height, width)
+    weights: Tensor = kernel.inputs[position]
+    return weights.shape[2:] or (1,)
+
+
+def _axis(kernel: Kernel, shape: Sequence[int], out: Sequence[int]) -> tuple[int, int]:
+    """How many elements go into one value, and how many lie next to each other beyond the axis worked on."""
+    op, rank, elements, out_elements = kernel.op_type, len(shape), math.prod(shape), math.prod(out)
+    axis = kernel.attributes.get("axis")
+    if "Norm" in op or "Softmax" in op:
+        if op in ("GroupNormalization", "GroupNorm", "InstanceNormalization", "SkipGroupNorm"):
+            return elements // max(shape[0], 1) if rank else 0, 1
+        first = (int(axis) if axis is not None else -1) % rank if rank else 0
+        inner = math.prod(shape[first + 1:]) if "Softmax" in op and kernel.opset >= 13 else 1
+        return math.prod(shape[first:]) // max(inner, 1), inner
+    if op.startswith(("Reduce", "Arg", "Global")) or "Pool" in op:
+        inner = 0
+        if op.startswith("Reduce") and rank and rank == len(out):
+            inner = math.prod(size for size, kept in zip(shape, out, strict=True) if size == kept)
+            inner = shape[-1] if shape[-1] == out[-1] else 1 if inner else 0
+        return elements // max(out_elements, 1), inner
+    if axis is not None and not isinstance(axis, list):
+        sizes = out if op == "Concat" else shape
+        return 0, math.prod(sizes[int(axis) % len(sizes) + 1:]) if sizes else 0
+    return 0, 0
+
+
+def _permuted_blocks(kernel: Kernel, shape: Sequence[int]) -> list[tuple[int, int]]:
+    """The blocks of dimensions that a Transpose moves as one, in the order of its output: first dimension and elements."""
+    if kernel.op_type != "Transpose":
+        return []
+    perm = kernel.attributes.get("perm") or range(len(shape) - 1, -1, -1)
+    straight = [axis for axis in range(len(shape)) if shape[axis] != 1]  # axes of size 1 move no memory
+    follower = dict(itertools.pairwise(straight))
+    blocks: list[tuple[int, int]] = []
+    follows: int | None = None
+    for axis in (axis for axis in perm if shape[axis] != 1):
+        if blocks and axis == follows:
+            blocks[-1] = blocks[-1][0], blocks[-1][1] * shape[axis]
+        else:
+            blocks.append((axis, shape[axis]))
+        follows = follower.get(axis)
+    return blocks
+
+
+def _permutation(blocks: Sequence[tuple[int, int]]) -> tuple[int, int, int, int, int]:
+    """How many blocks of dimensions a Transpose moves, how many elements stay next to each other, and the elements of the
+    input's last three blocks, the last one first: ONNX Runtime picks among its CUDA kernels by them."""
+    if not blocks:
+        return 0, 0, 0, 0, 0
+    sizes = [size for _, size in sorted(blocks, reverse=True)]
+    inner = sizes[0] if blocks[-1] == max(blocks) else 1
+    first, second, third = [*sizes, 0, 0][:3]
+    return len(blocks), inner, first, second, third
+
+
+def _tiles(matrices: int, m: int, n: int, size: int) -> tuple[float, float]:
+    """How many size×size tiles cover the products (log2), and which share of their area is used."""
+    tiles = matrices * math.ceil(m / size) * math.ceil(n / size)
+    return (math.log2(tiles), matrices * m * n / (tiles * size * size)) if tiles > 0 else (0.0, 0.0)
+
+
+def _alignment(size: int) -> int:
+    return min(size & -size, 64)
+
+
+def _log(amount: float) -> float:
+    return math.log2(1.0 + amount)
+
+
+def _activation(kernel: Kernel) -> float:
+    """The fused activation: 0 none, else its place in ACTIVATIONS, counted from 1 (the last place: another one)."""
+    name: Any = kernel.attributes.get("activation")
+    if not name:
+        return 0.0
+    return float(ACTIVATIONS.index(name) + 1) if name in ACTIVATIONS else float(len(ACTIVATIONS) + 1)
+
+
+def _op_class(op_type: str) -> float:
+    """The first of OP_CLASSES that the operation's name holds, counted from 1; 0 for element by element and the rest."""
+    for number, name in enumerate(OP_CLASSES, 1):
+        if name in op_type:
+            return float(number)
+    return 0.0

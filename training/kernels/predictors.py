@@ -1,0 +1,233 @@
+"""The predictors of a target, ready to predict."""
+
+from __future__ import annotations
+
+import gzip
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmark.records.labels import GPU_LABEL
+from ort_analysis.records.kernel_record import Kernel
+from training.kernels.boosters import SavedBoosters
+from training.kernels.estimators import SHARED, KernelModel, predict_kernels
+from training.kernels.features import FEATURES, kernel_features
+from training.kernels.measured_times import MeasuredTimes
+from training.kernels.settings import LAUNCHES
+from training.kernels.sidecar import TRAIN, Sidecar, read_checked, read_sidecar
+from training.kernels.stand_ins import StandIn, stand_in
+from utils import files
+from utils.errors import UserError
+from utils.logger import get_logger
+
+if TYPE_CHECKING:
+    import xgboost
+
+log = get_logger("predictors")
+ON_GPU = (GPU_LABEL, LAUNCHES)
+REMEMBERED_KERNELS = 100_000
+REMEMBERED_LOADS = 64
+SLACK = 1e-6  # of a feature beyond its range: what rounding may do
+LOGARITHMIC = np.array([name.startswith("log_") for name in FEATURES])  # features that are logarithms to base 2
+
+
+class KernelTimes(NamedTuple):
+    """The time of each kernel asked for (ms), and where it comes from: `measured`, `predicted` or `estimated`."""
+
+    latency_ms: list[float]
+    provenance: list[str]
+
+
+def leaves_gpu_idle(kernel: Kernel, label: str) -> bool:
+    """Whether `label` tells of the GPU and the kernel gives it nothing to do, so that its time is zero and not learned."""
+    return label in ON_GPU and not kernel.moves_data
+
+
+class CheckedFiles(Mapping[str, bytes]):
+    """The bytes of files by name, each read and checked when it is first asked for; errors as of `read_checked`.
+
+    Args:
+        files: by name, each file and the SHA-256 that it must have.
+    """
+
+    def __init__(self, files: Mapping[str, tuple[Path, str]]) -> None:
+        self._files = dict(files)
+        self._read: dict[str, bytes] = {}
+
+    def __getitem__(self, name: str) -> bytes:
+        if name not in self._read:
+            self._read[name] = read_checked(*self._files[name])
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+@dataclass
+class Predictors:
+    """The predictors of a target, ready to predict. A booster is read at the first prediction that needs it.
+
+    Attributes:
+        folder: where they lie.
+        sidecar: what they are.
+        measured: idle times (ms) by kernel id and label.
+        pickles: the bytes of each label's boosters, checked when they are read.
+    """
+
+    folder: Path
+    sidecar: Sidecar
+    measured: Mapping[str, dict[str, float]]
+    pickles: Mapping[str, bytes]
+    _models: dict[str, KernelModel] = field(default_factory=dict, repr=False)
+    _features: dict[str, list[float]] = field(default_factory=dict, repr=False)
+    _times: dict[tuple[Any, ...], dict[str, tuple[float, str]]] = field(default_factory=dict, repr=False)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(self.sidecar.labels)
+
+    def kernel_model(self, label: str) -> KernelModel:
+        """The predictors of a label.
+
+        Raises:
+            UserError: no such label, or a file that holds something else.
+        """
+        if label not in self.sidecar.labels:
+            raise UserError(f"label {label}: not measured on {self.sidecar.target.name} (there: {', '.join(self.labels)})")
+        if label not in self._models:
+            about = self.sidecar.labels[label]
+            boosters: Mapping[str, xgboost.Booster] = {}
+            if about.file is not None:
+                boosters = SavedBoosters(self.pickles[label], self.folder / about.file)
+            if about.file and (absent := sorted({SHARED, *about.predictor_of.values()} - set(boosters))):
+                raise UserError(f"{self.folder / about.file}: predictor {absent[0]} is missing; train again: {TRAIN}")
+            self._models[label] = KernelModel(about.roofline, about.type_codes, about.predictor_of, boosters,
+                                              tuple(self.sidecar.idle_load.values()))
+        return self._models[label]
+
+    def load_vector(self, load: Mapping[str, float]) -> tuple[float, ...]:
+        """The load in the order of the sidecar's metrics; an empty mapping is the idle device.
+
+        Raises:
+            UserError: a metric is missing or no finite number, or nothing was measured under load.
+        """
+        sidecar = self.sidecar
+        if not load:
+            return tuple(sidecar.idle_load.values())
+        if not sidecar.loaded_rows:
+            raise UserError(f"{self.folder}: trained on an idle device alone, so it can't predict under load; measure "
+                            "more levels (benchmark/config.yaml) and train again")
+        missing = [name for name in sidecar.metrics if not math.isfinite(load.get(name, math.nan))]
+        if missing:
+            raise UserError(f"the load lacks {', '.join(missing)}; these predictors need {', '.join(sidecar.metrics)}, each "
+                            "a finite number")
+        outside = [f"{name} {load[name]:.4g} (measured: {low:.4g} to {high:.4g})"
+                   for name, (low, high) in sidecar.load_range.items() if not low <= load[name] <= high]
+        if outside:
+            log.warning("load beyond what was measured, taken as its edge: %s", "; ".join(outside))
+        return tuple(load[name] for name in sidecar.metrics)
+
+    def predict(self, kernels: Sequence[Kernel], load: Mapping[str, float], label: str | None = None,
+                strict: bool = False) -> KernelTimes:
+        """The time of each kernel.
+
+        Args:
+            kernels: in any number, also repeated.
+            load: background metrics by DCGM field name; empty: idle.
+            label: which time, as in DESIGN's words; by default the first that was trained.
+            strict: don't look up measured times.
+
+        Raises:
+            UserError: an unknown label, or a load that the predictors don't know.
+        """
+        label = label if label is not None else self.labels[0]
+        vector = self.load_vector(load)
+        known = files.cached(self._times, (label, vector, bool(load), strict), dict, REMEMBERED_LOADS)
+        found = {kernel.id: known.get(kernel.id) for kernel in kernels}  # another thread may clear what is known
+        new = {kernel.id: kernel for kernel in kernels if found[kernel.id] is None}
+        if new:
+            made = self._time(new, vector, label, look_up=not load and not strict)
+            if len(known) > REMEMBERED_KERNELS:
+                known.clear()
+            known.update(made)
+            found.update(made)
+        pairs = [pair for kernel in kernels if (pair := found[kernel.id])]
+        return KernelTimes([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+
+    def features_of(self, kernels: Sequence[Kernel]) -> npt.NDArray[np.float64]:
+        """kernels × FEATURES, each kernel's worked out once."""
+        return np.array([files.cached(self._features, kernel.id, partial(kernel_features, kernel), REMEMBERED_KERNELS)
+                         for kernel in kernels], dtype=float)
+
+    def beyond_range(self, kernels: Sequence[Kernel]) -> dict[str, float]:
+        """Those kernels of which a feature is smaller or greater than any in training, by id: how many times, at most."""
+        moving = [kernel for kernel in kernels if kernel.moves_data]
+        if not moving:
+            return {}
+        features, (low, high) = self.features_of(moving), np.array(self.sidecar.feature_range).T
+        beyond = (features < low - SLACK) | (features > high + SLACK)
+        sizes, least, most = (np.where(LOGARITHMIC, values, np.log2(1.0 + np.abs(values))) for values in (features, low, high))
+        doublings = np.where(beyond, np.maximum(sizes - most, least - sizes), 0.0).max(axis=1)
+        return {kernel.id: float(2.0 ** max(found, 0.0)) for kernel, found, out in zip(
+            moving, doublings, beyond.any(axis=1), strict=True) if out}
+
+    def meant(self, kernel: Kernel, label: str) -> Kernel:
+        """The kernel that is predicted for `kernel`: itself, or where its type was never measured, what stands for it."""
+        found = self.stand_in(kernel, label)
+        return kernel if found is None else found.kernel
+
+    def stand_in(self, kernel: Kernel, label: str) -> StandIn | None:
+        """What stands for a kernel of the GPU whose type was never measured; None where it was, or nothing does."""
+        known = self.sidecar.labels[label].predictor_of
+        return None if label not in ON_GPU or kernel.type in known else stand_in(kernel, known)
+
+    def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
+              look_up: bool) -> dict[str, tuple[float, str]]:
+        """Time and provenance of each kernel by id, those of one predictor in one call."""
+        times: dict[str, tuple[float, str]] = {
+            name: (0.0, "measured") for name, kernel in kernels.items() if leaves_gpu_idle(kernel, label)}
+        if look_up:
+            times |= {name: (found[label], "measured") for name in kernels
+                      if name not in times and (found := self.measured.get(name)) and label in found}
+        rest = [kernel for name, kernel in kernels.items() if name not in times]
+        if not rest:
+            return times
+        model = self.kernel_model(label)
+        meant = [self.meant(kernel, label) for kernel in rest]
+        predicted = predict_kernels(model, meant, self.features_of(meant), load)
+        for kernel, taken, time_ms in zip(rest, meant, predicted.tolist(), strict=True):
+            known = taken.type in model.predictor_of
+            if not known and not kernel.moves_data:  # of whatever type, it only renames a tensor: that costs next to nothing
+                times[kernel.id] = (model.roofline.floor_ms, "predicted")
+            else:
+                times[kernel.id] = (time_ms, "predicted" if known else "estimated")
+        return times
+
+
+def read_measured(folder: Path, sidecar: Sidecar) -> MeasuredTimes:
+    """The measured idle times (ms) by kernel id and label; errors as of `read_checked`."""
+    return MeasuredTimes(gzip.decompress(read_checked(folder / sidecar.measured, sidecar.measured_sha256)))
+
+
+def load_predictors(folder: Path) -> Predictors:
+    """The predictors in `folder`. Every file is checked against the sidecar when it is read: boosters are at the first
+    prediction that needs them, where that raises as this does.
+
+    Raises:
+        UserError: none there, another version's, a file that is missing or damaged.
+    """
+    sidecar = read_sidecar(folder)
+    for about in sidecar.labels.values():
+        if about.file and not (folder / about.file).is_file():
+            read_checked(folder / about.file, about.sha256)
+    return Predictors(folder, sidecar, read_measured(folder, sidecar), CheckedFiles({
+        label: (folder / about.file, about.sha256) for label, about in sidecar.labels.items() if about.file}))

@@ -1,0 +1,116 @@
+"""What training saves for a target and the predictor reads: boosters, a sidecar that describes them, measured times.
+
+In training/predictors/<target>/:
+- `predictors.json`, the sidecar: what the predictors hold for, what they read, how far off they are, and the files below
+  with their SHA-256.
+- `<label>-<hash>.pkl`: the boosters of one label: a pickle of bytes by name, each a booster as XGBoost saves it (UBJSON),
+  compressed by zlib; so a prediction opens those that its model needs. What only training and explanations read (each
+  node's gain, cover and base weight) is zero: that makes the file half as large, and changes no prediction.
+- `measured-<hash>.json.gz`: idle times by kernel and label, for look-up; renewed without a training where kernels were
+  measured for one model (inference/core/missing_kernels.py). A line a kernel, sorted, so that a look-up reads one line.
+
+The hash guards against damage. Against attack, unpickling admits no class at all. History of the schema: in version 1, the
+first, a file of boosters was one compressed pickle of xgboost's Booster, and the times were compressed by lzma.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from training.kernels.boosters import pack_booster
+from training.kernels.estimators import SHARED, KernelModel
+from training.kernels.features import FEATURES
+from training.kernels.measured_times import MeasuredTimes
+from training.kernels.predictors import read_measured
+from training.kernels.sidecar import (
+    LabelPredictors,
+    Sidecar,
+    TypeErrors,
+    installed_packages,
+    read_sidecar,
+    sidecar_path,
+    write_sidecar,
+)
+from utils import files
+from utils.logger import get_logger
+
+if TYPE_CHECKING:
+    import xgboost
+
+log = get_logger("predictors")
+TIMES_COMPRESSION = 6  # for measured times, whose renewal somebody waits for
+
+
+def save_predictors(folder: Path, models: Mapping[str, KernelModel], errors: Mapping[str, Sequence[TypeErrors]],
+                    measured: Mapping[str, Mapping[str, float]], about: Mapping[str, Any]) -> Sidecar:
+    """Saves a target's predictors; the sidecar, written last, makes them count, so that the old ones hold until then.
+
+    Args:
+        folder: of the target.
+        models, errors: by label.
+        measured: idle times (ms) by kernel id and label.
+        about: the remaining fields of the sidecar.
+    """
+    labels = {}
+    for label, model in models.items():
+        used = {name: model.boosters[name] for name in sorted({SHARED, *model.predictor_of.values()})}
+        name, digest = write_boosters(folder, label, used)
+        labels[label] = LabelPredictors(
+            file=name, sha256=digest, roofline=model.roofline, type_codes=dict(model.type_codes),
+            predictor_of=dict(model.predictor_of), errors=tuple(errors[label]))
+    name, digest = write_measured(folder, measured)
+    sidecar = Sidecar(features=FEATURES, packages=installed_packages(), measured=name, measured_sha256=digest, labels=labels,
+                      **about)
+    write_sidecar(folder, sidecar)
+    return sidecar
+
+
+def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) -> Sidecar:
+    """Adds measured times to those that are looked up. What was learned stays as it is, and what it was learned from stays on
+    record, so that the next training sees that the dataset is newer.
+
+    Args:
+        folder: of the target's predictors.
+        measured: idle times (ms) by kernel id and label; they replace those that are there.
+
+    Raises:
+        UserError: no predictors there, another version's, or a damaged file.
+    """
+    sidecar = read_sidecar(folder)
+    there = read_measured(folder, sidecar).whole()
+    name, digest = write_measured(folder, there | {kernel: there.get(kernel, {}) | dict(times)
+                                                    for kernel, times in measured.items()})
+    sidecar = sidecar.model_copy(update={"measured": name, "measured_sha256": digest})
+    write_sidecar(folder, sidecar)
+    return sidecar
+
+
+def copy_predictors(source: Path, folder: Path) -> None:
+    """Copies what was learned for a target, composition and all; the sidecar, copied last, makes the copy count."""
+    there = [path for path in source.iterdir() if not path.name.startswith(".")]  # neither a lock nor what is being written
+    for path in sorted(there, key=lambda path: (path == sidecar_path(source), path)):
+        files.write_bytes(folder / path.name, path.read_bytes())
+
+
+def write_boosters(folder: Path, label: str, boosters: Mapping[str, xgboost.Booster]) -> tuple[str, str]:
+    """Writes the boosters of a label; returns the file's name and its SHA-256."""
+    packed = {name: pack_booster(booster) for name, booster in boosters.items()}
+    return _write_hashed(folder, label, "pkl", pickle.dumps(packed, protocol=5))
+
+
+def write_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) -> tuple[str, str]:
+    """Writes the times to look up; returns the file's name and its SHA-256."""
+    return _write_hashed(folder, "measured", "json.gz", gzip.compress(MeasuredTimes.text(measured), TIMES_COMPRESSION, mtime=0))
+
+
+def _write_hashed(folder: Path, stem: str, suffix: str, data: bytes) -> tuple[str, str]:
+    """Writes `data` under a name that holds a part of its SHA-256; returns the name and the whole hash."""
+    digest = hashlib.sha256(data).hexdigest()
+    name = f"{stem}-{digest[:8]}.{suffix}"
+    files.write_bytes(folder / name, data)
+    return name, digest

@@ -1,0 +1,149 @@
+"""The sidecar of saved predictors: what they hold for, what they read, how far off they are."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from ort_analysis.records.kernel_record import Frozen
+from training.kernels.features import FEATURES
+from training.kernels.roofline import Roofline
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import Machine, Target, package_version
+from utils.safe_names import FileName
+
+SIDECAR_VERSION = 2
+TRAIN = "python training/train_kernel_model.py"
+
+
+class TypeErrors(Frozen):
+    """Cross-validated errors of one kernel type (`all`: of every type) in one set of rows; ratios, not per cent.
+
+    Attributes:
+        rows_of: `idle`, `all levels`, `under load`, or (of times) `idle, <n> µs and more`.
+        predictor: what predicts the type: `shared`, its own (the type's name), or `mixed` for all types.
+        within_10: share of rows predicted within ±10 %.
+        forest_mape, roofline_mape: of the two that the shipped predictor is compared with.
+    """
+
+    type: str
+    rows_of: str
+    predictor: str
+    kernels: int
+    mape: float
+    median: float
+    within_10: float
+    forest_mape: float
+    roofline_mape: float
+
+
+class LabelPredictors(Frozen):
+    """What the sidecar says of one label's predictors; without a `file` nothing was trained, and the roofline is all there
+    is."""
+
+    file: FileName | None
+    sha256: str
+    roofline: Roofline
+    type_codes: dict[str, float]
+    predictor_of: dict[str, str]
+    errors: tuple[TypeErrors, ...]
+
+    @property
+    def own_types(self) -> list[str]:
+        """The kernel types that have a predictor of their own."""
+        return [name for name, predictor in self.predictor_of.items() if predictor == name]
+
+
+class Sidecar(Frozen):
+    """`predictors.json`.
+
+    Attributes:
+        target: what the predictors hold for.
+        dataset_sha256: of the kernel table they were trained on; `measured` may be of a newer one.
+        packages: versions of what made them.
+        features: that the boosters read, in order; the type's code and the load follow.
+        metrics: names of the load's features.
+        idle_load: the load that stands for an idle device.
+        load_range: least and greatest value of each metric in training; the same where only the idle device was measured.
+        dtypes: that the kernels of the training compute in.
+        held_out: model families that are in no fit.
+        config: the settings of the training.
+        machines: that were measured.
+        feature_range: least and greatest value of each of `features` in training.
+        measured, measured_sha256: the file of measured idle times.
+        labels: by name.
+    """
+
+    version: int = SIDECAR_VERSION
+    target: Target
+    created: str
+    dataset_sha256: str
+    packages: dict[str, str]
+    features: tuple[str, ...]
+    metrics: tuple[str, ...]
+    idle_load: dict[str, float]
+    load_range: dict[str, tuple[float, float]]
+    loaded_rows: int
+    dtypes: tuple[str, ...]
+    held_out: tuple[str, ...]
+    config: dict[str, Any]
+    machines: tuple[Machine, ...]
+    feature_range: tuple[tuple[float, float], ...]
+    measured: FileName
+    measured_sha256: str
+    labels: dict[str, LabelPredictors]
+
+
+def sidecar_path(folder: Path) -> Path:
+    return folder / "predictors.json"
+
+
+def installed_packages() -> dict[str, str]:
+    """Versions of the packages that decide whether a saved predictor can be read."""
+    return {"xgboost": package_version("xgboost-cpu", "xgboost"), "numpy": package_version("numpy"),
+            "scikit-learn": package_version("scikit-learn")}
+
+
+def read_sidecar(folder: Path) -> Sidecar:
+    """The sidecar in `folder`.
+
+    Raises:
+        UserError: there is none, it is damaged, or made by another version of Hase or of xgboost.
+    """
+    path = sidecar_path(folder)
+    if not path.is_file():
+        raise UserError(f"{folder}: no predictors; train them with: {TRAIN}")
+    sidecar = files.read_record(path, Sidecar, SIDECAR_VERSION, TRAIN)
+    if sidecar.features != FEATURES:
+        raise UserError(f"{path}: made by another version of Hase, with other features; train again: {TRAIN}")
+    made, here = (packages["xgboost"] for packages in (sidecar.packages, installed_packages()))
+    if made.split(".")[:2] != here.split(".")[:2]:
+        raise UserError(f"{path}: made with xgboost {made}, here is {here}, which may not read it; train again: {TRAIN}")
+    return sidecar
+
+
+def read_checked(path: Path, sha256: str) -> bytes:
+    """The bytes of `path`.
+
+    Raises:
+        UserError: the file is missing, or its SHA-256 is not the one that the sidecar holds.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path}: named in {path.parent / 'predictors.json'} but missing; train again: {TRAIN}") from None
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise UserError(f"{path}: damaged or changed after training (its SHA-256 is not the one in predictors.json); "
+                        f"train again: {TRAIN}")
+    return data
+
+
+def write_sidecar(folder: Path, sidecar: Sidecar) -> None:
+    """Writes the sidecar, then removes the files of the one before."""
+    files.write_json(sidecar_path(folder), sidecar)
+    kept = {sidecar.measured, *(about.file for about in sidecar.labels.values())}
+    for old in [*folder.glob("*-*.pkl"), *folder.glob("measured-*.json.gz")]:
+        if old.name not in kept:
+            old.unlink()

@@ -1,0 +1,188 @@
+"""A target's dataset as the arrays that predictors are trained on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from benchmark.records.files import SAMPLED, DatasetHeader, kernel_table_path, kernels_path, load_header, read_kernels
+from benchmark.records.labels import COLLECT, LABELS
+from benchmark.records.reading import load_kernel_table, run_ms
+from benchmark.records.tables import UNFINISHED
+from ort_analysis.records.kernel_record import Kernel, family
+from training.kernels.features import FEATURES, kernel_features
+from training.kernels.settings import LAUNCHES
+from utils import files
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+log = get_logger("training")
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """Rows of the kernel table that may be learned from: measured well, not of held-out families alone, and not beside a
+    held-out background.
+
+    A kernel that several machines measured has a row for each. The predictors, which minimise squared errors of logarithms,
+    learn the middle of them, and folds never part them; a look-up takes their median (see `measured_times`), as the
+    composition does with models.
+
+    Attributes:
+        header: of the dataset.
+        sha256: of the kernel table, to tell what was learned from what.
+        ids, types: of each row's kernel.
+        families: of each row, the model families that hold its kernel (or near whose shapes it was sampled).
+        backgrounds: what else ran beside each row, by its name in the dataset; "" where nothing did.
+        idle: rows without background load.
+        features: rows × FEATURES.
+        load: rows × `metrics`; idle rows all hold `idle_load`, so that noise of idle metrics is not learned.
+        metrics: names of the load's columns.
+        idle_load: median of each metric without background load.
+        times_ms: of each label that was measured, NaN where a row lacks it; under LAUNCHES their number.
+        flops, bytes_moved: of each row's kernel.
+        dtypes: that the kernels compute in.
+    """
+
+    header: DatasetHeader
+    sha256: str
+    ids: npt.NDArray[np.str_]
+    types: npt.NDArray[np.str_]
+    families: tuple[frozenset[str], ...]
+    backgrounds: npt.NDArray[np.str_]
+    idle: npt.NDArray[np.bool_]
+    features: Floats
+    load: Floats
+    metrics: tuple[str, ...]
+    idle_load: dict[str, float]
+    times_ms: dict[str, Floats]
+    flops: Floats
+    bytes_moved: Floats
+    dtypes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, mask: npt.NDArray[np.bool_]) -> TrainingSet:
+        """The rows where `mask` is true."""
+        return replace(
+            self, ids=self.ids[mask], types=self.types[mask], idle=self.idle[mask], features=self.features[mask],
+            backgrounds=self.backgrounds[mask],
+            families=tuple(names for names, kept in zip(self.families, mask, strict=True) if kept), load=self.load[mask],
+            times_ms={label: times[mask] for label, times in self.times_ms.items()}, flops=self.flops[mask],
+            bytes_moved=self.bytes_moved[mask])
+
+
+def families_of(models: str) -> frozenset[str]:
+    """The families in a cell of the column Models, `resnet18_fp32_b1_224x224|sampled:vgg`; `sampled:` alone names none."""
+    names = [name.removeprefix(SAMPLED) for name in models.split("|")]
+    return frozenset(family(name) for name in names if name)
+
+
+def load_training_set(workspace: Workspace, target: str) -> TrainingSet:
+    """The dataset of `target` as arrays.
+
+    Raises:
+        UserError: no dataset, a damaged one, or one without a row to learn from.
+    """
+    folder = workspace.dataset(target)
+    header = load_header(folder)
+    table = load_kernel_table(workspace, target)
+    kernels = {described.kernel.id: described.kernel for described in read_kernels(folder)}
+    table = _measured(table)
+    beside = table["Background"].isin(header.held_out_backgrounds)
+    if header.held_out_backgrounds:
+        log.info("%d kernel rows were measured beside held-out backgrounds (%s) and are left out", int(beside.sum()),
+                 ", ".join(header.held_out_backgrounds))
+    table = table[~beside]
+    owners = [families_of(models if isinstance(models, str) else "") for models in table["Models"]]
+    held_out = set(header.held_out)
+    learned = np.array([not names or bool(names - held_out) for names in owners], dtype=bool)
+    if held_out:
+        log.info("%d kernel rows belong to held-out families alone (%s) and are left out", int((~learned).sum()),
+                 ", ".join(sorted(held_out)))
+    table = table[learned]
+    owners = [names for names, kept in zip(owners, learned, strict=True) if kept]
+    unknown = sorted(set(table["Kernel_ID"]) - set(kernels))
+    if unknown:
+        raise UserError(f"{kernels_path(folder)}: kernel {unknown[0]} of the table is not described there; "
+                        f"the dataset is damaged, make it anew: {COLLECT}")
+    if not len(table):
+        raise UserError(f"{kernel_table_path(folder)}: no measured kernel to learn from; measure with: "
+                        f"{COLLECT}")
+    return _arrays(header, files.sha256(kernel_table_path(folder)), table, owners, kernels)
+
+
+def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, float]]:
+    """Idle times in ms by kernel id and label, for look-up: the median over the machines that measured a kernel.
+
+    Those of held-out families are among them, where they were measured, and those that have other labels than the dataset's
+    first: to look up is not to learn.
+
+    Raises:
+        UserError: no dataset, or a damaged one.
+    """
+    header, table = load_header(workspace.dataset(target)), load_kernel_table(workspace, target)
+    idle = table[table["Status"].isin(["ok", UNFINISHED]) & (table["Level"] == 0)]
+    found: dict[str, dict[str, float]] = {}
+    for label, times in _times(idle, header.target.flavour.execution_provider).items():
+        for name, time_ms in pd.Series(times).groupby(idle["Kernel_ID"].to_numpy()).median().dropna().items():
+            found.setdefault(str(name), {})[label] = float(time_ms)
+    return found
+
+
+def _measured(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows with status ok; the others are counted and named in the log."""
+    failed = table[table["Status"] != "ok"]
+    if len(failed):
+        counts = Counter(failed["Status"].fillna("without a status"))
+        names = sorted(set(failed["Kernel_ID"].astype(str)))
+        log.warning("%d rows were not measured and are left out (%s): %s%s", len(failed),
+                    ", ".join(f"{count} {status}" for status, count in counts.items()), ", ".join(names[:5]),
+                    f" and {len(names) - 5} more kernels" if len(names) > 5 else "")
+    return table[table["Status"] == "ok"]
+
+
+def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: list[frozenset[str]],
+            kernels: dict[str, Kernel]) -> TrainingSet:
+    ids = table["Kernel_ID"].to_numpy(dtype=str)
+    described = {name: kernel_features(kernels[name]) for name in set(ids)}
+    idle = table["Level"].to_numpy(dtype=float) == 0.0
+    if not idle.any():
+        raise UserError(f"dataset {header.target.name}: no idle rows (Level 0); measure them with: {COLLECT}")
+    metrics = tuple(name for name in header.metrics if name in table.columns and table[name][idle].notna().any())
+    try:
+        load = np.array(table[list(metrics)], dtype=float).reshape(len(table), len(metrics))
+    except (KeyError, ValueError) as error:
+        raise UserError(f"the dataset of {header.target.name}: the metrics in kernel_latency.csv are damaged ({error}); make "
+                        f"it anew: {COLLECT}") from None
+    idle_load = {name: float(np.nanmedian(load[idle, column])) for column, name in enumerate(metrics)}
+    load[idle] = list(idle_load.values())
+    return TrainingSet(
+        header=header, sha256=sha256, ids=ids, types=np.array([kernels[name].type for name in ids]), families=tuple(owners),
+        backgrounds=table["Background"].fillna("").to_numpy(dtype=str), idle=idle,
+        features=np.array([described[name] for name in ids], dtype=float).reshape(len(ids), len(FEATURES)),
+        load=load, metrics=metrics, idle_load=idle_load, times_ms=_times(table, header.target.flavour.execution_provider),
+        flops=np.array([kernels[name].flops for name in ids], dtype=float),
+        bytes_moved=np.array([kernels[name].bytes_read + kernels[name].bytes_written for name in ids], dtype=float),
+        dtypes=tuple(sorted({kernels[name].dtype for name in set(ids)})),
+    )
+
+
+def _times(table: pd.DataFrame, execution_provider: str) -> dict[str, Floats]:
+    """The measured times by label."""
+    times = {"run": run_ms(table, execution_provider)}
+    for label in LABELS:
+        if label != "run" and f"{label}_ms" in table.columns and table[f"{label}_ms"].notna().any():
+            found = table[f"{label}_ms"].to_numpy(dtype=float)
+            times[label] = np.where(found > 0, found, np.nan)  # what leaves the GPU nothing to do is no matter of learning
+    if "gpu_launches" in table.columns:
+        launches = table["gpu_launches"].to_numpy(dtype=float)
+        times[LAUNCHES] = np.where(launches > 0, launches, np.nan)
+    return {label: found for label, found in times.items() if np.isfinite(found).any()}

@@ -1,0 +1,1 @@
+"""How a GPU is shared between processes."""

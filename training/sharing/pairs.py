@@ -1,0 +1,84 @@
+"""Two models, each in a loop of its own: what one sees is predicted from the other's predicted run, without any probe.
+
+What a switch from one to the other costs is fitted to models measured beside backgrounds that are themselves models in a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmark.load.probe_reading import ALWAYS
+from ort_analysis.records.kernel_record import record_name
+from training.sharing.learned import Sharing, in_a_loop
+from training.sharing.shared_runs import SharedRuns, Simulated
+from utils import cli
+
+if TYPE_CHECKING:
+    from benchmark.load.backgrounds import Background
+
+Floats = npt.NDArray[np.float64]
+SWITCHES_MS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # to choose from: on an H200 about 0.2
+
+
+def looped_models(backgrounds: Mapping[str, Background], known: Collection[str]) -> dict[str, str]:
+    """Of the backgrounds that are a model in a loop, by name, the record's name; of those that are `known`."""
+    named = {name: record_name(background.model.stem, background.dims, static=True) for name, background in backgrounds.items()
+             if background.model}
+    return {name: record for name, record in named.items() if record in known}
+
+
+class Pairs:
+    """Runs beside a model in a loop that never pauses, at every one of SWITCHES_MS that leaves something of the longest wait.
+
+    Attributes:
+        cases: which of the runs these are.
+    """
+
+    def __init__(self, runs: Sequence[SharedRuns], measured: Floats, models: Mapping[str, Simulated],
+                 families: Mapping[str, str], looped: Mapping[str, str], learned: Sequence[Sharing]) -> None:
+        """Simulates them.
+
+        Args:
+            runs: all.
+            measured: their statistics, shape (runs, 3).
+            models, families: by name of the record.
+            looped: see `looped_models`.
+            learned: what was learned of sharing without each run's background and family.
+        """
+        self.cases = [place for place, run in enumerate(runs) if run.background in looped and run.level > ALWAYS]
+        shortest_ms = min(sharing.longest_wait_ms for sharing in learned)
+        self._switches_ms = [switch_ms for switch_ms in SWITCHES_MS if switch_ms < shortest_ms] or [SWITCHES_MS[0]]
+        self._left_out = [(runs[place].background, families[runs[place].model]) for place in self.cases]
+        self._measured = measured[self.cases]
+        self._predicted = np.array([[
+            _beside(models[runs[place].model], models[looped[runs[place].background]],
+                    learned[place].model_copy(update={"switch_ms": switch_ms})) for switch_ms in self._switches_ms]
+            for place in cli.track(self.cases, "simulating pairs")])
+
+    def switch_ms(self) -> float:
+        """What errs least for all cases."""
+        return self._switches_ms[self._best(range(len(self.cases)))]
+
+    def _best(self, kept: Sequence[int]) -> int:
+        """Which switch errs least for all three statistics of some of the cases, by their place among them."""
+        kept = list(kept)
+        errors = np.abs(self._predicted[kept] / self._measured[kept, None] - 1.0).mean(axis=(0, 2))
+        return int(errors.argmin())
+
+    def left_out(self) -> Floats:
+        """Predictions with a switch fitted without the looped model and without the family of the other, shape (cases, 3); all
+        are kept where nothing else is there."""
+        found = []
+        for place, (background, family) in enumerate(self._left_out):
+            others = [i for i, (other, of) in enumerate(self._left_out) if other != background and of != family]
+            found.append(self._predicted[place, self._best(others or range(len(self.cases)))])
+        return np.array(found)
+
+
+def _beside(model: Simulated, looped: Simulated, sharing: Sharing) -> Floats:
+    """Statistics of a model's latency while the other one runs in a loop."""
+    return model.beside(in_a_loop(looped.run, model.run, sharing), sharing.slice_ms)

@@ -1,0 +1,181 @@
+"""Models measured beside other work, and the same models as they are simulated: what a target's sharing is learned from."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
+from graph_model.simulation.sharing import OtherWork, shared_runs_ms
+from training.sharing.learned import PipelineTracks, busy_share, other_work_probed
+from utils import cli
+from utils.errors import UserError
+
+if TYPE_CHECKING:
+    from benchmark.records.blocks import Block, Measurement
+    from ort_analysis.records.kernel_record import ModelRecord
+    from training.composition.fit_pipeline import Tracks
+    from training.kernels.settings import TrainingConfig
+    from utils.paths import Workspace
+
+Floats = npt.NDArray[np.float64]
+SEED = 7
+STATISTICS = ("mean", "p50", "p95")
+
+
+@dataclass(frozen=True)
+class SharedRuns:
+    """Runs of a model beside a background.
+
+    Attributes:
+        samples_ms: their latencies.
+        idle_ms: the median latency on the same machine while it was idle.
+        other: what the probe saw just before.
+        busy: for what share of the time the GPU was busy before, by the metrics.
+        metrics: all that were read then, by DCGM field name.
+        machine: that ran them.
+    """
+
+    model: str
+    background: str
+    level: float
+    samples_ms: Floats
+    idle_ms: float
+    other: OtherWork
+    busy: float
+    metrics: Mapping[str, float]
+    machine: str
+
+
+def alone_ms(blocks: Iterable[Block]) -> dict[str, float]:
+    """What the probe's pieces of work take on an idle GPU: the median of all runs, by name.
+
+    Raises:
+        UserError: no probe was read on an idle GPU.
+    """
+    runs: dict[str, list[float]] = defaultdict(list)
+    for block in blocks:
+        if block.probe and not block.level:
+            runs["tiny"] += block.probe.tiny.latencies_ms
+            runs["long"] += block.probe.long.latencies_ms
+    if not runs:
+        raise UserError("no reading of the sharing probe on an idle GPU: measure at level 0 too (levels, probe_s in the "
+                        "collector's config)")
+    return {name: float(np.median(found)) for name, found in runs.items()}
+
+
+def latencies_in(block: Block) -> list[Measurement]:
+    """The latencies of whole models that a block measured."""
+    return [m for m in block.measurements if (m.subject, m.label, m.status) == ("model", "latency", "ok")]
+
+
+def shared_runs(blocks: Sequence[Block], alone: Mapping[str, float]) -> list[SharedRuns]:
+    """Every model's runs beside a background, where the same machine ran it idle and the probe was read."""
+    idle: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for block in blocks:
+        if not block.level:
+            for m in latencies_in(block):
+                idle[block.machine, m.id].append(float(np.median(m.samples_ms)))
+    found = []
+    for block in blocks:
+        busy = busy_share(block.background)
+        if not block.level or block.probe is None or busy is None:
+            continue
+        other = other_work_probed(block.probe, alone)
+        found += [SharedRuns(m.id, block.background_name, block.level, np.array(m.samples_ms),
+                             float(np.median(idle[block.machine, m.id])), other, busy,
+                             block.background, block.machine)
+                  for m in latencies_in(block) if (block.machine, m.id) in idle]
+    return found
+
+
+def measured_elsewhere(runs: Sequence[SharedRuns]) -> Floats:
+    """For each of some runs the statistics of the same model beside the same background on other machines, their mean; shape
+    (runs, 3), NaN where no other measured it."""
+    found: dict[tuple[str, str, float], list[tuple[str, Floats]]] = defaultdict(list)
+    for run in runs:
+        found[run.model, run.background, run.level].append((run.machine, statistics_of(run.samples_ms)))
+    others = [[of for machine, of in found[run.model, run.background, run.level] if machine != run.machine] for run in runs]
+    return np.array([np.mean(of, axis=0) if of else np.full(len(STATISTICS), np.nan) for of in others])
+
+
+def statistics_of(latencies_ms: Floats) -> Floats:
+    """Mean, median and 95th percentile."""
+    return np.array([latencies_ms.mean(), *np.percentile(latencies_ms, (50, 95))])
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A model as it is simulated: its tracks, the costs of a run, and what to add to each latency (ms)."""
+
+    tracks: Tracks
+    costs: PipelineCosts
+    more_ms: float = 0.0
+
+    @property
+    def run(self) -> PipelineTracks:
+        """What `overlap_simulator` simulates."""
+        return self.tracks.gpu_ms, self.tracks.launches, self.tracks.kinds, self.costs
+
+    def beside(self, other: OtherWork, slice_ms: float) -> Floats:
+        """Mean, median and 95th percentile of its latency (ms)."""
+        return self.more_ms + statistics_of(shared_runs_ms(*self.run, slice_ms, other, np.random.default_rng(SEED)))
+
+    def idle_ms(self) -> float:
+        return self.more_ms + pipeline_ms(*self.run)
+
+
+class SimulatedModels(NamedTuple):
+    """The models of the fit by name.
+
+    Attributes:
+        strict: with kernels predicted, and the costs of a run fitted, without their family.
+        known: the same, but with kernels as measured.
+        families, records: of each.
+    """
+
+    strict: dict[str, Simulated]
+    known: dict[str, Simulated]
+    families: dict[str, str]
+    records: dict[str, ModelRecord]
+
+
+def simulated_models(workspace: Workspace, target: str, config: TrainingConfig) -> SimulatedModels:
+    """The models of a target's fit, ready to be simulated.
+
+    Raises:
+        UserError: as `training.fit_composition.fit_target`, or a target whose runs are not two tracks.
+    """
+    from training.composition.fit_pipeline import left_out_costs
+    from training.composition.fitted import load_composition
+    from training.composition.left_out import predict_out_of_fold
+    from training.composition.measured_models import known_times, left_out_groups, measured_models, tracks
+    from training.kernels.predictors import ON_GPU
+    from training.kernels.sidecar import read_sidecar
+    from training.kernels.training_set import load_training_set, measured_times
+
+    composition, sidecar = load_composition(workspace.predictors(target)), read_sidecar(workspace.predictors(target))
+    if composition.kind != "pipeline":
+        raise UserError(f"{target}: its composition is {composition.kind}, and only a GPU's two tracks tell what a run beside "
+                        "other work takes")
+    models = measured_models(workspace, target, sidecar)
+    left_out, groups = left_out_groups(models)
+    rows = load_training_set(workspace, target)
+    strict = {label: predict_out_of_fold(rows, models, groups, left_out, label, sidecar.labels[label].own_types, config)
+              for label in cli.track(ON_GPU, "leaving families out")}
+    known = known_times(strict, measured_times(workspace, target))
+    names = [model.record.model for model in models]
+    of_strict, of_known = ([tracks(model, *(times[label][name] for label in ON_GPU)) for model, name in zip(
+        models, names, strict=True)] for times in (strict, known))
+
+    def simulated(found: Sequence[Tracks]) -> dict[str, Simulated]:
+        costs = left_out_costs(found, groups)
+        return {name: Simulated(one, costs[group]) for name, one, group in zip(names, found, groups, strict=True)}
+
+    return SimulatedModels(simulated(of_strict), simulated(of_known), dict(zip(names, groups, strict=True)),
+                           {model.record.model: model.record for model in models})
