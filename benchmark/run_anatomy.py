@@ -82,7 +82,7 @@ class Measured(Frozen):
         return part_us / (1000 * self.latency_ms)
 
 
-def cases_of(paths: Sequence[Path], dims: Mapping[str, Sequence[int]], static: bool = False) -> list[Case]:
+def runs_of(paths: Sequence[Path], dims: Mapping[str, Sequence[int]], static: bool = False) -> list[Case]:
     """Every model of `paths` at every size: a case a combination of those of `dims` that are dynamic in it.
 
     Raises:
@@ -165,7 +165,7 @@ def main() -> int:
     if args.device == "cpu" or not has_cuda():
         raise UserError("where a GPU's time goes needs a GPU: "
                         + ("give --device cuda" if has_cuda() else "no NVIDIA GPU that the driver can talk to is here"))
-    cases = cases_of(workspace.find_models(args.model), cli.parse_dims(args.dim), args.static)
+    cases = runs_of(workspace.find_models(args.model), cli.parse_dims(args.dim), args.static)
     if args.trace and len(cases) > 1:
         raise UserError(f"--trace draws one run, not {len(cases)}: give one model and each --dim one size")
     effort = Effort(warmup=3, warmup_s=0.05, budget_s=args.budget_s, least_runs=10, most_runs=1000)

@@ -1,4 +1,4 @@
-"""Where everything lies: each artifact once, with the one script that writes it and those that read it."""
+"""Where everything lies: each artifact once, with the scripts that write it and those that read it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "training" / "shipped"  # predictors of targets that come with Hase, laid out as those of a workspace
+SIDECAR = "predictors.json"  # among the predictors of a target: describes them. Training writes it last: without it none count
 COMPOSITION = "composition.json"  # among the predictors of a target: how its kernels add up
 OPTIMIZED_SUFFIX = ".ort.onnx"  # ORT's optimised graph of a model: `<model>.<flavour>.ort.onnx`; never taken for a model
 
@@ -36,11 +37,13 @@ class Workspace:
 
     @property
     def kernel_onnx(self) -> Path:
-        """`<flavour>/<kernel id>.onnx` with `<kernel id>.json`. Written by kernel_builder; read by runner and collector."""
+        """`<flavour>/<kernel id>.onnx` with `<kernel id>.json`. Written by kernel_builder, kernel_sampler and
+        predict_model_latency --measure-missing; read by ort_kernel_runner and collector."""
         return self.root / "kernel_model" / "kernel_onnx"
 
     def dataset(self, target: str) -> Path:
-        """Measurements of one target. Written by collector; read by machine_ties, training, predictor and evaluator."""
+        """Measurements of one target. Written by collector and predict_model_latency --measure-missing; read by machine_ties,
+        label_table, repeatability, training, the predictor and evaluator."""
         return self.root / "benchmark" / "dataset" / target
 
     @property
@@ -49,12 +52,14 @@ class Workspace:
         return self.root / "benchmark" / "host_pace.json"
 
     def model_dag(self, flavour: str) -> Path:
-        """DAG files of one flavour. Written by dag_critical_path; read by overlap_simulator and by people."""
+        """DAG files of one flavour. Written by dag_critical_path; read by people: overlap_simulator builds its own graphs
+        from kernel records."""
         return self.root / "graph_model" / "model_DAG" / flavour
 
     def predictors(self, target: str) -> Path:
-        """What is learned for one target. Written by train_kernel_model, fit_composition (composition.json) and fit_sharing
-        (sharing.json); read by the predictor."""
+        """What is learned for one target. Written by train_kernel_model, fit_composition (composition.json), fit_sharing
+        (sharing.json), fit_doubt (doubt.json) and predict_model_latency --measure-missing (measured times); read by the
+        predictor."""
         return self.root / "training" / "predictors" / target
 
     def kernel_errors(self, target: str) -> Path:

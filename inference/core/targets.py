@@ -13,7 +13,7 @@ from ort_analysis.records.kernel_record import ModelRecord
 from utils.errors import UserError
 from utils.files import cached
 from utils.fingerprint import CUDNN, Target, has_cuda, local_target, package_version
-from utils.paths import SHIPPED, Workspace
+from utils.paths import SHIPPED, SIDECAR, Workspace
 
 if TYPE_CHECKING:
     from training.composition.fitted import Composition
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 MAKE_PREDICTORS = (
     "python benchmark/collector.py", "python training/train_kernel_model.py", "python training/fit_composition.py")
-SIDECAR = "predictors.json"  # written last by training: a folder without it holds nothing that counts
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 _fitted: dict[tuple[Any, ...], tuple[Predictors, Composition, Sharing | None, Doubt]] = {}
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from benchmark.load.probe_reading import ProbedRuns, ProbeReading
 from utils import files
+from utils.paths import SIDECAR
 
 HERE = Path(__file__).resolve().parent
 RECORDS, CPU_WORKSPACE, ANSWERS = (HERE / name for name in ("records.tar.xz", "cpu.tar.xz", "answers.json.xz"))
@@ -86,7 +87,7 @@ def unpacked(folder: Path) -> Path:
     (folder / "no_prometheus.yaml").write_text("prometheus: {url: null}\n", encoding="utf-8")
     (folder / METRICS["cuda"]).write_text('{"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.6, "DCGM_FI_DEV_GPU_UTIL": 60}',
                                           encoding="utf-8")
-    busy_cpu = {name: high for name, (_, high) in files.read_json(next(folder.glob("training/predictors/*/predictors.json")))[
+    busy_cpu = {name: high for name, (_, high) in files.read_json(next(folder.glob(f"training/predictors/*/{SIDECAR}")))[
         "load_range"].items()}
     (folder / METRICS["cpu"]).write_text(json.dumps(busy_cpu), encoding="utf-8")
     files.write_json(folder / "probe.json", made_up_reading())

@@ -15,7 +15,7 @@ from conftest import small_model
 
 from benchmark.measuring.effort import Effort
 from benchmark.measuring.worker_client import Worker, WorkerFailed
-from benchmark.run_anatomy import Case, as_json, ask, cases_of, measure, row
+from benchmark.run_anatomy import Case, as_json, ask, measure, row, runs_of
 from benchmark.runtimes.protocol import Reply, Request, Samples
 from benchmark.traces.anatomy import PARTS, anatomy_of, measured_trace, typical_run
 from benchmark.traces.gpu_trace import GpuRun, GpuWork, Launch, attribute
@@ -202,12 +202,12 @@ def test_a_case_a_model_and_size(tmp_path: Path) -> None:
     onnx.save(small_model(batch="batch"), tmp_path / "dynamic.onnx")
     onnx.save(small_model(batch=2), tmp_path / "fixed.onnx")
     paths = [tmp_path / "dynamic.onnx", tmp_path / "fixed.onnx", tmp_path / "fixed.onnx"]
-    assert [(case.name, case.batch) for case in cases_of(paths, {"batch": [1, 16]})] == [
+    assert [(case.name, case.batch) for case in runs_of(paths, {"batch": [1, 16]})] == [
         ("dynamic@batch=1,dynamic", 1), ("dynamic@batch=16,dynamic", 16), ("fixed", 2)]
     with pytest.raises(UserError, match="--dim width: not a dynamic dimension of any of these models"):
-        cases_of(paths, {"batch": [1], "width": [3]})
+        runs_of(paths, {"batch": [1], "width": [3]})
     with pytest.raises(UserError, match="dimension batch"):
-        cases_of(paths, {})
+        runs_of(paths, {})
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=pytest.mark.skipif(has_cuda(), reason="a GPU is here"))])

@@ -21,7 +21,7 @@ from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import Frozen, ModelRecord
 from utils import files
 from utils.errors import UserError
-from utils.paths import COMPOSITION
+from utils.paths import COMPOSITION, SIDECAR
 from utils.timing import ErrorStatistics
 
 COMPOSITION_VERSION = 1
@@ -169,7 +169,7 @@ def load_composition(folder: Path) -> Composition:
     if not path.is_file():
         raise UserError(f"{folder}: no composition; fit one with: {FIT}")
     composition = files.read_record(path, Composition, COMPOSITION_VERSION, FIT)
-    trained = files.read_json(folder / "predictors.json").get("dataset_sha256")
+    trained = files.read_json(folder / SIDECAR).get("dataset_sha256")
     if trained != composition.dataset_sha256:
         raise UserError(f"{path}: the predictors were trained on other data since it was fitted; fit it anew: {FIT}")
     return composition

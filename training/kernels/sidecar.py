@@ -12,6 +12,7 @@ from training.kernels.roofline import Roofline
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Machine, Target, package_version
+from utils.paths import SIDECAR
 from utils.safe_names import FileName
 
 SIDECAR_VERSION = 2
@@ -97,7 +98,7 @@ class Sidecar(Frozen):
 
 
 def sidecar_path(folder: Path) -> Path:
-    return folder / "predictors.json"
+    return folder / SIDECAR
 
 
 def installed_packages() -> dict[str, str]:
@@ -133,9 +134,9 @@ def read_checked(path: Path, sha256: str) -> bytes:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise UserError(f"{path}: named in {path.parent / 'predictors.json'} but missing; train again: {TRAIN}") from None
+        raise UserError(f"{path}: named in {sidecar_path(path.parent)} but missing; train again: {TRAIN}") from None
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise UserError(f"{path}: damaged or changed after training (its SHA-256 is not the one in predictors.json); "
+        raise UserError(f"{path}: damaged or changed after training (its SHA-256 is not the one in {SIDECAR}); "
                         f"train again: {TRAIN}")
     return data
 
