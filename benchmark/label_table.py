@@ -108,7 +108,7 @@ def label_times(table: pd.DataFrame, execution_provider: str) -> dict[str, Times
     import numpy as np
 
     good = table[(table["Level"] == 0) & table["Status"].isin(("ok", UNFINISHED))]
-    found = {}
+    found: dict[str, Times] = {}
     for label in LABELS:
         if label == "run":
             times = good.assign(time_ms=run_ms(good, execution_provider))

@@ -11,7 +11,7 @@ from benchmark.load.backgrounds import COMPUTE, Background
 from benchmark.measuring.effort import Effort
 from benchmark.metrics.source import MetricSource
 from benchmark.metrics.sources import SourceName, open_source
-from benchmark.records.labels import DEFAULT_LABELS, GPU_LABEL, UNPROFILED, VARIANTS
+from benchmark.records.labels import DEFAULT_LABELS, GPU_LABEL, UNPROFILED, VARIANTS, Label, Variant
 from utils.config import Config
 from utils.errors import UserError
 
@@ -45,9 +45,9 @@ class CollectorConfig(Config):
     """See the comments in benchmark/config.yaml."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    labels: tuple[Literal["run", "kernel_time", "node_span", "unprofiled", "gpu"], ...] = ()
+    labels: tuple[Label, ...] = ()
     model_labels: bool = True
-    variants: tuple[Literal["host_io", "cuda_graph"], ...] | None = None
+    variants: tuple[Variant, ...] | None = None
     sessions: int = Field(1, ge=1)
     levels: tuple[Level, ...] = Field((0.0, 0.3, 0.6, 0.9), min_length=1)
     stress: StressConfig = StressConfig()
