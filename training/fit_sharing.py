@@ -161,8 +161,12 @@ class Evaluation:
         return {what: np.array(values) for what, values in found.items()}
 
     def learned(self) -> Sharing:
-        """From all runs."""
-        return typical(self.runs, SLICES_MS[self.best_slice(range(len(self.runs)))], self._alone)
+        """From all runs. Warns of a slice at the edge of SLICES_MS: one beyond it might err less."""
+        slice_ms = SLICES_MS[self.best_slice(range(len(self.runs)))]
+        if slice_ms in (SLICES_MS[0], SLICES_MS[-1]):
+            log.warning("a slice of %g ms errs least, which is the edge of those tried (%g to %g ms): the GPU's slice may lie "
+                        "beyond; extend SLICES_MS in training/fit_sharing.py", slice_ms, SLICES_MS[0], SLICES_MS[-1])
+        return typical(self.runs, slice_ms, self._alone)
 
 
 def errors_of(predicted: Floats, measured: Floats) -> SharingErrors:
@@ -233,6 +237,9 @@ def fit_target(workspace: Workspace, beside: Sequence[Workspace], target: str,
         left_out[PAIRED] = np.full_like(measured, np.nan)
         left_out[PAIRED][pairs.cases] = pairs.left_out()
         learned = learned.model_copy(update={"switch_ms": pairs.switch_ms()})
+    else:
+        log.warning("%s: no model was measured beside another one in a loop: what a switch between processes costs is taken to "
+                    "be %g ms, as on an H200", target, learned.switch_ms)
     left_out |= {PLAN: by_the_plan(evaluation, beside, target, models, config), ELSEWHERE: measured_elsewhere(evaluation.runs)}
     left_out = {what: predicted for what, predicted in left_out.items() if np.isfinite(predicted).any()}
     errors = {field: errors_of(left_out[what], measured) for field, what in (

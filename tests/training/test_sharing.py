@@ -20,8 +20,9 @@ from benchmark.records.files import DatasetHeader, header_path
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
 from graph_model.simulation.sharing import OtherWork, gpu_work_ms, shared_runs_ms
 from training.composition.fit_pipeline import Tracks
-from training.fit_sharing import backgrounds_of, errors_of, typical
+from training.fit_sharing import SLICES_MS, Evaluation, backgrounds_of, errors_of, typical
 from training.sharing.learned import (
+    DEFAULT_SWITCH_MS,
     PipelineTracks,
     Sharing,
     busy_share,
@@ -34,7 +35,7 @@ from training.sharing.learned import (
     sharing_path,
 )
 from training.sharing.pairs import Pairs, looped_models
-from training.sharing.shared_runs import SharedRuns, Simulated, alone_ms, measured_elsewhere
+from training.sharing.shared_runs import SharedRuns, Simulated, SimulatedModels, alone_ms, measured_elsewhere
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import SharingMode, local_target
@@ -257,6 +258,28 @@ def test_waits_are_those_beside_an_average_kind_of_work() -> None:
                           for name, wait_ms in (("short", 0.5), ("short", 0.5), ("long", 2.5)))
     found = typical([short, again, long], 2.0, SHARING.alone_ms)
     assert set(found.waits_ms) == {1.5}
+
+
+@pytest.mark.parametrize(("slice_ms", "warns"), [(SLICES_MS[0], True), (2.0, False), (SLICES_MS[-1], True)])
+def test_a_slice_at_the_edge_of_those_tried_is_warned_of(slice_ms: float, warns: bool,
+                                                         caplog: pytest.LogCaptureFixture) -> None:
+    """A run as it is simulated with a slice finds this slice again."""
+    model = Simulated(Tracks(*track(7.3), 0.0, 0.0), COSTS)
+    run = shared("a", "one", [1.0], 2.4)
+    run = replace(run, idle_ms=model.idle_ms(), samples_ms=model.beside(run.other, slice_ms)[:1])
+    evaluation = Evaluation([run], SimulatedModels({"a": model}, {"a": model}, {"a": "a"}, {}), SHARING.alone_ms)
+    with caplog.at_level("WARNING"):
+        assert evaluation.learned().slice_ms == slice_ms
+    assert [record.levelname for record in caplog.records] == (["WARNING"] if warns else [])
+    assert (f"a slice of {slice_ms:g} ms errs least" in caplog.text) is warns
+
+
+def test_a_file_without_a_switch_has_that_of_an_h200(tmp_path: Path) -> None:
+    """Files of version 2 that were written before the switch was fitted."""
+    files.write_json(sharing_path(tmp_path), SHARING.model_dump(mode="json", exclude={"switch_ms"}))
+    found = read_sharing(tmp_path)
+    assert found is not None
+    assert found.switch_ms == DEFAULT_SWITCH_MS
 
 
 def test_errors_are_of_what_is_predicted() -> None:

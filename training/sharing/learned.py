@@ -25,6 +25,7 @@ from utils.sharing_mode import check_sharing_mode
 SHARING_VERSION = 2
 FIT = "python training/fit_sharing.py"
 FILE = "sharing.json"
+DEFAULT_SWITCH_MS = 0.2  # what fit_sharing fits to an H200 (the shipped sharing.json): where no model in a loop was measured
 Floats = npt.NDArray[np.float64]
 BUSY_FIELDS = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1.0, "DCGM_FI_DEV_GPU_UTIL": 100.0}  # and what each shows of a GPU that is
 # never idle; the first one there is taken: utilisation counts a whole sampling period as busy in which anything ran
@@ -51,9 +52,7 @@ class Sharing(Frozen):
         cycle_ms: of a background that pauses: from one busy phase to the next, at the median.
         longest_wait_ms: the longest that a probe waited beside what was measured: beside work that never runs dry it is the
             longest turn that a process has, and a switch.
-        switch_ms: what a turn of the other process costs besides (training/sharing/pairs.py). The default was fitted on an
-        H200, and
-            stands where no model in a loop was measured.
+        switch_ms: what a turn of the other process costs besides (training/sharing/pairs.py).
         probed, from_metrics, paired: errors of predictions from a probe, from the metrics alone, and from what is predicted of
             the model that runs in a loop beside; None where nothing was left out.
     """
@@ -65,7 +64,7 @@ class Sharing(Frozen):
     waits_ms: tuple[float, ...]
     cycle_ms: float
     longest_wait_ms: float
-    switch_ms: float = 0.2
+    switch_ms: float = DEFAULT_SWITCH_MS
     probed: SharingErrors | None = None
     from_metrics: SharingErrors | None = None
     paired: SharingErrors | None = None
