@@ -41,6 +41,11 @@ H200 = "nvidia-h200"
 PREDICT, MEASURE = "inference/predict_model_latency.py", "benchmark/ort_kernel_runner.py"
 IN_USE = "it is in use by process"  # what a command says that finds the device or dataset taken
 WAIT_S = 2.0
+COMMANDS = """\
+python recipes/kinds/make_models.py --out out/kinds --large
+python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu  # on the machine with the GPU
+mkdir -p out/kinds_cpu  # a workspace without a dataset: nothing was learned of this CPU
+python recipes/kinds/judge.py out/kinds --workspace out/kinds_cpu --gpu out/kinds_on_gpu/on_gpu.json --docs docs/kinds.md"""
 STEPS: tuple[Step, ...] = ("h200", "cpu", "measured", "cpu_filled")
 ASKED_FIRST: tuple[Step, ...] = ("h200", "cpu")  # before any kernel is measured that another model may share
 EXAMPLES = """
@@ -212,9 +217,7 @@ def main() -> int:
             log.info("%s, %s: %s", model.name, SAID.get(step, step), found.in_words)
     rows = rows_of(models, read_judgement(args.folder), on_gpu(args.gpu))
     if args.docs:
-        files.write_text(args.docs, page(rows, "python recipes/kinds/make_models.py --out out/kinds --large\n"
-                                         "python recipes/kinds/judge.py out/kinds --workspace out/demo --docs docs/kinds.md",
-                                         context()))
+        files.write_text(args.docs, page(rows, COMMANDS, context()))
     if args.json:
         cli.print_json({"models": shown(rows), "summary": summary(rows)})
         return 0

@@ -212,6 +212,10 @@ def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
         if widths:
             line(f"{name}: interval's width over the prediction, median / widest", "",
                  f"{statistics.median(widths):.0%} / {max(widths):.0%}", None)
+        errors = [row.off for row in of_step if row.error is not None and not row.found.rough]
+        if errors:
+            line(f"{name}: error of {len(errors)} unmarked answers, median / mean", "",
+                 f"{statistics.median(errors):.1%} / {statistics.fmean(errors):.1%}", None)
         if held:
             line(f"{name}: intervals that hold what was measured", "90 %", f"{sum(held) / len(held):.0%} of {len(held)}", None)
     return lines
