@@ -24,7 +24,7 @@ from ort_analysis.records.kernel_record import REMAKE, Frozen, ModelRecord
 from ort_analysis.records.reading import load_record
 from utils import cli
 from utils.errors import UserError
-from utils.fingerprint import resolve_provider
+from utils.fingerprint import resolve_device
 from utils.logger import get_logger
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def main() -> int:
         from ort_analysis.graph.analysis import record_of
 
         effort = Effort(warmup=WARMUP_RUNS, least_runs=args.loops, most_runs=args.loops)
-        runs, graph, _ = profile_model(workspace.find_model(args.model), resolve_provider(args.device), dims, effort,
+        runs, graph, _ = profile_model(workspace.find_model(args.model), resolve_device(args.device), dims, effort,
                                     static=args.static)
         record = record_of(graph)
     else:

@@ -102,7 +102,7 @@ class LabelSummary(Frozen):
     most: float | None
 
 
-def label_times(table: pd.DataFrame, execution_provider: str) -> dict[str, Times]:
+def label_times(table: pd.DataFrame, device: str) -> dict[str, Times]:
     """Each label's idle times by kernel id, medians over the machines, from a kernel table; labels that nothing has are left
     out. Kernels whose first label is still to come count with those they have."""
     import numpy as np
@@ -111,7 +111,7 @@ def label_times(table: pd.DataFrame, execution_provider: str) -> dict[str, Times
     found: dict[str, Times] = {}
     for label in LABELS:
         if label == "run":
-            times = good.assign(time_ms=run_ms(good, execution_provider))
+            times = good.assign(time_ms=run_ms(good, device))
         elif f"{label}_ms" in good.columns:
             times = good.assign(time_ms=good[f"{label}_ms"])
         else:
@@ -197,7 +197,7 @@ def model_labels(workspace: Workspace, target: str, wanted: Sequence[str] | None
     header = load_header(folder)
     idle = idle_models(load_model_table(workspace, target), with_disturbed=True)
     gpu_ms = {str(name): float(time) for name, time in idle["gpu_ms"].dropna().items()}
-    times = label_times(load_kernel_table(workspace, target), header.target.flavour.execution_provider)
+    times = label_times(load_kernel_table(workspace, target), header.target.flavour.device)
     within = in_model_times(read_journal(folder))
     found = []
     for name in chosen([str(model) for model in idle.index], wanted, folder):
@@ -213,15 +213,15 @@ def model_labels(workspace: Workspace, target: str, wanted: Sequence[str] | None
     return found
 
 
-def summaries(models: Sequence[ModelLabels], execution_provider: str) -> list[LabelSummary]:
-    """A summary a label of some models, at least one. `execution_provider` is the target's."""
+def summaries(models: Sequence[ModelLabels], device: str) -> list[LabelSummary]:
+    """A summary a label of some models, at least one. `device` is the target's."""
     import numpy as np
 
     found = []
     for label in models[0].labels:
         ratios = [model.labels[label].ratio for model in models if not model.labels[label].lacking]
         median, least, most = (float(of(ratios)) if ratios else None for of in (np.median, min, max))
-        found.append(LabelSummary(label=label, source=SOURCES[label], overhead=OVERHEAD[execution_provider].get(label, "no"),
+        found.append(LabelSummary(label=label, source=SOURCES[label], overhead=OVERHEAD[device].get(label, "no"),
                                   models=len(ratios), median=median, least=least, most=most))
     return found
 
@@ -277,7 +277,7 @@ def main() -> int:
     for target in [args.target] if args.target else collected_targets(workspace):
         found = model_labels(workspace, target, args.model)
         flavour = load_header(workspace.dataset(target)).target.flavour
-        about = summaries(found, flavour.execution_provider)
+        about = summaries(found, flavour.device)
         results[target] = {"models": [model.model_dump(mode="json") for model in found],
                            "labels": [label.model_dump(mode="json") for label in about]}
         if not args.json:

@@ -83,7 +83,7 @@ def tie_rows(times: Mapping[str, Times]) -> list[dict[str, Any]]:
 
 def machine_rows(header: DatasetHeader, times: Mapping[str, Times]) -> list[dict[str, Any]]:
     """A row for each machine of a dataset: what it is, and how many kernels and models it timed idle."""
-    return [{"machine": uuid, "device": machine.device, "driver": machine.driver, **{
+    return [{"machine": uuid, "device": machine.device_name, "driver": machine.driver, **{
         subject: len({name for what, by_id in times.get(uuid, {}).items() if what[0] == subject for name in by_id})
         for subject in ("kernels", "models")}} for uuid, machine in header.machines.items()]
 

@@ -41,7 +41,7 @@ from benchmark.metrics.source import Mean, MetricSource, Window
 from benchmark.metrics.sources import SOURCES, open_source
 from utils import cli
 from utils.errors import UserError
-from utils.fingerprint import machine, resolve_provider
+from utils.fingerprint import machine, resolve_device
 from utils.logger import get_logger
 from utils.processes import set_by_signal
 from utils.scrape_server import LOCALHOST, scrape_server, stale
@@ -126,13 +126,13 @@ class NowAndThen(ABC, Generic[R]):
     """Takes a reading of a probe now and then; one that fails costs only itself.
 
     Attributes:
-        execution_provider: `cuda` or `cpu`.
+        device: `cuda` or `cpu`.
         every_s: from one reading to the next.
         latest: the last reading that there was; None before the first.
         error: why there has been none since; "" while all is well.
     """
 
-    execution_provider: str
+    device: str
     every_s: float
     latest: R | None = None
     error: str = ""
@@ -172,7 +172,7 @@ class ProbeSampler(NowAndThen[Probed]):
     def take(self) -> Probed:
         from benchmark.load.sharing_probe import SharingProbe
 
-        self._probe = self._probe or SharingProbe(self.execution_provider)  # what had no memory may have some now
+        self._probe = self._probe or SharingProbe(self.device)  # what had no memory may have some now
         return Probed(summarised(self._probe.read()), time.time())
 
 
@@ -185,7 +185,7 @@ class PaceSampler(NowAndThen[HostProbed]):
     def take(self) -> HostProbed:
         from benchmark.measuring.host_pace import measure_pace
 
-        return HostProbed(measure_pace(self.execution_provider, PACE_S).probe_us, time.time())
+        return HostProbed(measure_pace(self.device, PACE_S).probe_us, time.time())
 
 
 @dataclass(frozen=True, eq=False)  # a registry holds it by identity
@@ -229,10 +229,10 @@ def device_labels(provider: str, replay: Path | None) -> dict[str, str]:
     if replay is not None:  # each file a device of its own
         index, uuid, device, model = "0", f"replay-{replay.stem}", "replay", replay.stem
     elif provider == "cpu":  # a machine's identifier is nothing to tell the network
-        index, uuid, device, model = "", platform.node(), "cpu", machine(provider).device
+        index, uuid, device, model = "", platform.node(), "cpu", machine(provider).device_name
     else:
         here = machine(provider)
-        index, uuid, device, model = "0", here.uuid, "nvidia0", here.device
+        index, uuid, device, model = "0", here.uuid, "nvidia0", here.device_name
     return {INDEX_LABEL: index, UUID_LABEL: uuid, DEVICE_LABEL: device, MODEL_LABEL: model, HOST_LABEL: platform.node()}
 
 
@@ -245,7 +245,7 @@ def make_exporter(sampler: Sampler, labels: dict[str, str], host: str, port: int
 def serve(args: argparse.Namespace) -> None:
     """Serves until a signal, or for as long as the arguments say."""
     over = set_by_signal()
-    provider = "cpu" if args.source == "psutil" else resolve_provider("auto")
+    provider = "cpu" if args.source == "psutil" else resolve_device("auto")
     source = open_source(provider, source=args.source, dcgm_address=args.dcgm_address, replay=args.replay,
                          replay_step_s=args.replay_step)
     if args.interval < source.minimum_window_s:

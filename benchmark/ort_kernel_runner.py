@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmark.runtimes.ort.runner import DEFAULT_LOOPS, DEFAULT_WARMUP, Timing, open_runner
 from utils import cli, files
-from utils.fingerprint import resolve_provider
+from utils.fingerprint import resolve_device
 from utils.locks import measuring
 from utils.logger import get_logger
 
@@ -30,18 +30,18 @@ python benchmark/ort_kernel_runner.py --model resnet18.onnx --budget-s 5 --io ho
 """
 
 
-def measure(model: Path, execution_provider: str = "auto", *, dims: Mapping[str, int] | None = None,
+def measure(model: Path, device: str = "auto", *, dims: Mapping[str, int] | None = None,
             warmup: int = DEFAULT_WARMUP, loops: int | None = None, budget_s: float | None = None,
             io: str = "device", cuda_graph: bool = False, static: bool = False) -> Timing:
     """Times one ONNX file; see `open_runner` and `Runner.time` for the arguments."""
-    return open_runner(model, execution_provider, dims=dims, io=io, cuda_graph=cuda_graph, static=static).time(
+    return open_runner(model, device, dims=dims, io=io, cuda_graph=cuda_graph, static=static).time(
         warmup=warmup, loops=loops, budget_s=budget_s)
 
 
 def row(timing: Timing) -> dict[str, Any]:
     """A timing as one row of a table."""
     statistics = timing.statistics
-    return {"model": timing.model, "device": timing.execution_provider, "io": timing.io,
+    return {"model": timing.model, "device": timing.device, "io": timing.io,
             **{key: value for key, value in statistics.model_dump().items() if key != "spread"},
             "started": timing.started, "ended": timing.ended}
 
@@ -62,7 +62,7 @@ def main() -> int:
     if args.loops and args.budget_s:
         parser.error("give --loops or --budget-s, not both")
     workspace = cli.start(args)
-    provider = resolve_provider(args.device)
+    provider = resolve_device(args.device)
     if args.device == "auto" and provider == "cpu":
         log.info("no NVIDIA GPU here: running on the CPU")
     model, dims = workspace.find_model(args.model), cli.one_size_dims(args.dim)

@@ -55,10 +55,10 @@ def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> li
     from benchmark.collecting.crew import start_crew
     from benchmark.load.stress import stress
     from utils.config import load_config
-    from utils.fingerprint import local_target, machine, resolve_provider
+    from utils.fingerprint import local_target, machine, resolve_device
 
     config = load_config(config_path, CollectorConfig)
-    provider = resolve_provider(config.device)
+    provider = resolve_device(config.device)
     target, here = local_target(provider), machine(provider)
     folder = workspace.dataset(target.name)
     blocks = [block for block in read_journal(folder) if block.machine == here.uuid]

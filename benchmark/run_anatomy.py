@@ -120,7 +120,7 @@ def measure(case: Case, timer: Worker, tracer: Worker, effort: Effort) -> tuple[
     Raises:
         UserError: it can't be run.
     """
-    request = Request(do="model", execution_provider="cuda", paths=(str(case.path),), dims=case.dims,
+    request = Request(do="model", device="cuda", paths=(str(case.path),), dims=case.dims,
                       static=case.static, host=True, watch_host=True, effort=effort)
     timed = {samples.label: samples for samples in ask(timer, request).samples}
     run = typical_run(ask(tracer, request.model_copy(update={"do": "model_trace"})).runs)

@@ -38,7 +38,7 @@ from benchmark.metrics.sources import open_source
 from utils import cli
 from utils.config import validate
 from utils.errors import UserError
-from utils.fingerprint import resolve_provider
+from utils.fingerprint import resolve_device
 from utils.logger import get_logger
 from utils.paths import Workspace
 from utils.processes import die_with_parent, set_by_signal
@@ -168,7 +168,7 @@ def run(args: argparse.Namespace, background: Background) -> dict[str, float]:
     """
     parent = os.getppid()
     die_with_parent(signal.SIGTERM)
-    provider = resolve_provider(args.device)
+    provider = resolve_device(args.device)
     source = open_source(provider)
     if args.report_every is not None and args.report_every < source.minimum_window_s:
         raise UserError(f"--report-every {args.report_every:g}: {source.name} needs {source.minimum_window_s:g} s at least")

@@ -300,7 +300,7 @@ def main() -> int:
         from utils.files import write_json
         from utils.trace_events import document
 
-        provider = fitted_for(workspace, args.target).target.flavour.execution_provider
+        provider = fitted_for(workspace, args.target).target.flavour.device
         record = record_of(workspace.find_model(args.model), provider, found[0].dims, args.static)
         write_json(args.trace, document([*trace_of(found[0], record)["traceEvents"], *real]))
     for warning in dict.fromkeys(warning for one in found for warning in one.warnings):

@@ -81,7 +81,7 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
     cold, cold_strict = (milliseconds(partial(from_the_shell, model, workspace, target, strict), min(repeats, SHELLS))
                          for strict in (False, True))
     predict, predict_many = partial(predict, target=target), partial(predict_many, target=target)
-    provider = fitted_for(workspace, target).target.flavour.execution_provider
+    provider = fitted_for(workspace, target).target.flavour.device
     first = milliseconds(lambda: predict(model, workspace=workspace), 1)
     again = milliseconds(lambda: predict(model, workspace=workspace), repeats)
     record = record_of(model, provider)

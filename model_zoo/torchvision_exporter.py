@@ -26,7 +26,7 @@ from model_zoo.exporting.zoo_config import CONFIG_FILE, ZooConfig, load_zoo_conf
 from utils import cli
 from utils.config import validate
 from utils.errors import UserError
-from utils.fingerprint import flavour_of, resolve_provider
+from utils.fingerprint import flavour_of, resolve_device
 from utils.logger import get_logger
 from utils.paths import Workspace
 
@@ -45,7 +45,7 @@ def export_all(workspace: Workspace, config: ZooConfig, force: bool = False) -> 
         UserError: an unknown model, or CUDA asked for where there is none.
         OSError: the folder can't be written; nothing further would succeed.
     """
-    provider = resolve_provider(config.device)
+    provider = resolve_device(config.device)
     if config.device == "auto" and provider == "cpu":
         log.info("no NVIDIA GPU here: the optimised graphs are those of the CPU provider (%s)", flavour_of("cpu").name)
     workspace.models.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from utils.errors import UserError
 from utils.safe_names import FileNamePart
@@ -26,34 +26,34 @@ OLDER_SHARING = {"exclusive": "time_slices"}  # what older files call it
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
 
 
 class Flavour(_Frozen):
     """What shaped an optimised graph. Two machines with one flavour get the same graph of a model.
 
     Attributes:
-        execution_provider: `cpu` or `cuda`.
+        device: `cpu` or `cuda`.
         ort_version: major and minor, e.g. `1.31`.
         optimization: ORT's graph optimisation level.
         instruction_set: the CPU's vector width class, which sets the block size of NCHWc layouts; "" on CUDA.
     """
 
-    execution_provider: FileNamePart
+    device: FileNamePart = Field(validation_alias=AliasChoices("device", "execution_provider"))
     ort_version: FileNamePart
     optimization: FileNamePart = "all"
     instruction_set: FileNamePart = ""
 
     @property
     def name(self) -> str:
-        parts = [self.execution_provider, self.instruction_set, f"ort{self.ort_version}", self.optimization]
+        parts = [self.device, self.instruction_set, f"ort{self.ort_version}", self.optimization]
         return "-".join(part for part in parts if part)
 
 
 class Machine(_Frozen):
     """The very device and software a measurement was taken on."""
 
-    device: str
+    device_name: str = Field(validation_alias=AliasChoices("device_name", "device"))
     uuid: str
     driver: str
     clocks: str
@@ -71,7 +71,7 @@ class Target(_Frozen):
     """What a predictor holds for: device model, flavour, provider options, threads and sharing mode. Another mode than time
     slices was never measured, and is refused where it matters (utils/sharing_mode.py)."""
 
-    device: str
+    device_name: str = Field(validation_alias=AliasChoices("device_name", "device"))
     flavour: Flavour
     provider_options: dict[str, str] = {}
     threads: int = 0  # intra-op threads; 0 on CUDA
@@ -79,8 +79,8 @@ class Target(_Frozen):
 
     @property
     def name(self) -> str:
-        parts = [slug(self.device)]
-        if self.flavour.execution_provider == "cpu":
+        parts = [slug(self.device_name)]
+        if self.flavour.device == "cpu":
             parts.append(f"{self.threads}t")
         return "-".join([*parts, self.flavour.name])
 
@@ -191,7 +191,7 @@ def ort_version() -> str:
     return found
 
 
-def resolve_provider(device: str) -> str:
+def resolve_device(device: str) -> str:
     """`auto`, `cuda` or `cpu` as the execution provider to use: `cuda` or `cpu`.
 
     Raises:
@@ -205,11 +205,11 @@ def resolve_provider(device: str) -> str:
     return device
 
 
-def flavour_of(execution_provider: str) -> Flavour:
+def flavour_of(device: str) -> Flavour:
     """The flavour that this machine's ORT gives graphs for `cpu` or `cuda`."""
     return Flavour(
-        execution_provider=execution_provider, ort_version=".".join(ort_version().split(".")[:2]),
-        instruction_set=instruction_set() if execution_provider == "cpu" else "",
+        device=device, ort_version=".".join(ort_version().split(".")[:2]),
+        instruction_set=instruction_set() if device == "cpu" else "",
     )
 
 
@@ -218,22 +218,22 @@ def boot_id() -> str:
     return BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else f"since {psutil.boot_time():.0f}"
 
 
-def local_target(execution_provider: str) -> Target:
+def local_target(device: str) -> Target:
     """The target that this machine is, with ORT's default provider options and threads."""
-    flavour = flavour_of(execution_provider)
-    if execution_provider == "cuda":
-        return Target(device=gpu_facts()["name"], flavour=flavour)
-    return Target(device=_cpu_info()[0], flavour=flavour, threads=psutil.cpu_count(logical=False) or 1)
+    flavour = flavour_of(device)
+    if device == "cuda":
+        return Target(device_name=gpu_facts()["name"], flavour=flavour)
+    return Target(device_name=_cpu_info()[0], flavour=flavour, threads=psutil.cpu_count(logical=False) or 1)
 
 
-def machine(execution_provider: str) -> Machine:
-    """The machine this process runs on, as the device of `execution_provider`."""
+def machine(device: str) -> Machine:
+    """The machine this process runs on, as the device of `device`."""
     cpu, _ = _cpu_info()
-    gpu = gpu_facts() if execution_provider == "cuda" else {}
+    gpu = gpu_facts() if device == "cuda" else {}
     identity = MACHINE_ID.read_text(encoding="utf-8").strip() if MACHINE_ID.exists() else ""  # may be there and empty
     frequency = psutil.cpu_freq()
     return Machine(
-        device=gpu.get("name", cpu), uuid=gpu.get("uuid") or identity or platform.node() or "unknown",
+        device_name=gpu.get("name", cpu), uuid=gpu.get("uuid") or identity or platform.node() or "unknown",
         driver=gpu.get("driver", platform.release()),
         clocks=gpu.get("clocks") or (f"{frequency.max or frequency.current:.0f} MHz" if frequency else "unknown"),
         cpu=cpu, cores=psutil.cpu_count() or 1, memory_gib=round(psutil.virtual_memory().total / 2**30, 1),

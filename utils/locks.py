@@ -150,23 +150,23 @@ def sole_writer(folder: Path) -> Iterator[None]:
         yield
 
 
-def measuring(execution_provider: str) -> AbstractContextManager[None]:
+def measuring(device: str) -> AbstractContextManager[None]:
     """A block during which no other process of this machine that asks, whoever's it is, measures on the same device.
 
     What is meant to run beside a measurement (stressor, exporter, sharing probe) does not ask.
 
     Args:
-        execution_provider: `cpu`, or `cuda` for the first GPU.
+        device: `cpu`, or `cuda` for the first GPU.
 
     Raises:
         UserError: another process measures; it is named.
     """
-    device = "cpu"
-    if execution_provider == "cuda":
+    name = "cpu"
+    if device == "cuda":
         from utils.fingerprint import gpu_facts
 
-        device = gpu_facts().get("uuid", "cuda")
-    return locked(_folder_of_devices() / f"hase-{device}.lock", f"device {device}: it")
+        name = gpu_facts().get("uuid", "cuda")
+    return locked(_folder_of_devices() / f"hase-{name}.lock", f"device {name}: it")
 
 
 def _folder_of_devices() -> Path:

@@ -24,17 +24,17 @@ CPU_ONLY_FUSIONS = ("ConvActivationFusion", "GemmActivationFusion", "MatMulActiv
 
 
 @functools.cache
-def _load_runtime(execution_provider: str) -> Any:
+def _load_runtime(device: str) -> Any:
     import onnxruntime
 
     onnxruntime.set_default_logger_severity(FATAL)  # errors come as exceptions
-    if execution_provider == "cuda":
+    if device == "cuda":
         onnxruntime.preload_dlls()  # finds the CUDA libraries that torch's wheels brought
     return onnxruntime
 
 
 def open_session(
-    model: Path | bytes, execution_provider: str, *, optimize: str = "all", disabled: Sequence[str] = (),
+    model: Path | bytes, device: str, *, optimize: str = "all", disabled: Sequence[str] = (),
     dims: Mapping[str, int] | None = None, save_to: Path | None = None, profile_prefix: Path | None = None,
     provider_options: Mapping[str, str] | None = None, name: str = "", entries: Mapping[str, str] | None = None,
 ) -> onnxruntime.InferenceSession:
@@ -42,7 +42,7 @@ def open_session(
 
     Args:
         model: a file, or a serialised model.
-        execution_provider: `cpu` or `cuda`.
+        device: `cpu` or `cuda`.
         optimize: `all`, `extended`, `basic` or `none`.
         disabled: optimisers to leave out, by ORT's name.
         dims: sizes of dynamic dimensions, fixed before optimising.
@@ -55,7 +55,7 @@ def open_session(
     Raises:
         UserError: the model can't be loaded, or the CUDA provider is asked for and does not come up.
     """
-    runtime = _load_runtime(execution_provider)
+    runtime = _load_runtime(device)
     options = runtime.SessionOptions()
     levels = runtime.GraphOptimizationLevel
     options.graph_optimization_level = {
@@ -71,19 +71,19 @@ def open_session(
     if profile_prefix is not None:
         options.enable_profiling = True
         options.profile_file_prefix = str(profile_prefix)
-    providers: list[Any] = list(PROVIDERS[execution_provider])
-    if provider_options and execution_provider == "cuda":
+    providers: list[Any] = list(PROVIDERS[device])
+    if provider_options and device == "cuda":
         providers[0] = (providers[0], dict(provider_options))
     source = model if isinstance(model, bytes) else str(model)
     with model_errors(name or (str(model) if isinstance(model, Path) else "the model")):
         session = runtime.InferenceSession(source, options, providers=providers, disabled_optimizers=list(disabled))
-    if execution_provider == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
+    if device == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
         raise UserError("the CUDA provider of ONNX Runtime did not come up, only the CPU's; "
                         "it needs the CUDA 13 libraries that torch's wheels bring and a driver that knows CUDA 13")
     return session
 
 
-def open_nodes(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], shape: Sequence[int], execution_provider: str,
+def open_nodes(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], shape: Sequence[int], device: str,
                name: str) -> onnxruntime.InferenceSession:
     """A session of a graph made of `nodes` as they stand, none fused. Its inputs and its output, the last node's, are float32
     tensors of one `shape`."""
@@ -92,7 +92,7 @@ def open_nodes(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], shape: Se
     values = [helper.make_tensor_value_info(value, TensorProto.FLOAT, shape) for value in (*inputs, nodes[-1].output[0])]
     graph = helper.make_graph(nodes, name, values[:-1], values[-1:])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    return open_session(model.SerializeToString(), execution_provider, optimize="none", name=name)
+    return open_session(model.SerializeToString(), device, optimize="none", name=name)
 
 
 class model_errors:  # lower case, since it reads as a statement: `with model_errors(path):`

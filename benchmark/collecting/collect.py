@@ -17,7 +17,7 @@ from benchmark.records.dataset_writer import DatasetWriter
 from benchmark.records.files import DatasetHeader, DatasetKernel, header_path, load_header, read_kernels
 from utils import cli
 from utils.errors import UserError
-from utils.fingerprint import Target, local_target, machine, resolve_provider
+from utils.fingerprint import Target, local_target, machine, resolve_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import Workspace
@@ -38,7 +38,7 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
         UserError: nothing to measure, a metric that is not there, a dataset of another target, or one that another process
             writes, or another process measures on this device.
     """
-    provider = resolve_provider(config.device)
+    provider = resolve_device(config.device)
     if config.device == "auto" and provider == "cpu":
         log.info("no NVIDIA GPU here: measuring the CPU")
     target = local_target(provider)
@@ -69,7 +69,7 @@ def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequ
         UserError: a metric that is not there, or a dataset without the labels that are needed, or one that another process
             writes.
     """
-    target = local_target(resolve_provider(config.device))
+    target = local_target(resolve_device(config.device))
     with sole_writer(workspace.dataset(target.name)):
         return collect_work(workspace, *_quick(workspace, config, target, kernels), crew)
 
@@ -85,7 +85,7 @@ def collect_in_models(workspace: Workspace, config: CollectorConfig, models: Seq
 
     The other arguments, the totals and the errors are those of `collect_kernels`.
     """
-    target = local_target(resolve_provider(config.device))
+    target = local_target(resolve_device(config.device))
     with sole_writer(workspace.dataset(target.name)):
         config, target, work = _quick(workspace, config, target, kernels)
         return collect_work(workspace, config, target, Work((), (), work.described), crew,
@@ -122,7 +122,7 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
 
     With `planned`, exactly these blocks are measured.
     """
-    provider = target.flavour.execution_provider
+    provider = target.flavour.device
     here, source = machine(provider), config.open_source(provider)
     if config.window_s < source.minimum_window_s:
         raise UserError(f"window_s {config.window_s:g}: {source.name} needs at least {source.minimum_window_s:g} s")

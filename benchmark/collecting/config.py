@@ -89,16 +89,16 @@ class CollectorConfig(Config):
             raise ValueError(f"{', '.join(unknown)} is none of stress.backgrounds, which are {', '.join(sorted(there))}")
         return names
 
-    def open_source(self, execution_provider: str) -> MetricSource:
+    def open_source(self, device: str) -> MetricSource:
         """The source of metrics for `cpu` or `cuda`; `UserError` where it is not here or lacks one of the metrics."""
-        return open_source(execution_provider, self.metrics, self.source, dcgm_address=self.dcgm_address, replay=self.replay,
+        return open_source(device, self.metrics, self.source, dcgm_address=self.dcgm_address, replay=self.replay,
                            replay_step_s=self.replay_step_s)
 
     def loads(self) -> list[tuple[float, Background | None]]:
         """What to measure under, in turn: each level with every background, an idle one with None."""
         return [(level, background) for level in self.levels for background in (self.stress.backgrounds if level else (None,))]
 
-    def backgrounds_on(self, execution_provider: str) -> dict[str, Background]:
+    def backgrounds_on(self, device: str) -> dict[str, Background]:
         """The backgrounds by name; none where only idle levels are measured.
 
         Raises:
@@ -107,30 +107,30 @@ class CollectorConfig(Config):
         if not any(self.levels):
             return {}
         for background in self.stress.backgrounds:
-            background.check_on(execution_provider)
+            background.check_on(device)
         return {background.name: background for background in self.stress.backgrounds}
 
-    def variants_on(self, execution_provider: str) -> tuple[str, ...]:
+    def variants_on(self, device: str) -> tuple[str, ...]:
         """The further ways in which whole models are run on `cpu` or `cuda`.
 
         Raises:
             UserError: `cuda_graph` is asked for on a CPU.
         """
         if self.variants is None:
-            return VARIANTS if execution_provider == "cuda" else VARIANTS[:1]
-        if execution_provider == "cpu" and "cuda_graph" in self.variants:
+            return VARIANTS if device == "cuda" else VARIANTS[:1]
+        if device == "cpu" and "cuda_graph" in self.variants:
             raise UserError("variants: cuda_graph: only a GPU has CUDA graphs, and this is a CPU target")
         return self.variants
 
-    def labels_on(self, execution_provider: str) -> tuple[str, ...]:
+    def labels_on(self, device: str) -> tuple[str, ...]:
         """The labels that every kernel gets on `cpu` or `cuda`, the first above all.
 
         Raises:
             UserError: `gpu` is asked for on a CPU.
         """
-        if execution_provider == "cpu" and GPU_LABEL in self.labels:
+        if device == "cpu" and GPU_LABEL in self.labels:
             raise UserError("labels: gpu: only a GPU has this label, and this is a CPU target")
-        if execution_provider == "cuda" and UNPROFILED in self.labels:
+        if device == "cuda" and UNPROFILED in self.labels:
             raise UserError("labels: unprofiled: on a GPU the host's runs do not wait for the kernels; label gpu has no "
                             "profiler's part either")
-        return self.labels or (*DEFAULT_LABELS, *((GPU_LABEL,) if execution_provider == "cuda" else ()))
+        return self.labels or (*DEFAULT_LABELS, *((GPU_LABEL,) if device == "cuda" else ()))

@@ -31,14 +31,14 @@ class Crew(NamedTuple):
 
 
 @contextmanager
-def start_crew(config: CollectorConfig, execution_provider: str, labels: Sequence[str]) -> Iterator[Crew]:
+def start_crew(config: CollectorConfig, device: str, labels: Sequence[str]) -> Iterator[Crew]:
     """The processes for some labels on `cpu` or `cuda`; none outlives the block.
 
     Raises:
         UserError: another process measures on this device.
     """
-    request = Request(do="prepare", execution_provider=execution_provider, effort=Effort())
-    with (measuring(execution_provider), Worker(config.timeout_s) as worker,
+    request = Request(do="prepare", device=device, effort=Effort())
+    with (measuring(device), Worker(config.timeout_s) as worker,
           Tracers(config.tracers, config.timeout_s) as tracers):
         worker.prepare(request)
         if GPU_LABEL in labels:

@@ -47,7 +47,7 @@ class Collector:
 
     @property
     def provider(self) -> str:
-        return self.target.flavour.execution_provider
+        return self.target.flavour.device
 
     def canary_ms(self) -> float:
         """The canary's time now: the median of a few runs; under load the mean of more, since the load comes in bursts.
@@ -56,7 +56,7 @@ class Collector:
             UserError: not even the canary runs.
         """
         try:
-            reply = self.crew.worker.ask(Request(do="canary", execution_provider=self.provider,
+            reply = self.crew.worker.ask(Request(do="canary", device=self.provider,
                                                  effort=LOADED_EFFORT if self.level else IDLE_EFFORT))
         except WorkerFailed as error:
             raise UserError(f"the canary, a fixed piece of work, does not run: {error}") from None
@@ -96,14 +96,14 @@ class Collector:
         return reply, "failed" if reply.error else "ok"
 
     def time_alone(self, item: KernelItem) -> list[Measurement]:
-        reply, status = self.ask(Request(do="alone", execution_provider=self.provider, paths=(str(item.path),),
+        reply, status = self.ask(Request(do="alone", device=self.provider, paths=(str(item.path),),
                                          effort=self.config.kernel.effort(), provider_options=self.target.provider_options))
         return self._measurements("kernel", item.kernel.id, "run", "alone", reply, status)
 
     def time_carrier(self, items: Sequence[KernelItem], labels: tuple[str, ...], worker: Worker) -> list[Measurement]:
         """Some labels of a group, in a carrier. A group that fails is halved until the one kernel at fault is alone."""
         reply, status = self.ask(Request(
-            do="carrier", execution_provider=self.provider, paths=tuple(str(item.path) for item in items), labels=labels,
+            do="carrier", device=self.provider, paths=tuple(str(item.path) for item in items), labels=labels,
             effort=self.config.kernel.effort(), provider_options=self.target.provider_options,
             turns="" if worker is self.crew.worker else self.crew.tracers.turns), worker)
         if status != "ok" and len(items) > 1:
@@ -114,7 +114,7 @@ class Collector:
     def time_model(self, item: ModelItem) -> list[Measurement]:
         in_model = self.in_model_labels if item.labels and self.config.model_labels else ()
         request = Request(
-            do="model", execution_provider=self.provider, paths=(str(item.path),), record=str(item.record_path),
+            do="model", device=self.provider, paths=(str(item.path),), record=str(item.record_path),
             dims=item.record.dims, static=item.record.static, labels=in_model, effort=self.config.model.effort(),
             host=GPU_LABEL in self.labels and not self.level, host_io="host_io" in self.variants,
             watch_host=self.provider == "cuda" and not self.level, provider_options=self.target.provider_options)
@@ -132,7 +132,7 @@ class Collector:
     def time_kernels_in(self, item: ModelItem) -> list[Measurement]:
         """The in-model labels of those of a model's kernels that are asked for; none where it can't be profiled."""
         reply, status = self.ask(Request(
-            do="model_labels", execution_provider=self.provider, paths=(str(item.path),), record=str(item.record_path),
+            do="model_labels", device=self.provider, paths=(str(item.path),), record=str(item.record_path),
             dims=item.record.dims, static=item.record.static, labels=self.in_model_labels, effort=self.config.model.effort(),
             provider_options=self.target.provider_options))
         if status != "ok":
@@ -186,7 +186,7 @@ class Collector:
         """
         if self.provider == "cpu" or not self.config.probe_s or not any(self.config.levels):
             return None
-        reply, status = self.ask(Request(do="sharing_probe", execution_provider=self.provider,
+        reply, status = self.ask(Request(do="sharing_probe", device=self.provider,
                                          effort=Effort(budget_s=self.config.probe_s)))
         if status != "ok":
             raise UserError(f"the sharing probe does not run: {reply.error}")

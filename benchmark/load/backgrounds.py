@@ -66,9 +66,9 @@ class Background(Config):
             raise ValueError("these are sizes of a model's dimensions, and there is no model")
         return dims
 
-    def check_on(self, execution_provider: str) -> None:
+    def check_on(self, device: str) -> None:
         """`UserError` where `cpu` or `cuda` can't have it."""
-        if execution_provider == "cpu" and self.queue == "deep":
+        if device == "cpu" and self.queue == "deep":
             raise UserError(f"background {self.name}: queue deep: only a GPU has a queue to fill, and this is a CPU target; "
                             "leave queue out")
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import AwareDatetime, Field, FiniteFloat
+from pydantic import AliasChoices, AwareDatetime, Field, FiniteFloat
 
 from ort_analysis.records.kernel_record import Frozen
 from utils import files
@@ -40,7 +40,7 @@ class MachinePace(Frozen):
         readings: how many there were.
         taken: when.
         boot_id: of the run of the operating system then.
-        execution_provider: what the probe ran on: `cuda`, or `cpu` in tests.
+        device: what the probe ran on: `cuda`, or `cpu` in tests.
         machine: the very machine.
     """
 
@@ -50,7 +50,7 @@ class MachinePace(Frozen):
     readings: int = Field(gt=0)
     taken: AwareDatetime
     boot_id: str
-    execution_provider: str
+    device: str = Field(validation_alias=AliasChoices("device", "execution_provider"))
     machine: Machine
 
     @property

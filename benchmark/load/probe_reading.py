@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import FiniteFloat, model_validator
+from pydantic import AliasChoices, Field, FiniteFloat, model_validator
 
 from ort_analysis.records.kernel_record import Frozen
 from utils import files
@@ -50,7 +50,7 @@ class ProbeReading(Frozen):
 
     Attributes:
         machine_uuid: of the device.
-        execution_provider: `cpu` or `cuda`.
+        device: `cpu` or `cuda`.
         sharing: how processes share the GPU; None on a CPU.
         started: UTC, ISO 8601.
         seconds: asked for; a reading lasts longer where LEAST_RUNS of a piece do.
@@ -60,7 +60,7 @@ class ProbeReading(Frozen):
 
     version: int = READING_VERSION
     machine_uuid: str
-    execution_provider: str
+    device: str = Field(validation_alias=AliasChoices("device", "execution_provider"))
     sharing: SharingMode | None
     started: str
     seconds: float

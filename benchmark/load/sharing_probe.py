@@ -11,7 +11,7 @@ from benchmark.load.probe_reading import ProbedRuns, ProbeReading
 from benchmark.measuring.affinity import off_the_workers_cores
 from benchmark.runtimes.ort.runner import Runner, bind, now, random_feed
 from utils.errors import UserError
-from utils.fingerprint import machine, resolve_provider
+from utils.fingerprint import machine, resolve_device
 from utils.ort_sessions import model_errors, open_nodes
 from utils.sharing_mode import sharing_mode
 
@@ -29,7 +29,7 @@ LONG_PRODUCTS = 6  # one after another: 0.33 ms on an H200
 class SharingProbe:
     """Both pieces of work as open sessions, inputs and outputs on the device; kept, it can be read again and again."""
 
-    def __init__(self, execution_provider: str = "cuda") -> None:
+    def __init__(self, device: str = "cuda") -> None:
         """Opens and warms up the sessions on `cuda` or `cpu` (`auto`: the GPU where there is one).
 
         Raises:
@@ -37,7 +37,7 @@ class SharingProbe:
         """
         from onnx import helper
 
-        self._provider = resolve_provider(execution_provider)
+        self._provider = resolve_device(device)
         self._machine_uuid = machine(self._provider).uuid
         products = [helper.make_node("MatMul", [f"x{place}", "w"], [f"x{place + 1}"]) for place in range(LONG_PRODUCTS)]
         self._tiny = self._opened([helper.make_node("Relu", ["x0"], ["x1"])], ["x0"], TINY_SIDE, "the probe's tiny work")
@@ -47,7 +47,7 @@ class SharingProbe:
         session = open_nodes(nodes, inputs, [side, side], self._provider, name)
         with model_errors(name):
             run_once = bind(session, random_feed(session), self._provider, "device")
-        runner = Runner(session=session, name=name, execution_provider=self._provider, io="device", run_once=run_once)
+        runner = Runner(session=session, name=name, device=self._provider, io="device", run_once=run_once)
         runner.warm_up(WARMUP)
         return runner
 
@@ -63,7 +63,7 @@ class SharingProbe:
         with off_the_workers_cores():
             started, began = now(), time.perf_counter()
             tiny, long = (_back_to_back(piece, began, seconds / 2) for piece in (self._tiny, self._long))
-        return ProbeReading(machine_uuid=self._machine_uuid, execution_provider=self._provider, sharing=sharing,
+        return ProbeReading(machine_uuid=self._machine_uuid, device=self._provider, sharing=sharing,
                             started=started, seconds=seconds, tiny=tiny, long=long)
 
 
@@ -78,10 +78,10 @@ def _back_to_back(piece: Runner, began_s: float, seconds: float) -> ProbedRuns:
 
 
 @cache
-def _kept(execution_provider: str) -> SharingProbe:
-    return SharingProbe(execution_provider)
+def _kept(device: str) -> SharingProbe:
+    return SharingProbe(device)
 
 
-def probe(execution_provider: str = "cuda", seconds: float = SECONDS) -> ProbeReading:
+def probe(device: str = "cuda", seconds: float = SECONDS) -> ProbeReading:
     """A reading by this process's own probe, which is opened on first use and then kept; see `SharingProbe`."""
-    return _kept(resolve_provider(execution_provider)).read(seconds)
+    return _kept(resolve_device(device)).read(seconds)

@@ -61,14 +61,14 @@ class Stress:
 
 
 @contextlib.contextmanager
-def stress(intensity: float, background: Background = COMPUTE, execution_provider: str = "auto", *,
+def stress(intensity: float, background: Background = COMPUTE, device: str = "auto", *,
            workspace: Workspace | None = None) -> Iterator[Stress]:
     """Keeps the device busy while the block runs; the load is up when it begins. Intensity 0 starts nothing.
 
     Args:
         intensity: share of the time, 0–1.
         background: what to be busy with.
-        execution_provider: `auto`, `cuda` or `cpu`.
+        device: `auto`, `cuda` or `cpu`.
         workspace: whose log file it writes to, and among whose exported models a bare name is looked for.
 
     Raises:
@@ -78,7 +78,7 @@ def stress(intensity: float, background: Background = COMPUTE, execution_provide
         yield Stress(0.0, None)
         return
     command = [sys.executable, str(ROOT / "benchmark" / "stressor.py"), "--json", "--quiet", "--intensity", str(intensity),
-               "--device", execution_provider, "--report-every", str(REPORT_SECONDS), *options(background)]
+               "--device", device, "--report-every", str(REPORT_SECONDS), *options(background)]
     if workspace is not None:
         command += ["--workspace", str(workspace.root)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,

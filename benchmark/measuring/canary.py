@@ -25,24 +25,24 @@ NAME = "canary"
 
 
 @cache
-def canary(execution_provider: str) -> Runner:
+def canary(device: str) -> Runner:
     """The canary as an open session on `cpu` or `cuda`."""
     from onnx import helper
 
-    side = [SIDE[execution_provider]] * 2
+    side = [SIDE[device]] * 2
     nodes, last = [helper.make_node("MatMul", ["a", "b"], ["c"])], "c"
     for number in range(EXCHANGES):
         nodes += [helper.make_node("Transpose", [last], [f"t{number}"], perm=[1, 0]),
                   helper.make_node("Neg", [f"t{number}"], [f"n{number}"])]
         last = f"n{number}"
-    session = open_nodes(nodes, ["a", "b"], side, execution_provider, NAME)
-    return Runner(session=session, name=NAME, execution_provider=execution_provider, io="device",
-                  run_once=bind(session, random_feed(session), execution_provider, "device"))
+    session = open_nodes(nodes, ["a", "b"], side, device, NAME)
+    return Runner(session=session, name=NAME, device=device, io="device",
+                  run_once=bind(session, random_feed(session), device, "device"))
 
 
-def canary_ms(execution_provider: str) -> float:
+def canary_ms(device: str) -> float:
     """The median of a few runs of the canary, in milliseconds."""
-    return canary(execution_provider).time_as(IDLE_EFFORT).statistics.median_ms
+    return canary(device).time_as(IDLE_EFFORT).statistics.median_ms
 
 
 def wait_until_steady(probe: Callable[[], float], reference_ms: float, tolerance: float, patience_s: float) -> float:

@@ -21,23 +21,23 @@ def check_gpu() -> None:
                         "none that the driver can talk to; a CPU target's host is the target itself, so it needs no pace")
 
 
-def measure_pace(execution_provider: str = "cuda", seconds: float = SECONDS) -> MachinePace:
+def measure_pace(device: str = "cuda", seconds: float = SECONDS) -> MachinePace:
     """The pace of this machine's host now.
 
     Args:
-        execution_provider: `cuda`; `cpu` in tests.
+        device: `cuda`; `cpu` in tests.
         seconds: that the readings take; opening the probe takes longer the first time.
 
     Raises:
         UserError: there is no GPU.
     """
-    if execution_provider == "cuda":
+    if device == "cuda":
         check_gpu()
     from benchmark.load.pace_reading import MachinePace
     from benchmark.measuring.quiet_host import host_probe, readings_s
     from utils.timing import summarize
 
-    found = summarize([1e3 * reading for reading in readings_s(host_probe(execution_provider), seconds)])
+    found = summarize([1e3 * reading for reading in readings_s(host_probe(device), seconds)])
     return MachinePace(probe_us=round(1e3 * found.median_ms, 2), spread=round(found.spread, 4), readings=found.runs,
-                       taken=datetime.now(UTC), boot_id=boot_id(), execution_provider=execution_provider,
-                       machine=machine(execution_provider))
+                       taken=datetime.now(UTC), boot_id=boot_id(), device=device,
+                       machine=machine(device))

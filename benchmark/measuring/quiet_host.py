@@ -77,13 +77,13 @@ class Window:
 
 
 @cache
-def host_probe(execution_provider: str) -> HostProbe:
-    """The probe of this process, after a first look at what is usual. `execution_provider` is `cuda`, or `cpu` in tests."""
+def host_probe(device: str) -> HostProbe:
+    """The probe of this process, after a first look at what is usual. `device` is `cuda`, or `cpu` in tests."""
     from onnx import helper
 
     nodes = [helper.make_node("Relu", [f"x{place}"], [f"x{place + 1}"]) for place in range(PROBE_NODES)]
-    session = open_nodes(nodes, ["x0"], [1, 16, 14, 14], execution_provider, "probe")
-    dispatch_s = dispatcher(session, device_binding(session, random_feed(session), execution_provider))
+    session = open_nodes(nodes, ["x0"], [1, 16, 14, 14], device, "probe")
+    dispatch_s = dispatcher(session, device_binding(session, random_feed(session), device))
     first, until = [shortest_s(dispatch_s)], time.monotonic() + FIRST_LOOK_S
     while time.monotonic() < until:
         first.append(shortest_s(dispatch_s))

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from benchmark.metrics.source import MetricSource
 from utils.errors import UserError
-from utils.fingerprint import resolve_provider
+from utils.fingerprint import resolve_device
 from utils.logger import get_logger
 
 SourceName = Literal["auto", "dcgm", "nvml-gpm", "nvml", "psutil", "replay"]
@@ -23,13 +23,13 @@ SOURCES: tuple[SourceName, ...] = get_args(SourceName)
 log = get_logger("metrics")
 
 
-def open_source(execution_provider: str = "auto", fields: Sequence[str] | None = None, source: SourceName = "auto", *,
+def open_source(device: str = "auto", fields: Sequence[str] | None = None, source: SourceName = "auto", *,
                 dcgm_address: str | None = None, replay: Path | None = None,
                 replay_step_s: float | None = None) -> MetricSource:
     """A source on this machine for the device of `auto`, `cuda` or `cpu`.
 
     Args:
-        execution_provider: whose device.
+        device: whose device.
         fields: what to read, names of FIELDS; none: all it can.
         source: which one. `auto` takes the best there is, and says in the log which and why.
         dcgm_address: of a running nv-hostengine, HOST or HOST:PORT; none: DCGM runs within this process.
@@ -49,7 +49,7 @@ def open_source(execution_provider: str = "auto", fields: Sequence[str] | None =
         return ReplaySource(replay, fields, replay_step_s)
     if replay_step_s is not None:
         raise UserError(f"source {source}: there is no step of a replay without a file to replay")
-    provider = resolve_provider(execution_provider)
+    provider = resolve_device(device)
     _check_suits(source, provider, dcgm_address)
     if provider == "cpu":
         from benchmark.metrics.cpu import CpuSource

@@ -88,7 +88,7 @@ def _write_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block], ad
     write = files.add_to_csv if add else files.write_csv
     described = {entry.kernel.id: entry for entry in read_kernels(folder, _kernels_in(blocks))}
     write(kernel_table_path(folder), kernel_columns(header.metrics, header.labels),
-          kernel_rows(blocks, described, header.labels[0], header.target.flavour.execution_provider))
+          kernel_rows(blocks, described, header.labels[0], header.target.flavour.device))
     write(model_table_path(folder), model_columns(header.metrics, header.labels),
           model_rows(model_sessions(blocks)))
 

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def means_add_up(level: float, execution_provider: str) -> bool:
+def means_add_up(level: float, device: str) -> bool:
     """Whether kernels' times under a load are to be their means: on a CPU.
 
     There the load takes a part of each kernel's time, and the median of short runs sees nothing of a load that comes and
     goes. On a GPU a kernel run alone now and then waits for a whole time slice of the other process, which a model waits
     for once, not once a kernel: means of kernels do not add up, medians err less.
     """
-    return level > 0 and execution_provider == "cpu"
+    return level > 0 and device == "cpu"
 
 
 def load_table(path: Path) -> pd.DataFrame:
@@ -78,14 +78,14 @@ def load_model_table(workspace: Workspace, target: str) -> pd.DataFrame:
     return load_table(model_table_path(workspace.dataset(target)))
 
 
-def run_ms(table: pd.DataFrame, execution_provider: str) -> npt.NDArray[np.float64]:
+def run_ms(table: pd.DataFrame, device: str) -> npt.NDArray[np.float64]:
     """Label `run` of each row of a kernel table: the median where it is there, since the mean follows single disturbed runs,
     but the mean for levels at which means add up (see `means_add_up`); NaN where the label was not taken."""
     mean = table["Latency_ms"].to_numpy(dtype=float)
     if "run_median_ms" not in table.columns:
         return mean
     median = table["run_median_ms"].to_numpy(dtype=float)
-    by_mean = np.array([means_add_up(level, execution_provider) for level in table["Level"]], dtype=bool)
+    by_mean = np.array([means_add_up(level, device) for level in table["Level"]], dtype=bool)
     return np.where(np.isfinite(median) & ~by_mean, median, mean)
 
 

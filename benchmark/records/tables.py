@@ -54,13 +54,13 @@ def _metrics(block: Block) -> dict[str, float]:
     return block.background | {f"{name}_during": value for name, value in block.during.items()}
 
 
-def typical(samples: Sequence[float], level: float, execution_provider: str) -> float:
+def typical(samples: Sequence[float], level: float, device: str) -> float:
     """The figure of a label's samples: their median, or their mean where `means_add_up`."""
-    return float(np.mean(samples) if means_add_up(level, execution_provider) else np.median(samples))
+    return float(np.mean(samples) if means_add_up(level, device) else np.median(samples))
 
 
 def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
-                first_label: str = "run", execution_provider: str = "cpu") -> list[dict[str, Any]]:
+                first_label: str = "run", device: str = "cpu") -> list[dict[str, Any]]:
     """One row a kernel, level and background (and machine). Labels of one kernel from several contexts are joined:
 
     in-model times win over a carrier's, and a label's figure is the `typical` of its samples. `Latency_ms` is the mean of
@@ -70,7 +70,7 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
         blocks: the journal.
         described: the dataset's kernels by id.
         first_label: the label without which a row is unfinished.
-        execution_provider: the target's.
+        device: the target's.
     """
     found: dict[tuple[str, tuple[float, str], str], list[tuple[Block, Measurement]]] = defaultdict(list)
     for block in blocks:
@@ -100,7 +100,7 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
                 row["run_median_ms"] = round(float(np.median(samples)), 6)
                 row["Runs"] = len(samples)
             else:
-                row[f"{label}_ms"] = round(typical(samples, level, execution_provider), 6)
+                row[f"{label}_ms"] = round(typical(samples, level, device), 6)
         traced = [m for _, m in parts if m.launches is not None]
         if traced:
             row |= {"gpu_launches": traced[-1].launches, "gpu_kernels": "|".join(traced[-1].cuda_kernels)}

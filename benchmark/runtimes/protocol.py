@@ -35,7 +35,7 @@ class Request(Frozen):
 
     do: Literal["alone", "carrier", "model", "model_labels", "model_gpu", "model_trace", "model_graph", "canary",
                 "sharing_probe", "prepare", "session"]
-    execution_provider: str
+    device: str
     effort: Effort
     paths: tuple[str, ...] = ()
     record: str = ""

@@ -16,9 +16,9 @@ def device_memory_mib(target: Target, machines: Sequence[Machine]) -> float | No
         target: whose device.
         machines: that were measured; a CPU's memory is the least of theirs.
     """
-    if target.flavour.execution_provider == "cpu":
+    if target.flavour.device == "cpu":
         return min((1024 * machine.memory_gib for machine in machines), default=None)
-    return GPU_MEMORY_MIB.get(target.device)
+    return GPU_MEMORY_MIB.get(target.device_name)
 
 
 def memory_warnings(needed_mib: float, there_mib: float | None) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def given_pace(ratio: float) -> HostPace:
 
 def check_host(fitted: Fitted, used: Composition) -> None:
     """`UserError` where no host's pace can be told to a target's composition."""
-    if fitted.target.flavour.execution_provider == "cpu":
+    if fitted.target.flavour.device == "cpu":
         raise UserError(f"{fitted.target.name}: a CPU target's host is the target itself, so it has no host pace; leave it out")
     if used.kind != "pipeline" or used.costs is None:
         raise UserError(f"{fitted.target.name}: its composition ({used.kind}) does not know the host apart from the GPU, so no "
@@ -89,9 +89,9 @@ def pace_of_file(path: Path, fitted: Fitted) -> HostPace:
     """
     found = read_pace(path)
     ratio = ratio_of(found.probe_us, fitted)
-    if (found.execution_provider, found.machine.device) != ("cuda", fitted.target.device):
-        raise UserError(f"{path}: measured beside a {found.machine.device}, and the target is {fitted.target.name}; measure on "
-                        f"the machine in question: {MEASURE} --out {path.name}")
+    if (found.device, found.machine.device_name) != ("cuda", fitted.target.device_name):
+        raise UserError(f"{path}: measured beside a {found.machine.device_name}, and the target is {fitted.target.name}; "
+                        f"measure on the machine in question: {MEASURE} --out {path.name}")
     return HostPace(ratio, "file")
 
 

@@ -63,13 +63,13 @@ def runs_of_kernels(record: ModelRecord) -> dict[Placed, float]:
     return counts
 
 
-def _control_flow_kernel(kernel: Kernel, execution_provider: str) -> KnownKernel:
+def _control_flow_kernel(kernel: Kernel, device: str) -> KnownKernel:
     """What a Loop, an If or a Scan brings to a model with each trip, besides the nodes of its body."""
     from benchmark.runtimes.ort.control_flow import RANGE, trip_ms
     from training.composition.off_gpu import waits_for_gpu
 
-    on_gpu = execution_provider == "cuda"
-    return KnownKernel(trip_ms(kernel, execution_provider), "predicted", 0.0, NodeKind.OWN, layout_of(kernel),
+    on_gpu = device == "cuda"
+    return KnownKernel(trip_ms(kernel, device), "predicted", 0.0, NodeKind.OWN, layout_of(kernel),
                        KernelDoubt("control flow", Span(*RANGE), CERTAIN, False), on_host=on_gpu,
                        waits=on_gpu and waits_for_gpu(kernel))
 

@@ -141,7 +141,7 @@ def peak_memory(record: ModelRecord, workspace_mib: float | None = None,
     activations = live_activations(record, layouts)
     own = activations.intermediate_peak_bytes
     used = [layouts[node.kernel_id] for node in record.nodes]
-    if record.flavour.execution_provider == "cuda":
+    if record.flavour.device == "cuda":
         arena, loading = CUDA_ARENA * activations.peak_bytes, 0.0
         operators = {kernel.op_type for kernel in record.kernels.values()}
         scratch = CUDA_LIBRARIES_BYTES if any(user in operator for operator in operators for user in CUDA_LIBRARY_USERS) else 0

@@ -114,12 +114,12 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
     if fitted.target not in local_targets():
         raise UserError(f"kernels of target {name} can be measured on such a machine alone, and this one is "
                         f"{' and '.join(own.name for own in local_targets())}; predict without --measure-missing, or there")
-    on_cpu, begins = flavour.execution_provider == "cpu", not header_path(workspace.dataset(name)).exists()
+    on_cpu, begins = flavour.device == "cpu", not header_path(workspace.dataset(name)).exists()
     config = (config or load_config(CONFIG, CollectorConfig)).model_copy(update={
-        "device": flavour.execution_provider,
+        "device": flavour.device,
         "labels": (*DEFAULT_LABELS, fitted.composition.label) if begins and fitted.composition.assumed and on_cpu else
                   (fitted.composition.label,)})
-    with start_crew(config, flavour.execution_provider, config.labels) as crew:  # it gets ready while the model is analysed
+    with start_crew(config, flavour.device, config.labels) as crew:  # it gets ready while the model is analysed
         records = _records(source, sizes, fitted, workspace, force, static)
         missing = missing_kernels(fitted, records)
         if not missing:
@@ -160,7 +160,7 @@ def nothing_learned(workspace: Workspace, target: str | None) -> Fitted | None:
     log.warning("nothing was learned of this machine (%s): the model's kernels are measured and put together with default "
                 "constants; a training replaces them (%s)", begun.name, "; ".join(MAKE_PREDICTORS))
     return Fitted(begun, untrained(workspace.predictors(begun.name), begun),
-                  default_composition(begun.flavour.execution_provider), NOTHING_LEARNED)
+                  default_composition(begun.flavour.device), NOTHING_LEARNED)
 
 
 def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted, workspace: Workspace,
@@ -168,7 +168,7 @@ def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted,
     """The model's record at each of some sizes, checked; errors as of `measure_missing`."""
     flavour = fitted.target.flavour
     model = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
-    records = [record_of(model, flavour.execution_provider, dims, static) for dims in sizes]
+    records = [record_of(model, flavour.device, dims, static) for dims in sizes]
     for record in records:
         check_fit(record, fitted.target, fitted.predictors.sidecar.dtypes, force)
         if record.flavour != flavour:

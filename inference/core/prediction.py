@@ -112,7 +112,7 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
     used = composition or fitted.composition
     check_way(way, used, fitted.target.name)
     pace = _pace_of(host_pace, fitted, used, way, workspace)
-    provider = fitted.target.flavour.execution_provider
+    provider = fitted.target.flavour.device
     records = [record_of(workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source, provider, dims,
                          static)
                for source in sources]
@@ -248,7 +248,7 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
         costs = costs.at_pace(pace.ratio)
     composed = _composed(record, known, used, costs, way)
     latency, shared = composed.latency_ms, None
-    provider = fitted.target.flavour.execution_provider
+    provider = fitted.target.flavour.device
     doubts = [(record.kernels[key[0]], doubt) for key in counts if (doubt := known[key].doubt) is not None]
     moved = marking = CERTAIN
     if doubts:

@@ -26,13 +26,13 @@ _files: dict[Any, tuple[tuple[Path, ...], Signature, ModelRecord]] = {}
 _weights: dict[Signature, list[Path]] = {}  # of each model file, by its signature: a model is read at several sizes
 
 
-def record_of(source: Source, execution_provider: str,
+def record_of(source: Source, device: str,
               dims: Mapping[str, int] | None = None, static: bool = False) -> ModelRecord:
-    """The record of `source` in the graph flavour of `execution_provider` (`cpu` or `cuda`).
+    """The record of `source` in the graph flavour of `device` (`cpu` or `cuda`).
 
     Args:
         source: an ONNX file, the JSON file of a record, a model in memory, or a record, which is taken as it is.
-        execution_provider: whose optimised graph.
+        device: whose optimised graph.
         dims: sizes of dynamic dimensions by name.
         static: whether they are fixed before ONNX Runtime optimises the model.
 
@@ -40,7 +40,7 @@ def record_of(source: Source, execution_provider: str,
         UserError: the model can't be read or analysed, or `dims` are given for a record, whose shapes are fixed.
     """
     if isinstance(source, (str, Path)):
-        return _record_of_file(Path(source), execution_provider, dict(dims or {}), static)
+        return _record_of_file(Path(source), device, dict(dims or {}), static)
     if not isinstance(source, ModelRecord):
         import onnx
 
@@ -49,13 +49,13 @@ def record_of(source: Source, execution_provider: str,
                             "onnx.ModelProto, or a ModelRecord")
         from ort_analysis.graph.analysis import analyze
 
-        return analyze(source, execution_provider, dims, static=static)
+        return analyze(source, device, dims, static=static)
     _refuse_other_dims(source, dims)
     return source
 
 
-def _record_of_file(path: Path, execution_provider: str, dims: dict[str, int], static: bool) -> ModelRecord:
-    key = (str(path.absolute()), execution_provider, tuple(sorted(dims.items())), static)
+def _record_of_file(path: Path, device: str, dims: dict[str, int], static: bool) -> ModelRecord:
+    key = (str(path.absolute()), device, tuple(sorted(dims.items())), static)
     if kept := _files.get(key):
         watched, before, record = kept
         if _signature(watched) == before:
@@ -68,7 +68,7 @@ def _record_of_file(path: Path, execution_provider: str, dims: dict[str, int], s
     else:
         from ort_analysis.graph.analysis import analyze
 
-        record = analyze(path, execution_provider, dims, static=static)
+        record = analyze(path, device, dims, static=static)
         watched = (path, *cached(_weights, before, lambda: weight_files(path), KEPT_FILES))
     if before == _signature((path,)):  # else the file changed meanwhile: what was read is not kept
         cached(_files, key, lambda: (watched, _signature(watched), record), KEPT_FILES)

@@ -117,7 +117,7 @@ def is_here(target: Target) -> bool:
 
 def other_cudnn(sidecar: Sidecar) -> tuple[str, str] | None:
     """The minor version of cuDNN that was measured and this machine's, where it is such a device and they differ; else None."""
-    if sidecar.target.flavour.execution_provider != "cuda" or not sidecar.machines or not is_here(sidecar.target):
+    if sidecar.target.flavour.device != "cuda" or not sidecar.machines or not is_here(sidecar.target):
         return None
     then, now = (minor(version) for version in (sidecar.machines[-1].versions.get("cudnn", ""), package_version(CUDNN)))
     return (then, now) if then and now and then != now else None
@@ -134,7 +134,7 @@ def version_notice(sidecar: Sidecar) -> str:
         return ""
     about = [f"{what} {measured.versions[key]}" for what, key in (("ONNX Runtime", "onnxruntime"), ("cuDNN", "cudnn"))
              if measured.versions.get(key)]
-    return f"the predictions hold for {measured.device} with {', '.join(about)}, driver {measured.driver}"
+    return f"the predictions hold for {measured.device_name} with {', '.join(about)}, driver {measured.driver}"
 
 
 def minor(version: str) -> str:
@@ -204,9 +204,9 @@ def check_fit(record: ModelRecord, target: Target, dtypes: Sequence[str], force:
         UserError: another provider's graph; or, unless forced, another ORT minor version or element type.
     """
     graph, trained = record.flavour, target.flavour
-    if graph.execution_provider != trained.execution_provider:
-        raise UserError(f"{record.model}: the record is of a {graph.execution_provider} graph, the predictors of target "
-                        f"{target.name} hold for {trained.execution_provider}")
+    if graph.device != trained.device:
+        raise UserError(f"{record.model}: the record is of a {graph.device} graph, the predictors of target "
+                        f"{target.name} hold for {trained.device}")
     refusals = misfits(record, target, dtypes)
     if refusals and not force:
         raise UserError(f"{record.model}: {'; '.join(refusals)}; measure and train for it, or use --force")
@@ -215,5 +215,5 @@ def check_fit(record: ModelRecord, target: Target, dtypes: Sequence[str], force:
         warnings.append(f"the graph is shaped for {graph.instruction_set or 'another CPU'}, "
                         f"the target is an {trained.instruction_set} CPU: layouts may differ")
     if record.derived:
-        warnings.append(f"no {graph.execution_provider} device here: its graph is derived with the CPU provider")
+        warnings.append(f"no {graph.device} device here: its graph is derived with the CPU provider")
     return warnings

@@ -96,7 +96,7 @@ class Failures(dict[str, str]):
         self.add(name, reason)
 
 
-def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], execution_provider: str,
+def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], device: str,
              failures: Failures, static: bool = False) -> list[Case]:
     """The models of `paths` made ready: a case a combination of those of `dims` that are dynamic in the model.
 
@@ -114,11 +114,11 @@ def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], execution
             sizes = own_sizes(path, dims)
             unused -= set(sizes[0])
             sized += [(path, size) for size in sizes]
-    apart = each_in_a_process(partial(_analysed, execution_provider, static), sized, 1, _crashed, "analysing") if (
+    apart = each_in_a_process(partial(_analysed, device, static), sized, 1, _crashed, "analysing") if (
         len(sized) >= APART_FROM) else None
     for number, (path, size) in enumerate(sized if apart else cli.track(sized, "analysing")):
         with failures.costing(path.name):
-            found = apart[number] if apart else record_of(path, execution_provider, size, static)
+            found = apart[number] if apart else record_of(path, device, size, static)
             if isinstance(found, Exception):
                 raise found
             cases.append(Case(record=found, path=path))
@@ -127,12 +127,12 @@ def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], execution
     return cases
 
 
-def _analysed(execution_provider: str, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
+def _analysed(device: str, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
     """The record of a model at some sizes, or what was raised instead; for a process of its own."""
     from inference.core.sources import record_of
 
     try:
-        return record_of(sized[0], execution_provider, sized[1], static)
+        return record_of(sized[0], device, sized[1], static)
     except UserError as error:
         return error
     except Exception:  # noqa: BLE001 - not all can be pickled; `Failures.costing` says whose fault it is

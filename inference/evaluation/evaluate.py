@@ -59,7 +59,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
     paths = workspace.find_models(models)  # what was asked for comes first: a name may be mistyped
     fitted, way, loads = fitted_for(workspace, target), way or AS_USUAL, loads or LoadsHere()
     check_way(way, fitted.composition, fitted.target.name)
-    name, provider = fitted.target.name, fitted.target.flavour.execution_provider
+    name, provider = fitted.target.name, fitted.target.flavour.device
     failures = Failures()
     if recorded:
         found = MeasuredHere(recorded_models(workspace, paths, dims or {}, fitted, way, failures, static), "recorded")
@@ -122,6 +122,6 @@ def recorded_records(workspace: Workspace, paths: Sequence[Path], dims: Mapping[
 
     flavour = fitted.target.flavour
     if paths:
-        cases = cases_of(paths, dims, flavour.execution_provider, failures, static)
+        cases = cases_of(paths, dims, flavour.device, failures, static)
         return {case.record.model: case.record for case in cases}
     return {record.model: record for record in load_records(workspace, flavour)}

@@ -84,7 +84,7 @@ class LoadsHere:
         from inference.live.prometheus import server_for
         from inference.sharing.co_runner import probed
 
-        provider = fitted.target.flavour.execution_provider
+        provider = fitted.target.flavour.device
         if self.metrics_file:
             read_metrics(self.metrics_file)
         if fitted.sharing and (self.under_load or self.probe):
@@ -171,7 +171,7 @@ def measure_all(ready: Sequence[Case], fitted: Fitted, way: WayOfRunning, loads:
     Raises:
         UserError: what else runs is not known, where no load is started; or another process measures on this device.
     """
-    with measuring(fitted.target.flavour.execution_provider), Worker(plan.timeout_s) as worker:
+    with measuring(fitted.target.flavour.device), Worker(plan.timeout_s) as worker:
         return _measure_all(ready, worker, fitted, way, loads, plan, workspace, force, failures)
 
 
@@ -179,7 +179,7 @@ def _measure_all(ready: Sequence[Case], worker: Worker, fitted: Fitted, way: Way
                  plan: MeasuringPlan, workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
     from benchmark.collecting.measuring import load_in_words
 
-    target, provider = fitted.target.name, fitted.target.flavour.execution_provider
+    target, provider = fitted.target.name, fitted.target.flavour.device
     found = MeasuredHere(load="by level" if loads.under_load else "idle")
     source = loads.source(provider)
     for level, background in loads.each():
@@ -211,7 +211,7 @@ def _measure_all(ready: Sequence[Case], worker: Worker, fitted: Fitted, way: Way
     return found
 
 
-def measure_here(cases: Sequence[Case], worker: Worker, execution_provider: str, way: WayOfRunning, plan: MeasuringPlan,
+def measure_here(cases: Sequence[Case], worker: Worker, device: str, way: WayOfRunning, plan: MeasuringPlan,
                  best_canary_ms: float, failures: Failures) -> None:
     """Times every case as planned, all cases in each round, so that drift hits all alike.
 
@@ -230,14 +230,14 @@ def measure_here(cases: Sequence[Case], worker: Worker, execution_provider: str,
         with failures.costing(case.name, case):
             try:
                 if not loaded:  # a process's first session loads the runtime, whose time and memory are no model's
-                    time_session(case, worker, execution_provider, way, 0.0, watch_host=False)
+                    time_session(case, worker, device, way, 0.0, watch_host=False)
                     loaded = True
-                canary = wait_until_steady(lambda: canary_ms(worker, execution_provider), best_canary_ms, STEADY,
+                canary = wait_until_steady(lambda: canary_ms(worker, device), best_canary_ms, STEADY,
                                            plan.patience_s)
                 if best_canary_ms:
                     case.canaries.append(canary / best_canary_ms)
-                found = time_session(case, worker, execution_provider, way, plan.budget_s,
-                                     watch_host=execution_provider == "cuda" and case.idle)
+                found = time_session(case, worker, device, way, plan.budget_s,
+                                     watch_host=device == "cuda" and case.idle)
             except WorkerFailed as error:
                 loaded = False
                 raise UserError(f"{case.name}: while it was measured: {error}" + (
@@ -261,7 +261,7 @@ def at_measured_pace(case: Case, fitted: Fitted, way: WayOfRunning) -> bool:
     return True
 
 
-def time_session(case: Case, worker: Worker, execution_provider: str, way: WayOfRunning, budget_s: float,
+def time_session(case: Case, worker: Worker, device: str, way: WayOfRunning, budget_s: float,
                  watch_host: bool) -> Reply:
     """One session's samples of a case (with `watch_host`, those of moments in which the host was undisturbed) and its memory.
 
@@ -275,7 +275,7 @@ def time_session(case: Case, worker: Worker, execution_provider: str, way: WayOf
     if case.path is None:
         raise UserError(f"{case.record.model}: no file to run")
     reply = worker.ask(Request(
-        do="session", execution_provider=execution_provider, paths=(str(case.path.absolute()),), dims=case.record.dims_run,
+        do="session", device=device, paths=(str(case.path.absolute()),), dims=case.record.dims_run,
         static=case.record.static, labels=(way.label,), watch_host=watch_host,
         effort=Effort(warmup=WARMUP, budget_s=budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)))
     if reply.error:
@@ -283,16 +283,16 @@ def time_session(case: Case, worker: Worker, execution_provider: str, way: WayOf
     return reply
 
 
-def canary_ms(worker: Worker, execution_provider: str) -> float:
+def canary_ms(worker: Worker, device: str) -> float:
     """The median of a few runs of the canary, in milliseconds; errors as of `Worker.ask`."""
     from benchmark.measuring.canary import IDLE_EFFORT
     from benchmark.runtimes.protocol import Request
 
-    return median(worker.ask(Request(do="canary", execution_provider=execution_provider, effort=IDLE_EFFORT)
+    return median(worker.ask(Request(do="canary", device=device, effort=IDLE_EFFORT)
                              ).samples[0].samples_ms)
 
 
-def recorded_canary_ms(workspace: Workspace, target: str, execution_provider: str) -> float:
+def recorded_canary_ms(workspace: Workspace, target: str, device: str) -> float:
     """The canary's shortest time in the idle blocks of the target's dataset, if it was measured on this machine; else 0."""
     from benchmark.records.files import model_table_path
     from benchmark.records.reading import load_model_table
@@ -301,5 +301,5 @@ def recorded_canary_ms(workspace: Workspace, target: str, execution_provider: st
     if not model_table_path(workspace.dataset(target)).exists():
         return 0.0
     rows = load_model_table(workspace, target)
-    here = rows[(rows["Level"] == 0) & (rows["Machine"] == machine(execution_provider).uuid)]
+    here = rows[(rows["Level"] == 0) & (rows["Machine"] == machine(device).uuid)]
     return float(here["Canary_ms"].min()) if len(here) else 0.0

@@ -114,7 +114,7 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> OtherWork:
     """
     from training.sharing.learned import other_work_probed
 
-    if fitted.target.flavour.execution_provider == "cpu":
+    if fitted.target.flavour.device == "cpu":
         raise UserError(f"{fitted.target.name}: only a GPU is shared in time slices, which is what the probe tells of; a CPU's "
                         "load is told by metrics, so leave --probe out")
     if fitted.sharing is None:
@@ -126,7 +126,7 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> OtherWork:
             raise UserError(f"the probe has to run on the GPU in question, a {fitted.target.name}, and this machine is "
                             f"{' and '.join(own.name for own in local_targets())}; run there: python "
                             "benchmark/sharing_probe.py --out reading.json, and give that file")
-        reading = probe(fitted.target.flavour.execution_provider)
+        reading = probe(fitted.target.flavour.device)
     return other_work_probed(reading, fitted.sharing.alone_ms)
 
 

@@ -70,7 +70,7 @@ def shared_model(source: Source, *, dims: Mapping[str, int] | None = None, targe
     if fitted.sharing is not None:
         check_mode_here(fitted)
     record = record_of(workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source,
-                       fitted.target.flavour.execution_provider, dims, static)
+                       fitted.target.flavour.device, dims, static)
     idle = predict(record, target=target, strict=strict, workspace=workspace, force=force, host_pace=host_pace)
     if fitted.sharing is None or idle.composition.costs is None:
         raise NotShared(fitted.target.name)

@@ -37,7 +37,7 @@ def carrier_bytes(kernel: Kernel) -> int:
     return kernel.weight_bytes + 2 * activations + sum(tensor.bytes for tensor in kernel.outputs)
 
 
-def build_carrier(kernels: Sequence[Kernel], execution_provider: str,
+def build_carrier(kernels: Sequence[Kernel], device: str,
                   with_floats: bool = True) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     """The carrier of `kernels`, in order, and values for its inputs.
 
@@ -45,7 +45,7 @@ def build_carrier(kernels: Sequence[Kernel], execution_provider: str,
 
     Args:
         kernels: what to carry.
-        execution_provider: `cpu` or `cuda`: whose `Abs` writes the inputs.
+        device: `cpu` or `cuda`: whose `Abs` writes the inputs.
         with_floats: whether there are values for inputs that an `Abs` reads too; any numbers will do for them.
 
     Raises:
@@ -68,7 +68,7 @@ def build_carrier(kernels: Sequence[Kernel], execution_provider: str,
             if tensor.constant:
                 value = dummy_tensor(kernel, position, number)
                 constants.append(numpy_helper.from_array(np.asarray(value, order="C"), name))
-            elif tensor.dtype in WRITTEN_BEFORE[execution_provider]:
+            elif tensor.dtype in WRITTEN_BEFORE[device]:
                 shared = f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
                 inputs[shared] = helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
                 if with_floats and shared not in feed:

@@ -157,13 +157,13 @@ def kernel_in(model: onnx.ModelProto, name: str) -> Kernel | None:
                         "python kernel_model/kernel_builder.py --force") from None
 
 
-def check_kernel(path: Path, kernel: Kernel, execution_provider: str) -> None:
+def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
     """Runs a built kernel once on dummy inputs.
 
     Raises:
         UserError: it does not load or run, or gives NaN.
     """
-    session = open_session(path, execution_provider, optimize="none")
+    session = open_session(path, device, optimize="none")
     with model_errors(str(path)):
         outputs = session.run(None, dummy_inputs(kernel))
     if any(np.issubdtype(out.dtype, np.floating) and np.isnan(out).any() for out in map(np.asarray, outputs)):

@@ -108,7 +108,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
 
 
-def reference(model: torch.nn.Module, images: np.ndarray, execution_provider: str) -> np.ndarray:
+def reference(model: torch.nn.Module, images: np.ndarray, device: str) -> np.ndarray:
     """torch's outputs for `images` in float32, computed a few images at a time, so that memory stays low.
 
     An fp16 model computes in float32 with its fp16 weights: torch's fp16 lacks operators on CPUs, and rounding then
@@ -116,12 +116,12 @@ def reference(model: torch.nn.Module, images: np.ndarray, execution_provider: st
     """
     import torch
 
-    device = torch.device("cuda" if execution_provider == "cuda" else "cpu")
+    torch_device = torch.device("cuda" if device == "cuda" else "cpu")
     dtype = next(model.parameters()).dtype
-    model.to(device, torch.float32)
+    model.to(torch_device, torch.float32)
     try:
         with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             chunks = (torch.from_numpy(images[first:first + CHUNK]) for first in range(0, len(images), CHUNK))
-            return np.concatenate([model(chunk.to(device, torch.float32)).cpu().numpy() for chunk in chunks])
+            return np.concatenate([model(chunk.to(torch_device, torch.float32)).cpu().numpy() for chunk in chunks])
     finally:
         model.to("cpu", dtype)  # exact: the weights came from this type

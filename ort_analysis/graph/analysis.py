@@ -74,14 +74,14 @@ def record_of(graph: ParsedGraph) -> ModelRecord:
     )
 
 
-def analyze(model: Path | onnx.ModelProto, execution_provider: str = "auto", dims: Mapping[str, int] | None = None,
+def analyze(model: Path | onnx.ModelProto, device: str = "auto", dims: Mapping[str, int] | None = None,
             name: str | None = None, static: bool = False) -> ModelRecord:
     """The kernels of a model as `cpu` or `cuda` runs it (`auto`: what this machine has); arguments as of `parse_graph`.
 
     Raises:
         UserError: as `parsing.parse_graph`.
     """
-    return record_of(parse_graph(model, execution_provider, dims, name, static))
+    return record_of(parse_graph(model, device, dims, name, static))
 
 
 def build_index(flavour: Flavour, records: list[ModelRecord]) -> KernelIndex:

@@ -235,7 +235,7 @@ def _value_info(name: str, tensor: KernelInput) -> onnx.ValueInfoProto:
 
 
 def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, KernelInput],
-         values: Mapping[str, Sequence[int | float | bool]], execution_provider: str, name: str, folder: Path,
+         values: Mapping[str, Sequence[int | float | bool]], device: str, name: str, folder: Path,
          dims: Mapping[str, int]) -> Held | None:
     """What a node with bodies holds; None for another node, and for a Scan older than FIRST_SCAN_OPSET.
 
@@ -244,7 +244,7 @@ def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, Ker
         outer: the model, or the body as a model, that it stands in.
         tensors: types and shapes of what the node reads and captures.
         values: of small whole-number tensors that the graph computes.
-        execution_provider, name, folder, dims: as of `tensor_shapes.infer_tensors`.
+        device, name, folder, dims: as of `tensor_shapes.infer_tensors`.
 
     Raises:
         UserError: a shape in a body that can't be found; the tensor is named.
@@ -259,7 +259,7 @@ def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, Ker
     def analysed(attribute: str, given: Sequence[KernelInput]) -> Body:
         proto = body_model(bodies[attribute], given, outer, tensors)
         return Body(attribute, proto, frozenset(captured(bodies[attribute])),
-                    infer_tensors(proto, execution_provider, f"{name}: {node.name}", folder, dims, node.name))
+                    infer_tensors(proto, device, f"{name}: {node.name}", folder, dims, node.name))
 
     def made(body: Body) -> list[tuple[int, ...]]:
         return [body.inferred.tensors[value.name].shape for value in body.proto.graph.output]

@@ -21,7 +21,7 @@ from ort_analysis.graph.source import Source, _tensor_of, open_dims, read_source
 from ort_analysis.graph.tensor_shapes import Values, infer_tensors, shapes_of_any_size
 from ort_analysis.records.kernel_record import GuessedRuns, KernelInput, Tensor
 from utils.errors import UserError
-from utils.fingerprint import Flavour, flavour_of, has_cuda, resolve_provider
+from utils.fingerprint import Flavour, flavour_of, has_cuda, resolve_device
 from utils.logger import get_logger
 from utils.ort_sessions import open_session
 from utils.temporary import temporary_folder
@@ -107,11 +107,11 @@ def optimize(source: Source, flavour: Flavour, derived: bool, save_to: Path, sta
         open_session(source.loadable, "cpu", optimize=level, disabled=disabled, dims=dims, save_to=save_to,
                      name=source.name, entries=entries)
     else:
-        open_session(source.loadable, flavour.execution_provider, optimize=flavour.optimization, dims=dims,
+        open_session(source.loadable, flavour.device, optimize=flavour.optimization, dims=dims,
                      save_to=save_to, name=source.name, entries=entries)
 
 
-def parse_graph(model: Path | onnx.ModelProto, execution_provider: str = "auto", dims: Mapping[str, int] | None = None,
+def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mapping[str, int] | None = None,
                 name: str | None = None, static: bool = False) -> ParsedGraph:
     """The optimised graph of a model for `cpu` or `cuda` (`auto`: what this machine has).
 
@@ -125,10 +125,10 @@ def parse_graph(model: Path | onnx.ModelProto, execution_provider: str = "auto",
         UserError: as `read_source`, and where ORT can't load the model.
     """
     with temporary_folder() as folder:
-        return parse_into(folder / "optimized.onnx", model, execution_provider, dims, name, static)
+        return parse_into(folder / "optimized.onnx", model, device, dims, name, static)
 
 
-def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: str = "auto",
+def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
                dims: Mapping[str, int] | None = None, name: str | None = None, static: bool = False) -> ParsedGraph:
     """Like `parse_graph`, and leaves the optimised graph in `path` (its weights beside it), nodes named as in the result.
 
@@ -139,7 +139,7 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, execution_provider: st
     """
     import onnx
 
-    provider = resolve_provider(execution_provider) if execution_provider == "auto" else execution_provider
+    provider = resolve_device(device) if device == "auto" else device
     flavour = flavour_of(provider)
     derived = provider == "cuda" and not has_cuda()
     source = read_source(model, dims, name)

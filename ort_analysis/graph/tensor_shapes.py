@@ -98,13 +98,13 @@ def index_ranges(folder: Path, graph: onnx.GraphProto) -> dict[str, tuple[int, i
     return ranges
 
 
-def infer_tensors(proto: onnx.ModelProto, execution_provider: str, name: str, folder: Path,
+def infer_tensors(proto: onnx.ModelProto, device: str, name: str, folder: Path,
                   dims: Mapping[str, int] | None = None, inside: str = "") -> InferredTensors:
     """Type and shape of every tensor of an optimised graph, and the provider of every node, as ORT knows them.
 
     Args:
         proto: the graph; nodes named uniquely.
-        execution_provider: `cpu` or `cuda`.
+        device: `cpu` or `cuda`.
         name: of the model, for errors.
         folder: where its external weights lie.
         dims: sizes of the dimensions that are still dynamic in it, and of tensors whose sizes depend on data.
@@ -115,23 +115,23 @@ def infer_tensors(proto: onnx.ModelProto, execution_provider: str, name: str, fo
     """
     constants = _constants(proto.graph, folder)
     probe = _probe(proto, dims or {})
-    answer = _ask(probe, execution_provider, name, fold=False)
+    answer = _ask(probe, device, name, fold=False)
     providers, plain = answer.providers, answer.shapes
     if answer.unknown(constants):
-        answer = _ask(probe, execution_provider, name, fold=True)
+        answer = _ask(probe, device, name, fold=True)
     assumed: dict[str, tuple[int, ...]] = {}
     told: dict[str, tuple[int, ...]] = {}
     sizes = _GivenSizes(dims or {}, f"{inside}/" if inside else "", selects_boxes(proto.graph))
 
     def held_by(node: onnx.NodeProto, tensors: Mapping[str, KernelInput], values: Mapping[str, Values]) -> Held | None:
-        return hold(node, proto, tensors, values, execution_provider, name, folder, dims or {})
+        return hold(node, proto, tensors, values, device, name, folder, dims or {})
 
     while answer.unknown(constants):
         found, bounds = _first_open(answer, proto, constants, name, sizes, held_by)
         assumed |= bounds
         told |= found | bounds
         _stamp(probe, found | bounds, answer.dtypes)
-        answer = _ask(probe, execution_provider, name, fold=True)
+        answer = _ask(probe, device, name, fold=True)
         for tensor, shape in told.items():  # what ORT does not take for granted holds all the same
             if tensor in answer.shapes and answer.is_open(tensor):
                 answer.shapes[tensor] = shape
@@ -197,13 +197,13 @@ class _Answer:
         return [tensor for tensor in self.shapes if tensor not in besides and self.is_open(tensor)]
 
 
-def _ask(probe: onnx.ModelProto, execution_provider: str, name: str, fold: bool) -> _Answer:
+def _ask(probe: onnx.ModelProto, device: str, name: str, fold: bool) -> _Answer:
     """Has ORT infer the shapes of a probe; with `fold`, it also computes what follows from shapes and constants alone."""
     import onnx
 
     with temporary_folder() as folder:
         saved = Path(folder) / "probe.onnx"
-        session = open_session(probe.SerializeToString(), execution_provider, optimize="basic" if fold else "none", name=name,
+        session = open_session(probe.SerializeToString(), device, optimize="basic" if fold else "none", name=name,
                                dims={FRESH: 1}, save_to=saved, entries={"session.record_ep_graph_assignment_info": "1"})
         graph = onnx.load(str(saved)).graph
     dtypes, shapes, values = {}, {}, {}

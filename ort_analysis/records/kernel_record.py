@@ -27,7 +27,7 @@ Runs = Annotated[float, Field(ge=0, le=1e100)]  # of a node in a run of the mode
 
 
 class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
 
 
 class Tensor(Frozen):

@@ -239,7 +239,7 @@ def derived_nodes(model: MadeModel, path: Path, way: str) -> NodeList:
                     kernels=dict(Counter(row.kernel for row in rows if row.kernel)))
 
 
-def gpu_latency(model: MadeModel, path: Path, way: str, budget_s: float, execution_provider: str = "cuda") -> GpuLatency:
+def gpu_latency(model: MadeModel, path: Path, way: str, budget_s: float, device: str = "cuda") -> GpuLatency:
     """Times a CUDA session (in tests one of `cpu`) as its host is, and the host's probe beside it; with numpy arrays where its
     outputs can't stay on the device (maps, say)."""
     from benchmark.measuring.effort import Effort
@@ -249,13 +249,13 @@ def gpu_latency(model: MadeModel, path: Path, way: str, budget_s: float, executi
     from utils.ort_sessions import model_errors, open_session
     from utils.timing import summarize
 
-    probe = host_probe(execution_provider)
-    session = open_session(path, execution_provider, dims=model.dims if way == "static" else None, name=model.name)
+    probe = host_probe(device)
+    session = open_session(path, device, dims=model.dims if way == "static" else None, name=model.name)
     feed = feed_of(session, model.dims, read_source(path, model.dims).steering)
     io = "device" if all(value.type.startswith("tensor(") and "string" not in value.type
                          for value in (*session.get_inputs(), *session.get_outputs())) else "host"
-    runner = Runner(session=session, name=model.name, execution_provider=execution_provider, io=io,
-                    run_once=bind(session, feed, execution_provider, io))
+    runner = Runner(session=session, name=model.name, device=device, io=io,
+                    run_once=bind(session, feed, device, io))
     runner.warm_up(5)
     with model_errors(model.name):
         timed = all_samples_ms(probe, runner.run_s, Effort(budget_s=budget_s, least_runs=20, most_runs=MOST_RUNS))

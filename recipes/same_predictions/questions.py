@@ -107,7 +107,7 @@ def made_up_reading() -> ProbeReading:
             now += latency + 0.02
         return ProbedRuns(starts_ms=tuple(starts), latencies_ms=tuple(latencies))
 
-    return ProbeReading(machine_uuid="made-up", execution_provider="cuda", sharing="time_slices",
+    return ProbeReading(machine_uuid="made-up", device="cuda", sharing="time_slices",
                         started="2026-01-01T00:00:00+00:00", seconds=0.2, tiny=runs(0.0126), long=runs(0.323))
 
 

@@ -183,7 +183,7 @@ def test_a_model_that_fails_says_why(reply: Reply | None, told: str) -> None:
 def test_the_real_workers_need_no_record(tmp_path: Path) -> None:
     """On the CPU provider, which leaves a GPU nothing to do: the runs come through the pipe with their times on the host."""
     onnx.save(small_model(batch="batch"), tmp_path / "net.onnx")
-    request = Request(do="model", execution_provider="cpu", paths=(str(tmp_path / "net.onnx"),), dims={"batch": 2},
+    request = Request(do="model", device="cpu", paths=(str(tmp_path / "net.onnx"),), dims={"batch": 2},
                       watch_host=True, effort=Effort(budget_s=0.02, least_runs=3, most_runs=20))
     with Worker(100.0) as worker:
         (timed,) = ask(worker, request).samples

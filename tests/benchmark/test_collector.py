@@ -536,7 +536,7 @@ def test_carriers_are_bounded_and_hold_one_version_of_a_domain() -> None:
 # the worker process ------------------------------------------------------------------------------------------------------
 
 def test_a_worker_that_hangs_or_crashes_is_replaced(tmp_path: Path) -> None:
-    canary = Request(do="canary", execution_provider="cpu", effort=Effort())
+    canary = Request(do="canary", device="cpu", effort=Effort())
     hangs, crashes = tmp_path / "hangs.onnx", kernel_build(CRASHES, tmp_path)
     endless(hangs)
     before = set(psutil.Process().children())
@@ -548,15 +548,15 @@ def test_a_worker_that_hangs_or_crashes_is_replaced(tmp_path: Path) -> None:
         assert min(worker.ask(canary).samples[0].samples_ms) > 0
         worker.timeout_s = 1
         with pytest.raises(WorkerFailed, match="no answer within 1 s") as raised:
-            worker.ask(Request(do="alone", execution_provider="cpu", effort=Effort(), paths=(str(hangs),)))
+            worker.ask(Request(do="alone", device="cpu", effort=Effort(), paths=(str(hangs),)))
         assert raised.value.status == "timeout"
         assert not children()
         worker.timeout_s = 60
         if instruction_set().startswith("avx"):
             with pytest.raises(WorkerFailed, match="SIGFPE") as raised:
-                worker.ask(Request(do="alone", execution_provider="cpu", effort=Effort(), paths=(str(crashes),)))
+                worker.ask(Request(do="alone", device="cpu", effort=Effort(), paths=(str(crashes),)))
             assert raised.value.status == "crashed"
-        reply = worker.ask(Request(do="alone", execution_provider="cpu", effort=Effort(), paths=(str(tmp_path / "none.onnx"),)))
+        reply = worker.ask(Request(do="alone", device="cpu", effort=Effort(), paths=(str(tmp_path / "none.onnx"),)))
         assert "no such file" in reply.error
         assert len(children()) == 1
     time.sleep(0.05)
@@ -565,7 +565,7 @@ def test_a_worker_that_hangs_or_crashes_is_replaced(tmp_path: Path) -> None:
 
 def test_what_a_worker_prepares_is_not_its_next_reply() -> None:
     """Nor does one that can't prepare, or that ends over it, fail what is asked of it next."""
-    canary = Request(do="canary", execution_provider="cpu", effort=Effort(least_runs=3, most_runs=3, budget_s=0.001))
+    canary = Request(do="canary", device="cpu", effort=Effort(least_runs=3, most_runs=3, budget_s=0.001))
     preparing = canary.model_copy(update={"do": "prepare"})
     with Worker(60) as worker:
         worker.prepare(preparing)
@@ -573,7 +573,7 @@ def test_what_a_worker_prepares_is_not_its_next_reply() -> None:
         worker.prepare(preparing)
         worker.wait()
         assert worker.ask(preparing).samples == ()
-        worker.prepare(Request(do="alone", execution_provider="cpu", effort=Effort(), paths=("none.onnx",)))
+        worker.prepare(Request(do="alone", device="cpu", effort=Effort(), paths=("none.onnx",)))
         assert worker.ask(canary).error == ""
         [process] = [child for child in psutil.Process().children() if "benchmark.runtimes.ort.worker" in child.cmdline()]
         process.suspend()  # or it might have answered by the time it is killed
@@ -586,7 +586,7 @@ def test_tracers_prepare_where_their_label_is_asked_for(monkeypatch: pytest.Monk
     """Nothing is really started here: the requests that would start a GPU's processes are noted."""
     sent: list[tuple[str, str, tuple[str, ...]]] = []
     monkeypatch.setattr(Worker, "prepare", lambda self, request: sent.append(
-        (request.do, request.execution_provider, request.labels)))
+        (request.do, request.device, request.labels)))
     config = CollectorConfig(tracers=2)
     with start_crew(config, "cuda", ("run", "gpu")) as crew:
         crew.wait()
@@ -600,7 +600,7 @@ def test_a_tracer_prepares_by_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU; what would look into a GPU is replaced by something that runs what it is given."""
     traced: list[int] = []
     monkeypatch.setattr(worker_process, "trace", lambda runs: traced.append(len([run() for run in runs])))
-    request = Request(do="prepare", execution_provider="cpu", effort=Effort())
+    request = Request(do="prepare", device="cpu", effort=Effort())
     assert worker_process.answer(request).error == ""
     assert not traced
     assert worker_process.answer(request.model_copy(update={"labels": ("gpu",)})).error == ""
@@ -616,9 +616,9 @@ from benchmark.measuring.effort import Effort
 from benchmark.runtimes.protocol import Request
 from benchmark.measuring.worker_client import Worker
 with Worker(60) as worker:
-    worker.ask(Request(do="canary", execution_provider="cpu", effort=Effort()))
+    worker.ask(Request(do="canary", device="cpu", effort=Effort()))
     print("ready", flush=True)
-    worker.ask(Request(do="alone", execution_provider="cpu", effort=Effort(), paths=({str(tmp_path / "hangs.onnx")!r},)))
+    worker.ask(Request(do="alone", device="cpu", effort=Effort(), paths=({str(tmp_path / "hangs.onnx")!r},)))
 """
     parent = psutil.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout.readline() == "ready\n"

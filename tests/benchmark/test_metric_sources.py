@@ -316,7 +316,7 @@ def test_dcgm_that_is_not_here_or_goes_away(dcgm: FakeDcgm, monkeypatch: pytest.
 def test_auto_says_what_it_took_and_why(has_gpm: bool, installed: bool, chosen: str, why: str, dcgm: FakeDcgm,
                                         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """On a pretended GPU."""
-    monkeypatch.setattr(metrics, "resolve_provider", lambda name: "cuda")
+    monkeypatch.setattr(metrics, "resolve_device", lambda name: "cuda")
 
     def nvml(fields: Sequence[str] | None, counters: bool) -> Any:
         if counters and not has_gpm:
@@ -346,7 +346,7 @@ def test_a_source_for_another_device(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         open_source("cpu", replay_step_s=1.0)
     with pytest.raises(UserError, match="source auto on cpu: it does not ask the DCGM at node7"):
         open_source("cpu", dcgm_address="node7")
-    monkeypatch.setattr(metrics, "resolve_provider", lambda name: "cuda")
+    monkeypatch.setattr(metrics, "resolve_device", lambda name: "cuda")
     with pytest.raises(UserError, match="source psutil reads the CPU, and the device here is a GPU"):
         open_source(source="psutil")
 

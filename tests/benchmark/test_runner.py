@@ -64,7 +64,7 @@ def test_a_timing(model: Path) -> None:
     assert 0 < statistics.min_ms <= statistics.median_ms <= statistics.p95_ms <= statistics.max_ms
     assert statistics.min_ms <= statistics.mean_ms <= statistics.max_ms
     assert statistics.mean_ms == pytest.approx(np.mean(found.samples_ms))
-    assert (found.model, found.execution_provider, found.io, found.warmup) == ("anet_b1", "cpu", "device", 2)
+    assert (found.model, found.device, found.io, found.warmup) == ("anet_b1", "cpu", "device", 2)
 
 
 def test_a_budget_instead_of_a_number(model: Path) -> None:
@@ -224,7 +224,7 @@ def test_effort_fits_its_budget() -> None:
 
 
 def test_alone(kernels: list[Path]) -> None:
-    reply = answer(Request(do="alone", execution_provider="cpu", effort=FEW, paths=(str(kernels[0]),)))
+    reply = answer(Request(do="alone", device="cpu", effort=FEW, paths=(str(kernels[0]),)))
     assert reply.error == ""
     assert reply.started < reply.ended
     samples = samples_of(reply)["run"][kernels[0].stem]
@@ -233,7 +233,7 @@ def test_alone(kernels: list[Path]) -> None:
 
 
 def test_a_carrier_times_every_kernel(kernels: list[Path]) -> None:
-    reply = answer(Request(do="carrier", execution_provider="cpu", effort=FEW, paths=tuple(map(str, kernels)),
+    reply = answer(Request(do="carrier", device="cpu", effort=FEW, paths=tuple(map(str, kernels)),
                            labels=("kernel_time", "node_span")))
     assert reply.error == ""
     found = samples_of(reply)
@@ -247,7 +247,7 @@ def test_a_model_and_its_kernels_in_it(built: tuple[Workspace, Flavour], model: 
     workspace, flavour = built
     record_file = record_path(workspace, flavour, "anet_b1")
     record = load_record(record_file)
-    request = Request(do="model", execution_provider="cpu", effort=FEW, paths=(str(model),), record=str(record_file),
+    request = Request(do="model", device="cpu", effort=FEW, paths=(str(model),), record=str(record_file),
                       labels=("kernel_time", "node_span"))
     found = samples_of(answer(request))
     assert set(found) == {"latency", "kernel_time", "node_span"}
@@ -273,7 +273,7 @@ def test_every_kind_of_work_gives_a_reply(model: Path, kernels: list[Path]) -> N
     paths = {"alone": kernels[:1], "carrier": kernels[:2], "model": [model], "model_gpu": [model], "model_trace": [model],
              "session": [model], "canary": []}
     for do, files_of in paths.items():
-        request = Request.model_validate({"do": do, "execution_provider": "cpu", "effort": FEW, "labels": ["kernel_time"] * (
+        request = Request.model_validate({"do": do, "device": "cpu", "effort": FEW, "labels": ["kernel_time"] * (
             do == "carrier"), "paths": [str(path) for path in files_of]})
         given = WORK[do](request)
         assert isinstance(given, Reply)
@@ -288,7 +288,7 @@ def test_a_model_that_is_not_its_records(built: tuple[Workspace, Flavour], model
     record = load_record(record_path(workspace, flavour, "anet_b1"))
     other = tmp_path / "record.json"
     other.write_text(record.model_copy(update={"nodes": record.nodes[1:]}).model_dump_json())
-    reply = answer(Request(do="model", execution_provider="cpu", effort=FEW, paths=(str(model),), record=str(other),
+    reply = answer(Request(do="model", device="cpu", effort=FEW, paths=(str(model),), record=str(other),
                            labels=("kernel_time",)))
     assert "ORT's graph is not the one in its record; make the record anew" in reply.error
 
@@ -297,6 +297,6 @@ def test_what_is_wrong_with_a_kernel_is_its_own(tmp_path: Path) -> None:
     path = tmp_path / "bad.onnx"
     path.write_bytes(b"no model")
     for do in ("alone", "carrier"):
-        reply = answer(Request.model_validate({"do": do, "execution_provider": "cpu", "effort": FEW, "paths": (str(path),)}))
+        reply = answer(Request.model_validate({"do": do, "device": "cpu", "effort": FEW, "paths": (str(path),)}))
         assert not reply.samples
         assert "bad.onnx: not an ONNX model" in reply.error

@@ -33,7 +33,7 @@ def opened() -> SharingProbe:
 def made_up(tiny_ms: list[float], long_ms: list[float], sharing: SharingMode | None = "time_slices") -> ProbeReading:
     """A reading with these latencies (starts are of no account)."""
     tiny, long = (ProbedRuns(starts_ms=tuple(range(len(taken))), latencies_ms=tuple(taken)) for taken in (tiny_ms, long_ms))
-    return ProbeReading(machine_uuid="GPU-0", execution_provider="cuda", sharing=sharing,
+    return ProbeReading(machine_uuid="GPU-0", device="cuda", sharing=sharing,
                         started="2026-01-01T00:00:00+00:00", seconds=0.1, tiny=tiny, long=long)
 
 

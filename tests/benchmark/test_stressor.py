@@ -36,7 +36,7 @@ import sys, time
 from pathlib import Path
 from benchmark.load.stress import stress
 from utils.paths import Workspace
-with stress(0.3, execution_provider="cpu", workspace=Workspace(Path(sys.argv[1]))):
+with stress(0.3, device="cpu", workspace=Workspace(Path(sys.argv[1]))):
     print("up", flush=True)
     time.sleep(60)
 """

@@ -201,7 +201,7 @@ def test_recorded_measurements_of_named_models(workspace: Workspace) -> None:
 
 
 def test_another_machine_is_compared_with_records_only(workspace: Workspace, tmp_path: Path) -> None:
-    there = Target.model_validate(local_target("cpu").model_dump() | {"device": "Some Other CPU"})
+    there = Target.model_validate(local_target("cpu").model_dump() | {"device_name": "Some Other CPU"})
     other = Workspace(tmp_path)
     shutil.copytree(workspace.kernel_records, other.kernel_records)
     shutil.copytree(workspace.predictors(TARGET), other.predictors(there.name))

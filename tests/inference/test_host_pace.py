@@ -59,10 +59,10 @@ Made = Callable[..., MachinePace]
 def made() -> Made:
     """A record measured here with the CPU provider, FAKE as if beside an H200."""
     measured = measure_pace("cpu", 0.05)
-    machine = measured.machine.model_copy(update={"device": DEVICE, "uuid": "GPU-here"})
+    machine = measured.machine.model_copy(update={"device_name": DEVICE, "uuid": "GPU-here"})
 
     def make(ratio: float = 1.15, **more: object) -> MachinePace:
-        changes = {"execution_provider": "cuda", "machine": machine, "probe_us": ratio * USUAL_US, "taken": datetime.now(UTC)}
+        changes = {"device": "cuda", "machine": machine, "probe_us": ratio * USUAL_US, "taken": datetime.now(UTC)}
         return measured.model_copy(update=changes | more)
 
     return make
@@ -91,7 +91,7 @@ def shell(script: str, workspace: Workspace, *options: str | Path) -> subprocess
 def test_the_pace_is_the_probes_median_and_is_kept(tmp_path: Path) -> None:
     found = measure_pace("cpu", 0.3)
     assert 0.2 * host_probe("cpu").good_s < found.probe_us / 1e6 < 50 * host_probe("cpu").good_s
-    assert (found.readings >= 3, found.of_this_boot, found.execution_provider) == (True, True, "cpu")
+    assert (found.readings >= 3, found.of_this_boot, found.device) == (True, True, "cpu")
     assert 0 <= found.age_s < 60
     files.write_json(tmp_path / "machine.json", found)
     assert read_pace(tmp_path / "machine.json") == found
@@ -200,7 +200,7 @@ def test_what_is_no_ratio_is_refused(pace: float) -> None:
 def test_the_command_takes_a_ratio_or_a_machines_file(made: Made, tmp_path: Path) -> None:
     onnx.save(SHORT, tmp_path / "short.onnx")
     files.write_json(tmp_path / "machine.json", made(1.25, taken=datetime(2026, 1, 1, tzinfo=UTC), boot_id="another"))
-    other = made().machine.model_copy(update={"device": "NVIDIA A100"})
+    other = made().machine.model_copy(update={"device_name": "NVIDIA A100"})
     files.write_json(tmp_path / "a100.json", made(1.25, machine=other))
     files.write_json(tmp_path / "odd.json", made(30.0))
     with pytest.raises(UserError, match="is 30 times that, which no host is"):
@@ -333,7 +333,7 @@ def test_the_exporter_measures_now_and_then() -> None:
     assert time.time() - latest.taken_s < 60.0
     assert paces.fresh() == latest
     if not has_cuda():
-        paces.execution_provider = "cuda"
+        paces.device = "cuda"
         paces.read()
         assert (paces.latest, "needs a GPU" in paces.error) == (latest, True)
         done = shell("benchmark/metrics_exporter.py", Workspace(), "--source", "psutil", "--host-pace-every", "5")

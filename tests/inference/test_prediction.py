@@ -164,7 +164,8 @@ def test_the_speed_beside_a_load_is_timed_too(workspace: Workspace, tmp_path: Pa
 def test_another_cudnn_widens_the_interval(workspace: Workspace, record: ModelRecord, tmp_path: Path,
                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that pretends to be a GPU of a made-up target, first with the cuDNN that was measured, then with another."""
-    there = local_target("cpu").model_dump() | {"device": "Some GPU", "flavour": flavour_of("cuda").model_dump(), "threads": 0}
+    there = local_target("cpu").model_dump() | {
+        "device_name": "Some GPU", "flavour": flavour_of("cuda").model_dump(), "threads": 0}
     target, other = Target.model_validate(there), Workspace(tmp_path)
     folder = other.predictors(target.name)
     shutil.copytree(workspace.predictors(TARGET), folder)
@@ -257,7 +258,8 @@ def test_a_dynamic_model_suggests_its_sizes(workspace: Workspace) -> None:
 
 @pytest.mark.skipif(has_cuda(), reason="the graph is derived only where there is no GPU")
 def test_a_gpu_s_graph_is_derived_without_one(workspace: Workspace, tmp_path: Path) -> None:
-    there = local_target("cpu").model_dump() | {"device": "Some GPU", "flavour": flavour_of("cuda").model_dump(), "threads": 0}
+    there = local_target("cpu").model_dump() | {
+        "device_name": "Some GPU", "flavour": flavour_of("cuda").model_dump(), "threads": 0}
     target, other = Target.model_validate(there), Workspace(tmp_path)
     shutil.copytree(workspace.predictors(TARGET), other.predictors(target.name))
     sidecar = other.predictors(target.name) / "predictors.json"
@@ -282,7 +284,7 @@ def test_another_element_type_or_version_is_refused_unless_forced(workspace: Wor
         predict(older, target=TARGET, workspace=workspace)
     assert any("1.2" in warning for warning in predict(older, target=TARGET, workspace=workspace, force=True).warnings)
 
-    other = record.model_copy(update={"flavour": record.flavour.model_copy(update={"execution_provider": "cuda"})})
+    other = record.model_copy(update={"flavour": record.flavour.model_copy(update={"device": "cuda"})})
     with pytest.raises(UserError, match="cuda graph"):
         predict(other, target=TARGET, workspace=workspace, force=True)
 
@@ -306,7 +308,7 @@ def test_shipped_targets(tmp_path: Path, workspace: Workspace, monkeypatch: pyte
     one."""
     shipped, elsewhere = tmp_path / "shipped", Workspace(tmp_path / "elsewhere")
     monkeypatch.setattr(targets, "SHIPPED", shipped)
-    another = fitted_for(workspace, TARGET).target.model_copy(update={"device": "another"})
+    another = fitted_for(workspace, TARGET).target.model_copy(update={"device_name": "another"})
     monkeypatch.setattr(targets, "local_targets", lambda: (another,))  # this machine is none of them
     for name in ("gpu-a-cuda", "gpu-b-cuda"):
         shutil.copytree(workspace.predictors(TARGET), shipped / name)
@@ -319,7 +321,8 @@ def test_shipped_targets(tmp_path: Path, workspace: Workspace, monkeypatch: pyte
     with pytest.raises(UserError, match=r"collector\.py.*or predict for a target that Hase ships.*gpu-a-cuda, gpu-b-cuda"):
         choose_target(elsewhere, None)
     found = fitted_for(elsewhere, "gpu-a")
-    assert any(f"hold for {found.predictors.sidecar.machines[-1].device} with ONNX Runtime" in text for text in found.notices)
+    measured_on = found.predictors.sidecar.machines[-1].device_name
+    assert any(f"hold for {measured_on} with ONNX Runtime" in text for text in found.notices)
     assert fitted_for(workspace, TARGET).predictors.sidecar == found.predictors.sidecar
     shutil.rmtree(shipped / "gpu-b-cuda")
     assert choose_target(elsewhere, None) == ("gpu-a-cuda", (

@@ -53,7 +53,7 @@ def test_the_cuda_graph_without_a_gpu(torch_models: dict[str, Path]) -> None:
     counts = Counter(node.op_type for node in graph.nodes)
     assert (counts["Conv"], counts["Relu"], counts["Add"]) == (20, 17, 8)
     assert graph.derived
-    assert graph.flavour.execution_provider == "cuda"
+    assert graph.flavour.device == "cuda"
     assert not any(node.domain.endswith("nchwc") for node in graph.nodes)
     assert {node.provider for node in graph.nodes} == {"cuda"}
 

@@ -265,7 +265,7 @@ def test_shipped_predictors_answer_without_a_gpu(torch_models: dict[str, Path], 
 def test_shipped_predictors_are_of_the_shipped_dataset() -> None:
     sidecar = read_sidecar(SHIPPED / TARGET)
     assert len(sidecar.machines) >= 2
-    assert {machine.device for machine in sidecar.machines} == {"NVIDIA H200"}
+    assert {machine.device_name for machine in sidecar.machines} == {"NVIDIA H200"}
     assert set(sidecar.labels) == {"gpu", "launches"}
     assert set(sidecar.dtypes) == {"float16", "float32"} | {name for name in sidecar.dtypes if "int" in name or name == "bool"}
     size = sum(path.stat().st_size for path in [*(SHIPPED / TARGET).iterdir(), ROOT / "recipes" / "h200" / f"{TARGET}.tar.xz"])

@@ -117,7 +117,7 @@ def long_runs(latencies_ms: list[float], sharing: SharingMode = "time_slices") -
     """A reading whose long piece took these, run after run."""
     starts = np.cumsum([0.0, *latencies_ms[:-1]]).tolist()
     long = ProbedRuns(starts_ms=tuple(starts), latencies_ms=tuple(latencies_ms))
-    return ProbeReading(machine_uuid="GPU-0", execution_provider="cuda", sharing=sharing, started="2026-01-01T00:00:00+00:00",
+    return ProbeReading(machine_uuid="GPU-0", device="cuda", sharing=sharing, started="2026-01-01T00:00:00+00:00",
                         seconds=0.2, tiny=ProbedRuns(starts_ms=(0.0,), latencies_ms=(0.016,)), long=long)
 
 

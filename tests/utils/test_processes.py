@@ -43,12 +43,12 @@ def analyzed_or_dead(workspace: Workspace, device: str, static: bool,
     return fusion_detector.write_record(workspace, one[0], device, one[1], static)
 
 
-def recorded_or_dead(execution_provider: str, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
+def recorded_or_dead(device: str, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
     if sized[0].stem == "dies":
         os.kill(os.getpid(), signal.SIGABRT)
     from inference.core.sources import record_of
 
-    return record_of(sized[0], execution_provider, sized[1], static)
+    return record_of(sized[0], device, sized[1], static)
 
 
 def test_folder_runs_survive_a_crash(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from pydantic import Field
 from utils import cli, files, fingerprint, logger, timing
 from utils.config import Config, load_config
 from utils.errors import UserError
-from utils.fingerprint import Flavour, Target, flavour_of, has_cuda, local_target, resolve_provider, slug
+from utils.fingerprint import Flavour, Target, flavour_of, has_cuda, local_target, resolve_device, slug
 from utils.paths import ROOT, Workspace, model_files
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
@@ -471,10 +471,10 @@ def test_optimised_graphs_are_never_models(workspace: Workspace) -> None:
 
 
 def test_names_of_flavours_and_targets() -> None:
-    cpu = Flavour(execution_provider="cpu", ort_version="1.31", instruction_set="avx2")
+    cpu = Flavour(device="cpu", ort_version="1.31", instruction_set="avx2")
     assert cpu.name == "cpu-avx2-ort1.31-all"
-    assert Flavour(execution_provider="cuda", ort_version="1.31").name == "cuda-ort1.31-all"
-    assert Target(device="Some CPU @ 2.0GHz", flavour=cpu, threads=2).name == "some-cpu-2.0ghz-2t-cpu-avx2-ort1.31-all"
+    assert Flavour(device="cuda", ort_version="1.31").name == "cuda-ort1.31-all"
+    assert Target(device_name="Some CPU @ 2.0GHz", flavour=cpu, threads=2).name == "some-cpu-2.0ghz-2t-cpu-avx2-ort1.31-all"
     assert slug(" NVIDIA H200 / x ") == "nvidia-h200-x"
 
 
@@ -489,9 +489,9 @@ def test_the_local_target_names_what_runs() -> None:
 
 @pytest.mark.skipif(has_cuda(), reason="this machine has a GPU")
 def test_cuda_is_refused_without_a_gpu() -> None:
-    assert resolve_provider("auto") == "cpu"
+    assert resolve_device("auto") == "cpu"
     with pytest.raises(UserError, match="no NVIDIA GPU"):
-        resolve_provider("cuda")
+        resolve_device("cuda")
 
 
 @pytest.mark.parametrize("found", ["", "\n", None])

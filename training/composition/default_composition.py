@@ -33,7 +33,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")  # nothing was trained, s
 NO_RANGE = (-1e300, 1e300)
 
 
-def default_composition(execution_provider: str) -> Composition:
+def default_composition(device: str) -> Composition:
     """The composition for `cpu` or `cuda` that is fitted to nothing of this machine.
 
     On a GPU the costs of a run are those of the GPU whose predictors come with Hase: a guess for any other one.
@@ -41,7 +41,7 @@ def default_composition(execution_provider: str) -> Composition:
     Raises:
         UserError: no GPU's composition comes with Hase.
     """
-    on_gpu = execution_provider == "cuda"
+    on_gpu = device == "cuda"
     return Composition(
         label=GPU_LABEL if on_gpu else CPU_LABEL, kind="pipeline" if on_gpu else "sum", alpha=1.0, beta_ms=0.0,
         costs=shipped_costs() if on_gpu else None, left_out="nothing",
@@ -58,7 +58,7 @@ def shipped_costs() -> PipelineCosts:
 
 def untrained(folder: Path, target: Target) -> Predictors:
     """Predictors of `target`, which this machine is, that know nothing yet; nothing is written."""
-    provider = target.flavour.execution_provider
+    provider = target.flavour.device
     rooflines = {GPU_LABEL: ROOFLINES["cuda"], LAUNCHES: LEAST_LAUNCHES} if provider == "cuda" else {
         CPU_LABEL: ROOFLINES["cpu"]}
     sidecar = Sidecar(
@@ -73,7 +73,7 @@ def untrained(folder: Path, target: Target) -> Predictors:
 
 def save_default(folder: Path, predictors: Predictors) -> None:
     """Writes predictors that know nothing yet, and the default composition; what is measured is added to them."""
-    provider = predictors.sidecar.target.flavour.execution_provider
+    provider = predictors.sidecar.target.flavour.device
     files.write_json(composition_path(folder), default_composition(provider))
     name, digest = write_measured(folder, {})
     write_sidecar(folder, predictors.sidecar.model_copy(update={"measured": name, "measured_sha256": digest}))

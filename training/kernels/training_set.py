@@ -131,7 +131,7 @@ def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, flo
     header, table = load_header(workspace.dataset(target)), load_kernel_table(workspace, target)
     idle = table[table["Status"].isin(["ok", UNFINISHED]) & (table["Level"] == 0)]
     found: dict[str, dict[str, float]] = {}
-    for label, times in _times(idle, header.target.flavour.execution_provider).items():
+    for label, times in _times(idle, header.target.flavour.device).items():
         for name, time_ms in pd.Series(times).groupby(idle["Kernel_ID"].to_numpy()).median().dropna().items():
             found.setdefault(str(name), {})[label] = float(time_ms)
     return found
@@ -168,16 +168,16 @@ def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: lis
         header=header, sha256=sha256, ids=ids, types=np.array([kernels[name].type for name in ids]), families=tuple(owners),
         backgrounds=table["Background"].fillna("").to_numpy(dtype=str), idle=idle,
         features=np.array([described[name] for name in ids], dtype=float).reshape(len(ids), len(FEATURES)),
-        load=load, metrics=metrics, idle_load=idle_load, times_ms=_times(table, header.target.flavour.execution_provider),
+        load=load, metrics=metrics, idle_load=idle_load, times_ms=_times(table, header.target.flavour.device),
         flops=np.array([kernels[name].flops for name in ids], dtype=float),
         bytes_moved=np.array([kernels[name].bytes_read + kernels[name].bytes_written for name in ids], dtype=float),
         dtypes=tuple(sorted({kernels[name].dtype for name in set(ids)})),
     )
 
 
-def _times(table: pd.DataFrame, execution_provider: str) -> dict[str, Floats]:
+def _times(table: pd.DataFrame, device: str) -> dict[str, Floats]:
     """The measured times by label."""
-    times = {"run": run_ms(table, execution_provider)}
+    times = {"run": run_ms(table, device)}
     for label in LABELS:
         if label != "run" and f"{label}_ms" in table.columns and table[f"{label}_ms"].notna().any():
             found = table[f"{label}_ms"].to_numpy(dtype=float)

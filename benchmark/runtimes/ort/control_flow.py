@@ -14,9 +14,9 @@ CUDA_TRIP_MS = {"Loop": 0.03, "Scan": 0.017, "If": 0.001}
 RANGE = (0.5, 2.0)  # between which multiples of these a trip is taken to lie: a choice
 
 
-def trip_ms(kernel: Kernel, execution_provider: str) -> float:
+def trip_ms(kernel: Kernel, device: str) -> float:
     """What each trip takes the host, in ms."""
-    return (CUDA_TRIP_MS if execution_provider == "cuda" else CPU_TRIP_MS)[kernel.op_type]
+    return (CUDA_TRIP_MS if device == "cuda" else CPU_TRIP_MS)[kernel.op_type]
 
 
 def loop_waits(kernel: Kernel) -> bool:

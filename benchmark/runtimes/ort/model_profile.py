@@ -59,14 +59,14 @@ def steering_of(graph: ParsedGraph) -> dict[str, int | bool]:
     return steering_inputs(graph.source.graph_only.graph, taken | graph.source.dims)
 
 
-def profile_model(model: Path, execution_provider: str, dims: Mapping[str, int], effort: Effort,
+def profile_model(model: Path, device: str, dims: Mapping[str, int], effort: Effort,
                   provider_options: Mapping[str, str] | None = None, static: bool = False,
                   plain: bool = False) -> ModelProfile:
     """Runs a model under the profiler, and, with `plain`, without it too.
 
     Args:
         model: the ONNX file.
-        execution_provider: `cpu` or `cuda`.
+        device: `cpu` or `cuda`.
         dims: sizes of dynamic dimensions.
         effort: how many runs.
         provider_options: options of the CUDA provider.
@@ -77,12 +77,12 @@ def profile_model(model: Path, execution_provider: str, dims: Mapping[str, int],
     """
     with temporary_folder() as folder:
         optimized = folder / "optimized.onnx"
-        graph = parse_into(optimized, model, execution_provider, dims, static=static)
-        session = open_session(optimized, execution_provider, optimize="none", name=str(model),
+        graph = parse_into(optimized, model, device, dims, static=static)
+        session = open_session(optimized, device, optimize="none", name=str(model),
                                profile_prefix=folder / "model", provider_options=provider_options)
         feed = random_feed(session, graph.source.dims, steering_of(graph))
         with model_errors(str(model)):
-            run = bind(session, feed, execution_provider, "device")
+            run = bind(session, feed, device, "device")
             counted = profile_runs(run, effort)
             profile = session.end_profiling()
             return ModelProfile(counted_runs(profile, counted), graph, plain_runs_ms(run, counted) if plain else [])

@@ -22,7 +22,7 @@ from ort_analysis.graph.tensor_shapes import session_dtype
 from ort_analysis.records.elements import numpy_dtype
 from ort_analysis.records.kernel_record import Frozen, zeros
 from utils.errors import UserError
-from utils.fingerprint import resolve_provider
+from utils.fingerprint import resolve_device
 from utils.ort_sessions import CUDA_GRAPH, model_errors, open_session
 from utils.timing import LatencyStatistics, summarize
 
@@ -37,7 +37,7 @@ class Timing(Frozen):
     """One timed session: the raw samples (ms, in order), when (UTC, ISO 8601), and how."""
 
     model: str
-    execution_provider: str
+    device: str
     io: str
     warmup: int
     samples_ms: tuple[float, ...]
@@ -85,7 +85,7 @@ class Runner:
 
     session: onnxruntime.InferenceSession
     name: str
-    execution_provider: str
+    device: str
     io: str
     run_once: Callable[[], Any]
     feed: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Runner:
             samples: list[float] = []
             while len(samples) < (loops or least_runs) or (loops is None and time.perf_counter() - began < (budget_s or 0)):
                 samples.append(1000 * self.run_s())
-        return Timing(model=self.name, execution_provider=self.execution_provider, io=self.io, warmup=warmup,
+        return Timing(model=self.name, device=self.device, io=self.io, warmup=warmup,
                       samples_ms=tuple(round(sample, 6) for sample in samples), started=started, ended=now())
 
     def time_as(self, effort: Effort) -> Timing:
@@ -148,14 +148,14 @@ def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] |
     return feed
 
 
-def bind(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], execution_provider: str,
+def bind(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], device: str,
          io: str) -> Callable[[], Any]:
     """A function that runs the session once: inputs and outputs on the device (`device`), or as numpy arrays (`host`).
     Inputs of text are always arrays: ORT binds none."""
     if io == "host" or any(array.dtype == object for array in feed.values()):
         fed = dict(feed)
         return lambda: session.run(None, fed)
-    binding = device_binding(session, feed, "cuda" if execution_provider == "cuda" else "cpu")
+    binding = device_binding(session, feed, "cuda" if device == "cuda" else "cpu")
     return lambda: session.run_with_iobinding(binding)
 
 
@@ -192,7 +192,7 @@ def dispatcher(session: onnxruntime.InferenceSession, binding: onnxruntime.IOBin
     return dispatch_s
 
 
-def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[str, int] | None = None, io: str = "device",
+def open_runner(model: Path, device: str = "auto", *, dims: Mapping[str, int] | None = None, io: str = "device",
                 cuda_graph: bool = False, profile_prefix: Path | None = None,
                 provider_options: Mapping[str, str] | None = None, static: bool = False) -> Runner:
     """A file made ready to run: optimised as ORT does by default, or as it stands where it is a built kernel.
@@ -201,7 +201,7 @@ def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[
 
     Args:
         model: the ONNX file.
-        execution_provider: `auto`, `cpu` or `cuda`.
+        device: `auto`, `cpu` or `cuda`.
         dims: sizes of dynamic dimensions.
         io: `device` or `host`.
         cuda_graph: whether its first run is captured, and then replayed.
@@ -212,7 +212,7 @@ def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[
     Raises:
         UserError: as `read_source`, or ORT can't load it, or a CUDA graph is asked for where there can be none.
     """
-    provider = resolve_provider(execution_provider)
+    provider = resolve_device(device)
     if cuda_graph and (provider != "cuda" or io == "host"):
         raise UserError("a CUDA graph needs an NVIDIA GPU, and reads and writes tensors at fixed places on it: leave "
                         "--cuda-graph out, or run on device cuda with --io device")
@@ -224,5 +224,5 @@ def open_runner(model: Path, execution_provider: str = "auto", *, dims: Mapping[
     if not kernel and open_branches(source.graph_only.graph, source.dims):  # what a prediction counts is what runs
         source = replace(source, dims=analyze(model, provider, dims, static=static).dims_run)
     feed = dummy_inputs(kernel) if kernel else random_feed(session, source.dims, source.steering)
-    return Runner(session=session, name=model.stem, execution_provider=provider, io=io,
+    return Runner(session=session, name=model.stem, device=provider, io=io,
                   run_once=bind(session, feed, provider, io), feed=feed)

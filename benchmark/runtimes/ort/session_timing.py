@@ -14,7 +14,7 @@ def time_session(request: Request) -> Reply:
     """A whole model's runs, timed as the request's one label says (`latency`, `host_io` with numpy arrays in and out, or
     `cuda_graph`), and what opening and running it took in memory."""
     (label,) = request.labels or ("latency",)
-    path, provider, effort = Path(request.paths[0]), request.execution_provider, request.effort
+    path, provider, effort = Path(request.paths[0]), request.device, request.effort
     probe = host_probe(provider) if request.watch_host else None  # first: its session is no part of the model's memory
     before_mib = memory_in_use_mib(provider)
     runner = open_runner(path, provider, dims=request.dims, io="host" if label == "host_io" else "device",
@@ -31,9 +31,9 @@ def time_session(request: Request) -> Reply:
                  memory_mib=memory_in_use_mib(provider) - before_mib)
 
 
-def memory_in_use_mib(execution_provider: str) -> float:
+def memory_in_use_mib(device: str) -> float:
     """Memory that this process holds on the CPU, or that the first GPU has given out, in MiB."""
-    if execution_provider == "cuda":
+    if device == "cuda":
         import pynvml
 
         pynvml.nvmlInit()

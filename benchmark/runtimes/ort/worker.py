@@ -2,7 +2,7 @@
 
 Reads one Request a line on standard input, writes one Reply a line on standard output, and ends when its input does.
 Started by the collector; by hand:
-echo '{"do": "canary", "execution_provider": "cpu", "effort": {}}' | python -m benchmark.runtimes.ort.worker
+echo '{"do": "canary", "device": "cpu", "effort": {}}' | python -m benchmark.runtimes.ort.worker
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
 
 def time_canary(request: Request) -> Reply:
     """The canary, as often as the effort says."""
-    timing = canary.canary(request.execution_provider).time_as(request.effort)
+    timing = canary.canary(request.device).time_as(request.effort)
     return Reply(samples=(Samples(id=canary.NAME, label="run", samples_ms=timing.samples_ms),))
 
 
 def probe_sharing(request: Request) -> Reply:
     """How long tiny work waits for other processes."""
-    return Reply(probe=probe(request.execution_provider, request.effort.budget_s))
+    return Reply(probe=probe(request.device, request.effort.budget_s))
 
 
 def time_alone(request: Request) -> Reply:
     """Label `run`: a kernel in a session of its own, wall time."""
     path = Path(request.paths[0])
-    runner = open_runner(path, request.execution_provider, provider_options=request.provider_options)
+    runner = open_runner(path, request.device, provider_options=request.provider_options)
     return Reply(samples=(Samples(id=path.stem, label="run", samples_ms=runner.time_as(request.effort).samples_ms),))
 
 
@@ -98,11 +98,11 @@ def time_carrier(request: Request) -> Reply:
         UserError: the GPU's work can't be told apart by kernel; fewer kernels in a carrier can.
     """
     kernels = [built_kernel(Path(path)) for path in request.paths]
-    on_gpu = request.execution_provider == "cuda"
-    model, feed = build_carrier(kernels, request.execution_provider, with_floats=not on_gpu)
+    on_gpu = request.device == "cuda"
+    model, feed = build_carrier(kernels, request.device, with_floats=not on_gpu)
     with temporary_folder() as folder, model_errors("carrier"):
         with gpu_turns.preparing(request.turns):
-            session = open_session(model.SerializeToString(), request.execution_provider, optimize="none", name="carrier",
+            session = open_session(model.SerializeToString(), request.device, optimize="none", name="carrier",
                                    profile_prefix=folder / "carrier", provider_options=request.provider_options)
             run = shared_memory().bind(session, feed) if on_gpu else bind(session, feed, "cpu", "device")
             counted = profile_runs(run, request.effort)
@@ -139,7 +139,7 @@ def gpu_samples(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[
 
 def time_model(request: Request) -> Reply:
     """A whole model's latency (and, on a GPU, the host's dispatch) and its kernels' in-model labels."""
-    path, provider, effort = Path(request.paths[0]), request.execution_provider, request.effort
+    path, provider, effort = Path(request.paths[0]), request.device, request.effort
     name = request.model_name
     runner = open_runner(path, provider, dims=request.dims, provider_options=request.provider_options, static=request.static)
     one_run_s = runner.warm_up(effort.warmup + 1, effort.warmup_s)
@@ -161,7 +161,7 @@ def time_model(request: Request) -> Reply:
 def beside_the_probe(model: str, timed: Mapping[str, Callable[[], float]], request: Request) -> list[Samples]:
     """Samples of a model's runs, by label, from moments in which the host was undisturbed."""
     return [Samples(id=model, label=label, **one._asdict())
-            for label, one in quiet_samples_ms(host_probe(request.execution_provider), timed, request.effort).items()]
+            for label, one in quiet_samples_ms(host_probe(request.device), timed, request.effort).items()]
 
 
 def time_model_as_graph(request: Request) -> Reply:
@@ -197,7 +197,7 @@ def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float
 
 def traced_runs(request: Request) -> list[GpuRun]:
     """A few whole runs of a model, traced."""
-    runner = open_runner(Path(request.paths[0]), request.execution_provider, dims=request.dims,
+    runner = open_runner(Path(request.paths[0]), request.device, dims=request.dims,
                          provider_options=request.provider_options, static=request.static)
     runner.warm_up(request.effort.warmup + 1, request.effort.warmup_s)
     return trace([runner.run_once] * (TRACED_RUNS + 1))[1:]
@@ -227,7 +227,7 @@ def model_labels(path: Path, request: Request) -> list[Samples]:
         UserError: the graph is not the one that the record describes.
     """
     effort = request.effort.model_copy(update={"budget_s": request.effort.budget_s / 2})
-    runs, graph, plain_ms = profile_model(path, request.execution_provider, request.dims, effort, request.provider_options,
+    runs, graph, plain_ms = profile_model(path, request.device, request.dims, effort, request.provider_options,
                                           request.static, plain=UNPROFILED in request.labels)
     ids, record = {node.name: kernel_of(graph, node).id for node in graph.nodes}, load_record(Path(request.record))
     if sorted(ids.values()) != sorted(node.kernel_id for node in record.nodes):
@@ -235,7 +235,7 @@ def model_labels(path: Path, request: Request) -> list[Samples]:
                         "python ort_analysis/fusion_detector.py")
     ran = {event.node for run in runs for event in run.nodes}
     idle = {kernel for name, kernel in ids.items() if name not in ran}  # in a body that did not run: they are measured alone
-    bodies_ms = sum(node.runs * trip_ms(kernel, request.execution_provider) for node in record.nodes
+    bodies_ms = sum(node.runs * trip_ms(kernel, request.device) for node in record.nodes
                     if is_control_flow(kernel := record.kernel_of(node)))
     return labels_of(runs, {node.name: ids[node.name] for node in graph.nodes
                             if ids[node.name] not in idle and node.op_type not in CONTROL_FLOW},
@@ -260,7 +260,7 @@ def time_kernels_in_model(request: Request) -> Reply:
 
 def prepare(request: Request) -> Reply:
     """Loads ONNX Runtime and has it run something on the device; for label `gpu` loads torch and CUPTI too, by tracing it."""
-    runner = canary.canary(request.execution_provider)
+    runner = canary.canary(request.device)
     runner.warm_up(1)
     if GPU_LABEL in request.labels:
         trace([runner.run_once])
