@@ -207,9 +207,6 @@ def main() -> int:
     if args.export and not args.watch:
         parser.error("--export goes with --watch")
     workspace = cli.start(args)
-    if __name__ == "__main__":  # in a process of its own: xgboost would import it (0.9 s) for an API that is not used here
-        sys.modules["sklearn"] = None  # type: ignore[assignment]
-
     from benchmark.load.pace_reading import read_pace
     from inference.core.host_pace import PaceAsked
     from inference.core.prediction import predict

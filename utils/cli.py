@@ -34,6 +34,7 @@ GARBAGE_EVERY = 100_000  # new objects: Python looks for garbage every 700, whic
 _QUIET_SECONDS = 15.0  # between two progress lines where stderr is no terminal
 _GROWING_COLUMN = 10  # characters that a column has at least in a table whose cells are not all known yet
 LEFT_OUT = ("torch", "torchvision", "onnxscript", "pandas", "sklearn", "matplotlib")  # of a light install
+_is_command = False
 
 OS_ERROR_ADVICE = {
     errno.ENOSPC: "the disk is full; free some space and run the same command again: what was finished is kept",
@@ -417,6 +418,11 @@ def explain(error: OSError) -> str:
     return where + OS_ERROR_ADVICE.get(error.errno or 0, error.strerror or str(error))
 
 
+def is_command() -> bool:
+    """Whether this process is one of Hase's scripts, and not somebody's program that imports Hase."""
+    return _is_command
+
+
 def run(main: Callable[[], int | None], kept: str = "") -> NoReturn:
     """Runs a script's `main` and exits: 0 done, 1 the user's to mend (one line on stderr), 2 usage, or another EXIT_… that
     `main` returns. Ctrl-C gives 130 and SIGTERM 143, each after tidying up and within a second.
@@ -426,6 +432,8 @@ def run(main: Callable[[], int | None], kept: str = "") -> NoReturn:
     Args:
         kept: what is not lost when the script is stopped and goes on from when it is run again, in words; "" for nothing.
     """
+    global _is_command
+    _is_command = True
     stopped = f"stopped; {kept} is kept: run again to go on" if kept else "stopped"
     stop_at_signals(stopped)
     gc.set_threshold(GARBAGE_EVERY)

@@ -266,6 +266,19 @@ def test_loading_imports_neither_pandas_nor_sklearn_nor_xgboost(trained: Workspa
     assert shown.strip() == "[]"
 
 
+@pytest.mark.parametrize("command", [True, False])
+def test_sklearn_is_hidden_only_while_a_command_imports_xgboost(command: bool) -> None:
+    """A program that imports Hase has xgboost's API of scikit-learn."""
+    code = ("import sys; from training.kernels.boosters import import_xgboost; from utils import cli\n"
+            "def main():\n"
+            "    xgboost = import_xgboost()\n"
+            "    print('sklearn' in sys.modules, xgboost.compat.SKLEARN_INSTALLED)\n"
+            "    import sklearn\n"
+            "    assert import_xgboost() is xgboost\n") + ("cli.run(main)" if command else "main()")
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.split() == (["False", "False"] if command else ["True", "True"])
+
+
 def test_predicting_a_model_is_quick(trained: Workspace) -> None:
     predictors = load_predictors(trained.predictors(TARGET.name))
     record = chain("big", draw_kernels(40, seed=9))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
 import re
 import struct
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from training.kernels.sidecar import TRAIN
+from utils import cli
 from utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -72,14 +76,25 @@ class SavedBoosters(Mapping[str, "xgboost.Booster"]):
         return len(self._packed)
 
     def _open(self, packed: bytes) -> xgboost.Booster:
-        import xgboost
-
+        xgboost = import_xgboost()
         try:
             booster = xgboost.Booster(model_file=bytearray(zlib.decompress(packed)))
         except (zlib.error, xgboost.core.XGBoostError, ValueError) as error:
             raise UserError(f"{self._where}: not a saved predictor ({error}); train again: {TRAIN}") from None
         booster.set_param({"nthread": 1})  # a few dozen rows: starting threads would take longer than predicting
         return booster
+
+
+def import_xgboost() -> ModuleType:
+    """The package xgboost. Where it finds scikit-learn, it imports that too (0.9 s), for an API that Hase does not use:
+    Hase's commands hide scikit-learn meanwhile. A program that imports Hase may use that API: there nothing is hidden."""
+    if cli.is_command() and "xgboost" not in sys.modules and "sklearn" not in sys.modules:
+        sys.modules["sklearn"] = None  # type: ignore[assignment]
+        try:
+            return importlib.import_module("xgboost")
+        finally:
+            del sys.modules["sklearn"]
+    return importlib.import_module("xgboost")
 
 
 def pack_booster(booster: xgboost.Booster) -> bytes:
