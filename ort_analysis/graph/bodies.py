@@ -9,11 +9,10 @@ How often it runs: a Scan as often as its inputs are long; a Loop as often as it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ort_analysis.graph.attention_lengths import attention_lengths
+from ort_analysis.graph.inferred import Body, Held, InferredTensors, Trips
 from ort_analysis.graph.known_words import known_words
 from ort_analysis.graph.parsed_nodes import bodies_of, control_flow_name
 from ort_analysis.records.elements import type_code
@@ -23,8 +22,6 @@ from utils.errors import UserError
 if TYPE_CHECKING:
     import onnx
 
-    from ort_analysis.graph.tensor_shapes import InferredTensors
-
 TRIPS = "trips"  # how --dim calls the number of trips of all loops whose number is not known
 BRANCHES = {"then": "then_branch", "else": "else_branch"}
 DEFAULT_TRIPS = 10
@@ -32,54 +29,6 @@ GUESS_RANGE = (0.1, 10.0)  # between which multiples of DEFAULT_TRIPS a number o
 MOST_TRIPS = 10**9  # exporters write the largest whole number where a loop ends by its condition alone
 FIRST_SCAN_OPSET = 9  # before, Scan had a batch and lengths of sequences
 PASSED_ON = ("Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape")  # operators that keep the one number they are given
-
-
-@dataclass(frozen=True)
-class Trips:
-    """How often a body runs each time its node does; where that is a guess, between which multiples of it.
-
-    Attributes:
-        fixed: the model itself says so, and no size that the user gives.
-    """
-
-    count: int
-    low: float = 1.0
-    high: float = 1.0
-    fixed: bool = True
-
-
-@dataclass(frozen=True)
-class Body:
-    """A body as a model of its own.
-
-    Attributes:
-        attribute: of the node, that holds it.
-        proto: the model.
-        captured: the tensors that it takes from the graph around it.
-        inferred: what is known of its tensors.
-    """
-
-    attribute: str
-    proto: onnx.ModelProto
-    captured: frozenset[str]
-    inferred: InferredTensors
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a node with bodies holds.
-
-    Attributes:
-        trips: of its body; of an If's branch, once.
-        bodies: one, of an If both.
-        chosen: the If's branch that the user named, by attribute; "" where none.
-        shapes: of the node's outputs, as they follow from the bodies.
-    """
-
-    trips: Trips
-    bodies: tuple[Body, ...]
-    chosen: str
-    shapes: dict[str, tuple[int, ...]]
 
 
 def control_flow(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[str, onnx.NodeProto]]:
@@ -235,8 +184,8 @@ def _value_info(name: str, tensor: KernelInput) -> onnx.ValueInfoProto:
 
 
 def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, KernelInput],
-         values: Mapping[str, Sequence[int | float | bool]], device: str, name: str, folder: Path,
-         dims: Mapping[str, int]) -> Held | None:
+         values: Mapping[str, Sequence[int | float | bool]], dims: Mapping[str, int],
+         infer: Callable[[onnx.ModelProto, str], InferredTensors]) -> Held | None:
     """What a node with bodies holds; None for another node, and for a Scan older than FIRST_SCAN_OPSET.
 
     Args:
@@ -244,13 +193,12 @@ def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, Ker
         outer: the model, or the body as a model, that it stands in.
         tensors: types and shapes of what the node reads and captures.
         values: of small whole-number tensors that the graph computes.
-        device, name, folder, dims: as of `tensor_shapes.infer_tensors`.
+        dims: as of `tensor_shapes.infer_tensors`.
+        infer: what is known of the tensors of a body, given as a model of its own with the name of the node that holds it.
 
     Raises:
         UserError: a shape in a body that can't be found; the tensor is named.
     """
-    from ort_analysis.graph.tensor_shapes import infer_tensors  # it imports this module
-
     bodies = bodies_of(node)
     opset = next((entry.version for entry in outer.opset_import if entry.domain in ("", "ai.onnx")), 1)
     if not bodies or (node.op_type == "Scan" and opset < FIRST_SCAN_OPSET):
@@ -258,8 +206,7 @@ def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, Ker
 
     def analysed(attribute: str, given: Sequence[KernelInput]) -> Body:
         proto = body_model(bodies[attribute], given, outer, tensors)
-        return Body(attribute, proto, frozenset(captured(bodies[attribute])),
-                    infer_tensors(proto, device, f"{name}: {node.name}", folder, dims, node.name))
+        return Body(attribute, proto, frozenset(captured(bodies[attribute])), infer(proto, node.name))
 
     def made(body: Body) -> list[tuple[int, ...]]:
         return [body.inferred.tensors[value.name].shape for value in body.proto.graph.output]

@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ort_analysis.graph.bodies import BRANCHES, Body, Held, Trips
+from ort_analysis.graph.bodies import BRANCHES
+from ort_analysis.graph.inferred import Body, Held, Trips, Values
 from ort_analysis.graph.parsed_nodes import ParsedNode, bodies_of, parsed_node
 from ort_analysis.records.kernel_costs import bytes_read, bytes_written, flops
 from ort_analysis.records.kernel_record import GuessedRuns, KernelInput
 
 if TYPE_CHECKING:
     import onnx
-
-    from ort_analysis.graph.tensor_shapes import Values
 
 
 # Operations and bytes a ms, and ms a node, of a slow CPU and of a large GPU: between these lies how two branches compare. A

@@ -12,13 +12,14 @@ from ort_analysis.cuda.optimizers import cover_pools, cuda_optimizers, runs_on_w
 from ort_analysis.cuda.placement import assign_providers
 from ort_analysis.cuda.reduced_precision import as_single, holds_reduced, restore_types
 from ort_analysis.cuda.rewrites import rewrite_for_cuda
-from ort_analysis.graph.bodies import Body, all_tensors, made_within, unused_trips
+from ort_analysis.graph.bodies import all_tensors, made_within, unused_trips
 from ort_analysis.graph.flat_graph import flat_bodies
+from ort_analysis.graph.inferred import Body, Values
 from ort_analysis.graph.open_shapes import Shape
 from ort_analysis.graph.optimized_once import keep
 from ort_analysis.graph.parsed_nodes import ParsedNode, name_nodes
 from ort_analysis.graph.source import Source, _tensor_of, open_dims, read_source
-from ort_analysis.graph.tensor_shapes import Values, infer_tensors, shapes_of_any_size
+from ort_analysis.graph.tensor_shapes import infer_tensors, shapes_of_any_size
 from ort_analysis.records.kernel_record import GuessedRuns, KernelInput, Tensor
 from utils.errors import UserError
 from utils.fingerprint import Flavour, flavour_of, has_cuda, resolve_device

@@ -14,7 +14,8 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from ort_analysis.graph.bodies import Held, captured, hold
+from ort_analysis.graph.bodies import captured, hold
+from ort_analysis.graph.inferred import Held, InferredTensors, Values
 from ort_analysis.graph.open_shapes import (
     DETECTIONS,
     SIZED_BY_VALUES,
@@ -38,31 +39,7 @@ if TYPE_CHECKING:
 SMALL_INTS = 64  # whole-number constants up to this many elements are kept by value: shapes, axes, splits
 FLOAT_VALUES_MATTER = {"Resize", "Upsample"}  # operators whose small floating constants set the output's shape
 FRESH = "hase.fresh"  # an input of probes, and its open dimension: only a graph that a session changed is saved with its shapes
-Values = tuple[int | float | bool, ...]
 HeldBy = Callable[["onnx.NodeProto", Mapping[str, KernelInput], Mapping[str, Values]], "Held | None"]
-
-
-@dataclass(frozen=True)
-class InferredTensors:
-    """What is known of a graph's tensors.
-
-    Attributes:
-        tensors: type and shape by name, constants with their small values.
-        computed: values of small whole-number tensors that the graph computes from shapes and constants, by name.
-        providers: by node name, the provider that ORT assigned.
-        assumed: by tensor name, shapes that depend on data and were taken to be the largest possible.
-        plain: by tensor name, shapes as far as ORT infers them from shapes alone, which is what its optimisers know.
-        held: by node name, what nodes with bodies hold.
-        used: names of the sizes given that a tensor of this graph has, or of a body in it.
-    """
-
-    tensors: dict[str, KernelInput]
-    computed: dict[str, Values]
-    providers: dict[str, str]
-    assumed: dict[str, tuple[int, ...]]
-    plain: dict[str, Shape]
-    held: dict[str, Held] = field(default_factory=dict)
-    used: frozenset[str] = frozenset()
 
 
 def constant_input(tensor: onnx.TensorProto, keep_floats: bool) -> KernelInput:
@@ -123,8 +100,11 @@ def infer_tensors(proto: onnx.ModelProto, device: str, name: str, folder: Path,
     told: dict[str, tuple[int, ...]] = {}
     sizes = _GivenSizes(dims or {}, f"{inside}/" if inside else "", selects_boxes(proto.graph))
 
+    def infer_body(body: onnx.ModelProto, holder: str) -> InferredTensors:
+        return infer_tensors(body, device, f"{name}: {holder}", folder, dims, holder)
+
     def held_by(node: onnx.NodeProto, tensors: Mapping[str, KernelInput], values: Mapping[str, Values]) -> Held | None:
-        return hold(node, proto, tensors, values, device, name, folder, dims or {})
+        return hold(node, proto, tensors, values, dims or {}, infer_body)
 
     while answer.unknown(constants):
         found, bounds = _first_open(answer, proto, constants, name, sizes, held_by)
