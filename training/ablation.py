@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from training.composition.measured_models import MeasuredModel, TimesOfModels
     from training.kernels.estimators import Problem, TimePredictor
+    from training.kernels.schema import FeatureSchema
     from training.kernels.settings import TrainingConfig
     from training.kernels.training_set import TrainingSet
 
@@ -90,6 +91,7 @@ VARIANTS = {
 class Forest:
     """A random forest that holds log(time / roofline)."""
 
+    schema: FeatureSchema
     problem: Problem
     forest: Any
 
@@ -97,10 +99,11 @@ class Forest:
         """As of `KernelModel`."""
         import numpy as np
 
-        from training.kernels.estimators import TABLES, design_matrix
+        from training.kernels.estimators import design_matrix, table_counts
 
         matrix = design_matrix(types, features, load, self.problem.type_codes)
-        return self.problem.roofline.bound_ms(flops, bytes_moved, features[:, TABLES]) * np.exp(self.forest.predict(matrix))
+        bound_ms = self.problem.roofline.bound_ms(flops, bytes_moved, table_counts(self.schema, features))
+        return bound_ms * np.exp(self.forest.predict(matrix))
 
 
 @dataclass(frozen=True)
@@ -158,14 +161,12 @@ def chosen_rows(data: Dataset, variant: Variant) -> TrainingSet:
     """What a variant may learn from, with the features that it may see."""
     import numpy as np
 
-    from training.kernels.features import FEATURE_GROUPS, FEATURES
-
     rows = data.rows
     if variant.kernels == "without free":
         rows = rows.rows(np.array([bool(families) for families in rows.families]))
     elif variant.kernels == "of models":
         rows = rows.rows(np.array([str(name) in data.of_models for name in rows.ids]))
-    hidden = [FEATURES.index(name) for group in variant.without for name in FEATURE_GROUPS[group]]
+    hidden = [rows.schema.index(name) for group in variant.without for name in rows.schema.groups[group]]
     features = rows.features.copy()
     features[:, hidden] = 0.0
     return replace(rows, features=features)
@@ -186,7 +187,7 @@ def learn(rows: TrainingSet, data: Dataset, variant: Variant, config: TrainingCo
     typical_ms = float(np.median(rows.times_ms[data.label]))  # of a kernel type that is in none of the rows
     problem = pose(rows, data.label, None if variant.roofline else FLAT.model_copy(update={"scale": typical_ms}))
     if variant.learner == "forest":
-        return Forest(problem, train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed))
+        return Forest(rows.schema, problem, train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed))
     return fit_kernel_model(rows, data.label, data.own if variant.own else (), config, problem)
 
 

@@ -87,7 +87,7 @@ def cross_validate(rows: TrainingSet, label: str, own: list[str], config: Traini
         problem = estimators.pose(train, label)
         model = estimators.fit_kernel_model(train, label, own, config, problem)
         alone = replace(model, predictor_of=dict.fromkeys(problem.type_codes, estimators.SHARED))
-        bound = problem.roofline.bound_ms(left.flops, left.bytes_moved, left.features[:, estimators.TABLES])
+        bound = problem.roofline.bound_ms(left.flops, left.bytes_moved, estimators.table_counts(left.schema, left.features))
         seen = estimators.design_matrix(left.types, left.features, left.load, problem.type_codes)
         forest = estimators.train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed)
         has_own = np.array([model.predictor_of.get(name, estimators.SHARED) != estimators.SHARED for name in left.types])
@@ -193,8 +193,7 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig) -> Traine
 def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig) -> Sidecar | None:
     """The sidecar of predictors that were trained on these very rows, with these settings, features and packages; or None, also
     where their errors are gone."""
-    from training.kernels.features import FEATURES
-    from training.kernels.sidecar import installed_packages, read_sidecar, sidecar_path
+    from training.kernels.sidecar import installed_packages, read_sidecar, schema_of, sidecar_path
 
     folder = workspace.predictors(rows.header.target.name)
     if not sidecar_path(folder).is_file() or not workspace.kernel_errors(folder.name).is_file():
@@ -203,8 +202,8 @@ def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig
         there = read_sidecar(folder)
     except UserError:  # of another version, or damaged: made anew
         return None
-    same = (there.dataset_sha256, there.config, there.features, there.packages, there.held_out) == (
-        rows.sha256, config.model_dump(mode="json"), FEATURES, installed_packages(), rows.header.held_out)
+    same = (there.dataset_sha256, there.config, schema_of(there), there.packages, there.held_out) == (
+        rows.sha256, config.model_dump(mode="json"), rows.schema, installed_packages(), rows.header.held_out)
     return there if same else None
 
 
@@ -256,12 +255,12 @@ def head(rows: TrainingSet, label: str, count: int = 5) -> list[dict[str, Any]]:
     import numpy as np
 
     from training.kernels.estimators import pose
-    from training.kernels.features import FEATURES
 
     codes = pose(rows.rows(np.isfinite(rows.times_ms[label])), label).type_codes
+    columns = [name for name in HEAD_COLUMNS if name in rows.schema.names]
     table = []
     for place in range(min(count, len(rows))):
-        row: dict[str, Any] = {name: float(rows.features[place, FEATURES.index(name)]) for name in HEAD_COLUMNS}
+        row: dict[str, Any] = {name: float(rows.features[place, rows.schema.index(name)]) for name in columns}
         row["type_code"] = codes.get(str(rows.types[place]))
         row |= {name: float(rows.load[place, column]) for column, name in enumerate(rows.metrics)}
         table.append(row | {f"{label}_ms": float(rows.times_ms[label][place])})

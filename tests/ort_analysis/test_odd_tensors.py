@@ -17,7 +17,7 @@ from kernel_model.building.dummy_data import dummy_inputs
 from kernel_model.building.kernel_models import build_model
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.graph.parsing import parse_graph
-from training.kernels.features import FEATURES, kernel_features
+from training.kernels.features import KERNEL_FEATURES, kernel_features
 from utils import cli
 from utils.errors import UserError
 
@@ -64,7 +64,7 @@ def test_a_reduction_to_a_scalar(provider: str) -> None:
     record = analyze(absolute_maximum(), provider)
     kernel = record.kernel_of(record.nodes[-1])
     assert (kernel.op_type, kernel.outputs[0].shape, kernel.bytes_written) == ("ReduceMax", (), 4)
-    assert len(kernel_features(kernel)) == len(FEATURES)
+    assert len(kernel_features(kernel)) == len(KERNEL_FEATURES.names)
 
 
 def test_an_unknown_rank_is_no_scalar() -> None:
@@ -111,7 +111,7 @@ def test_a_size_of_zero() -> None:
     kernel = record.kernel_of(record.nodes[0])
     assert [tensor.shape for tensor in (*kernel.inputs, *kernel.outputs)] == [(2, 0), (2, 3), (2, 3)]
     assert kernel.bytes_read == 24
-    assert len(kernel_features(kernel)) == len(FEATURES)
+    assert len(kernel_features(kernel)) == len(KERNEL_FEATURES.names)
     fixed = graph([helper.make_node("Relu", ["x"], ["y"])], [value("x", 2, 0)], [value("y", 2, 0)])
     assert analyze(fixed, "cpu").inputs["x"].shape == (2, 0)
 

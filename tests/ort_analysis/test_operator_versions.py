@@ -15,7 +15,7 @@ from ort_analysis.graph.analysis import analyze
 from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
 from ort_analysis.records.kernel_types import describe_kernel
 from ort_analysis.records.operator_versions import canonical
-from training.kernels.features import FEATURES, kernel_features
+from training.kernels.features import KERNEL_FEATURES, kernel_features
 from utils.ort_sessions import open_session
 
 
@@ -120,5 +120,5 @@ def test_a_recurrent_layer_costs_its_steps() -> None:
     assert layer.flops == 2 * 2 * 30 * 3 * 4 * 16 * (8 + 16)
     assert lstm(sequence=30, batch=3, layout=1).flops == layer.flops
     assert layer.bytes_read - lstm(sequence=29, batch=3).bytes_read == 3 * 8 * 4 + 2 * 4 * 16 * 16 * 4  # an input, and R again
-    waits = [kernel_features(kernel)[FEATURES.index("tables")] for kernel in (layer, lstm(30, 3, layout=1), lstm(1, 3))]
+    waits = [kernel_features(kernel)[KERNEL_FEATURES.index("tables")] for kernel in (layer, lstm(30, 3, layout=1), lstm(1, 3))]
     assert waits == [29, 29, 0]

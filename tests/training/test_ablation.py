@@ -19,7 +19,7 @@ from training.composition.measured_models import MeasuredModel
 from training.kernels import cuda_classes
 from training.kernels.cuda_classes import cuda_class
 from training.kernels.estimators import KernelModel, fit_kernel_model
-from training.kernels.features import FEATURE_GROUPS, FEATURES
+from training.kernels.features import KERNEL_FEATURES
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.training_set import TrainingSet
 from utils.paths import ROOT, Workspace
@@ -66,8 +66,8 @@ def test_classes_of_cuda_kernels(names: list[str], found: str) -> None:
 def test_what_a_variant_may_see(data: Dataset) -> None:
     rows = data.rows
     hidden = chosen_rows(data, VARIANTS["no-tiles-alignment"]).features
-    tiles = [FEATURES.index(name) for name in (*FEATURE_GROUPS["tiles"], *FEATURE_GROUPS["alignment"])]
-    others = [place for place in range(len(FEATURES)) if place not in tiles]
+    tiles = [KERNEL_FEATURES.index(name) for name in (*KERNEL_FEATURES.groups["tiles"], *KERNEL_FEATURES.groups["alignment"])]
+    others = [place for place in range(len(KERNEL_FEATURES.names)) if place not in tiles]
     assert (hidden[:, tiles] == 0).all()
     assert (hidden[:, others] == rows.features[:, others]).all()
     assert (rows.features[:, tiles] != 0).any()  # the dataset itself stays as it is
@@ -106,7 +106,7 @@ def test_the_first_stage_does_not_see_the_answer(data: Dataset, monkeypatch: pyt
     seen: list[npt.NDArray[np.float64]] = []
 
     def remember(given: TrainingSet, *rest: object) -> KernelModel:
-        seen.append(given.features[:, len(FEATURES):])
+        seen.append(given.features[:, len(KERNEL_FEATURES.names):])
         return fit(given, *rest)  # type: ignore[arg-type]
 
     fit = fit_kernel_model
@@ -128,7 +128,7 @@ def test_every_variant_has_words_and_a_difference() -> None:
     plain = [replace(variant, what="") for variant in VARIANTS.values()]
     assert len(set(plain)) == len(plain)
     assert plain[0] == Variant("")
-    assert {group for variant in VARIANTS.values() for group in variant.without} <= set(FEATURE_GROUPS)
+    assert {group for variant in VARIANTS.values() for group in variant.without} <= set(KERNEL_FEATURES.groups)
 
 
 def test_the_command(workspace: Workspace, tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from made_up_dataset import conv, gemm, relu, tensor
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
 from ort_analysis.records.kernel_types import describe_kernel
-from training.kernels.features import FEATURES, OP_CLASSES, kernel_features
+from training.kernels.features import KERNEL_FEATURES, OP_CLASSES, kernel_features
 
 
 def named(kernel: Kernel) -> dict[str, float]:
-    return dict(zip(FEATURES, kernel_features(kernel), strict=True))
+    return dict(zip(KERNEL_FEATURES.names, kernel_features(kernel), strict=True))
 
 
 def expect(kernel: Kernel, **values: float) -> None:
@@ -142,7 +142,7 @@ def test_every_kernel_of_real_models(torch_models: dict[str, Path], provider: st
     for path in torch_models.values():
         for kernel in analyze(path, provider).kernels.values():
             features = kernel_features(kernel)
-            assert len(features) == len(FEATURES)
+            assert len(features) == len(KERNEL_FEATURES.names)
             assert all(isinstance(value, (int, float)) and math.isfinite(value) for value in features), kernel.id
             seen[(*features, hash(kernel.type))] = kernel
     assert len(seen) > 60
@@ -165,7 +165,7 @@ def test_every_operation_at_every_rank(op_type: str) -> None:
                 given = [*inputs, *[tensor(*result)] * (4 if "Conv" in op_type else 0)]  # ORT lets none without weights pass
                 kernel = describe_kernel(op_type, "", 20, attributes, given, [Tensor(dtype="float32", shape=result)])
                 features = kernel_features(kernel)
-                assert len(features) == len(FEATURES)
+                assert len(features) == len(KERNEL_FEATURES.names)
                 assert all(math.isfinite(value) for value in features), (shape, result, attributes)
                 assert min(kernel.flops, kernel.bytes_read, kernel.bytes_written) >= 0
 

@@ -18,7 +18,6 @@ from benchmark.records.reading import load_kernel_table
 from training.composition.fitted import latency_ms
 from training.composition.fitting import fit_line
 from training.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels, side_by_side
-from training.kernels.features import kernel_features
 from training.kernels.training_set import TrainingSet, load_training_set
 
 if TYPE_CHECKING:
@@ -86,5 +85,4 @@ def summed_ms(rows: TrainingSet, runs: Sequence[SharedRuns], records: Mapping[st
 def _sum_ms(model: KernelModel, rows: TrainingSet, record: ModelRecord, metrics: Mapping[str, float]) -> float:
     """Σ of a model's kernels (ms), each as often as it stands in it, at the metrics of a load."""
     kernels = [record.kernel_of(node) for node in record.nodes]
-    features = np.array([kernel_features(kernel) for kernel in kernels])
-    return float(predict_kernels(model, kernels, features, [metrics[name] for name in rows.metrics]).sum())
+    return float(predict_kernels(model, kernels, model.schema.matrix(kernels), [metrics[name] for name in rows.metrics]).sum())

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from benchmark.records.labels import GPU_LABEL
 from training.kernels.estimators import side_by_side
-from training.kernels.features import FEATURES, kernel_features
 from training.kernels.predictors import leaves_gpu_idle
 from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import TrainingSet
@@ -56,17 +55,17 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
     from training.composition.left_out import Fold, by_model, folds_of
 
     rows = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]))
-    depthwise = FEATURES.index("depthwise")
+    depthwise = rows.schema.index("depthwise")
     classes = np.array([kernel_class(name, bool(flag)) for name, flag in zip(
         rows.types, rows.features[:, depthwise] > 0, strict=True)])
 
     def one_fold(fold: Fold) -> dict[str, dict[str, float]]:
-        features = {name: np.array(kernel_features(kernel)) for name, kernel in fold.kernels.items()}
+        features = dict(zip(fold.kernels, rows.schema.matrix(fold.kernels.values()), strict=True))
         median = float(np.median(rows.times_ms[GPU_LABEL][fold.seen]))  # for a class that only these models have
         times = {name: 0.0 if leaves_gpu_idle(kernel, GPU_LABEL) else median for name, kernel in fold.kernels.items()}
         generator = np.random.default_rng(config.seed)
         for name, ((trees, depth, split), wanted) in FORESTS.items():
-            columns = [FEATURES.index(feature) for feature in wanted]
+            columns = [rows.schema.index(feature) for feature in wanted]
             mine = [kernel.id for kernel in fold.kernels.values() if times[kernel.id] and kernel_class(
                 kernel.type, bool(features[kernel.id][depthwise])) == name]
             learned = np.flatnonzero(fold.seen & (classes == name))

@@ -13,13 +13,13 @@ from benchmark.records.labels import GPU_LABEL, UNPROFILED
 from graph_model.simulation.pipeline import PipelineCosts
 from training.composition.fitted import Composition, composition_path
 from training.kernels.estimators import LEAST_LAUNCHES
-from training.kernels.features import FEATURES
+from training.kernels.features import KERNEL_FEATURES
 from training.kernels.measured_times import MeasuredTimes
 from training.kernels.predictors import Predictors
 from training.kernels.roofline import Roofline
 from training.kernels.saving import write_measured
 from training.kernels.settings import LAUNCHES
-from training.kernels.sidecar import LabelPredictors, Sidecar, installed_packages, write_sidecar
+from training.kernels.sidecar import LabelPredictors, Sidecar, installed_packages, schema_fields, write_sidecar
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Target, machine
@@ -63,8 +63,9 @@ def untrained(folder: Path, target: Target) -> Predictors:
         CPU_LABEL: ROOFLINES["cpu"]}
     sidecar = Sidecar(
         target=target, created=datetime.now(UTC).isoformat(timespec="seconds"), dataset_sha256="",
-        packages=installed_packages(), features=FEATURES, metrics=(), idle_load={}, load_range={}, loaded_rows=0, dtypes=DTYPES,
-        held_out=(), config={}, machines=(machine(provider),), feature_range=(NO_RANGE,) * len(FEATURES), measured="nothing",
+        packages=installed_packages(), **schema_fields(KERNEL_FEATURES), metrics=(), idle_load={}, load_range={}, loaded_rows=0,
+        dtypes=DTYPES, held_out=(), config={}, machines=(machine(provider),),
+        feature_range=(NO_RANGE,) * len(KERNEL_FEATURES.names), measured="nothing",
         measured_sha256="", labels={
             label: LabelPredictors(file=None, sha256="", roofline=roofline, type_codes={}, predictor_of={}, errors=())
             for label, roofline in rooflines.items()})

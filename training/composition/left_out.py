@@ -82,7 +82,6 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
     import numpy as np
 
     from training.kernels.estimators import fit_kernel_model, predict_kernels, side_by_side
-    from training.kernels.features import kernel_features
     from training.kernels.predictors import leaves_gpu_idle
 
     rows = rows.rows(np.isfinite(rows.times_ms[label]))
@@ -97,7 +96,7 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
         fitted: TimePredictor = (
             learn(rows.rows(seen)) if learn else fit_kernel_model(rows.rows(seen), label, own, config))
         listed = list(fold.kernels.values())
-        times = predict_kernels(fitted, listed, np.array([kernel_features(kernel) for kernel in listed]), idle_load)
+        times = predict_kernels(fitted, listed, rows.schema.matrix(listed), idle_load)
         return by_model(fold, {kernel.id: 0.0 if leaves_gpu_idle(kernel, label) else float(time)
                                for kernel, time in zip(listed, times, strict=True)})
 

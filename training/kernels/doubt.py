@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ort_analysis.records.kernel_record import Frozen, Kernel
-from training.kernels.estimators import LEAST_LAUNCHES, TABLES
+from training.kernels.estimators import LEAST_LAUNCHES, table_counts
 from training.kernels.features import CONVOLUTIONS
 from training.kernels.roofline import fit_roofline
 from training.kernels.settings import LAUNCHES
@@ -173,7 +173,7 @@ def ranges_of(rows: TrainingSet, label: str, classes: dict[str, OperatorClass]) 
     known = rows.rows(rows.idle & np.isfinite(rows.times_ms[label]))
     if not len(known):
         return {}
-    times, tables = known.times_ms[label], known.features[:, TABLES]
+    times, tables = known.times_ms[label], table_counts(known.schema, known.features)
     roofline = LEAST_LAUNCHES if label == LAUNCHES else fit_roofline(
         known.flops, known.bytes_moved, times, tables if label == "gpu" else None)
     ratios = times / roofline.bound_ms(known.flops, known.bytes_moved, tables)

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmark.records.labels import GPU_LABEL
-from training.kernels.features import FEATURES
 from training.kernels.roofline import Roofline, fit_roofline
+from training.kernels.schema import FeatureSchema
 from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 T = TypeVar("T")
 R = TypeVar("R")
-TABLES = FEATURES.index("tables")
+TABLES = "tables"  # the feature that a roofline reads: how many tables a kernel copies to the GPU
 SHARED = "shared"  # the predictor of all types that have none of their own
 
 
@@ -44,6 +44,7 @@ class KernelModel:
     """The predictors of one label.
 
     Attributes:
+        schema: of the features that the boosters read.
         roofline: of the label.
         type_codes: kernel types as numbers, in the order of their median log(time / roofline).
         predictor_of: for each kernel type the name of its booster.
@@ -51,6 +52,7 @@ class KernelModel:
         idle_load: the load that stands for an idle device.
     """
 
+    schema: FeatureSchema
     roofline: Roofline
     type_codes: Mapping[str, float]
     predictor_of: Mapping[str, str]
@@ -66,7 +68,7 @@ class KernelModel:
 
         Args:
             types: kernel type of each row.
-            features: rows × FEATURES.
+            features: rows × the schema's features.
             load: rows × metrics.
             flops, bytes_moved: of each row.
         """
@@ -85,12 +87,17 @@ class KernelModel:
             if not np.array_equal(idle, matrix[rows], equal_nan=True):  # else the shared predictor need not be read
                 shared = self.boosters[SHARED]
                 log_ratio[rows] += shared.inplace_predict(matrix[rows]) - shared.inplace_predict(idle)
-        return self.roofline.bound_ms(flops, bytes_moved, features[:, TABLES]) * np.exp(log_ratio)
+        return self.roofline.bound_ms(flops, bytes_moved, table_counts(self.schema, features)) * np.exp(log_ratio)
+
+
+def table_counts(schema: FeatureSchema, features: Floats) -> Floats:
+    """How many tables each row's kernel copies to the GPU; 0 where the schema does not count them."""
+    return features[:, schema.index(TABLES)] if TABLES in schema.names else np.zeros(len(features))
 
 
 def design_matrix(types: Iterable[str], features: Floats, load: Floats,
                   codes: Mapping[str, float]) -> npt.NDArray[np.float32]:
-    """What the estimators see: FEATURES, the encoded kernel type (NaN: unknown) and the load."""
+    """What the estimators see: the features, the encoded kernel type (NaN: unknown) and the load."""
     encoded = np.array([codes.get(name, np.nan) for name in types]).reshape(-1, 1)
     return np.hstack([features, encoded, load]).astype(np.float32)
 
@@ -153,7 +160,7 @@ def pose(rows: TrainingSet, label: str, roofline: Roofline | None = None) -> Pro
         label: whose times.
         roofline: another than the one that is fitted to the rows (for launches: than LEAST_LAUNCHES).
     """
-    times, tables = rows.times_ms[label], rows.features[:, TABLES]
+    times, tables = rows.times_ms[label], table_counts(rows.schema, rows.features)
     base = rows.idle if rows.idle.any() else np.ones(len(rows), dtype=bool)
     if roofline is None:
         roofline = LEAST_LAUNCHES if label == LAUNCHES else fit_roofline(
@@ -177,14 +184,15 @@ def fit_kernel_model(rows: TrainingSet, label: str, own: Sequence[str], config: 
         if mask.any():
             boosters[name] = train_booster(problem.matrix[mask], problem.log_ratios[mask], settings, config.seed)
             predictor_of[name] = name
-    return KernelModel(problem.roofline, problem.type_codes, predictor_of, boosters, tuple(rows.idle_load.values()))
+    return KernelModel(rows.schema, problem.roofline, problem.type_codes, predictor_of, boosters,
+                       tuple(rows.idle_load.values()))
 
 
 def predict_kernels(predictor: TimePredictor, kernels: Sequence[Kernel], features: Floats, load: Sequence[float]) -> Floats:
     """The time of each kernel in ms beside one load.
 
     Args:
-        features: kernels × FEATURES.
+        features: kernels × the features that the predictor reads.
         load: a value for each metric.
     """
     return predictor.predict_ms(

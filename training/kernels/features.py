@@ -1,35 +1,16 @@
-"""Turns a kernel into numbers. Training and prediction call this one function, so the two can't drift apart."""
+"""Turns a kernel into numbers. Training and prediction compute them by one feature schema, so the two can't drift apart."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ort_analysis.records.elements import DTYPE_BYTES
 from ort_analysis.records.kernel_costs import copied_tables, einsum_product
-from ort_analysis.records.kernel_record import Kernel, Tensor
-
-FEATURE_GROUPS = {
-    # image sizes; a (batch, tokens, channels) tensor is an image of height `tokens` and width 1
-    "sizes": ("batch", "channels", "height", "width", "out_channels", "out_height", "out_width"),
-    # the window of convolutions and pools
-    "window": ("kernel_height", "kernel_width", "stride", "padding", "dilation", "group", "group_channels", "depthwise"),
-    # the matrix product behind a convolution, MatMul or Gemm: `matrices` products of m×k by k×n
-    "product": ("matrices", "m", "n", "k", "transposed"),
-    # how the product fills tiles: counts, and the share of the tiles' area that is used
-    "tiles": ("log_tiles_32", "fill_32", "log_tiles_128", "fill_128"),
-    # largest power of two (at most 64) that divides a size
-    "alignment": ("channels_alignment", "out_channels_alignment", "k_alignment", "width_alignment"),
-    # how much is reduced into one value, and how much lies next to each other in memory
-    "axes": ("reduced", "axis_inner", "permutation", "permutation_inner", "block_1", "block_2", "block_3", "broadcast"),
-    "operands": ("rank", "inputs", "activation_inputs", "constant_inputs", "outputs", "tables", "activation", "adds"),
-    "costs": ("log_flops", "log_bytes", "log_read", "log_written", "log_weights", "log_elements", "intensity"),
-    # what kind of operation, on what
-    "operation": ("op_class", "layout", "dtype", "bits"),
-}
-FEATURES = tuple(itertools.chain.from_iterable(FEATURE_GROUPS.values()))
+from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
+from training.kernels.schema import FeatureSchema
 
 CONVOLUTIONS = {"Conv": 1, "FusedConv": 1, "NhwcConv": 1, "NhwcFusedConv": 1, "ConvTranspose": 1, "ConvInteger": 1,
                 "QLinearConv": 3}  # op type → position of its weights
@@ -40,72 +21,181 @@ DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8"
 LAYOUTS = {"com.microsoft.nchwc": 1.0, "com.ms.internal.nhwc": 2.0}  # by domain; 0 is ONNX's own, channels first
 
 
+class Sizes(NamedTuple):
+    """Image sizes of a kernel's first input and first output; a (batch, tokens, channels) tensor is an image of height `tokens`
+    and width 1."""
+
+    batch: int
+    channels: int
+    height: int
+    width: int
+    out_channels: int
+    out_height: int
+    out_width: int
+
+
+class Window(NamedTuple):
+    """The window of a convolution or pool, and a convolution's groups; 0 for other operations."""
+
+    kernel_height: int
+    kernel_width: int
+    stride: int
+    padding: int
+    dilation: int
+    group: int
+    group_channels: int
+    depthwise: float
+
+
+class Product(NamedTuple):
+    """The matrix product behind a convolution, MatMul or Gemm: `matrices` products of m×k by k×n."""
+
+    matrices: int
+    m: int
+    n: int
+    k: int
+    transposed: int
+
+
 def kernel_features(kernel: Kernel) -> list[float]:
-    """The values of FEATURES, in that order. Sizes that an operation lacks are 0.
+    """The values of KERNEL_FEATURES, in its order. Sizes that an operation lacks are 0.
 
     Defined for every operation: an unknown one is described by its tensors and costs.
     """
-    attributes = kernel.attributes
     inputs = [tensor for tensor in kernel.inputs if tensor.dtype]
     outputs = [tensor for tensor in kernel.outputs if tensor.dtype]
     shape: tuple[int, ...] = inputs[0].shape if inputs else ()
     out: tuple[int, ...] = outputs[0].shape if outputs else ()
-    is_conv = kernel.op_type in CONVOLUTIONS
-    channels_last = (kernel.domain == "com.ms.internal.nhwc" or kernel.op_type.startswith("Nhwc")
-                     or bool(attributes.get("channels_last")))
-    spatial = is_conv or "Pool" in kernel.op_type
-    batch, channels, height, width = image_sizes(shape, channels_last, spatial)
-    _, out_channels, out_height, out_width = image_sizes(out, channels_last, spatial)
-    elements, out_elements = math.prod(shape), math.prod(out)
+    sizes = _sizes(kernel, shape, out)
+    window = _window(kernel, sizes)
+    product = _product(kernel, inputs, out, sizes, window)
+    return [
+        *sizes, *window, *product,
+        *_tiles(product, 32), *_tiles(product, 128),
+        _alignment(sizes.channels), _alignment(sizes.out_channels), _alignment(product.k), _alignment(sizes.width),
+        *_axis(kernel, shape, out), *_permutation(_permuted_blocks(kernel, shape)), _broadcast(inputs, out),
+        *_operands(kernel, shape, inputs, len(outputs)),
+        *_costs(kernel, math.prod(shape)),
+        *_operation(kernel),
+    ]
 
+
+KERNEL_FEATURES = FeatureSchema("kernel", 1, {
+    "sizes": Sizes._fields,
+    "window": Window._fields,
+    "product": Product._fields,
+    # how the product fills tiles: counts, and the share of the tiles' area that is used
+    "tiles": ("log_tiles_32", "fill_32", "log_tiles_128", "fill_128"),
+    # largest power of two (at most 64) that divides a size
+    "alignment": ("channels_alignment", "out_channels_alignment", "k_alignment", "width_alignment"),
+    # how much is reduced into one value, and how much lies next to each other in memory
+    "axes": ("reduced", "axis_inner", "permutation", "permutation_inner", "block_1", "block_2", "block_3", "broadcast"),
+    "operands": ("rank", "inputs", "activation_inputs", "constant_inputs", "outputs", "tables", "activation", "adds"),
+    "costs": ("log_flops", "log_bytes", "log_read", "log_written", "log_weights", "log_elements", "intensity"),
+    # what kind of operation, on what
+    "operation": ("op_class", "layout", "dtype", "bits"),
+}, kernel_features)
+SCHEMAS = {(schema.name, schema.version): schema for schema in (KERNEL_FEATURES,)}  # those that saved predictors may read
+
+
+def _channels_last(kernel: Kernel) -> bool:
+    return (kernel.domain == "com.ms.internal.nhwc" or kernel.op_type.startswith("Nhwc")
+            or bool(kernel.attributes.get("channels_last")))
+
+
+def _is_spatial(kernel: Kernel) -> bool:
+    """Whether a window moves over an image."""
+    return kernel.op_type in CONVOLUTIONS or "Pool" in kernel.op_type
+
+
+def _sizes(kernel: Kernel, shape: Sequence[int], out: Sequence[int]) -> Sizes:
+    channels_last, spatial = _channels_last(kernel), _is_spatial(kernel)
+    _, *out_sizes = image_sizes(out, channels_last, spatial)
+    return Sizes(*image_sizes(shape, channels_last, spatial), *out_sizes)
+
+
+def _window(kernel: Kernel, sizes: Sizes) -> Window:
+    attributes = kernel.attributes
     kernel_height = kernel_width = stride = padding = dilation = 0
-    group = int(attributes.get("group", 1)) if is_conv else 0
-    if spatial:
-        window = attributes.get("kernel_shape") or _window(kernel, height, width)
+    group = int(attributes.get("group", 1)) if kernel.op_type in CONVOLUTIONS else 0
+    if _is_spatial(kernel):
+        window = attributes.get("kernel_shape") or _unnamed_window(kernel, sizes)
         kernel_height, kernel_width = math.prod(window[:-1]), window[-1] if window else 1
         stride = math.prod(attributes.get("strides") or (1,))
         dilation = max(attributes.get("dilations") or (1,))
         padding = sum(attributes.get("pads") or (0,))
-    group_channels = channels // group if group else 0
+    return Window(kernel_height, kernel_width, stride, padding, dilation, group,
+                  sizes.channels // group if group else 0, float(1 < group == sizes.channels))
 
-    matrices = m = n = k = transposed = 0
-    if is_conv:
-        matrices, m, n = group, batch * out_height * out_width, out_channels // max(group, 1)
-        k = group_channels * kernel_height * kernel_width
-    elif ("MatMul" in kernel.op_type or "Gemm" in kernel.op_type) and len(out) >= 2:
-        transposed = int(bool(attributes.get("transA"))) + 2 * int(bool(attributes.get("transB")))
-        m, n = out[-2], out[-1]
-        k = shape[-2 if attributes.get("transA") else -1] if len(shape) >= 2 else elements
-        matrices = math.prod(out[:-2])
-        if matrices > 1 and len(inputs) > 1 and len(inputs[1].shape) == 2:  # one matrix for the whole batch: one product
-            matrices, m = 1, m * matrices
-    elif kernel.op_type == "Einsum" and (product := einsum_product(attributes, inputs)):
-        matrices, m, n, k = product
-    elif out_elements and kernel.flops > 8 * out_elements:  # Attention and its kind: a mean depth
-        matrices, m, n, k = 1, out_elements // (out or (1,))[-1], (out or (1,))[-1], kernel.flops // (2 * out_elements)
 
-    reduced, axis_inner = _axis(kernel, shape, out)
-    blocks = _permuted_blocks(kernel, shape)
-    activations = [tensor for tensor in inputs if not tensor.constant]
-    operands = [tensor.elements for tensor in activations]
+def _unnamed_window(kernel: Kernel, sizes: Sizes) -> Sequence[int]:
+    """The window where no attribute gives it: a convolution's from its weights, a global pool's is the image."""
+    position = CONVOLUTIONS.get(kernel.op_type)
+    if position is None:
+        return (sizes.height, sizes.width)
+    weights: Tensor = kernel.inputs[position]
+    return weights.shape[2:] or (1,)
+
+
+def _product(kernel: Kernel, inputs: Sequence[KernelInput], out: Sequence[int], sizes: Sizes, window: Window) -> Product:
+    """The product; all 0 where there is none.
+
+    Args:
+        kernel: any.
+        inputs: that are there.
+        out: shape of the first output.
+        sizes, window: of the kernel.
+    """
+    op, group, out_elements = kernel.op_type, window.group, math.prod(out)
+    if op in CONVOLUTIONS:
+        return Product(group, sizes.batch * sizes.out_height * sizes.out_width, sizes.out_channels // max(group, 1),
+                       window.group_channels * window.kernel_height * window.kernel_width, 0)
+    if ("MatMul" in op or "Gemm" in op) and len(out) >= 2:
+        return _matrix_product(kernel, inputs, out)
+    if op == "Einsum" and (found := einsum_product(kernel.attributes, inputs)):
+        return Product(*found, 0)
+    if out_elements and kernel.flops > 8 * out_elements:  # Attention and its kind: a mean depth
+        width = (out or (1,))[-1]
+        return Product(1, out_elements // width, width, kernel.flops // (2 * out_elements), 0)
+    return Product(0, 0, 0, 0, 0)
+
+
+def _matrix_product(kernel: Kernel, inputs: Sequence[KernelInput], out: Sequence[int]) -> Product:
+    """The product of a MatMul or Gemm whose result has at least two dimensions."""
+    by_columns, transposed_b = (bool(kernel.attributes.get(name)) for name in ("transA", "transB"))
+    shape: Sequence[int] = inputs[0].shape if inputs else ()
+    k = shape[-2 if by_columns else -1] if len(shape) >= 2 else math.prod(shape)
+    matrices, m = math.prod(out[:-2]), out[-2]
+    if matrices > 1 and len(inputs) > 1 and len(inputs[1].shape) == 2:  # one matrix for the whole batch: one product
+        matrices, m = 1, m * matrices
+    return Product(matrices, m, out[-1], k, int(by_columns) + 2 * int(transposed_b))
+
+
+def _broadcast(inputs: Sequence[KernelInput], out: Sequence[int]) -> float:
+    """How many times the smallest activation is repeated in the output (log2)."""
+    operands, out_elements = [tensor.elements for tensor in inputs if not tensor.constant], math.prod(out)
+    return math.log2(out_elements / max(min(operands), 1)) if operands and out_elements else 0.0
+
+
+def _operands(kernel: Kernel, shape: Sequence[int], inputs: Sequence[KernelInput], outputs: int) -> tuple[float, ...]:
+    """Rank of the first input (`shape`), numbers of tensors, and what is fused."""
+    activations, fused = sum(not tensor.constant for tensor in inputs), kernel.type.split("_")[1:]
+    return (len(shape), len(inputs), activations, len(inputs) - activations, outputs, copied_tables(kernel),
+            _activation(kernel), float("Add" in fused or "Sum" in fused))
+
+
+def _costs(kernel: Kernel, elements: int) -> tuple[float, ...]:
+    """Operations, bytes, and `elements` of the first input."""
     bytes_moved = kernel.bytes_read + kernel.bytes_written
+    return (_log(kernel.flops), _log(bytes_moved), _log(kernel.bytes_read), _log(kernel.bytes_written),
+            _log(kernel.weight_bytes), _log(elements), kernel.flops / max(bytes_moved, 1))
+
+
+def _operation(kernel: Kernel) -> tuple[float, ...]:
+    """Class of the operation, layout, element type and its bits."""
     dtype = kernel.dtype
-    return [
-        batch, channels, height, width, out_channels, out_height, out_width,
-        kernel_height, kernel_width, stride, padding, dilation, group, group_channels,
-        float(1 < group == channels),
-        matrices, m, n, k, transposed,
-        *_tiles(matrices, m, n, 32), *_tiles(matrices, m, n, 128),
-        _alignment(channels), _alignment(out_channels), _alignment(k), _alignment(width),
-        reduced, axis_inner, *_permutation(blocks),
-        math.log2(out_elements / max(min(operands), 1)) if operands and out_elements else 0.0,
-        len(shape), len(inputs), len(activations), len(inputs) - len(activations), len(outputs), copied_tables(kernel),
-        _activation(kernel), float("Add" in kernel.type.split("_")[1:] or "Sum" in kernel.type.split("_")[1:]),
-        _log(kernel.flops), _log(bytes_moved), _log(kernel.bytes_read), _log(kernel.bytes_written),
-        _log(kernel.weight_bytes), _log(elements), kernel.flops / max(bytes_moved, 1),
-        _op_class(kernel.op_type), LAYOUTS.get(kernel.domain, 2.0 if channels_last else 0.0),
-        float(DTYPES.index(dtype)) if dtype in DTYPES else float(len(DTYPES)), 8 * DTYPE_BYTES.get(dtype, 4),
-    ]
+    return (_op_class(kernel.op_type), LAYOUTS.get(kernel.domain, 2.0 if _channels_last(kernel) else 0.0),
+            float(DTYPES.index(dtype)) if dtype in DTYPES else float(len(DTYPES)), 8 * DTYPE_BYTES.get(dtype, 4))
 
 
 def image_sizes(shape: Sequence[int], channels_last: bool, spatial: bool) -> tuple[int, int, int, int]:
@@ -126,15 +216,6 @@ def image_sizes(shape: Sequence[int], channels_last: bool, spatial: bool) -> tup
     if rank == 2:
         return shape[0], shape[1], 1, 1
     return 1, (shape[0] if rank else 1), 1, 1
-
-
-def _window(kernel: Kernel, height: int, width: int) -> Sequence[int]:
-    """The window where no attribute gives it: a convolution's from its weights, a global pool's is the image."""
-    position = CONVOLUTIONS.get(kernel.op_type)
-    if position is None:
-        return (height, width)
-    weights: Tensor = kernel.inputs[position]
-    return weights.shape[2:] or (1,)
 
 
 def _axis(kernel: Kernel, shape: Sequence[int], out: Sequence[int]) -> tuple[int, int]:
@@ -188,8 +269,9 @@ def _permutation(blocks: Sequence[tuple[int, int]]) -> tuple[int, int, int, int,
     return len(blocks), inner, first, second, third
 
 
-def _tiles(matrices: int, m: int, n: int, size: int) -> tuple[float, float]:
+def _tiles(product: Product, size: int) -> tuple[float, float]:
     """How many size×size tiles cover the products (log2), and which share of their area is used."""
+    matrices, m, n = product.matrices, product.m, product.n
     tiles = matrices * math.ceil(m / size) * math.ceil(n / size)
     return (math.log2(tiles), matrices * m * n / (tiles * size * size)) if tiles > 0 else (0.0, 0.0)
 

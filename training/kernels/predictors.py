@@ -17,10 +17,10 @@ from benchmark.records.labels import GPU_LABEL
 from ort_analysis.records.kernel_record import Kernel
 from training.kernels.boosters import SavedBoosters
 from training.kernels.estimators import SHARED, KernelModel, predict_kernels
-from training.kernels.features import FEATURES, kernel_features
 from training.kernels.measured_times import MeasuredTimes
+from training.kernels.schema import FeatureSchema
 from training.kernels.settings import LAUNCHES
-from training.kernels.sidecar import TRAIN, Sidecar, read_checked, read_sidecar
+from training.kernels.sidecar import TRAIN, Sidecar, read_checked, read_sidecar, schema_of
 from training.kernels.stand_ins import StandIn, stand_in
 from utils import files
 from utils.errors import UserError
@@ -34,7 +34,6 @@ ON_GPU = (GPU_LABEL, LAUNCHES)
 REMEMBERED_KERNELS = 100_000
 REMEMBERED_LOADS = 64
 SLACK = 1e-6  # of a feature beyond its range: what rounding may do
-LOGARITHMIC = np.array([name.startswith("log_") for name in FEATURES])  # features that are logarithms to base 2
 
 
 class KernelTimes(NamedTuple):
@@ -92,6 +91,11 @@ class Predictors:
     _times: dict[tuple[Any, ...], dict[str, tuple[float, str]]] = field(default_factory=dict, repr=False)
 
     @property
+    def schema(self) -> FeatureSchema:
+        """Of the features that the boosters read."""
+        return schema_of(self.sidecar)
+
+    @property
     def labels(self) -> tuple[str, ...]:
         return tuple(self.sidecar.labels)
 
@@ -110,8 +114,8 @@ class Predictors:
                 boosters = SavedBoosters(self.pickles[label], self.folder / about.file)
             if about.file and (absent := sorted({SHARED, *about.predictor_of.values()} - set(boosters))):
                 raise UserError(f"{self.folder / about.file}: predictor {absent[0]} is missing; train again: {TRAIN}")
-            self._models[label] = KernelModel(about.roofline, about.type_codes, about.predictor_of, boosters,
-                                              tuple(self.sidecar.idle_load.values()))
+            self._models[label] = KernelModel(self.schema, about.roofline, about.type_codes, about.predictor_of,
+                                              boosters, tuple(self.sidecar.idle_load.values()))
         return self._models[label]
 
     def load_vector(self, load: Mapping[str, float]) -> tuple[float, ...]:
@@ -164,8 +168,8 @@ class Predictors:
         return KernelTimes([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
     def features_of(self, kernels: Sequence[Kernel]) -> npt.NDArray[np.float64]:
-        """kernels × FEATURES, each kernel's worked out once."""
-        return np.array([files.cached(self._features, kernel.id, partial(kernel_features, kernel), REMEMBERED_KERNELS)
+        """kernels × the schema's features, each kernel's computed once."""
+        return np.array([files.cached(self._features, kernel.id, partial(self.schema.compute, kernel), REMEMBERED_KERNELS)
                          for kernel in kernels], dtype=float)
 
     def beyond_range(self, kernels: Sequence[Kernel]) -> dict[str, float]:
@@ -173,9 +177,10 @@ class Predictors:
         moving = [kernel for kernel in kernels if kernel.moves_data]
         if not moving:
             return {}
+        logarithmic = self.schema.logarithmic
         features, (low, high) = self.features_of(moving), np.array(self.sidecar.feature_range).T
         beyond = (features < low - SLACK) | (features > high + SLACK)
-        sizes, least, most = (np.where(LOGARITHMIC, values, np.log2(1.0 + np.abs(values))) for values in (features, low, high))
+        sizes, least, most = (np.where(logarithmic, values, np.log2(1.0 + np.abs(values))) for values in (features, low, high))
         doublings = np.where(beyond, np.maximum(sizes - most, least - sizes), 0.0).max(axis=1)
         return {kernel.id: float(2.0 ** max(found, 0.0)) for kernel, found, out in zip(
             moving, doublings, beyond.any(axis=1), strict=True) if out}

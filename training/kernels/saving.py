@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from training.kernels.boosters import pack_booster
 from training.kernels.estimators import SHARED, KernelModel
-from training.kernels.features import FEATURES
 from training.kernels.measured_times import MeasuredTimes
 from training.kernels.predictors import read_measured
 from training.kernels.sidecar import (
@@ -33,6 +32,7 @@ from training.kernels.sidecar import (
     TypeErrors,
     installed_packages,
     read_sidecar,
+    schema_fields,
     sidecar_path,
     write_sidecar,
 )
@@ -52,7 +52,7 @@ def save_predictors(folder: Path, models: Mapping[str, KernelModel], errors: Map
 
     Args:
         folder: of the target.
-        models, errors: by label.
+        models, errors: by label; all models read features of one schema.
         measured: idle times (ms) by kernel id and label.
         about: the remaining fields of the sidecar.
     """
@@ -64,8 +64,9 @@ def save_predictors(folder: Path, models: Mapping[str, KernelModel], errors: Map
             file=name, sha256=digest, roofline=model.roofline, type_codes=dict(model.type_codes),
             predictor_of=dict(model.predictor_of), errors=tuple(errors[label]))
     name, digest = write_measured(folder, measured)
-    sidecar = Sidecar(features=FEATURES, packages=installed_packages(), measured=name, measured_sha256=digest, labels=labels,
-                      **about)
+    schema = next(iter(models.values())).schema
+    sidecar = Sidecar(**schema_fields(schema), packages=installed_packages(), measured=name, measured_sha256=digest,
+                      labels=labels, **about)
     write_sidecar(folder, sidecar)
     return sidecar
 

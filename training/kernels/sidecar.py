@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ort_analysis.records.kernel_record import Frozen
-from training.kernels.features import FEATURES
+from training.kernels.features import SCHEMAS
 from training.kernels.roofline import Roofline
+from training.kernels.schema import FeatureSchema
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Machine, Target, package_version
@@ -64,6 +65,7 @@ class Sidecar(Frozen):
         target: what the predictors hold for.
         dataset_sha256: of the kernel table they were trained on; `measured` may be of a newer one.
         packages: versions of what made them.
+        feature_schema, feature_version: what computes the features; files without them were made with version 1 of `kernel`.
         features: that the boosters read, in order; the type's code and the load follow.
         metrics: names of the load's features.
         idle_load: the load that stands for an idle device.
@@ -82,6 +84,8 @@ class Sidecar(Frozen):
     created: str
     dataset_sha256: str
     packages: dict[str, str]
+    feature_schema: str = "kernel"
+    feature_version: int = 1
     features: tuple[str, ...]
     metrics: tuple[str, ...]
     idle_load: dict[str, float]
@@ -95,6 +99,16 @@ class Sidecar(Frozen):
     measured: FileName
     measured_sha256: str
     labels: dict[str, LabelPredictors]
+
+
+def schema_of(sidecar: Sidecar) -> FeatureSchema:
+    """The feature schema that a sidecar names; `read_sidecar` has checked that this Hase has it."""
+    return SCHEMAS[sidecar.feature_schema, sidecar.feature_version]
+
+
+def schema_fields(schema: FeatureSchema) -> dict[str, Any]:
+    """The fields of a sidecar that name a feature schema."""
+    return {"feature_schema": schema.name, "feature_version": schema.version, "features": schema.names}
 
 
 def sidecar_path(folder: Path) -> Path:
@@ -117,12 +131,32 @@ def read_sidecar(folder: Path) -> Sidecar:
     if not path.is_file():
         raise UserError(f"{folder}: no predictors; train them with: {TRAIN}")
     sidecar = files.read_record(path, Sidecar, SIDECAR_VERSION, TRAIN)
-    if sidecar.features != FEATURES:
-        raise UserError(f"{path}: made by another version of Hase, with other features; train again: {TRAIN}")
+    check_schema(path, sidecar)
     made, here = (packages["xgboost"] for packages in (sidecar.packages, installed_packages()))
     if made.split(".")[:2] != here.split(".")[:2]:
         raise UserError(f"{path}: made with xgboost {made}, here is {here}, which may not read it; train again: {TRAIN}")
     return sidecar
+
+
+def check_schema(path: Path, sidecar: Sidecar) -> None:
+    """Checks that this Hase computes the features that the predictors read.
+
+    Args:
+        path: of the sidecar.
+        sidecar: what it holds.
+
+    Raises:
+        UserError: it has no such feature schema, or one with other features.
+    """
+    asked = f"{sidecar.feature_schema} {sidecar.feature_version}"
+    schema = SCHEMAS.get((sidecar.feature_schema, sidecar.feature_version))
+    if schema is None:
+        raise UserError(f"{path}: these predictors read feature schema {asked}, which this Hase does not have (it has: "
+                        f"{', '.join(map(str, SCHEMAS.values()))}); use the Hase that trained them, or train again: {TRAIN}")
+    if sidecar.features != schema.names:
+        odd = sorted(set(sidecar.features) ^ set(schema.names))
+        raise UserError(f"{path}: made by another version of Hase, with other features in feature schema {asked} "
+                        f"({', '.join(odd) or 'in another order'}); train again: {TRAIN}")
 
 
 def read_checked(path: Path, sha256: str) -> bytes:

@@ -14,7 +14,8 @@ from benchmark.records.labels import COLLECT, LABELS
 from benchmark.records.reading import load_kernel_table, run_ms
 from benchmark.records.tables import UNFINISHED
 from ort_analysis.records.kernel_record import Kernel, family
-from training.kernels.features import FEATURES, kernel_features
+from training.kernels.features import KERNEL_FEATURES
+from training.kernels.schema import FeatureSchema
 from training.kernels.settings import LAUNCHES
 from utils import files
 from utils.errors import UserError
@@ -41,7 +42,8 @@ class TrainingSet:
         families: of each row, the model families that hold its kernel (or near whose shapes it was sampled).
         backgrounds: what else ran beside each row, by its name in the dataset; "" where nothing did.
         idle: rows without background load.
-        features: rows × FEATURES.
+        schema: of the features.
+        features: rows × the schema's features.
         load: rows × `metrics`; idle rows all hold `idle_load`, so that noise of idle metrics is not learned.
         metrics: names of the load's columns.
         idle_load: median of each metric without background load.
@@ -57,6 +59,7 @@ class TrainingSet:
     families: tuple[frozenset[str], ...]
     backgrounds: npt.NDArray[np.str_]
     idle: npt.NDArray[np.bool_]
+    schema: FeatureSchema
     features: Floats
     load: Floats
     metrics: tuple[str, ...]
@@ -85,8 +88,8 @@ def families_of(models: str) -> frozenset[str]:
     return frozenset(family(name) for name in names if name)
 
 
-def load_training_set(workspace: Workspace, target: str) -> TrainingSet:
-    """The dataset of `target` as arrays.
+def load_training_set(workspace: Workspace, target: str, schema: FeatureSchema = KERNEL_FEATURES) -> TrainingSet:
+    """The dataset of `target` as arrays, its kernels described by the features of `schema`.
 
     Raises:
         UserError: no dataset, a damaged one, or one without a row to learn from.
@@ -116,7 +119,7 @@ def load_training_set(workspace: Workspace, target: str) -> TrainingSet:
     if not len(table):
         raise UserError(f"{kernel_table_path(folder)}: no measured kernel to learn from; measure with: "
                         f"{COLLECT}")
-    return _arrays(header, files.sha256(kernel_table_path(folder)), table, owners, kernels)
+    return _arrays(header, files.sha256(kernel_table_path(folder)), table, owners, kernels, schema)
 
 
 def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, float]]:
@@ -150,9 +153,10 @@ def _measured(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: list[frozenset[str]],
-            kernels: dict[str, Kernel]) -> TrainingSet:
+            kernels: dict[str, Kernel], schema: FeatureSchema) -> TrainingSet:
     ids = table["Kernel_ID"].to_numpy(dtype=str)
-    described = {name: kernel_features(kernels[name]) for name in set(ids)}
+    described = sorted(set(ids))
+    row_of = {name: row for row, name in enumerate(described)}
     idle = table["Level"].to_numpy(dtype=float) == 0.0
     if not idle.any():
         raise UserError(f"dataset {header.target.name}: no idle rows (Level 0); measure them with: {COLLECT}")
@@ -167,7 +171,7 @@ def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: lis
     return TrainingSet(
         header=header, sha256=sha256, ids=ids, types=np.array([kernels[name].type for name in ids]), families=tuple(owners),
         backgrounds=table["Background"].fillna("").to_numpy(dtype=str), idle=idle,
-        features=np.array([described[name] for name in ids], dtype=float).reshape(len(ids), len(FEATURES)),
+        schema=schema, features=schema.matrix(kernels[name] for name in described)[[row_of[name] for name in ids]],
         load=load, metrics=metrics, idle_load=idle_load, times_ms=_times(table, header.target.flavour.device),
         flops=np.array([kernels[name].flops for name in ids], dtype=float),
         bytes_moved=np.array([kernels[name].bytes_read + kernels[name].bytes_written for name in ids], dtype=float),
