@@ -156,7 +156,7 @@ def check_schema(path: Path, sidecar: Sidecar) -> None:
     if sidecar.features != schema.names:
         odd = sorted(set(sidecar.features) ^ set(schema.names))
         raise UserError(f"{path}: made by another version of Hase, with other features in feature schema {asked} "
-                        f"({', '.join(odd) or 'in another order'}); train again: {TRAIN}")
+                        f"({', '.join(odd[:3]) or 'in another order'}{', …' if len(odd) > 3 else ''}); train again: {TRAIN}")
 
 
 def read_checked(path: Path, sha256: str) -> bytes:
