@@ -1,11 +1,14 @@
-"""The order of the house: no module imports from a room that comes later."""
+"""The order of the house: no module imports from a room that comes later, from a script, or in a circle."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 from utils.paths import ROOT
@@ -41,3 +44,67 @@ def test_every_room_is_a_package_or_a_script() -> None:
 def test_no_python_file_stands_outside_the_order() -> None:
     rooms = {path.parent.name for path in ROOT.glob("*/*.py")} | {path.stem for path in ROOT.glob("*.py")}
     assert rooms - {".venv", "tests"} <= set(ORDER)
+
+
+def module_name(path: Path, root: Path) -> str:
+    """`a.b` for `a/b.py`, `a` for `a/__init__.py`."""
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def import_graph(files: Mapping[str, str]) -> nx.DiGraph[str]:
+    """Which of some modules imports which others, in functions and for annotations (TYPE_CHECKING) too; text by name."""
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph.add_nodes_from(files)
+    for name, text in files.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                inside = [f"{node.module}.{alias.name}" for alias in node.names]
+                named = [one if one in files else str(node.module) for one in inside]
+            else:
+                continue
+            graph.add_edges_from((name, one) for one in named if one in files and one != name)
+    return graph
+
+
+def circles(graph: nx.DiGraph[str]) -> list[list[str]]:
+    return sorted(sorted(found) for found in nx.strongly_connected_components(graph) if len(found) > 1)
+
+
+def scripts(files: Mapping[str, str]) -> set[str]:
+    """The modules that can be run."""
+    return {name for name, text in files.items() if re.search(r"^    cli\.run\(main\b", text, re.MULTILINE)}
+
+
+@functools.cache
+def of_the_house() -> tuple[dict[str, str], nx.DiGraph[str]]:
+    files = {module_name(path, ROOT): path.read_text(encoding="utf-8") for path in FILES}
+    return files, import_graph(files)
+
+
+def test_no_modules_import_each_other() -> None:
+    assert not circles(of_the_house()[1])
+
+
+def test_no_module_imports_from_a_script() -> None:
+    files, graph = of_the_house()
+    runnable = scripts(files)
+    assert {"evaluator", "overlap_simulator", "training.train_kernel_model", "inference.predict_model_latency"} <= runnable
+    assert not [f"{one} imports {other}" for one, other in graph.edges if other in runnable]
+
+
+def test_circles_and_imports_from_scripts_are_found() -> None:
+    """In a function, and for an annotation; a package's own modules by either way of writing it."""
+    files = {
+        "a.one": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a.two import Two\n",
+        "a.two": "def late():\n    from a import three\n",
+        "a.three": "import a.one\n",
+        "a": "",
+        "a.four": "from a.script import rows\n",
+        "a.script": "from a.one import one\nif __name__ == '__main__':\n    cli.run(main, 'all rows')\n",
+    }
+    graph = import_graph(files)
+    assert circles(graph) == [["a.one", "a.three", "a.two"]]
+    assert scripts(files) == {"a.script"}
+    assert ("a.four", "a.script") in graph.edges
