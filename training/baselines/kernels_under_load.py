@@ -85,4 +85,4 @@ def summed_ms(rows: TrainingSet, runs: Sequence[SharedRuns], records: Mapping[st
 def _sum_ms(model: KernelModel, rows: TrainingSet, record: ModelRecord, metrics: Mapping[str, float]) -> float:
     """Σ of a model's kernels (ms), each as often as it stands in it, at the metrics of a load."""
     kernels = [record.kernel_of(node) for node in record.nodes]
-    return float(predict_kernels(model, kernels, model.schema.matrix(kernels), [metrics[name] for name in rows.metrics]).sum())
+    return float(predict_kernels(model, kernels, rows.schema.matrix(kernels), [metrics[name] for name in rows.metrics]).sum())
