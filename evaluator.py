@@ -11,13 +11,17 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from benchmark.collecting.config import CollectorConfig
+from inference.core.ways import WayOfRunning
 from inference.evaluation.comparison import Comparison, Evaluation
 from inference.evaluation.evaluate import evaluate
 from inference.evaluation.here import PATIENCE_S, TIMEOUT_S, LoadsHere, MeasuringPlan
 from inference.evaluation.plot import Point
 from inference.evaluation.plot import draw as draw_points
 from inference.evaluation.tables import summary_table, table, warned_of
+from inference.live.load import CONFIG_FILE, InferenceConfig
 from utils import cli, files
+from utils.config import load_config
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT
@@ -93,11 +97,6 @@ def main() -> int:
     if args.under_load and args.metrics:
         parser.error("--under-load: one file of metrics does not tell of several loads; leave --metrics out")
     workspace = cli.start(args)
-    from benchmark.collecting.config import CollectorConfig
-    from inference.core.ways import WayOfRunning
-    from inference.live.load import CONFIG_FILE, InferenceConfig
-    from utils.config import load_config
-
     loads = LoadsHere(config=load_config(args.config or CONFIG_FILE, InferenceConfig), metrics_file=args.metrics,
                       under_load=load_config(args.under_load, CollectorConfig) if args.under_load else None, probe=args.probe)
     evaluation = evaluate(

@@ -13,12 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from benchmark.measuring.effort import Effort
+from benchmark.runtimes.ort.model_profile import profile_model
+from benchmark.runtimes.ort.profile import NodeEvent, ProfiledRun, kernel_times_ms, read_profile
 from graph_model.dag.dag import build_dag, calculate_latency, longest_path, record_paths
+from ort_analysis.graph.analysis import record_of
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import REMAKE, Frozen, ModelRecord
 from ort_analysis.records.reading import load_record
@@ -26,9 +30,6 @@ from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import resolve_device
 from utils.logger import get_logger
-
-if TYPE_CHECKING:
-    from benchmark.runtimes.ort.profile import NodeEvent, ProfiledRun
 
 Floats = npt.NDArray[np.float64]
 log = get_logger("overlap")
@@ -147,8 +148,6 @@ def critical_path(record: ModelRecord, latency_ms: Mapping[str, float]) -> Criti
 
 def node_times_ms(runs: Sequence[ProfiledRun]) -> dict[str, float]:
     """Each node's time in ms: the median over the runs, so that a slow first run does not count."""
-    from benchmark.runtimes.ort.profile import kernel_times_ms
-
     return {node: median(samples) for node, samples in kernel_times_ms(list(runs)).items()}
 
 
@@ -203,17 +202,11 @@ def main() -> int:
     record: ModelRecord | None
     if args.model:
         dims = cli.one_size_dims(args.dim)
-        from benchmark.measuring.effort import Effort
-        from benchmark.runtimes.ort.model_profile import profile_model
-        from ort_analysis.graph.analysis import record_of
-
         effort = Effort(warmup=WARMUP_RUNS, least_runs=args.loops, most_runs=args.loops)
         runs, graph, _ = profile_model(workspace.find_model(args.model), resolve_device(args.device), dims, effort,
                                     static=args.static)
         record = record_of(graph)
     else:
-        from benchmark.runtimes.ort.profile import read_profile
-
         runs = read_profile(args.profile)
         named = set(node_times_ms(runs))
         record = matching_record([args.record] if args.record else record_paths(workspace), named)

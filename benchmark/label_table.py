@@ -17,6 +17,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from benchmark.records.blocks import Block
 from benchmark.records.files import collected_targets, load_header, model_table_path, read_journal
 from benchmark.records.host_pace import idle_models
@@ -105,8 +107,6 @@ class LabelSummary(Frozen):
 def label_times(table: pd.DataFrame, device: str) -> dict[str, Times]:
     """Each label's idle times by kernel id, medians over the machines, from a kernel table; labels that nothing has are left
     out. Kernels whose first label is still to come count with those they have."""
-    import numpy as np
-
     good = table[(table["Level"] == 0) & table["Status"].isin(("ok", UNFINISHED))]
     found: dict[str, Times] = {}
     for label in LABELS:
@@ -124,8 +124,6 @@ def label_times(table: pd.DataFrame, device: str) -> dict[str, Times]:
 
 def in_model_times(blocks: Iterable[Block]) -> dict[str, dict[str, Times]]:
     """What was measured of kernels within models on an idle device: medians (ms) by model, label and kernel id."""
-    import numpy as np
-
     samples: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for block in blocks:
         for m in block.measurements:
@@ -215,8 +213,6 @@ def model_labels(workspace: Workspace, target: str, wanted: Sequence[str] | None
 
 def summaries(models: Sequence[ModelLabels], device: str) -> list[LabelSummary]:
     """A summary a label of some models, at least one. `device` is the target's."""
-    import numpy as np
-
     found = []
     for label in models[0].labels:
         ratios = [model.labels[label].ratio for model in models if not model.labels[label].lacking]

@@ -20,12 +20,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from benchmark.records.files import DatasetHeader, collected_targets, load_header, read_journal
+from benchmark.records.tables import model_sessions
 from utils import cli
 from utils.logger import get_logger
 
 if TYPE_CHECKING:
     from benchmark.records.blocks import Block
-    from benchmark.records.files import DatasetHeader
 
 log = get_logger("ties")
 CLOSE = 0.05  # a ratio within 1 ± this counts as the same
@@ -39,10 +42,6 @@ Times = dict[tuple[str, str, str], dict[str, float]]  # ms by what was timed (su
 def idle_times(blocks: Iterable[Block]) -> dict[str, Times]:
     """The median of each idle measurement that went well, by machine: kernels' times by label and by where they were taken,
     and models' latencies, where these tell of the model and not of its host."""
-    import numpy as np
-
-    from benchmark.records.tables import model_sessions
-
     idle = [block for block in blocks if not block.level]
     samples: dict[str, dict[tuple[str, str, str], dict[str, list[float]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(list)))
@@ -59,8 +58,6 @@ def idle_times(blocks: Iterable[Block]) -> dict[str, Times]:
 
 def compare(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, Any] | None:
     """Statistics of other / one over what both timed, where it took any time; None where there is nothing such."""
-    import numpy as np
-
     ratios = np.array([other[name] / one[name] for name in one if one[name] > 0 and other.get(name, 0.0) > 0])
     if not len(ratios):
         return None
@@ -93,8 +90,6 @@ def main() -> int:
     parser.add_argument("--target", help="name of a dataset in benchmark/dataset (default: all)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    from benchmark.records.files import collected_targets, load_header, read_journal
-
     results: dict[str, dict[str, Sequence[dict[str, Any]]]] = {}
     for target in [args.target] if args.target else collected_targets(workspace):
         folder = workspace.dataset(target)

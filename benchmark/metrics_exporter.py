@@ -30,11 +30,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from prometheus_client.core import GaugeMetricFamily
+
 from benchmark.load import pace_reading
 from benchmark.load.pace_reading import HostProbed
 from benchmark.load.probe_metrics import MEANINGS, OWN_LABELS, Probed, samples_of
 from benchmark.load.probe_reading import summarised
-from benchmark.measuring.host_pace import check_gpu
+from benchmark.load.sharing_probe import SharingProbe
+from benchmark.measuring.host_pace import check_gpu, measure_pace
 from benchmark.metrics.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
 from benchmark.metrics.fields import FIELDS
 from benchmark.metrics.source import Mean, MetricSource, Window
@@ -48,8 +51,6 @@ from utils.scrape_server import LOCALHOST, scrape_server, stale
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
-
-    from benchmark.load.sharing_probe import SharingProbe
 
 EXAMPLES = """
   python benchmark/metrics_exporter.py
@@ -170,8 +171,6 @@ class ProbeSampler(NowAndThen[Probed]):
     whose: ClassVar[str] = "the sharing probe: "
 
     def take(self) -> Probed:
-        from benchmark.load.sharing_probe import SharingProbe
-
         self._probe = self._probe or SharingProbe(self.device)  # what had no memory may have some now
         return Probed(summarised(self._probe.read()), time.time())
 
@@ -183,8 +182,6 @@ class PaceSampler(NowAndThen[HostProbed]):
     whose: ClassVar[str] = "the host's pace: "
 
     def take(self) -> HostProbed:
-        from benchmark.measuring.host_pace import measure_pace
-
         return HostProbed(measure_pace(self.device, PACE_S).probe_us, time.time())
 
 
@@ -200,8 +197,6 @@ class DeviceMetrics:
 
     def collect(self) -> Iterator[Any]:
         """The metric families of the last sample, and of the probes' last readings while they are fresh."""
-        from prometheus_client.core import GaugeMetricFamily
-
         for name, mean in self.sampler.means.items():
             shown = new_name(name) if self.new_names else name
             family = GaugeMetricFamily(shown, f"{FIELDS[name].meaning} ({NAMES[shown].unit})",

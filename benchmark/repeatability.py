@@ -15,14 +15,22 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from benchmark.collecting.config import CollectorConfig
+from benchmark.collecting.crew import start_crew
 from benchmark.collecting.measuring import Collector, best_canary_ms, load_in_words
 from benchmark.collecting.planning import chunks
 from benchmark.collecting.work import KernelItem, ModelItem, find_work
+from benchmark.load.stress import stress
 from benchmark.records.files import load_header, read_journal
 from benchmark.records.labels import COLLECT
 from utils import cli
+from utils.config import load_config
 from utils.errors import UserError
+from utils.fingerprint import local_target, machine, resolve_device
 from utils.paths import ROOT, Workspace
+from utils.timing import error_statistics
 
 SHORT_MS = 0.02  # kernels that take less are left out of the second row: their times are mostly overhead
 EXAMPLES = """
@@ -33,8 +41,6 @@ python benchmark/repeatability.py --workspace out/demo --config recipes/demo/col
 
 def differences(first_ms: dict[str, float], second_ms: dict[str, float], least_ms: float = 0.0) -> dict[str, Any]:
     """Statistics of |second − first| / first over what both have, of `least_ms` and more; no figures where none is left."""
-    from utils.timing import error_statistics
-
     both = [name for name in second_ms if first_ms.get(name, 0.0) > max(least_ms, 0.0)]
     if not both:
         return {"count": 0, "mean_%": None, "median_%": None, "within_10_%": None}
@@ -49,14 +55,6 @@ def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> li
     Raises:
         UserError: there is no dataset of this machine.
     """
-    import numpy as np
-
-    from benchmark.collecting.config import CollectorConfig
-    from benchmark.collecting.crew import start_crew
-    from benchmark.load.stress import stress
-    from utils.config import load_config
-    from utils.fingerprint import local_target, machine, resolve_device
-
     config = load_config(config_path, CollectorConfig)
     provider = resolve_device(config.device)
     target, here = local_target(provider), machine(provider)
@@ -91,8 +89,6 @@ def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> li
 
 def medians(blocks: Sequence[Any]) -> dict[str, dict[str, float]]:
     """The median of label `run` by kernel, and of the latency by model (ms)."""
-    import numpy as np
-
     found: dict[str, dict[str, float]] = {"kernel": {}, "model": {}}
     for block in blocks:
         for m in block.measurements:

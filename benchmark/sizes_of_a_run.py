@@ -16,6 +16,8 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 import shlex
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from benchmark.runtimes.ort.sizes_of_a_run import sizes_of_a_run
 from utils import cli
 from utils.errors import UserError
@@ -37,8 +39,6 @@ def read_inputs(path: Path) -> dict[str, np.ndarray]:
     Raises:
         UserError: missing, or no such file.
     """
-    import numpy as np
-
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}

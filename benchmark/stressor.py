@@ -31,6 +31,8 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import psutil
+
 from benchmark.load.backgrounds import COMPUTE, KINDS, LONGEST_PERIOD_MS, QUEUES, Background
 from benchmark.load.burners import burn_core, bursts, cuda_work
 from benchmark.metrics.source import MetricSource, values
@@ -119,8 +121,6 @@ class CpuBurner(Burner):
             raise UserError("a worker of the stressor has ended (killed for memory?): the load is not what was asked for")
 
     def busy_s(self) -> float:
-        import psutil
-
         with contextlib.suppress(psutil.NoSuchProcess):  # `turn` tells of a worker that has ended
             times = [psutil.Process(worker.pid).cpu_times() for worker in self._workers]
             self._busy_s = sum(one.user + one.system for one in times) / self._cores

@@ -19,8 +19,18 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import pynvml
+
+from benchmark.runtimes.ort.runner import bind, random_feed
+from inference.core.memory import peak_memory
+from ort_analysis.graph.analysis import analyze
+from ort_analysis.graph.source import own_sizes
+from ort_analysis.graph.tensor_shapes import session_dtype
+from ort_analysis.records.elements import numpy_dtype
 from utils import cli
 from utils.errors import UserError
+from utils.ort_sessions import open_nodes, open_session
 from utils.paths import ROOT
 
 RUNS = 4
@@ -39,8 +49,6 @@ def resident_mib(peak: bool) -> float:
 
 def device_mib() -> float:
     """The memory of the first NVIDIA GPU that is in use, by whomever."""
-    import pynvml
-
     pynvml.nvmlInit()
     return float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used) / 2**20
 
@@ -48,9 +56,6 @@ def device_mib() -> float:
 def hold_on_gpu(model: Path, dims: Mapping[str, int]) -> float:
     """What running `model` adds to the memory in use on the GPU, MiB; call it once a process."""
     from onnx import helper
-
-    from benchmark.runtimes.ort.runner import bind, random_feed
-    from utils.ort_sessions import open_nodes, open_session
 
     tiny = open_nodes([helper.make_node("MatMul", ["x", "x"], ["y"])], ["x"], [64, 64], "cuda", "tiny")
     bind(tiny, random_feed(tiny), "cuda", "device")()
@@ -64,12 +69,7 @@ def hold_on_gpu(model: Path, dims: Mapping[str, int]) -> float:
 
 def hold(model: Path, dims: Mapping[str, int]) -> float:
     """What running `model` adds to this process at its peak, MiB; call it once a process."""
-    import numpy as np
     from onnx import helper
-
-    from ort_analysis.graph.tensor_shapes import session_dtype
-    from ort_analysis.records.elements import numpy_dtype
-    from utils.ort_sessions import open_nodes, open_session
 
     shape = [4]
     tiny = open_nodes([helper.make_node("Relu", ["x"], ["y"])], ["x"], shape, "cpu", "tiny")
@@ -107,9 +107,6 @@ def held_mib(model: Path, dims: Mapping[str, int], device: str = "cpu") -> float
 
 def row(model: Path, dims: Mapping[str, int], device: str = "cpu") -> dict[str, Any]:
     """Predicted and held memory of one model, as a row of the table."""
-    from inference.core.memory import peak_memory
-    from ort_analysis.graph.analysis import analyze
-
     record = analyze(model, device, dims, static=device == "cuda")
     predicted, held = peak_memory(record), held_mib(model, record.dims_run, device)
     names = ("weights", "activations", "arena", "workspace", "loading")
@@ -126,8 +123,6 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose memory (default: cpu)")
     args = parser.parse_args()
     workspace = cli.start(args)
-
-    from ort_analysis.graph.source import own_sizes
 
     sizes = cli.parse_dims(args.dim)
     asked = [(model, dims) for model in map(workspace.find_model, args.model) for dims in own_sizes(model, sizes)]

@@ -36,15 +36,27 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from benchmark.load.pace_reading import read_pace
+from benchmark.load.probe_reading import read_reading
+from inference.core.host_pace import HostPace, PaceAsked
+from inference.core.sizes import never_falling
+from inference.core.sources import record_of
+from inference.core.targets import fitted_for, local_targets
+from inference.core.ways import WayOfRunning
+from inference.live.load import CONFIG_FILE, InferenceConfig, Load, current_load, fields_asked
+from inference.sharing.co_runner import probe_of, probed
+from ort_analysis.graph.optimized_once import optimized_once
 from utils import cli
+from utils.config import load_config
 from utils.errors import UserError
+from utils.files import write_json
 from utils.logger import get_logger
 from utils.paths import ROOT
+from utils.trace_events import MEASURED, document, read_processes
 
 if TYPE_CHECKING:
     from graph_model.simulation.sharing import OtherWork
     from inference.core.answers import Prediction
-    from inference.core.host_pace import HostPace
     from inference.core.missing_kernels import Filled
     from inference.sharing.slo import SloUnderLoad
 
@@ -112,8 +124,6 @@ def print_predictions(found: Sequence[Prediction], top: int) -> None:
 
 def advise_measuring(args: argparse.Namespace, found: Sequence[Prediction]) -> None:
     """Logs the command that measures doubtful kernels, where this machine is the target and look-ups would help."""
-    from inference.core.targets import local_targets
-
     doubtful = [one for one in found if one.estimated_operators or one.doubtful_operators]
     if (not doubtful or args.strict or args.measure_missing or doubtful[0].load != "idle"
             or doubtful[0].target not in {target.name for target in local_targets()}):
@@ -207,16 +217,8 @@ def main() -> int:
     if args.export and not args.watch:
         parser.error("--export goes with --watch")
     workspace = cli.start(args)
-    from benchmark.load.pace_reading import read_pace
-    from inference.core.host_pace import PaceAsked
     from inference.core.prediction import predict
-    from inference.core.sizes import never_falling
-    from inference.core.targets import fitted_for
-    from inference.core.ways import WayOfRunning
-    from inference.live.load import CONFIG_FILE, InferenceConfig, Load, current_load, fields_asked
     from inference.sharing.slo import PERCENTILE, slo_under_load
-    from ort_analysis.graph.optimized_once import optimized_once
-    from utils.config import load_config
 
     workspace.find_model(args.model)  # what is not there is told before anything is measured
     if args.machine:
@@ -225,8 +227,6 @@ def main() -> int:
         gc.freeze()  # Boosters, which must still be found then, are not there yet, nor is xgboost
     real: list[dict[str, Any]] = []
     if args.beside:  # before the predictions: it may be no trace
-        from utils.trace_events import MEASURED, read_processes
-
         real = read_processes(args.beside, MEASURED, 2)
     config = load_config(args.config or CONFIG_FILE, InferenceConfig)
     if args.measure_missing and config.prometheus.url is not None:
@@ -248,12 +248,8 @@ def main() -> int:
 
     def other_than(load: Load) -> OtherWork | None:
         """As a probe met it: the one that --probe names, or else Prometheus's."""
-        from inference.sharing.co_runner import probe_of, probed
-
         if args.probe is None:
             return probe_of(fitted_for(workspace, args.target), load)
-        from benchmark.load.probe_reading import read_reading
-
         return probed(fitted_for(workspace, args.target), read_reading(Path(args.probe)) if args.probe else None)
 
     def predicted(dims: dict[str, int], load: Load, other: OtherWork | None, pace: float | HostPace | None) -> Prediction:
@@ -292,10 +288,7 @@ def main() -> int:
     slos = [slo_under_load(one, args.model, args.slo_ms, percentile, workspace, args.force, other) for one in found
             ] if args.slo_ms else [None] * len(found)
     if args.trace:
-        from inference.core.sources import record_of
         from inference.core.timeline import trace_of
-        from utils.files import write_json
-        from utils.trace_events import document
 
         provider = fitted_for(workspace, args.target).target.flavour.device
         record = record_of(workspace.find_model(args.model), provider, found[0].dims, args.static)

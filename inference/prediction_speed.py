@@ -19,12 +19,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from inference import predict, predict_many
+from inference.core.sources import record_of
+from inference.core.targets import choose_target, fitted_for
+from inference.live.load import CONFIG_FILE, InferenceConfig, Load, current_load, fields_asked
+from inference.sharing.co_runner import probe_of
 from utils import cli
+from utils.config import load_config
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
+from utils.timing import summarize
 
 if TYPE_CHECKING:
-    from inference.live.load import Load
     from ort_analysis.records.kernel_record import ModelRecord
 
 MANY = 1000
@@ -39,8 +45,6 @@ python inference/prediction_speed.py --model resnet50.onnx --target nvidia-h200 
 
 def milliseconds(work: Callable[[], Any], repeats: int) -> float:
     """The median time of `work` over `repeats` calls, in milliseconds."""
-    from utils.timing import summarize
-
     samples = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -72,33 +76,28 @@ def copies(record: ModelRecord, count: int) -> list[ModelRecord]:
 def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
           read_load: Callable[[], Load] | None = None) -> list[dict[str, Any]]:
     """A row a case: what is predicted from what, and the median time in ms; with `read_load`, beside the load that it reads."""
-    from inference import predict, predict_many
-    from inference.core.sources import record_of
-    from inference.core.targets import choose_target, fitted_for
-    from inference.sharing.co_runner import probe_of
-
     target, _ = choose_target(workspace, target)
     cold, cold_strict = (milliseconds(partial(from_the_shell, model, workspace, target, strict), min(repeats, SHELLS))
                          for strict in (False, True))
-    predict, predict_many = partial(predict, target=target), partial(predict_many, target=target)
+    one, several = partial(predict, target=target), partial(predict_many, target=target)
     provider = fitted_for(workspace, target).target.flavour.device
-    first = milliseconds(lambda: predict(model, workspace=workspace), 1)
-    again = milliseconds(lambda: predict(model, workspace=workspace), repeats)
+    first = milliseconds(lambda: one(model, workspace=workspace), 1)
+    again = milliseconds(lambda: one(model, workspace=workspace), repeats)
     record = record_of(model, provider)
-    from_record = milliseconds(lambda: predict(record, workspace=workspace), repeats)
-    strict_first = milliseconds(lambda: predict(record, workspace=workspace, strict=True), 1)
-    strict_again = milliseconds(lambda: predict(record, workspace=workspace, strict=True), repeats)
+    from_record = milliseconds(lambda: one(record, workspace=workspace), repeats)
+    strict_first = milliseconds(lambda: one(record, workspace=workspace, strict=True), 1)
+    strict_again = milliseconds(lambda: one(record, workspace=workspace, strict=True), repeats)
     beside: list[tuple[str, float]] = []
     if read_load:
         def beside_the_load() -> None:
             load = read_load()
-            predict(model, workspace=workspace, load=load.metrics, other=probe_of(fitted_for(workspace, target), load))
+            one(model, workspace=workspace, load=load.metrics, other=probe_of(fitted_for(workspace, target), load))
 
         beside = [("reading the load", milliseconds(read_load, repeats)),
                   ("the same file beside the load, which is read each time", milliseconds(beside_the_load, repeats))]
     records = copies(record, MANY)
     gc.collect()  # what reading the records left to be collected is no part of predicting
-    many = milliseconds(lambda: predict_many(records, workspace=workspace), 1)
+    many = milliseconds(lambda: several(records, workspace=workspace), 1)
     return [{"case": case, "median_ms": found} for case, found in (
         ("from the shell", cold), ("from the shell, --strict", cold_strict),
         ("in a running process, first prediction of all", first), ("the same file again", again),
@@ -114,10 +113,6 @@ def main() -> int:
     cli.add_load(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
-    from inference.core.targets import fitted_for
-    from inference.live.load import CONFIG_FILE, InferenceConfig, current_load, fields_asked
-    from utils.config import load_config
-
     config = load_config(args.config or CONFIG_FILE, InferenceConfig).never_idle()
 
     def read_load() -> Load:

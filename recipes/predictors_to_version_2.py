@@ -17,6 +17,8 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from training.kernels.saving import write_boosters, write_measured
+from training.kernels.sidecar import SIDECAR_VERSION, Sidecar, read_checked, sidecar_path, write_sidecar
 from utils import cli, files
 from utils.errors import UserError
 
@@ -40,9 +42,6 @@ def rewrite(folder: Path) -> list[str]:
     Raises:
         UserError: no predictors of version 1 there, or a damaged file.
     """
-    from training.kernels.saving import write_boosters, write_measured
-    from training.kernels.sidecar import SIDECAR_VERSION, Sidecar, read_checked, sidecar_path, write_sidecar
-
     sidecar = files.read_json(sidecar_path(folder))
     if sidecar.get("version") != 1:
         raise UserError(f"{folder}: predictors of version {sidecar.get('version')}, not of version 1")

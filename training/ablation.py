@@ -19,7 +19,27 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
+from benchmark.records.files import SAMPLED
+from benchmark.records.labels import GPU_LABEL
+from benchmark.records.reading import load_kernel_table
+from training.composition.left_out import kernel_errors, predict_out_of_fold
+from training.composition.measured_models import MeasuredModel, TimesOfModels, left_out_groups, measured_models, targets
+from training.kernels.estimators import (
+    FLAT,
+    Problem,
+    TimePredictor,
+    design_matrix,
+    fit_kernel_model,
+    pose,
+    table_counts,
+    train_forest,
+)
+from training.kernels.settings import TrainingConfig
+from training.kernels.sidecar import read_sidecar
 from utils import cli
+from utils.config import load_config
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
 
@@ -27,10 +47,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from training.composition.measured_models import MeasuredModel, TimesOfModels
-    from training.kernels.estimators import Problem, TimePredictor
     from training.kernels.schema import FeatureSchema
-    from training.kernels.settings import TrainingConfig
     from training.kernels.training_set import TrainingSet
 
     Floats = npt.NDArray[np.float64]
@@ -97,10 +114,6 @@ class Forest:
 
     def predict_ms(self, types: Any, features: Floats, load: Floats, flops: Floats, bytes_moved: Floats) -> Floats:
         """As of `KernelModel`."""
-        import numpy as np
-
-        from training.kernels.estimators import design_matrix, table_counts
-
         matrix = design_matrix(types, features, load, self.problem.type_codes)
         bound_ms = self.problem.roofline.bound_ms(flops, bytes_moved, table_counts(self.schema, features))
         return bound_ms * np.exp(self.forest.predict(matrix))
@@ -133,14 +146,7 @@ def load(workspace: Workspace, target: str) -> Dataset:
     Raises:
         UserError: no dataset or predictors.
     """
-    import numpy as np
-
-    from benchmark.records.files import SAMPLED
-    from benchmark.records.labels import GPU_LABEL
-    from benchmark.records.reading import load_kernel_table
-    from training.composition.measured_models import measured_models
     from training.kernels.cuda_classes import cuda_class
-    from training.kernels.sidecar import read_sidecar
     from training.kernels.training_set import load_training_set, measured_times
 
     sidecar = read_sidecar(workspace.predictors(target))
@@ -159,8 +165,6 @@ def load(workspace: Workspace, target: str) -> Dataset:
 
 def chosen_rows(data: Dataset, variant: Variant) -> TrainingSet:
     """What a variant may learn from, with the features that it may see."""
-    import numpy as np
-
     rows = data.rows
     if variant.kernels == "without free":
         rows = rows.rows(np.array([bool(families) for families in rows.families]))
@@ -174,10 +178,7 @@ def chosen_rows(data: Dataset, variant: Variant) -> TrainingSet:
 
 def learn(rows: TrainingSet, data: Dataset, variant: Variant, config: TrainingConfig) -> TimePredictor:
     """What a variant learns from some rows."""
-    import numpy as np
-
     from training.kernels.cuda_classes import fit_two_stages
-    from training.kernels.estimators import FLAT, fit_kernel_model, pose, train_forest
 
     config = config.model_copy(update={"seed": config.seed + variant.seed})
     if variant.other_settings:
@@ -194,8 +195,6 @@ def learn(rows: TrainingSet, data: Dataset, variant: Variant, config: TrainingCo
 def sum_mape(models: Sequence[MeasuredModel], predicted: TimesOfModels, measured: Mapping[str, Mapping[str, float]],
              label: str) -> float:
     """Mean error, in per cent, of the sum over a model's nodes, of those whose kernel was measured."""
-    import numpy as np
-
     errors = []
     for model in models:
         times = predicted[model.record.model]
@@ -208,9 +207,6 @@ def sum_mape(models: Sequence[MeasuredModel], predicted: TimesOfModels, measured
 
 def evaluate(data: Dataset, variants: Mapping[str, Variant], config: TrainingConfig) -> list[dict[str, Any]]:
     """A row a variant, errors in per cent. Where the dataset lacks the names of CUDA kernels, what needs them is left out."""
-    from training.composition.left_out import kernel_errors, predict_out_of_fold
-    from training.composition.measured_models import left_out_groups
-
     left_out, groups = left_out_groups(data.models)
     table = []
     for name, variant in cli.track(list(variants.items()), "ablation"):
@@ -236,10 +232,6 @@ def main() -> int:
                         help="settings (default: training/config.yaml)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    from training.composition.measured_models import left_out_groups, targets
-    from training.kernels.settings import TrainingConfig
-    from utils.config import load_config
-
     config = load_config(args.config, TrainingConfig)
     chosen = {name: VARIANTS[name] for name in args.variant or VARIANTS}
     results = {}

@@ -19,9 +19,21 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from benchmark.records.host_pace import usual_probe_us
+from benchmark.records.reading import load_model_table
+from graph_model.dag.dag import build_dag, calculate_latency
+from training.composition.fit_pipeline import can_fit, fit_pipeline_candidate
+from training.composition.fitted import KINDS, Composition, FittedModel, composition_path, load_composition, working_nodes
+from training.composition.fitting import best, fit_candidate, interval_of
 from training.composition.left_out import predict_out_of_fold
 from training.composition.measured_models import known_times, left_out_groups, measured_models, models_sha256, targets, tracks
-from utils import cli
+from training.kernels.predictors import ON_GPU
+from training.kernels.settings import LAUNCHES, TrainingConfig
+from training.kernels.sidecar import TRAIN, read_sidecar
+from utils import cli, files
+from utils.config import load_config
 from utils.errors import UserError
 from utils.locks import sole_writer
 from utils.logger import get_logger
@@ -29,8 +41,6 @@ from utils.paths import ROOT, Workspace
 
 if TYPE_CHECKING:
     from ort_analysis.records.kernel_record import ModelRecord
-    from training.composition.fitted import Composition
-    from training.kernels.settings import TrainingConfig
 
 log = get_logger("composition")
 CONFIG = ROOT / "training" / "config.yaml"
@@ -42,9 +52,6 @@ python training/fit_composition.py --target h200-cuda-ort1.31-all --json
 
 def compose(record: ModelRecord, times_ms: dict[str, float]) -> dict[str, float]:
     """Σ and longest path (ms) of a model whose kernels take `times_ms` by id."""
-    from graph_model.dag.dag import build_dag, calculate_latency
-    from training.composition.fitted import KINDS
-
     dag = build_dag(record)
     by_node = {node.name: times_ms[node.kernel_id] for node in record.nodes}
     return {kind: calculate_latency(dag, by_node, "critical_path" if kind == "critical_path" else "sum") for kind in KINDS}
@@ -56,17 +63,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     Raises:
         UserError: no predictors, no dataset, no measured models, or predictors of another state of the dataset.
     """
-    import numpy as np
-
-    from benchmark.records.host_pace import usual_probe_us
-    from benchmark.records.reading import load_model_table
-    from training.composition.fit_pipeline import can_fit, fit_pipeline_candidate
-    from training.composition.fitted import KINDS, Composition, FittedModel, working_nodes
-    from training.composition.fitting import best, fit_candidate, interval_of
     from training.composition.ways_of_running import fit_graph_replay, fit_host_io
-    from training.kernels.predictors import ON_GPU
-    from training.kernels.settings import LAUNCHES
-    from training.kernels.sidecar import TRAIN, read_sidecar
     from training.kernels.training_set import load_training_set, measured_times
 
     sidecar = read_sidecar(workspace.predictors(target))
@@ -117,9 +114,6 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
 
 def kept_composition(workspace: Workspace, target: str) -> Composition | None:
     """The composition that was fitted to these very predictors and models; None where there is none."""
-    from training.composition.fitted import composition_path, load_composition
-    from training.kernels.sidecar import read_sidecar
-
     folder = workspace.predictors(target)
     if not composition_path(folder).is_file():
         return None
@@ -151,11 +145,6 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="fit again although nothing changed since the last time")
     args = parser.parse_args()
     workspace = cli.start(args)
-    from training.composition.fitted import composition_path
-    from training.kernels.settings import TrainingConfig
-    from utils import files
-    from utils.config import load_config
-
     config = load_config(args.config, TrainingConfig)
     results = {}
     with sole_writer(workspace.predictors("")):

@@ -12,14 +12,12 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from training.kernels.doubt import save_doubt
+from benchmark.records.files import collected_targets
+from training.kernels.doubt import Doubt, save_doubt
 from utils import cli
 from utils.logger import get_logger
-
-if TYPE_CHECKING:
-    from training.kernels.doubt import Doubt
 
 log = get_logger("training")
 EXAMPLES = """
@@ -40,7 +38,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="write into this folder (default: the target's predictors)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    from benchmark.records.files import collected_targets
     from training.kernels.training_set import load_training_set
 
     rows = []

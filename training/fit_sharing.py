@@ -25,7 +25,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from benchmark.load.probe_reading import QUANTILES
+from benchmark.records.files import collected_targets, load_header, read_journal
+from training.composition.measured_models import targets
+from training.kernels.settings import TrainingConfig
+from training.sharing.learned import Sharing, SharingErrors, other_work_guessed, sharing_path
 from utils import cli, files
+from utils.config import load_config
 from utils.errors import UserError
 from utils.locks import sole_writer
 from utils.logger import get_logger
@@ -36,8 +44,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from benchmark.load.backgrounds import Background
-    from training.kernels.settings import TrainingConfig
-    from training.sharing.learned import Sharing, SharingErrors
     from training.sharing.shared_runs import SharedRuns, Simulated, SimulatedModels
 
     Floats = npt.NDArray[np.float64]
@@ -66,11 +72,6 @@ def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, flo
     Raises:
         UserError: no probe waited.
     """
-    import numpy as np
-
-    from benchmark.load.probe_reading import QUANTILES
-    from training.sharing.learned import Sharing
-
     at = np.linspace(0.0, 1.0, QUANTILES)
     readings = {id(run.other): run for run in runs if len(run.other.waits_ms)}.values()
     others = [run.other for run in readings]
@@ -103,8 +104,6 @@ class Evaluation:
             models: of the fit.
             alone: see `alone_ms`.
         """
-        import numpy as np
-
         from training.sharing.shared_runs import statistics_of
 
         self.runs = [run for run in runs if run.model in models.strict]
@@ -126,8 +125,6 @@ class Evaluation:
 
     def best_slice(self, kept: Sequence[int]) -> int:
         """Which of SLICES_MS errs least for the means of some runs."""
-        import numpy as np
-
         errors = np.abs(self._as_measured[kept, :, 0] / self.measured[kept, None, 0] - 1.0).mean(axis=0)
         return int(errors.argmin())
 
@@ -144,10 +141,6 @@ class Evaluation:
 
     def left_out(self, fits: Sequence[tuple[int, Sharing]]) -> dict[str, Floats]:
         """Predictions by what they are made from, each shaped (runs, 3): mean, median, 95th percentile in ms."""
-        import numpy as np
-
-        from training.sharing.learned import other_work_guessed
-
         found: dict[str, list[Floats]] = defaultdict(list)
         for place, (run, (chosen, learned)) in enumerate(zip(self.runs, fits, strict=True)):
             model = self._strict[run.model]
@@ -171,9 +164,6 @@ class Evaluation:
 
 def errors_of(predicted: Floats, measured: Floats) -> SharingErrors:
     """Mean errors of the three statistics, where there is a prediction."""
-    import numpy as np
-
-    from training.sharing.learned import SharingErrors
     from training.sharing.shared_runs import STATISTICS
 
     there = np.isfinite(predicted[:, 0])
@@ -184,8 +174,6 @@ def errors_of(predicted: Floats, measured: Floats) -> SharingErrors:
 def tables(evaluation: Evaluation, left_out: Mapping[str, Floats]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Errors in per cent: a row a way of predicting, with those from a probe in the same cases, and a row a background (from a
     probe)."""
-    import numpy as np
-
     from training.sharing.shared_runs import STATISTICS
 
     measured = evaluation.measured
@@ -213,9 +201,6 @@ def fit_target(workspace: Workspace, beside: Sequence[Workspace], target: str,
     Raises:
         UserError: nothing was measured beside backgrounds, or what a GPU's two tracks need is not there.
     """
-    import numpy as np
-
-    from benchmark.records.files import read_journal
     from training.sharing.pairs import Pairs, looped_models
     from training.sharing.shared_runs import alone_ms, measured_elsewhere, shared_runs, simulated_models
 
@@ -253,8 +238,6 @@ def backgrounds_of(beside: Sequence[Workspace], target: str) -> dict[str, Backgr
     Raises:
         UserError: a dataset is missing, or two give one name to different backgrounds.
     """
-    from benchmark.records.files import load_header
-
     found: dict[str, Background] = {}
     for one in beside:
         for name, background in load_header(one.dataset(target)).backgrounds.items():
@@ -268,8 +251,6 @@ def by_the_plan(evaluation: Evaluation, beside: Sequence[Workspace], target: str
                 config: TrainingConfig) -> Floats:
     """What the plan's own path gives each run, from the first dataset with kernels under load that tells of it; one number for
     all three statistics."""
-    import numpy as np
-
     from training.baselines.kernels_under_load import measured_under_load, summed_ms
 
     found = np.full(len(evaluation.runs), np.nan)
@@ -290,12 +271,6 @@ def main() -> int:
     args = parser.parse_args()
     workspace = cli.start(args)
     beside = [Workspace(one) for one in args.beside or [workspace.root]]
-    from benchmark.records.files import collected_targets, load_header
-    from training.composition.measured_models import targets
-    from training.kernels.settings import TrainingConfig
-    from training.sharing.learned import sharing_path
-    from utils.config import load_config
-
     config = load_config(args.config, TrainingConfig)
     names = [args.target] if args.target else sorted(set(targets(workspace)) & {
         name for one in beside for name in collected_targets(one) if load_header(one.dataset(name)).backgrounds})

@@ -18,21 +18,37 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from training.composition.left_out import kernel_errors
+import numpy as np
+
+from benchmark.records.labels import GPU_LABEL
+from training.composition.fit_pipeline import Tracks, can_fit, left_out_ms
+from training.composition.fitting import leave_out
+from training.composition.left_out import kernel_errors, predict_out_of_fold
+from training.composition.measured_models import (
+    MeasuredModel,
+    TimesOfModels,
+    known_times,
+    left_out_groups,
+    measured_models,
+    targets,
+    tracks,
+)
+from training.kernels.predictors import ON_GPU
+from training.kernels.roofline import fit_roofline
+from training.kernels.settings import LAUNCHES, TrainingConfig
+from training.kernels.sidecar import read_sidecar
 from utils import cli
+from utils.config import load_config
 from utils.errors import UserError
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
+from utils.timing import ErrorStatistics, error_statistics
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from training.composition.fit_pipeline import Tracks
-    from training.composition.measured_models import MeasuredModel, TimesOfModels
-    from training.kernels.settings import TrainingConfig
     from training.kernels.training_set import TrainingSet
-    from utils.timing import ErrorStatistics
 
     Floats = npt.NDArray[np.float64]
 
@@ -48,8 +64,6 @@ def shared_times(out_of_fold: TimesOfModels, rows: TrainingSet, label: str, mode
                  groups: Sequence[str]) -> dict[str, dict[str, float]]:
     """The out-of-fold times by model and kernel id, measured ones in the place of kernels that another family has too, or
     that were sampled near no model at all."""
-    import numpy as np
-
     times = {str(name): (float(time), families) for name, time, families, idle in zip(
         rows.ids, rows.times_ms[label], rows.families, rows.idle, strict=True) if idle and np.isfinite(time)}
     found: dict[str, dict[str, float]] = {}
@@ -63,8 +77,6 @@ def shared_times(out_of_fold: TimesOfModels, rows: TrainingSet, label: str, mode
 
 def model_errors(what: str, predicted_ms: Floats, measured_ms: Floats) -> dict[str, Any]:
     """A row of the table of models."""
-    from utils.timing import error_statistics
-
     return row(what, error_statistics(predicted_ms.tolist(), measured_ms.tolist()))
 
 
@@ -81,19 +93,8 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
     Raises:
         UserError: no dataset or predictors, no family to leave out, or none of what a GPU's two tracks need.
     """
-    import numpy as np
-
-    from benchmark.records.labels import GPU_LABEL
     from training.baselines import nn_meter
-    from training.composition.fit_pipeline import can_fit, left_out_ms
-    from training.composition.fitting import leave_out
-    from training.composition.left_out import predict_out_of_fold
-    from training.composition.measured_models import known_times, left_out_groups, measured_models, tracks
     from training.composition.ways_of_running import fit_graph_replay, fit_host_io
-    from training.kernels.predictors import ON_GPU
-    from training.kernels.roofline import fit_roofline
-    from training.kernels.settings import LAUNCHES
-    from training.kernels.sidecar import read_sidecar
     from training.kernels.training_set import load_training_set, measured_times
 
     sidecar = read_sidecar(workspace.predictors(target))
@@ -154,12 +155,6 @@ def main() -> int:
     parser.add_argument("--without-forests", action="store_true", help="leave nn-Meter's forests out, which take minutes")
     args = parser.parse_args()
     workspace = cli.start(args)
-    from training.composition.measured_models import targets
-    from training.kernels.predictors import ON_GPU
-    from training.kernels.settings import TrainingConfig
-    from training.kernels.sidecar import read_sidecar
-    from utils.config import load_config
-
     config = load_config(args.config, TrainingConfig)
     names = [args.target] if args.target else [
         name for name in targets(workspace) if set(ON_GPU) <= set(read_sidecar(workspace.predictors(name)).labels)]

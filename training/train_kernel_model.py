@@ -18,21 +18,32 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from benchmark.records.files import collected_targets, read_kernels
+from benchmark.records.labels import GPU_LABEL
+from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
+from training.kernels import estimators
+from training.kernels.doubt import save_doubt
+from training.kernels.estimators import SHARED, KernelModel, fit_kernel_model, pose
+from training.kernels.saving import save_predictors
+from training.kernels.settings import LAUNCHES, TrainingConfig
+from training.kernels.sidecar import Sidecar, TypeErrors, installed_packages, read_sidecar, schema_of, sidecar_path
 from utils import cli
+from utils.config import load_config
 from utils.errors import UserError
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
+from utils.timing import error_statistics
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from training.kernels.estimators import KernelModel
-    from training.kernels.settings import TrainingConfig
-    from training.kernels.sidecar import Sidecar, TypeErrors
     from training.kernels.training_set import TrainingSet
 
     Floats = npt.NDArray[np.float64]
@@ -68,17 +79,11 @@ class LeftOut:
 
     def shipped(self, rows: TrainingSet, own: Sequence[str]) -> Floats:
         """Those of the estimators that are saved where the types in `own` get predictors of their own."""
-        import numpy as np
-
         return np.where(np.isin(rows.types, own) & np.isfinite(self.own), self.own, self.shared)
 
 
 def cross_validate(rows: TrainingSet, label: str, own: list[str], config: TrainingConfig) -> LeftOut:
     """Every row predicted by estimators that saw none of its kernel's rows."""
-    import numpy as np
-
-    from training.kernels import estimators
-
     folds = estimators.assign_folds(rows.ids, rows.types, config.folds, config.seed)
 
     def one_fold(fold: int) -> tuple[npt.NDArray[np.bool_], Floats]:
@@ -103,8 +108,6 @@ def cross_validate(rows: TrainingSet, label: str, own: list[str], config: Traini
 
 def choose_own(rows: TrainingSet, label: str, left_out: LeftOut, candidates: list[str]) -> list[str]:
     """The kernel types whose own predictor errs clearly less than the shared one on idle rows."""
-    import numpy as np
-
     measured, chosen = rows.times_ms[label], []
     for name in candidates:
         mask = (rows.types == name) & rows.idle & np.isfinite(left_out.own)
@@ -118,13 +121,6 @@ def choose_own(rows: TrainingSet, label: str, left_out: LeftOut, candidates: lis
 def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own: list[str], short_ms: float) -> tuple[TypeErrors, ...]:
     """Errors on left-out kernels, of all types and of each: idle, idle without the shortest (where the label is a time), and at
     all levels."""
-    import numpy as np
-
-    from training.kernels.estimators import SHARED
-    from training.kernels.settings import LAUNCHES
-    from training.kernels.sidecar import TypeErrors
-    from utils.timing import error_statistics
-
     measured = rows.times_ms[label]
     shipped = left_out.shipped(rows, own)
     sets: dict[str, Any] = {"idle": rows.idle}
@@ -165,10 +161,6 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig) -> Traine
     Raises:
         UserError: fewer kernels than folds.
     """
-    import numpy as np
-
-    from training.kernels.estimators import fit_kernel_model
-
     rows = rows.rows(np.isfinite(rows.times_ms[label]))
     kernels = sorted(set(zip(rows.ids.tolist(), rows.types.tolist(), strict=True)))
     if len(kernels) < config.folds:
@@ -193,8 +185,6 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig) -> Traine
 def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig) -> Sidecar | None:
     """The sidecar of predictors that were trained on these very rows, with these settings, features and packages; or None, also
     where their errors are gone."""
-    from training.kernels.sidecar import installed_packages, read_sidecar, schema_of, sidecar_path
-
     folder = workspace.predictors(rows.header.target.name)
     if not sidecar_path(folder).is_file() or not workspace.kernel_errors(folder.name).is_file():
         return None
@@ -210,9 +200,6 @@ def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig
 def save_errors(workspace: Workspace, rows: TrainingSet, trained: Trained) -> None:
     """Writes how far off one label's predictors are on each kernel when it is left out. None of a held-out family is among
     them: `rows` holds none."""
-    from benchmark.records.files import read_kernels
-    from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
-
     header, families = rows.header, dict(zip(rows.ids.tolist(), rows.families, strict=True))
     described = {entry.kernel.id: entry.kernel for entry in read_kernels(workspace.dataset(header.target.name))}
     write_errors(workspace.kernel_errors(header.target.name), KernelErrors(
@@ -225,13 +212,6 @@ def save_errors(workspace: Workspace, rows: TrainingSet, trained: Trained) -> No
 def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config: TrainingConfig) -> Sidecar:
     """Writes the predictors of a target with their sidecar, and their errors by kernel: those of the GPU's own time, or of the
     first label where that was not measured."""
-    from datetime import UTC, datetime
-
-    import numpy as np
-
-    from benchmark.records.labels import GPU_LABEL
-    from training.kernels.doubt import save_doubt
-    from training.kernels.saving import save_predictors
     from training.kernels.training_set import measured_times
 
     save_doubt(workspace, rows, workspace.predictors(rows.header.target.name))
@@ -252,10 +232,6 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config
 
 def head(rows: TrainingSet, label: str, count: int = 5) -> list[dict[str, Any]]:
     """The first rows as the estimators see them: sizes, the encoded type, the load; and the time to learn."""
-    import numpy as np
-
-    from training.kernels.estimators import pose
-
     codes = pose(rows.rows(np.isfinite(rows.times_ms[label])), label).type_codes
     columns = [name for name in HEAD_COLUMNS if name in rows.schema.names]
     table = []
@@ -281,11 +257,7 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="train again although nothing changed since the last time")
     args = parser.parse_args()
     workspace = cli.start(args)
-    from benchmark.records.files import collected_targets
-    from training.kernels.settings import TrainingConfig
-    from training.kernels.sidecar import sidecar_path
     from training.kernels.training_set import load_training_set
-    from utils.config import load_config
 
     config = load_config(args.config, TrainingConfig)
     results = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import platform
@@ -99,8 +100,6 @@ def _nvml_there() -> bool:
     """Whether pynvml, whose import takes a tenth of a second, could find the driver's library; beyond Linux it has to look."""
     if sys.platform != "linux":
         return True
-    import ctypes
-
     try:
         ctypes.CDLL("libnvidia-ml.so.1")  # the name that pynvml loads
     except OSError:

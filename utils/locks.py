@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from utils.errors import UserError
+from utils.fingerprint import gpu_facts
 
 try:
     import fcntl
@@ -163,8 +164,6 @@ def measuring(device: str) -> AbstractContextManager[None]:
     """
     name = "cpu"
     if device == "cuda":
-        from utils.fingerprint import gpu_facts
-
         name = gpu_facts().get("uuid", "cuda")
     return locked(_folder_of_devices() / f"hase-{name}.lock", f"device {name}: it")
 

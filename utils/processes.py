@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from utils import cli
 from utils.stopping import CHILD_GRACE_S, SIGNALS, stop_at_signals
 from utils.temporary import temporary_folder
-
-if TYPE_CHECKING:
-    from concurrent.futures import ProcessPoolExecutor
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,8 +27,6 @@ CRASHED = "takes ONNX Runtime down (the process that read it has ended): a damag
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
     """Asks Linux to send the signal `by` to this process when its parent ends (elsewhere, compare `os.getppid()`)."""
     if sys.platform == "linux":
-        import ctypes
-
         pr_set_pdeathsig = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, by)
 
@@ -49,9 +49,6 @@ def begin_child(temporary: Path | None = None) -> None:
 def process_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     """`jobs` processes for work that ONNX Runtime takes part in: started anew, since a forked runtime would hang. They end with
     the block, at once where that is interrupted."""
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
-
     others = multiprocessing.active_children()
     with temporary_folder() as folder:
         pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=begin_child,
@@ -79,10 +76,6 @@ def each_in_a_process(task: Callable[[T], R], items: Sequence[T], jobs: int, cra
         crashed: what stands for the result of such an item.
         description: of the progress bar.
     """
-    from concurrent.futures.process import BrokenProcessPool
-
-    from utils import cli
-
     results: dict[int, R] = {}
     left = list(range(len(items)))
     while left:

@@ -9,6 +9,8 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+
 from utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,8 +64,6 @@ def scrape_server(collector: Collector, trouble: Callable[[], str], host: str, p
     Raises:
         UserError: the port can't be had.
     """
-    from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
-
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     ProcessCollector(registry=registry)  # what serving itself costs: process_cpu_seconds_total

@@ -16,8 +16,13 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from benchmark.load.backgrounds import Background
+from benchmark.runtimes.ort.runner import device_binding, open_runner, queue_run, random_feed
+from ort_analysis.graph.source import default_dims, open_dims
 from utils.errors import UserError
+from utils.ort_sessions import model_errors
 from utils.processes import die_with_parent
 
 if TYPE_CHECKING:
@@ -93,11 +98,7 @@ def cpu_step(background: Background) -> Step:
     Raises:
         UserError: the model can't be run.
     """
-    import numpy as np
-
     if background.model:
-        from benchmark.runtimes.ort.runner import open_runner
-
         runner = open_runner(background.model, "cpu", dims=model_dims(background), static=True)
         runner.warm_up(1)
         return runner.run_once
@@ -177,8 +178,6 @@ def model_run(background: Background, stream: int) -> Step:
     Raises:
         UserError: the model can't be run.
     """
-    from benchmark.runtimes.ort.runner import device_binding, open_runner, queue_run, random_feed
-
     if background.model is None:
         raise RuntimeError(f"background {background.name} has no model")
     runner = open_runner(background.model, "cuda", dims=model_dims(background), static=True,
@@ -194,9 +193,6 @@ def model_dims(background: Background) -> dict[str, int]:
         UserError: no ONNX model.
     """
     import onnx
-
-    from ort_analysis.graph.source import default_dims, open_dims
-    from utils.ort_sessions import model_errors
 
     with model_errors(str(background.model)):
         proto = onnx.load(str(background.model), load_external_data=False)

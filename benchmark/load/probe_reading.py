@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from pydantic import AliasChoices, Field, FiniteFloat, model_validator
 
 from ort_analysis.records.kernel_record import Frozen
@@ -116,8 +117,6 @@ def summarised(reading: ProbeReading) -> ProbeSummary:
     shortest itself, twice as many readings of an idle H200 have runs that waited. That all runs waited can tell only who knows
     what they take on an idle device (`training.sharing.learned.other_work_summarised`).
     """
-    import numpy as np
-
     latencies = np.array(reading.long.latencies_ms)
     undisturbed = latencies[latencies <= waiting_from_ms(latencies.min())]
     waited = latencies > waiting_from_ms(float(np.median(undisturbed)))
@@ -136,8 +135,6 @@ def phases_ms(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, waited: npt
     Runs that waited one after another are a busy phase, the others between them a quiet one. Phases that the probe's beginning
     or end cut are left out where whole ones are there.
     """
-    import numpy as np
-
     starts, latencies, busy = np.asarray(starts_ms, dtype=float), np.asarray(latencies_ms, dtype=float), np.asarray(waited)
     edges = np.flatnonzero(np.diff(busy.astype(int))) + 1
     begins, ends = np.concatenate([[0], edges]), np.concatenate([edges, [len(busy)]]) - 1

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
+from benchmark.load.pace_reading import MachinePace
+from benchmark.measuring.quiet_host import host_probe, readings_s
 from utils.errors import UserError
 from utils.fingerprint import boot_id, has_cuda, machine
-
-if TYPE_CHECKING:
-    from benchmark.load.pace_reading import MachinePace
+from utils.timing import summarize
 
 SECONDS = 2.0
 
@@ -33,10 +32,6 @@ def measure_pace(device: str = "cuda", seconds: float = SECONDS) -> MachinePace:
     """
     if device == "cuda":
         check_gpu()
-    from benchmark.load.pace_reading import MachinePace
-    from benchmark.measuring.quiet_host import host_probe, readings_s
-    from utils.timing import summarize
-
     found = summarize([1e3 * reading for reading in readings_s(host_probe(device), seconds)])
     return MachinePace(probe_us=round(1e3 * found.median_ms, 2), spread=round(found.spread, 4), readings=found.runs,
                        taken=datetime.now(UTC), boot_id=boot_id(), device=device,

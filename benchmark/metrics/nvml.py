@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pynvml
+
 from benchmark.metrics.soundness import LOOKS_BACK
 from benchmark.metrics.source import Mean, MetricSource, Window
 from utils.errors import UserError
@@ -67,8 +69,6 @@ class NvmlSource(MetricSource):
             CountersMissing: they are asked for, and this GPU has no GPM.
             UserError: a field is not here.
         """
-        import pynvml
-
         self.name = "NVML with GPM" if counters else "NVML"
         self._nvml = pynvml
         pynvml.nvmlInit()

@@ -13,6 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
+from benchmark.metrics.cpu import CpuSource
+from benchmark.metrics.dcgm import DcgmMissing, DcgmSource
+from benchmark.metrics.nvml import CountersMissing, NvmlSource
+from benchmark.metrics.replay import ReplaySource
 from benchmark.metrics.source import MetricSource
 from utils.errors import UserError
 from utils.fingerprint import resolve_device
@@ -44,16 +48,12 @@ def open_source(device: str = "auto", fields: Sequence[str] | None = None, sourc
         raise UserError(f"source {source}" + (" needs a file to replay" if replay is None else f": it does not read {replay}; "
                                               "choose source replay for that"))
     if replay is not None:
-        from benchmark.metrics.replay import ReplaySource
-
         return ReplaySource(replay, fields, replay_step_s)
     if replay_step_s is not None:
         raise UserError(f"source {source}: there is no step of a replay without a file to replay")
     provider = resolve_device(device)
     _check_suits(source, provider, dcgm_address)
     if provider == "cpu":
-        from benchmark.metrics.cpu import CpuSource
-
         opened: MetricSource = CpuSource(fields)
         why = "this is a CPU target"
     elif source == "auto":
@@ -79,19 +79,12 @@ def _check_suits(source: SourceName, provider: str, dcgm_address: str | None) ->
 
 def _gpu_source(source: SourceName, fields: Sequence[str] | None, dcgm_address: str | None) -> MetricSource:
     if source == "dcgm":
-        from benchmark.metrics.dcgm import DcgmSource
-
         return DcgmSource(fields, dcgm_address)
-    from benchmark.metrics.nvml import NvmlSource
-
     return NvmlSource(fields, counters=source == "nvml-gpm")
 
 
 def _best_for_gpu(fields: Sequence[str] | None, dcgm_address: str | None) -> tuple[MetricSource, str]:
     """The best source, and why: the DCGM pointed out, else counters (exact means of windows), else DCGM, else what all have."""
-    from benchmark.metrics.dcgm import DcgmMissing
-    from benchmark.metrics.nvml import CountersMissing
-
     if dcgm_address is not None:
         return _gpu_source("dcgm", fields, dcgm_address), "its address is given"
     try:

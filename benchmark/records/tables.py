@@ -16,6 +16,7 @@ from benchmark.records.labels import DEFAULT_LABELS, GPU_LABEL, LABELS, VARIANTS
 from benchmark.records.reading import means_add_up
 from ort_analysis.records.kernel_record import Kernel
 from utils.errors import UserError
+from utils.timing import summarize
 
 UNFINISHED = "unfinished"  # status of a kernel whose first label was not (yet) taken, only others
 
@@ -148,8 +149,6 @@ def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
 
 def model_rows(sessions: Iterable[ModelSession]) -> list[dict[str, Any]]:
     """A row for each session that timed a model: statistics of its whole latency, and the medians of its other labels."""
-    from utils.timing import summarize
-
     rows = []
     for model, block, labels in sessions:
         if "latency" not in labels:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ort_analysis.records.kernel_record import Kernel, family
+from training.kernels.settings import LAUNCHES
 
 if TYPE_CHECKING:
     from inference.core.targets import Fitted
@@ -111,8 +112,6 @@ class KernelDoubt(NamedTuple):
 
 def kernel_doubts(kernels: Iterable[Kernel], provenance: Iterable[str], fitted: Fitted, label: str) -> dict[str, KernelDoubt]:
     """The kernels that are doubtful, by id. What was measured is not, nor what only renames a tensor."""
-    from training.kernels.settings import LAUNCHES
-
     found, predicted = dict[str, KernelDoubt](), []
     for kernel, origin in zip(kernels, provenance, strict=True):
         if not kernel.moves_data or origin == "measured":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from benchmark.runtimes.ort.control_flow import RANGE, trip_ms
 from graph_model.simulation.pipeline import NodeKind, node_kind
 from inference.core.answers import Provenance
 from inference.core.doubt import CERTAIN, KernelDoubt, Span
@@ -65,7 +66,6 @@ def runs_of_kernels(record: ModelRecord) -> dict[Placed, float]:
 
 def _control_flow_kernel(kernel: Kernel, device: str) -> KnownKernel:
     """What a Loop, an If or a Scan brings to a model with each trip, besides the nodes of its body."""
-    from benchmark.runtimes.ort.control_flow import RANGE, trip_ms
     from training.composition.off_gpu import waits_for_gpu
 
     on_gpu = device == "cuda"

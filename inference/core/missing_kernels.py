@@ -12,21 +12,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmark.collecting.collect import collect_in_models, collect_kernels
+from benchmark.collecting.config import CollectorConfig
+from benchmark.collecting.crew import Crew, start_crew
+from benchmark.collecting.work import ModelItem
 from benchmark.records.files import DatasetKernel, header_path
 from benchmark.records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
 from inference.core.sources import Source, record_of
 from inference.core.targets import MAKE_PREDICTORS, Fitted, check_fit, fitted_for, local_targets, predictor_folders
+from kernel_model.building.kernel_models import kernel_build
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import Kernel, ModelRecord
+from training.composition.default_composition import default_composition, save_default, untrained
+from training.kernels.doubt import NOTHING_LEARNED
+from training.kernels.predictors import ON_GPU, leaves_gpu_idle
+from training.kernels.saving import copy_predictors, renew_measured
+from training.kernels.sidecar import sidecar_path
+from training.kernels.training_set import measured_times
+from utils.config import load_config
 from utils.errors import UserError
+from utils.files import write_json
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
 from utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
-    from benchmark.collecting.config import CollectorConfig
-    from benchmark.collecting.crew import Crew
     from training.composition.fitted import Composition
 
 log = get_logger("predict")
@@ -52,16 +63,12 @@ class Filled:
 
 def looked_up(composition: Composition) -> tuple[str, ...]:
     """What a composition looks up of each kernel: its label, and in a pipeline the launches too."""
-    from training.kernels.predictors import ON_GPU
-
     return ON_GPU if composition.kind == "pipeline" else (composition.label,)
 
 
 def missing_kernels(fitted: Fitted, records: Sequence[ModelRecord]) -> dict[str, Kernel]:
     """The kernels of some models, by id, of which the target's composition has to predict something. Of a node that holds
     a body the body's kernels are, and not its own."""
-    from training.kernels.predictors import leaves_gpu_idle
-
     measured = fitted.predictors.measured
     return {name: kernel for record in records for name, kernel in record.kernels.items()
             if not is_control_flow(kernel) and any(label not in measured.get(name, {}) and not leaves_gpu_idle(kernel, label)
@@ -70,8 +77,6 @@ def missing_kernels(fitted: Fitted, records: Sequence[ModelRecord]) -> dict[str,
 
 def build(kernels: Mapping[str, Kernel], folder: Path) -> set[str]:
     """Builds the kernels that are not in `folder` yet; returns the ids of those that are there then."""
-    from kernel_model.building.kernel_models import kernel_build
-
     there = set()
     for name, kernel in kernels.items():
         if not (folder / f"{name}.onnx").exists():
@@ -102,10 +107,6 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
     Raises:
         UserError: this machine is not the target, the model can't be used, or the dataset lacks the label that is needed.
     """
-    from benchmark.collecting.config import CollectorConfig
-    from benchmark.collecting.crew import start_crew
-    from utils.config import load_config
-
     workspace = workspace or Workspace()
     if isinstance(source, (str, Path)):
         workspace.find_model(Path(source))  # a mistyped name is told of before anything starts
@@ -148,9 +149,6 @@ def nothing_learned(workspace: Workspace, target: str | None) -> Fitted | None:
     Raises:
         UserError: this machine is a GPU, and no composition of one comes with Hase.
     """
-    from training.composition.default_composition import default_composition, untrained
-    from training.kernels.doubt import NOTHING_LEARNED
-
     there, own = predictor_folders(workspace), local_targets()
     if target is not None:
         own = tuple(local for local in own if target in local.name and not any(target in name for name in there))
@@ -180,8 +178,6 @@ def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted,
 def _measure(kernels: Sequence[DatasetKernel], fitted: Fitted, workspace: Workspace, config: CollectorConfig,
              crew: Crew) -> tuple[int, float]:
     """Has built kernels measured and looked up; returns how many were measured, and the seconds that this took."""
-    from benchmark.collecting.collect import collect_kernels
-
     totals = collect_kernels(workspace, config, kernels, crew)
     _note_down(fitted, workspace)
     return totals["measured_kernels"], totals["measuring_s"]
@@ -193,10 +189,6 @@ def _measure_in_model(source: Source, records: Sequence[ModelRecord], missing: M
 
     Nothing is measured where there is only a record of the model. What can't be measured so is left out, with a warning.
     """
-    from benchmark.collecting.collect import collect_in_models
-    from benchmark.collecting.work import ModelItem
-    from utils.files import write_json
-
     if isinstance(source, ModelRecord) or (isinstance(source, (str, Path)) and Path(source).suffix == ".json"):
         return 0, 0.0
     held = [DatasetKernel(kernel=kernel, models=tuple(record.model for record in records if name in record.kernels))
@@ -219,11 +211,6 @@ def _measure_in_model(source: Source, records: Sequence[ModelRecord], missing: M
 
 def _note_down(fitted: Fitted, workspace: Workspace) -> None:
     """Has what was measured looked up from now on."""
-    from training.composition.default_composition import save_default
-    from training.kernels.saving import copy_predictors, renew_measured
-    from training.kernels.sidecar import sidecar_path
-    from training.kernels.training_set import measured_times
-
     name, folder = fitted.target.name, workspace.predictors(fitted.target.name)
     with sole_writer(workspace.predictors("")):
         if fitted.composition.assumed and not sidecar_path(folder).is_file():

@@ -55,11 +55,12 @@ from ort_analysis.cuda.capture import capture_obstacle
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import ModelRecord
 from ort_analysis.records.run_order import at_guess, holds_bodies, run_order, runs_in_order, shortest_cut
+from training.composition.fitted import FIT, Composition, copied_mib, host_io_ms, latency_ms, working_nodes
+from training.kernels.settings import LAUNCHES
 from utils.errors import UserError
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
-    from training.composition.fitted import Composition
     from training.sharing.learned import Sharing
 
 Floats = npt.NDArray[np.float64]
@@ -137,8 +138,6 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
     times = fitted.predictors.predict(list(kernels.values()), of_kernels, used.label, strict)
     launches: Sequence[float | None] = [None] * len(kernels)
     if used.kind == "pipeline":
-        from training.kernels.settings import LAUNCHES
-
         launches = fitted.predictors.predict(list(kernels.values()), of_kernels, LAUNCHES, strict).latency_ms
     doubts = kernel_doubts(kernels.values(), times.provenance, fitted, used.label)
     known = {key: KnownKernel(time_ms, cast("Provenance", provenance), count, node_kind(kernel), layout_of(kernel),
@@ -220,8 +219,6 @@ def check_way(way: WayOfRunning, used: Composition, target: str) -> None:
     """
     if way.cuda_graph and way.io == "host":
         raise UserError("a CUDA graph reads and writes tensors at fixed places on the device: predict it with --io device")
-    from training.composition.fitted import FIT
-
     for asked, fitted, what in ((way.io == "host", used.host_io, "host_io"), (way.cuda_graph, used.cuda_graph, "cuda_graph")):
         if asked and fitted is None:
             raise UserError(f"{target}: no models were run so ({what}); measure some (variants in the collector's config), and "
@@ -311,8 +308,6 @@ class Composed(NamedTuple):
 def _composed(record: ModelRecord, known: Mapping[Placed, KnownKernel], used: Composition, costs: PipelineCosts | None,
               way: WayOfRunning) -> Composed:
     """A model's time from its kernels'. On a GPU it is no shorter than what the GPU itself has to do."""
-    from training.composition.fitted import copied_mib, host_io_ms, latency_ms, working_nodes
-
     nodes = [known[key] for key in placed_kernels(record)]
     kernel_sum_ms, critical_path_ms = sum(
         node.runs * found.latency_ms for node, found in zip(record.nodes, nodes, strict=True)), None

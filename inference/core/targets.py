@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ort_analysis.records.kernel_record import ModelRecord
+from training.composition.fitted import Composition, load_composition
+from training.sharing.learned import Sharing, read_sharing
 from utils.errors import UserError
 from utils.files import cached
 from utils.fingerprint import CUDNN, Target, has_cuda, local_target, package_version
 from utils.paths import SHIPPED, SIDECAR, Workspace
 
 if TYPE_CHECKING:
-    from training.composition.fitted import Composition
     from training.kernels.doubt import Doubt
     from training.kernels.predictors import Predictors
     from training.kernels.sidecar import Sidecar
-    from training.sharing.learned import Sharing
 
 MAKE_PREDICTORS = (
     "python benchmark/collector.py", "python training/train_kernel_model.py", "python training/fit_composition.py")
@@ -154,10 +154,8 @@ def fitted_for(workspace: Workspace, name: str | None = None) -> Fitted:
     key = (str(folder), *((entry.name, about.st_size, about.st_mtime_ns) for entry in there if (about := _about(entry))))
 
     def load() -> tuple[Predictors, Composition, Sharing | None, Doubt]:
-        from training.composition.fitted import load_composition
         from training.kernels.doubt import read_doubt
         from training.kernels.predictors import load_predictors
-        from training.sharing.learned import read_sharing
 
         return load_predictors(folder), load_composition(folder), read_sharing(folder), read_doubt(folder)
 

@@ -11,7 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmark.collecting.measuring import load_in_words
+from benchmark.records.blocks import Block, Measurement
+from benchmark.records.files import read_journal
+from benchmark.records.host_pace import paced_rows
+from benchmark.records.tables import model_rows, model_sessions
+from inference.core.prediction import predict
+from inference.core.sources import record_of
+from ort_analysis.graph.source import own_sizes
 from ort_analysis.records.kernel_record import ModelRecord
+from training.sharing.learned import busy_share
 from utils import cli
 from utils.errors import UserError
 from utils.logger import get_logger
@@ -54,16 +63,12 @@ class Case:
         """Whether nothing else runs, as far as is known: no load was started, and probe or metrics tell of none to speak of."""
         if self.level or (self.other is None and not self.load):
             return not self.level
-        from training.sharing.learned import busy_share
-
         share = busy_share(self.load) if self.other is None else self.other.busy_share
         return share is not None and share < IDLE_BELOW
 
     @property
     def name(self) -> str:
         """The model's, and beside what it runs."""
-        from benchmark.collecting.measuring import load_in_words
-
         return self.record.model + (f" at {load_in_words(self.level, self.background)}" if self.level else "")
 
     def beside(self, level: float, background: str, load: Mapping[str, float], other: OtherWork | None) -> Case:
@@ -103,9 +108,6 @@ def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], device: s
     Raises:
         UserError: one of `dims` is dynamic in none of the models.
     """
-    from inference.core.sources import record_of
-    from ort_analysis.graph.source import own_sizes
-
     cases: list[Case] = []
     unused = set(dims)
     sized: list[tuple[Path, dict[str, int]]] = []
@@ -129,8 +131,6 @@ def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], device: s
 
 def _analysed(device: str, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
     """The record of a model at some sizes, or what was raised instead; for a process of its own."""
-    from inference.core.sources import record_of
-
     try:
         return record_of(sized[0], device, sized[1], static)
     except UserError as error:
@@ -147,11 +147,6 @@ def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Se
     """A case for every model of `records`, level, background and machine that the dataset in `folder` holds a good measurement
     of, by `label`; idle, without those that a disturbed host held up."""
     import pandas as pd
-
-    from benchmark.records.blocks import Block, Measurement
-    from benchmark.records.files import read_journal
-    from benchmark.records.host_pace import paced_rows
-    from benchmark.records.tables import model_rows, model_sessions
 
     sessions = [session for session in model_sessions(read_journal(folder)) if "latency" in session.labels]
     if not sessions:
@@ -176,8 +171,6 @@ def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Se
 
 def predict_case(case: Case, target: str, way: WayOfRunning, workspace: Workspace, force: bool, failures: Failures) -> None:
     """Fills in a case's predictions: with look-up, and strict."""
-    from inference.core.prediction import predict
-
     with failures.costing(case.name, case):
         case.with_lookup, case.strict = (
             predict(case.record, target=target, strict=strict, load=case.load, way=way, workspace=workspace, force=force,

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmark.records.files import header_path, load_header
+from inference.core.host_pace import USUAL, counts
+from inference.core.prediction import check_way
+from inference.core.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here, local_targets
+from inference.core.ways import AS_USUAL, WayOfRunning
 from inference.evaluation.cases import Case, Failures, cases_of, predict_case, recorded_cases
 from inference.evaluation.comparison import Evaluation, compare, summarise
 from inference.evaluation.here import LoadsHere, MeasuredHere, MeasuringPlan, measure_all
 from ort_analysis.records.kernel_record import ModelRecord
+from ort_analysis.records.reading import load_records
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
-
-if TYPE_CHECKING:
-    from inference.core.targets import Fitted
-    from inference.core.ways import WayOfRunning
 
 
 def name_missing(records: Mapping[str, ModelRecord], found: set[str], folder: Path, failures: Failures) -> None:
@@ -27,8 +29,6 @@ def name_missing(records: Mapping[str, ModelRecord], found: set[str], folder: Pa
 
 def held_out_of_fits(workspace: Workspace, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Families and backgrounds that the target's dataset keeps out of every fit; none where there is no dataset."""
-    from benchmark.records.files import header_path, load_header
-
     folder = workspace.dataset(target)
     if not header_path(folder).exists():
         return (), ()
@@ -51,11 +51,6 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
         UserError: no predictors, the target is another machine's and `recorded` is off, the load is not known, or not one
             model is left.
     """
-    from inference.core.host_pace import USUAL, counts
-    from inference.core.prediction import check_way
-    from inference.core.targets import MAKE_PREDICTORS, fitted_for, is_here, local_targets
-    from inference.core.ways import AS_USUAL
-
     paths = workspace.find_models(models)  # what was asked for comes first: a name may be mistyped
     fitted, way, loads = fitted_for(workspace, target), way or AS_USUAL, loads or LoadsHere()
     check_way(way, fitted.composition, fitted.target.name)
@@ -94,8 +89,6 @@ def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[s
     Raises:
         UserError: there is no dataset, or no record of a model.
     """
-    from benchmark.records.files import header_path
-
     folder = workspace.dataset(fitted.target.name)
     if not header_path(folder).exists():
         shipped = ROOT / "recipes" / "h200" / f"{fitted.target.name}.tar.xz"
@@ -118,8 +111,6 @@ def composition_facts(fitted: Fitted) -> dict[str, Any]:
 def recorded_records(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
                      failures: Failures, static: bool) -> dict[str, ModelRecord]:
     """Records by name: of the models in `paths`, else all that the fusion detector wrote for the target's flavour."""
-    from ort_analysis.records.reading import load_records
-
     flavour = fitted.target.flavour
     if paths:
         cases = cases_of(paths, dims, flavour.device, failures, static)

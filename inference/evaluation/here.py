@@ -11,21 +11,31 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from benchmark.collecting.measuring import load_in_words
+from benchmark.load.backgrounds import COMPUTE, Background
+from benchmark.load.stress import Stress, stress
+from benchmark.measuring.canary import IDLE_EFFORT, wait_until_steady
+from benchmark.measuring.effort import Effort
 from benchmark.measuring.worker_client import Worker, WorkerFailed
+from benchmark.metrics.source import MetricSource, values
+from benchmark.records.files import model_table_path
+from benchmark.records.reading import load_model_table
+from benchmark.runtimes.protocol import Reply, Request
+from inference.core.host_pace import HostPace, compares, ratio_of
+from inference.core.prediction import check_beside
 from inference.evaluation.cases import Case, Failures, predict_case
 from inference.live.load import InferenceConfig, Load, current_load, fields_asked, read_metrics
+from inference.live.prometheus import server_for
+from inference.sharing.co_runner import probe_of, probed
 from utils import cli
 from utils.errors import UserError
+from utils.fingerprint import machine
 from utils.locks import measuring
 from utils.logger import get_logger
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
     from benchmark.collecting.config import CollectorConfig
-    from benchmark.load.backgrounds import Background
-    from benchmark.load.stress import Stress
-    from benchmark.metrics.source import MetricSource
-    from benchmark.runtimes.protocol import Reply
     from graph_model.simulation.sharing import OtherWork
     from inference.core.targets import Fitted
     from inference.core.ways import WayOfRunning
@@ -80,10 +90,6 @@ class LoadsHere:
             UserError: one can't, it does not (whatever `on_failure` says: a load that was started is never taken for idle), or
                 nothing is known of models run that way beside other work.
         """
-        from inference.core.prediction import check_beside
-        from inference.live.prometheus import server_for
-        from inference.sharing.co_runner import probed
-
         provider = fitted.target.flavour.device
         if self.metrics_file:
             read_metrics(self.metrics_file)
@@ -111,10 +117,6 @@ class LoadsHere:
     @contextmanager
     def running(self, level: float, background: Background | None, provider: str, workspace: Workspace) -> Iterator[Stress]:
         """One of them while a block runs; it is up when the block begins, and no metrics from before it are left."""
-        from benchmark.collecting.measuring import load_in_words
-        from benchmark.load.backgrounds import COMPUTE
-        from benchmark.load.stress import stress
-
         with stress(level, background or COMPUTE, provider, workspace=workspace) as stressor:
             if self.under_load:
                 settle_s = self.under_load.stress.settle_s + self.config.prometheus.memory_s
@@ -135,9 +137,6 @@ class LoadsHere:
         Raises:
             UserError: metrics or probe can't be read; a load that was started is never taken for idle.
         """
-        from benchmark.metrics.source import values
-        from inference.sharing.co_runner import probe_of, probed
-
         if self.under_load and source:
             load = Load(values(source.window(self.under_load.window_s)) if level else {})
         else:
@@ -177,8 +176,6 @@ def measure_all(ready: Sequence[Case], fitted: Fitted, way: WayOfRunning, loads:
 
 def _measure_all(ready: Sequence[Case], worker: Worker, fitted: Fitted, way: WayOfRunning, loads: LoadsHere,
                  plan: MeasuringPlan, workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
-    from benchmark.collecting.measuring import load_in_words
-
     target, provider = fitted.target.name, fitted.target.flavour.device
     found = MeasuredHere(load="by level" if loads.under_load else "idle")
     source = loads.source(provider)
@@ -221,8 +218,6 @@ def measure_here(cases: Sequence[Case], worker: Worker, device: str, way: WayOfR
         worker: the process that runs them; where a model takes it down, or hangs, that costs this model alone.
         best_canary_ms: the canary then; 0 where that is not known, or where the device is not idle: no waiting.
     """
-    from benchmark.measuring.canary import wait_until_steady
-
     loaded = False
     for case in cli.track([case for _ in range(plan.rounds) for case in cases], "measuring"):
         if case.failed:
@@ -253,8 +248,6 @@ def measure_here(cases: Sequence[Case], worker: Worker, device: str, way: WayOfR
 def at_measured_pace(case: Case, fitted: Fitted, way: WayOfRunning) -> bool:
     """Sets the pace of the host that a case is predicted for to what was measured beside it; false where none was, or where it
     does not count."""
-    from inference.core.host_pace import HostPace, compares, ratio_of
-
     if case.failed or not case.probes_us or not compares(fitted, way):
         return False
     case.host_pace = HostPace(ratio_of(median(case.probes_us), fitted), "measured")
@@ -269,9 +262,6 @@ def time_session(case: Case, worker: Worker, device: str, way: WayOfRunning, bud
         UserError: there is no file, or ONNX Runtime can't load or run it.
         WorkerFailed: the process ended over it, or did not answer in time.
     """
-    from benchmark.measuring.effort import Effort
-    from benchmark.runtimes.protocol import Request
-
     if case.path is None:
         raise UserError(f"{case.record.model}: no file to run")
     reply = worker.ask(Request(
@@ -285,19 +275,12 @@ def time_session(case: Case, worker: Worker, device: str, way: WayOfRunning, bud
 
 def canary_ms(worker: Worker, device: str) -> float:
     """The median of a few runs of the canary, in milliseconds; errors as of `Worker.ask`."""
-    from benchmark.measuring.canary import IDLE_EFFORT
-    from benchmark.runtimes.protocol import Request
-
     return median(worker.ask(Request(do="canary", device=device, effort=IDLE_EFFORT)
                              ).samples[0].samples_ms)
 
 
 def recorded_canary_ms(workspace: Workspace, target: str, device: str) -> float:
     """The canary's shortest time in the idle blocks of the target's dataset, if it was measured on this machine; else 0."""
-    from benchmark.records.files import model_table_path
-    from benchmark.records.reading import load_model_table
-    from utils.fingerprint import machine
-
     if not model_table_path(workspace.dataset(target)).exists():
         return 0.0
     rows = load_model_table(workspace, target)

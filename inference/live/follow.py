@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from inference.live.prediction_exporter import export
 from inference.live.watch import Reading, Watch
 from utils import cli
 from utils.logger import get_logger
@@ -30,8 +31,6 @@ def follow(watch: Watch, address: tuple[str, int] | None = None, as_json: bool =
     Raises:
         UserError: the address can't be had.
     """
-    from inference.live.prediction_exporter import export
-
     over = set_by_signal()
     server = export(watch, *address) if address else None
     if server:

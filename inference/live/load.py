@@ -13,6 +13,7 @@ from benchmark.metrics.soundness import Unsound, checked
 from benchmark.metrics.source import values
 from inference.core.targets import Fitted
 from inference.live.prometheus import PrometheusConfig, PrometheusError, Server, server_for
+from training.sharing.learned import BUSY_FIELDS
 from utils import files
 from utils.config import Config
 from utils.errors import UserError
@@ -63,8 +64,6 @@ def fields_asked(fitted: Fitted) -> tuple[str, ...]:
     metrics = fitted.predictors.sidecar.metrics
     if fitted.sharing is None:
         return tuple(metrics)
-    from training.sharing.learned import BUSY_FIELDS
-
     return ([field for field in BUSY_FIELDS if field in metrics] or list(BUSY_FIELDS))[0],
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
 from inference.sharing.co_runner import SHOWN_PERCENTILES
 from utils.scrape_server import scrape_server
 
@@ -28,8 +30,6 @@ class PredictedLatency:
 
     def collect(self) -> Iterator[Any]:
         """The metric families of the latest prediction; quantiles only where it has a distribution."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         found = self.watch.latest
         if found is None:
             return

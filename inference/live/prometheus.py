@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import os
@@ -208,8 +209,6 @@ class Server:
 
     def _header(self) -> str | None:
         """The Authorization header."""
-        import base64
-
         config = self.config
         if config.user is not None:
             password = _secret("password", config.password_env, config.password_file)

@@ -11,6 +11,7 @@ from threading import Event
 from inference.core.answers import Prediction
 from inference.sharing.slo import PERCENTILE, Slo, check_slo
 from ort_analysis.records.kernel_record import Frozen
+from training.sharing.learned import busy_share
 from utils.errors import UserError
 from utils.logger import get_logger
 from utils.scrape_server import stale
@@ -95,8 +96,6 @@ class Watch:
 
 
 def _busy_share(found: Prediction) -> float | None:
-    from training.sharing.learned import busy_share
-
     if found.under_load:
         return found.under_load.busy_share
     return None if found.load == "idle" else busy_share(dict(found.load))

@@ -8,17 +8,26 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
+from benchmark.metrics.soundness import checked
 from graph_model.simulation.pipeline import Kinds, PipelineCosts
 from graph_model.simulation.sharing import OtherWork, shared_runs_ms
 from inference.core.targets import Fitted, is_here, local_targets
 from ort_analysis.records.kernel_record import Frozen
+from training.sharing.learned import (
+    BUSY_FIELDS,
+    FIT,
+    Sharing,
+    busy_share,
+    other_work_guessed,
+    other_work_probed,
+    other_work_summarised,
+)
 from utils.errors import UserError
 from utils.sharing_mode import check_sharing_mode, sharing_mode
 
 if TYPE_CHECKING:
     from benchmark.load.probe_reading import ProbeReading
     from inference.live.load import Load
-    from training.sharing.learned import Sharing
 
 Floats = npt.NDArray[np.float64]
 SHOWN_PERCENTILES = (50, 95, 99)
@@ -30,8 +39,6 @@ class NotShared(UserError):
     """Nothing is known of how a target is shared."""
 
     def __init__(self, target: str) -> None:
-        from training.sharing.learned import FIT
-
         super().__init__(f"{target}: nothing was learned of how it is shared, so latencies under load have no distribution; "
                          f"measure models beside other work, then: {FIT}")
 
@@ -93,9 +100,6 @@ def other_work(fitted: Fitted, load: Mapping[str, float]) -> OtherWork | None:
     """
     if fitted.sharing is None or not load:
         return None
-    from benchmark.metrics.soundness import checked
-    from training.sharing.learned import BUSY_FIELDS, busy_share, other_work_guessed
-
     check_mode_here(fitted)
     load = {field: checked(field, value) if field in BUSY_FIELDS else value for field, value in load.items()}
     share = busy_share(load)
@@ -112,8 +116,6 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> OtherWork:
         NotShared: nothing was learned of the target's sharing.
         UserError: the target is a CPU, this machine is not the target, or its GPU is shared in a way that was not measured.
     """
-    from training.sharing.learned import other_work_probed
-
     if fitted.target.flavour.device == "cpu":
         raise UserError(f"{fitted.target.name}: only a GPU is shared in time slices, which is what the probe tells of; a CPU's "
                         "load is told by metrics, so leave --probe out")
@@ -139,8 +141,6 @@ def probe_of(fitted: Fitted, load: Load) -> OtherWork | None:
     """
     if load.probe is None:
         return None
-    from training.sharing.learned import other_work_summarised
-
     if fitted.sharing is None:
         raise NotShared(fitted.target.name)
     return other_work_summarised(load.probe, fitted.sharing.alone_ms)

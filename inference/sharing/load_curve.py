@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from inference.sharing.shared_models import shared_model
 from ort_analysis.records.kernel_record import Frozen
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ def predict_curve(source: Source, *, points: int = POINTS, dims: Mapping[str, in
     The other arguments and the errors are those of `inference.shared_model`; from 0.95 on the background never
     pauses (`benchmark.load.probe_reading.ALWAYS`).
     """
-    from inference.sharing.shared_models import shared_model
-
     model = shared_model(source, dims=dims, target=target, strict=strict, workspace=workspace, force=force,
                          static=static)
     found = []

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from inference.sharing.co_runner import UnderLoad
+from inference.sharing.shared_models import SharedModel, shared_model
 from ort_analysis.records.kernel_record import Frozen
 
 if TYPE_CHECKING:
     from inference.core.sources import Source
-    from inference.sharing.shared_models import SharedModel
     from utils.paths import Workspace
 
 
@@ -45,8 +45,6 @@ def predict_pair(source: Source, beside: Source, *, dims: Mapping[str, int] | No
 
     The other arguments and the errors are those of `inference.shared_model`.
     """
-    from inference.sharing.shared_models import shared_model
-
     one, two = (shared_model(model, dims=sizes, target=target, strict=strict, workspace=workspace, force=force,
                              static=static)
                 for model, sizes in ((source, dims), (beside, beside_dims)))

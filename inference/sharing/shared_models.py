@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
 from graph_model.simulation.sharing import OtherWork
@@ -15,10 +14,8 @@ from inference.core.sources import Source, record_of
 from inference.core.targets import fitted_for
 from inference.core.timeline import Tracks, off_gpu_of, tracks_of
 from inference.sharing.co_runner import NotShared, ToldBy, UnderLoad, check_mode_here, under_load
+from training.sharing.learned import Sharing, in_a_loop, other_work_guessed
 from utils.paths import Workspace
-
-if TYPE_CHECKING:
-    from training.sharing.learned import Sharing
 
 
 @dataclass(frozen=True)
@@ -45,14 +42,10 @@ class SharedModel:
     def at_share(self, share: float, like: OtherWork | None = None) -> UnderLoad:
         """The distribution beside a background that is busy for `share` of the time (a ratio), with waits and phases as of an
         average kind of background, or of `like`."""
-        from training.sharing.learned import other_work_guessed
-
         return self.beside(other_work_guessed(share, self.sharing, like), "share")
 
     def in_a_loop(self, other: SharedModel) -> OtherWork:
         """This model, run without a pause, as `other` meets it."""
-        from training.sharing.learned import in_a_loop
-
         return in_a_loop((*self.tracks, self.costs), (*other.tracks, other.costs), self.sharing)
 
 

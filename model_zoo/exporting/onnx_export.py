@@ -12,11 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from model_zoo.exporting.torch_models import SEED, build, check_names, is_sized, reference, weight_bytes
 from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY, SMALLEST_IMAGE, Export
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import flavour_of, local_target, ort_version, package_version
 from utils.logger import get_logger
+from utils.ort_sessions import model_errors, open_session
 from utils.paths import OPTIMIZED_SUFFIX, Workspace
 
 if TYPE_CHECKING:
@@ -43,8 +48,6 @@ class ModelSource:
         self._model: Any = None
 
     def get(self, export: Export) -> torch.nn.Module:
-        from model_zoo.exporting.torch_models import build, is_sized
-
         key = (export.model, export.dtype, export.size if is_sized(export.model) else None)
         if key != self._key:
             self._model = None  # frees it before the next is made
@@ -72,7 +75,6 @@ def optimized_stamp(export: Export, provider: str) -> dict[str, str]:
 def is_done(path: Path, expected: Mapping[str, str]) -> bool:
     """Whether `path` is a whole ONNX file with this metadata."""
     import onnx
-    from google.protobuf.message import DecodeError
 
     if not path.is_file():
         return False
@@ -107,8 +109,6 @@ def trace(model: torch.nn.Module, export: Export, open_dims: Mapping[int, str]) 
     """The model as torch exports it, with the input dimensions `open_dims` (by position) left open."""
     import torch
 
-    from model_zoo.exporting.torch_models import weight_bytes
-
     size = weight_bytes(model)
     if size > LARGEST_FILE:
         raise UserError(f"{export.model} has {size / 1e9:.1f} GB of weights in {export.dtype}; one ONNX file holds 2 GB at most"
@@ -135,8 +135,6 @@ def trace(model: torch.nn.Module, export: Export, open_dims: Mapping[int, str]) 
 
 def difference(found: Any, wanted: Any) -> float:
     """The largest difference, relative to the largest wanted value; infinite where the shapes differ."""
-    import numpy as np
-
     if found.shape != wanted.shape:
         return float("inf")
     return float(np.abs(found.astype(np.float32) - wanted).max() / np.abs(wanted).max())
@@ -149,8 +147,6 @@ def check_outputs(path: Path, provider: str, optimize: str, images: Any, wanted:
         UserError: it can't be run, or they are too far.
     """
     import onnxruntime
-
-    from utils.ort_sessions import model_errors, open_session
 
     name = "ORT's optimised graph" if optimize == "none" else "the exported graph"  # the path is a temporary one
     session = open_session(path, provider, optimize=optimize, name=name)
@@ -180,8 +176,6 @@ class Exporter:
 
     def check_names(self, names: Iterable[str]) -> None:
         """Checks that torchvision has these models; `UserError` where it has not."""
-        from model_zoo.exporting.torch_models import check_names
-
         check_names(names)
 
     def write(self, export: Export) -> list[dict[str, Any]]:
@@ -204,10 +198,6 @@ class Exporter:
                 "mb": round(path.stat().st_size / 1e6, 2), "difference": error}
 
     def _images_and_outputs(self, export: Export, batch: int, size: tuple[int, int]) -> tuple[Any, Any]:
-        import numpy as np
-
-        from model_zoo.exporting.torch_models import SEED, reference
-
         images = np.random.default_rng(SEED).standard_normal((batch, 3, *size), dtype=np.float32)
         images = images.astype(np.float16) if export.dtype == "fp16" else images
         wanted = reference(self._models.get(export), images, self.provider)
@@ -223,8 +213,6 @@ class Exporter:
         return self._reference
 
     def _write_plain(self, export: Export, path: Path) -> float:
-        from model_zoo.exporting.torch_models import is_sized
-
         if export.batch is not None:
             return self._save_checked(trace(self._models.get(export), export, {}), export, path, [(export.batch, export.size)])
         if export.batch_alone:
@@ -270,8 +258,6 @@ class Exporter:
     def _write_optimized(self, export: Export, plain: Path, path: Path) -> float:
         """Puts ORT's optimised graph in place once a run of it, as it is, passes."""
         import onnx
-
-        from utils.ort_sessions import open_session
 
         with files.replacing(path) as temporary:
             open_session(plain, self.provider, save_to=temporary, name=plain.name)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ort_analysis.graph.parsed_nodes import bodies_of
 from ort_analysis.records.elements import type_code, type_name
 from ort_analysis.records.kernel_record import KernelInput
@@ -133,7 +135,6 @@ def _widen_graph(graph: onnx.GraphProto) -> None:
 
 def _widen(tensor: onnx.TensorProto) -> None:
     """Puts a tensor into single precision; a number that stands for one that fusions look for becomes that one."""
-    import numpy as np
     from onnx import numpy_helper
 
     if floating_type(tensor.data_type) not in REDUCED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ort_analysis.records.kernel_costs import recosted
 from ort_analysis.records.kernel_record import INDEX_VERSION, RECORD_VERSION, REMAKE, KernelIndex, ModelRecord
 from utils import files
 from utils.errors import UserError
@@ -23,8 +24,6 @@ def index_path(workspace: Workspace, flavour: Flavour) -> Path:
 
 def load_record(path: Path) -> ModelRecord:
     """A model's record, its costs counted anew; `UserError` where it is missing, damaged or of another version."""
-    from ort_analysis.records.kernel_costs import recosted  # it imports this module
-
     record = files.read_record(path, ModelRecord, RECORD_VERSION, REMAKE)
     return record.model_copy(update={"kernels": {name: recosted(kernel) for name, kernel in record.kernels.items()}})
 

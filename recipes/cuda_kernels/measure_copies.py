@@ -20,6 +20,8 @@ import tempfile
 import time
 from typing import Any
 
+import numpy as np
+
 from utils import cli, files
 from utils.fingerprint import machine
 from utils.ort_sessions import open_session
@@ -49,7 +51,6 @@ def graph_of(elements: int, through_host: bool, chained: int) -> bytes:
 
 def bound(session: Any, elements: int, device: str) -> Any:
     """An IOBinding with input and output on `device`."""
-    import numpy as np
     import onnxruntime
 
     binding = session.io_binding()

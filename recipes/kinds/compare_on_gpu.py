@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from recipes.kinds.manifest import MadeModel, load_manifest
 from utils import cli, files
 from utils.errors import UserError
-from utils.fingerprint import WITHOUT_GPU
+from utils.fingerprint import WITHOUT_GPU, gpu_facts
 from utils.logger import get_logger
 from utils.paths import ROOT
+from utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from recipes.kinds.node_lists import Compared, NodeList
@@ -50,7 +51,6 @@ python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu --derive
 def one(work: Work, model: MadeModel, folder: Path, budget_s: float) -> list[dict[str, Any]]:
     """What a piece of work finds about one model, in this process; a failure is found, too."""
     from recipes.kinds import node_lists
-    from utils.temporary import temporary_folder
 
     path, found = folder / model.file, []
     for way in node_lists.ways_of(model):
@@ -174,8 +174,6 @@ def main() -> int:
         work_through(args.work, models, args.folder, args.lines, args.budget_s, args.limit_s)
         return 0
     from recipes.kinds.node_lists import NodeList, versions
-    from utils.fingerprint import gpu_facts
-    from utils.temporary import temporary_folder
 
     if not args.derive_only and not gpu_facts():
         raise UserError("no NVIDIA GPU here; --derive-only compares with what one wrote")

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper, version_converter
+from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
+from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from utils.ort_sessions import open_session
 
@@ -44,9 +46,6 @@ class RandomFeeds:
 
 def write_static_int8(path: Path, write: Write, as_qdq: bool) -> None:
     """Quantised to 8 bits by calibration: with QuantizeLinear and DequantizeLinear, or with operators of integers."""
-    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
     logging.disable(logging.WARNING)
     with written(write) as plain:
         prepared = plain.with_name("prepared.onnx")
@@ -58,8 +57,6 @@ def write_static_int8(path: Path, write: Write, as_qdq: bool) -> None:
 
 def write_dynamic_int8(path: Path, write: Write) -> None:
     """Weights in 8 bits, activations quantised while the model runs."""
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
     logging.disable(logging.WARNING)
     with written(write) as plain:
         quantize_dynamic(plain, path, weight_type=QuantType.QUInt8)
@@ -135,7 +132,5 @@ def write_saved_by_ort(path: Path, write: Write, optimize: str, dims: dict[str, 
 
 def write_converted(path: Path, write: Write, opset: int) -> None:
     """Another operator set, by ONNX's own converter."""
-    from onnx import version_converter
-
     with written(write) as plain:
         onnx.save(version_converter.convert_version(onnx.load(plain), opset), path)

@@ -27,13 +27,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from inference.core.host_pace import ratio_of
+from inference.core.targets import fitted_for
 from recipes.kinds.judgement import JUDGEMENT, SAID, Found, Step, page, read_judgement, rows_of, shown, summary
 from recipes.kinds.manifest import MadeModel, load_manifest
 from utils import cli, files
 from utils.errors import UserError
-from utils.fingerprint import ort_version
+from utils.fingerprint import machine, ort_version
 from utils.logger import get_logger
-from utils.paths import ROOT
+from utils.paths import ROOT, Workspace
 
 log = get_logger("kinds")
 
@@ -159,10 +161,6 @@ def on_gpu(path: Path | None) -> dict[str, float]:
 def paces_on_gpu(path: Path | None, workspace: Path) -> dict[str, float]:
     """The host's pace beside each model, of what compare_on_gpu.py wrote: ratios, to four digits, to the pace that the shipped
     predictors hold for. Empty without a file; models of an older file have none."""
-    from inference.core.host_pace import ratio_of
-    from inference.core.targets import fitted_for
-    from utils.paths import Workspace
-
     rows = files.read_json(path)["models"] if path else []
     probes = {row["model"]: row["host_probe_us"] for row in rows if row.get("host_probe_us")}
     if not probes:
@@ -173,8 +171,6 @@ def paces_on_gpu(path: Path | None, workspace: Path) -> dict[str, float]:
 
 def context() -> str:
     """This machine and what was measured with, in a sentence."""
-    from utils.fingerprint import machine
-
     here = machine("cpu")
     return (f"This CPU: {here.cores} cores of {here.cpu}, ONNX Runtime {ort_version()}. What the H200 really takes is "
             "measured by `recipes/kinds/compare_on_gpu.py`.")

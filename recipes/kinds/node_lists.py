@@ -9,11 +9,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 from pydantic import BaseModel, ConfigDict
 
+from benchmark.measuring.effort import Effort
+from benchmark.measuring.quiet_host import all_samples_ms, host_probe
+from benchmark.runtimes.ort.runner import Runner, bind
+from kernel_model.building.dummy_data import random_floats
 from ort_analysis.cuda.capture import COPIES
+from ort_analysis.graph.analysis import analyze, kernel_of
+from ort_analysis.graph.parsed_nodes import name_nodes
+from ort_analysis.graph.parsing import EXTERNAL_BYTES, parse_graph, shape_text
+from ort_analysis.graph.source import read_source
+from ort_analysis.graph.tensor_shapes import assignments, session_dtype
+from ort_analysis.records.elements import numpy_dtype
 from recipes.kinds.manifest import MadeModel
+from utils.errors import UserError
 from utils.fingerprint import package_version
+from utils.model_files import external_files
+from utils.ort_sessions import PROVIDER_NAMES, model_errors, open_session
+from utils.timing import summarize
 
 if TYPE_CHECKING:
     import onnx
@@ -102,10 +117,6 @@ def ways_of(model: MadeModel) -> tuple[str, ...]:
 def feed_of(session: onnxruntime.InferenceSession, dims: Mapping[str, int],
             steering: Mapping[str, int | bool] | None = None) -> dict[str, Any]:
     """Inputs as the runner makes them, for a session whose dimensions may be open; `steering` ones get the value given."""
-    from kernel_model.building.dummy_data import random_floats
-    from ort_analysis.graph.tensor_shapes import session_dtype
-    from ort_analysis.records.elements import numpy_dtype
-
     feed = {}
     for value in session.get_inputs():
         shape = tuple(dims.get(size, 1) if isinstance(size, str) else size or 1 for size in value.shape)
@@ -118,11 +129,6 @@ def feed_of(session: onnxruntime.InferenceSession, dims: Mapping[str, int],
 
 def named(path: Path) -> bytes | Path:
     """The model with a name for every node, those of bodies too; the file itself where its weights lie elsewhere."""
-    import onnx
-
-    from ort_analysis.graph.parsed_nodes import name_nodes
-    from utils.model_files import external_files
-
     proto = onnx.load(str(path), load_external_data=False)
     if external_files(path, proto):
         return path
@@ -146,13 +152,6 @@ def every_node(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[onnx.
 
 def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList:
     """What a CUDA session runs: its graph as ONNX Runtime saves it, each node's provider as its profile of a run tells."""
-    import onnx
-
-    from ort_analysis.graph.parsing import EXTERNAL_BYTES
-    from ort_analysis.graph.source import read_source
-    from ort_analysis.graph.tensor_shapes import assignments
-    from utils.ort_sessions import PROVIDER_NAMES, open_session
-
     saved = folder / "saved.onnx"
     entries = {
         "session.record_ep_graph_assignment_info": "1",
@@ -187,12 +186,6 @@ def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList
 def unnamed_providers(proto: onnx.ModelProto, saved: Path, name: str) -> dict[str, str]:
     """The providers of nodes that ONNX Runtime made without a name, or with one twice, as for the body of a function. They get
     names in `proto`, and a session of the graph as it stands says who runs them."""
-    import onnx
-
-    from ort_analysis.graph.parsed_nodes import name_nodes
-    from ort_analysis.graph.tensor_shapes import assignments
-    from utils.ort_sessions import open_session
-
     before = Counter(node.name for node in proto.graph.node)
     unclear = [node for node in proto.graph.node if not node.name or before[node.name] > 1]
     if not unclear:
@@ -206,9 +199,6 @@ def unnamed_providers(proto: onnx.ModelProto, saved: Path, name: str) -> dict[st
 
 def hases_kernels(model: MadeModel, path: Path, way: str) -> dict[str, int]:
     """The kernels of Hase's own record of a model on CUDA; none where it can't be analysed."""
-    from ort_analysis.graph.analysis import analyze
-    from utils.errors import UserError
-
     try:
         record = analyze(path, "cuda", model.dims, static=way == "static")
     except UserError:
@@ -218,9 +208,6 @@ def hases_kernels(model: MadeModel, path: Path, way: str) -> dict[str, int]:
 
 def derived_nodes(model: MadeModel, path: Path, way: str) -> NodeList:
     """What Hase takes a CUDA session to run, on a machine without a GPU; both branches of an If."""
-    from ort_analysis.graph.analysis import kernel_of
-    from ort_analysis.graph.parsing import parse_graph, shape_text
-
     graph = parse_graph(path, "cuda", model.dims, static=way == "static")
     branches = [{**model.dims, f"{node.name}.{branch}": 1} for node in graph.nodes if node.op_type == "If"
                 for branch in ("then", "else")]
@@ -242,13 +229,6 @@ def derived_nodes(model: MadeModel, path: Path, way: str) -> NodeList:
 def gpu_latency(model: MadeModel, path: Path, way: str, budget_s: float, device: str = "cuda") -> GpuLatency:
     """Times a CUDA session (in tests one of `cpu`) as its host is, and the host's probe beside it; with numpy arrays where its
     outputs can't stay on the device (maps, say)."""
-    from benchmark.measuring.effort import Effort
-    from benchmark.measuring.quiet_host import all_samples_ms, host_probe
-    from benchmark.runtimes.ort.runner import Runner, bind
-    from ort_analysis.graph.source import read_source
-    from utils.ort_sessions import model_errors, open_session
-    from utils.timing import summarize
-
     probe = host_probe(device)
     session = open_session(path, device, dims=model.dims if way == "static" else None, name=model.name)
     feed = feed_of(session, model.dims, read_source(path, model.dims).steering)

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.models import detection, segmentation, video
+
+from model_zoo.exporting.torch_models import build
 
 FIRST_DYNAMO_OPSET = 18  # older operator sets come from torch's older exporter, which writes them itself
 
@@ -577,8 +580,6 @@ class Mlp(nn.Module):
 # --- torchvision ------------------------------------------------------------------------------------------------------------
 
 def write_classifier(path: Path, name: str, opset: int = 17, size: int = 224, batch: int = 1) -> None:
-    from model_zoo.exporting.torch_models import build
-
     export(build(name, "fp32", (size, size)), images(batch, 3, size, size), path, opset)
 
 
@@ -594,20 +595,14 @@ class FirstOf(nn.Module):
 
 
 def write_segmentation(path: Path, name: str, size: int, opset: int = 17) -> None:
-    from torchvision.models import segmentation
-
     made = getattr(segmentation, name)(weights=None, weights_backbone=None)
     export(FirstOf(made), images(1, 3, size, size), path, opset)
 
 
 def write_detector(path: Path, name: str, size: int, opset: int = 12, **options: Any) -> None:
-    from torchvision.models import detection
-
     made = getattr(detection, name)(weights=None, weights_backbone=None, **options)
     export(made, images(1, 3, size, size), path, opset)
 
 
 def write_video(path: Path, name: str, frames: int, size: int, opset: int = 17) -> None:
-    from torchvision.models import video
-
     export(getattr(video, name)(weights=None), {"clip": torch.randn(1, 3, frames, size, size)}, path, opset)

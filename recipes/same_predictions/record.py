@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
+from ort_analysis.graph.analysis import analyze
 from recipes.same_predictions import questions as asked
 from utils import cli, files
 from utils.logger import get_logger
@@ -65,8 +66,6 @@ def pack(archive: Path, members: Iterable[tuple[str, bytes]]) -> None:
 
 def records_of(models: Path) -> Iterable[tuple[str, bytes]]:
     """The records of the models that the questions are about, for both devices."""
-    from ort_analysis.graph.analysis import analyze
-
     for device in ("cuda", "cpu"):
         for name in asked.RECORDED:
             stem, _, sizes = name.partition("@")

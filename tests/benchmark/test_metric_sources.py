@@ -323,7 +323,7 @@ def test_auto_says_what_it_took_and_why(has_gpm: bool, installed: bool, chosen: 
             raise nvml_metrics.CountersMissing("no GPM")
         return SimpleNamespace(name="NVML with GPM" if counters else "NVML", fields=())
 
-    monkeypatch.setattr(nvml_metrics, "NvmlSource", nvml)
+    monkeypatch.setattr(metrics, "NvmlSource", nvml)
     if not installed:
         monkeypatch.setitem(sys.modules, "pydcgm", None)
     monkeypatch.setattr(logging.getLogger("hase"), "propagate", True)

@@ -413,14 +413,14 @@ def test_a_probe_that_never_waited_met_an_idle_device(tmp_path: Path) -> None:
 
 def test_a_fault_at_one_model_costs_only_it(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as the features of a scalar once were. The fault is put in here."""
-    from inference.core import prediction
+    from inference.evaluation import cases
 
     def faulty(source: Any, **more: Any) -> Any:
         if source.model == "anet_c16":
             raise IndexError("tuple index out of range")
         return predict(source, **more)
 
-    monkeypatch.setattr(prediction, "predict", faulty)
+    monkeypatch.setattr(cases, "predict", faulty)
     found = evaluate(workspace, [Path("anet_c16.onnx"), Path(f"{HELD_OUT}_c40.onnx")], target=TARGET, plan=QUICK)
     assert [one.model for one in found.comparisons] == [f"{HELD_OUT}_c40"]
     assert "IndexError: tuple index out of range (a fault of Hase's" in found.failures["anet_c16"]

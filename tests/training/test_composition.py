@@ -135,7 +135,7 @@ def test_kernels_of_the_left_out_family_are_in_no_training(trained: Workspace, m
         seen.append(set(rows.ids))
         return fit(rows, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(estimators, "fit_kernel_model", spy)
+    monkeypatch.setattr("training.composition.left_out.fit_kernel_model", spy)
     left_out, groups = left_out_groups(models)
     times = predict_out_of_fold(rows, models, groups, left_out, "run", [], QUICK)
     assert set(times) == {model.record.model for model in models}

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from sklearn.ensemble import RandomForestRegressor
 
 from benchmark.records.labels import GPU_LABEL
+from training.composition.left_out import Fold, by_model, folds_of
 from training.kernels.estimators import side_by_side
 from training.kernels.predictors import leaves_gpu_idle
 from training.kernels.settings import TrainingConfig
@@ -50,10 +52,6 @@ def kernel_class(kernel_type: str, depthwise: bool) -> str:
 def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str],
                         config: TrainingConfig) -> dict[str, dict[str, float]]:
     """For each model, its kernels' GPU times in ms by id, by forests that saw nothing of its family."""
-    from sklearn.ensemble import RandomForestRegressor
-
-    from training.composition.left_out import Fold, by_model, folds_of
-
     rows = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]))
     depthwise = rows.schema.index("depthwise")
     classes = np.array([kernel_class(name, bool(flag)) for name, flag in zip(

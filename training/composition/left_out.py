@@ -6,7 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from training.composition.measured_models import MeasuredModel
+import numpy as np
+
+from training.composition.measured_models import MeasuredModel, TimesOfModels
+from training.kernels.estimators import TimePredictor, fit_kernel_model, predict_kernels, side_by_side
+from training.kernels.predictors import leaves_gpu_idle
 from utils.logger import get_logger
 
 if TYPE_CHECKING:
@@ -14,8 +18,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ort_analysis.records.kernel_record import Kernel
-    from training.composition.measured_models import TimesOfModels
-    from training.kernels.estimators import TimePredictor
     from training.kernels.settings import TrainingConfig
     from training.kernels.training_set import TrainingSet
 
@@ -46,8 +48,6 @@ def folds_of(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequenc
 
     With families left out, no kernel that was sampled near a family's shapes is seen either.
     """
-    import numpy as np
-
     names = sorted(set(groups))
     found = []
     for fold in range(min(most, len(names))):
@@ -79,11 +79,6 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
         config: of the training.
         learn: another training than Hase's own, given the rows of a fold.
     """
-    import numpy as np
-
-    from training.kernels.estimators import fit_kernel_model, predict_kernels, side_by_side
-    from training.kernels.predictors import leaves_gpu_idle
-
     rows = rows.rows(np.isfinite(rows.times_ms[label]))
     idle_load = list(rows.idle_load.values())
 
@@ -106,8 +101,6 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
 
 def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:
     """Errors of the kernels of all models, each once a family, in per cent: plain, median, weighted by the time they take."""
-    import numpy as np
-
     pairs = {(kernel, round(time, 9)): (time, measured[kernel][label]) for times in out_of_fold.values()
              for kernel, time in times.items() if time and label in measured.get(kernel, {})}
     predicted, times = np.array(list(pairs.values())).T

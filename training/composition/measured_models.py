@@ -6,16 +6,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+import numpy as np
+
+from benchmark.records.files import model_table_path
+from benchmark.records.host_pace import idle_models
+from benchmark.records.labels import COLLECT
+from benchmark.records.reading import load_model_table
+from graph_model.simulation.pipeline import node_kind
+from ort_analysis.records.kernel_costs import is_control_flow
+from ort_analysis.records.kernel_record import REMAKE, ModelRecord, family
+from ort_analysis.records.reading import load_record, record_path
+from training.composition.fit_pipeline import Tracks
+from training.kernels.sidecar import TRAIN, Sidecar, sidecar_path
+from utils import files
 from utils.errors import UserError
 from utils.logger import get_logger
 from utils.paths import Workspace, targets_in
-
-if TYPE_CHECKING:
-    from ort_analysis.records.kernel_record import ModelRecord
-    from training.composition.fit_pipeline import Tracks
-    from training.kernels.sidecar import Sidecar
 
 log = get_logger("composition")
 
@@ -42,13 +50,6 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
     Raises:
         UserError: there is none.
     """
-    from benchmark.records.host_pace import idle_models
-    from benchmark.records.labels import COLLECT
-    from benchmark.records.reading import load_model_table
-    from ort_analysis.records.kernel_costs import is_control_flow
-    from ort_analysis.records.kernel_record import REMAKE, family
-    from ort_analysis.records.reading import load_record, record_path
-
     found = []
     for name, times in idle_models(load_model_table(workspace, target)).iterrows():
         if family(str(name)) in sidecar.held_out:
@@ -88,11 +89,6 @@ def known_times(out_of_fold: Mapping[str, TimesOfModels], measured: TimesOfModel
 
 def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[str, float]) -> Tracks:
     """A model's two tracks from its kernels' GPU times (ms) and launches by id."""
-    import numpy as np
-
-    from graph_model.simulation.pipeline import node_kind
-    from training.composition.fit_pipeline import Tracks
-
     kernels = [model.record.kernel_of(node) for node in model.record.nodes]
     return Tracks(
         gpu_ms=np.array([gpu_ms[kernel.id] for kernel in kernels]),
@@ -103,9 +99,6 @@ def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[
 
 def models_sha256(workspace: Workspace, target: str) -> str:
     """The hash of the table of models' latencies of a target."""
-    from benchmark.records.files import model_table_path
-    from utils import files
-
     return files.sha256(model_table_path(workspace.dataset(target)))
 
 
@@ -115,6 +108,4 @@ def targets(workspace: Workspace) -> list[str]:
     Raises:
         UserError: none has.
     """
-    from training.kernels.sidecar import TRAIN, sidecar_path
-
     return targets_in(workspace.predictors(""), sidecar_path(Path()).name, f"no predictors; train them with: {TRAIN}")

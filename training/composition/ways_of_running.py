@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import least_squares, nnls
 
 from graph_model.simulation.pipeline import PipelineCosts
 from training.composition.fit_pipeline import ODD, US, Tracks, latencies_ms
@@ -45,8 +46,6 @@ def fit_host_io(models: Sequence[MeasuredModel], predicted_ms: Floats, groups: S
     measured = np.array([model.host_io_ms for model in models])
 
     def fit(kept: Mask) -> HostIo:
-        from scipy.optimize import nnls
-
         terms = np.column_stack([np.ones(int(kept.sum())), copied[kept]]) / measured[kept, None]
         (run, per_mib_in, per_mib_out), _ = nnls(terms, np.maximum(extra[kept], 0.0) / measured[kept])
         return HostIo(run_ms=float(run), in_ms_per_mib=float(per_mib_in), out_ms_per_mib=float(per_mib_out),
@@ -96,8 +95,6 @@ def judged(fitted: Way, left_out_ms: Floats, measured_ms: Floats, groups: Sequen
 
 def _replay_costs(models: Sequence[Tracks]) -> PipelineCosts:
     """The pause after each launch, and what a run takes besides, from captured models."""
-    from scipy.optimize import least_squares
-
     latency = np.array([model.latency_ms for model in models])
 
     def costs(values: Sequence[float]) -> PipelineCosts:

@@ -212,7 +212,6 @@ def read_doubt(folder: Path) -> Doubt:
 def save_doubt(workspace: Workspace, rows: TrainingSet, folder: Path) -> Doubt:
     """Learns doubt from the dataset of `rows`, and writes it into `folder`."""
     from benchmark.records.files import read_kernels
-    from utils import files
 
     described = read_kernels(workspace.dataset(rows.header.target.name), set(rows.ids.tolist()))
     doubt = learn_doubt(rows, (entry.kernel for entry in described))

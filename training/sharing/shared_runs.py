@@ -12,6 +12,13 @@ import numpy.typing as npt
 
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
 from graph_model.simulation.sharing import OtherWork, shared_runs_ms
+from training.composition.fit_pipeline import Tracks, left_out_costs
+from training.composition.fitted import load_composition
+from training.composition.left_out import predict_out_of_fold
+from training.composition.measured_models import known_times, left_out_groups, measured_models, tracks
+from training.kernels.predictors import ON_GPU
+from training.kernels.sidecar import read_sidecar
+from training.kernels.training_set import load_training_set, measured_times
 from training.sharing.learned import PipelineTracks, busy_share, other_work_probed
 from utils import cli
 from utils.errors import UserError
@@ -19,7 +26,6 @@ from utils.errors import UserError
 if TYPE_CHECKING:
     from benchmark.records.blocks import Block, Measurement
     from ort_analysis.records.kernel_record import ModelRecord
-    from training.composition.fit_pipeline import Tracks
     from training.kernels.settings import TrainingConfig
     from utils.paths import Workspace
 
@@ -151,14 +157,6 @@ def simulated_models(workspace: Workspace, target: str, config: TrainingConfig) 
     Raises:
         UserError: as `training.fit_composition.fit_target`, or a target whose runs are not two tracks.
     """
-    from training.composition.fit_pipeline import left_out_costs
-    from training.composition.fitted import load_composition
-    from training.composition.left_out import predict_out_of_fold
-    from training.composition.measured_models import known_times, left_out_groups, measured_models, tracks
-    from training.kernels.predictors import ON_GPU
-    from training.kernels.sidecar import read_sidecar
-    from training.kernels.training_set import load_training_set, measured_times
-
     composition, sidecar = load_composition(workspace.predictors(target)), read_sidecar(workspace.predictors(target))
     if composition.kind != "pipeline":
         raise UserError(f"{target}: its composition is {composition.kind}, and only a GPU's two tracks tell what a run beside "

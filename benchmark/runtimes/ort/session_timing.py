@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
+import pynvml
 
 from benchmark.measuring.quiet_host import host_probe, quiet_samples_ms
 from benchmark.runtimes.ort.runner import open_runner
@@ -34,14 +38,8 @@ def time_session(request: Request) -> Reply:
 def memory_in_use_mib(device: str) -> float:
     """Memory that this process holds on the CPU, or that the first GPU has given out, in MiB."""
     if device == "cuda":
-        import pynvml
-
         pynvml.nvmlInit()
         return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used / 2**20
-    import ctypes
-
-    import psutil
-
     with suppress(OSError, AttributeError):  # no malloc_trim here: memory figures are rough
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what earlier models left, or it hides what this one takes
     return psutil.Process().memory_info().rss / 2**20

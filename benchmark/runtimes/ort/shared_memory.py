@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from benchmark.runtimes.ort.runner import device_binding
 from kernel_model.building.dummy_data import random_floats
@@ -29,8 +30,6 @@ class SharedMemory:
         """Where at least `size` bytes of random numbers of type `dtype` lie on the GPU. Needs torch with CUDA."""
         block = self._blocks.get(dtype)
         if block is None or block.numel() * block.element_size() < size:
-            import torch
-
             self._blocks.pop(dtype, None)
             values = torch.from_numpy(random_floats((RANDOM_BYTES // np.dtype(dtype).itemsize,), dtype)).cuda()
             self._blocks[dtype] = block = values.repeat(-(-max(size, LEAST_BYTES) // RANDOM_BYTES))
