@@ -143,6 +143,7 @@ class FakeNvml(SimpleNamespace):
 def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeNvml:
     made = FakeNvml(gpm=getattr(request, "param", True))
     monkeypatch.setitem(sys.modules, "pynvml", made)
+    monkeypatch.setattr(nvml_metrics, "pynvml", made)
     monkeypatch.setattr(nvml_metrics, "gpu_facts", lambda: {"uuid": "GPU-0"})
     return made
 
