@@ -126,7 +126,7 @@ class CollectorConfig(Config):
         """The labels that every kernel gets on `cpu` or `cuda`, the first above all.
 
         Raises:
-            UserError: `gpu` is asked for on a CPU.
+            UserError: `gpu` is asked for on a CPU, or `unprofiled` on a GPU.
         """
         if device == "cpu" and GPU_LABEL in self.labels:
             raise UserError("labels: gpu: only a GPU has this label, and this is a CPU target")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmark.metrics.dcgm_names import HOST_LABEL, INDEX_LABEL, PART_LABEL, PROFILE_LABEL, UUID_LABEL
+from benchmark.metrics.dcgm_names import HOST_LABEL, INDEX_LABEL, NAMES, PART_LABEL, PROFILE_LABEL, UUID_LABEL, names_of
 from inference.live.prometheus import FOREIGN_SERIES, PrometheusError, Server, quoted
 
 IDENTITY = (UUID_LABEL, INDEX_LABEL, HOST_LABEL, "job", "instance")  # labels that tell devices and their exporters apart
@@ -100,6 +100,27 @@ def of_one_device(series: Sequence[Series]) -> list[Series]:
                               "these are reported; no instance's load is that of the GPU, for which predictions hold: have the "
                               "whole GPU reported too (dcgm-exporter --devices g), or switch MIG off")
     return whole
+
+
+def latest_of_one_exporter(server: Server, names: Collection[str], fields: Collection[str]) -> list[Series]:
+    """The series called `names` of the one device that a server's config names, as one exporter serves them now; none where
+    there are none. What it serves no longer is gone from the answer with its next scrape, and so is all of one that is down.
+
+    Args:
+        names: of metrics that an exporter of Hase's serves.
+        fields: of FIELDS, which are asked for as well: where they are another device's, it is not clear whose series are meant.
+
+    Raises:
+        UserError: the config's secrets or certificates can't be read.
+        PrometheusError: there is no answer, or there are several devices, exporters or only parts of a device.
+    """
+    asked = [*names, *(name for field in fields for name in names_of(field))]
+    answer = [series_of(one, {*names, *NAMES}) for one in server.query(selector(server, asked), "vector")]
+    if not any(one.name in names for one in answer):
+        return []
+    found = [one for one in of_one_device(answer) if one.name in names]
+    check_one_exporter({one.exporter for one in found}, found[0])
+    return found
 
 
 def of_one_exporter(server: Server, series: Sequence[Series]) -> tuple[list[Series], float]:

@@ -6,29 +6,19 @@ import math
 from collections.abc import Collection
 
 from benchmark.load.pace_reading import MEANINGS, PROBE, TAKEN
-from benchmark.metrics.dcgm_names import NAMES, names_of
 from inference.live.prometheus import PrometheusError, Server
-from inference.live.prometheus_devices import check_one_exporter, device_name, of_one_device, selector, series_of
+from inference.live.prometheus_devices import device_name, latest_of_one_exporter
 
 
 def latest_host_probe(server: Server, fields: Collection[str]) -> tuple[float, float] | None:
     """What the probe of the host took (µs) beside the device that a server's config names, and how long ago that was (s); None
     where there is no reading.
 
-    Args:
-        fields: of FIELDS, which are asked for as well: where they are another device's, it is not clear whose host is meant.
-
-    Raises:
-        UserError: the config's secrets or certificates can't be read.
-        PrometheusError: there is no answer, there are several devices, exporters or only parts of a device, or the samples are
-            no reading.
+    Arguments and errors are those of `latest_of_one_exporter`; `PrometheusError` too where the samples are no reading.
     """
-    names = [*MEANINGS, *(name for field in fields for name in names_of(field))]
-    answer = [series_of(one, {*MEANINGS, *NAMES}) for one in server.query(selector(server, names), "vector")]
-    if not any(one.name in MEANINGS for one in answer):
+    found = latest_of_one_exporter(server, MEANINGS, fields)
+    if not found:
         return None
-    found = [one for one in of_one_device(answer) if one.name in MEANINGS]
-    check_one_exporter({one.exporter for one in found}, found[0])
     values = {one.name: one.samples[-1][1] for one in found}
     probe_s, taken_s = (values.get(name, math.nan) for name in (PROBE, TAKEN))
     whose = device_name(found[0].labels)
