@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TABLE = Path(__file__).with_name("cuda_kernels.json")
-SEQUENCE_OPERATORS = ("SequenceAt", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength",
-                      "ConcatFromSequence")
 # Operators with kernels that the table lacks: inputs and outputs that they keep in host memory.
 FROM_SOURCE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "If": ((0,), ()), "Loop": ((0, 1), ()), "Scan": ((), ()),
@@ -36,11 +34,6 @@ class CudaKernel(NamedTuple):
 def _table() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
     return found
-
-
-def table_ort_version() -> str:
-    """The version of ONNX Runtime that the table was read off."""
-    return str(_table()["ort_version"])
 
 
 def cuda_kernel(op_type: str, domain: str, opset: int, inputs: Sequence[str], outputs: Sequence[str]) -> CudaKernel | None:

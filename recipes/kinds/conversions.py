@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper, version_converter
+from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -128,9 +128,3 @@ def write_saved_by_ort(path: Path, write: Write, optimize: str, dims: dict[str, 
     """The graph that ONNX Runtime's CPU provider saves: at level `all` with its own layouts, at `extended` with its fusions."""
     with written(write) as plain:
         open_session(plain, "cpu", optimize=optimize, dims=dims, save_to=path)
-
-
-def write_converted(path: Path, write: Write, opset: int) -> None:
-    """Another operator set, by ONNX's own converter."""
-    with written(write) as plain:
-        onnx.save(version_converter.convert_version(onnx.load(plain), opset), path)
