@@ -16,7 +16,7 @@ from utils import files
 from utils.fingerprint import Flavour, Machine, Target
 from utils.paths import Workspace
 
-FLAVOUR = Flavour(device="cpu", ort_version="1.31", instruction_set="avx2")
+FLAVOUR = Flavour(device="cpu", runtime_version="1.31", instruction_set="avx2")
 TARGET = Target(device_name="Made Up", flavour=FLAVOUR, threads=2)
 MACHINE = Machine(device_name="Made Up", uuid="0", driver="", clocks="", cpu="Made Up", cores=2, memory_gib=1.0, versions={})
 METRIC = "DCGM_FI_DEV_GPU_UTIL"

@@ -8,12 +8,13 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from utils.errors import UserError
 from utils.safe_names import FileNamePart
@@ -24,6 +25,16 @@ MACHINE_ID = Path("/etc/machine-id")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # a new one each time that Linux starts
 SharingMode = Literal["time_slices", "mps", "mig"]  # how processes share a GPU; a CPU's target says the first
 OLDER_SHARING = {"exclusive": "time_slices"}  # what older files call it
+DEFAULT_RUNTIME = "ort"
+
+
+def _known_runtime(runtime: str) -> str:
+    if runtime not in RUNTIMES:
+        raise ValueError(f"{runtime} is no runtime that this version knows ({', '.join(RUNTIMES)})")
+    return runtime
+
+
+Runtime = Annotated[str, AfterValidator(_known_runtime)]  # a name of RUNTIMES
 
 
 class _Frozen(BaseModel):
@@ -35,19 +46,21 @@ class Flavour(_Frozen):
 
     Attributes:
         device: `cpu` or `cuda`.
-        ort_version: major and minor, e.g. `1.31`.
-        optimization: ORT's graph optimisation level.
+        runtime: what optimises the graph and runs it, one of RUNTIMES.
+        runtime_version: the runtime's, major and minor, e.g. `1.31`.
+        optimization: the runtime's graph optimisation level.
         instruction_set: the CPU's vector width class, which sets the block size of NCHWc layouts; "" on CUDA.
     """
 
     device: FileNamePart = Field(validation_alias=AliasChoices("device", "execution_provider"))
-    ort_version: FileNamePart
+    runtime: Runtime = DEFAULT_RUNTIME
+    runtime_version: FileNamePart = Field(validation_alias=AliasChoices("runtime_version", "ort_version"))
     optimization: FileNamePart = "all"
     instruction_set: FileNamePart = ""
 
     @property
     def name(self) -> str:
-        parts = [self.device, self.instruction_set, f"ort{self.ort_version}", self.optimization]
+        parts = [self.device, self.instruction_set, f"{self.runtime}{self.runtime_version}", self.optimization]
         return "-".join(part for part in parts if part)
 
 
@@ -191,7 +204,7 @@ def ort_version() -> str:
 
 
 def resolve_device(device: str) -> str:
-    """`auto`, `cuda` or `cpu` as the execution provider to use: `cuda` or `cpu`.
+    """The device that `auto`, `cuda` or `cpu` stands for: `cuda` or `cpu`.
 
     Raises:
         UserError: CUDA is asked for and this machine has none.
@@ -204,10 +217,13 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def flavour_of(device: str) -> Flavour:
-    """The flavour that this machine's ORT gives graphs for `cpu` or `cuda`."""
+RUNTIMES: dict[str, Callable[[], str]] = {"ort": ort_version}  # by name, what gives the full version that is installed here
+
+
+def flavour_of(device: str, runtime: str = DEFAULT_RUNTIME) -> Flavour:
+    """The flavour that this machine's `runtime` gives graphs for `cpu` or `cuda`."""
     return Flavour(
-        device=device, ort_version=".".join(ort_version().split(".")[:2]),
+        device=device, runtime=runtime, runtime_version=".".join(RUNTIMES[runtime]().split(".")[:2]),
         instruction_set=instruction_set() if device == "cpu" else "",
     )
 
@@ -217,16 +233,16 @@ def boot_id() -> str:
     return BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else f"since {psutil.boot_time():.0f}"
 
 
-def local_target(device: str) -> Target:
-    """The target that this machine is, with ORT's default provider options and threads."""
-    flavour = flavour_of(device)
+def local_target(device: str, runtime: str = DEFAULT_RUNTIME) -> Target:
+    """The target that this machine is, with the runtime's default options and threads."""
+    flavour = flavour_of(device, runtime)
     if device == "cuda":
         return Target(device_name=gpu_facts()["name"], flavour=flavour)
     return Target(device_name=_cpu_info()[0], flavour=flavour, threads=psutil.cpu_count(logical=False) or 1)
 
 
 def machine(device: str) -> Machine:
-    """The machine this process runs on, as the device of `device`."""
+    """The machine that this process runs on, seen as its `cpu` or its `cuda` device."""
     cpu, _ = _cpu_info()
     gpu = gpu_facts() if device == "cuda" else {}
     identity = MACHINE_ID.read_text(encoding="utf-8").strip() if MACHINE_ID.exists() else ""  # may be there and empty

@@ -11,7 +11,9 @@ import time
 from contextlib import ExitStack, suppress
 from types import TracebackType
 
+from benchmark.runtimes import worker_module
 from benchmark.runtimes.protocol import Reply, Request
+from utils.fingerprint import DEFAULT_RUNTIME
 from utils.logger import get_logger
 from utils.paths import ROOT
 from utils.temporary import temporary_folder
@@ -33,10 +35,11 @@ class Worker:
 
     Args:
         timeout_s: for one request.
+        runtime: whose work it does, one of RUNTIMES.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, timeout_s: float, runtime: str = DEFAULT_RUNTIME) -> None:
+        self.timeout_s, self._module = timeout_s, worker_module(runtime)
         self._process: subprocess.Popen[bytes] | None = None
         self._temporary = ExitStack()  # the folder of its temporary files: it is killed, and can't remove them
         self._unread = b""
@@ -85,7 +88,7 @@ class Worker:
         if self._process is None:
             folder = self._temporary.enter_context(temporary_folder())
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmark.runtimes.ort.worker"], cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)},
+                [sys.executable, "-m", self._module], cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)},
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 process_group=0 if os.name == "posix" else None)  # Ctrl-C is for the process that started it
         if self._process.stdin is None:

@@ -1,1 +1,8 @@
-"""How a runtime opens, runs and profiles a model: a folder for each."""
+"""How each runtime opens, runs and profiles its work: a folder for each runtime, and the table that names them."""
+
+MODULES = {"ort": "benchmark.runtimes.ort"}  # by the runtime's name (utils.fingerprint.RUNTIMES)
+
+
+def worker_module(runtime: str) -> str:
+    """The module that a worker process of `runtime` runs."""
+    return f"{MODULES[runtime]}.worker"

@@ -167,14 +167,15 @@ def fitted_for(workspace: Workspace, name: str | None = None) -> Fitted:
 
 
 def misfits(record: ModelRecord, target: Target, dtypes: Sequence[str]) -> list[str]:
-    """In what a record is not what the target's predictors hold for: ONNX Runtime's minor version, element types.
+    """In what a record is not what the target's predictors hold for: the runtime's minor version, element types.
 
     Arguments are those of `check_fit`.
     """
     graph, trained = record.flavour, target.flavour
     found = []
-    if graph.ort_version != trained.ort_version:
-        found.append(f"the graph is of ONNX Runtime {graph.ort_version}, the predictors hold for {trained.ort_version}")
+    if graph.runtime_version != trained.runtime_version:
+        found.append(f"the graph is of {graph.runtime} {graph.runtime_version}, the predictors hold for "
+                     f"{trained.runtime_version}")
     unseen = sorted({kernel.dtype for kernel in record.kernels.values()} & set(FLOATING) - set(dtypes))
     if unseen:
         found.append(f"it computes in {', '.join(unseen)}, the predictors hold for {', '.join(dtypes)}")
@@ -199,12 +200,13 @@ def check_fit(record: ModelRecord, target: Target, dtypes: Sequence[str], force:
         force: warn instead of refusing.
 
     Raises:
-        UserError: another provider's graph; or, unless forced, another ORT minor version or element type.
+        UserError: another device's or runtime's graph; or, unless forced, another minor version of the runtime, or another
+            element type.
     """
     graph, trained = record.flavour, target.flavour
-    if graph.device != trained.device:
-        raise UserError(f"{record.model}: the record is of a {graph.device} graph, the predictors of target "
-                        f"{target.name} hold for {trained.device}")
+    if (graph.device, graph.runtime) != (trained.device, trained.runtime):
+        raise UserError(f"{record.model}: the record is of a {graph.device} graph of {graph.runtime}, the predictors of target "
+                        f"{target.name} hold for {trained.device} and {trained.runtime}")
     refusals = misfits(record, target, dtypes)
     if refusals and not force:
         raise UserError(f"{record.model}: {'; '.join(refusals)}; measure and train for it, or use --force")

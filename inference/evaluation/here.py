@@ -170,7 +170,7 @@ def measure_all(ready: Sequence[Case], fitted: Fitted, way: WayOfRunning, loads:
     Raises:
         UserError: what else runs is not known, where no load is started; or another process measures on this device.
     """
-    with measuring(fitted.target.flavour.device), Worker(plan.timeout_s) as worker:
+    with measuring(fitted.target.flavour.device), Worker(plan.timeout_s, fitted.target.flavour.runtime) as worker:
         return _measure_all(ready, worker, fitted, way, loads, plan, workspace, force, failures)
 
 

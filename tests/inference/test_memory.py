@@ -43,7 +43,7 @@ def record(nodes: Sequence[tuple[str, str, str]], sizes: dict[str, int], inputs:
         made.append(Node(name=kernel.id, kernel_id=kernel.id, provider="cpu", inputs=tuple(reads.split()),
                          outputs=tuple(writes.split())))
     return ModelRecord(
-        model="m", sha256="", dims={}, flavour=Flavour(device="cpu", ort_version="1.31"), derived=False,
+        model="m", sha256="", dims={}, flavour=Flavour(device="cpu", runtime_version="1.31"), derived=False,
         inputs={name: vector(sizes[name]) for name in inputs}, outputs={name: vector(sizes[name]) for name in outputs},
         weight_bytes=3 * 2**20, opsets={}, kernels=kernels, nodes=tuple(made))
 
@@ -150,7 +150,7 @@ def test_the_parts_add_up() -> None:
 
 def test_on_cuda_the_arena_takes_more_and_the_libraries_their_part() -> None:
     model = record([("Conv", "x", "a"), ("Conv", "a", "y")], {"x": 1024, "a": 4096, "y": 2048}, ["x"], ["y"])
-    flavour = Flavour(device="cuda", ort_version="1.31")
+    flavour = Flavour(device="cuda", runtime_version="1.31")
     assert peak_memory(model.model_copy(update={"flavour": flavour})).model_dump() == {
         "weights_mib": 3, "activations_mib": 7, "arena_mib": 21, "workspace_mib": 160, "loading_mib": 0, "peak_mib": 191}
     relu = record([("Relu", "x", "y")], {"x": 1024, "y": 1024}, ["x"], ["y"])

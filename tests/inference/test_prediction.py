@@ -279,7 +279,7 @@ def test_another_element_type_or_version_is_refused_unless_forced(workspace: Wor
         predict(half, target=TARGET, workspace=workspace)
     assert any("float16" in warning for warning in predict(half, target=TARGET, workspace=workspace, force=True).warnings)
 
-    older = record.model_copy(update={"flavour": record.flavour.model_copy(update={"ort_version": "1.2"})})
+    older = record.model_copy(update={"flavour": record.flavour.model_copy(update={"runtime_version": "1.2"})})
     with pytest.raises(UserError, match=r"1\.2.*--force"):
         predict(older, target=TARGET, workspace=workspace)
     assert any("1.2" in warning for warning in predict(older, target=TARGET, workspace=workspace, force=True).warnings)

@@ -16,7 +16,7 @@ from training.composition.ways_of_running import fit_graph_replay, fit_host_io
 from utils.fingerprint import Flavour
 
 MIB = 2**20
-FLAVOUR = Flavour(device="cuda", ort_version="1.31")
+FLAVOUR = Flavour(device="cuda", runtime_version="1.31")
 REPLAY = PipelineCosts(node_ms=0.0, view_ms=0.0, launch_ms=0.0, start_ms=0.0, gap_ms=0.0007, lead_ms=0.0, end_ms=0.015)
 
 

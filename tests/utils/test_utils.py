@@ -12,15 +12,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from benchmark.runtimes import MODULES, worker_module
 from utils import cli, files, fingerprint, logger, timing
 from utils.config import Config, load_config
 from utils.errors import UserError
-from utils.fingerprint import Flavour, Target, flavour_of, has_cuda, local_target, resolve_device, slug
+from utils.fingerprint import RUNTIMES, Flavour, Target, flavour_of, has_cuda, local_target, resolve_device, slug
 from utils.paths import ROOT, Workspace, model_files
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
@@ -471,11 +473,25 @@ def test_optimised_graphs_are_never_models(workspace: Workspace) -> None:
 
 
 def test_names_of_flavours_and_targets() -> None:
-    cpu = Flavour(device="cpu", ort_version="1.31", instruction_set="avx2")
+    cpu = Flavour(device="cpu", runtime_version="1.31", instruction_set="avx2")
     assert cpu.name == "cpu-avx2-ort1.31-all"
-    assert Flavour(device="cuda", ort_version="1.31").name == "cuda-ort1.31-all"
+    assert Flavour(device="cuda", runtime_version="1.31").name == "cuda-ort1.31-all"
     assert Target(device_name="Some CPU @ 2.0GHz", flavour=cpu, threads=2).name == "some-cpu-2.0ghz-2t-cpu-avx2-ort1.31-all"
     assert slug(" NVIDIA H200 / x ") == "nvidia-h200-x"
+
+
+def test_a_flavour_names_its_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RUNTIMES, "tvm", lambda: "0.20.1")
+    assert flavour_of("cuda", "tvm").name == "cuda-tvm0.20-all"
+    assert local_target("cpu", "tvm").flavour.runtime == "tvm"
+    with pytest.raises(ValidationError, match="abacus is no runtime that this version knows"):
+        Flavour(device="cuda", runtime="abacus", runtime_version="1.0")
+
+
+def test_every_runtime_has_a_worker() -> None:
+    assert RUNTIMES.keys() == MODULES.keys()
+    for runtime in RUNTIMES:
+        assert find_spec(worker_module(runtime))
 
 
 def test_the_local_target_names_what_runs() -> None:
@@ -483,7 +499,7 @@ def test_the_local_target_names_what_runs() -> None:
 
     target = local_target("cpu")
     assert target.flavour == flavour_of("cpu")
-    assert onnxruntime.__version__.startswith(target.flavour.ort_version + ".")
+    assert onnxruntime.__version__.startswith(target.flavour.runtime_version + ".")
     assert target.threads >= 1
 
 

@@ -22,13 +22,14 @@ from ort_analysis.graph.tensor_shapes import session_dtype
 from ort_analysis.records.elements import numpy_dtype
 from ort_analysis.records.kernel_record import Frozen, zeros
 from utils.errors import UserError
-from utils.fingerprint import resolve_device
+from utils.fingerprint import Runtime, resolve_device
 from utils.ort_sessions import CUDA_GRAPH, model_errors, open_session
 from utils.timing import LatencyStatistics, summarize
 
 if TYPE_CHECKING:
     import onnxruntime
 
+RUNTIME = "ort"
 DEFAULT_WARMUP = 5
 DEFAULT_LOOPS = 50
 
@@ -38,6 +39,7 @@ class Timing(Frozen):
 
     model: str
     device: str
+    runtime: Runtime = RUNTIME
     io: str
     warmup: int
     samples_ms: tuple[float, ...]
