@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmark.records.labels import GPU_LABEL
-from training.composition.fit_pipeline import Tracks, can_fit, left_out_ms
+from training.composition.fit_pipeline import MeasuredTracks, can_fit, left_out_ms
 from training.composition.fitting import leave_out
 from training.composition.left_out import kernel_errors, predict_out_of_fold
 from training.composition.measured_models import (
@@ -109,7 +109,7 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
     shared = {label: shared_times(strict[label], rows, label, models, groups) for label in ON_GPU}
     latency = np.array([model.latency_ms for model in models])
 
-    def tracks_of(times: Mapping[str, TimesOfModels]) -> list[Tracks]:
+    def tracks_of(times: Mapping[str, TimesOfModels]) -> list[MeasuredTracks]:
         return [tracks(model, times[GPU_LABEL][model.record.model], times[LAUNCHES][model.record.model]) for model in models]
 
     strict_tracks, known = tracks_of(strict), known_times(strict, measured)

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ort_analysis.records.kernel_costs import calls_library
-from ort_analysis.records.kernel_record import Frozen, Kernel
+from graph_model.simulation.tracks import Floats, OffGpu, Tracks
+from ort_analysis.records.kernel_record import Frozen
 from utils.trace_events import PREDICTED, Span, document, process_events
-
-Floats = npt.NDArray[np.float64]
-Kinds = npt.NDArray[np.int_] | npt.NDArray[np.bool_]  # NodeKind of each node
-
-
-class NodeKind(IntEnum):
-    """What a node means to the host that dispatches it: it only renames a tensor, it moves data by a kernel of ONNX Runtime's
-    own, or by one that cuDNN or cuBLAS is called for."""
-
-    VIEW = 0
-    OWN = 1
-    LIBRARY = 2
-
-
-def node_kind(kernel: Kernel, on_gpu: bool = True) -> NodeKind:
-    """The kind of a node; no node that the CPU provider runs calls a GPU's library."""
-    if not kernel.moves_data:
-        return NodeKind.VIEW
-    return NodeKind.LIBRARY if on_gpu and calls_library(kernel) else NodeKind.OWN
 
 
 class PipelineCosts(Frozen):
@@ -64,42 +43,21 @@ class PipelineCosts(Frozen):
             library_ms=pace * self.library_ms)
 
 
-def _own_ms(launches: Floats, kinds: Kinds, costs: PipelineCosts) -> Floats:
+def _own_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
     """The host's time for the dispatch of each node."""
     of_kind = np.array([costs.view_ms, costs.node_ms, costs.node_ms + costs.library_ms])  # in the order of NodeKind
-    return of_kind[kinds.astype(int)] + costs.launch_ms * launches
+    return of_kind[tracks.kinds.astype(int)] + costs.launch_ms * tracks.launches
 
 
-def dispatched_ms(launches: Floats, kinds: Kinds, costs: PipelineCosts) -> Floats:
-    """When the host has dispatched each node, in ms from the start of the run.
-
-    Args:
-        launches: of each node, in order.
-        kinds: of each node; a mask of those that move data says the same where none calls a library.
-        costs: of the target.
-    """
-    return costs.start_ms + np.cumsum(_own_ms(launches, kinds, costs))
-
-
-class OffGpu(NamedTuple):
-    """What the nodes of a run do besides giving the GPU work: those that the CPU provider runs, and copies.
-
-    Attributes:
-        host_ms: how long each keeps the host busy, beyond what its dispatch costs.
-        waits: whether the host waits at a node until the GPU has done all that it was given; so does a copy to the host.
-    """
-
-    host_ms: Floats
-    waits: npt.NDArray[np.bool_]
-
-
-def dispatched_off_gpu_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts,
-                          off_gpu: OffGpu) -> Floats:
-    """As `dispatched_ms`, where the host also computes, copies, and waits for the GPU; arguments as of `pipeline_ms`."""
-    own = _own_ms(launches, kinds, costs) + off_gpu.host_ms
-    work = gpu_ms + costs.gap_ms * launches
+def dispatched_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> Floats:
+    """When the host has dispatched each node, in ms from the start of the run; arguments as of `pipeline_ms`."""
+    own = _own_ms(tracks, costs)
+    if off_gpu is None:
+        return costs.start_ms + np.cumsum(own)
+    own = own + off_gpu.host_ms
+    work = tracks.gpu_ms + costs.gap_ms * tracks.launches
     at, host, gpu = np.empty(len(own)), costs.start_ms, -np.inf
-    for place, (takes, gives, count, waits) in enumerate(zip(own.tolist(), work.tolist(), launches.tolist(),
+    for place, (takes, gives, count, waits) in enumerate(zip(own.tolist(), work.tolist(), tracks.launches.tolist(),
                                                              off_gpu.waits.tolist(), strict=True)):
         host += takes
         if count > 0:
@@ -110,26 +68,22 @@ def dispatched_off_gpu_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs:
     return at
 
 
-def pipeline_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts,
-                off_gpu: OffGpu | None = None) -> float:
+def pipeline_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> float:
     """A run's latency where the host dispatches node after node and the GPU does their work in that order.
 
     The GPU begins a node's work when the node is dispatched and the work before it is done, so that it ends with the
     latest of: some node's dispatch and all the work from there on.
 
     Args:
-        gpu_ms: the GPU's own time of each node, in order.
-        launches: of each node; one without any leaves the GPU nothing to do.
-        kinds: of each node.
+        tracks: the run's.
         costs: of the target.
-        off_gpu: what nodes of the CPU provider and copies do; None where the run has none.
+        off_gpu: what nodes of the CPU provider and copies do, the host's waiting with it; None where the run has none.
     """
-    at = (dispatched_ms(launches, kinds, costs) if off_gpu is None
-          else dispatched_off_gpu_ms(gpu_ms, launches, kinds, costs, off_gpu))
+    at = dispatched_ms(tracks, costs, off_gpu)
     if not len(at):
         return costs.start_ms + costs.end_ms
-    working = launches > 0
-    work = np.where(working, gpu_ms + costs.gap_ms * launches, 0.0)
+    working = tracks.launches > 0
+    work = np.where(working, tracks.gpu_ms + costs.gap_ms * tracks.launches, 0.0)
     left = np.cumsum(work[::-1])[::-1]  # from each node on
     ends = (at + costs.lead_ms + left)[working]
     return float(max(at[-1], ends.max(initial=0.0)) + costs.end_ms)
@@ -143,8 +97,7 @@ class NodeSpan(NamedTuple):
     gpu: tuple[float, float] | None
 
 
-def timeline(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts,
-             off_gpu: OffGpu | None = None) -> list[NodeSpan]:
+def timeline(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> list[NodeSpan]:
     """The two tracks node by node; what `pipeline_ms` gives is the end of the later one (with its gap), and costs.end_ms.
 
     With a fitted lead that is longer than the first dispatch, the GPU's track begins before 0, as in that formula.
@@ -152,9 +105,8 @@ def timeline(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCost
     Arguments are those of `pipeline_ms`.
     """
     spans, host, gpu = [], costs.start_ms, -np.inf
-    at = (dispatched_ms(launches, kinds, costs) if off_gpu is None
-          else dispatched_off_gpu_ms(gpu_ms, launches, kinds, costs, off_gpu))
-    for dispatched, time, count in zip(at.tolist(), gpu_ms, launches, strict=True):
+    at = dispatched_ms(tracks, costs, off_gpu)
+    for dispatched, time, count in zip(at.tolist(), tracks.gpu_ms, tracks.launches, strict=True):
         work = None
         if count > 0:
             begins = max(gpu, dispatched + costs.lead_ms)

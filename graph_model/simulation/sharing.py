@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.pipeline import Kinds, PipelineCosts, dispatched_ms
+from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms
+from graph_model.simulation.tracks import Floats, Tracks
 
-Floats = npt.NDArray[np.float64]
 MOST_STAGES = 48  # of a simulated run on a shared GPU: twice as many change its mean by less than 1 %, and take twice as long
 SHARED_RUNS = (200, 10)  # fewer callers leave the 95th percentile to chance
 LOOPED_RUNS = 30  # of a model in a loop, whose turns are then known
@@ -50,18 +50,18 @@ class _Stages(NamedTuple):
     dispatched_ms: float
 
 
-def _queued(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts) -> _Stages:
+def _queued(tracks: Tracks, costs: PipelineCosts) -> _Stages:
     """The nodes that leave the GPU something to do, each by itself."""
-    at, working = dispatched_ms(launches, kinds, costs), launches > 0
+    at, working = dispatched_ms(tracks, costs), tracks.launches > 0
     ready = np.maximum(at + costs.lead_ms, 0.0)  # no launch comes before its run, whatever lead was fitted
-    return _Stages(ready[working], (gpu_ms + costs.gap_ms * launches)[working],
+    return _Stages(ready[working], (tracks.gpu_ms + costs.gap_ms * tracks.launches)[working],
                    float(at[-1]) if len(at) else costs.start_ms)
 
 
-def _stages(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts) -> _Stages:
+def _stages(tracks: Tracks, costs: PipelineCosts) -> _Stages:
     """At most MOST_STAGES groups of neighbouring nodes. A group begins as late as its last node's dispatch demands, so that
     the GPU's pauses within it come before it."""
-    ready, work, dispatched = _queued(gpu_ms, launches, kinds, costs)
+    ready, work, dispatched = _queued(tracks, costs)
     done = np.cumsum(work)
     slack = ready - (done - work)  # the start of all work that would make a node wait for its dispatch just not
     begins = np.unique(np.linspace(0, len(work), min(len(work), MOST_STAGES), endpoint=False).astype(int))
@@ -69,8 +69,8 @@ def _stages(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts
     return _Stages(latest + (done - work)[begins], np.add.reduceat(work, begins) if len(work) else work, dispatched)
 
 
-def shared_runs_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts, slice_ms: float,
-                   other: OtherWork, generator: np.random.Generator, shape: tuple[int, int] = SHARED_RUNS) -> Floats:
+def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, other: OtherWork,
+                   generator: np.random.Generator, shape: tuple[int, int] = SHARED_RUNS) -> Floats:
     """Latencies (ms) of runs one after another on a GPU that another process uses too, in time slices.
 
     The two never run side by side. The other one gets the GPU while this run has no work for it, and when it has had the
@@ -78,7 +78,7 @@ def shared_runs_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: Pipeli
     is hidden where the host is the slower track. Of an H200: see `training/fit_sharing.py`.
 
     Args:
-        gpu_ms, launches, kinds, costs: as `pipeline_ms` takes them.
+        tracks, costs: as `pipeline_ms` takes them.
         slice_ms: how long a process has the GPU before another's turn.
         other: what else runs.
         generator: draws waits, and where in its phases the other one is.
@@ -89,7 +89,7 @@ def shared_runs_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: Pipeli
         latencies, shape (runs − 1, callers).
     """
     callers, runs = shape
-    stages = _stages(gpu_ms, launches, kinds, costs)
+    stages = _stages(tracks, costs)
     phase = generator.uniform(0.0, other.cycle_ms, callers)
     waits = other.waits_ms if len(other.waits_ms) else np.zeros(1)
 
@@ -118,20 +118,19 @@ def shared_runs_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: Pipeli
     return latencies[1:]
 
 
-def gpu_work_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts) -> float:
+def gpu_work_ms(tracks: Tracks, costs: PipelineCosts) -> float:
     """What a run takes the GPU, the pauses between launches with it; arguments as `pipeline_ms` takes them."""
-    return float(_queued(gpu_ms, launches, kinds, costs).work_ms.sum())
+    return float(_queued(tracks, costs).work_ms.sum())
 
 
-def turns_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts, longest_ms: float,
-             away_ms: float, runs: int = LOOPED_RUNS) -> Floats:
+def turns_ms(tracks: Tracks, costs: PipelineCosts, longest_ms: float, away_ms: float, runs: int = LOOPED_RUNS) -> Floats:
     """How long a model that runs in a loop has the GPU at a time, where another process has it in between.
 
     A turn ends when all that was dispatched is done, as at the end of each run, or after `longest_ms`. The host goes on
     dispatching while the other process has its turn, so that the next one is the longer for it.
 
     Args:
-        gpu_ms, launches, kinds, costs: as `pipeline_ms` takes them.
+        tracks, costs: as `pipeline_ms` takes them.
         longest_ms: after which the GPU is taken away; positive.
         away_ms: the other process's turn, and the switching.
         runs: how many are simulated after a first one, which only brings the two into step.
@@ -139,7 +138,7 @@ def turns_ms(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCost
     Returns:
         the turns, in order; none of a model that leaves the GPU nothing to do.
     """
-    ready, work, dispatched_all = _queued(gpu_ms, launches, kinds, costs)
+    ready, work, dispatched_all = _queued(tracks, costs)
     turns: list[float] = []
     begin = free = used = 0.0
     for run in range(runs + 1):

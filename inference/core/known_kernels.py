@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from benchmark.runtimes.ort.control_flow import RANGE, trip_ms
-from graph_model.simulation.pipeline import NodeKind, node_kind
+from graph_model.simulation.tracks import NodeKind, node_kind
 from inference.core.answers import Provenance
 from inference.core.doubt import CERTAIN, KernelDoubt, Span
 from inference.core.memory import Layout, layout_of

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 
-from graph_model.simulation.pipeline import Kinds, OffGpu, PipelineCosts, node_kind, pipeline_ms
+from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
 from graph_model.simulation.sharing import OtherWork
+from graph_model.simulation.tracks import OffGpu, Tracks, node_kind
 from inference.core.answers import PROVENANCES, KernelShare, Prediction, Provenance, UsedComposition
 from inference.core.device_memory import device_memory_mib, memory_warnings
 from inference.core.doubt import (
@@ -62,8 +62,6 @@ from utils.paths import Workspace
 
 if TYPE_CHECKING:
     from training.sharing.learned import Sharing
-
-Floats = npt.NDArray[np.float64]
 
 
 def predict(source: Source, *, dims: Mapping[str, int] | None = None,
@@ -256,8 +254,8 @@ def _compose(record: ModelRecord, known: Mapping[Placed, KnownKernel], fitted: F
     spans = [fitted_span(used, way, shares["measured"], provider), moved, trips, hosts, short.span]
     if beside and costs is not None:
         nodes = _nodes_run(record, known, shortest_cut(record))
-        shared = under_load(*_tracks(nodes), costs, beside.sharing, beside.other, beside.told_by)
-        shared = shared.later_by(_record_ms(record, known, costs) - pipeline_ms(*_tracks(nodes), costs))
+        shared = under_load(_tracks(nodes), costs, beside.sharing, beside.other, beside.told_by)
+        shared = shared.later_by(_record_ms(record, known, costs) - pipeline_ms(_tracks(nodes), costs))
         latency = shared.mean_ms
         spans.append(load_span(beside.sharing, beside.told_by))
     elif load:
@@ -447,15 +445,15 @@ def _record_ms(record: ModelRecord, known: Mapping[Placed, KnownKernel], costs: 
 def _pipeline_ms(nodes: Sequence[KnownKernel], costs: PipelineCosts) -> float:
     """The latency of host and GPU as two tracks; `nodes`: the kernel of each, in order."""
     off_gpu = any(node.on_host or node.waits for node in nodes)
-    return pipeline_ms(*_tracks(nodes), costs, OffGpu(
+    return pipeline_ms(_tracks(nodes), costs, OffGpu(
         np.array([node.latency_ms if node.on_host else 0.0 for node in nodes]),
         np.array([node.waits for node in nodes], dtype=bool)) if off_gpu else None)
 
 
-def _tracks(nodes: Sequence[KnownKernel]) -> tuple[Floats, Floats, Kinds]:
+def _tracks(nodes: Sequence[KnownKernel]) -> Tracks:
     """Each node's time on the GPU (ms), its launches, and its kind."""
-    return (np.array([node.gpu_ms for node in nodes]), np.array([node.launches for node in nodes]),
-            np.array([node.kind for node in nodes], dtype=int))
+    return Tracks(np.array([node.gpu_ms for node in nodes]), np.array([node.launches for node in nodes]),
+                  np.array([node.kind for node in nodes], dtype=int))
 
 
 def _sum_latency_ms(used: Composition, kernel_sum_ms: float) -> float | None:

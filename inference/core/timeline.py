@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from graph_model.simulation.pipeline import Kinds, NodeSpan, OffGpu, chrome_trace, node_kind, timeline
+from graph_model.simulation.pipeline import NodeSpan, chrome_trace, timeline
+from graph_model.simulation.tracks import OffGpu, Tracks, node_kind
 from inference.core.answers import Prediction
 from ort_analysis.records.kernel_record import ModelRecord, Node
 from ort_analysis.records.run_order import run_order, shortest_cut
-
-
-class Tracks(NamedTuple):
-    """A run's nodes in order: the GPU's time of each (ms), its launches, and its kind."""
-
-    gpu_ms: npt.NDArray[np.float64]
-    launches: npt.NDArray[np.float64]
-    kinds: Kinds
 
 
 def nodes_run(record: ModelRecord) -> list[Node]:
@@ -76,5 +68,5 @@ def trace_of(prediction: Prediction, record: ModelRecord) -> dict[str, Any]:
         ends = np.cumsum(tracks.gpu_ms)
         spans = [NodeSpan((float(end - time), float(end)), None) for end, time in zip(ends, tracks.gpu_ms, strict=True)]
     else:
-        spans = timeline(*tracks, prediction.composition.costs, off_gpu_of(prediction, record))
+        spans = timeline(tracks, prediction.composition.costs, off_gpu_of(prediction, record))
     return chrome_trace([f"{node.name} ({record.kernel_of(node).type})" for node in nodes_run(record)], spans)

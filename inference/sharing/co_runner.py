@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmark.metrics.soundness import checked
-from graph_model.simulation.pipeline import Kinds, PipelineCosts
+from graph_model.simulation.pipeline import PipelineCosts
 from graph_model.simulation.sharing import OtherWork, shared_runs_ms
+from graph_model.simulation.tracks import Tracks
 from inference.core.targets import Fitted, is_here, local_targets
 from ort_analysis.records.kernel_record import Frozen
 from training.sharing.learned import (
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from benchmark.load.probe_reading import ProbeReading
     from inference.live.load import Load
 
-Floats = npt.NDArray[np.float64]
 SHOWN_PERCENTILES = (50, 95, 99)
 ToldBy = Literal["probe", "metrics", "share", "prediction"]
 SEED = 7  # of the simulated callers: the same question has the same answer
@@ -75,11 +74,9 @@ class UnderLoad(Frozen):
         return {"mean (ms)": self.mean_ms} | {f"p{percent} (ms)": self.percentile_ms(percent) for percent in SHOWN_PERCENTILES}
 
 
-def under_load(gpu_ms: Floats, launches: Floats, kinds: Kinds, costs: PipelineCosts, sharing: Sharing,
-               other: OtherWork, told_by: ToldBy) -> UnderLoad:
-    """The distribution of a model's latency beside other work; arrays are those of
-    `graph_model.simulation.pipeline.pipeline_ms`."""
-    runs = shared_runs_ms(gpu_ms, launches, kinds, costs, sharing.slice_ms, other, np.random.default_rng(SEED))
+def under_load(tracks: Tracks, costs: PipelineCosts, sharing: Sharing, other: OtherWork, told_by: ToldBy) -> UnderLoad:
+    """The distribution of a model's latency beside other work; tracks and costs as `pipeline_ms` takes them."""
+    runs = shared_runs_ms(tracks, costs, sharing.slice_ms, other, np.random.default_rng(SEED))
     return UnderLoad(
         mean_ms=float(runs.mean()), percentiles_ms=tuple(np.percentile(runs, np.arange(101)).tolist()),
         busy_share=other.busy_share, told_by=told_by)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
 from graph_model.simulation.sharing import OtherWork
+from graph_model.simulation.tracks import Tracks
 from inference.core.answers import Prediction
 from inference.core.prediction import predict
 from inference.core.sources import Source, record_of
 from inference.core.targets import fitted_for
-from inference.core.timeline import Tracks, off_gpu_of, tracks_of
+from inference.core.timeline import off_gpu_of, tracks_of
 from inference.sharing.co_runner import NotShared, ToldBy, UnderLoad, check_mode_here, under_load
 from training.sharing.learned import Sharing, in_a_loop, other_work_guessed
 from utils.paths import Workspace
@@ -37,7 +38,7 @@ class SharedModel:
 
     def beside(self, other: OtherWork, told_by: ToldBy) -> UnderLoad:
         """The distribution of its latency beside other work."""
-        return under_load(*self.tracks, self.costs, self.sharing, other, told_by).later_by(self.off_gpu_ms)
+        return under_load(self.tracks, self.costs, self.sharing, other, told_by).later_by(self.off_gpu_ms)
 
     def at_share(self, share: float, like: OtherWork | None = None) -> UnderLoad:
         """The distribution beside a background that is busy for `share` of the time (a ratio), with waits and phases as of an
@@ -46,7 +47,7 @@ class SharedModel:
 
     def in_a_loop(self, other: SharedModel) -> OtherWork:
         """This model, run without a pause, as `other` meets it."""
-        return in_a_loop((*self.tracks, self.costs), (*other.tracks, other.costs), self.sharing)
+        return in_a_loop((self.tracks, self.costs), (other.tracks, other.costs), self.sharing)
 
 
 def shared_model(source: Source, *, dims: Mapping[str, int] | None = None, target: str | None = None, strict: bool = False,
@@ -69,5 +70,5 @@ def shared_model(source: Source, *, dims: Mapping[str, int] | None = None, targe
         raise NotShared(fitted.target.name)
     tracks, costs = tracks_of(idle, record), idle.composition.costs
     off_gpu = off_gpu_of(idle, record)
-    off_gpu_ms = pipeline_ms(*tracks, costs, off_gpu) - pipeline_ms(*tracks, costs) if off_gpu else 0.0
+    off_gpu_ms = pipeline_ms(tracks, costs, off_gpu) - pipeline_ms(tracks, costs) if off_gpu else 0.0
     return SharedModel(idle, tracks, costs, fitted.sharing, off_gpu_ms)

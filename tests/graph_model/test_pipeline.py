@@ -10,21 +10,20 @@ import numpy as np
 import pytest
 
 from graph_model.simulation.pipeline import (
-    NodeKind,
     NodeSpan,
     PipelineCosts,
     chrome_trace,
     dispatched_ms,
-    node_kind,
     pipeline_ms,
     timeline,
 )
+from graph_model.simulation.tracks import NodeKind, Tracks, node_kind
 from ort_analysis.records.kernel_record import KernelInput, Tensor
 from ort_analysis.records.kernel_types import describe_kernel
 from training.composition.fit_pipeline import (
     HOST_BOUND,
     LIBRARY_LAUNCHES,
-    Tracks,
+    MeasuredTracks,
     can_fit,
     fit_pipeline,
     hosts_ms,
@@ -36,10 +35,10 @@ COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0003, launch_ms=0.004, start_ms=0
                       end_ms=0.006, library_ms=LIBRARY_LAUNCHES * 0.004)
 
 
-def simulate(gpu_ms: np.ndarray, launches: np.ndarray, kinds: np.ndarray, costs: PipelineCosts) -> float:
+def simulate(tracks: Tracks, costs: PipelineCosts) -> float:
     """Node after node, as it happens."""
     host, gpu = costs.start_ms, 0.0
-    for time, count, kind in zip(gpu_ms, launches, kinds, strict=True):
+    for time, count, kind in zip(*tracks, strict=True):
         host += (costs.node_ms if kind else costs.view_ms) + costs.launch_ms * count
         host += costs.library_ms if kind == NodeKind.LIBRARY else 0.0
         if count:
@@ -47,7 +46,7 @@ def simulate(gpu_ms: np.ndarray, launches: np.ndarray, kinds: np.ndarray, costs:
     return max(host, gpu) + costs.end_ms
 
 
-def made_up(draw: np.random.Generator, scale: float, pace: float = 1.0) -> Tracks:
+def made_up(draw: np.random.Generator, scale: float, pace: float = 1.0) -> MeasuredTracks:
     """A model of 30 to 300 nodes whose GPU times are around `scale` ms, with the latency and host time that COSTS give it where
     the host takes `pace` times as long as usual."""
     nodes = int(draw.integers(30, 300))
@@ -55,8 +54,8 @@ def made_up(draw: np.random.Generator, scale: float, pace: float = 1.0) -> Track
     launches = np.where(kinds, draw.integers(1, 5, nodes), 0).astype(float)
     gpu_ms = np.where(kinds, scale * draw.lognormal(0.0, 1.0, nodes), 0.0)
     costs = COSTS.at_pace(pace)
-    host_ms = float(dispatched_ms(launches, kinds, costs)[-1])
-    return Tracks(gpu_ms, launches, kinds, host_ms, pipeline_ms(gpu_ms, launches, kinds, costs), pace)
+    tracks = Tracks(gpu_ms, launches, kinds)
+    return MeasuredTracks(tracks, float(dispatched_ms(tracks, costs)[-1]), pipeline_ms(tracks, costs), pace)
 
 
 @pytest.mark.parametrize("scale", [0.0001, 0.01, 1.0])
@@ -65,29 +64,29 @@ def test_the_closed_form_is_the_simulation(scale: float) -> None:
     draw = np.random.default_rng(3)
     for _ in range(20):
         model = made_up(draw, scale)
-        assert model.latency_ms == pytest.approx(simulate(model.gpu_ms, model.launches, model.kinds, COSTS), rel=1e-9)
+        assert model.latency_ms == pytest.approx(simulate(model.tracks, COSTS), rel=1e-9)
 
 
 def test_by_hand() -> None:
     """Two kernels, a view between them: the GPU still works on the first when the second is dispatched."""
     costs = PipelineCosts(node_ms=2.0, view_ms=0.5, launch_ms=1.0, start_ms=10.0, gap_ms=0.25, lead_ms=-1.0, end_ms=4.0)
-    gpu, launches, moves = np.array([20.0, 0.0, 5.0]), np.array([2.0, 0.0, 1.0]), np.array([True, False, True])
-    assert dispatched_ms(launches, moves, costs).tolist() == [14.0, 14.5, 17.5]
-    assert pipeline_ms(gpu, launches, moves, costs) == 14.0 - 1.0 + 20.0 + 2 * 0.25 + 5.0 + 0.25 + 4.0
-    assert pipeline_ms(gpu / 100, launches, moves, costs) == 17.5 + 4.0  # the host is the slower track
-    assert pipeline_ms(gpu[:0], launches[:0], moves[:0], costs) == 14.0  # a graph that is optimised away
+    tracks = Tracks(np.array([20.0, 0.0, 5.0]), np.array([2.0, 0.0, 1.0]), np.array([True, False, True]))
+    assert dispatched_ms(tracks, costs).tolist() == [14.0, 14.5, 17.5]
+    assert pipeline_ms(tracks, costs) == 14.0 - 1.0 + 20.0 + 2 * 0.25 + 5.0 + 0.25 + 4.0
+    assert pipeline_ms(tracks._replace(gpu_ms=tracks.gpu_ms / 100), costs) == 17.5 + 4.0  # the host is the slower track
+    assert pipeline_ms(Tracks(np.zeros(0), np.zeros(0), np.zeros(0, dtype=bool)), costs) == 14.0  # an empty graph
 
 
 def test_a_librarys_call_costs_the_host_more() -> None:
     """A Conv, a Relu, a Reshape and a MatMul; a mask of what moves data, and costs of an older file, know no library."""
     costs = PipelineCosts(node_ms=2.0, view_ms=0.5, launch_ms=1.0, start_ms=10.0, gap_ms=0.25, lead_ms=-1.0, end_ms=4.0,
                           library_ms=7.0)
-    launches = np.array([2.0, 1.0, 0.0, 1.0])
     kinds = np.array([NodeKind.LIBRARY, NodeKind.OWN, NodeKind.VIEW, NodeKind.LIBRARY])
-    assert dispatched_ms(launches, kinds, costs).tolist() == [21.0, 24.0, 24.5, 34.5]
-    assert dispatched_ms(launches, kinds > 0, costs).tolist() == [14.0, 17.0, 17.5, 20.5]
+    tracks = Tracks(np.ones(4), np.array([2.0, 1.0, 0.0, 1.0]), kinds)
+    assert dispatched_ms(tracks, costs).tolist() == [21.0, 24.0, 24.5, 34.5]
+    assert dispatched_ms(tracks._replace(kinds=kinds > 0), costs).tolist() == [14.0, 17.0, 17.5, 20.5]
     older = PipelineCosts.model_validate(costs.model_dump(exclude={"library_ms"}))
-    assert dispatched_ms(launches, kinds, older).tolist() == [14.0, 17.0, 17.5, 20.5]
+    assert dispatched_ms(tracks, older).tolist() == [14.0, 17.0, 17.5, 20.5]
     assert costs.at_pace(2.0).library_ms == 14.0
 
 
@@ -109,13 +108,13 @@ def test_the_timeline_ends_with_the_prediction(scale: float, lead_ms: float) -> 
     """No overlap on either track, and the same end as the formula gives."""
     draw = np.random.default_rng(8)
     model, costs = made_up(draw, scale), COSTS.model_copy(update={"lead_ms": lead_ms})
-    spans = timeline(model.gpu_ms, model.launches, model.kinds, costs)
+    spans = timeline(model.tracks, costs)
     assert spans[0].host[0] == COSTS.start_ms
     assert all(before.host[1] == after.host[0] for before, after in itertools.pairwise(spans))
     work = [span.gpu for span in spans if span.gpu]
     assert all(before[1] < after[0] for before, after in itertools.pairwise(work))
-    last = max(spans[-1].host[1], work[-1][1] + COSTS.gap_ms * model.launches[model.launches > 0][-1])
-    assert last + COSTS.end_ms == pytest.approx(pipeline_ms(model.gpu_ms, model.launches, model.kinds, costs), rel=1e-9)
+    last = max(spans[-1].host[1], work[-1][1] + COSTS.gap_ms * model.tracks.launches[model.tracks.launches > 0][-1])
+    assert last + COSTS.end_ms == pytest.approx(pipeline_ms(model.tracks, costs), rel=1e-9)
     trace = chrome_trace(["node"] * len(spans), spans)["traceEvents"]
     assert min(event["ts"] for event in trace if event["ph"] == "X") >= 0
 
@@ -135,7 +134,8 @@ def test_a_slower_host_by_hand() -> None:
     assert slower == PipelineCosts(node_ms=4.0, view_ms=1.0, launch_ms=2.0, start_ms=20.0, gap_ms=0.25, lead_ms=-2.0,
                                    end_ms=8.0)
     gpu, launches, moves = np.array([20.0, 0.0, 5.0]), np.array([2.0, 0.0, 1.0]), np.array([True, False, True])
-    of_gpu, of_host = (Tracks(times, launches, moves, host_ms=35.0, latency_ms=50.0, pace=2.0) for times in (gpu, gpu / 100))
+    of_gpu, of_host = (MeasuredTracks(Tracks(times, launches, moves), host_ms=35.0, latency_ms=50.0, pace=2.0)
+                       for times in (gpu, gpu / 100))
     assert latencies_ms([of_gpu, of_host], costs).tolist() == [42.75, 21.5]
     waiting = 28.0 - 2.0 + 20.0 + 2 * 0.25 + 5.0 + 0.25 + 8.0
     assert latencies_ms([of_gpu, of_host], costs, paced=True).tolist() == [waiting, 43.0]
@@ -162,7 +162,7 @@ def test_left_out_at_the_usual_pace_and_at_that_measured() -> None:
     groups = [str(place % 5) for place in range(len(models))]
     measured = np.array([m.latency_ms for m in models])
     assert left_out_ms(models, groups).paced_ms == pytest.approx(measured, rel=0.01)
-    usual = [pipeline_ms(m.gpu_ms, m.launches, m.kinds, COSTS) for m in models]
+    usual = [pipeline_ms(m.tracks, COSTS) for m in models]
     assert left_out_ms(models, groups).usual_ms == pytest.approx(np.array(usual), rel=0.01)
     assert usual[0] < 0.75 * measured[0]
 
@@ -181,5 +181,5 @@ def test_one_disturbed_model_pulls_little() -> None:
     models = [made_up(draw, scale) for scale in (0.0005, 0.002, 0.01, 0.05) for _ in range(6)]
     models[3] = replace(models[3], latency_ms=3 * models[3].latency_ms)
     found = fit_pipeline(models)
-    errors = [abs(pipeline_ms(m.gpu_ms, m.launches, m.kinds, found) / m.latency_ms - 1) for m in models]
+    errors = [abs(pipeline_ms(m.tracks, found) / m.latency_ms - 1) for m in models]
     assert np.median(errors) < 0.02

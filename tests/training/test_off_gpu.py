@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from graph_model.simulation.pipeline import OffGpu, PipelineCosts, dispatched_off_gpu_ms, pipeline_ms, timeline
+from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms, pipeline_ms, timeline
+from graph_model.simulation.tracks import OffGpu, Tracks
 from inference import predict
 from inference.core.answers import Prediction
 from inference.core.timeline import trace_of
@@ -33,18 +34,18 @@ def predicted(record: ModelRecord) -> Prediction:
 
 def test_the_host_waits_for_the_gpu_at_a_copy_to_it() -> None:
     """Three nodes of 1 ms each; at the second the host waits and then computes for 5 ms."""
-    gpu, launches, moves = np.array([1.0, 0.0, 1.0]), np.array([1.0, 0.0, 1.0]), np.ones(3, dtype=bool)
+    tracks = Tracks(np.array([1.0, 0.0, 1.0]), np.array([1.0, 0.0, 1.0]), np.ones(3, dtype=bool))
     free = OffGpu(np.zeros(3), np.zeros(3, dtype=bool))
-    assert pipeline_ms(gpu, launches, moves, COSTS, free) == pytest.approx(pipeline_ms(gpu, launches, moves, COSTS))
+    assert pipeline_ms(tracks, COSTS, free) == pytest.approx(pipeline_ms(tracks, COSTS))
     waiting = OffGpu(np.array([0.0, 5.0, 0.0]), np.array([True, False, False]))
     first_done = COSTS.start_ms + COSTS.node_ms + COSTS.launch_ms + COSTS.lead_ms + 1.0 + COSTS.gap_ms
     third_dispatched = first_done + (COSTS.node_ms + 5.0) + COSTS.node_ms + COSTS.launch_ms
-    at = dispatched_off_gpu_ms(gpu, launches, moves, COSTS, waiting)
+    at = dispatched_ms(tracks, COSTS, waiting)
     assert at.tolist() == pytest.approx([first_done, first_done + COSTS.node_ms + 5.0, third_dispatched])
     whole = third_dispatched + COSTS.lead_ms + 1.0 + COSTS.gap_ms + COSTS.end_ms
-    assert pipeline_ms(gpu, launches, moves, COSTS, waiting) == pytest.approx(whole)
-    assert timeline(gpu, launches, moves, COSTS, waiting)[2].gpu == pytest.approx((whole - COSTS.end_ms - COSTS.gap_ms - 1.0,
-                                                                                 whole - COSTS.end_ms - COSTS.gap_ms))
+    assert pipeline_ms(tracks, COSTS, waiting) == pytest.approx(whole)
+    assert timeline(tracks, COSTS, waiting)[2].gpu == pytest.approx((whole - COSTS.end_ms - COSTS.gap_ms - 1.0,
+                                                                     whole - COSTS.end_ms - COSTS.gap_ms))
 
 
 def test_a_node_of_the_cpu_adds_its_copies_and_its_own_guessed_time() -> None:

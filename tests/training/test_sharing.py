@@ -19,12 +19,12 @@ from benchmark.records.blocks import Block
 from benchmark.records.files import DatasetHeader, header_path
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
 from graph_model.simulation.sharing import OtherWork, gpu_work_ms, shared_runs_ms
-from training.composition.fit_pipeline import Tracks
+from graph_model.simulation.tracks import Tracks
 from training.fit_sharing import SLICES_MS, Evaluation, backgrounds_of, errors_of, typical
 from training.sharing.learned import (
     DEFAULT_SWITCH_MS,
-    PipelineTracks,
     Sharing,
+    TracksAndCosts,
     busy_share,
     in_a_loop,
     other_work_guessed,
@@ -46,14 +46,18 @@ SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=
                   longest_wait_ms=2.4)
 
 
+def alike(gpu_ms: float, nodes: int, launches: float) -> Tracks:
+    """Equal nodes that take the GPU `gpu_ms` together."""
+    return Tracks(np.full(nodes, gpu_ms / nodes), np.full(nodes, launches), np.ones(nodes, dtype=bool))
+
+
 def runs(gpu_ms: float, other: OtherWork, nodes: int = 60, launches: float = 2.0) -> npt.NDArray[np.float64]:
     """Runs of a model of equal nodes that takes the GPU `gpu_ms`."""
-    return shared_runs_ms(np.full(nodes, gpu_ms / nodes), np.full(nodes, launches), np.ones(nodes, dtype=bool), COSTS, 2.0,
-                          other, np.random.default_rng(0))
+    return shared_runs_ms(alike(gpu_ms, nodes, launches), COSTS, 2.0, other, np.random.default_rng(0))
 
 
 def idle(gpu_ms: float, nodes: int = 60, launches: float = 2.0) -> float:
-    return pipeline_ms(np.full(nodes, gpu_ms / nodes), np.full(nodes, launches), np.ones(nodes, dtype=bool), COSTS)
+    return pipeline_ms(alike(gpu_ms, nodes, launches), COSTS)
 
 
 def always(wait_ms: float) -> OtherWork:
@@ -209,9 +213,9 @@ def shared(model: str, machine: str, latencies_ms: list[float], wait_ms: float =
                       machine)
 
 
-def track(gpu_ms: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+def track(gpu_ms: float) -> Tracks:
     """Ten nodes that are dispatched at once."""
-    return np.full(10, gpu_ms / 10), np.full(10, 1e-6), np.ones(10, dtype=bool)
+    return alike(gpu_ms, 10, 1e-6)
 
 
 def test_what_another_machine_measured() -> None:
@@ -264,7 +268,7 @@ def test_waits_are_those_beside_an_average_kind_of_work() -> None:
 def test_a_slice_at_the_edge_of_those_tried_is_warned_of(slice_ms: float, warns: bool,
                                                          caplog: pytest.LogCaptureFixture) -> None:
     """A run as it is simulated with a slice finds this slice again."""
-    model = Simulated(Tracks(*track(7.3), 0.0, 0.0), COSTS)
+    model = Simulated(track(7.3), COSTS)
     run = shared("a", "one", [1.0], 2.4)
     run = replace(run, idle_ms=model.idle_ms(), samples_ms=model.beside(run.other, slice_ms)[:1])
     evaluation = Evaluation([run], SimulatedModels({"a": model}, {"a": model}, {"a": "a"}, {}), SHARING.alone_ms)
@@ -290,7 +294,7 @@ def test_errors_are_of_what_is_predicted() -> None:
 def test_a_switch_is_fitted_without_the_looped_model_and_without_the_family() -> None:
     """Beside one looped model runs were measured as with a switch of 0.1, beside the other of 0.3: each is predicted with that
     of the other, and with its own where nothing else is left."""
-    models = {name: Simulated(Tracks(*track(gpu_ms), 0.0, 0.0), COSTS) for name, gpu_ms in (
+    models = {name: Simulated(track(gpu_ms), COSTS) for name, gpu_ms in (
         ("a", 1.0), ("b", 1.5), ("short", 0.5), ("long", 3.0))}
     learned = SHARING.model_copy(update={"longest_wait_ms": 2.4})
     runs = [replace(shared(model, "one", [1.0]), background=background, level=1.0)
@@ -315,8 +319,8 @@ def test_a_model_in_a_loop_as_another_meets_it() -> None:
     """A short one has its turn run by run; one longer than the longest turn is cut, the rest of it a turn as well."""
     sharing = SHARING.model_copy(update={"longest_wait_ms": 2.4, "switch_ms": 0.2})
 
-    def run(gpu_ms: float) -> PipelineTracks:
-        return *track(gpu_ms), COSTS.model_copy(update={"gap_ms": 0.0})
+    def run(gpu_ms: float) -> TracksAndCosts:
+        return track(gpu_ms), COSTS.model_copy(update={"gap_ms": 0.0})
 
     short, long = (in_a_loop(run(gpu_ms), run(1.0), sharing) for gpu_ms in (0.5, 3.0))
     assert (short.busy_ms, short.quiet_ms) == (1.0, 0.0)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
+from graph_model.simulation.tracks import Tracks
 from ort_analysis.records.kernel_record import ModelRecord, Tensor
-from training.composition.fit_pipeline import Tracks
+from training.composition.fit_pipeline import MeasuredTracks
 from training.composition.measured_models import MeasuredModel
 from training.composition.ways_of_running import fit_graph_replay, fit_host_io
 from utils.fingerprint import Flavour
@@ -53,10 +54,10 @@ def test_replaying_a_graph_is_found_again() -> None:
     for place in range(24):
         nodes = int(draw.integers(20, 200))
         gpu_ms, launches = draw.uniform(0.002, 0.05, nodes), draw.integers(1, 4, nodes).astype(float)
-        moves = np.ones(nodes, dtype=bool)
-        replayed = pipeline_ms(gpu_ms, launches, moves, REPLAY) if place else math.nan
+        of_run = Tracks(gpu_ms, launches, np.ones(nodes, dtype=bool))
+        replayed = pipeline_ms(of_run, REPLAY) if place else math.nan
         models.append(replace(model(f"{'abc'[place % 3]}{place}", 1, 1), cuda_graph_ms=replayed))
-        tracks.append(Tracks(gpu_ms, launches, moves, host_ms=math.nan, latency_ms=3.0))
+        tracks.append(MeasuredTracks(of_run, host_ms=math.nan, latency_ms=3.0))
     found = fit_graph_replay(models, tracks, [one.family for one in models])
     assert found is not None
     assert (found.costs.gap_ms, found.costs.end_ms) == pytest.approx((REPLAY.gap_ms, REPLAY.end_ms), rel=1e-3)

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmark.records.labels import GPU_LABEL
-from graph_model.simulation.pipeline import Kinds, PipelineCosts, dispatched_ms, pipeline_ms
+from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms, pipeline_ms
+from graph_model.simulation.tracks import Tracks
 from training.composition.fitted import Candidate
 
 Floats = npt.NDArray[np.float64]
@@ -44,19 +45,17 @@ MOST = PipelineCosts(node_ms=20 * US, view_ms=10 * US, launch_ms=20 * US, start_
 
 
 @dataclass(frozen=True)
-class Tracks:
-    """A model of the fit: per node the GPU's time (ms), launches and kind; measured latency, and the
-    host's time where it is known (else NaN); and how many times longer than usual the host took meanwhile."""
+class MeasuredTracks:
+    """A model of the fit: its tracks; the measured latency (ms), and the host's time (ms) where it is known, else NaN; and
+    how many times longer than usual the host took meanwhile."""
 
-    gpu_ms: Floats
-    launches: Floats
-    kinds: Kinds
+    tracks: Tracks
     host_ms: float
     latency_ms: float
     pace: float = 1.0
 
 
-def fit_pipeline(models: Sequence[Tracks]) -> PipelineCosts:
+def fit_pipeline(models: Sequence[MeasuredTracks]) -> PipelineCosts:
     """The costs of a run on both tracks where the host has its usual pace, from at least LEAST_MODELS models."""
     from scipy.optimize import least_squares
 
@@ -77,20 +76,19 @@ def fit_pipeline(models: Sequence[Tracks]) -> PipelineCosts:
     return costs(least_squares(errors, first, loss="soft_l1", f_scale=ODD, x_scale=scale, bounds=(least, most)).x)
 
 
-def can_fit(models: Sequence[Tracks]) -> bool:
+def can_fit(models: Sequence[MeasuredTracks]) -> bool:
     """Whether enough models tell of both tracks."""
     return sum(bool(np.isfinite(model.host_ms)) for model in models) >= LEAST_MODELS
 
 
-def latencies_ms(models: Sequence[Tracks], costs: PipelineCosts, paced: bool = False) -> Floats:
+def latencies_ms(models: Sequence[MeasuredTracks], costs: PipelineCosts, paced: bool = False) -> Floats:
     """The latency of each model (ms) at some costs and the host's usual pace; where `paced`, at that measured beside each."""
-    return np.array([pipeline_ms(model.gpu_ms, model.launches, model.kinds, costs.at_pace(model.pace) if paced else costs)
-                     for model in models])
+    return np.array([pipeline_ms(model.tracks, costs.at_pace(model.pace) if paced else costs) for model in models])
 
 
-def hosts_ms(models: Sequence[Tracks], costs: PipelineCosts) -> Floats:
+def hosts_ms(models: Sequence[MeasuredTracks], costs: PipelineCosts) -> Floats:
     """What each model takes the host (ms) at some costs and at the pace measured beside it."""
-    return np.array([dispatched_ms(model.launches, model.kinds, costs.at_pace(model.pace))[-1] for model in models])
+    return np.array([dispatched_ms(model.tracks, costs.at_pace(model.pace))[-1] for model in models])
 
 
 class LeftOut(NamedTuple):
@@ -100,20 +98,20 @@ class LeftOut(NamedTuple):
     paced_ms: Floats
 
 
-def left_out_costs(models: Sequence[Tracks], groups: Sequence[str]) -> dict[str, PipelineCosts]:
+def left_out_costs(models: Sequence[MeasuredTracks], groups: Sequence[str]) -> dict[str, PipelineCosts]:
     """The costs of a run by group, fitted without that group's models."""
     return {group: fit_pipeline([model for model, of in zip(models, groups, strict=True) if of != group])
             for group in set(groups)}
 
 
-def left_out_ms(models: Sequence[Tracks], groups: Sequence[str]) -> LeftOut:
+def left_out_ms(models: Sequence[MeasuredTracks], groups: Sequence[str]) -> LeftOut:
     """The latencies of models, each group left out of the fit in turn."""
     costs = left_out_costs(models, groups)
     return LeftOut(*(np.array([latencies_ms([model], costs[group], paced)[0]
                                for model, group in zip(models, groups, strict=True)]) for paced in (False, True)))
 
 
-def fit_pipeline_candidate(predicted: Sequence[Tracks], measured: Sequence[Tracks],
+def fit_pipeline_candidate(predicted: Sequence[MeasuredTracks], measured: Sequence[MeasuredTracks],
                            groups: Sequence[str]) -> tuple[Candidate, Floats, Floats]:
     """The two tracks as a way of composing, each group left out of the fit in turn; each model's latency then (ms, at the
     host's usual pace), with its kernels predicted and as measured.
@@ -133,5 +131,5 @@ def fit_pipeline_candidate(predicted: Sequence[Tracks], measured: Sequence[Track
     return Candidate(
         label=GPU_LABEL, kind="pipeline", alpha=1.0, beta_ms=0.0, costs=costs, cv_mape=float(errors(left_out).mean()),
         cv_max=float(errors(left_out).max()), fit_mape=float(errors(latencies_ms(predicted, costs)).mean()),
-        plain_mape=float(errors(np.array([model.gpu_ms.sum() for model in measured])).mean()),
+        plain_mape=float(errors(np.array([model.tracks.gpu_ms.sum() for model in measured])).mean()),
         measured_cv_mape=float(errors(known).mean())), left_out, known

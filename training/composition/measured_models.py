@@ -14,11 +14,11 @@ from benchmark.records.files import model_table_path
 from benchmark.records.host_pace import idle_models
 from benchmark.records.labels import COLLECT
 from benchmark.records.reading import load_model_table
-from graph_model.simulation.pipeline import node_kind
+from graph_model.simulation.tracks import Tracks, node_kind
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import REMAKE, ModelRecord, family
 from ort_analysis.records.reading import load_record, record_path
-from training.composition.fit_pipeline import Tracks
+from training.composition.fit_pipeline import MeasuredTracks
 from training.kernels.sidecar import TRAIN, Sidecar, sidecar_path
 from utils import files
 from utils.errors import UserError
@@ -87,14 +87,12 @@ def known_times(out_of_fold: Mapping[str, TimesOfModels], measured: TimesOfModel
             for label, models in out_of_fold.items()}
 
 
-def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[str, float]) -> Tracks:
+def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[str, float]) -> MeasuredTracks:
     """A model's two tracks from its kernels' GPU times (ms) and launches by id."""
     kernels = [model.record.kernel_of(node) for node in model.record.nodes]
-    return Tracks(
-        gpu_ms=np.array([gpu_ms[kernel.id] for kernel in kernels]),
-        launches=np.array([launches[kernel.id] for kernel in kernels]),
-        kinds=np.array([node_kind(kernel) for kernel in kernels], dtype=int),
-        host_ms=model.host_ms, latency_ms=model.latency_ms, pace=model.pace)
+    of_run = Tracks(np.array([gpu_ms[kernel.id] for kernel in kernels]), np.array([launches[kernel.id] for kernel in kernels]),
+                    np.array([node_kind(kernel) for kernel in kernels], dtype=int))
+    return MeasuredTracks(of_run, host_ms=model.host_ms, latency_ms=model.latency_ms, pace=model.pace)
 
 
 def models_sha256(workspace: Workspace, target: str) -> str:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares, nnls
 
 from graph_model.simulation.pipeline import PipelineCosts
-from training.composition.fit_pipeline import ODD, US, Tracks, latencies_ms
+from training.composition.fit_pipeline import ODD, US, MeasuredTracks, latencies_ms
 from training.composition.fitted import GraphReplay, HostIo, Mask, copied_mib, host_io_ms
 from training.composition.fitting import each_left_out, interval_of
 from utils.timing import error_statistics
@@ -61,7 +61,8 @@ def fit_host_io(models: Sequence[MeasuredModel], predicted_ms: Floats, groups: S
     return judged(whole, each_left_out(groups, fit_and_predict), measured, groups)
 
 
-def fit_graph_replay(models: Sequence[MeasuredModel], tracks: Sequence[Tracks], groups: Sequence[str]) -> GraphReplay | None:
+def fit_graph_replay(models: Sequence[MeasuredModel], tracks: Sequence[MeasuredTracks],
+                     groups: Sequence[str]) -> GraphReplay | None:
     """What a captured model's run costs; None where too few models were run so.
 
     Args:
@@ -76,7 +77,7 @@ def fit_graph_replay(models: Sequence[MeasuredModel], tracks: Sequence[Tracks], 
                 for one, model, kept in zip(tracks, models, known, strict=True) if kept]
     groups = [group for group, kept in zip(groups, known, strict=True) if kept]
 
-    def chosen(mask: Mask) -> list[Tracks]:
+    def chosen(mask: Mask) -> list[MeasuredTracks]:
         return [one for one, kept in zip(captured, mask, strict=True) if kept]
 
     whole = GraphReplay(costs=_replay_costs(captured), models=len(captured))
@@ -93,7 +94,7 @@ def judged(fitted: Way, left_out_ms: Floats, measured_ms: Floats, groups: Sequen
                                      "interval": interval_of(left_out_ms, measured_ms, groups)})
 
 
-def _replay_costs(models: Sequence[Tracks]) -> PipelineCosts:
+def _replay_costs(models: Sequence[MeasuredTracks]) -> PipelineCosts:
     """The pause after each launch, and what a run takes besides, from captured models."""
     latency = np.array([model.latency_ms for model in models])
 

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmark.load.probe_reading import ALWAYS, ProbeReading, ProbeSummary, phases_ms, waiting_from_ms
-from graph_model.simulation.pipeline import Kinds, PipelineCosts
+from graph_model.simulation.pipeline import PipelineCosts
 from graph_model.simulation.sharing import OtherWork, gpu_work_ms, turns_ms
+from graph_model.simulation.tracks import Tracks
 from ort_analysis.records.kernel_record import Frozen
 from utils import files
 from utils.sharing_mode import check_sharing_mode
@@ -29,7 +30,7 @@ DEFAULT_SWITCH_MS = 0.2  # what fit_sharing fits to an H200 (the shipped sharing
 Floats = npt.NDArray[np.float64]
 BUSY_FIELDS = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1.0, "DCGM_FI_DEV_GPU_UTIL": 100.0}  # and what each shows of a GPU that is
 # never idle; the first one there is taken: utilisation counts a whole sampling period as busy in which anything ran
-PipelineTracks = tuple[Floats, Floats, Kinds, PipelineCosts]  # what `pipeline_ms` takes
+TracksAndCosts = tuple[Tracks, PipelineCosts]  # what `pipeline_ms` takes
 
 
 class SharingErrors(Frozen):
@@ -147,7 +148,7 @@ def other_work_guessed(share: float, sharing: Sharing, like: OtherWork | None = 
     return OtherWork(share * cycle_ms, (1.0 - share) * cycle_ms, waits)
 
 
-def in_a_loop(looped: PipelineTracks, beside: PipelineTracks, sharing: Sharing) -> OtherWork:
+def in_a_loop(looped: TracksAndCosts, beside: TracksAndCosts, sharing: Sharing) -> OtherWork:
     """A model that runs without a pause, as the model `beside` meets it: it always has work; a wait is one of its turns and a
     switch. It is away from the GPU for as long as the other works in one slice, and for a switch, and dispatches meanwhile.
     """

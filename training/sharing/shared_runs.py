@@ -12,14 +12,15 @@ import numpy.typing as npt
 
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
 from graph_model.simulation.sharing import OtherWork, shared_runs_ms
-from training.composition.fit_pipeline import Tracks, left_out_costs
+from graph_model.simulation.tracks import Tracks
+from training.composition.fit_pipeline import MeasuredTracks, left_out_costs
 from training.composition.fitted import load_composition
 from training.composition.left_out import predict_out_of_fold
 from training.composition.measured_models import known_times, left_out_groups, measured_models, tracks
 from training.kernels.predictors import ON_GPU
 from training.kernels.sidecar import read_sidecar
 from training.kernels.training_set import load_training_set, measured_times
-from training.sharing.learned import PipelineTracks, busy_share, other_work_probed
+from training.sharing.learned import TracksAndCosts, busy_share, other_work_probed
 from utils import cli
 from utils.errors import UserError
 
@@ -124,9 +125,9 @@ class Simulated:
     more_ms: float = 0.0
 
     @property
-    def run(self) -> PipelineTracks:
+    def run(self) -> TracksAndCosts:
         """What `overlap_simulator` simulates."""
-        return self.tracks.gpu_ms, self.tracks.launches, self.tracks.kinds, self.costs
+        return self.tracks, self.costs
 
     def beside(self, other: OtherWork, slice_ms: float) -> Floats:
         """Mean, median and 95th percentile of its latency (ms)."""
@@ -171,9 +172,9 @@ def simulated_models(workspace: Workspace, target: str, config: TrainingConfig) 
     of_strict, of_known = ([tracks(model, *(times[label][name] for label in ON_GPU)) for model, name in zip(
         models, names, strict=True)] for times in (strict, known))
 
-    def simulated(found: Sequence[Tracks]) -> dict[str, Simulated]:
+    def simulated(found: Sequence[MeasuredTracks]) -> dict[str, Simulated]:
         costs = left_out_costs(found, groups)
-        return {name: Simulated(one, costs[group]) for name, one, group in zip(names, found, groups, strict=True)}
+        return {name: Simulated(one.tracks, costs[group]) for name, one, group in zip(names, found, groups, strict=True)}
 
     return SimulatedModels(simulated(of_strict), simulated(of_known), dict(zip(names, groups, strict=True)),
                            {model.record.model: model.record for model in models})
