@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from utils import logger
 from utils.errors import UserError
+from utils.lazy import rich
 from utils.paths import ROOT, Workspace
 from utils.stopping import asked_by, say, stop_at_signals
 
@@ -319,16 +320,13 @@ def print_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
         for row in rows:
             print("\t".join(cell(row.get(column)) for column in columns))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
+    console = rich.console.Console()
     cells = {column: [cell(row.get(column)) for row in rows] for column in columns}
     numeric = {column: all(_is_number(row.get(column)) for row in rows) for column in columns}
     parts = [columns] if column_widths(cells, numeric, console.width) else _split(cells, numeric, console.width)
     for number, part in enumerate(parts):
         shown = {column: cells[column] for column in part}
-        table = Table(title=title or None if number == 0 else None, title_justify="left", header_style="bold")
+        table = rich.table.Table(title=title or None if number == 0 else None, title_justify="left", header_style="bold")
         for column, width in (column_widths(shown, numeric, console.width) or dict.fromkeys(part)).items():
             table.add_column(column, justify="right" if numeric[column] else "left", overflow="fold", width=width)
         for line in zip(*shown.values(), strict=True):
@@ -396,10 +394,8 @@ def track(items: Iterable[T], description: str, total: int | None = None) -> Ite
     if total is None:
         total = len(items) if hasattr(items, "__len__") else None  # type: ignore[arg-type]
     if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import track as rich_track
-
-        yield from rich_track(items, description, total=total, console=Console(stderr=True), transient=True)
+        console = rich.console.Console(stderr=True)
+        yield from rich.progress.track(items, description, total=total, console=console, transient=True)
         return
     log = logger.get_logger("progress")
     began = said = time.monotonic()

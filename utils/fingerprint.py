@@ -17,6 +17,7 @@ import psutil
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from utils.errors import UserError
+from utils.lazy import pynvml
 from utils.safe_names import FileNamePart
 
 CUDNN = "nvidia-cudnn-cu13"  # the package that brings it
@@ -127,8 +128,6 @@ def gpu_facts() -> dict[str, str]:
         return {}
     if "pynvml" not in sys.modules and not _nvml_there():
         return {}
-    import pynvml
-
     try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)

@@ -13,13 +13,11 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from utils.errors import UserError
+from utils.lazy import onnx
 from utils.ort_sessions import model_errors
-
-if TYPE_CHECKING:
-    import onnx
 
 _EXTERNAL_KEY = b"location"  # what an ONNX file says where a weight lies in another file
 SHOWN = 200  # characters of a place in errors
@@ -61,8 +59,6 @@ def weight_files(model: Path) -> list[Path]:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             if content.find(_EXTERNAL_KEY) < 0:
                 return []
-    import onnx
-
     with model_errors(str(model)):
         return external_files(model, onnx.load(str(model), load_external_data=False))
 
@@ -104,8 +100,6 @@ def load_whole(model: Path) -> onnx.ModelProto:
     Raises:
         UserError: as `weight_files`, or a weight's file is too short.
     """
-    import onnx
-
     with model_errors(str(model)):
         proto = onnx.load(str(model), load_external_data=False)
     external_files(model, proto)
@@ -125,15 +119,13 @@ def with_values(tensor: onnx.TensorProto, folder: Path) -> onnx.TensorProto:
     Raises:
         UserError: the file is too short, or the tensor is none.
     """
-    from onnx import TensorProto, helper
-
     if not _locations(tensor):
         return tensor
     told = {entry.key: entry.value for entry in tensor.external_data}
     path = folder / told["location"]
     try:
-        packed = _PACKED_BITS.get(TensorProto.DataType.Name(tensor.data_type))
-        bits = packed or 8 * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        packed = _PACKED_BITS.get(onnx.TensorProto.DataType.Name(tensor.data_type))
+        bits = packed or 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
     except (ValueError, KeyError):
         raise UserError(f"{path}: weight {tensor.name[:SHOWN]} is of an unknown type ({tensor.data_type})") from None
     if min(tensor.dims, default=0) < 0:
@@ -149,7 +141,7 @@ def with_values(tensor: onnx.TensorProto, folder: Path) -> onnx.TensorProto:
                         "which is no place in a file") from None
     if len(content) < needed:
         raise UserError(f"{path}: too short for weight {tensor.name[:SHOWN]}, which takes {needed} bytes from {offset} on")
-    return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=content)
+    return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=content)
 
 
 def _locations(tensor: onnx.TensorProto) -> list[str]:

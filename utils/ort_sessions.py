@@ -5,13 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from utils.errors import UserError
-
-if TYPE_CHECKING:
-    import onnx
-    import onnxruntime
+from utils.lazy import onnx, onnxruntime
 
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
 CUDA_GRAPH = {"enable_cuda_graph": "1"}  # options of the CUDA provider that capture a model once and then replay it
@@ -25,8 +22,6 @@ CPU_ONLY_FUSIONS = ("ConvActivationFusion", "GemmActivationFusion", "MatMulActiv
 
 @functools.cache
 def _load_runtime(device: str) -> Any:
-    import onnxruntime
-
     onnxruntime.set_default_logger_severity(FATAL)  # errors come as exceptions
     if device == "cuda":
         onnxruntime.preload_dlls()  # finds the CUDA libraries that torch's wheels brought
@@ -87,11 +82,10 @@ def open_nodes(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], shape: Se
                name: str) -> onnxruntime.InferenceSession:
     """A session of a graph made of `nodes` as they stand, none fused. Its inputs and its output, the last node's, are float32
     tensors of one `shape`."""
-    from onnx import TensorProto, helper
-
-    values = [helper.make_tensor_value_info(value, TensorProto.FLOAT, shape) for value in (*inputs, nodes[-1].output[0])]
-    graph = helper.make_graph(nodes, name, values[:-1], values[-1:])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    names = (*inputs, nodes[-1].output[0])
+    values = [onnx.helper.make_tensor_value_info(value, onnx.TensorProto.FLOAT, shape) for value in names]
+    graph = onnx.helper.make_graph(nodes, name, values[:-1], values[-1:])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
     return open_session(model.SerializeToString(), device, optimize="none", name=name)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from utils.errors import UserError
 from utils.fingerprint import SharingMode, driver_fails, gpu_facts
+from utils.lazy import pynvml
 
 PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"  # names the folder in which CUDA looks for MPS …
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"  # … which otherwise is this one (NVIDIA's guide to MPS, "Environment Variables")
@@ -30,8 +31,6 @@ def sharing_mode() -> SharingMode:
     Raises:
         UserError: there is no NVIDIA GPU, or its driver fails.
     """
-    import pynvml
-
     try:
         if facts := gpu_facts():
             return _asked(pynvml.nvmlDeviceGetHandleByUUID(facts["uuid"]))
@@ -42,8 +41,6 @@ def sharing_mode() -> SharingMode:
 
 def _asked(gpu: object) -> SharingMode:
     """What NVML and the MPS daemon say of a GPU."""
-    import pynvml
-
     unknown_here = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound)  # to this GPU or driver: it has none
     try:
         if pynvml.nvmlDeviceGetMigMode(gpu)[0] == pynvml.NVML_DEVICE_MIG_ENABLE:

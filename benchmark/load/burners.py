@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -22,11 +22,9 @@ from benchmark.load.backgrounds import Background
 from benchmark.runtimes.ort.runner import device_binding, open_runner, queue_run, random_feed
 from ort_analysis.graph.source import default_dims, open_dims
 from utils.errors import UserError
+from utils.lazy import onnx, torch
 from utils.ort_sessions import model_errors
 from utils.processes import die_with_parent
-
-if TYPE_CHECKING:
-    import torch
 
 AHEAD_S = 8e-3  # how far ahead of the GPU a deep queue is filled
 Step = Callable[[], object]
@@ -120,8 +118,6 @@ def cuda_work(background: Background) -> Work:
     Raises:
         UserError: the model can't be run.
     """
-    import torch
-
     stream = torch.cuda.Stream()
     launch = model_run(background, stream.cuda_stream) if background.model else cuda_burst(background, stream)
 
@@ -150,8 +146,6 @@ def as_work(background: Background, launch: Step, mark: Callable[[], Event], wai
 
 def cuda_burst(background: Background, stream: torch.cuda.Stream) -> Step:
     """Queues a burst of products or copies on the stream: as many as take about `burst_ms`."""
-    import torch
-
     product = torch.ones(2048, 2048, device="cuda")
     source, sink = (torch.ones(16 << 20, device="cuda") for _ in range(2))  # 64 MiB each: beyond any cache
     stream.wait_stream(torch.cuda.current_stream())  # which fills them
@@ -192,8 +186,6 @@ def model_dims(background: Background) -> dict[str, int]:
     Raises:
         UserError: no ONNX model.
     """
-    import onnx
-
     with model_errors(str(background.model)):
         proto = onnx.load(str(background.model), load_external_data=False)
     suggested = default_dims(proto)  # it may name dimensions that this model has not

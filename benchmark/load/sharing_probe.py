@@ -5,18 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 from benchmark.load.probe_reading import ProbedRuns, ProbeReading
 from benchmark.measuring.affinity import off_the_workers_cores
 from benchmark.runtimes.ort.runner import Runner, bind, now, random_feed
 from utils.errors import UserError
 from utils.fingerprint import machine, resolve_device
+from utils.lazy import onnx
 from utils.ort_sessions import model_errors, open_nodes
 from utils.sharing_mode import sharing_mode
-
-if TYPE_CHECKING:
-    import onnx
 
 SECONDS = 0.2  # half of it for each piece; five periods of 20 ms
 LEAST_RUNS = 5  # of each piece, however long they take
@@ -35,12 +32,10 @@ class SharingProbe:
         Raises:
             UserError: there is no such device, or it has no memory left.
         """
-        from onnx import helper
-
         self._provider = resolve_device(device)
         self._machine_uuid = machine(self._provider).uuid
-        products = [helper.make_node("MatMul", [f"x{place}", "w"], [f"x{place + 1}"]) for place in range(LONG_PRODUCTS)]
-        self._tiny = self._opened([helper.make_node("Relu", ["x0"], ["x1"])], ["x0"], TINY_SIDE, "the probe's tiny work")
+        products = [onnx.helper.make_node("MatMul", [f"x{place}", "w"], [f"x{place + 1}"]) for place in range(LONG_PRODUCTS)]
+        self._tiny = self._opened([onnx.helper.make_node("Relu", ["x0"], ["x1"])], ["x0"], TINY_SIDE, "the probe's tiny work")
         self._long = self._opened(products, ["x0", "w"], LONG_SIDE[self._provider], "the probe's long work")
 
     def _opened(self, nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], side: int, name: str) -> Runner:

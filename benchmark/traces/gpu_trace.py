@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from utils import files
+from utils.lazy import torch
 from utils.temporary import temporary_folder
 from utils.timing import Interval
 
@@ -80,13 +81,12 @@ def trace(runs: Sequence[Callable[[], Any]]) -> list[GpuRun]:
 
     Needs torch with CUDA.
     """
-    from torch.profiler import ProfilerActivity, profile, record_function
-
     with temporary_folder() as folder:
         path = folder / "trace.json"
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=both) as profiler:
             for number, run in enumerate(runs):
-                with record_function(f"{RANGE_PREFIX}{number}"):
+                with torch.profiler.record_function(f"{RANGE_PREFIX}{number}"):
                     run()
         profiler.export_chrome_trace(str(path))
         return attribute(files.read_json(path)["traceEvents"], len(runs))

@@ -23,6 +23,7 @@ from ort_analysis.records.kernel_record import ModelRecord
 from training.sharing.learned import busy_share
 from utils import cli
 from utils.errors import UserError
+from utils.lazy import pandas as pd
 from utils.logger import get_logger
 from utils.paths import Workspace
 from utils.processes import CRASHED, each_in_a_process
@@ -146,8 +147,6 @@ def _crashed(sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
 def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str], label: str) -> list[Case]:
     """A case for every model of `records`, level, background and machine that the dataset in `folder` holds a good measurement
     of, by `label`; idle, without those that a disturbed host held up."""
-    import pandas as pd
-
     sessions = [session for session in model_sessions(read_journal(folder)) if "latency" in session.labels]
     if not sessions:
         return []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from utils import files
+from utils.lazy import matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,15 +57,10 @@ def ticks(low: float, high: float) -> list[float]:
 
 def draw(points: Sequence[Point], title: str, path: Path) -> None:
     """Writes the picture (a .png): both axes logarithmic, with the line of equality and a band of ±10 % around it."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
+    matplotlib.use("Agg")
     values = [value for point in points for value in (point.measured_ms, point.predicted_ms)]
     ends = [min(values) / 1.3, max(values) * 1.3]
-    figure, (axes, below) = plt.subplots(2, figsize=(8, 9.6), height_ratios=(8, 1.5), layout="constrained")
+    figure, (axes, below) = matplotlib.pyplot.subplots(2, figsize=(8, 9.6), height_ratios=(8, 1.5), layout="constrained")
     axes.fill_between(ends, [(1 - BAND) * end for end in ends], [(1 + BAND) * end for end in ends], color="0.92",
                       label=f"within ±{BAND:.0%}")
     axes.plot(ends, ends, color="0.5", linewidth=1, label="predicted = measured")
@@ -75,9 +71,9 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
                          edgecolors="white", linewidths=0.6, color=colour, label=label, zorder=3)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(FixedLocator(ticks(*ends)))
-        axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_major_locator(matplotlib.ticker.FixedLocator(ticks(*ends)))
+        axis.set_minor_locator(matplotlib.ticker.NullLocator())
+        axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axes.tick_params(labelsize=11)
     axes.grid(color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -94,13 +90,11 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
     number_points(axes, named, points)
     with files.replacing(path) as temporary:
         figure.savefig(temporary, dpi=150)
-    plt.close(figure)
+    matplotlib.pyplot.close(figure)
 
 
 def number_points(axes: Axes, named: Sequence[Point], points: Sequence[Point]) -> None:
     """Writes 1, 2, … beside the `named` ones of `points`, each where it covers neither a point nor another number."""
-    from matplotlib import patheffects
-
     scale = axes.get_figure(root=True).dpi / 72  # type: ignore[union-attr]
     size = LABEL_POINTS * scale
     taken = [tuple(axes.transData.transform((point.measured_ms, point.predicted_ms))) for point in points]
@@ -118,4 +112,4 @@ def number_points(axes: Axes, named: Sequence[Point], points: Sequence[Point]) -
             str(number), (point.measured_ms, point.predicted_ms), (dx / scale, dy / scale), textcoords="offset points",
             fontsize=LABEL_POINTS, fontweight="bold", ha="center", va="center", zorder=4,
             arrowprops={"arrowstyle": "-", "color": "0.4", "linewidth": 0.6, "shrinkA": 4, "shrinkB": 2})
-        label.set_path_effects([patheffects.withStroke(linewidth=2, foreground="white")])
+        label.set_path_effects([matplotlib.patheffects.withStroke(linewidth=2, foreground="white")])

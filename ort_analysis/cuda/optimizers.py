@@ -8,13 +8,10 @@ so those have to be off that would find no node of the CPU's in a CUDA session.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from utils.lazy import onnx
 from utils.model_files import load_whole
 from utils.ort_sessions import CPU_ONLY_FUSIONS
-
-if TYPE_CHECKING:
-    import onnx
 
 # A quantised operator between DequantizeLinear and QuantizeLinear: fused on the CPU; on CUDA all three run, in floating point.
 QDQ_FUSIONS = ("QDQSelectorActionTransformer", "QDQS8ToU8Transformer")
@@ -43,8 +40,6 @@ def runs_on_whole_numbers(graph: onnx.GraphProto) -> bool:
 def cover_pools(loadable: Path | bytes) -> bytes:
     """A model whose MaxPools the optimiser leaves as they are, while the CPU's quantised convolutions around them turn channels
     last, since a CUDA session runs them on the GPU. They get an output more than it takes; `uncover_pools` takes it away."""
-    import onnx
-
     proto = load_whole(loadable) if isinstance(loadable, Path) else onnx.load_from_string(loadable)
     for node in proto.graph.node:
         if node.op_type == "MaxPool" and len(node.output) == 1:

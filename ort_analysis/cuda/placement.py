@@ -13,13 +13,11 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ort_analysis.cuda.kernels import CudaKernel, cuda_kernel
 from ort_analysis.records.kernel_record import KernelInput
-
-if TYPE_CHECKING:
-    import onnx
+from utils.lazy import onnx
 
 Provider = Literal["cpu", "cuda"]
 SMALL_CONSTANT = 100  # elements of a constant that does not keep a computation on shapes off the CPU
@@ -191,8 +189,6 @@ def insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[st
         tensors: gets the copies' types and shapes.
         outside: as of `assign_providers`.
     """
-    from onnx import helper
-
     nodes = list(graph.node)
     made_on: dict[str, Provider] = {}
     read_on: dict[str, set[Provider]] = defaultdict(set)
@@ -220,7 +216,7 @@ def insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[st
             continue
         there = name + (ON_HOST if to_host else ON_DEVICE)
         op_type = "MemcpyToHost" if to_host else "MemcpyFromHost"
-        copies[name] = helper.make_node(op_type, [name], [there], name=f"{op_type}_{name}")
+        copies[name] = onnx.helper.make_node(op_type, [name], [there], name=f"{op_type}_{name}")
         tensors[there] = tensor
     if not copies:
         return list(placement.providers)

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,10 +19,8 @@ from ort_analysis.graph.parsed_nodes import bodies_of
 from ort_analysis.records.elements import type_code, type_name
 from ort_analysis.records.kernel_record import KernelInput
 from utils.errors import UserError
+from utils.lazy import onnx
 from utils.model_files import load_whole
-
-if TYPE_CHECKING:
-    import onnx
 
 SINGLE = "float32"
 REDUCED = ("float16", "bfloat16")
@@ -91,8 +88,6 @@ def as_single(loadable: Path | bytes, name: str) -> Reduced:
     Raises:
         UserError: it mixes types, and its operator set is too old for that, or it holds Loop, If or Scan.
     """
-    import onnx
-
     proto = load_whole(loadable) if isinstance(loadable, Path) else onnx.load_from_string(loadable)
     graph = proto.graph
     types = floating_types(graph)
@@ -115,19 +110,17 @@ def as_single(loadable: Path | bytes, name: str) -> Reduced:
 
 def _widen_graph(graph: onnx.GraphProto) -> None:
     """Puts all of a graph into single precision, and bodies within it."""
-    from onnx import TensorProto
-
     for tensor in graph.initializer:
         _widen(tensor)
     for value in (*graph.input, *graph.output):
         if floating_type(value.type.tensor_type.elem_type) in REDUCED:
-            value.type.tensor_type.elem_type = TensorProto.FLOAT
+            value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.HasField("t"):
                 _widen(attribute.t)
             elif attribute.name in ("to", "dtype") and floating_type(attribute.i) in REDUCED:
-                attribute.i = TensorProto.FLOAT
+                attribute.i = onnx.TensorProto.FLOAT
         for body in bodies_of(node).values():
             del body.value_info[:]
             _widen_graph(body)
@@ -135,16 +128,14 @@ def _widen_graph(graph: onnx.GraphProto) -> None:
 
 def _widen(tensor: onnx.TensorProto) -> None:
     """Puts a tensor into single precision; a number that stands for one that fusions look for becomes that one."""
-    from onnx import numpy_helper
-
     if floating_type(tensor.data_type) not in REDUCED:
         return
-    values = numpy_helper.to_array(tensor)
+    values = onnx.numpy_helper.to_array(tensor)
     wide = values.astype(np.float32)
     if values.size == 1:
         meant = [number for number in LOOKED_FOR if values.dtype.type(number) == values.reshape(())]
         wide = np.full_like(wide, meant[0]) if meant else wide
-    tensor.CopyFrom(numpy_helper.from_array(wide, tensor.name))
+    tensor.CopyFrom(onnx.numpy_helper.from_array(wide, tensor.name))
 
 
 def _known_types(graph: onnx.GraphProto) -> dict[str, str]:
@@ -161,8 +152,6 @@ def _known_types(graph: onnx.GraphProto) -> dict[str, str]:
 
 def _mark_casts(graph: onnx.GraphProto) -> None:
     """Puts a mark behind each cast to one of the floating types."""
-    from onnx import helper
-
     nodes = []
     for node in graph.node:
         nodes.append(node)
@@ -170,7 +159,8 @@ def _mark_casts(graph: onnx.GraphProto) -> None:
         if node.op_type == "Cast" and target:
             made = node.output[0]
             node.output[0] = f"{made}/before_mark"
-            nodes.append(helper.make_node(MARK, [node.output[0]], [made], f"{node.name or made}/mark", alpha=ALPHAS[target]))
+            mark = f"{node.name or made}/mark"
+            nodes.append(onnx.helper.make_node(MARK, [node.output[0]], [made], mark, alpha=ALPHAS[target]))
     del graph.node[:]
     graph.node.extend(nodes)
 
@@ -214,8 +204,6 @@ def _typed(tensor: KernelInput, dtype: str) -> KernelInput:
 def _marks_to_casts(graph: onnx.GraphProto, types: Mapping[str, str], tensors: Mapping[str, KernelInput]) -> None:
     """Turns each mark into a cast, joins it with a cast from whole numbers before it, and leaves out what casts to the same
     type, as ONNX Runtime does."""
-    from onnx import helper
-
     reads = Counter(name for node in graph.node for name in node.input)
     outputs = {value.name for value in graph.output}
     maker = {name: node for node in graph.node for name in node.output}
@@ -237,7 +225,7 @@ def _marks_to_casts(graph: onnx.GraphProto, types: Mapping[str, str], tensors: M
         if before is not None and _casts_whole(before, tensors) and reads[source] == 1:
             gone.add(source)
             source = before.input[0]
-        node.CopyFrom(helper.make_node("Cast", [source], [made], name=node.name, to=type_code(target)))
+        node.CopyFrom(onnx.helper.make_node("Cast", [source], [made], name=node.name, to=type_code(target)))
     kept = [node for node in graph.node if not set(node.output) & gone]
     del graph.node[:]
     graph.node.extend(kept)

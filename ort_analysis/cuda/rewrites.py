@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ort_analysis.graph.open_shapes import Shape
 from ort_analysis.records.kernel_record import KernelInput
-
-if TYPE_CHECKING:
-    import onnx
+from utils.lazy import onnx
 
 CONTRIB = "com.microsoft"
 BIASED_DTYPES = ("float16", "float32", "float64")  # that BiasSoftmax takes
@@ -139,10 +137,8 @@ def _reads(graph: onnx.GraphProto) -> Counter[str]:
 def _replace(graph: onnx.GraphProto, old: Sequence[onnx.NodeProto], op_type: str, domain: str, inputs: Sequence[str],
              attributes: Mapping[str, Any]) -> None:
     """Puts one node in the place of `old`, whose last makes what it makes and gives it its name."""
-    from onnx import helper
-
     last = old[-1]
-    made = helper.make_node(op_type, list(inputs), list(last.output), name=last.name, domain=domain, **attributes)
+    made = onnx.helper.make_node(op_type, list(inputs), list(last.output), name=last.name, domain=domain, **attributes)
     places = [number for number, node in enumerate(graph.node) if any(node is one or node == one for one in old)]
     graph.node[places[-1]].CopyFrom(made)
     for place in reversed(places[:-1]):

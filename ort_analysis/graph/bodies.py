@@ -9,7 +9,7 @@ How often it runs: a Scan as often as its inputs are long; a Loop as often as it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ort_analysis.graph.attention_lengths import attention_lengths
 from ort_analysis.graph.inferred import Body, Held, InferredTensors, Trips
@@ -18,9 +18,7 @@ from ort_analysis.graph.parsed_nodes import bodies_of, control_flow_name
 from ort_analysis.records.elements import type_code
 from ort_analysis.records.kernel_record import KernelInput
 from utils.errors import UserError
-
-if TYPE_CHECKING:
-    import onnx
+from utils.lazy import onnx
 
 TRIPS = "trips"  # how --dim calls the number of trips of all loops whose number is not known
 BRANCHES = {"then": "then_branch", "else": "else_branch"}
@@ -147,9 +145,6 @@ def body_model(body: onnx.GraphProto, given: Sequence[KernelInput], outer: onnx.
         outer: the model around it, with the constants that it takes from there.
         tensors: of the model around it.
     """
-    import onnx
-    from onnx import helper
-
     graph = onnx.GraphProto()
     graph.CopyFrom(body)
     graph.name = graph.name or "body"
@@ -162,25 +157,23 @@ def body_model(body: onnx.GraphProto, given: Sequence[KernelInput], outer: onnx.
             graph.initializer.append(constants[name])
         else:
             graph.input.append(_value_info(name, tensors[name]))
-    model = helper.make_model(graph, opset_imports=list(outer.opset_import), ir_version=outer.ir_version)
+    model = onnx.helper.make_model(graph, opset_imports=list(outer.opset_import), ir_version=outer.ir_version)
     model.functions.extend(outer.functions)
     return model
 
 
 def _value_info(name: str, tensor: KernelInput) -> onnx.ValueInfoProto:
     """The declaration of a tensor, or of a sequence or an optional of tensors, whose sizes stay open."""
-    from onnx import helper
-
     def kind(words: str) -> onnx.TypeProto:
         outer, _, inner = words.removesuffix(")").partition("(")
         if inner and outer not in ("sequence", "optional"):
             raise UserError(f"{name}: a {words} goes into the body of a Loop, a Scan or an If, which can't be analysed")
-        make = {"sequence": helper.make_sequence_type_proto, "optional": helper.make_optional_type_proto}
-        return make[outer](kind(inner)) if inner else helper.make_tensor_type_proto(type_code(words), None)
+        make = {"sequence": onnx.helper.make_sequence_type_proto, "optional": onnx.helper.make_optional_type_proto}
+        return make[outer](kind(inner)) if inner else onnx.helper.make_tensor_type_proto(type_code(words), None)
 
     if tensor.is_tensor:
-        return helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
-    return helper.make_value_info(name, kind(tensor.dtype))
+        return onnx.helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
+    return onnx.helper.make_value_info(name, kind(tensor.dtype))
 
 
 def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, KernelInput],
@@ -281,8 +274,6 @@ def trips_of(node: onnx.NodeProto, body: onnx.GraphProto, tensors: Mapping[str, 
 
 def _always_goes_on(body: onnx.GraphProto) -> bool:
     """Whether a Loop's body hands its condition on as it got it, or gives out a constant."""
-    from onnx import numpy_helper
-
     maker = {out: node for node in body.node for out in node.output if out}
     tensor = body.output[0].name
     while tensor in maker and maker[tensor].op_type == "Identity":
@@ -291,5 +282,5 @@ def _always_goes_on(body: onnx.GraphProto) -> bool:
     if constant is None and tensor in maker and maker[tensor].op_type == "Constant":
         constant = next((attribute.t for attribute in maker[tensor].attribute if attribute.name == "value"), None)
     if constant is not None:
-        return bool(numpy_helper.to_array(constant).all())
+        return bool(onnx.numpy_helper.to_array(constant).all())
     return tensor not in maker and tensor in [value.name for value in body.input][1:2]

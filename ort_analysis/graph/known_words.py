@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ort_analysis.graph.parsed_nodes import attribute_value
-
-if TYPE_CHECKING:
-    import onnx
+from utils.lazy import onnx
 
 TAUGHT = ("cats_strings", "keys_strings", "classlabels_strings", "pool_strings")  # of encoders, and n-grams
 UNKNOWN = ""
@@ -24,12 +22,10 @@ def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
 
     Encoders are taken to stand in the order of the columns that they read, as converters of pipelines write them.
     """
-    from onnx import TensorProto
-
     found = {}
     for value in graph.input:
         kind = value.type.tensor_type
-        if kind.elem_type != TensorProto.STRING:
+        if kind.elem_type != onnx.TensorProto.STRING:
             continue
         reached, words = {value.name}, []
         for node in graph.node:

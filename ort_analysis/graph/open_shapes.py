@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ort_analysis.records.elements import type_code
 from ort_analysis.records.kernel_record import KernelInput, zeros
 from utils.errors import UserError
+from utils.lazy import onnx
 from utils.ort_sessions import model_errors, open_session
-
-if TYPE_CHECKING:
-    import onnx
 
 # Operators whose outputs' sizes follow from the values that they read, not from shapes alone: zeros would tell nothing.
 SIZED_BY_VALUES = frozenset({
@@ -50,20 +47,17 @@ def shapes_when_run(node: onnx.NodeProto, proto: onnx.ModelProto, tensors: Mappi
     Raises:
         UserError: it can't be run alone.
     """
-    import onnx
-    from onnx import helper
-
     constants = {tensor.name: tensor for tensor in proto.graph.initializer
                  if tensor.name in node.input and tensor.data_location != onnx.TensorProto.EXTERNAL}
     fed = [value for value in dict.fromkeys(node.input) if value and value not in constants]
     if not all(tensors[value].is_tensor for value in fed):
         raise UserError(f"{name}: the rank of tensor {node.output[0]} is not known, and its node {node.name} ({node.op_type}) "
                         "takes more than tensors, so that it can't be tried alone")
-    inputs = [helper.make_tensor_value_info(value, type_code(tensors[value].dtype),
+    inputs = [onnx.helper.make_tensor_value_info(value, type_code(tensors[value].dtype),
                                             tensors[value].shape) for value in fed]
-    graph = helper.make_graph([node], "node", inputs, [helper.ValueInfoProto(name=out) for out in node.output if out],
+    graph = onnx.helper.make_graph([node], "node", inputs, [onnx.helper.ValueInfoProto(name=out) for out in node.output if out],
                               list(constants.values()))
-    model = helper.make_model(graph, opset_imports=list(proto.opset_import), ir_version=proto.ir_version)
+    model = onnx.helper.make_model(graph, opset_imports=list(proto.opset_import), ir_version=proto.ir_version)
     session = open_session(model.SerializeToString(), "cpu", optimize="none", name=f"{name}: node {node.name}")
     feed = {value: zeros(tensors[value].shape, tensors[value].dtype) for value in fed}
     with model_errors(f"{name}: node {node.name}"):

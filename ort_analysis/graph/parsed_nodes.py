@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import onnx
+from utils.lazy import onnx
 
 ONNX_DOMAINS = ("", "ai.onnx")
 BODIES = {"If": ("then_branch", "else_branch"), "Loop": ("body",), "Scan": ("body",)}  # attributes that hold a graph
@@ -78,14 +77,11 @@ def _name_nodes(graph: onnx.GraphProto, inside: str, seen: set[str]) -> None:
 
 def attribute_value(attribute: onnx.AttributeProto) -> Any:
     """An attribute as plain data: a tensor is `{"dtype", "shape", "values"}`, a subgraph `{"graph": <hash>}`."""
-    import onnx
-    from onnx import helper, numpy_helper
-
     if attribute.type == onnx.AttributeProto.GRAPH:
         return {"graph": hashlib.sha256(attribute.g.SerializeToString(deterministic=True)).hexdigest()[:12]}
-    value = helper.get_attribute_value(attribute)
+    value = onnx.helper.get_attribute_value(attribute)
     if isinstance(value, onnx.TensorProto):
-        array = numpy_helper.to_array(value)
+        array = onnx.numpy_helper.to_array(value)
         return {"dtype": str(array.dtype), "shape": list(array.shape), "values": array.ravel().tolist()}
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ort_analysis.cuda.optimizers import cover_pools, cuda_optimizers, runs_on_whole_numbers, uncover_pools
 from ort_analysis.cuda.placement import assign_providers
@@ -23,12 +22,10 @@ from ort_analysis.graph.tensor_shapes import infer_tensors, shapes_of_any_size
 from ort_analysis.records.kernel_record import GuessedRuns, KernelInput, Tensor
 from utils.errors import UserError
 from utils.fingerprint import Flavour, flavour_of, has_cuda, resolve_device
+from utils.lazy import onnx
 from utils.logger import get_logger
 from utils.ort_sessions import open_session
 from utils.temporary import temporary_folder
-
-if TYPE_CHECKING:
-    import onnx
 
 log = get_logger("parser")
 SHOWN_SIZES = 3  # in a warning
@@ -138,8 +135,6 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
     Raises:
         UserError: as `read_source`, and where ORT can't load the model.
     """
-    import onnx
-
     provider = resolve_device(device) if device == "auto" else device
     flavour = flavour_of(provider)
     derived = provider == "cuda" and not has_cuda()

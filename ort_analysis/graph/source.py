@@ -9,20 +9,18 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY
 from ort_analysis.graph.bodies import body_sizes, made_within, steering_inputs
 from ort_analysis.graph.open_shapes import DETECTIONS, selects_boxes
 from utils import cli, files
 from utils.errors import UserError
+from utils.lazy import onnx
 from utils.logger import get_logger
 from utils.model_files import check_plain_file, external_files, load_whole
 from utils.ort_sessions import model_errors
 from utils.safe_names import as_file_name
-
-if TYPE_CHECKING:
-    import onnx
 
 log = get_logger("parser")
 OWN_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime makes from others
@@ -78,8 +76,6 @@ def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, 
     Raises:
         UserError: it can't be read.
     """
-    import onnx
-
     if not dims:
         return [{}]
     with model_errors(str(model)):
@@ -126,8 +122,6 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     Raises:
         UserError: no such file, no ONNX, no nodes, weights missing, an unknown dimension, or one left open.
     """
-    import onnx
-
     given = dict(dims or {})
     if isinstance(model, Path):
         shown = str(model)

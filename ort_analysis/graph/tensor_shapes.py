@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ort_analysis.graph.bodies import captured, hold
 from ort_analysis.graph.inferred import Held, InferredTensors, Values
@@ -29,12 +29,10 @@ from ort_analysis.graph.parsed_nodes import ONNX_DOMAINS, bodies_of
 from ort_analysis.records.elements import type_code, type_name
 from ort_analysis.records.kernel_record import KernelInput
 from utils.errors import UserError
+from utils.lazy import onnx
 from utils.model_files import with_values
 from utils.ort_sessions import PROVIDER_NAMES, open_session
 from utils.temporary import temporary_folder
-
-if TYPE_CHECKING:
-    import onnx
 
 SMALL_INTS = 64  # whole-number constants up to this many elements are kept by value: shapes, axes, splits
 FLOAT_VALUES_MATTER = {"Resize", "Upsample"}  # operators whose small floating constants set the output's shape
@@ -44,17 +42,14 @@ HeldBy = Callable[["onnx.NodeProto", Mapping[str, KernelInput], Mapping[str, Val
 
 def constant_input(tensor: onnx.TensorProto, keep_floats: bool) -> KernelInput:
     """An initializer as a constant tensor; its value is kept where it decides what the kernel does."""
-    from onnx import numpy_helper
-    from onnx.external_data_helper import uses_external_data
-
     dtype, shape = type_name(tensor.data_type), tuple(tensor.dims)
     plain = KernelInput(dtype=dtype, shape=shape, constant=True)
-    if uses_external_data(tensor) or dtype == "string":
+    if onnx.external_data_helper.uses_external_data(tensor) or dtype == "string":
         return plain
     whole = dtype.startswith(("int", "uint", "bool"))
     if not (plain.elements <= SMALL_INTS if whole or keep_floats else plain.elements == 1):
         return plain
-    return plain.model_copy(update={"values": tuple(numpy_helper.to_array(tensor).ravel().tolist())})
+    return plain.model_copy(update={"values": tuple(onnx.numpy_helper.to_array(tensor).ravel().tolist())})
 
 
 def small_values_by_use(graph: onnx.GraphProto) -> set[str]:
@@ -64,13 +59,11 @@ def small_values_by_use(graph: onnx.GraphProto) -> set[str]:
 
 def index_ranges(folder: Path, graph: onnx.GraphProto) -> dict[str, tuple[int, int]]:
     """Smallest and largest value of each large whole-number constant of `graph` (index tables)."""
-    from onnx import TensorProto, numpy_helper
-
     ranges = {}
     for tensor in graph.initializer:
-        if tensor.data_type not in (TensorProto.INT32, TensorProto.INT64) or math.prod(tensor.dims) <= SMALL_INTS:
+        if tensor.data_type not in (onnx.TensorProto.INT32, onnx.TensorProto.INT64) or math.prod(tensor.dims) <= SMALL_INTS:
             continue
-        array = numpy_helper.to_array(with_values(tensor, folder))
+        array = onnx.numpy_helper.to_array(with_values(tensor, folder))
         ranges[tensor.name] = (int(array.min()), int(array.max()))
     return ranges
 
@@ -131,18 +124,15 @@ def _constants(graph: onnx.GraphProto, folder: Path) -> dict[str, KernelInput]:
 
 def _probe(proto: onnx.ModelProto, dims: Mapping[str, int]) -> onnx.ModelProto:
     """A copy in which every tensor is an output, the weights that lie outside the file are inputs, and `dims` are fixed."""
-    import onnx
-    from onnx import helper
-
     probe = onnx.ModelProto()
     probe.CopyFrom(proto)
     graph = probe.graph
     outside = [tensor for tensor in graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
     inside = [tensor for tensor in graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL]
     declared = {value.name for value in graph.input}
-    graph.input.extend(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+    graph.input.extend(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
                        for tensor in outside if tensor.name not in declared)
-    graph.input.append(helper.make_tensor_value_info(FRESH, onnx.TensorProto.FLOAT, [FRESH]))
+    graph.input.append(onnx.helper.make_tensor_value_info(FRESH, onnx.TensorProto.FLOAT, [FRESH]))
     del graph.initializer[:]
     graph.initializer.extend(inside)
     for value in (*graph.input, *graph.output, *graph.value_info):
@@ -151,7 +141,7 @@ def _probe(proto: onnx.ModelProto, dims: Mapping[str, int]) -> onnx.ModelProto:
                 dim.dim_value = dims[dim.dim_param]
     known = {value.name for value in graph.output}
     for node in proto.graph.node:
-        graph.output.extend(helper.ValueInfoProto(name=out) for out in node.output if out and out not in known)
+        graph.output.extend(onnx.helper.ValueInfoProto(name=out) for out in node.output if out and out not in known)
     return probe
 
 
@@ -179,8 +169,6 @@ class _Answer:
 
 def _ask(probe: onnx.ModelProto, device: str, name: str, fold: bool) -> _Answer:
     """Has ORT infer the shapes of a probe; with `fold`, it also computes what follows from shapes and constants alone."""
-    import onnx
-
     with temporary_folder() as folder:
         saved = Path(folder) / "probe.onnx"
         session = open_session(probe.SerializeToString(), device, optimize="basic" if fold else "none", name=name,
@@ -378,11 +366,9 @@ def _first_open(answer: _Answer, proto: onnx.ModelProto, constants: Mapping[str,
 
 def _stamp(probe: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> None:
     """Declares the shapes of some of a probe's outputs, which ORT then takes for granted."""
-    from onnx import helper
-
     for value in probe.graph.output:
         if value.name in shapes:
-            value.CopyFrom(helper.make_tensor_value_info(value.name, type_code(dtypes[value.name]), shapes[value.name]))
+            value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, type_code(dtypes[value.name]), shapes[value.name]))
 
 
 def assignments(session: Any) -> Iterator[tuple[str, str]]:

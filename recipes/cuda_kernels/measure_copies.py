@@ -24,6 +24,7 @@ import numpy as np
 
 from utils import cli, files
 from utils.fingerprint import machine
+from utils.lazy import onnx, onnxruntime
 from utils.ort_sessions import open_session
 
 SIZES = (4, 64, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216, 67108864, 268435456)  # bytes
@@ -35,24 +36,21 @@ EXAMPLES = "python recipes/cuda_kernels/measure_copies.py --out copies.json"
 
 def graph_of(elements: int, through_host: bool, chained: int) -> bytes:
     """`Abs → (BitwiseNot → Abs) × chained`, or the same without the CPU's nodes, on int32 tensors of `elements`."""
-    from onnx import TensorProto, helper
-
-    nodes, tensor = [helper.make_node("Abs", ["x"], ["a0"], name="abs0")], "a0"
+    nodes, tensor = [onnx.helper.make_node("Abs", ["x"], ["a0"], name="abs0")], "a0"
     for number in range(chained):
         if through_host:
-            nodes.append(helper.make_node("BitwiseNot", [tensor], [f"b{number}"], name=f"not{number}"))
+            nodes.append(onnx.helper.make_node("BitwiseNot", [tensor], [f"b{number}"], name=f"not{number}"))
             tensor = f"b{number}"
-        nodes.append(helper.make_node("Abs", [tensor], [f"a{number + 1}"], name=f"abs{number + 1}"))
+        nodes.append(onnx.helper.make_node("Abs", [tensor], [f"a{number + 1}"], name=f"abs{number + 1}"))
         tensor = f"a{number + 1}"
-    values = [helper.make_tensor_value_info(name, TensorProto.INT32, [elements]) for name in ("x", tensor)]
-    graph = helper.make_graph(nodes, "copies", values[:1], values[1:])
-    return bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10).SerializeToString())
+    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT32, [elements]) for name in ("x", tensor)]
+    graph = onnx.helper.make_graph(nodes, "copies", values[:1], values[1:])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    return bytes(model.SerializeToString())
 
 
 def bound(session: Any, elements: int, device: str) -> Any:
     """An IOBinding with input and output on `device`."""
-    import onnxruntime
-
     binding = session.io_binding()
     values = np.arange(elements, dtype=np.int32)
     binding.bind_ortvalue_input("x", onnxruntime.OrtValue.ortvalue_from_numpy(values, device, 0))

@@ -33,6 +33,7 @@ from ort_analysis.graph.tensor_shapes import session_dtype
 from ort_analysis.records.elements import type_code
 from utils import cli, files
 from utils.fingerprint import ort_version
+from utils.lazy import onnx, onnxruntime
 from utils.logger import get_logger
 from utils.processes import process_pool
 
@@ -185,8 +186,6 @@ def element_type(text: str) -> int:
 
 def graph_of(probes: Sequence[Probe], opset: int) -> bytes:
     """A model that holds the graphs of several probes of one operator version side by side."""
-    from onnx import helper
-
     nodes, inputs, outputs = [], [], []
     for number, probe in enumerate(probes):
         types = dict(probe.types)
@@ -200,29 +199,26 @@ def graph_of(probes: Sequence[Probe], opset: int) -> bytes:
                 fed.append("")
                 continue
             tensor = f"x{number}_{place}"
-            inputs.append(helper.make_tensor_value_info(tensor, element_type(kind(name)), None))
-            nodes.append(helper.make_node("Identity", [tensor], [f"i{number}_{place}"], name=f"in{number}_{place}"))
+            inputs.append(onnx.helper.make_tensor_value_info(tensor, element_type(kind(name)), None))
+            nodes.append(onnx.helper.make_node("Identity", [tensor], [f"i{number}_{place}"], name=f"in{number}_{place}"))
             fed.append(f"i{number}_{place}")
         attributes: dict[str, Any] = {name: element_type(value) if name in ("to", "dtype") and isinstance(value, str) else value
                       for name, value in probe.attributes}
         made = [f"o{number}_{place}" if name else "" for place, name in enumerate(probe.outputs)]
-        nodes.append(helper.make_node(probe.op_type, fed, made, name=f"op{number}", domain=probe.domain, **attributes))
+        nodes.append(onnx.helper.make_node(probe.op_type, fed, made, name=f"op{number}", domain=probe.domain, **attributes))
         for place in (place for place, name in enumerate(made) if name):
-            nodes.append(helper.make_node("Identity", [made[place]], [f"y{number}_{place}"], name=f"out{number}_{place}"))
-            outputs.append(helper.ValueInfoProto(name=f"y{number}_{place}"))
-    graph = helper.make_graph(nodes, "probe", inputs, outputs)
+            nodes.append(onnx.helper.make_node("Identity", [made[place]], [f"y{number}_{place}"], name=f"out{number}_{place}"))
+            outputs.append(onnx.helper.ValueInfoProto(name=f"y{number}_{place}"))
+    graph = onnx.helper.make_graph(nodes, "probe", inputs, outputs)
     domains = {"": ONNX_OPSET if probes[0].domain else opset, "com.microsoft": 1}
     if probes[0].domain not in ("", "com.microsoft"):
         domains[probes[0].domain] = probes[0].version
-    opsets = [helper.make_opsetid(domain, version) for domain, version in domains.items()]
-    return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
+    opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in domains.items()]
+    return bytes(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
 
 
 def read_session(model: bytes, probes: Sequence[Probe], folder: Path) -> list[Found]:
     """Opens probes' graphs and reads what became of each; whatever ONNX Runtime raises passes."""
-    import onnx
-    import onnxruntime
-
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
@@ -268,15 +264,11 @@ def ask(probes: Sequence[Probe], opset: int, folder: Path) -> list[tuple[Probe, 
 
 @functools.cache
 def _schemas() -> list[Any]:
-    from onnxruntime.capi import onnxruntime_pybind11_state as state
-
-    return list(state.get_all_operator_schema())
+    return list(onnxruntime.capi.onnxruntime_pybind11_state.get_all_operator_schema())
 
 
 def one_schema(name: str, domain: str, version: int, opset: int) -> dict[str, Any]:
     """All that is found about one operator at one version."""
-    import onnxruntime
-
     onnxruntime.set_default_logger_severity(4)
     if hasattr(onnxruntime, "preload_dlls"):
         onnxruntime.preload_dlls()

@@ -23,6 +23,7 @@ from recipes.kinds.manifest import MANIFEST, MadeModel, Manifest, load_manifest
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import package_version
+from utils.lazy import onnx, torch
 from utils.logger import get_logger
 from utils.processes import process_pool
 
@@ -63,8 +64,6 @@ class Recipe:
 def by(write: Callable[[Any, Path], None]) -> Write:
     """A writer that gets torch_kinds, which is imported and seeded when a model is made and not before."""
     def seeded(path: Path) -> None:
-        import torch
-
         from recipes.kinds import torch_kinds
 
         torch.manual_seed(0)
@@ -176,8 +175,6 @@ def recipes() -> list[Recipe]:
 
 def make(name: str, folder: Path) -> MadeModel | str:
     """Makes one model in this process; what it is, or why it could not be made."""
-    import onnx
-
     recipe = next(one for one in recipes() if one.name == name)
     path = folder / f"{name}.onnx"
     try:

@@ -1,0 +1,83 @@
+"""utils.lazy: packages at the top of a module that load at their first use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from utils import lazy
+from utils.lazy import LazyPackage
+from utils.paths import ROOT
+
+
+def python(program: str) -> str:
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_nothing_is_loaded_before_its_first_use() -> None:
+    program = (f"import sys\nfrom utils.lazy import {', '.join(lazy.__all__)}\n"
+               f"def loaded(): return [name for name in {lazy.__all__!r} if name in sys.modules]\n"
+               "print(loaded(), onnx.TensorProto.FLOAT, loaded())")
+    assert python(program) == "[] 1 ['onnx']\n"
+
+
+def test_what_it_gives_is_the_packages_own() -> None:
+    import onnx
+    import onnxruntime.capi.onnxruntime_pybind11_state as state
+
+    assert lazy.onnx.helper is onnx.helper
+    assert isinstance(onnx.ModelProto(), lazy.onnx.ModelProto)
+    assert lazy.onnx.__version__ == onnx.__version__
+    assert lazy.onnxruntime.capi.onnxruntime_pybind11_state is state
+
+
+def test_a_submodule_is_loaded_as_it_is_asked_for() -> None:
+    program = ("import sys\nfrom utils.lazy import rich\n"
+               "print('rich.table' in sys.modules, rich.table.Table.__name__, 'rich.table' in sys.modules)")
+    assert python(program) == "False Table True\n"
+
+
+def test_names_that_are_not_there() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'no_such_thing'"):
+        lazy.onnx.no_such_thing  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'no_such_thing'"):
+        LazyPackage("bisect").no_such_thing  # noqa: B018  a module without submodules
+    with pytest.raises(ImportError, match="cannot import name 'no_such_package'"):
+        from utils.lazy import no_such_package  # noqa: F401
+    assert not hasattr(LazyPackage("no_such_package"), "__wrapped__")  # asks without loading
+
+
+def test_a_package_that_is_missing_is_missed_at_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a light install; utils.cli says what to install by the error's name."""
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    from utils.lazy import pandas
+
+    with pytest.raises(ModuleNotFoundError) as raised:
+        pandas.DataFrame  # noqa: B018
+    assert raised.value.name == "pandas"
+
+
+def test_a_package_that_a_test_replaces_is_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = lazy.pynvml
+    assert callable(package.nvmlInit)
+    other = ModuleType("pynvml")
+    other.nvmlInit = "another"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pynvml", other)
+    assert package.nvmlInit == "another"
+
+
+def test_threads_may_use_it_first_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_to_load.py").write_text("import time\ntime.sleep(0.2)\nvalue = 7\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    package, values = LazyPackage("slow_to_load"), []
+    threads = [threading.Thread(target=lambda: values.append(package.value)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert values == [7] * 8

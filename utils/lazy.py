@@ -1,0 +1,77 @@
+"""Packages that are slow to import: bound at the top of a module, loaded when they are first used.
+
+    from utils.lazy import onnx
+    from utils.lazy import pandas as pd
+
+An import of torch takes seconds and one of onnx a fifth of one, but `--help` and a prediction of a recorded model need neither.
+
+`importlib.util.LazyLoader` does not fit. It puts half a module into `sys.modules`, where other libraries that look there load
+it; two threads that use it at once fail (python/cpython#114763, in Python before 3.11.9); and it fails at the import where the
+package is missing, as pandas is in a light install.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import matplotlib.patheffects
+    import matplotlib.pyplot
+    import matplotlib.ticker
+    import networkx
+    import onnx
+    import onnx.external_data_helper
+    import onnxruntime
+    import onnxruntime.capi.onnxruntime_pybind11_state
+    import pandas
+    import pynvml
+    import requests
+    import rich.console
+    import rich.progress
+    import rich.table
+    import scipy.optimize
+    import scipy.special
+    import sklearn.ensemble
+    import torch
+    import torch.profiler
+    import torchvision
+    import xgboost
+
+__all__ = ["matplotlib", "networkx", "onnx", "onnxruntime", "pandas", "pynvml", "requests", "rich", "scipy", "sklearn", "torch",
+           "torchvision", "xgboost"]
+
+
+class LazyPackage:
+    """Stands for a package, which it imports when an attribute is first read. A submodule is an attribute too.
+
+    The package is looked up anew each time (half a microsecond), so that a test may replace it in `sys.modules`.
+
+    Raises:
+        ModuleNotFoundError: at that first use, the package is not installed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__") and attribute != "__version__":  # asked by pickle, inspect and the like
+            raise AttributeError(f"{self!r} has no attribute {attribute!r}")
+        package = __import__(self._name)  # as the statement does: several times faster than import_module
+        try:
+            return getattr(package, attribute)
+        except AttributeError:
+            submodule = f"{self._name}.{attribute}"
+            if not hasattr(package, "__path__") or find_spec(submodule) is None:
+                raise
+            return import_module(submodule)
+
+    def __repr__(self) -> str:
+        return f"<package {self._name!r}, loaded at its first use>"
+
+
+def __getattr__(name: str) -> LazyPackage:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no package {name!r}; add it to __all__")
+    return LazyPackage(name)
