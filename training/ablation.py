@@ -25,7 +25,7 @@ from benchmark.records.files import SAMPLED
 from benchmark.records.labels import GPU_LABEL
 from benchmark.records.reading import load_kernel_table
 from training.composition.left_out import kernel_errors, predict_out_of_fold
-from training.composition.measured_models import MeasuredModel, TimesOfModels, left_out_groups, measured_models, targets
+from training.composition.measured_models import MeasuredModel, TimesOfModels, left_out_groups, measured_models
 from training.kernels.estimators import (
     FLAT,
     Problem,
@@ -38,10 +38,11 @@ from training.kernels.estimators import (
 )
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
+from training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from utils import cli
 from utils.config import load_config
 from utils.logger import get_logger
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 if TYPE_CHECKING:
     import numpy as np
@@ -226,21 +227,21 @@ def evaluate(data: Dataset, variants: Mapping[str, Variant], config: TrainingCon
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--target", help="name of a target in training/predictors (default: all)")
+    add_options(parser)
     parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="(repeatable; default: all)")
-    parser.add_argument("--config", type=Path, default=ROOT / "training" / "config.yaml",
-                        help="settings (default: training/config.yaml)")
     args = parser.parse_args()
     workspace = cli.start(args)
     config = load_config(args.config, TrainingConfig)
     chosen = {name: VARIANTS[name] for name in args.variant or VARIANTS}
-    results = {}
-    for target in [args.target] if args.target else targets(workspace):
+
+    def compare(target: str, show: Show) -> list[dict[str, Any]]:
         data = load(workspace, target)
-        results[target] = evaluate(data, chosen, config)
-        if not args.json:
-            cli.print_table(results[target], f"{target}, label {data.label}: kernels of {len(data.models)} models, each "
-                                             f"{left_out_groups(data.models)[0]} left out in turn")
+        rows = evaluate(data, chosen, config)
+        show(rows, f"{target}, label {data.label}: kernels of {len(data.models)} models, each "
+                   f"{left_out_groups(data.models)[0]} left out in turn")
+        return rows
+
+    results = for_each_target([args.target] if args.target else trained_targets(workspace), compare, args.json)
     if args.json:
         cli.print_json(results)
     return 0

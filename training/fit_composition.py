@@ -17,44 +17,34 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from benchmark.records.host_pace import usual_probe_us
 from benchmark.records.reading import load_model_table
-from graph_model.dag.dag import build_dag, calculate_latency
-from training.composition.fit_pipeline import can_fit, fit_pipeline_candidate
-from training.composition.fitted import KINDS, Composition, FittedModel, composition_path, load_composition, working_nodes
-from training.composition.fitting import best, fit_candidate, interval_of
+from training.composition.candidates import try_lines, try_pipeline
+from training.composition.fit_pipeline import MeasuredTracks
+from training.composition.fitted import Composition, FittedModel, composition_path, load_composition
+from training.composition.fitting import best, interval_of
 from training.composition.left_out import predict_out_of_fold
-from training.composition.measured_models import known_times, left_out_groups, measured_models, models_sha256, targets, tracks
+from training.composition.measured_models import left_out_groups, measured_models, models_sha256, tracks_of
 from training.kernels.predictors import ON_GPU
-from training.kernels.settings import LAUNCHES, TrainingConfig
+from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import TRAIN, read_sidecar
+from training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from utils import cli, files
 from utils.config import load_config
 from utils.errors import UserError
 from utils.locks import sole_writer
 from utils.logger import get_logger
-from utils.paths import ROOT, Workspace
-
-if TYPE_CHECKING:
-    from ort_analysis.records.kernel_record import ModelRecord
+from utils.paths import Workspace
 
 log = get_logger("composition")
-CONFIG = ROOT / "training" / "config.yaml"
 EXAMPLES = """
 python training/fit_composition.py
 python training/fit_composition.py --target h200-cuda-ort1.31-all --json
 """
-
-
-def compose(record: ModelRecord, times_ms: dict[str, float]) -> dict[str, float]:
-    """Σ and longest path (ms) of a model whose kernels take `times_ms` by id."""
-    dag = build_dag(record)
-    by_node = {node.name: times_ms[node.kernel_id] for node in record.nodes}
-    return {kind: calculate_latency(dag, by_node, "critical_path" if kind == "critical_path" else "sum") for kind in KINDS}
 
 
 def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Composition:
@@ -74,42 +64,27 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     left_out, groups = left_out_groups(models)
     if left_out == "nothing":
         log.warning("%s: one model measured; α is fitted on it, β is 0, and there is no cross-validation", target)
+    times = {label: predict_out_of_fold(rows, models, groups, left_out, label, about.own_types, config)
+             for label, about in cli.track(list(sidecar.labels.items()), f"composing {target}")}
+    tried = try_lines(models, times, None if left_out == "nothing" else groups)
+    tracks: list[MeasuredTracks] = []
+    if set(ON_GPU) <= set(times) and left_out != "nothing":
+        tracks = tracks_of(models, times)
+        tried += try_pipeline(models, tracks, times, measured_times(workspace, target), groups)
+    used, predicted, with_measured = tried[best([one.candidate for one in tried])]
     measured = np.array([model.latency_ms for model in models])
-    nodes = np.array([working_nodes(model.record) for model in models], dtype=float)
-    candidates, predictions, by_label = [], [], {}
-    for label, about in cli.track(list(sidecar.labels.items()), f"composing {target}"):
-        times = by_label[label] = predict_out_of_fold(rows, models, groups, left_out, label, about.own_types, config)
-        if label == LAUNCHES:
-            continue
-        composed = [compose(model.record, times[model.record.model]) for model in models]
-        for kind in KINDS:
-            bases = np.array([sums[kind] for sums in composed])
-            candidate, predicted = fit_candidate(label, kind, bases, measured, nodes, None if left_out == "nothing" else groups)
-            candidates.append(candidate)
-            predictions.append(predicted)
-    if set(ON_GPU) <= set(by_label) and left_out != "nothing":
-        known = known_times(by_label, measured_times(workspace, target))
-        strict, looked_up = ([tracks(model, *(times[label][model.record.model] for label in ON_GPU)) for model in models]
-                             for times in (by_label, known))
-        if can_fit(strict):
-            candidate, latencies, with_measured = fit_pipeline_candidate(strict, looked_up, groups)
-            candidates.append(candidate)
-            predictions.append(latencies)
-    chosen = best(candidates)
-    used = candidates[chosen]
-    interval = interval_of(predictions[chosen], measured, groups) if left_out == "family" else None
-    interval_measured = interval_of(with_measured, measured, groups) if interval and used.kind == "pipeline" else None
+    interval = interval_of(predicted, measured, groups) if left_out == "family" else None
+    interval_measured = interval_of(with_measured, measured, groups) if interval and with_measured is not None else None
     probe_us = usual_probe_us(load_model_table(workspace, target))
     return Composition(
-        label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms, node_ms=used.node_ms, costs=used.costs,
-        left_out=left_out, interval=interval, interval_measured=interval_measured,
-        host_io=fit_host_io(models, predictions[chosen], groups),
-        cuda_graph=fit_graph_replay(models, strict, groups) if used.kind == "pipeline" else None,
+        **used.formula(), left_out=left_out, interval=interval, interval_measured=interval_measured,
+        host_io=fit_host_io(models, predicted, groups),
+        cuda_graph=fit_graph_replay(models, tracks, groups) if used.kind == "pipeline" else None,
         probe_us=probe_us if math.isfinite(probe_us) else None, dataset_sha256=rows.sha256,
         models_sha256=models_sha256(workspace, target), predictors_created=sidecar.created,
-        candidates=tuple(candidates), models=tuple(
-            FittedModel(model=model.record.model, measured_ms=model.latency_ms, predicted_ms=float(predicted))
-            for model, predicted in zip(models, predictions[chosen], strict=True)))
+        candidates=tuple(one.candidate for one in tried), models=tuple(
+            FittedModel(model=model.record.model, measured_ms=model.latency_ms, predicted_ms=float(predicted_ms))
+            for model, predicted_ms in zip(models, predicted, strict=True)))
 
 
 def kept_composition(workspace: Workspace, target: str) -> Composition | None:
@@ -140,27 +115,27 @@ def candidate_table(composition: Composition) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--target", help="name of a target in training/predictors (default: all)")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="settings (default: training/config.yaml)")
+    add_options(parser)
     parser.add_argument("--force", action="store_true", help="fit again although nothing changed since the last time")
     args = parser.parse_args()
     workspace = cli.start(args)
     config = load_config(args.config, TrainingConfig)
-    results = {}
+
+    def fit(target: str, show: Show) -> dict[str, Any]:
+        path = composition_path(workspace.predictors(target))
+        composition = None if args.force else kept_composition(workspace, target)
+        if composition is None:
+            composition = fit_target(workspace, target, config)
+            files.write_json(path, composition)
+            log.info("saved %s", path)
+        else:
+            log.info("kept %s: nothing changed since", path)
+        show(candidate_table(composition), f"{target}: {len(composition.models)} models, each {composition.left_out} left out "
+                                           "in turn")
+        return composition.model_dump(mode="json")
+
     with sole_writer(workspace.predictors("")):
-        for target in [args.target] if args.target else targets(workspace):
-            path = composition_path(workspace.predictors(target))
-            composition = None if args.force else kept_composition(workspace, target)
-            if composition is None:
-                composition = fit_target(workspace, target, config)
-                files.write_json(path, composition)
-                log.info("saved %s", path)
-            else:
-                log.info("kept %s: nothing changed since", path)
-            results[target] = composition.model_dump(mode="json")
-            if not args.json:
-                cli.print_table(candidate_table(composition), f"{target}: {len(composition.models)} models, "
-                                                              f"each {composition.left_out} left out in turn")
+        results = for_each_target([args.target] if args.target else trained_targets(workspace), fit, args.json)
     if args.json:
         cli.print_json(results)
     return 0

@@ -29,15 +29,15 @@ import numpy as np
 
 from benchmark.load.probe_reading import QUANTILES
 from benchmark.records.files import collected_targets, load_header, read_journal
-from training.composition.measured_models import targets
 from training.kernels.settings import TrainingConfig
+from training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from training.sharing.learned import Sharing, SharingErrors, other_work_guessed, sharing_path
 from utils import cli, files
 from utils.config import load_config
 from utils.errors import UserError
 from utils.locks import sole_writer
 from utils.logger import get_logger
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 if TYPE_CHECKING:
     import numpy as np
@@ -261,35 +261,43 @@ def by_the_plan(evaluation: Evaluation, beside: Sequence[Workspace], target: str
     return np.repeat(found[:, None], evaluation.measured.shape[1], axis=1)
 
 
-def main() -> int:
-    parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--target", help="name of a target in training/predictors (default: all measured beside backgrounds)")
-    parser.add_argument("--beside", type=Path, metavar="WORKSPACE", action="append",
-                        help="where the models measured beside backgrounds are (repeatable; default: the same workspace)")
-    parser.add_argument("--config", type=Path, default=ROOT / "training" / "config.yaml",
-                        help="settings (default: training/config.yaml)")
-    args = parser.parse_args()
-    workspace = cli.start(args)
-    beside = [Workspace(one) for one in args.beside or [workspace.root]]
-    config = load_config(args.config, TrainingConfig)
-    names = [args.target] if args.target else sorted(set(targets(workspace)) & {
+def shared_targets(workspace: Workspace, beside: Sequence[Workspace]) -> list[str]:
+    """The targets with predictors that were measured beside backgrounds.
+
+    Raises:
+        UserError: there is none.
+    """
+    names = sorted(set(trained_targets(workspace)) & {
         name for one in beside for name in collected_targets(one) if load_header(one.dataset(name)).backgrounds})
     if not names:
         raise UserError(f"{', '.join(str(one.dataset('')) for one in beside)}: no target with predictors was measured beside "
                         "backgrounds; add levels and stress.backgrounds to the collector's config")
-    results: dict[str, Any] = {}
+    return names
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    add_options(parser, "name of a target in training/predictors (default: all measured beside backgrounds)")
+    parser.add_argument("--beside", type=Path, metavar="WORKSPACE", action="append",
+                        help="where the models measured beside backgrounds are (repeatable; default: the same workspace)")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    beside = [Workspace(one) for one in args.beside or [workspace.root]]
+    config = load_config(args.config, TrainingConfig)
+
+    def fit(target: str, show: Show) -> dict[str, Any]:
+        measured_in = [one for one in beside if args.target or target in collected_targets(one)]
+        sharing, by_what, by_load = fit_target(workspace, measured_in, target, config)
+        path = sharing_path(workspace.predictors(target))
+        files.write_json(path, sharing)
+        log.info("saved %s: a slice of %g ms, waits of up to %g ms, a switch of %g ms", path, sharing.slice_ms,
+                 sharing.longest_wait_ms, sharing.switch_ms)
+        show(by_what, f"{target}: latencies beside other work, families and backgrounds left out")
+        show(by_load, f"{target}: the same by background, from a probe")
+        return {"sharing": sharing.model_dump(mode="json"), "latency_by": by_what, "backgrounds": by_load}
+
     with sole_writer(workspace.predictors("")):
-        for name in names:
-            there = [one for one in beside if args.target or name in collected_targets(one)]
-            sharing, by_what, by_load = fit_target(workspace, there, name, config)
-            path = sharing_path(workspace.predictors(name))
-            files.write_json(path, sharing)
-            log.info("saved %s: a slice of %g ms, waits of up to %g ms, a switch of %g ms", path, sharing.slice_ms,
-                     sharing.longest_wait_ms, sharing.switch_ms)
-            results[name] = {"sharing": sharing.model_dump(mode="json"), "latency_by": by_what, "backgrounds": by_load}
-            if not args.json:
-                cli.print_table(by_what, f"{name}: latencies beside other work, families and backgrounds left out")
-                cli.print_table(by_load, f"{name}: the same by background, from a probe")
+        results = for_each_target([args.target] if args.target else shared_targets(workspace, beside), fit, args.json)
     if args.json:
         cli.print_json(results)
     return 0

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmark.records.labels import GPU_LABEL
-from training.composition.fit_pipeline import MeasuredTracks, can_fit, left_out_ms
+from training.composition.fit_pipeline import LeftOut, MeasuredTracks, can_fit, left_out_ms
 from training.composition.fitting import leave_out
 from training.composition.left_out import kernel_errors, predict_out_of_fold
 from training.composition.measured_models import (
@@ -30,18 +30,18 @@ from training.composition.measured_models import (
     known_times,
     left_out_groups,
     measured_models,
-    targets,
-    tracks,
+    tracks_of,
 )
 from training.kernels.predictors import ON_GPU
 from training.kernels.roofline import fit_roofline
-from training.kernels.settings import LAUNCHES, TrainingConfig
+from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
+from training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from utils import cli
 from utils.config import load_config
 from utils.errors import UserError
 from utils.logger import get_logger
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 from utils.timing import ErrorStatistics, error_statistics
 
 if TYPE_CHECKING:
@@ -86,15 +86,54 @@ def row(what: str, found: ErrorStatistics) -> dict[str, Any]:
             "within_5_%": 100 * found.within_5, "within_10_%": 100 * found.within_10, "worst_%": 100 * found.worst}
 
 
+def pipeline_rows(predicted: LeftOut, looked_up: LeftOut, known: LeftOut, latency: Floats) -> list[dict[str, Any]]:
+    """The rows of the two tracks: kernels predicted, those of other families looked up, and all as measured."""
+    return [
+        model_errors("two tracks, all kernels predicted", predicted.usual_ms, latency),
+        model_errors("two tracks, all kernels predicted, host's pace as measured", predicted.paced_ms, latency),
+        model_errors("two tracks, kernels that other families share looked up", looked_up.usual_ms, latency),
+        model_errors("two tracks, kernels as measured: the composition alone", known.usual_ms, latency),
+        model_errors("two tracks, kernels and host's pace as measured", known.paced_ms, latency)]
+
+
+def run_mode_rows(models: Sequence[MeasuredModel], groups: Sequence[str], tracks: Sequence[MeasuredTracks],
+                  predicted: LeftOut) -> list[dict[str, Any]]:
+    """The rows of models run with numpy arrays or as CUDA graphs, where there are any."""
+    from training.composition.ways_of_running import fit_graph_replay, fit_host_io
+
+    fitted = {"numpy in and out": fit_host_io(models, predicted.usual_ms, groups),
+              "a CUDA graph": fit_graph_replay(models, tracks, groups)}
+    return [row(f"two tracks, all kernels predicted; run with {what}", found.left_out)
+            for what, found in fitted.items() if found and found.left_out]
+
+
+def line_rows(models: Sequence[MeasuredModel], groups: Sequence[str], times: Mapping[str, TimesOfModels],
+              latency: Floats) -> list[dict[str, Any]]:
+    """The rows of a line over the sum of a model's kernels, each group left out of its fit; `times` by what they are."""
+    def sums_ms(of_models: TimesOfModels) -> Floats:
+        return np.array([sum(of_models[model.record.model][node.kernel_id] for node in model.record.nodes) for model in models])
+
+    return [model_errors(f"α·Σ+β, {what}", leave_out(sums_ms(of_models), latency, groups), latency)
+            for what, of_models in times.items()]
+
+
+def roofline_times(rows: TrainingSet, models: Sequence[MeasuredModel]) -> TimesOfModels:
+    """The time of each model's kernels by two rates and a floor, fitted to all kernels; in ms by model and kernel id."""
+    idle = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]))
+    roofline = fit_roofline(idle.flops, idle.bytes_moved, idle.times_ms[GPU_LABEL])
+    return {model.record.model: {
+        name: float(roofline.bound_ms(np.array([kernel.flops]), np.array([kernel.bytes_read + kernel.bytes_written]))[0])
+        if kernel.moves_data else 0.0 for name, kernel in model.record.kernels.items()} for model in models}
+
+
 def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
              forests: bool) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Errors of models, a row a way of predicting, and of kernels.
+    """Errors of models, one row per way of predicting, and of kernels.
 
     Raises:
         UserError: no dataset or predictors, no family to leave out, or none of what a GPU's two tracks need.
     """
     from training.baselines import nn_meter
-    from training.composition.ways_of_running import fit_graph_replay, fit_host_io
     from training.kernels.training_set import load_training_set, measured_times
 
     sidecar = read_sidecar(workspace.predictors(target))
@@ -107,67 +146,51 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
     strict = {label: predict_out_of_fold(rows, models, groups, left_out, label, sidecar.labels[label].own_types, config)
               for label in cli.track(ON_GPU, "leaving families out")}
     shared = {label: shared_times(strict[label], rows, label, models, groups) for label in ON_GPU}
-    latency = np.array([model.latency_ms for model in models])
-
-    def tracks_of(times: Mapping[str, TimesOfModels]) -> list[MeasuredTracks]:
-        return [tracks(model, times[GPU_LABEL][model.record.model], times[LAUNCHES][model.record.model]) for model in models]
-
-    strict_tracks, known = tracks_of(strict), known_times(strict, measured)
+    strict_tracks, known = tracks_of(models, strict), known_times(strict, measured)
     if not can_fit(strict_tracks):
         raise UserError(f"{target}: too few models with the host's time; measure more (label {GPU_LABEL})")
-    predicted, looked_up, as_measured = (left_out_ms(of_models, groups) for of_models in (
-        strict_tracks, tracks_of(shared), tracks_of(known)))
-
-    def line_over(times: TimesOfModels) -> Floats:
-        return leave_out(np.array([sum(times[model.record.model][node.kernel_id] for node in model.record.nodes)
-                                   for model in models]), latency, groups)
-
-    idle = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]))
-    roofline = fit_roofline(idle.flops, idle.bytes_moved, idle.times_ms[GPU_LABEL])  # two rates and a floor, of all kernels
-    bound = {model.record.model: {
-        name: float(roofline.bound_ms(np.array([kernel.flops]), np.array([kernel.bytes_read + kernel.bytes_written]))[0])
-        if kernel.moves_data else 0.0 for name, kernel in model.record.kernels.items()} for model in models}
-    table = [
-        model_errors("two tracks, all kernels predicted", predicted.usual_ms, latency),
-        model_errors("two tracks, all kernels predicted, host's pace as measured", predicted.paced_ms, latency),
-        model_errors("two tracks, kernels that other families share looked up", looked_up.usual_ms, latency),
-        model_errors("two tracks, kernels as measured: the composition alone", as_measured.usual_ms, latency),
-        model_errors("two tracks, kernels and host's pace as measured", as_measured.paced_ms, latency),
-        model_errors("α·Σ+β, all kernels predicted", line_over(strict[GPU_LABEL]), latency),
-        model_errors("α·Σ+β, kernels as measured", line_over(known[GPU_LABEL]), latency),
-        model_errors("α·Σ+β, roofline of each kernel", line_over(bound), latency),
-    ]
-    ways = {"numpy in and out": fit_host_io(models, predicted.usual_ms, groups),
-            "a CUDA graph": fit_graph_replay(models, strict_tracks, groups)}
-    table += [row(f"two tracks, all kernels predicted; run with {what}", found.left_out)
-              for what, found in ways.items() if found and found.left_out]
+    latency = np.array([model.latency_ms for model in models])
+    over = {"all kernels predicted": strict[GPU_LABEL], "kernels as measured": known[GPU_LABEL],
+            "roofline of each kernel": roofline_times(rows, models)}
+    predicted, looked_up, as_measured = (left_out_ms(tracks, groups) for tracks in (
+        strict_tracks, tracks_of(models, shared), tracks_of(models, known)))
+    table = pipeline_rows(predicted, looked_up, as_measured, latency)
+    table += line_rows(models, groups, over, latency)
+    table += run_mode_rows(models, groups, strict_tracks, predicted)
     if forests:
-        table.append(model_errors("α·Σ+β, nn-Meter's forests, all kernels predicted",
-                                  line_over(nn_meter.predict_out_of_fold(rows, models, groups, config)), latency))
+        guessed = nn_meter.predict_out_of_fold(rows, models, groups, config)
+        table += line_rows(models, groups, {"nn-Meter's forests, all kernels predicted": guessed}, latency)
     return table, kernel_errors(strict[GPU_LABEL], measured, GPU_LABEL)
+
+
+def gpu_targets(workspace: Workspace) -> list[str]:
+    """The targets whose predictors know the GPU's own times.
+
+    Raises:
+        UserError: there is none.
+    """
+    names = [name for name in trained_targets(workspace) if set(ON_GPU) <= set(read_sidecar(workspace.predictors(name)).labels)]
+    if not names:
+        raise UserError(f"{workspace.predictors('')}: no target has label gpu; the others are judged by "
+                        "python training/fit_composition.py")
+    return names
 
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--target", help="name of a target in training/predictors (default: all with label gpu)")
-    parser.add_argument("--config", type=Path, default=ROOT / "training" / "config.yaml",
-                        help="settings (default: training/config.yaml)")
+    add_options(parser, "name of a target in training/predictors (default: all with label gpu)")
     parser.add_argument("--without-forests", action="store_true", help="leave nn-Meter's forests out, which take minutes")
     args = parser.parse_args()
     workspace = cli.start(args)
     config = load_config(args.config, TrainingConfig)
-    names = [args.target] if args.target else [
-        name for name in targets(workspace) if set(ON_GPU) <= set(read_sidecar(workspace.predictors(name)).labels)]
-    if not names:
-        raise UserError(f"{workspace.predictors('')}: no target has label gpu; the others are judged by "
-                        "python training/fit_composition.py")
-    results = {}
-    for name in names:
-        models, kernels = evaluate(workspace, name, config, not args.without_forests)
-        results[name] = {"models": models, "kernels": kernels}
-        if not args.json:
-            cli.print_table(models, f"{name}: whole models, each family left out of everything in turn")
-            cli.print_table([kernels], f"{name}: the GPU's time of their kernels, each family left out")
+
+    def judge(target: str, show: Show) -> dict[str, Any]:
+        models, kernels = evaluate(workspace, target, config, not args.without_forests)
+        show(models, f"{target}: whole models, each family left out of everything in turn")
+        show([kernels], f"{target}: the GPU's time of their kernels, each family left out")
+        return {"models": models, "kernels": kernels}
+
+    results = for_each_target([args.target] if args.target else gpu_targets(workspace), judge, args.json)
     if args.json:
         cli.print_json(results)
     return 0

@@ -26,9 +26,10 @@ from kernel_model.sampling.seeds import read_seeds
 from ort_analysis.records.kernel_record import Kernel, family
 from ort_analysis.records.kernel_types import describe_kernel
 from tests.kernel_model.test_sampler import run_sampler
+from training.kernels.label_training import train_label
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.training_set import load_training_set, measured_times
-from training.train_kernel_model import kept_sidecar, save, train_label
+from training.train_kernel_model import kept_sidecar, save
 from utils.errors import UserError
 from utils.fingerprint import Flavour
 from utils.paths import Workspace

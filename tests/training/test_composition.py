@@ -18,10 +18,11 @@ from training.composition.left_out import predict_out_of_fold
 from training.composition.measured_models import MeasuredModel, left_out_groups, measured_models, tracks
 from training.fit_composition import fit_target
 from training.kernels import estimators
+from training.kernels.label_training import train_label
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.sidecar import read_sidecar, sidecar_path
 from training.kernels.training_set import TrainingSet, load_training_set
-from training.train_kernel_model import save, train_label
+from training.train_kernel_model import save
 from utils import files
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace

@@ -23,12 +23,13 @@ from recipes.predictors_to_version_2 import rewrite
 from training.kernels import estimators, saving
 from training.kernels.boosters import SavedBoosters, pack_booster
 from training.kernels.doubt import doubt_path
+from training.kernels.label_training import train_label
 from training.kernels.measured_times import MeasuredTimes
 from training.kernels.predictors import load_predictors
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.sidecar import sidecar_path
 from training.kernels.training_set import load_training_set
-from training.train_kernel_model import save, train_label
+from training.train_kernel_model import save
 from utils import files
 from utils.errors import UserError
 from utils.paths import ROOT, SHIPPED, Workspace

@@ -15,13 +15,14 @@ from ort_analysis.records.kernel_record import Kernel
 from training.kernels import features
 from training.kernels.estimators import SHARED, fit_kernel_model, predict_kernels, table_counts
 from training.kernels.features import KERNEL_FEATURES
+from training.kernels.label_training import train_label
 from training.kernels.predictors import load_predictors
 from training.kernels.saving import save_predictors
 from training.kernels.schema import FeatureSchema
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.sidecar import Sidecar, read_sidecar, sidecar_path
 from training.kernels.training_set import TrainingSet, load_training_set
-from training.train_kernel_model import head, kept_sidecar, save, train_label
+from training.train_kernel_model import head, kept_sidecar, save
 from utils import files
 from utils.errors import UserError
 from utils.paths import SHIPPED, Workspace

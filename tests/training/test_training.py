@@ -14,10 +14,10 @@ from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, rel
 
 from benchmark.records.files import kernel_table_path
 from training.kernels import estimators
+from training.kernels.label_training import LeftOut, cross_validate, train_label, type_errors
 from training.kernels.roofline import fit_roofline
 from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.training_set import TrainingSet, load_training_set, measured_times
-from training.train_kernel_model import LeftOut, cross_validate, train_label, type_errors
 from utils.config import load_config
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
@@ -95,7 +95,7 @@ def test_cross_validation_does_not_see_the_answer(rows: TrainingSet) -> None:
 
 
 def test_a_type_gets_its_own_predictor_only_where_that_helps(rows: TrainingSet) -> None:
-    from training.train_kernel_model import LeftOut, choose_own
+    from training.kernels.label_training import LeftOut, choose_own
 
     truth = rows.times_ms["run"]
     conv_rows = rows.types == "Conv"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,16 +35,13 @@ Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 
-class Candidate(Frozen):
-    """One way of composing, and how far it is off; errors are ratios, not per cent.
+class Formula(Frozen):
+    """One way of composing: how a model's time follows from its kernels' times under a label.
 
     Attributes:
-        cv_mape, cv_max: of models that were left out of the fit; None where there are too few models to leave one out.
-        fit_mape: of the models of the fit.
-        plain_mape: with α = 1, β = 0 and γ = 0, for reference.
+        alpha, beta_ms: of the line over Σ or the longest path.
         node_ms: γ, 0 but for kind `sum_nodes`.
         costs: of kind `pipeline`, which takes these and no line.
-        measured_cv_mape: of kind `pipeline`, with measured kernels in place of predicted ones: the composition alone.
     """
 
     label: str
@@ -53,6 +50,22 @@ class Candidate(Frozen):
     beta_ms: float
     node_ms: float = 0.0
     costs: PipelineCosts | None = None
+
+    def formula(self) -> dict[str, Any]:
+        """These fields alone, by name, of a candidate or a composition."""
+        return {name: getattr(self, name) for name in Formula.model_fields}
+
+
+class Candidate(Formula):
+    """A formula that was tried, and how far it is off; errors are ratios, not per cent.
+
+    Attributes:
+        cv_mape, cv_max: of models that were left out of the fit; None where there are too few models to leave one out.
+        fit_mape: of the models of the fit.
+        plain_mape: with α = 1, β = 0 and γ = 0, for reference.
+        measured_cv_mape: of kind `pipeline`, with measured kernels in place of predicted ones: the composition alone.
+    """
+
     measured_cv_mape: float | None = None
     cv_mape: float | None
     cv_max: float | None
@@ -110,7 +123,7 @@ class GraphReplay(Frozen):
     interval: Interval | None = None
 
 
-class Composition(Frozen):
+class Composition(Formula):
     """`composition.json`: the composition used for a target, and the candidates that it was chosen from.
 
     Attributes:
@@ -130,12 +143,6 @@ class Composition(Frozen):
     """
 
     version: int = COMPOSITION_VERSION
-    label: str
-    kind: Kind
-    alpha: float
-    beta_ms: float
-    node_ms: float = 0.0
-    costs: PipelineCosts | None = None
     left_out: Literal["family", "model", "nothing"]
     dataset_sha256: str
     models_sha256: str
@@ -201,7 +208,7 @@ def host_io_ms(costs: HostIo, copied: Sequence[float]) -> float:
     return costs.run_ms + costs.in_ms_per_mib * into + costs.out_ms_per_mib * out
 
 
-def latency_ms(line: Line | Candidate | Composition, base_ms: Floats | float, nodes: Floats | float) -> Floats:
+def latency_ms(line: Line | Formula, base_ms: Floats | float, nodes: Floats | float) -> Floats:
     """The latency of models (ms) from their Σ or longest path (ms) and their number of working nodes."""
     total = line.alpha * np.asarray(base_ms) + line.node_ms * np.asarray(nodes) + line.beta_ms
     return np.maximum(total, LEAST_SHARE * line.alpha * np.asarray(base_ms))

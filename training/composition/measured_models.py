@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -19,11 +18,12 @@ from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import REMAKE, ModelRecord, family
 from ort_analysis.records.reading import load_record, record_path
 from training.composition.fit_pipeline import MeasuredTracks
-from training.kernels.sidecar import TRAIN, Sidecar, sidecar_path
+from training.kernels.predictors import ON_GPU
+from training.kernels.sidecar import Sidecar
 from utils import files
 from utils.errors import UserError
 from utils.logger import get_logger
-from utils.paths import Workspace, targets_in
+from utils.paths import Workspace
 
 log = get_logger("composition")
 
@@ -95,15 +95,11 @@ def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[
     return MeasuredTracks(of_run, host_ms=model.host_ms, latency_ms=model.latency_ms, pace=model.pace)
 
 
+def tracks_of(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels]) -> list[MeasuredTracks]:
+    """The two tracks of each model, from its kernels' times and launches by label, model and kernel id."""
+    return [tracks(model, *(times[label][model.record.model] for label in ON_GPU)) for model in models]
+
+
 def models_sha256(workspace: Workspace, target: str) -> str:
     """The hash of the table of models' latencies of a target."""
     return files.sha256(model_table_path(workspace.dataset(target)))
-
-
-def targets(workspace: Workspace) -> list[str]:
-    """Every target that has predictors.
-
-    Raises:
-        UserError: none has.
-    """
-    return targets_in(workspace.predictors(""), sidecar_path(Path()).name, f"no predictors; train them with: {TRAIN}")

@@ -16,7 +16,7 @@ from graph_model.simulation.tracks import Tracks
 from training.composition.fit_pipeline import MeasuredTracks, left_out_costs
 from training.composition.fitted import load_composition
 from training.composition.left_out import predict_out_of_fold
-from training.composition.measured_models import known_times, left_out_groups, measured_models, tracks
+from training.composition.measured_models import known_times, left_out_groups, measured_models, tracks_of
 from training.kernels.predictors import ON_GPU
 from training.kernels.sidecar import read_sidecar
 from training.kernels.training_set import load_training_set, measured_times
@@ -169,8 +169,7 @@ def simulated_models(workspace: Workspace, target: str, config: TrainingConfig) 
               for label in cli.track(ON_GPU, "leaving families out")}
     known = known_times(strict, measured_times(workspace, target))
     names = [model.record.model for model in models]
-    of_strict, of_known = ([tracks(model, *(times[label][name] for label in ON_GPU)) for model, name in zip(
-        models, names, strict=True)] for times in (strict, known))
+    of_strict, of_known = tracks_of(models, strict), tracks_of(models, known)
 
     def simulated(found: Sequence[MeasuredTracks]) -> dict[str, Simulated]:
         costs = left_out_costs(found, groups)
