@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from filelock import FileLock
 from onnx import TensorProto, helper, numpy_helper
 
 from kernel_model.building.kernel_models import kernel_build
@@ -21,6 +24,7 @@ from utils.paths import Workspace
 
 TORCH_MODELS = {"resnet18": 64, "mobilenet_v3_small": 64, "vit_tiny": 32}  # name: side of the image
 TORCH_BATCH = 2
+Once = Callable[[str, Callable[[Path], object]], Path]  # the type of the fixture `once`
 
 
 def torch_model(name: str) -> Any:
@@ -56,18 +60,49 @@ def compiled_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def torch_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """TORCH_MODELS as ONNX files, batch TORCH_BATCH, input `input`, output `output`."""
-    import torch
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """`once(name, make)` is a folder that `make(folder)` filled once in this test session, by whichever worker came first.
 
-    folder = tmp_path_factory.mktemp("zoo")
-    made = {}
-    for name, size in TORCH_MODELS.items():
-        path = folder / f"{name}.onnx"
-        torch.onnx.export(torch_model(name), (torch.randn(TORCH_BATCH, 3, size, size),), str(path), dynamo=True,
-                          external_data=False, input_names=["input"], output_names=["output"], verbose=False)
-        made[name] = path
-    return made
+    It belongs to all workers: tests read it, and write into copies.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # each worker has a folder of its own in it
+
+    def folder_of(name: str, make: Callable[[Path], object]) -> Path:
+        folder, finished = shared / name, shared / f"{name}.finished"
+        with FileLock(shared / f"{name}.lock"):
+            if not finished.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # the rest of a failed attempt
+                folder.mkdir()
+                make(folder)
+                finished.touch()
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def torch_models(once: Once) -> dict[str, Path]:
+    """TORCH_MODELS as ONNX files, batch TORCH_BATCH, input `input`, output `output`."""
+    def export(folder: Path) -> None:
+        import torch
+
+        for name, size in TORCH_MODELS.items():
+            torch.onnx.export(torch_model(name), (torch.randn(TORCH_BATCH, 3, size, size),), str(folder / f"{name}.onnx"),
+                              dynamo=True, external_data=False, input_names=["input"], output_names=["output"], verbose=False)
+
+    folder = once("zoo", export)
+    return {name: folder / f"{name}.onnx" for name in TORCH_MODELS}
+
+
+@pytest.fixture(scope="module")
+def trained_workspace(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """The module's own copy of the workspace that is trained once a session (trained_workspace.py says what it holds)."""
+    from trained_workspace import train
+
+    there = once("trained", train)
+    return Workspace(shutil.copytree(there, tmp_path_factory.mktemp("trained") / "workspace"))
 
 
 def small_model(channels: int = 8, side: int = 16, batch: int | str = 1, dtype: str = "float32") -> onnx.ModelProto:

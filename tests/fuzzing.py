@@ -452,7 +452,7 @@ def main() -> int:
         serve(args.serve)
         return 0
     sys.path.insert(0, str(ROOT / "tests"))
-    from trained_workspace import trained
+    from trained_workspace import train
 
     from ort_analysis.graph.analysis import update_index
     from tests.conftest import small_model
@@ -461,7 +461,7 @@ def main() -> int:
 
     target = local_target("cpu").name
     if not (args.out / "training" / "predictors" / target / "composition.json").exists():
-        trained(args.out)
+        train(args.out)
     update_index(Workspace(args.out), flavour_of("cpu"))
     models = sorted((args.out / "model_zoo" / "models").glob("anet_*.onnx"))[:3]
     (args.out / "small.onnx").write_bytes(small_model().SerializeToString())

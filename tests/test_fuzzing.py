@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from trained_workspace import trained
 
 from tests.fuzzing import Outcome, files_of, fuzz_files, fuzz_models
 from utils.fingerprint import local_target
@@ -14,8 +13,8 @@ MODELS, DAMAGES = 40, 3
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return trained(tmp_path_factory.getbasetemp() / "trained")
+def workspace(trained_workspace: Workspace) -> Workspace:
+    return trained_workspace
 
 
 def faults(outcomes: list[Outcome]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -128,9 +127,8 @@ def make_models(workspace: Workspace) -> list[ModelRecord]:
     return records
 
 
-@functools.cache
-def trained(root: Path) -> Workspace:
-    """The workspace at `root`, made once a test session; the phases' own commands train on the dataset."""
+def train(root: Path) -> Workspace:
+    """Makes the workspace at `root`; the phases' own commands train on its dataset."""
     workspace = Workspace(root)
     make_dataset(workspace, make_models(workspace))
     files.write_text(root / "training.yaml", TRAINING)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from trained_workspace import trained
 
 from inference import predict
 from inference.core import sources
@@ -32,8 +31,8 @@ for name in sys.argv[3:]:
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return trained(tmp_path_factory.getbasetemp() / "trained")
+def workspace(trained_workspace: Workspace) -> Workspace:
+    return trained_workspace
 
 
 def record_files(workspace: Workspace) -> list[Path]:

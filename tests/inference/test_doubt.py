@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from trained_workspace import METRIC, conv_net, trained
+from trained_workspace import METRIC, conv_net
 
 from inference import predict
 from inference.core.answers import Prediction
@@ -55,8 +55,8 @@ def normalised(path: Path, shape: list[int]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return trained(tmp_path_factory.getbasetemp() / "trained")
+def workspace(trained_workspace: Workspace) -> Workspace:
+    return trained_workspace
 
 
 def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

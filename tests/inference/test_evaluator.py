@@ -17,7 +17,7 @@ import pytest
 from conftest import endless
 from onnx import TensorProto, helper, numpy_helper
 from prometheus_stand import prometheus
-from trained_workspace import HELD_OUT, METRIC, OPSETS, conv_net, model_ms, trained
+from trained_workspace import HELD_OUT, METRIC, OPSETS, conv_net, model_ms
 
 from benchmark.collecting.config import CollectorConfig, StressConfig
 from benchmark.load.backgrounds import Background
@@ -48,8 +48,8 @@ QUICK = MeasuringPlan(rounds=2, budget_s=0.02)
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return trained(tmp_path_factory.getbasetemp() / "trained")
+def workspace(trained_workspace: Workspace) -> Workspace:
+    return trained_workspace
 
 
 def shell(workspace: Workspace, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -368,12 +368,9 @@ def test_the_evaluator_predicts_at_the_pace_beside_each_model(tmp_path: Path) ->
     assert {"host pace": compared.host_pace}.items() <= table([compared])[0].items()
 
 
-def test_a_cpu_target_has_no_host_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from trained_workspace import trained
-
-    workspace = trained(tmp_path_factory.getbasetemp() / "trained")
-    model = workspace.models / "anet_c8.onnx"
-    found = predict(model, workspace=workspace)
+def test_a_cpu_target_has_no_host_of_its_own(trained_workspace: Workspace) -> None:
+    model = trained_workspace.models / "anet_c8.onnx"
+    found = predict(model, workspace=trained_workspace)
     assert (found.host_pace, found.host_pace_source) == (None, None)
     with pytest.raises(UserError, match="a CPU target's host is the target itself"):
-        predict(model, workspace=workspace, host_pace=1.1)
+        predict(model, workspace=trained_workspace, host_pace=1.1)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from made_up_dataset import chain, conv, relu
-from trained_workspace import HELD_OUT, conv_net, trained
+from trained_workspace import HELD_OUT, conv_net
 
 from benchmark.collecting.collect import collect_kernels
 from benchmark.collecting.config import CollectorConfig
@@ -43,10 +43,9 @@ CONFIG = CollectorConfig.model_validate({
 
 
 @pytest.fixture
-def workspace(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+def workspace(tmp_path: Path, trained_workspace: Workspace) -> Workspace:
     """A copy of the trained workspace that a test may add to."""
-    there = trained(tmp_path_factory.getbasetemp() / "trained")
-    return Workspace(Path(shutil.copytree(there.root, tmp_path / "workspace")))
+    return Workspace(Path(shutil.copytree(trained_workspace.root, tmp_path / "workspace")))
 
 
 def command(script: str, workspace: Workspace, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms, trained
+from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms
 
 from benchmark.traces.anatomy import measured_trace
 from benchmark.traces.gpu_trace import GpuRun, GpuWork, Launch
@@ -36,8 +36,8 @@ TARGET = local_target("cpu").name
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return trained(tmp_path_factory.getbasetemp() / "trained")
+def workspace(trained_workspace: Workspace) -> Workspace:
+    return trained_workspace
 
 
 @pytest.fixture(scope="module")

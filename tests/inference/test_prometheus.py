@@ -32,7 +32,7 @@ from prometheus_stand import (
     value,
     wait_for,
 )
-from trained_workspace import METRIC, trained
+from trained_workspace import METRIC
 
 from benchmark.metrics.dcgm_names import PART_LABEL, PROFILE_LABEL
 from benchmark.metrics.fields import FIELDS
@@ -42,7 +42,7 @@ from inference.live.prometheus import PrometheusConfig, PrometheusError, Server,
 from inference.live.prometheus_metrics import PrometheusSource
 from utils.config import load_config
 from utils.errors import UserError
-from utils.paths import ROOT
+from utils.paths import ROOT, Workspace
 
 UTIL, POWER, CLOCK = "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_POWER_USAGE", "DCGM_FI_DEV_SM_CLOCK"
 SM, ENGINE = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
@@ -442,14 +442,12 @@ def test_a_failure_is_an_error_or_idle_with_a_warning(port: int) -> None:
     ("inference/predict_model_latency.py", "--model", "anet_c16.onnx"),
     ("evaluator.py", "anet_c16.onnx", "--rounds", "1", "--budget-s", "0.02", "--patience-s", "0")])
 def test_predictor_and_evaluator_ask(port: int, command: tuple[str, ...], tmp_path: Path,
-                                     tmp_path_factory: pytest.TempPathFactory) -> None:
-    workspace = trained(tmp_path_factory.getbasetemp() / "trained")
-
+                                     trained_workspace: Workspace) -> None:
     def shell(host: str, on_failure: str = "error") -> subprocess.CompletedProcess[str]:
         (tmp_path / "config.yaml").write_text(json.dumps({"prometheus": {
             "url": f"http://127.0.0.1:{port}", "gpu": {"host": host}, "on_failure": on_failure}}))
-        return subprocess.run([sys.executable, *command, "--workspace", workspace.root, "--config", tmp_path / "config.yaml",
-                               "--json"], cwd=ROOT, capture_output=True, text=True)
+        return subprocess.run([sys.executable, *command, "--workspace", trained_workspace.root, "--config",
+                               tmp_path / "config.yaml", "--json"], cwd=ROOT, capture_output=True, text=True)
 
     def answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
         """A prediction is one of a list, an evaluation is an object."""
