@@ -127,7 +127,7 @@ def in_model_times(blocks: Iterable[Block]) -> dict[str, dict[str, Times]]:
     samples: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for block in blocks:
         for m in block.measurements:
-            if (m.subject, m.status, block.level) == ("kernel", "ok", 0.0) and m.context not in ("alone", "carrier"):
+            if (m.subject, m.status, block.level) == ("kernel", "ok", 0.0) and m.place == "in_model":
                 samples[m.context][m.label][m.id] += m.samples_ms
     return {model: {label: {kernel: float(np.median(found)) for kernel, found in of_label.items()}
                     for label, of_label in labels.items()} for model, labels in samples.items()}

@@ -48,7 +48,7 @@ def idle_times(blocks: Iterable[Block]) -> dict[str, Times]:
     for block in idle:
         for m in block.measurements:
             if m.subject == "kernel" and m.status == "ok":
-                samples[block.machine]["kernels", m.label, m.where][m.id] += m.samples_ms
+                samples[block.machine]["kernels", m.label, m.place][m.id] += m.samples_ms
     for session in model_sessions(idle):
         if session.tells:
             samples[session.block.machine]["models", "latency", "whole"][session.model] += session.labels["latency"].samples_ms

@@ -122,7 +122,7 @@ def measure(case: Case, timer: Worker, tracer: Worker, effort: Effort) -> tuple[
     """
     request = Request(do="model", device="cuda", paths=(str(case.path),), dims=case.dims,
                       static=case.static, host=True, watch_host=True, effort=effort)
-    timed = {samples.label: samples for samples in ask(timer, request).samples}
+    timed = {m.label: m for m in ask(timer, request).measurements}
     run = typical_run(ask(tracer, request.model_copy(update={"do": "model_trace"})).runs)
     latency, host = timed["latency"], timed["host"]
     return Measured(model=case.name, batch=case.batch, latency_ms=summarize(latency.samples_ms).median_ms,

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmark.records.blocks import Block, Measurement
+from benchmark.records.blocks import Block
 from benchmark.records.files import (
     DatasetHeader,
     DatasetKernel,
@@ -22,6 +22,7 @@ from benchmark.records.files import (
     model_table_path,
 )
 from benchmark.records.labels import DEFAULT_LABELS
+from benchmark.records.measurement import Measurement
 from benchmark.records.tables import kernel_columns, kernel_rows, model_columns, model_rows, model_sessions
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.records.kernel_record import Kernel, ModelRecord

@@ -20,9 +20,9 @@ from benchmark.measuring.canary import IDLE_EFFORT, LOADED_EFFORT, wait_until_st
 from benchmark.measuring.effort import Effort
 from benchmark.measuring.worker_client import Worker, WorkerFailed
 from benchmark.metrics.source import MetricSource, Window, values
-from benchmark.records.blocks import Block, Measurement
+from benchmark.records.blocks import Block
 from benchmark.records.labels import BELOW_BEST, GPU_LABEL, IN_MODEL_LABELS
-from benchmark.runtimes.ort.runner import now
+from benchmark.records.measurement import Measurement, Place, Status, now
 from benchmark.runtimes.protocol import Reply, Request
 from utils.errors import UserError
 from utils.fingerprint import Target
@@ -60,7 +60,7 @@ class Collector:
                                                  effort=LOADED_EFFORT if self.level else IDLE_EFFORT))
         except WorkerFailed as error:
             raise UserError(f"the canary, a fixed piece of work, does not run: {error}") from None
-        samples = reply.samples[0].samples_ms
+        samples = reply.measurements[0].samples_ms
         if self.level:
             return float(np.mean(samples))
         found = float(np.median(samples))
@@ -86,7 +86,7 @@ class Collector:
     def variants(self) -> tuple[str, ...]:
         return () if self.level else self.config.variants_on(self.provider)
 
-    def ask(self, request: Request, worker: Worker | None = None) -> tuple[Reply, str]:
+    def ask(self, request: Request, worker: Worker | None = None) -> tuple[Reply, Status]:
         """A worker's reply and a status; a worker that fails is replaced at the next request."""
         started = now()
         try:
@@ -98,7 +98,7 @@ class Collector:
     def time_alone(self, item: KernelItem) -> list[Measurement]:
         reply, status = self.ask(Request(do="alone", device=self.provider, paths=(str(item.path),),
                                          effort=self.config.kernel.effort(), provider_options=self.target.provider_options))
-        return self._measurements("kernel", item.kernel.id, "run", "alone", reply, status)
+        return measurements_of(reply, status, "kernel", item.kernel.id, "run", "alone", "alone")
 
     def time_carrier(self, items: Sequence[KernelItem], labels: tuple[str, ...], worker: Worker) -> list[Measurement]:
         """Some labels of a group, in a carrier. A group that fails is halved until the one kernel at fault is alone."""
@@ -109,7 +109,7 @@ class Collector:
         if status != "ok" and len(items) > 1:
             half = len(items) // 2
             return self.time_carrier(items[:half], labels, worker) + self.time_carrier(items[half:], labels, worker)
-        return self._measurements("kernel", items[0].kernel.id, labels[0], "carrier", reply, status)
+        return measurements_of(reply, status, "kernel", items[0].kernel.id, labels[0], "carrier", "carrier")
 
     def time_model(self, item: ModelItem) -> list[Measurement]:
         in_model = self.in_model_labels if item.labels and self.config.model_labels else ()
@@ -119,14 +119,18 @@ class Collector:
             host=GPU_LABEL in self.labels and not self.level, host_io="host_io" in self.variants,
             watch_host=self.provider == "cuda" and not self.level, provider_options=self.target.provider_options)
         name = item.record.model
-        found = self._measurements("model", name, "latency", name, *self.ask(request))
+
+        def of_model(label: str, reply: Reply, status: Status) -> list[Measurement]:
+            return measurements_of(reply, status, "model", name, label, name, "alone")
+
+        found = of_model("latency", *self.ask(request))
         if request.host and self.config.model_labels and not self.level and found[0].status == "ok":
             on_gpu = request.model_copy(update={"do": "model_gpu"})
             [traced] = self.crew.tracers.each([lambda tracer: self.ask(on_gpu, tracer)])
-            found += self._measurements("model", name, GPU_LABEL, name, *traced)
+            found += of_model(GPU_LABEL, *traced)
         if "cuda_graph" in self.variants and found[0].status == "ok":
             as_graph = request.model_copy(update={"do": "model_graph"})
-            found += self._measurements("model", name, "cuda_graph", name, *self.ask(as_graph))
+            found += of_model("cuda_graph", *self.ask(as_graph))
         return found
 
     def time_kernels_in(self, item: ModelItem) -> list[Measurement]:
@@ -138,21 +142,7 @@ class Collector:
         if status != "ok":
             log.warning("%s: its kernels can't be measured in it: %s (%s)", item.record.model, reply.error, status)
             return []
-        found = self._measurements("kernel", item.record.model, "", item.record.model, reply, status)
-        return [m for m in found if m.id in item.only]
-
-    @staticmethod
-    def _measurements(subject: str, name: str, label: str, context: str, reply: Reply, status: str) -> list[Measurement]:
-        """A reply as measurements; one that failed as a single measurement that says so."""
-        if status != "ok":
-            log.warning("%s: %s (%s)", name, reply.error, status)
-            return [Measurement(subject=subject, id=name, label=label, context=context, status=status, error=reply.error,
-                                started=reply.started, ended=reply.ended)]
-        return [Measurement(subject="model" if subject == "model" and found.id == name else "kernel", id=found.id,
-                            label=found.label, context=context, samples_ms=found.samples_ms, launches=found.launches,
-                            cuda_kernels=found.cuda_kernels, disturbance=found.disturbance, probe_us=found.probe_us,
-                            started=reply.started, ended=reply.ended)
-                for found in reply.samples]
+        return [m for m in reply.measurements if m.id in item.only]
 
     def measure(self, kernels: Sequence[KernelItem], models: Sequence[ModelItem]) -> list[Measurement]:
         """Every label of some kernels and models."""
@@ -224,6 +214,16 @@ class Collector:
         if best is None:
             raise RuntimeError("a block was given no attempt")
         return best.model_copy(update={"attempts": attempts})
+
+
+def measurements_of(reply: Reply, status: Status, subject: str, name: str, label: str, context: str,
+                    place: Place) -> list[Measurement]:
+    """The measurements of a reply; of one that failed, a single measurement that says so, with the other arguments."""
+    if status == "ok":
+        return list(reply.measurements)
+    log.warning("%s: %s (%s)", name, reply.error, status)
+    return [Measurement(subject=subject, id=name, label=label, context=context, place=place, status=status, error=reply.error,
+                        started=reply.started, ended=reply.ended)]
 
 
 def load_in_words(level: float, background_name: str) -> str:

@@ -41,7 +41,7 @@ def plan(work: Work, there: Iterable[Block], block_kernels: int, first_label: st
     """
     there = list(there)
     timed = {m.id for block in there for m in block.measurements
-             if m.label == first_label and m.context in ("alone", "carrier")}
+             if m.label == first_label and m.subject == "kernel" and m.place != "in_model"}
     kernels = [item for item in work.kernels if item.kernel.id not in timed]
     shuffled = [kernels[i] for i in np.random.default_rng(0).permutation(len(kernels))]  # no type at one time of day only
     of_kernels: list[Planned] = [
@@ -68,7 +68,8 @@ def choose_ties(kernels: Sequence[KernelItem], there: Iterable[Block], uuid: str
     machines: dict[str, set[str]] = defaultdict(set)
     for block in there:
         for m in block.measurements:
-            if m.label == first_label and m.where != "in_model" and (m.status == "ok" or block.machine == uuid):
+            if (m.subject, m.label) == ("kernel", first_label) and m.place != "in_model" and (
+                    m.status == "ok" or block.machine == uuid):
                 machines[m.id].add(block.machine)
     elsewhere = [item for item in kernels if machines[item.kernel.id] - {uuid}]
     new = [item for item in elsewhere if uuid not in machines[item.kernel.id]]

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from pydantic import AliasChoices, AwareDatetime, Field, FiniteFloat
 
-from ort_analysis.records.kernel_record import Frozen
 from utils import files
 from utils.fingerprint import Machine, boot_id
+from utils.frozen import Frozen
 
 PACE_VERSION = 1
 MEASURE = "python benchmark/host_pace.py"

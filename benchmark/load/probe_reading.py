@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import AliasChoices, Field, FiniteFloat, model_validator
 
-from ort_analysis.records.kernel_record import Frozen
 from utils import files
 from utils.fingerprint import SharingMode
+from utils.frozen import Frozen
 
 if TYPE_CHECKING:
     import numpy.typing as npt

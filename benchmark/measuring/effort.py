@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ort_analysis.records.kernel_record import Frozen
+from utils.frozen import Frozen
 
 
 class Effort(Frozen):

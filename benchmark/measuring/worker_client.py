@@ -11,6 +11,7 @@ import time
 from contextlib import ExitStack, suppress
 from types import TracebackType
 
+from benchmark.records.measurement import Status
 from benchmark.runtimes import worker_module
 from benchmark.runtimes.protocol import Reply, Request
 from utils.fingerprint import DEFAULT_RUNTIME
@@ -25,7 +26,7 @@ class WorkerFailed(Exception):
     """The worker died or ran out of time over a request: `status` is `crashed` or `timeout`, `signal` is what ended it, if one
     did."""
 
-    def __init__(self, status: str, message: str, signal_number: int | None = None) -> None:
+    def __init__(self, status: Status, message: str, signal_number: int | None = None) -> None:
         super().__init__(message)
         self.status, self.signal = status, signal_number
 

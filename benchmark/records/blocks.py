@@ -8,47 +8,8 @@ import numpy as np
 
 from benchmark.load.probe_reading import ProbeReading
 from benchmark.records.labels import BELOW_BEST, DATASET_VERSION
-from ort_analysis.records.kernel_record import Frozen
-from utils.safe_names import FileName
-
-
-class Measurement(Frozen):
-    """Raw samples of one kernel or model under one label.
-
-    Attributes:
-        subject: `kernel` or `model`.
-        id: the kernel's id, or the model record's name.
-        label: one of LABELS; for a whole model `latency`, `host` (dispatch alone, without waiting for the GPU), `gpu`, or one
-            of VARIANTS.
-        context: where it ran: `alone` (its own session), `carrier` (a graph of many kernels, so that caches are met as
-            in a model) or a model's name.
-        samples_ms: one a run.
-        launches: label `gpu`: kernels, copies and fills on the GPU in a run.
-        cuda_kernels: label `gpu` of a kernel: their names in order.
-        disturbance: of a model on an idle GPU: by how much other work slowed the host down meanwhile, a ratio (quiet_host).
-        probe_us: the same: what the probe of the host took meanwhile.
-        status: `ok`, `failed`, `crashed` or `timeout`; `error` says why.
-        started, ended: UTC, ISO 8601.
-    """
-
-    subject: str
-    id: FileName
-    label: str
-    context: str
-    samples_ms: tuple[float, ...] = ()
-    launches: int | None = None
-    cuda_kernels: tuple[str, ...] = ()
-    disturbance: float | None = None
-    probe_us: float | None = None
-    status: str = "ok"
-    error: str = ""
-    started: str = ""
-    ended: str = ""
-
-    @property
-    def where(self) -> str:
-        """The kind of its context: `alone`, `carrier` or `in_model`."""
-        return self.context if self.context in ("alone", "carrier") else "in_model"
+from benchmark.records.measurement import Measurement
+from utils.frozen import Frozen
 
 
 class Block(Frozen):
@@ -61,6 +22,8 @@ class Block(Frozen):
         key: names the block's work within its level and background, for resuming.
         background: metric means over a window with the stressor alone, by DCGM field name.
         during: the same over a window of the block's own runs; empty where they were over too soon to tell.
+        background_s, during_s: how long the two windows lasted, in seconds; 0 where there was none, or where an older journal
+            does not say.
         canary_before_ms, canary_after_ms: the canary's times around the block.
         canary_best_ms: the shortest it took on this machine at this level so far; 0 under load, where it varies.
         attempts: how often the block was measured until canaries agreed (or attempts ran out).
@@ -74,6 +37,8 @@ class Block(Frozen):
     key: str
     background: dict[str, float]
     during: dict[str, float]
+    background_s: float = 0.0
+    during_s: float = 0.0
     canary_before_ms: float
     canary_after_ms: float
     canary_best_ms: float = 0.0

@@ -12,10 +12,11 @@ from benchmark.load.backgrounds import Background
 from benchmark.records.blocks import Block
 from benchmark.records.labels import COLLECT, DATASET_VERSION, DEFAULT_LABELS
 from ort_analysis.records.kernel_costs import recosted
-from ort_analysis.records.kernel_record import Frozen, Kernel
+from ort_analysis.records.kernel_record import Kernel
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Machine, Target
+from utils.frozen import Frozen
 from utils.paths import Workspace, targets_in
 
 SAMPLED = "sampled:"  # in column Models: no model holds this kernel; a family that seeded it follows, if any did

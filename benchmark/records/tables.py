@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmark.records.blocks import Block, Measurement
+from benchmark.records.blocks import Block
 from benchmark.records.files import DatasetKernel
 from benchmark.records.host_pace import tells_of_model
 from benchmark.records.labels import DEFAULT_LABELS, GPU_LABEL, LABELS, VARIANTS
+from benchmark.records.measurement import Measurement
 from benchmark.records.reading import means_add_up
 from ort_analysis.records.kernel_record import Kernel
 from utils.errors import UserError
@@ -90,7 +91,7 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
         by_label: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for _, m in parts:
             if m.status == "ok":
-                by_label[m.label][m.where] += m.samples_ms
+                by_label[m.label][m.place] += m.samples_ms
         contexts = []
         for label, contexts_of_label in by_label.items():
             context = next(c for c in ("in_model", "carrier", "alone") if c in contexts_of_label)

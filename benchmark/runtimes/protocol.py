@@ -7,8 +7,10 @@ from typing import Literal
 
 from benchmark.load.probe_reading import ProbeReading
 from benchmark.measuring.effort import Effort
+from benchmark.records.measurement import Measurement
 from benchmark.traces.gpu_trace import GpuRun
-from ort_analysis.records.kernel_record import Frozen, record_name
+from ort_analysis.records.kernel_record import record_name
+from utils.frozen import Frozen
 
 
 class Request(Frozen):
@@ -54,24 +56,11 @@ class Request(Frozen):
         return record_name(Path(self.paths[0]).stem, self.dims, self.static)
 
 
-class Samples(Frozen):
-    """Raw samples (ms) of one subject under one label; for label `gpu` also how many launches a run takes, and a kernel's
-    CUDA kernels by name, in order; for what was timed beside a probe of the host, how disturbed that was (see quiet_host)."""
-
-    id: str
-    label: str
-    samples_ms: tuple[float, ...]
-    launches: int | None = None
-    cuda_kernels: tuple[str, ...] = ()
-    disturbance: float | None = None
-    probe_us: float | None = None
-
-
 class Reply(Frozen):
-    """What came of a request: samples, traced runs, a probe's reading, the memory (MiB) that a session took, or an error
-    that is the subject's own (the worker goes on)."""
+    """The result of a request: measurements, traced runs, a probe's reading, the memory (MiB) that a session took, or an error
+    of the unit itself (the worker goes on)."""
 
-    samples: tuple[Samples, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
     runs: tuple[GpuRun, ...] = ()
     probe: ProbeReading | None = None
     memory_mib: float | None = None

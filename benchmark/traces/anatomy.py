@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmark.traces.gpu_trace import KERNEL, GpuRun
-from ort_analysis.records.kernel_record import Frozen
+from utils.frozen import Frozen
 from utils.trace_events import MEASURED, Span, document, process_events
 
 

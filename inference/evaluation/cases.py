@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmark.collecting.measuring import load_in_words
-from benchmark.records.blocks import Block, Measurement
+from benchmark.records.blocks import Block
 from benchmark.records.files import read_journal
 from benchmark.records.host_pace import paced_rows
+from benchmark.records.measurement import Measurement
 from benchmark.records.tables import model_rows, model_sessions
 from inference.core.prediction import predict
 from inference.core.sources import record_of

@@ -238,9 +238,9 @@ def measure_here(cases: Sequence[Case], worker: Worker, device: str, way: WayOfR
                 raise UserError(f"{case.name}: while it was measured: {error}" + (
                     "; --timeout-s gives it longer" if error.status == "timeout" else
                     " (for want of memory?)" if error.signal == signal.SIGKILL else "")) from None
-            case.samples_ms += found.samples[0].samples_ms
-            if found.samples[0].probe_us is not None:
-                case.probes_us.append(found.samples[0].probe_us)
+            case.samples_ms += found.measurements[0].samples_ms
+            if found.measurements[0].probe_us is not None:
+                case.probes_us.append(found.measurements[0].probe_us)
             if case.memory_mib is None:
                 case.memory_mib = found.memory_mib
 
@@ -276,7 +276,7 @@ def time_session(case: Case, worker: Worker, device: str, way: WayOfRunning, bud
 def canary_ms(worker: Worker, device: str) -> float:
     """The median of a few runs of the canary, in milliseconds; errors as of `Worker.ask`."""
     return median(worker.ask(Request(do="canary", device=device, effort=IDLE_EFFORT)
-                             ).samples[0].samples_ms)
+                             ).measurements[0].samples_ms)
 
 
 def recorded_canary_ms(workspace: Workspace, target: str, device: str) -> float:

@@ -10,10 +10,11 @@ import re
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ort_analysis.records.elements import DTYPE_BYTES, numpy_dtype
 from utils.fingerprint import Flavour
+from utils.frozen import Frozen
 from utils.safe_names import FileName, as_file_name
 
 RECORD_VERSION = 1
@@ -24,10 +25,6 @@ REMAKE = "python ort_analysis/fusion_detector.py"
 Count = Annotated[int, Field(ge=0, le=10**30)]  # of elements, operations, bytes: more is damage, and no floating-point number
 
 Runs = Annotated[float, Field(ge=0, le=1e100)]  # of a node in a run of the model
-
-
-class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
 
 
 class Tensor(Frozen):

@@ -15,8 +15,9 @@ from conftest import small_model
 
 from benchmark.measuring.effort import Effort
 from benchmark.measuring.worker_client import Worker, WorkerFailed
+from benchmark.records.measurement import Measurement
 from benchmark.run_anatomy import Case, as_json, ask, measure, row, runs_of
-from benchmark.runtimes.protocol import Reply, Request, Samples
+from benchmark.runtimes.protocol import Reply, Request
 from benchmark.traces.anatomy import PARTS, anatomy_of, measured_trace, typical_run
 from benchmark.traces.gpu_trace import GpuRun, GpuWork, Launch, attribute
 from utils import files
@@ -151,9 +152,9 @@ class FakeWorker(Worker):
 
 
 def test_one_process_times_and_another_traces() -> None:
-    timer = FakeWorker(Reply(samples=(
-        Samples(id="net", label="latency", samples_ms=(0.09, 0.08, 0.5), disturbance=0.02),
-        Samples(id="net", label="host", samples_ms=(0.04, 0.06, 0.05), disturbance=0.1))))
+    timer = FakeWorker(Reply(measurements=(
+        Measurement(subject="model", id="net", context="net", label="latency", samples_ms=(0.09, 0.08, 0.5), disturbance=0.02),
+        Measurement(subject="model", id="net", context="net", label="host", samples_ms=(0.04, 0.06, 0.05), disturbance=0.1))))
     runs = tuple(run_of(((2, 5), (10, 30)), host_us=length) for length in (300.0, 90.0, 99.0))
     tracer = FakeWorker(Reply.model_validate_json(Reply(runs=runs).model_dump_json()))  # as through the pipe
     found, run = measure(Case(Path("net.onnx"), {"batch": 4}, 4), timer, tracer, EFFORT)
@@ -186,7 +187,7 @@ def test_the_real_workers_need_no_record(tmp_path: Path) -> None:
     request = Request(do="model", device="cpu", paths=(str(tmp_path / "net.onnx"),), dims={"batch": 2},
                       watch_host=True, effort=Effort(budget_s=0.02, least_runs=3, most_runs=20))
     with Worker(100.0) as worker:
-        (timed,) = ask(worker, request).samples
+        (timed,) = ask(worker, request).measurements
         runs = ask(worker, request.model_copy(update={"do": "model_trace"})).runs
         with pytest.raises(UserError, match=r"net\.onnx: no dynamic dimension width"):
             ask(worker, request.model_copy(update={"do": "model_trace", "dims": {"width": 2}}))

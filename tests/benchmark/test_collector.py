@@ -31,7 +31,7 @@ from benchmark.load.stress import Stress
 from benchmark.measuring.effort import Effort
 from benchmark.measuring.worker_client import Worker, WorkerFailed
 from benchmark.metrics.sources import open_source
-from benchmark.records.blocks import Block, Measurement
+from benchmark.records.blocks import Block
 from benchmark.records.dataset_writer import DatasetWriter
 from benchmark.records.files import (
     DatasetKernel,
@@ -44,6 +44,7 @@ from benchmark.records.files import (
     read_kernels,
 )
 from benchmark.records.host_pace import idle_models, tells_of_model, usual_probe_us
+from benchmark.records.measurement import Measurement
 from benchmark.records.reading import load_table
 from benchmark.records.tables import input_shape, kernel_rows, model_rows, model_sessions
 from benchmark.runtimes.ort import worker as worker_process
@@ -545,7 +546,7 @@ def test_a_worker_that_hangs_or_crashes_is_replaced(tmp_path: Path) -> None:
         return set(psutil.Process().children()) - before
 
     with Worker(timeout_s=60) as worker:
-        assert min(worker.ask(canary).samples[0].samples_ms) > 0
+        assert min(worker.ask(canary).measurements[0].samples_ms) > 0
         worker.timeout_s = 1
         with pytest.raises(WorkerFailed, match="no answer within 1 s") as raised:
             worker.ask(Request(do="alone", device="cpu", effort=Effort(), paths=(str(hangs),)))
@@ -569,10 +570,10 @@ def test_what_a_worker_prepares_is_not_its_next_reply() -> None:
     preparing = canary.model_copy(update={"do": "prepare"})
     with Worker(60) as worker:
         worker.prepare(preparing)
-        assert len(worker.ask(canary).samples[0].samples_ms) == 3
+        assert len(worker.ask(canary).measurements[0].samples_ms) == 3
         worker.prepare(preparing)
         worker.wait()
-        assert worker.ask(preparing).samples == ()
+        assert worker.ask(preparing).measurements == ()
         worker.prepare(Request(do="alone", device="cpu", effort=Effort(), paths=("none.onnx",)))
         assert worker.ask(canary).error == ""
         [process] = [child for child in psutil.Process().children() if "benchmark.runtimes.ort.worker" in child.cmdline()]

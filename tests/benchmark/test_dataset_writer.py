@@ -9,7 +9,7 @@ import pytest
 from made_up_dataset import MACHINE, METRIC, TARGET, conv, draw_kernels, gemm, relu
 
 from benchmark.records import dataset_writer
-from benchmark.records.blocks import Block, Measurement
+from benchmark.records.blocks import Block
 from benchmark.records.dataset_writer import DatasetWriter
 from benchmark.records.files import (
     DatasetHeader,
@@ -24,6 +24,7 @@ from benchmark.records.files import (
     read_journal,
     read_kernels,
 )
+from benchmark.records.measurement import Measurement
 from ort_analysis.records.kernel_record import Kernel
 from utils import files
 from utils.errors import UserError

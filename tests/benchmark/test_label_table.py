@@ -13,7 +13,8 @@ from made_up_dataset import FLAVOUR, TARGET, chain, draw_kernels, true_ms, write
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from benchmark.label_table import add_up, in_model_times, model_labels, model_row, summaries
-from benchmark.records.blocks import Block, Measurement
+from benchmark.records.blocks import Block
+from benchmark.records.measurement import Measurement
 from benchmark.records.reading import load_kernel_table, load_model_table
 from ort_analysis.records.kernel_record import Kernel, Tensor
 from ort_analysis.records.kernel_types import describe_kernel

@@ -17,8 +17,9 @@ from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.planning import choose_ties
 from benchmark.collecting.work import KernelItem
 from benchmark.machine_ties import compare, idle_times, machine_rows, tie_rows
-from benchmark.records.blocks import Block, Measurement
+from benchmark.records.blocks import Block
 from benchmark.records.files import DatasetHeader, journal_path, read_journal, read_kernels
+from benchmark.records.measurement import Measurement
 from ort_analysis.records.kernel_record import Kernel
 from utils.fingerprint import local_target, machine
 from utils.paths import ROOT, Workspace

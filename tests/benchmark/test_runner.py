@@ -213,7 +213,7 @@ def test_files_that_are_no_profile(tmp_path: Path, text: str, message: str) -> N
 def samples_of(reply: Reply) -> dict[str, dict[str, tuple[float, ...]]]:
     """By label, then by id."""
     found: dict[str, dict[str, tuple[float, ...]]] = {}
-    for samples in reply.samples:
+    for samples in reply.measurements:
         found.setdefault(samples.label, {})[samples.id] = samples.samples_ms
     return found
 
@@ -277,7 +277,7 @@ def test_every_kind_of_work_gives_a_reply(model: Path, kernels: list[Path]) -> N
             do == "carrier"), "paths": [str(path) for path in files_of]})
         given = WORK[do](request)
         assert isinstance(given, Reply)
-        assert (bool(given.samples), bool(given.runs)) == (do != "model_trace", do == "model_trace")
+        assert (bool(given.measurements), bool(given.runs)) == (do != "model_trace", do == "model_trace")
         assert given.started == given.ended == ""
         reply = answer(request)
         assert "" < reply.started < reply.ended
@@ -298,5 +298,5 @@ def test_what_is_wrong_with_a_kernel_is_its_own(tmp_path: Path) -> None:
     path.write_bytes(b"no model")
     for do in ("alone", "carrier"):
         reply = answer(Request.model_validate({"do": do, "device": "cpu", "effort": FEW, "paths": (str(path),)}))
-        assert not reply.samples
+        assert not reply.measurements
         assert "bad.onnx: not an ONNX model" in reply.error

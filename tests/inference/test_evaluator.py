@@ -22,8 +22,8 @@ from trained_workspace import HELD_OUT, METRIC, OPSETS, conv_net, model_ms
 from benchmark.collecting.config import CollectorConfig, StressConfig
 from benchmark.load.backgrounds import Background
 from benchmark.measuring.worker_client import Worker
-from benchmark.records.blocks import Measurement
 from benchmark.records.files import header_path, journal_path, load_header, read_journal
+from benchmark.records.measurement import Measurement
 from graph_model.simulation.sharing import OtherWork
 from inference import predict
 from inference.core.ways import WayOfRunning

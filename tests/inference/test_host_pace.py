@@ -352,7 +352,7 @@ def test_the_evaluator_predicts_at_the_pace_beside_each_model(tmp_path: Path) ->
     onnx.save(SHORT, tmp_path / "short.onnx")
     case, fitted = Case(analyze(tmp_path / "short.onnx", "cuda"), tmp_path / "short.onnx"), fitted_for(Workspace(), TARGET)
     with Worker(60.0) as worker:
-        (found,) = time_session(case, worker, "cpu", AS_USUAL, 0.05, watch_host=True).samples
+        (found,) = time_session(case, worker, "cpu", AS_USUAL, 0.05, watch_host=True).measurements
     assert found.probe_us
     assert 1.0 < found.probe_us < 1e5
     assert not at_measured_pace(case, fitted, AS_USUAL)

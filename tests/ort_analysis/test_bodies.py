@@ -347,7 +347,8 @@ def test_measured_on_the_cpu(tmp_path: Path) -> None:
     onnx.save(loop(None, rows=256), path)  # the profiler's own part of each event is small beside such products
     record = analyze(path, "cpu", {"trips": 20})
     profiled, graph, _ = profile_model(path, "cpu", {"trips": 20}, Effort(warmup=3, least_runs=15, most_runs=15))
-    samples = labels_of(profiled, {one.name: kernel_of(graph, one).id for one in graph.nodes if one.op_type != "Loop"})
+    samples = labels_of(profiled, {one.name: kernel_of(graph, one).id for one in graph.nodes if one.op_type != "Loop"},
+                        "net", "in_model")
     times = {one.id: min(one.samples_ms) for one in samples if one.label == "kernel_time"}
     assert {len(one.samples_ms) for one in samples if one.label == "kernel_time"} == {15}  # a sample a run, not one a trip
     predicted = sum(one.runs * times.get(one.kernel_id, CPU_TRIP_MS["Loop"]) for one in record.nodes)

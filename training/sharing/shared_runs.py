@@ -25,7 +25,8 @@ from utils import cli
 from utils.errors import UserError
 
 if TYPE_CHECKING:
-    from benchmark.records.blocks import Block, Measurement
+    from benchmark.records.blocks import Block
+    from benchmark.records.measurement import Measurement
     from ort_analysis.records.kernel_record import ModelRecord
     from training.kernels.settings import TrainingConfig
     from utils.paths import Workspace

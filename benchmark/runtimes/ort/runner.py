@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from benchmark.measuring.affinity import off_the_workers_cores
 from benchmark.measuring.effort import Effort
+from benchmark.records.measurement import now
 from kernel_model.building.dummy_data import dummy_inputs, random_floats
 from kernel_model.building.kernel_models import kernel_in
 from ort_analysis.graph.analysis import analyze
@@ -20,9 +20,10 @@ from ort_analysis.graph.bodies import open_branches
 from ort_analysis.graph.source import read_source
 from ort_analysis.graph.tensor_shapes import session_dtype
 from ort_analysis.records.elements import numpy_dtype
-from ort_analysis.records.kernel_record import Frozen, zeros
+from ort_analysis.records.kernel_record import zeros
 from utils.errors import UserError
 from utils.fingerprint import Runtime, resolve_device
+from utils.frozen import Frozen
 from utils.ort_sessions import CUDA_GRAPH, model_errors, open_session
 from utils.timing import LatencyStatistics, summarize
 
@@ -49,11 +50,6 @@ class Timing(Frozen):
     @property
     def statistics(self) -> LatencyStatistics:
         return summarize(self.samples_ms)
-
-
-def now() -> str:
-    """This moment in UTC, ISO 8601 with microseconds."""
-    return datetime.now(UTC).isoformat()
 
 
 def warm_up(run_once: Callable[[], Any], runs: int, seconds: float = 0.0) -> tuple[int, float]:

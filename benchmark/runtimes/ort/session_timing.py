@@ -10,8 +10,9 @@ import psutil
 import pynvml
 
 from benchmark.measuring.quiet_host import host_probe, quiet_samples_ms
+from benchmark.records.measurement import Measurement
 from benchmark.runtimes.ort.runner import open_runner
-from benchmark.runtimes.protocol import Reply, Request, Samples
+from benchmark.runtimes.protocol import Reply, Request
 
 
 def time_session(request: Request) -> Reply:
@@ -25,13 +26,11 @@ def time_session(request: Request) -> Reply:
                          cuda_graph=label == "cuda_graph", static=request.static)
     if probe:
         runner.warm_up(effort.warmup)
-        timed = quiet_samples_ms(probe, {label: runner.run_s}, effort)[label]
-        found = Samples(id=request.model_name, label=label, samples_ms=timed.samples_ms,
-                        disturbance=timed.disturbance, probe_us=timed.probe_us)
+        found = quiet_samples_ms(probe, {label: runner.run_s}, effort)[label]._asdict()
     else:
-        found = Samples(id=request.model_name, label=label,
-                        samples_ms=runner.time(warmup=effort.warmup, budget_s=effort.budget_s).samples_ms)
-    return Reply(samples=(found,),
+        found = {"samples_ms": runner.time(warmup=effort.warmup, budget_s=effort.budget_s).samples_ms}
+    name = request.model_name
+    return Reply(measurements=(Measurement(subject="model", id=name, label=label, context=name, place="alone", **found),),
                  memory_mib=memory_in_use_mib(provider) - before_mib)
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +24,15 @@ from benchmark.measuring.affinity import off_the_workers_cores
 from benchmark.measuring.effort import Effort
 from benchmark.measuring.quiet_host import host_probe, quiet_samples_ms
 from benchmark.records.labels import GPU_LABEL, UNPROFILED
+from benchmark.records.measurement import Measurement, Place, now
 from benchmark.runtimes.ort.control_flow import trip_ms
 from benchmark.runtimes.ort.model_profile import counted_runs, plain_runs_ms, profile_model, profile_runs
 from benchmark.runtimes.ort.profile import ProfiledRun, kernel_times_ms, node_spans_ms
-from benchmark.runtimes.ort.runner import Runner, bind, device_binding, dispatcher, now, open_runner, timer
+from benchmark.runtimes.ort.runner import Runner, bind, device_binding, dispatcher, open_runner, timer
 from benchmark.runtimes.ort.session_timing import time_session
 from benchmark.runtimes.ort.shared_memory import SharedMemory
 from benchmark.runtimes.ort.unprofiled import unprofiled_ms
-from benchmark.runtimes.protocol import Reply, Request, Samples
+from benchmark.runtimes.protocol import Reply, Request
 from benchmark.traces.gpu_trace import GpuRun, split_carrier, trace
 from kernel_model.building.carrier import WRITER, build_carrier, node_name
 from kernel_model.building.kernel_models import built_kernel
@@ -49,7 +51,8 @@ CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
 def time_canary(request: Request) -> Reply:
     """The canary, as often as the effort says."""
     timing = canary.canary(request.device).time_as(request.effort)
-    return Reply(samples=(Samples(id=canary.NAME, label="run", samples_ms=timing.samples_ms),))
+    return Reply(measurements=(Measurement(subject=canary.NAME, id=canary.NAME, label="run", context="alone", place="alone",
+                                           samples_ms=timing.samples_ms),))
 
 
 def probe_sharing(request: Request) -> Reply:
@@ -61,15 +64,18 @@ def time_alone(request: Request) -> Reply:
     """Label `run`: a kernel in a session of its own, wall time."""
     path = Path(request.paths[0])
     runner = open_runner(path, request.device, provider_options=request.provider_options)
-    return Reply(samples=(Samples(id=path.stem, label="run", samples_ms=runner.time_as(request.effort).samples_ms),))
+    return Reply(measurements=(Measurement(subject="kernel", id=path.stem, label="run", context="alone", place="alone",
+                                           samples_ms=runner.time_as(request.effort).samples_ms),))
 
 
-def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str], nodes_ms: float | None = None) -> list[Samples]:
+def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str], context: str, place: Place,
+              nodes_ms: float | None = None) -> list[Measurement]:
     """Labels `kernel_time`, `node_span` and `unprofiled` of profiled runs, by kernel id.
 
     Args:
         runs: the runs that count.
         ids: the kernel's id by node name; nodes not in it are left out.
+        context, place: where they ran, as in a Measurement.
         nodes_ms: what all nodes take together without the profiler (see `unprofiled_ms`); None leaves that label out.
     """
     found, by_label = [], {"kernel_time": kernel_times_ms(runs), "node_span": node_spans_ms(runs)}
@@ -80,7 +86,8 @@ def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str], nodes_ms: float |
         for node, samples in times.items():
             if node in ids:
                 by_kernel.setdefault(ids[node], []).extend(samples)
-        found += [Samples(id=kernel, label=label, samples_ms=tuple(round(s, 6) for s in samples))
+        found += [Measurement(subject="kernel", id=kernel, label=label, context=context, place=place,
+                              samples_ms=tuple(round(s, 6) for s in samples))
                   for kernel, samples in by_kernel.items()]
     return found
 
@@ -111,11 +118,11 @@ def time_carrier(request: Request) -> Reply:
         runs = counted_runs(session.end_profiling(), [*counted, *[False] * len(traced)])
         nodes_ms = median(plain_runs_ms(run, counted)) if UNPROFILED in request.labels else None
     ids = {node_name(number): kernel.id for number, kernel in enumerate(kernels)}
-    found = [samples for samples in labels_of(runs, ids, nodes_ms) if samples.label in request.labels]
-    return Reply(samples=(*found, *gpu_samples(traced, [node.node for node in runs[-1].nodes], ids)))
+    found = [m for m in labels_of(runs, ids, "carrier", "carrier", nodes_ms) if m.label in request.labels]
+    return Reply(measurements=(*found, *gpu_measurements(traced, [node.node for node in runs[-1].nodes], ids)))
 
 
-def gpu_samples(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[str, str]) -> list[Samples]:
+def gpu_measurements(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[str, str]) -> list[Measurement]:
     """Label `gpu` of a carrier's kernels.
 
     Args:
@@ -131,9 +138,9 @@ def gpu_samples(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[
     told_apart = [work for work in by_node if work is not None]
     if len(told_apart) < len(traced):
         raise UserError("carrier: what the GPU did can't be told apart by kernel")
-    return [Samples(id=ids[name], label=GPU_LABEL, launches=len(told_apart[0][name]),
-                    samples_ms=tuple(round(sum(one.duration_us for one in work[name]) / 1000, 6) for work in told_apart),
-                    cuda_kernels=tuple(one.name for one in told_apart[0][name]))
+    return [Measurement(subject="kernel", id=ids[name], label=GPU_LABEL, context="carrier", place="carrier",
+                        samples_ms=tuple(round(sum(one.duration_us for one in work[name]) / 1000, 6) for work in told_apart),
+                        launches=len(told_apart[0][name]), cuda_kernels=tuple(one.name for one in told_apart[0][name]))
             for name in (told_apart[0] if told_apart else ())]
 
 
@@ -150,17 +157,22 @@ def time_model(request: Request) -> Reply:
     if request.host_io:
         timed["host_io"] = timer(bind(runner.session, runner.feed, provider, "host"))
 
-    def in_model() -> list[Samples]:
+    def in_model() -> list[Measurement]:
         return model_labels(path, request) if request.labels else []
 
     if request.watch_host:
-        return Reply(samples=(*beside_the_probe(name, timed, request), *in_model()))
-    return Reply(samples=tuple(in_halves(name, runner, timed, effort.runs(one_run_s), effort, in_model)))
+        return Reply(measurements=(*beside_the_probe(name, timed, request), *in_model()))
+    return Reply(measurements=tuple(in_halves(name, runner, timed, effort.runs(one_run_s), effort, in_model)))
 
 
-def beside_the_probe(model: str, timed: Mapping[str, Callable[[], float]], request: Request) -> list[Samples]:
+def of_model(model: str, label: str, **found: Any) -> Measurement:
+    """A measurement of a whole model; `found` are its further fields."""
+    return Measurement(subject="model", id=model, label=label, context=model, place="alone", **found)
+
+
+def beside_the_probe(model: str, timed: Mapping[str, Callable[[], float]], request: Request) -> list[Measurement]:
     """Samples of a model's runs, by label, from moments in which the host was undisturbed."""
-    return [Samples(id=model, label=label, **one._asdict())
+    return [of_model(model, label, **one._asdict())
             for label, one in quiet_samples_ms(host_probe(request.device), timed, request.effort).items()]
 
 
@@ -175,16 +187,16 @@ def time_model_as_graph(request: Request) -> Reply:
     one_run_s = runner.warm_up(request.effort.warmup + CAPTURING_RUNS, request.effort.warmup_s)
     timed = {"cuda_graph": runner.run_s}
     if request.watch_host:
-        return Reply(samples=tuple(beside_the_probe(request.model_name, timed, request)))
+        return Reply(measurements=tuple(beside_the_probe(request.model_name, timed, request)))
     runs = request.effort.runs(one_run_s)
-    return Reply(samples=tuple(in_halves(request.model_name, runner, timed, runs, request.effort, list)))
+    return Reply(measurements=tuple(in_halves(request.model_name, runner, timed, runs, request.effort, list)))
 
 
 def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float]], runs: int, effort: Effort,
-              between: Callable[[], list[Samples]]) -> list[Samples]:
+              between: Callable[[], list[Measurement]]) -> list[Measurement]:
     """Runs of a model in two halves, before and after something else, so that a drift of the machine's speed meets both."""
     samples: dict[str, list[float]] = {label: [] for label in timed}
-    meanwhile: list[Samples] = []
+    meanwhile: list[Measurement] = []
     for second in (False, True):
         with model_errors(model), off_the_workers_cores():
             for label, run_s in timed.items():
@@ -192,7 +204,7 @@ def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float
         if not second:
             meanwhile = between()
             runner.warm_up(effort.warmup, effort.warmup_s)
-    return [*(Samples(id=model, label=label, samples_ms=tuple(found)) for label, found in samples.items()), *meanwhile]
+    return [*(of_model(model, label, samples_ms=tuple(found)) for label, found in samples.items()), *meanwhile]
 
 
 def traced_runs(request: Request) -> list[GpuRun]:
@@ -211,11 +223,11 @@ def trace_model(request: Request) -> Reply:
 def time_model_on_gpu(request: Request) -> Reply:
     """Label `gpu` of a whole model: the GPU's own time of a run, and how many launches it takes."""
     traced = traced_runs(request)
-    return Reply(samples=(Samples(id=request.model_name, label=GPU_LABEL, launches=len(traced[0].work),
-                                  samples_ms=tuple(round(run.busy_us / 1000, 6) for run in traced)),))
+    return Reply(measurements=(of_model(request.model_name, GPU_LABEL, launches=len(traced[0].work),
+                                        samples_ms=tuple(round(run.busy_us / 1000, 6) for run in traced)),))
 
 
-def model_labels(path: Path, request: Request) -> list[Samples]:
+def model_labels(path: Path, request: Request) -> list[Measurement]:
     """The in-model labels of a model's kernels, in half the time that its whole latency takes. Nodes that hold bodies get none:
     their times are those of the bodies.
 
@@ -238,7 +250,7 @@ def model_labels(path: Path, request: Request) -> list[Samples]:
     bodies_ms = sum(node.runs * trip_ms(kernel, request.device) for node in record.nodes
                     if is_control_flow(kernel := record.kernel_of(node)))
     return labels_of(runs, {node.name: ids[node.name] for node in graph.nodes
-                            if ids[node.name] not in idle and node.op_type not in CONTROL_FLOW},
+                            if ids[node.name] not in idle and node.op_type not in CONTROL_FLOW}, record.model, "in_model",
                      median(plain_ms) - bodies_ms if plain_ms else None)
 
 
@@ -252,10 +264,10 @@ def time_kernels_in_model(request: Request) -> Reply:
     path, record = Path(request.paths[0]), load_record(Path(request.record))
     count = Counter(node.kernel_id for node in record.nodes)
     found = []
-    for samples in model_labels(path, request):
-        by_node = np.array(samples.samples_ms).reshape(count[samples.id], -1)  # `labels_of` joins them node by node
-        found.append(samples.model_copy(update={"samples_ms": tuple(np.sort(by_node, axis=1).mean(axis=0).round(6).tolist())}))
-    return Reply(samples=tuple(samples for samples in found if samples.label in request.labels))
+    for m in model_labels(path, request):
+        by_node = np.array(m.samples_ms).reshape(count[m.id], -1)  # `labels_of` joins them node by node
+        found.append(m.model_copy(update={"samples_ms": tuple(np.sort(by_node, axis=1).mean(axis=0).round(6).tolist())}))
+    return Reply(measurements=tuple(m for m in found if m.label in request.labels))
 
 
 def prepare(request: Request) -> Reply:
@@ -275,13 +287,14 @@ WORK: dict[str, Callable[[Request], Reply]] = {  # each gives the reply but for 
 
 
 def answer(request: Request) -> Reply:
-    """Does one piece of work; what is wrong with the subject itself comes back as the reply's error."""
+    """Does one piece of work, and stamps its measurements. What is wrong with the unit itself is the reply's error."""
     started = now()
     try:
         reply = WORK[request.do](request)
     except UserError as error:
         reply = Reply(error=str(error))
-    return reply.model_copy(update={"started": started, "ended": now()})
+    times = {"started": started, "ended": now()}
+    return reply.model_copy(update={**times, "measurements": tuple(m.model_copy(update=times) for m in reply.measurements)})
 
 
 def main() -> None:
