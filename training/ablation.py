@@ -17,15 +17,17 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmark.records.files import SAMPLED
 from benchmark.records.labels import GPU_LABEL
 from benchmark.records.reading import load_kernel_table
 from training.composition.left_out import kernel_errors, predict_out_of_fold
 from training.composition.measured_models import MeasuredModel, TimesOfModels, left_out_groups, measured_models
+from training.kernels.cuda_classes import cuda_class, fit_two_stages
 from training.kernels.estimators import (
     FLAT,
     Problem,
@@ -36,24 +38,18 @@ from training.kernels.estimators import (
     table_counts,
     train_forest,
 )
+from training.kernels.schema import FeatureSchema
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
+from training.kernels.training_set import TrainingSet, load_training_set, measured_times
 from utils import cli
 from utils.config import load_config
 from utils.logger import get_logger
 from utils.paths import Workspace
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from training.kernels.schema import FeatureSchema
-    from training.kernels.training_set import TrainingSet
-
-    Floats = npt.NDArray[np.float64]
-
 log = get_logger("ablation")
+Floats = npt.NDArray[np.float64]
 OTHER_SEED = 1  # added to the config's: how far two trainings part that differ in nothing else
 EXAMPLES = """
 python training/ablation.py
@@ -147,9 +143,6 @@ def load(workspace: Workspace, target: str) -> Dataset:
     Raises:
         UserError: no dataset or predictors.
     """
-    from training.kernels.cuda_classes import cuda_class
-    from training.kernels.training_set import load_training_set, measured_times
-
     sidecar = read_sidecar(workspace.predictors(target))
     label = GPU_LABEL if GPU_LABEL in sidecar.labels else next(iter(sidecar.labels))
     rows = load_training_set(workspace, target)
@@ -179,8 +172,6 @@ def chosen_rows(data: Dataset, variant: Variant) -> TrainingSet:
 
 def learn(rows: TrainingSet, data: Dataset, variant: Variant, config: TrainingConfig) -> TimePredictor:
     """What a variant learns from some rows."""
-    from training.kernels.cuda_classes import fit_two_stages
-
     config = config.model_copy(update={"seed": config.seed + variant.seed})
     if variant.other_settings:
         config = config.model_copy(update={"xgboost": config.xgboost_gpu, "xgboost_gpu": config.xgboost})

@@ -29,10 +29,12 @@ from training.composition.fitted import Composition, FittedModel, composition_pa
 from training.composition.fitting import best, interval_of
 from training.composition.left_out import predict_out_of_fold
 from training.composition.measured_models import left_out_groups, measured_models, models_sha256, tracks_of
+from training.composition.ways_of_running import fit_graph_replay, fit_host_io
 from training.kernels.predictors import ON_GPU
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import TRAIN, read_sidecar
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
+from training.kernels.training_set import load_training_set, measured_times
 from utils import cli, files
 from utils.config import load_config
 from utils.errors import UserError
@@ -53,9 +55,6 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     Raises:
         UserError: no predictors, no dataset, no measured models, or predictors of another state of the dataset.
     """
-    from training.composition.ways_of_running import fit_graph_replay, fit_host_io
-    from training.kernels.training_set import load_training_set, measured_times
-
     sidecar = read_sidecar(workspace.predictors(target))
     rows = load_training_set(workspace, target)
     if rows.sha256 != sidecar.dataset_sha256:

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmark.records.files import collected_targets
 from training.kernels.doubt import Doubt, save_doubt
+from training.kernels.training_set import load_training_set
 from utils import cli
 from utils.logger import get_logger
 
@@ -38,8 +39,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="write into this folder (default: the target's predictors)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    from training.kernels.training_set import load_training_set
-
     rows = []
     for target in [args.target] if args.target else collected_targets(workspace):
         folder = args.out or workspace.predictors(target)

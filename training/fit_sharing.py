@@ -23,15 +23,30 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from benchmark.load.backgrounds import Background
 from benchmark.load.probe_reading import QUANTILES
 from benchmark.records.files import collected_targets, load_header, read_journal
+from training.baselines.kernels_under_load import measured_under_load, summed_ms
 from training.kernels.settings import TrainingConfig
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from training.sharing.learned import Sharing, SharingErrors, other_work_guessed, sharing_path
+from training.sharing.pairs import Pairs, looped_models
+from training.sharing.shared_runs import (
+    STATISTICS,
+    SharedRuns,
+    Simulated,
+    SimulatedModels,
+    alone_ms,
+    measured_elsewhere,
+    shared_runs,
+    simulated_models,
+    statistics_of,
+)
 from utils import cli, files
 from utils.config import load_config
 from utils.errors import UserError
@@ -39,16 +54,8 @@ from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import Workspace
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from benchmark.load.backgrounds import Background
-    from training.sharing.shared_runs import SharedRuns, Simulated, SimulatedModels
-
-    Floats = npt.NDArray[np.float64]
-
 log = get_logger("sharing")
+Floats = npt.NDArray[np.float64]
 SLICES_MS = (1.6, 1.8, 1.9, 2.0, 2.1, 2.2, 2.4)  # to choose from: on an H200 2.2
 CYCLE_MS = 20.0  # where no background that pauses was measured
 LONGEST = 0.9  # quantile of a reading's waits; what the reading has it largest stands for the longest wait
@@ -104,8 +111,6 @@ class Evaluation:
             models: of the fit.
             alone: see `alone_ms`.
         """
-        from training.sharing.shared_runs import statistics_of
-
         self.runs = [run for run in runs if run.model in models.strict]
         if not self.runs:
             raise UserError("none of the models that were measured beside backgrounds is in the composition's fit")
@@ -119,8 +124,6 @@ class Evaluation:
     @staticmethod
     def _calibrated(model: Simulated, run: SharedRuns) -> Simulated:
         """The model, as long on an idle GPU as it was measured: what the sharing alone errs."""
-        from training.sharing.shared_runs import Simulated
-
         return Simulated(model.tracks, model.costs, run.idle_ms - model.idle_ms())
 
     def best_slice(self, kept: Sequence[int]) -> int:
@@ -164,8 +167,6 @@ class Evaluation:
 
 def errors_of(predicted: Floats, measured: Floats) -> SharingErrors:
     """Mean errors of the three statistics, where there is a prediction."""
-    from training.sharing.shared_runs import STATISTICS
-
     there = np.isfinite(predicted[:, 0])
     errors = np.abs(predicted[there] / measured[there] - 1.0).mean(axis=0)
     return SharingErrors(cases=int(there.sum()), **dict(zip(STATISTICS, errors.tolist(), strict=True)))
@@ -174,8 +175,6 @@ def errors_of(predicted: Floats, measured: Floats) -> SharingErrors:
 def tables(evaluation: Evaluation, left_out: Mapping[str, Floats]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Errors in per cent: a row a way of predicting, with those from a probe in the same cases, and a row a background (from a
     probe)."""
-    from training.sharing.shared_runs import STATISTICS
-
     measured = evaluation.measured
 
     def errors(predicted: Floats, kept: Floats, prefix: str = "") -> dict[str, float]:
@@ -201,9 +200,6 @@ def fit_target(workspace: Workspace, beside: Sequence[Workspace], target: str,
     Raises:
         UserError: nothing was measured beside backgrounds, or what a GPU's two tracks need is not there.
     """
-    from training.sharing.pairs import Pairs, looped_models
-    from training.sharing.shared_runs import alone_ms, measured_elsewhere, shared_runs, simulated_models
-
     backgrounds = backgrounds_of(beside, target)
     blocks = [block for one in beside for block in read_journal(one.dataset(target))]
     alone = alone_ms(blocks)
@@ -251,8 +247,6 @@ def by_the_plan(evaluation: Evaluation, beside: Sequence[Workspace], target: str
                 config: TrainingConfig) -> Floats:
     """What the plan's own path gives each run, from the first dataset with kernels under load that tells of it; one number for
     all three statistics."""
-    from training.baselines.kernels_under_load import measured_under_load, summed_ms
-
     found = np.full(len(evaluation.runs), np.nan)
     for one in beside:
         if rows := measured_under_load(one, target):

@@ -16,11 +16,13 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmark.records.labels import GPU_LABEL
+from training.baselines import nn_meter
 from training.composition.fit_pipeline import LeftOut, MeasuredTracks, can_fit, left_out_ms
 from training.composition.fitting import leave_out
 from training.composition.left_out import kernel_errors, predict_out_of_fold
@@ -32,11 +34,13 @@ from training.composition.measured_models import (
     measured_models,
     tracks_of,
 )
+from training.composition.ways_of_running import fit_graph_replay, fit_host_io
 from training.kernels.predictors import ON_GPU
 from training.kernels.roofline import fit_roofline
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
+from training.kernels.training_set import TrainingSet, load_training_set, measured_times
 from utils import cli
 from utils.config import load_config
 from utils.errors import UserError
@@ -44,15 +48,8 @@ from utils.logger import get_logger
 from utils.paths import Workspace
 from utils.timing import ErrorStatistics, error_statistics
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from training.kernels.training_set import TrainingSet
-
-    Floats = npt.NDArray[np.float64]
-
 log = get_logger("families")
+Floats = npt.NDArray[np.float64]
 EXAMPLES = """
 python training/leave_families_out.py
 python training/leave_families_out.py --workspace out/h200 --target nvidia-h200-cuda-ort1.31-all --json
@@ -99,8 +96,6 @@ def pipeline_rows(predicted: LeftOut, looked_up: LeftOut, known: LeftOut, latenc
 def run_mode_rows(models: Sequence[MeasuredModel], groups: Sequence[str], tracks: Sequence[MeasuredTracks],
                   predicted: LeftOut) -> list[dict[str, Any]]:
     """The rows of models run with numpy arrays or as CUDA graphs, where there are any."""
-    from training.composition.ways_of_running import fit_graph_replay, fit_host_io
-
     fitted = {"numpy in and out": fit_host_io(models, predicted.usual_ms, groups),
               "a CUDA graph": fit_graph_replay(models, tracks, groups)}
     return [row(f"two tracks, all kernels predicted; run with {what}", found.left_out)
@@ -133,9 +128,6 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
     Raises:
         UserError: no dataset or predictors, no family to leave out, or none of what a GPU's two tracks need.
     """
-    from training.baselines import nn_meter
-    from training.kernels.training_set import load_training_set, measured_times
-
     sidecar = read_sidecar(workspace.predictors(target))
     rows = load_training_set(workspace, target)
     models = measured_models(workspace, target, sidecar)

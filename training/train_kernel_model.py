@@ -18,7 +18,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,20 +27,18 @@ from benchmark.records.labels import GPU_LABEL
 from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
 from training.kernels.doubt import save_doubt
 from training.kernels.estimators import pose
+from training.kernels.label_training import Trained, train_label
 from training.kernels.saving import save_predictors
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import Sidecar, TypeErrors, installed_packages, read_sidecar, schema_of, sidecar_path
 from training.kernels.targets import Show, add_options, for_each_target
+from training.kernels.training_set import TrainingSet, load_training_set, measured_times
 from utils import cli
 from utils.config import load_config
 from utils.errors import UserError
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import Workspace
-
-if TYPE_CHECKING:
-    from training.kernels.label_training import Trained
-    from training.kernels.training_set import TrainingSet
 
 log = get_logger("training")
 HEAD_COLUMNS = ("batch", "channels", "height", "width", "out_channels", "kernel_height", "stride", "log_flops", "log_bytes")
@@ -80,8 +78,6 @@ def save_errors(workspace: Workspace, rows: TrainingSet, trained: Trained) -> No
 def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config: TrainingConfig) -> Sidecar:
     """Writes the predictors of a target with their sidecar, and their errors by kernel: those of the GPU's own time, or of the
     first label where that was not measured."""
-    from training.kernels.training_set import measured_times
-
     save_doubt(workspace, rows, workspace.predictors(rows.header.target.name))
     save_errors(workspace, rows, next((one for one in trained if one.label == GPU_LABEL), trained[0]))
     header = rows.header
@@ -124,9 +120,6 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="train again although nothing changed since the last time")
     args = parser.parse_args()
     workspace = cli.start(args)
-    from training.kernels.label_training import train_label
-    from training.kernels.training_set import load_training_set
-
     config = load_config(args.config, TrainingConfig)
 
     def train(target: str, show: Show) -> dict[str, Any]:

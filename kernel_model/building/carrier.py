@@ -9,7 +9,6 @@ reading them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,9 +16,7 @@ from kernel_model.building.dummy_data import dummy_tensor
 from kernel_model.building.kernel_models import IR_VERSION, kernel_node
 from ort_analysis.records.elements import type_code
 from ort_analysis.records.kernel_record import Kernel
-
-if TYPE_CHECKING:
-    import onnx
+from utils.lazy import onnx
 
 WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16"}}  # types that Abs takes
 
@@ -51,8 +48,6 @@ def build_carrier(kernels: Sequence[Kernel], device: str,
     Raises:
         UserError: a kernel that can't be built.
     """
-    from onnx import helper, numpy_helper
-
     nodes, inputs, constants = [], {}, []
     feed: dict[str, np.ndarray] = {}
     outputs = []
@@ -67,15 +62,15 @@ def build_carrier(kernels: Sequence[Kernel], device: str,
                 continue
             if tensor.constant:
                 value = dummy_tensor(kernel, position, number)
-                constants.append(numpy_helper.from_array(np.asarray(value, order="C"), name))
+                constants.append(onnx.numpy_helper.from_array(np.asarray(value, order="C"), name))
             elif tensor.dtype in WRITTEN_BEFORE[device]:
                 shared = f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
-                inputs[shared] = helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
+                inputs[shared] = onnx.helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
                 if with_floats and shared not in feed:
                     feed[shared] = dummy_tensor(kernel, position, number)
-                nodes.append(helper.make_node("Abs", [shared], [name], name=f"{WRITER}{number}_{position}"))
+                nodes.append(onnx.helper.make_node("Abs", [shared], [name], name=f"{WRITER}{number}_{position}"))
             else:
-                inputs[name] = helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
+                inputs[name] = onnx.helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
                 feed[name] = dummy_tensor(kernel, position, number)
             names.append(name)
         made = [f"k{number}_y{position}" if tensor.present else "" for position, tensor in enumerate(kernel.outputs)]
@@ -83,10 +78,10 @@ def build_carrier(kernels: Sequence[Kernel], device: str,
         for position, name in enumerate(made):
             if name:
                 shape = f"k{number}_shape{position}"
-                nodes.append(helper.make_node("Shape", [name], [shape], name=f"shape_{number}_{position}"))
+                nodes.append(onnx.helper.make_node("Shape", [name], [shape], name=f"shape_{number}_{position}"))
                 rank = len(kernel.outputs[position].shape)
-                outputs.append(helper.make_tensor_value_info(shape, type_code("int64"), [rank]))
-    graph = helper.make_graph(nodes, "carrier", list(inputs.values()), outputs, constants)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid(d, v) for d, v in opsets.items()],
+                outputs.append(onnx.helper.make_tensor_value_info(shape, type_code("int64"), [rank]))
+    graph = onnx.helper.make_graph(nodes, "carrier", list(inputs.values()), outputs, constants)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(d, v) for d, v in opsets.items()],
                               ir_version=IR_VERSION, producer_name="hase")
     return model, feed

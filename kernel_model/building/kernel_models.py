@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import ValidationError
@@ -16,11 +15,9 @@ from ort_analysis.records.kernel_record import Kernel, KernelIndex, KernelInput,
 from ort_analysis.records.reading import load_index, load_record
 from utils import files
 from utils.errors import UserError
+from utils.lazy import onnx
 from utils.ort_sessions import model_errors, open_session
 from utils.paths import Workspace
-
-if TYPE_CHECKING:
-    import onnx
 
 KERNEL_KEY = "hase.kernel"  # metadata of a built model: its Kernel as JSON
 INLINE_BYTES = 1 << 16  # larger weights go to the shared file …
@@ -34,9 +31,7 @@ def kernel_node(kernel: Kernel, inputs: list[str], outputs: list[str], name: str
     Raises:
         UserError: the kernel holds a subgraph, of which records keep only a hash, or takes or gives what is no tensor.
     """
-    from onnx import helper
-
-    node = helper.make_node(kernel.op_type, inputs, outputs, name=name, domain=kernel.domain)
+    node = onnx.helper.make_node(kernel.op_type, inputs, outputs, name=name, domain=kernel.domain)
     if kernel.subgraphs:
         raise UserError(f"{kernel.id}: holds a subgraph ({kernel.subgraphs[0]}); such a kernel can't be built alone")
     if other := next((t.dtype for t in (*kernel.inputs, *kernel.outputs) if t.present and not t.is_tensor), None):
@@ -44,10 +39,10 @@ def kernel_node(kernel: Kernel, inputs: list[str], outputs: list[str], name: str
     for key, value in sorted(kernel.attributes.items()):
         if isinstance(value, dict):
             tensor_type = type_code(value["dtype"])
-            value = helper.make_tensor(key, tensor_type, value["shape"], value["values"])
+            value = onnx.helper.make_tensor(key, tensor_type, value["shape"], value["values"])
         if value == []:
             continue
-        node.attribute.append(helper.make_attribute(key, value))
+        node.attribute.append(onnx.helper.make_attribute(key, value))
     return node
 
 
@@ -65,22 +60,20 @@ def build_model(kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None,
         weights: values of constant inputs by position; random ones where not given.
         shared: makes a large weight that lies elsewhere, from its name and description; else weights lie inside.
     """
-    from onnx import helper, numpy_helper
-
     names = [input_name(i) if tensor.present else "" for i, tensor in enumerate(kernel.inputs)]
     outs = [output_name(i) if tensor.present else "" for i, tensor in enumerate(kernel.outputs)]
-    graph = helper.make_graph(
+    graph = onnx.helper.make_graph(
         [kernel_node(kernel, names, outs, kernel.type)], "kernel",
-        [helper.make_tensor_value_info(names[i], type_code(t.dtype), t.shape)
+        [onnx.helper.make_tensor_value_info(names[i], type_code(t.dtype), t.shape)
          for i, t in enumerate(kernel.inputs) if t.present and not t.constant],
-        [helper.make_tensor_value_info(outs[i], type_code(t.dtype), t.shape)
+        [onnx.helper.make_tensor_value_info(outs[i], type_code(t.dtype), t.shape)
          for i, t in enumerate(kernel.outputs) if t.present],
         [shared(names[i], t) if shared and shareable(t)
-         else numpy_helper.from_array(np.asarray(weight_value(kernel, i, weights), order="C"), names[i])
+         else onnx.numpy_helper.from_array(np.asarray(weight_value(kernel, i, weights), order="C"), names[i])
          for i, t in enumerate(kernel.inputs) if t.present and t.constant],
     )
     opsets = {kernel.domain: kernel.opset} | ({} if kernel.domain == "" else {"": 20})
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid(d, v) for d, v in opsets.items()],
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(d, v) for d, v in opsets.items()],
                               ir_version=IR_VERSION, producer_name="hase")
     model.metadata_props.append(onnx_prop(KERNEL_KEY, kernel.model_dump_json()))
     return model
@@ -88,15 +81,11 @@ def build_model(kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None,
 
 def onnx_prop(key: str, value: str) -> onnx.StringStringEntryProto:
     """A metadata entry of a model."""
-    import onnx
-
     return onnx.StringStringEntryProto(key=key, value=value)
 
 
 def shared_weight(folder: Path, name: str, tensor: KernelInput) -> onnx.TensorProto:
     """A weight that lies in the file of random numbers of its type in `folder`, which grows as needed."""
-    import onnx
-
     shared = folder / f"random_{tensor.dtype}.bin"
     if not shared.exists() or shared.stat().st_size < tensor.bytes:
         files.write_bytes(shared, random_floats((tensor.elements,), tensor.dtype).tobytes())
@@ -131,8 +120,6 @@ def built_kernel(path: Path) -> Kernel:
     Raises:
         UserError: no ONNX, or no kernel of Hase's.
     """
-    import onnx
-
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     with model_errors(str(path)):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.ensemble import RandomForestRegressor
 
 from benchmark.records.labels import GPU_LABEL
 from training.composition.left_out import Fold, by_model, folds_of
@@ -19,6 +18,7 @@ from training.kernels.estimators import side_by_side
 from training.kernels.predictors import leaves_gpu_idle
 from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import TrainingSet
+from utils.lazy import sklearn
 
 if TYPE_CHECKING:
     from training.composition.measured_models import MeasuredModel
@@ -71,7 +71,8 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
                 continue
             learned = generator.permutation(learned)[:MOST_KERNELS]
             share = min(split, len(columns)) if isinstance(split, int) else split
-            forest = RandomForestRegressor(n_estimators=trees, max_depth=depth, max_features=share, random_state=10, n_jobs=1)
+            forest = sklearn.ensemble.RandomForestRegressor(
+                n_estimators=trees, max_depth=depth, max_features=share, random_state=10, n_jobs=1)
             forest.fit(rows.features[learned][:, columns], rows.times_ms[GPU_LABEL][learned])
             found = forest.predict(np.array([features[kernel_id][columns] for kernel_id in mine]))
             times |= dict(zip(mine, found.tolist(), strict=True))

@@ -19,6 +19,7 @@ from benchmark.records.labels import GPU_LABEL
 from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms, pipeline_ms
 from graph_model.simulation.tracks import Tracks
 from training.composition.fitted import Candidate
+from utils.lazy import scipy
 
 Floats = npt.NDArray[np.float64]
 LEAST_MODELS = 8  # fewer can't tell seven constants apart
@@ -57,8 +58,6 @@ class MeasuredTracks:
 
 def fit_pipeline(models: Sequence[MeasuredTracks]) -> PipelineCosts:
     """The costs of a run on both tracks where the host has its usual pace, from at least LEAST_MODELS models."""
-    from scipy.optimize import least_squares
-
     held_up = [model for model in models if model.host_ms > HOST_BOUND * model.latency_ms]
     latency = np.array([model.latency_ms for model in models])
     host = np.array([model.host_ms for model in held_up])
@@ -73,7 +72,8 @@ def fit_pipeline(models: Sequence[MeasuredTracks]) -> PipelineCosts:
                                HOST_WEIGHT * (hosts_ms(held_up, found) / host - 1.0)])
 
     first, scale, least, most = ([getattr(one, name) for name in FITTED] for one in (FIRST, SCALE, LEAST, MOST))
-    return costs(least_squares(errors, first, loss="soft_l1", f_scale=ODD, x_scale=scale, bounds=(least, most)).x)
+    found = scipy.optimize.least_squares(errors, first, loss="soft_l1", f_scale=ODD, x_scale=scale, bounds=(least, most))
+    return costs(found.x)
 
 
 def can_fit(models: Sequence[MeasuredTracks]) -> bool:

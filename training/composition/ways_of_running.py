@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import least_squares, nnls
 
 from graph_model.simulation.pipeline import PipelineCosts
 from training.composition.fit_pipeline import ODD, US, MeasuredTracks, latencies_ms
 from training.composition.fitted import GraphReplay, HostIo, Mask, copied_mib, host_io_ms
 from training.composition.fitting import each_left_out, interval_of
+from utils.lazy import scipy
 from utils.timing import error_statistics
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def fit_host_io(models: Sequence[MeasuredModel], predicted_ms: Floats, groups: S
 
     def fit(kept: Mask) -> HostIo:
         terms = np.column_stack([np.ones(int(kept.sum())), copied[kept]]) / measured[kept, None]
-        (run, per_mib_in, per_mib_out), _ = nnls(terms, np.maximum(extra[kept], 0.0) / measured[kept])
+        (run, per_mib_in, per_mib_out), _ = scipy.optimize.nnls(terms, np.maximum(extra[kept], 0.0) / measured[kept])
         return HostIo(run_ms=float(run), in_ms_per_mib=float(per_mib_in), out_ms_per_mib=float(per_mib_out),
                       models=int(kept.sum()))
 
@@ -102,6 +102,7 @@ def _replay_costs(models: Sequence[MeasuredTracks]) -> PipelineCosts:
         gap, end = values
         return PipelineCosts(node_ms=0.0, view_ms=0.0, launch_ms=0.0, start_ms=0.0, gap_ms=gap, lead_ms=0.0, end_ms=end)
 
-    found = least_squares(lambda values: latencies_ms(models, costs(values)) / latency - 1.0, [0.5 * US, 10 * US],
-                          loss="soft_l1", f_scale=ODD, x_scale=[0.5 * US, 10 * US], bounds=(0.0, [5 * US, 200 * US]))
+    found = scipy.optimize.least_squares(
+        lambda values: latencies_ms(models, costs(values)) / latency - 1.0, [0.5 * US, 10 * US], loss="soft_l1", f_scale=ODD,
+        x_scale=[0.5 * US, 10 * US], bounds=(0.0, [5 * US, 200 * US]))
     return costs(found.x)

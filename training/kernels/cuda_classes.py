@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.ensemble import RandomForestClassifier
 
 from training.kernels.estimators import KernelModel, assign_folds, design_matrix, fit_kernel_model, pose
 from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import TrainingSet
+from utils.lazy import sklearn
 
 Floats = npt.NDArray[np.float64]
 MOST_CLASSES = 40  # the most frequent ones; all others are one
@@ -52,7 +52,8 @@ class Classifier:
 
 def train_classifier(matrix: npt.NDArray[np.float32], classes: npt.NDArray[np.int64], count: int, seed: int) -> Classifier:
     """A random forest of `classes`, numbers below `count`, one a row of `matrix`."""
-    forest = RandomForestClassifier(n_estimators=TREES, min_samples_leaf=LEAST_IN_LEAF, random_state=seed, n_jobs=1)
+    forest = sklearn.ensemble.RandomForestClassifier(
+        n_estimators=TREES, min_samples_leaf=LEAST_IN_LEAF, random_state=seed, n_jobs=1)
     return Classifier(forest.fit(np.nan_to_num(matrix, nan=-1.0), classes), count)
 
 

@@ -14,10 +14,9 @@ from benchmark.records.labels import GPU_LABEL
 from training.kernels.roofline import Roofline, fit_roofline
 from training.kernels.schema import FeatureSchema
 from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
+from utils.lazy import sklearn, xgboost
 
 if TYPE_CHECKING:
-    import xgboost
-
     from ort_analysis.records.kernel_record import Kernel
     from training.kernels.training_set import TrainingSet
 
@@ -123,8 +122,6 @@ def assign_folds(ids: Iterable[str], types: Iterable[str], folds: int, seed: int
 def train_booster(matrix: npt.NDArray[np.float32], log_ratios: Floats, settings: XgboostSettings,
                   seed: int) -> xgboost.Booster:
     """XGBoost on log(time / roofline). One thread: fits run side by side, and busy cores stall its own threads."""
-    import xgboost
-
     parameters = {
         "objective": f"reg:{settings.objective}", "max_depth": settings.depth, "eta": settings.learning_rate,
         "subsample": settings.row_share, "colsample_bytree": settings.column_share,
@@ -136,9 +133,8 @@ def train_booster(matrix: npt.NDArray[np.float32], log_ratios: Floats, settings:
 
 def train_forest(matrix: npt.NDArray[np.float32], log_ratios: Floats, settings: ForestSettings, seed: int) -> Any:
     """A random forest of unlimited depth on the same numbers."""
-    from sklearn.ensemble import RandomForestRegressor
-
-    forest = RandomForestRegressor(n_estimators=settings.trees, max_features=settings.column_share, random_state=seed, n_jobs=1)
+    forest = sklearn.ensemble.RandomForestRegressor(
+        n_estimators=settings.trees, max_features=settings.column_share, random_state=seed, n_jobs=1)
     return forest.fit(matrix, log_ratios)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from training.kernels import estimators
 from training.kernels.estimators import SHARED, KernelModel, fit_kernel_model
@@ -17,6 +16,7 @@ from training.kernels.sidecar import TypeErrors
 from training.kernels.targets import CONFIG
 from training.kernels.training_set import TrainingSet
 from utils.errors import UserError
+from utils.lazy import pandas as pd
 from utils.logger import get_logger
 from utils.timing import error_statistics
 

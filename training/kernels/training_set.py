@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from benchmark.records.files import SAMPLED, DatasetHeader, kernel_table_path, kernels_path, load_header, read_kernels
 from benchmark.records.labels import COLLECT, LABELS
@@ -19,6 +18,7 @@ from training.kernels.schema import FeatureSchema
 from training.kernels.settings import LAUNCHES
 from utils import files
 from utils.errors import UserError
+from utils.lazy import pandas as pd
 from utils.logger import get_logger
 from utils.paths import Workspace
 
