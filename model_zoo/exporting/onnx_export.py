@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -20,13 +20,10 @@ from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY, SMALLEST_IMAGE, Exp
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import flavour_of, local_target, ort_version, package_version
+from utils.lazy import onnx, onnxruntime, torch
 from utils.logger import get_logger
 from utils.ort_sessions import model_errors, open_session
 from utils.paths import OPTIMIZED_SUFFIX, Workspace
-
-if TYPE_CHECKING:
-    import onnx
-    import torch
 
 EXPORTER_VERSION = 2  # of what is made here; files of another version are made anew
 LARGEST_FILE = 2**31 - 2**20  # bytes: protobuf's limit, less what the graph itself takes
@@ -74,8 +71,6 @@ def optimized_stamp(export: Export, provider: str) -> dict[str, str]:
 
 def is_done(path: Path, expected: Mapping[str, str]) -> bool:
     """Whether `path` is a whole ONNX file with this metadata."""
-    import onnx
-
     if not path.is_file():
         return False
     try:
@@ -86,8 +81,6 @@ def is_done(path: Path, expected: Mapping[str, str]) -> bool:
 
 
 def add_metadata(proto: onnx.ModelProto, properties: Mapping[str, str]) -> None:
-    import onnx
-
     known = {prop.key: prop.value for prop in proto.metadata_props}
     onnx.helper.set_model_props(proto, known | dict(properties))
 
@@ -107,8 +100,6 @@ def _quiet() -> Iterator[None]:
 
 def trace(model: torch.nn.Module, export: Export, open_dims: Mapping[int, str]) -> onnx.ModelProto:
     """The model as torch exports it, with the input dimensions `open_dims` (by position) left open."""
-    import torch
-
     size = weight_bytes(model)
     if size > LARGEST_FILE:
         raise UserError(f"{export.model} has {size / 1e9:.1f} GB of weights in {export.dtype}; one ONNX file holds 2 GB at most"
@@ -146,8 +137,6 @@ def check_outputs(path: Path, provider: str, optimize: str, images: Any, wanted:
     Raises:
         UserError: it can't be run, or they are too far.
     """
-    import onnxruntime
-
     name = "ORT's optimised graph" if optimize == "none" else "the exported graph"  # the path is a temporary one
     session = open_session(path, provider, optimize=optimize, name=name)
     options = onnxruntime.RunOptions()
@@ -241,8 +230,6 @@ class Exporter:
     def _save_checked(self, proto: onnx.ModelProto, export: Export, path: Path,
                       shapes: list[tuple[int, tuple[int, int]]]) -> float:
         """Puts a plain file in place once onnx.checker and a run at each of `shapes` pass; the largest difference."""
-        import onnx
-
         add_metadata(proto, stamp(export))
         with files.replacing(path) as temporary:
             onnx.save(proto, temporary)
@@ -257,8 +244,6 @@ class Exporter:
 
     def _write_optimized(self, export: Export, plain: Path, path: Path) -> float:
         """Puts ORT's optimised graph in place once a run of it, as it is, passes."""
-        import onnx
-
         with files.replacing(path) as temporary:
             open_session(plain, self.provider, save_to=temporary, name=plain.name)
             proto = onnx.load(temporary)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from utils.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
+from utils.lazy import torch, torchvision
 
 SEED = 0
 CALIBRATION_SIZE = 224
@@ -28,8 +26,6 @@ def check_names(names: Iterable[str]) -> None:
     Raises:
         UserError: it has not; near matches are listed.
     """
-    import torchvision
-
     known = torchvision.models.list_models(module=torchvision.models)
     for name in names:
         if name not in known:
@@ -58,9 +54,6 @@ def build(name: str, dtype: str, size: tuple[int, int]) -> torch.nn.Module:
     Raises:
         UserError: the model can't be built for this size.
     """
-    import torch
-    import torchvision
-
     options: dict[str, Any] = {}
     if name in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": False}
@@ -90,8 +83,6 @@ def _calibrate(model: torch.nn.Module, size: tuple[int, int]) -> None:
     Means are left at 0: random images look alike to a random model, and with their mean taken away little but rounding
     errors would be left to compare.
     """
-    import torch
-
     def scale(norm: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
         norm.running_var.copy_(inputs[0].square().mean((0, 2, 3)))  # type: ignore[operator]
 
@@ -114,8 +105,6 @@ def reference(model: torch.nn.Module, images: np.ndarray, device: str) -> np.nda
     An fp16 model computes in float32 with its fp16 weights: torch's fp16 lacks operators on CPUs, and rounding then
     counts once, not on both sides of a comparison. On a GPU it computes without TF32.
     """
-    import torch
-
     torch_device = torch.device("cuda" if device == "cuda" else "cpu")
     dtype = next(model.parameters()).dtype
     model.to(torch_device, torch.float32)
