@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from utils.errors import UserError
+from utils.lazy import onnx
 
 DTYPE_BYTES = {
     "float32": 4, "float16": 2, "float64": 8, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
@@ -18,16 +19,12 @@ SHORT_DTYPE = {"float32": "fp32", "float16": "fp16", "float64": "fp64", "bfloat1
 
 def type_name(code: int) -> str:
     """numpy's name of an ONNX element type (ONNX's own where numpy has none)."""
-    import onnx
-
     name = onnx.TensorProto.DataType.Name(code).lower()
     return {"float": "float32", "double": "float64"}.get(name, name)
 
 
 def type_code(dtype: str) -> int:
     """ONNX's number of an element type named as in the records."""
-    import onnx
-
     name = {"float32": "float", "float64": "double"}.get(dtype, dtype).upper()
     return int(onnx.TensorProto.DataType.Value(name))
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ort_analysis.records.kernel_record import KernelInput, Tensor
+from utils.lazy import onnx
 
 if TYPE_CHECKING:
     from onnx.defs import OpSchema
@@ -66,31 +67,25 @@ def canonical(op_type: str, domain: str, opset: int, attributes: Mapping[str, An
 @functools.cache
 def _schema(op_type: str, opset: int) -> OpSchema | None:
     """What ONNX defines an operator to be in an operator set; None where it has none of the name."""
-    from onnx import defs
-
     try:
-        return defs.get_schema(op_type, opset, "")
-    except defs.SchemaError:
+        return onnx.defs.get_schema(op_type, opset, "")
+    except onnx.defs.SchemaError:
         return None
 
 
 @functools.cache
 def _first_version(op_type: str) -> int:
     """The first operator set that has an operator of this name."""
-    from onnx import defs
-
-    return min(schema.since_version for schema in defs.get_all_schemas_with_history()
+    return min(schema.since_version for schema in onnx.defs.get_all_schemas_with_history()
                if schema.name == op_type and not schema.domain)
 
 
 def _default(schema: OpSchema, name: str) -> Any:
     """The value of an attribute that a node leaves out, as plain data; None where there is none."""
-    from onnx import helper
-
     value = schema.attributes[name].default_value
     if not value.type:
         return None
-    found = helper.get_attribute_value(value)
+    found = onnx.helper.get_attribute_value(value)
     return found.decode() if isinstance(found, bytes) else found
 
 
