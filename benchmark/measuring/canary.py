@@ -14,6 +14,7 @@ from functools import cache
 
 from benchmark.measuring.effort import Effort
 from benchmark.runtimes.ort.runner import Runner, bind, random_feed
+from utils.lazy import onnx
 from utils.ort_sessions import open_nodes
 
 SIDE = {"cpu": 512, "cuda": 4096}  # of the matrices: two milliseconds on a CPU, one on a GPU
@@ -27,13 +28,11 @@ NAME = "canary"
 @cache
 def canary(device: str) -> Runner:
     """The canary as an open session on `cpu` or `cuda`."""
-    from onnx import helper
-
     side = [SIDE[device]] * 2
-    nodes, last = [helper.make_node("MatMul", ["a", "b"], ["c"])], "c"
+    nodes, last = [onnx.helper.make_node("MatMul", ["a", "b"], ["c"])], "c"
     for number in range(EXCHANGES):
-        nodes += [helper.make_node("Transpose", [last], [f"t{number}"], perm=[1, 0]),
-                  helper.make_node("Neg", [f"t{number}"], [f"n{number}"])]
+        nodes += [onnx.helper.make_node("Transpose", [last], [f"t{number}"], perm=[1, 0]),
+                  onnx.helper.make_node("Neg", [f"t{number}"], [f"n{number}"])]
         last = f"n{number}"
     session = open_nodes(nodes, ["a", "b"], side, device, NAME)
     return Runner(session=session, name=NAME, device=device, io="device",

@@ -23,6 +23,7 @@ from benchmark.measuring.affinity import off_the_workers_cores
 from benchmark.measuring.effort import Effort
 from benchmark.records.labels import DISTURBANCE_ADMITTED
 from benchmark.runtimes.ort.runner import device_binding, dispatcher, random_feed
+from utils.lazy import onnx
 from utils.ort_sessions import open_nodes
 
 PROBE_NODES = 60  # of the probe: some 0.2 ms
@@ -79,9 +80,7 @@ class Window:
 @cache
 def host_probe(device: str) -> HostProbe:
     """The probe of this process, after a first look at what is usual. `device` is `cuda`, or `cpu` in tests."""
-    from onnx import helper
-
-    nodes = [helper.make_node("Relu", [f"x{place}"], [f"x{place + 1}"]) for place in range(PROBE_NODES)]
+    nodes = [onnx.helper.make_node("Relu", [f"x{place}"], [f"x{place + 1}"]) for place in range(PROBE_NODES)]
     session = open_nodes(nodes, ["x0"], [1, 16, 14, 14], device, "probe")
     dispatch_s = dispatcher(session, device_binding(session, random_feed(session), device))
     first, until = [shortest_s(dispatch_s)], time.monotonic() + FIRST_LOOK_S

@@ -10,12 +10,11 @@ import numpy as np
 from benchmark.records.files import kernel_table_path, model_table_path
 from benchmark.records.labels import COLLECT, GPU_LABEL, LABELS
 from utils.errors import UserError
+from utils.lazy import pandas as pd
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    import pandas as pd
-
 
 def means_add_up(level: float, device: str) -> bool:
     """Whether kernels' times under a load are to be their means: on a CPU.
@@ -35,8 +34,6 @@ def load_table(path: Path) -> pd.DataFrame:
     Raises:
         UserError: no file, a column missing, or a NaN or non-positive time in a row whose status is ok (row named).
     """
-    import pandas as pd
-
     try:
         table = pd.read_csv(path, keep_default_na=True, na_values=[""], low_memory=False,  # a column is read as one type
                             dtype={"Background": str})

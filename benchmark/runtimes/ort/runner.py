@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +24,9 @@ from ort_analysis.records.kernel_record import zeros
 from utils.errors import UserError
 from utils.fingerprint import Runtime, resolve_device
 from utils.frozen import Frozen
+from utils.lazy import onnxruntime
 from utils.ort_sessions import CUDA_GRAPH, model_errors, open_session
 from utils.timing import LatencyStatistics, summarize
-
-if TYPE_CHECKING:
-    import onnxruntime
 
 RUNTIME = "ort"
 DEFAULT_WARMUP = 5
@@ -160,8 +158,6 @@ def bind(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], 
 def device_binding(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], device: str,
                    outputs_on: str | None = None) -> onnxruntime.IOBinding:
     """A session's inputs on `device`, its outputs to be left there, or on the device that `outputs_on` names."""
-    import onnxruntime
-
     binding = session.io_binding()
     for name, array in feed.items():
         binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0))
@@ -172,8 +168,6 @@ def device_binding(session: onnxruntime.InferenceSession, feed: Mapping[str, np.
 
 def queue_run(session: onnxruntime.InferenceSession, binding: onnxruntime.IOBinding) -> Callable[[], None]:
     """A function that dispatches one run to the GPU without waiting for it."""
-    import onnxruntime
-
     options = onnxruntime.RunOptions()
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return lambda: session.run_with_iobinding(binding, options)

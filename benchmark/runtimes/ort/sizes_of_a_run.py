@@ -17,13 +17,12 @@ from ort_analysis.graph.tensor_shapes import SizeNotKnown
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import flavour_of
+from utils.lazy import onnx
 from utils.ort_sessions import model_errors, open_session
 from utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
     import numpy as np
-    import onnx
-
 
 def shapes_of_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndarray] | None = None,
                     static: bool = False) -> dict[str, tuple[int, ...]]:
@@ -39,8 +38,6 @@ def shapes_of_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, n
     Raises:
         UserError: ORT can't load or run it.
     """
-    import onnx
-
     source = read_source(model, dims)
     with temporary_folder() as folder:
         optimized = folder / "optimized.onnx"
