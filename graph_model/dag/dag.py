@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ort_analysis.records.kernel_record import Frozen, ModelRecord
 from utils import files
 from utils.errors import UserError
+from utils.lazy import networkx as nx
 from utils.paths import Workspace
 from utils.safe_names import FileName
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 DAG_VERSION = 1
 
@@ -78,8 +76,6 @@ def dag_file(record: ModelRecord) -> DagFile:
 
 def dag_of(dag: DagFile) -> nx.DiGraph:
     """A DAG file as a graph: nodes carry `kernel_id` and `type`, edges the `bytes` that pass along them."""
-    import networkx as nx
-
     graph: nx.DiGraph = nx.DiGraph(model=dag.model, flavour=dag.flavour)
     graph.add_nodes_from((node.name, {"kernel_id": node.kernel_id, "type": node.type}) for node in dag.nodes)
     for edge in dag.edges:
@@ -112,8 +108,6 @@ def longest_path(dag: nx.DiGraph, latency_ms: Mapping[Any, float]) -> tuple[floa
     Raises:
         UserError: a node without a time, or a cycle.
     """
-    import networkx as nx
-
     finished: dict[Any, float] = {}
     waited_for: dict[Any, Any] = {}
     try:
