@@ -15,6 +15,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from inference.sharing.load_curve import POINTS, LoadCurve, LoadPoint, predict_curve
 from utils import cli, files
+from utils.lazy import matplotlib
 from utils.logger import get_logger
 
 EXAMPLES = """
@@ -28,13 +29,9 @@ log = get_logger("load_curve")
 
 def draw(curve: LoadCurve, path: Path, slo_ms: float | None = None) -> None:
     """The curve as a picture, with a line at `slo_ms`."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    matplotlib.use("Agg")
     shares = [100 * point.busy_share for point in curve.points]
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = matplotlib.pyplot.subplots(figsize=(8, 5), layout="constrained")
     for name, label, style in (("p99_ms", "p99", ":"), ("p95_ms", "p95", "--"), ("mean_ms", "mean", "-"),
                                ("p50_ms", "p50", "-.")):
         axes.plot(shares, [getattr(point, name) for point in curve.points], style, label=label)
@@ -47,7 +44,7 @@ def draw(curve: LoadCurve, path: Path, slo_ms: float | None = None) -> None:
     figure.legend(loc="outside right upper")
     with files.replacing(path) as temporary:
         figure.savefig(temporary, dpi=150)
-    plt.close(figure)
+    matplotlib.pyplot.close(figure)
 
 
 def main() -> int:

@@ -30,6 +30,7 @@ from ort_analysis.graph.tensor_shapes import session_dtype
 from ort_analysis.records.elements import numpy_dtype
 from utils import cli
 from utils.errors import UserError
+from utils.lazy import onnx
 from utils.ort_sessions import open_nodes, open_session
 from utils.paths import ROOT
 
@@ -55,9 +56,7 @@ def device_mib() -> float:
 
 def hold_on_gpu(model: Path, dims: Mapping[str, int]) -> float:
     """What running `model` adds to the memory in use on the GPU, MiB; call it once a process."""
-    from onnx import helper
-
-    tiny = open_nodes([helper.make_node("MatMul", ["x", "x"], ["y"])], ["x"], [64, 64], "cuda", "tiny")
+    tiny = open_nodes([onnx.helper.make_node("MatMul", ["x", "x"], ["y"])], ["x"], [64, 64], "cuda", "tiny")
     bind(tiny, random_feed(tiny), "cuda", "device")()
     before = device_mib()
     session = open_session(model, "cuda", dims=dims)
@@ -69,10 +68,8 @@ def hold_on_gpu(model: Path, dims: Mapping[str, int]) -> float:
 
 def hold(model: Path, dims: Mapping[str, int]) -> float:
     """What running `model` adds to this process at its peak, MiB; call it once a process."""
-    from onnx import helper
-
     shape = [4]
-    tiny = open_nodes([helper.make_node("Relu", ["x"], ["y"])], ["x"], shape, "cpu", "tiny")
+    tiny = open_nodes([onnx.helper.make_node("Relu", ["x"], ["y"])], ["x"], shape, "cpu", "tiny")
     tiny.run(None, {"x": np.zeros(shape, np.float32)})
     before = resident_mib(peak=False)
     session = open_session(model, "cpu", dims=dims)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ort_analysis.records.kernel_record import Kernel, family
 from training.kernels.settings import LAUNCHES
+from utils.lazy import scipy
 
 if TYPE_CHECKING:
     from inference.core.targets import Fitted
@@ -206,8 +207,6 @@ def _of_errors(errors: ErrorStatistics | None) -> Span:
 def _few_models(used: Composition, provider: str) -> Span:
     """The 90 % prediction interval of Student's t for log errors of few left-out models; as many degrees of freedom as there
     are families of models, since those of one family err alike."""
-    from scipy.special import stdtrit
-
     if used.assumed:
         return ASSUMED[provider]
     if used.left_out == "nothing" or not used.models:
@@ -215,7 +214,7 @@ def _few_models(used: Composition, provider: str) -> Span:
     errors = [math.log(model.measured_ms / model.predicted_ms) for model in used.models]
     count = len({family(model.model) for model in used.models})
     size = math.sqrt(sum(error ** 2 for error in errors) / len(errors))
-    reach = math.exp(float(stdtrit(count, 0.95)) * size * math.sqrt(1.0 + 1.0 / count))
+    reach = math.exp(float(scipy.special.stdtrit(count, 0.95)) * size * math.sqrt(1.0 + 1.0 / count))
     return Span(1.0 / reach, reach)
 
 

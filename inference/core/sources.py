@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from ort_analysis.records.kernel_record import ModelRecord
 from ort_analysis.records.reading import load_record
 from utils.errors import UserError
 from utils.files import cached, signature
+from utils.lazy import onnx
 from utils.model_files import weight_files
-
-if TYPE_CHECKING:
-    import onnx
 
 Source: TypeAlias = "str | Path | onnx.ModelProto | ModelRecord"
 Signature = tuple[tuple[str, int, int, int, int], ...]
@@ -42,8 +40,6 @@ def record_of(source: Source, device: str,
     if isinstance(source, (str, Path)):
         return _record_of_file(Path(source), device, dict(dims or {}), static)
     if not isinstance(source, ModelRecord):
-        import onnx
-
         if not isinstance(source, onnx.ModelProto):
             raise UserError(f"{type(source).__name__} is no model: give the path of an ONNX file or of a kernel record, an "
                             "onnx.ModelProto, or a ModelRecord")

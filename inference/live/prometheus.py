@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -16,10 +16,8 @@ from pydantic import Field, field_validator, model_validator
 from benchmark.metrics.dcgm_names import HOST_LABEL, INDEX_LABEL, UUID_LABEL
 from utils.config import Config
 from utils.errors import UserError
+from utils.lazy import requests
 from utils.logger import get_logger
-
-if TYPE_CHECKING:
-    import requests
 
 log = get_logger("prometheus")
 FOREIGN_SERIES = "prometheus.url: a series came back that is none of Prometheus's; set its address"
@@ -123,8 +121,6 @@ class Server:
     """Asks one server over a connection that is kept. Secrets are read anew each time, since files with tokens are renewed."""
 
     def __init__(self, config: PrometheusConfig) -> None:
-        import requests
-
         self.config = config
         self._session = requests.Session()
 
@@ -178,8 +174,6 @@ class Server:
 
     def _get(self, promql: str) -> requests.Response:
         """The answer, whatever its status."""
-        import requests
-
         config = self.config
         where = f"prometheus.url {config.url}"
         ca = str(_readable(config.ca_file, "ca_file")) if config.ca_file else True
