@@ -16,10 +16,11 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import argparse
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -179,8 +180,63 @@ def indexed(path: Path) -> tuple[str, Sequence[IndexEntry]]:
     return index.flavour.name, [entry for of_type in index.kernels.values() for entry in of_type.values()]
 
 
-def main() -> int:
-    parser = cli.parser(__doc__, EXAMPLES)
+class Step(NamedTuple):
+    """One kind of draw: `sampled` (around kernels that exist) or `free`; what draws, and how many kernels are wanted."""
+
+    kind: str
+    sampler: Sampler
+    wanted: int
+
+
+def steps_of(args: argparse.Namespace, errors: KernelErrors | None, entries: Sequence[IndexEntry], folder: Path,
+             seeds: Seeds) -> list[Step]:
+    """What to draw for one flavour.
+
+    Args:
+        args: of the command.
+        errors: of the training; None where kernels of the index are drawn from.
+        entries: the kernels of the index.
+        folder: of the built kernels.
+        seeds: of the kernels that were sampled before.
+    """
+    limits: dict[str, Any] = {"batches": args.batch_sizes, "most_gflop": args.most_gflop, "most_mib": args.most_mib}
+    if errors:
+        built = frozenset(path.stem for path in folder.glob("*.onnx"))  # held-out families' kernels too
+        return [Step("sampled", partial(sample_again, errors, without=args.without, there=built, **limits), args.count)]
+    limits["there"] = frozenset(seeds)
+    free = sum(seeded_by == FREE for seeded_by in seeds.values())
+    near = partial(sample, entries, without=args.without, **limits)
+    return [Step("sampled", near, args.count - (len(seeds) - free)),
+            Step("free", partial(sample_free, **limits), args.free - free)]
+
+
+def sample_flavour(folder: Path, seeds: Seeds, steps: Iterable[Step], seed: int, jobs: int) -> dict[str, Any]:
+    """Draws and builds kernels into the folder of a flavour, adds them to `seeds` and its file; a row for the table.
+
+    Args:
+        folder: of the built kernels.
+        seeds: of the kernels that were sampled before.
+        steps: what to draw.
+        seed: of the random numbers.
+        jobs: processes.
+    """
+    row: dict[str, Any] = {"flavour": folder.name, "sampled": 0, "free": 0, "there_before": len(seeds)}
+    refusals: Counter[str] = Counter()
+    for kind, sampler, wanted in steps:
+        if wanted <= 0:
+            continue
+        drawn, refused = side_by_side(sampler, wanted, [seed, len(seeds), kind == "free"], folder, jobs)
+        seeds |= drawn
+        files.write_json(folder / SEED_FILE, seeds)
+        row[kind] = len(drawn)
+        refusals += refused
+        if len(drawn) < wanted:
+            log.warning("%s: only %d of %d kernels (%s) found", folder.name, len(drawn), wanted, kind)
+    return row | {f"refused: {why}": number for why, number in sorted(refusals.items())}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command's own options."""
     parser.add_argument("--count", type=cli.whole, default=1000,
                         help="kernels around those of models, those of earlier calls too (default: 1000)")
     parser.add_argument("--free", type=cli.whole, default=0, metavar="N",
@@ -197,6 +253,11 @@ def main() -> int:
                         help="a model family whose kernels seed nothing (repeatable), e.g. vgg")
     parser.add_argument("--seed", type=cli.whole, default=0)
     parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="processes that draw side by side (default: 1)")
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    add_options(parser)
     args = parser.parse_args()
     if args.count + args.free < 1:
         parser.error("--count and --free can't both be 0")
@@ -209,30 +270,9 @@ def main() -> int:
     with sole_writer(workspace.kernel_onnx):
         for flavour, entries in sources:
             folder = workspace.kernel_onnx / flavour
-            there = read_seeds(folder)
-            row: dict[str, Any] = {"flavour": flavour, "sampled": 0, "free": 0, "there_before": len(there)}
-            refusals: Counter[str] = Counter()
-            free_before = sum(seeded_by == FREE for seeded_by in there.values())
-            limits: dict[str, Any] = {"batches": args.batch_sizes, "most_gflop": args.most_gflop, "most_mib": args.most_mib}
-            if errors:
-                built = frozenset(path.stem for path in folder.glob("*.onnx"))  # held-out families' kernels too
-                plan = [("sampled", partial(sample_again, errors, without=args.without, there=built, **limits), args.count)]
-            else:
-                limits["there"] = frozenset(there)
-                near = partial(sample, entries, without=args.without, **limits)
-                plan = [("sampled", near, args.count - len(there) + free_before),
-                        ("free", partial(sample_free, **limits), args.free - free_before)]
-            for what, sampler, wanted in plan:
-                if wanted <= 0:
-                    continue
-                drawn, refused = side_by_side(sampler, wanted, [args.seed, len(there), what == "free"], folder, args.jobs)
-                there |= drawn
-                files.write_json(folder / SEED_FILE, there)
-                row[what] = len(drawn)
-                refusals += refused
-                if len(drawn) < wanted:
-                    log.warning("%s: only %d of %d kernels (%s) found", flavour, len(drawn), wanted, what)
-            rows.append(row | {f"refused: {why}": number for why, number in sorted(refusals.items())})
+            seeds = read_seeds(folder)
+            steps = steps_of(args, errors, entries, folder, seeds)
+            rows.append(sample_flavour(folder, seeds, steps, args.seed, args.jobs))
     cli.print_rows(rows, args.json, "sampled kernels")
     return 0
 

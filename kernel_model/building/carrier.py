@@ -34,6 +34,56 @@ def carrier_bytes(kernel: Kernel) -> int:
     return kernel.weight_bytes + 2 * activations + sum(tensor.bytes for tensor in kernel.outputs)
 
 
+class _Graph:
+    """A carrier that grows by one kernel at a time.
+
+    Attributes:
+        nodes, constants, outputs: of the graph.
+        inputs: of the graph, by name.
+        values: of those inputs that have one, by name.
+    """
+
+    def __init__(self, device: str, with_floats: bool) -> None:
+        """Arguments are those of `build_carrier`."""
+        self._written_before = WRITTEN_BEFORE[device]
+        self._with_floats = with_floats
+        self.nodes: list[onnx.NodeProto] = []
+        self.constants: list[onnx.TensorProto] = []
+        self.outputs: list[onnx.ValueInfoProto] = []
+        self.inputs: dict[str, onnx.ValueInfoProto] = {}
+        self.values: dict[str, np.ndarray] = {}
+
+    def add(self, number: int, kernel: Kernel) -> None:
+        """Adds a kernel between the nodes that write its inputs and those that use up its outputs."""
+        names = [self._add_input(number, kernel, position) if tensor.present else ""
+                 for position, tensor in enumerate(kernel.inputs)]
+        outputs = [f"k{number}_y{position}" if tensor.present else "" for position, tensor in enumerate(kernel.outputs)]
+        self.nodes.append(kernel_node(kernel, names, outputs, node_name(number)))
+        for position, name in enumerate(outputs):
+            if name:
+                shape = f"k{number}_shape{position}"
+                self.nodes.append(onnx.helper.make_node("Shape", [name], [shape], name=f"shape_{number}_{position}"))
+                rank = len(kernel.outputs[position].shape)
+                self.outputs.append(onnx.helper.make_tensor_value_info(shape, type_code("int64"), [rank]))
+
+    def _add_input(self, number: int, kernel: Kernel, position: int) -> str:
+        """What input `position` of a kernel reads: a constant, what an `Abs` wrote, or an input of the graph; its name."""
+        name, tensor = f"k{number}_x{position}", kernel.inputs[position]
+        if tensor.constant:
+            value = dummy_tensor(kernel, position, number)
+            self.constants.append(onnx.numpy_helper.from_array(np.asarray(value, order="C"), name))
+        elif tensor.dtype in self._written_before:
+            shared = f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
+            self.inputs[shared] = onnx.helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
+            if self._with_floats and shared not in self.values:
+                self.values[shared] = dummy_tensor(kernel, position, number)
+            self.nodes.append(onnx.helper.make_node("Abs", [shared], [name], name=f"{WRITER}{number}_{position}"))
+        else:
+            self.inputs[name] = onnx.helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
+            self.values[name] = dummy_tensor(kernel, position, number)
+        return name
+
+
 def build_carrier(kernels: Sequence[Kernel], device: str,
                   with_floats: bool = True) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     """The carrier of `kernels`, in order, and values for its inputs.
@@ -48,40 +98,12 @@ def build_carrier(kernels: Sequence[Kernel], device: str,
     Raises:
         UserError: a kernel that can't be built.
     """
-    nodes, inputs, constants = [], {}, []
-    feed: dict[str, np.ndarray] = {}
-    outputs = []
+    carrier = _Graph(device, with_floats)
     opsets: dict[str, int] = {"": 20}
     for number, kernel in enumerate(kernels):
         opsets[kernel.domain] = kernel.opset
-        names = []
-        for position, tensor in enumerate(kernel.inputs):
-            name = f"k{number}_x{position}"
-            if not tensor.present:
-                names.append("")
-                continue
-            if tensor.constant:
-                value = dummy_tensor(kernel, position, number)
-                constants.append(onnx.numpy_helper.from_array(np.asarray(value, order="C"), name))
-            elif tensor.dtype in WRITTEN_BEFORE[device]:
-                shared = f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
-                inputs[shared] = onnx.helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
-                if with_floats and shared not in feed:
-                    feed[shared] = dummy_tensor(kernel, position, number)
-                nodes.append(onnx.helper.make_node("Abs", [shared], [name], name=f"{WRITER}{number}_{position}"))
-            else:
-                inputs[name] = onnx.helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
-                feed[name] = dummy_tensor(kernel, position, number)
-            names.append(name)
-        made = [f"k{number}_y{position}" if tensor.present else "" for position, tensor in enumerate(kernel.outputs)]
-        nodes.append(kernel_node(kernel, names, made, node_name(number)))
-        for position, name in enumerate(made):
-            if name:
-                shape = f"k{number}_shape{position}"
-                nodes.append(onnx.helper.make_node("Shape", [name], [shape], name=f"shape_{number}_{position}"))
-                rank = len(kernel.outputs[position].shape)
-                outputs.append(onnx.helper.make_tensor_value_info(shape, type_code("int64"), [rank]))
-    graph = onnx.helper.make_graph(nodes, "carrier", list(inputs.values()), outputs, constants)
+        carrier.add(number, kernel)
+    graph = onnx.helper.make_graph(carrier.nodes, "carrier", list(carrier.inputs.values()), carrier.outputs, carrier.constants)
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(d, v) for d, v in opsets.items()],
-                              ir_version=IR_VERSION, producer_name="hase")
-    return model, feed
+                                   ir_version=IR_VERSION, producer_name="hase")
+    return model, carrier.values
