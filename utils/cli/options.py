@@ -1,0 +1,105 @@
+"""Options that several scripts share, and what is read from them."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from utils.errors import UserError
+
+
+def add_model(made: argparse.ArgumentParser) -> None:
+    """`--model`: whose latency is asked for."""
+    made.add_argument("--model", type=Path, required=True,
+                      help="an ONNX file, or a kernel record's JSON; a bare name is also looked for in model_zoo")
+
+
+def add_target(made: argparse.ArgumentParser) -> None:
+    """`--target`: of what is predicted."""
+    made.add_argument("--target", help="whose latency, by name or a part of it, e.g. h200, whose predictors come with Hase "
+                      "(default: this machine, or the only target with predictors)")
+
+
+def add_way(parser: argparse.ArgumentParser) -> None:
+    """`--io` and `--cuda-graph`: how a model is run."""
+    parser.add_argument("--io", choices=("device", "host"), default="device",
+                        help="device: tensors stay on the device; host: numpy in and out (default: device)")
+    parser.add_argument("--cuda-graph", action="store_true", help="captured once as a CUDA graph, and replayed")
+
+
+def add_load(parser: argparse.ArgumentParser) -> None:
+    """`--config` and `--metrics`: where what else runs on the device is learned from."""
+    parser.add_argument("--config", type=Path, metavar="FILE",
+                        help="names a Prometheus that knows what else runs (default: inference/config.yaml)")
+    parser.add_argument("--metrics", type=Path, metavar="FILE",
+                        help="JSON of what else runs on the device, by DCGM field name (default: as the config says, idle)")
+
+
+def add_trust(made: argparse.ArgumentParser) -> None:
+    """`--strict` and `--force`: how much of what was measured a prediction builds on."""
+    made.add_argument("--strict", action="store_true", help="predict every kernel, even those that were measured")
+    made.add_argument("--force", action="store_true",
+                      help="predict although element type or ONNX Runtime version are not the predictors'")
+
+
+def add_dim(made: argparse.ArgumentParser) -> None:
+    """Adds `--dim NAME=SIZE[,SIZE…]` (repeatable), the sizes of a model's dynamic dimensions, and `--branch`, which is such a
+    size too."""
+    made.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE",
+                      help="size of a dynamic dimension, e.g. --dim batch=16 (repeat for others); trips=20: how often Loops "
+                           "run whose number of trips the model leaves open, NODE.trips=20: how often one does")
+    made.add_argument("--branch", action="append", dest="dim", type=branch_as_size, metavar="[NODE=]then|else",
+                      help="which branch an If takes (default: the more expensive one); NODE may be left out where there is "
+                           "but one If")
+
+
+def branch_as_size(text: str) -> str:
+    """`--branch NODE=else` as the size `NODE.else=1`, and `--branch else` as `else=1`; for argparse."""
+    node, _, branch = text.rpartition("=")
+    if branch not in ("then", "else"):
+        raise argparse.ArgumentTypeError(f"{text!r}: write NODE=then or NODE=else, or then or else where there is one If")
+    return f"{node}.{branch}=1" if node else f"{branch}=1"
+
+
+def add_static(made: argparse.ArgumentParser) -> None:
+    """Adds `--static`: dynamic dimensions are fixed before ONNX Runtime optimises the model."""
+    made.add_argument("--static", action="store_true",
+                      help="take the model as exported at the sizes given (default: as a session that takes any sizes runs it, "
+                           "shape computations and all)")
+
+
+def parse_dims(texts: Sequence[str]) -> dict[str, list[int]]:
+    """`["batch=1,2", "height=224"]` as `{"batch": [1, 2], "height": [224]}`.
+
+    Raises:
+        UserError: a text that is no NAME=SIZE, a size that is no whole number, or below 0, or a name given twice.
+    """
+    dims: dict[str, list[int]] = {}
+    for text in texts:
+        name, _, sizes = text.partition("=")
+        try:
+            values = [int(size) for size in sizes.split(",")]
+        except ValueError:
+            values = []
+        if not name or not values or min(values) < 0:
+            raise UserError(f"--dim {text}: write NAME=SIZE with whole numbers, for example --dim batch=16")
+        if name in dims:
+            raise UserError(f"--dim {text}: {name} is given twice; give several sizes as {name}=1,2,4")
+        dims[name] = values
+    return dims
+
+
+def combinations(dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+    """Every combination of the sizes: `{"batch": [1, 2], "width": [224]}` gives two; no dimension at all gives one."""
+    return [dict(zip(dims, sizes, strict=True)) for sizes in itertools.product(*dims.values())]
+
+
+def one_size_dims(texts: Sequence[str]) -> dict[str, int]:
+    """Like `parse_dims`, for commands that take one size a dimension."""
+    dims = parse_dims(texts)
+    for name, sizes in dims.items():
+        if len(sizes) > 1:
+            raise UserError(f"--dim {name}: this command takes one size, not {len(sizes)}")
+    return {name: sizes[0] for name, sizes in dims.items()}

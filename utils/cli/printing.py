@@ -1,0 +1,120 @@
+"""Results on stdout: JSON documents, and tables that fit a terminal or are cut by tabs in a pipe."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from utils.lazy import rich
+
+FRAME = 1  # characters of a table's frame,
+PADDING = 3  # and for each column, its lines and blanks
+FOLDED = 16  # characters that a column of words keeps at least
+_GROWING_COLUMN = 10  # characters that a column has at least in a table whose cells are not all known yet
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first name, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout; pydantic models are dumped by field name."""
+    if hasattr(value, "model_dump"):
+        value = value.model_dump(mode="json")
+    print(json.dumps(value, indent=2, default=str))
+
+
+def cell(value: Any) -> str:
+    """A table cell: four significant digits for floats, a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return str(value)
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
+    """Rows as a table on a terminal, and as tab-separated lines with a header in a pipe.
+
+    On a narrow terminal words are folded, and where that is not enough the columns are printed as several tables; a number is
+    never broken.
+    """
+    if not rows:
+        return
+    columns = list(rows[0])
+    if not sys.stdout.isatty():
+        print("\t".join(columns))
+        for row in rows:
+            print("\t".join(cell(row.get(column)) for column in columns))
+        return
+    console = rich.console.Console()
+    cells = {column: [cell(row.get(column)) for row in rows] for column in columns}
+    numeric = {column: all(_is_number(row.get(column)) for row in rows) for column in columns}
+    parts = [columns] if column_widths(cells, numeric, console.width) else _split(cells, numeric, console.width)
+    for number, part in enumerate(parts):
+        shown = {column: cells[column] for column in part}
+        table = rich.table.Table(title=title or None if number == 0 else None, title_justify="left", header_style="bold")
+        for column, width in (column_widths(shown, numeric, console.width) or dict.fromkeys(part)).items():
+            table.add_column(column, justify="right" if numeric[column] else "left", overflow="fold", width=width)
+        for line in zip(*shown.values(), strict=True):
+            table.add_row(*line)
+        console.print(table)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a cell holds numbers, perhaps with a unit or an `and` between, and no words: it is never broken."""
+    return not isinstance(value, str) or not re.search(r"[^\W\d_]{4}", value)
+
+
+def column_widths(cells: Mapping[str, Sequence[str]], numeric: Mapping[str, bool], room: int) -> dict[str, int | None]:
+    """The width of each column of a table `room` characters wide: numbers get what they need, headings break between words, and
+    columns of words, folded, share what is left. Empty where that is too little.
+
+    Args:
+        cells: by column.
+        numeric: by column, whether its cells must not be broken.
+    """
+    needed = {name: max(len(text) for text in [*name.split(), *column]) for name, column in cells.items()}
+    widths = {name: width if numeric[name] else min(width, FOLDED) for name, width in needed.items()}
+    left = room - FRAME - sum(width + PADDING for width in widths.values())
+    if left < 0:
+        return {}
+    for most in (needed, {name: max(width, len(name)) for name, width in needed.items()}):  # cells first, then headings
+        while left > 0 and (short := [name for name, width in most.items() if widths[name] < width]):
+            widths[min(short, key=lambda name: widths[name])] += 1
+            left -= 1
+    return dict(widths)
+
+
+def _split(cells: Mapping[str, Sequence[str]], numeric: Mapping[str, bool], room: int) -> list[list[str]]:
+    """The columns in several tables, one below another; each begins with the first column, which says what a row is of."""
+    first, *others = cells
+    parts: list[list[str]] = [[first]]
+    for column in others:
+        longer = [*parts[-1], column]
+        if len(parts[-1]) > 1 and not column_widths({name: cells[name] for name in longer}, numeric, room):
+            parts.append([first])
+        parts[-1].append(column)
+    return parts
+
+
+def print_line(row: Mapping[str, Any], heading: bool = False) -> None:
+    """One row of a table that grows, at once; its column names before it with `heading`. Tabs part the cells in a pipe."""
+    names, cells = list(row), [cell(value) for value in row.values()]
+    widths = [max(len(name), len(text), _GROWING_COLUMN) for name, text in zip(names, cells, strict=True)]
+    for line in (names, cells) if heading else (cells,):
+        if sys.stdout.isatty():
+            line = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
+        print(("  " if sys.stdout.isatty() else "\t").join(line), flush=True)
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = "") -> None:
+    """Rows as one JSON document, or as a table."""
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(rows, title)
