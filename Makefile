@@ -1,9 +1,9 @@
-# make demo: the whole pipeline at a small size, into out/demo.   make test: the tests.
+# make demo: the whole pipeline at a small size, into out/demo.   make test: all tests.   make quick: those of a minute.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test check setup clean
+.PHONY: demo test quick check setup clean
 
 setup: $(VENV)/.installed
 
@@ -19,7 +19,10 @@ demo: setup
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash recipes/demo/run.sh out/demo
 
 test: setup
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2
+
+quick: setup
+	$(RUN) -m pytest -n 2 -m "not slow"
 
 check: setup
 	$(RUN) -m ruff check .

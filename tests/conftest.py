@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import schedule
 from filelock import FileLock
 from onnx import TensorProto, helper, numpy_helper
 
@@ -25,6 +27,35 @@ from utils.paths import Workspace
 TORCH_MODELS = {"resnet18": 64, "mobilenet_v3_small": 64, "vit_tiny": 32}  # name: side of the image
 TORCH_BATCH = 2
 Once = Callable[[str, Callable[[Path], object]], Path]  # the type of the fixture `once`
+
+
+TESTS = Path(__file__).resolve().parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is slow, and gives each test its group and its place (schedule.py)."""
+    places = {}
+    for item in items:
+        file = item.path.relative_to(TESTS).as_posix()
+        group = schedule.group_of(file)
+        item.add_marker(pytest.mark.xdist_group(group))
+        if schedule.is_slow(file, getattr(item, "originalname", item.name), getattr(item, "fixturenames", [])):
+            item.add_marker(pytest.mark.slow)
+        places[item] = schedule.position(group)
+    items.sort(key=lambda item: places[item])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names the tests that `make quick` runs although they take long: to be sped up, or to be listed in schedule.py."""
+    seconds: Counter[str] = Counter()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports
+                   if isinstance(report, pytest.TestReport)):
+        if "slow" not in report.keywords:
+            seconds[report.nodeid] += report.duration  # type: ignore[assignment]
+    if late := {name: took_s for name, took_s in seconds.most_common() if took_s > schedule.LIMIT_S}:
+        terminalreporter.section(f"over {schedule.LIMIT_S:.0f} s, but not listed as slow in tests/schedule.py")
+        for name, took_s in late.items():
+            terminalreporter.write_line(f"{took_s:.1f} s  {name}")
 
 
 def torch_model(name: str) -> Any:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from command import run_script
 from conftest import small_model
 
 from inference import predict
 from inference.core.sources import record_of
 from utils import files
 from utils.errors import UserError
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 PREDICT = "inference/predict_model_latency.py --model dyn.onnx"
 H200 = f"{PREDICT} --target h200"
@@ -103,22 +101,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def answers(here: Path) -> dict[str, subprocess.CompletedProcess[str]]:
-    def ask(command: str) -> subprocess.CompletedProcess[str]:
-        words = command.format(here=here).split()
-        return subprocess.run([sys.executable, *words, "--workspace", here, "--quiet"], cwd=ROOT, capture_output=True,
-                              text=True, timeout=120, check=False)
-
-    commands = [command for command, _, _ in CASES]
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(commands, pool.map(ask, commands), strict=True))
-
-
 @pytest.mark.parametrize(("command", "code", "line"), CASES)
-def test_one_line_says_what_is_wrong(command: str, code: int, line: str, here: Path,
-                                     answers: dict[str, subprocess.CompletedProcess[str]]) -> None:
-    done = answers[command]
+def test_one_line_says_what_is_wrong(command: str, code: int, line: str, here: Path) -> None:
+    done = run_script(*command.format(here=here).split(), "--workspace", here, "--quiet")
     said = done.stderr.splitlines()
     assert (done.returncode, done.stdout, len(said)) == (code, "", 1), done.stderr
     assert said[0].startswith("error: ")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+from command import printed, run_script
 from conftest import build_workspace, small_model
 from made_up_dataset import FLAVOUR, TARGET, chain, draw_kernels, true_ms, write_dataset
 
@@ -22,7 +21,7 @@ from ort_analysis.records.reading import load_record, record_path
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import local_target
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 A, B, C = draw_kernels(3)
 MADE_UP = {"anet": [A, B, A], "anet_large": [A, B, C], "bnet": [C]}
@@ -133,9 +132,9 @@ def test_a_real_collection(workspace: Workspace) -> None:
               "model": {"warmup": 1, "budget_s": 0.05, "least_runs": 4, "most_runs": 10}}
     collect(workspace, CollectorConfig.model_validate(config))
     target = local_target("cpu").name
-    command = [sys.executable, "benchmark/label_table.py", "--workspace", str(workspace.root)]
-    printed = json.loads(subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-    (model,) = printed[target]["models"]
+    command = ("benchmark/label_table.py", "--workspace", workspace.root)
+    tables = json.loads(printed(*command, "--json"))
+    (model,) = tables[target]["models"]
     nodes = load_record(record_path(workspace, flavour, "anet_b1")).nodes
     table = load_kernel_table(workspace, target).set_index("Kernel_ID")
     assert (model["model"], model["nodes"]) == ("anet_b1", len(nodes))
@@ -147,10 +146,9 @@ def test_a_real_collection(workspace: Workspace) -> None:
         assert found["sum_ms"] == pytest.approx(sum(table[column][node.kernel_id] for node in nodes))
         assert found["ratio"] == pytest.approx(found["sum_ms"] / model["measured_ms"])
         assert found["in_model_ms"] == (None if label == "run" else pytest.approx(found["sum_ms"], rel=1e-3))
-    assert [one["label"] for one in printed[target]["labels"]] == list(model["labels"])
+    assert [one["label"] for one in tables[target]["labels"]] == list(model["labels"])
 
-    shown = subprocess.run([*command, "--target", target, "--model", "anet"], cwd=ROOT, capture_output=True, text=True,
-                           check=True).stdout
+    shown = printed(*command, "--target", target, "--model", "anet")
     models, labels = (part.splitlines() for part in shown.split("\n\n"))
     assert models[0].split("\t") == ["model", "nodes", "measured (ms)", "Σ run (ms)", "Σ kernel_time (ms)",
                                      "kernel_time in the model (ms)", "Σ node_span (ms)", "node_span in the model (ms)"]
@@ -160,7 +158,6 @@ def test_a_real_collection(workspace: Workspace) -> None:
 
 def test_without_a_dataset(workspace: Workspace) -> None:
     for options in ([], ["--target", "gpu-z"]):
-        done = subprocess.run([sys.executable, "benchmark/label_table.py", "--workspace", str(workspace.root), *options],
-                              cwd=ROOT, capture_output=True, text=True, check=False)
+        done = run_script("benchmark/label_table.py", "--workspace", workspace.root, *options)
         assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
         assert "python benchmark/collector.py" in done.stderr

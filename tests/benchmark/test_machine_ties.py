@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command import printed, run_script
 from conftest import build_workspace, small_model
 from made_up_dataset import MACHINE, TARGET, conv
 
@@ -22,7 +21,7 @@ from benchmark.records.files import DatasetHeader, journal_path, read_journal, r
 from benchmark.records.measurement import Measurement
 from ort_analysis.records.kernel_record import Kernel
 from utils.fingerprint import local_target, machine
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 KERNELS = [conv(side=8 + place) for place in range(40)]
 ITEMS = [KernelItem(Path(f"{kernel.id}.onnx"), kernel) for kernel in KERNELS]
@@ -152,19 +151,17 @@ def test_exactly_the_ties_are_measured_here_too(workspace: Workspace) -> None:
     assert collect(workspace, config)["measured_kernels"] == 0
     assert journal.read_bytes() == before
 
-    command = [sys.executable, "benchmark/machine_ties.py", "--workspace", str(workspace.root)]
-    shown = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    rows = json.loads(shown)[local_target("cpu").name]["ties"]
+    command = ("benchmark/machine_ties.py", "--workspace", workspace.root)
+    rows = json.loads(printed(*command, "--json"))[local_target("cpu").name]["ties"]
     assert [(row["label"], row["where"], row["count"]) for row in rows] == [
         ("kernel_time", "carrier", 5), ("node_span", "carrier", 5), ("run", "alone", 5)]
     assert all({row["machine"], row["other"]} == {"elsewhere", here} for row in rows)
-    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    table = printed(*command)
     assert "\t".join(["machine", "other", "what", "label", "where", "count", "median"]) in table
     assert all(0.02 < row["lower_quartile"] <= row["median"] <= row["upper_quartile"] < 50 for row in rows)
 
 
 def test_without_a_dataset_the_command_before_is_named(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "benchmark/machine_ties.py", "--workspace", str(tmp_path)], cwd=ROOT,
-                          capture_output=True, text=True, check=False)
+    done = run_script("benchmark/machine_ties.py", "--workspace", tmp_path)
     assert done.returncode == 1
     assert "no datasets; measure one with: python benchmark/collector.py" in done.stderr

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from command import run_script
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmark.runtimes.ort.runner import open_runner
@@ -19,7 +18,6 @@ from ort_analysis.graph.analysis import analyze
 from recipes.kinds.make_models import make
 from tests.ort_analysis.test_sizes_by_data import detector
 from utils.errors import UserError
-from utils.paths import ROOT
 
 FLOAT = TensorProto.FLOAT
 
@@ -67,8 +65,8 @@ def test_a_detector_measured_and_predicted_at_the_same_sizes(tmp_path: Path) -> 
 def test_the_command(tmp_path: Path) -> None:
     onnx.save(detector(), tmp_path / "detector.onnx")
     np.savez(tmp_path / "inputs.npz", scores=np.zeros((1, 3, 50), np.float32))
-    done = subprocess.run([sys.executable, "benchmark/sizes_of_a_run.py", "--model", str(tmp_path / "detector.onnx"),
-                           "--inputs", str(tmp_path / "inputs.npz"), "--json"], cwd=ROOT, capture_output=True, text=True)
+    done = run_script("benchmark/sizes_of_a_run.py", "--model", tmp_path / "detector.onnx", "--inputs", tmp_path / "inputs.npz",
+                      "--json")
     assert (done.returncode, json.loads(done.stdout)) == (0, {"selected.0": 0})
     for name in ("detector.onnx", "missing.npz"):
         with pytest.raises(UserError, match=r"numpy\.savez|no such file"):

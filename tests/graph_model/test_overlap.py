@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import onnx
 import pytest
+from command import printed, run_script
 from conftest import small_model
 from onnx import TensorProto, helper
 
@@ -19,7 +18,7 @@ from ort_analysis.graph.analysis import analyze, record_of
 from ort_analysis.records.reading import record_path
 from overlap_simulator import critical_path, matching_record, node_times_ms, overlap_of
 from utils import files
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 
 def event(name: str, start_us: float, duration_us: float, op_type: str = "Conv") -> NodeEvent:
@@ -102,12 +101,12 @@ def test_a_real_run_is_serial(tmp_path: Path) -> None:
 
 def test_the_command_profiles_a_model(workspace: Workspace) -> None:
     onnx.save(small_model(batch="batch"), workspace.root / "small.onnx")
-    command = [sys.executable, "overlap_simulator.py", "--workspace", str(workspace.root), "--model",
-               str(workspace.root / "small.onnx"), "--dim", "batch=2", "--device", "cpu", "--loops", "3"]
-    printed = json.loads(subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-    assert printed["overlap"]["serial"] is True
-    assert printed["critical_path"]["path_ms"] <= printed["critical_path"]["sum_ms"]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = ("overlap_simulator.py", "--workspace", workspace.root, "--model", workspace.root / "small.onnx", "--dim",
+               "batch=2", "--device", "cpu", "--loops", "3")
+    found = json.loads(printed(*command, "--json"))
+    assert found["overlap"]["serial"] is True
+    assert found["critical_path"]["path_ms"] <= found["critical_path"]["sum_ms"]
+    shown = printed(*command)
     assert "Kernels ran one after another." in shown
     assert "Critical path:" in shown
 
@@ -119,14 +118,14 @@ def test_the_command_reads_a_profile_and_finds_its_record(workspace: Workspace) 
     events.append({"cat": "Session", "name": "model_run", "ts": 0, "dur": 1000})
     profile = workspace.root / "profile.json"
     profile.write_text(json.dumps(events))
-    command = [sys.executable, "overlap_simulator.py", "--workspace", str(workspace.root), "--profile", str(profile), "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    command = ("overlap_simulator.py", "--workspace", workspace.root, "--profile", profile, "--json")
+    done = run_script(*command)
     assert json.loads(done.stdout)["critical_path"] is None
     assert "no kernel record names" in done.stderr
     path = record_path(workspace, record.flavour, record.model)
     files.write_json(path, record)
     assert matching_record([path], {node.name for node in record.nodes}) == record
-    found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    found = json.loads(printed(*command))
     assert found["critical_path"]["sum_ms"] == pytest.approx(len(record.nodes) * 0.0195)
 
 
@@ -135,8 +134,7 @@ def test_the_command_reads_a_profile_and_finds_its_record(workspace: Workspace) 
 def test_files_that_are_no_profile(tmp_path: Path, text: str, told: str) -> None:
     profile = tmp_path / "profile.json"
     profile.write_text(text)
-    done = subprocess.run([sys.executable, "overlap_simulator.py", "--workspace", str(tmp_path), "--profile", str(profile)],
-                          cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_script("overlap_simulator.py", "--workspace", tmp_path, "--profile", profile)
     assert done.returncode == 1
     assert told in done.stderr
     assert "Traceback" not in done.stderr

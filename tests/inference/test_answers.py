@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import requests
+from command import run_script
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_stand import STEP_S, Exporter, device_labels, free_port, prometheus, recorded, value, wait_for
 
@@ -63,9 +64,8 @@ def model(workspace: Workspace) -> SharedModel:
 
 
 def shell(workspace: Workspace, script: str, *options: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, f"inference/{script}.py", "--workspace", workspace.root, "--target", TARGET, "--model",
-               "resnet18.onnx", *options]
-    return subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True, check=False)
+    return run_script(f"inference/{script}.py", "--workspace", workspace.root, "--target", TARGET, "--model", "resnet18.onnx",
+                      *options)
 
 
 def told(done: subprocess.CompletedProcess[str]) -> str:

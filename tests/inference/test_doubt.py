@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from command import run_script
 from onnx import TensorProto, helper, numpy_helper
 from trained_workspace import METRIC, conv_net
 
@@ -23,7 +23,7 @@ from training.composition.fitted import load_composition
 from training.kernels.doubt import DEFAULT_RANGES, doubt_path, read_doubt
 from utils.cli import EXIT_ROUGH
 from utils.fingerprint import local_target
-from utils.paths import ROOT, SHIPPED, Workspace
+from utils.paths import SHIPPED, Workspace
 
 H200 = "nvidia-h200-cuda-ort1.31-all"
 TARGET = local_target("cpu").name
@@ -60,8 +60,7 @@ def workspace(trained_workspace: Workspace) -> Workspace:
 
 
 def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "inference/predict_model_latency.py", *arguments], cwd=ROOT, capture_output=True,
-                          text=True)
+    return run_script("inference/predict_model_latency.py", *arguments)
 
 
 def test_a_recurrent_layer_is_a_rough_estimate(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import onnx
 import pytest
+from command import run_script
 from conftest import small_model
 from prometheus_stand import STEP_S, Exporter, device_labels, prometheus, recorded, value, wait_for
 
@@ -43,7 +44,7 @@ from ort_analysis.graph.analysis import analyze
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 TARGET, DEVICE = "nvidia-h200-cuda-ort1.31-all", "NVIDIA H200"
 SHORT = small_model()  # so small that the host decides
@@ -81,8 +82,7 @@ def predicted(model: onnx.ModelProto, pace: float | HostPace | None = None, way:
 
 
 def shell(script: str, workspace: Workspace, *options: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, script, "--workspace", str(workspace.root), *map(str, options)], cwd=ROOT,
-                          capture_output=True, text=True, check=False)
+    return run_script(script, "--workspace", workspace.root, *options)
 
 
 # measuring -----------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import onnx
 import pytest
+from command import run_script
 from onnx import TensorProto, helper
 from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms
 
@@ -46,9 +47,7 @@ def record(workspace: Workspace) -> ModelRecord:
 
 
 def shell(workspace: Workspace, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "inference/predict_model_latency.py", "--workspace", workspace.root, *arguments], cwd=ROOT,
-        capture_output=True, text=True)
+    return run_script("inference/predict_model_latency.py", "--workspace", workspace.root, *arguments)
 
 
 def test_a_measured_model_is_alpha_times_its_kernels_plus_beta(workspace: Workspace, record: ModelRecord) -> None:

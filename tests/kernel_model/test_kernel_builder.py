@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from command import run_script
 from conftest import TORCH_MODELS, small_model
 from onnx import TensorProto, helper, numpy_helper
 
@@ -26,7 +26,7 @@ from utils import files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
 from utils.ort_sessions import open_session
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 CASES = [(model, provider) for model in TORCH_MODELS for provider in ("cpu", "cuda")]
 
@@ -266,8 +266,7 @@ def test_files_that_are_no_kernels(tmp_path: Path) -> None:
 
 
 def build(workspace: Workspace, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "kernel_model/kernel_builder.py", "--workspace", str(workspace.root), *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return run_script("kernel_model/kernel_builder.py", "--workspace", workspace.root, *options)
 
 
 def test_the_command_takes_a_kernel_a_record_and_the_index(workspace: Workspace) -> None:

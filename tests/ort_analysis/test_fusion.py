@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from command import run_script
 from conftest import TORCH_BATCH, TORCH_MODELS, small_model, torch_model
 from onnx import TensorProto, helper, numpy_helper
 
@@ -228,8 +229,7 @@ def test_operations_agree_with_torchs_counter(records: dict[tuple[str, str], Mod
 # files -------------------------------------------------------------------------------------------------------------------
 
 def detect(workspace: Workspace, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "ort_analysis/fusion_detector.py", "--workspace", str(workspace.root), *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return run_script("ort_analysis/fusion_detector.py", "--workspace", workspace.root, *options)
 
 
 def test_the_command_writes_records_and_index_and_goes_on_past_a_bad_model(workspace: Workspace) -> None:

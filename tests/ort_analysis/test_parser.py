@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from command import run_script
 from conftest import small_model
 from onnx import helper, numpy_helper
 
@@ -21,7 +21,6 @@ from ort_analysis.graph.source import read_source
 from ort_analysis.ort_graph_parser import node_rows
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
-from utils.paths import ROOT
 
 without_gpu = pytest.mark.skipif(has_cuda(), reason="this machine has a GPU: its own graph is not a derived one")
 
@@ -238,8 +237,7 @@ def test_bad_models_on_the_command_line(tmp_path: Path, make: Callable[[Path], N
 
 
 def parse(model: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "ort_analysis/ort_graph_parser.py", "--model", str(model), "--device", "cpu", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return run_script("ort_analysis/ort_graph_parser.py", "--model", model, "--device", "cpu", *options)
 
 
 def test_the_command_prints_the_nodes(tmp_path: Path) -> None:

@@ -16,7 +16,15 @@ import pytest
 from conftest import TORCH_MODELS
 
 from benchmark.records.dataset_writer import write_tables
-from benchmark.records.files import SAMPLED, journal_path, load_header, model_table_path, read_journal, read_kernels
+from benchmark.records.files import (
+    SAMPLED,
+    journal_path,
+    kernel_lines,
+    kernels_path,
+    load_header,
+    model_table_path,
+    read_journal,
+)
 from inference import predict
 from ort_analysis.records.kernel_record import family
 from ort_analysis.records.reading import load_record
@@ -51,8 +59,9 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
             wanted |= set(load_record(path).kernels)
         else:
             path.unlink()
-    free = [kernel.kernel.id for kernel in read_kernels(folder) if kernel.models == (SAMPLED,)]
-    wanted |= set(free[:FURTHER])
+    described = kernel_lines(folder)
+    wanted |= set([name for name, line in described.items() if json.loads(line)["models"] == [SAMPLED]][:FURTHER])
+    kernels_path(folder).write_text("".join(f"{line}\n" for name, line in described.items() if name in wanted))
     kept = []
     for block in read_journal(folder):
         found = tuple(m for m in block.measurements if (

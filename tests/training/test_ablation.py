@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from command import run_script
 from made_up_dataset import METRIC, TARGET, chain, conv, relu, write_workspace
 
 from training.ablation import VARIANTS, Dataset, Variant, chosen_rows, learn, load, sum_mape
@@ -22,7 +22,7 @@ from training.kernels.estimators import KernelModel, fit_kernel_model
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.training_set import TrainingSet
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 QUICK = TrainingConfig(folds=3, threads=1, xgboost=XgboostSettings(trees=40, learning_rate=0.2), forest=ForestSettings(trees=5))
 SMALL = "folds: 2\nthreads: 1\nxgboost: {trees: 20}\nforest: {trees: 3}\n"
@@ -44,8 +44,8 @@ def data(workspace: Workspace) -> Dataset:
 
 
 def run(workspace: Workspace, script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, f"training/{script}.py", "--workspace", str(workspace.root), "--config",
-                           str(workspace.root / "small.yaml"), *options], cwd=ROOT, capture_output=True, text=True, check=False)
+    return run_script(f"training/{script}.py", "--workspace", workspace.root, "--config", workspace.root / "small.yaml",
+                      *options)
 
 
 @pytest.mark.parametrize(("names", "found"), [

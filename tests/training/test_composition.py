@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pandas as pd
 import pytest
+from command import printed
 from made_up_dataset import TARGET, chain, draw_kernels, true_ms, write_workspace
 
 from benchmark.records.files import model_table_path
@@ -25,7 +24,7 @@ from training.kernels.training_set import TrainingSet, load_training_set
 from training.train_kernel_model import save
 from utils import files
 from utils.errors import UserError
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 QUICK = TrainingConfig(
     folds=3, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=150, learning_rate=0.1, bins=64),
@@ -219,14 +218,14 @@ def test_groups() -> None:
 
 
 def test_the_command(trained: Workspace) -> None:
-    command = [sys.executable, "training/fit_composition.py", "--workspace", str(trained.root)]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = ("training/fit_composition.py", "--workspace", trained.root)
+    shown = printed(*command)
     assert shown.splitlines()[0].split("\t") == [
         "label", "composition", "CV_MAPE_%", "CV_max_%", "alpha", "beta_ms", "node_us", "fit_MAPE_%", "plain_MAPE_%",
         "alone_MAPE_%", "used"]
-    printed = json.loads(subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-    assert printed[TARGET.name]["label"] == "run"
-    assert load_composition(trained.predictors(TARGET.name)).alpha == printed[TARGET.name]["alpha"]
+    found = json.loads(printed(*command, "--json"))
+    assert found[TARGET.name]["label"] == "run"
+    assert load_composition(trained.predictors(TARGET.name)).alpha == found[TARGET.name]["alpha"]
 
 
 def test_an_interval_holds_nine_of_ten() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command import printed, run_script
 from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, relu, true_ms, write_dataset, write_workspace
 
 from benchmark.records.files import kernel_table_path
@@ -231,25 +230,27 @@ def test_the_command(workspace: Workspace) -> None:
     write_workspace(workspace, sampled=60)
     settings = workspace.root / "quick.yaml"
     settings.write_text("folds: 2\nthreads: 1\nxgboost: {trees: 20}\nforest: {trees: 3}\n")
-    command = [sys.executable, "training/train_kernel_model.py", "--workspace", str(workspace.root), "--config", str(settings)]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = ("training/train_kernel_model.py", "--workspace", workspace.root, "--config", settings)
+    shown = printed(*command)
     assert shown.splitlines()[0].split("\t")[:4] == ["batch", "channels", "height", "width"]
     assert "type_code" in shown
     assert f"{METRIC}" in shown
     assert "forest_MAPE_%" in shown
-    printed = json.loads(subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-    assert printed[0]["target"] == TARGET.name
-    assert printed[0]["errors"]["run"][0]["mape"] > 0
+    found = json.loads(printed(*command, "--json"))
+    assert found[0]["target"] == TARGET.name
+    assert found[0]["errors"]["run"][0]["mape"] > 0
 
 
 def test_a_second_training_on_the_same_rows_is_kept(workspace: Workspace) -> None:
     write_workspace(workspace)
     config = workspace.root / "training.yaml"
     config.write_text("folds: 3\nthreads: 1\nxgboost: {trees: 20}\nforest: {trees: 3}\n")
-    command = [sys.executable, "training/train_kernel_model.py", "--workspace", str(workspace.root), "--config", str(config)]
+    command = ("training/train_kernel_model.py", "--workspace", workspace.root, "--config", config)
 
     def told(*more: str) -> str:
-        return subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, check=True).stderr
+        done = run_script(*command, *more)
+        assert done.returncode == 0
+        return done.stderr
 
     assert "saved" in told()
     assert "nothing changed since" in told()

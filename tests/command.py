@@ -1,0 +1,64 @@
+"""Runs a script as its command line does, but in this process.
+
+A process of its own takes half a second to a second longer, most of it for imports. Every script still runs in a process in the
+README's test; so do tests of signals, of crashes, and of what a process imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import io
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from utils import cli
+from utils.paths import ROOT
+
+
+@contextlib.contextmanager
+def _as_before() -> Iterator[None]:
+    """Gives the process its log and its garbage collection back after a script has set up its own."""
+    log, threshold = logging.getLogger("hase"), gc.get_threshold()
+    level, propagate, handlers = log.level, log.propagate, list(log.handlers)
+    log.handlers.clear()
+    try:
+        yield
+    finally:
+        for handler in log.handlers:
+            handler.close()
+        log.handlers[:] = handlers
+        log.setLevel(level)
+        log.propagate = propagate
+        gc.set_threshold(*threshold)
+
+
+def run_script(script: str, *options: str | Path) -> subprocess.CompletedProcess[str]:
+    """The exit status of `python SCRIPT OPTIONS…`, and what it prints. A bug in the script raises its own error here.
+
+    Args:
+        script: its path in the repository, for instance `evaluator.py`.
+    """
+    words = [script, *map(str, options)]
+    main = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
+    out, err = io.StringIO(), io.StringIO()
+    with (_as_before(), mock.patch.object(sys, "argv", words), mock.patch.object(cli, "_is_command", False),
+          mock.patch.object(cli, "stop_at_signals"), contextlib.chdir(ROOT), contextlib.redirect_stdout(out),
+          contextlib.redirect_stderr(err)):
+        try:
+            cli.run(main)
+        except SystemExit as end:
+            code = end.code
+    return subprocess.CompletedProcess(words, int(code or 0), out.getvalue(), err.getvalue())
+
+
+def printed(script: str, *options: str | Path) -> str:
+    """What a script that ends well prints on stdout."""
+    done = run_script(script, *options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
