@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from command import printed
 from prometheus_stand import (
     STEP_S,
     Exporter,
@@ -272,20 +273,18 @@ def test_the_commands(port: int, readings: dict[float, ProbeReading], model: Pat
     """The prediction is told by the Prometheus's probe, once and again; by the file that --probe names, where it does."""
     (tmp_path / "config.yaml").write_text(config(port, "level_0.25").model_dump_json())
     files.write_json(tmp_path / "reading.json", readings[1.0])
-    command = [sys.executable, "inference/predict_model_latency.py", "--model", str(model), "--target", TARGET, "--config",
+    command = ["inference/predict_model_latency.py", "--model", str(model), "--target", TARGET, "--config",
                str(tmp_path / "config.yaml"), "--workspace", str(workspace.root), "--json"]
 
     def shell(*options: str) -> dict[str, object]:
-        done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        found: dict[str, object] = json.loads(done.stdout)[0]["under_load"]
+        found: dict[str, object] = json.loads(printed(*command, *options))[0]["under_load"]
         return found
 
     expected = predicted(load_of(config(port, "level_0.25"), workspace), model, workspace).under_load
     assert expected
     assert shell() == expected.model_dump(mode="json")
     assert shell("--probe", str(tmp_path / "reading.json"))["busy_share"] == 1.0
-    watched = subprocess.Popen([*command, "--watch", "0.3"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    watched = subprocess.Popen([sys.executable, *command, "--watch", "0.3"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert watched.stdout
         line = json.loads(watched.stdout.readline())

@@ -6,7 +6,6 @@ import csv
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import onnx
 import psutil
 import pytest
+from command import run_script
 from conftest import endless
 from onnx import TensorProto, helper, numpy_helper
 from prometheus_stand import prometheus
@@ -41,7 +41,7 @@ from utils import cli, files
 from utils.config import load_config
 from utils.errors import UserError
 from utils.fingerprint import Target, flavour_of, instruction_set, local_target
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 TARGET = local_target("cpu").name
 QUICK = MeasuringPlan(rounds=2, budget_s=0.02)
@@ -53,8 +53,7 @@ def workspace(trained_workspace: Workspace) -> Workspace:
 
 
 def shell(workspace: Workspace, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "evaluator.py", "--workspace", workspace.root, *arguments], cwd=ROOT,
-                          capture_output=True, text=True)
+    return run_script("evaluator.py", "--workspace", workspace.root, *arguments)
 
 
 def test_a_model_is_predicted_and_measured(workspace: Workspace) -> None:
