@@ -18,6 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 from utils import cli
+from utils.cli import running
 from utils.paths import ROOT
 
 
@@ -47,9 +48,9 @@ def run_script(script: str, *options: str | Path) -> subprocess.CompletedProcess
     words = [script, *map(str, options)]
     main = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
     out, err = io.StringIO(), io.StringIO()
-    with (_as_before(), mock.patch.object(sys, "argv", words), mock.patch.object(cli, "_is_command", False),
-          mock.patch.object(cli, "stop_at_signals"), contextlib.chdir(ROOT), contextlib.redirect_stdout(out),
-          contextlib.redirect_stderr(err)):
+    with (_as_before(), mock.patch.object(sys, "argv", words), mock.patch.object(running, "stop_at_signals"),
+          mock.patch.object(running, "_is_command", False), mock.patch.object(cli, "is_command", return_value=False),
+          contextlib.chdir(ROOT), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
         try:
             cli.run(main)
         except SystemExit as end:
