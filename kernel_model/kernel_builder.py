@@ -18,7 +18,7 @@ from typing import Any
 from kernel_model.building.kernel_models import check_kernel, default_sources, kernel_build, read_kernels
 from utils import cli
 from utils.errors import UserError
-from utils.fingerprint import flavour_of, has_cuda
+from utils.fingerprint import flavour_of, resolve_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import Workspace
@@ -46,9 +46,9 @@ def build_all(source: Path, workspace: Workspace, check: bool, force: bool) -> t
     """
     built: list[dict[str, Any]] = []
     failed: list[str] = []
-    flavour, kernels = read_kernels(source)
-    folder = workspace.kernel_onnx / (flavour or flavour_of("cuda" if has_cuda() else "cpu").name)
-    provider = "cuda" if folder.name.startswith("cuda") else "cpu"
+    found, kernels = read_kernels(source)
+    flavour = found or flavour_of(resolve_device("auto"))
+    folder = workspace.kernel_onnx / flavour.name
     for kernel in cli.track(kernels, "building"):
         path = folder / f"{kernel.id}.onnx"
         try:
@@ -56,7 +56,7 @@ def build_all(source: Path, workspace: Workspace, check: bool, force: bool) -> t
             if not kept:
                 kernel_build(kernel, folder)
             if check:
-                check_kernel(path, kernel, provider)
+                check_kernel(path, kernel, flavour.device)
         except UserError as error:
             log.error("%s", error)
             failed.append(kernel.id)

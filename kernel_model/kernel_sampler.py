@@ -30,7 +30,7 @@ from kernel_model.sampling.free_shapes import draw_free_kernel
 from kernel_model.sampling.kernel_errors import KernelErrors, draw_weights, read_errors
 from kernel_model.sampling.seeds import SEED_FILE, Families, Seeds, read_seeds
 from ort_analysis.records.kernel_costs import VIEW_OPS
-from ort_analysis.records.kernel_record import IndexEntry, Kernel, KernelInput, family
+from ort_analysis.records.kernel_record import Kernel, KernelInput
 from ort_analysis.records.reading import load_index
 from utils import cli, files
 from utils.errors import UserError
@@ -64,18 +64,18 @@ def _families(names: Iterable[str], without: Collection[str]) -> Families:
     return tuple(sorted(set(names).difference(without)))
 
 
-def sample(entries: Sequence[IndexEntry], count: int, generator: np.random.Generator, batches: Sequence[int],
+def sample(entries: Sequence[Drawn], count: int, generator: np.random.Generator, batches: Sequence[int],
            most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (), there: Collection[str] = ()) -> Sampled:
     """Up to `count` new kernels by id, each with the families that seeded it, and how many draws were refused and why.
 
-    A type is drawn as often as the square root of its number of kernels says; kernels of the families in `without`
-    seed nothing, and the ids in `there` were sampled before.
+    `entries` are kernels of models, with the models' groups. A type is drawn as often as the square root of its number of
+    kernels says; kernels of the families in `without` seed nothing, and the ids in `there` were sampled before.
     """
     seeds: dict[str, list[Drawn]] = {}
-    for entry in entries:
-        families = _families(map(family, entry.models), without)
-        if families and entry.kernel.op_type not in VIEW_OPS and not entry.kernel.subgraphs:
-            seeds.setdefault(entry.kernel.type, []).append((entry.kernel, families))
+    for kernel, groups in entries:
+        families = _families(groups, without)
+        if families and kernel.op_type not in VIEW_OPS and not kernel.subgraphs:
+            seeds.setdefault(kernel.type, []).append((kernel, families))
     types = sorted(seeds)
     weights = np.sqrt([len(seeds[name]) for name in types])
 
@@ -85,7 +85,7 @@ def sample(entries: Sequence[IndexEntry], count: int, generator: np.random.Gener
         kernel, families = of_type[int(generator.integers(len(of_type)))]
         return draw_kernel(kernel, batch, generator), families
 
-    known = {entry.kernel.id for entry in entries} | set(there)
+    known = {kernel.id for kernel, _ in entries} | set(there)
     return collect_draws(draw, count if seeds else 0, most_gflop, most_mib, known)
 
 
@@ -174,10 +174,10 @@ def side_by_side(sampler: Sampler, count: int, seed: Sequence[int], folder: Path
     return seeds, refused
 
 
-def indexed(path: Path) -> tuple[str, Sequence[IndexEntry]]:
-    """The name of an index's flavour, and its kernels."""
+def indexed(path: Path) -> tuple[str, list[Drawn]]:
+    """The name of an index's flavour, and its kernels with the groups of the models that hold them."""
     index = load_index(path)
-    return index.flavour.name, [entry for of_type in index.kernels.values() for entry in of_type.values()]
+    return index.flavour.name, [(entry.kernel, index.groups_of(entry)) for entry in index.entries()]
 
 
 class Step(NamedTuple):
@@ -188,7 +188,7 @@ class Step(NamedTuple):
     wanted: int
 
 
-def steps_of(args: argparse.Namespace, errors: KernelErrors | None, entries: Sequence[IndexEntry], folder: Path,
+def steps_of(args: argparse.Namespace, errors: KernelErrors | None, entries: Sequence[Drawn], folder: Path,
              seeds: Seeds) -> list[Step]:
     """What to draw for one flavour.
 

@@ -54,10 +54,11 @@ def fusion_rows(record: ModelRecord) -> list[dict[str, Any]]:
             for node in record.nodes]
 
 
-def write_record(workspace: Workspace, path: Path, device: str, dims: dict[str, int], static: bool) -> ModelRecord | UserError:
+def write_record(workspace: Workspace, path: Path, device: str, dims: dict[str, int], static: bool,
+                 group: str = "") -> ModelRecord | UserError:
     """Analyses one model and writes its record; what is wrong with the model comes back."""
     try:
-        record = analyze(path, device, dims, static=static)
+        record = analyze(path, device, dims, static=static, group=group)
     except UserError as error:
         return error
     files.write_json(record_path(workspace, record.flavour, record.model), record)
@@ -65,17 +66,17 @@ def write_record(workspace: Workspace, path: Path, device: str, dims: dict[str, 
 
 
 def write_records(workspace: Workspace, work: Sequence[tuple[Path, dict[str, int]]], device: str,
-                  jobs: int, static: bool = False) -> list[ModelRecord | UserError]:
+                  jobs: int, static: bool = False, group: str = "") -> list[ModelRecord | UserError]:
     """`write_record` for models and sizes of their dynamic dimensions, `jobs` at a time, in the order of `work`. Of several,
     one that takes ONNX Runtime down costs only itself."""
     if len(work) == 1:
-        return [_write_one(workspace, device, static, one) for one in work]
-    return each_in_a_process(partial(_write_one, workspace, device, static), work, jobs, _crashed, "analysing")
+        return [_write_one(workspace, device, static, group, one) for one in work]
+    return each_in_a_process(partial(_write_one, workspace, device, static, group), work, jobs, _crashed, "analysing")
 
 
-def _write_one(workspace: Workspace, device: str, static: bool,
+def _write_one(workspace: Workspace, device: str, static: bool, group: str,
                one: tuple[Path, dict[str, int]]) -> ModelRecord | UserError:
-    return write_record(workspace, one[0], device, one[1], static)
+    return write_record(workspace, one[0], device, one[1], static, group)
 
 
 def _crashed(one: tuple[Path, dict[str, int]]) -> ModelRecord | UserError:
@@ -90,6 +91,9 @@ def main() -> int:
                         help="whose graph; cuda also works without a GPU (default: auto)")
     cli.add_dim(parser)
     cli.add_static(parser)
+    parser.add_argument("--group", default="", metavar="NAME",
+                        help="the group of these models: variants of one another, held out together (default: the one that the "
+                             "exporter wrote into the file, else each model is a group of its own)")
     parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="models analysed at a time (default: 1)")
     args = parser.parse_args()
     workspace = cli.start(args)
@@ -99,7 +103,7 @@ def main() -> int:
     sizes = cli.parse_dims(args.dim)
     work = [(path, dims) for path in paths for dims in cli.combinations(sizes)]
     with sole_writer(workspace.kernel_records):
-        done = write_records(workspace, work, args.device, args.jobs, args.static)
+        done = write_records(workspace, work, args.device, args.jobs, args.static, args.group)
         records = [record for record in done if isinstance(record, ModelRecord)]
         indexes = [update_index(workspace, flavour) for flavour in {one.flavour.name: one.flavour for one in records}.values()]
     failed = [path.name for (path, _), found in zip(work, done, strict=True) if isinstance(found, UserError)]

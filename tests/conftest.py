@@ -17,6 +17,8 @@ from filelock import FileLock
 from onnx import TensorProto, helper, numpy_helper
 
 from kernel_model.building.kernel_models import kernel_build
+from model_zoo.exporting.torch_models import group_of
+from model_zoo.exporting.zoo_config import GROUP_KEY
 from ort_analysis.graph.analysis import analyze, update_index
 from ort_analysis.records.reading import record_path
 from utils import files
@@ -120,8 +122,12 @@ def torch_models(once: Once) -> dict[str, Path]:
         import torch
 
         for name, size in TORCH_MODELS.items():
-            torch.onnx.export(torch_model(name), (torch.randn(TORCH_BATCH, 3, size, size),), str(folder / f"{name}.onnx"),
-                              dynamo=True, external_data=False, input_names=["input"], output_names=["output"], verbose=False)
+            path = folder / f"{name}.onnx"
+            torch.onnx.export(torch_model(name), (torch.randn(TORCH_BATCH, 3, size, size),), str(path), dynamo=True,
+                              external_data=False, input_names=["input"], output_names=["output"], verbose=False)
+            proto = onnx.load(path)
+            helper.set_model_props(proto, {GROUP_KEY: group_of(name)})
+            onnx.save(proto, path)
 
     folder = once("zoo", export)
     return {name: folder / f"{name}.onnx" for name in TORCH_MODELS}
@@ -177,10 +183,11 @@ def endless(path: Path) -> None:
 
 
 def build_workspace(workspace: Workspace, models: Mapping[str, onnx.ModelProto]) -> Flavour:
-    """Models as files with their CPU records, index and kernels, as the first three phases write them."""
+    """Models as files with their CPU records, index and kernels, as the first three phases write them. What stands in front of
+    the first "_" of a name is the model's group."""
     for name, proto in models.items():
         files.write_bytes(workspace.models / f"{name}.onnx", proto.SerializeToString())
-        record = analyze(workspace.models / f"{name}.onnx", "cpu")
+        record = analyze(workspace.models / f"{name}.onnx", "cpu", group=name.split("_")[0])
         files.write_json(record_path(workspace, record.flavour, record.model), record)
     flavour = flavour_of("cpu")
     for kernel in update_index(workspace, flavour).all_kernels():

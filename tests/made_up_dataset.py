@@ -9,6 +9,7 @@ import numpy as np
 
 from benchmark.records.files import DatasetHeader, DatasetKernel, header_path, kernel_table_path, kernels_path, model_table_path
 from benchmark.records.tables import input_shape, kernel_columns, model_columns
+from model_zoo.exporting.torch_models import group_of
 from ort_analysis.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
 from ort_analysis.records.kernel_types import describe_kernel
 from ort_analysis.records.reading import record_path
@@ -76,13 +77,20 @@ def draw_kernels(count: int, seed: int = 0) -> list[Kernel]:
 
 
 def chain(name: str, kernels: Sequence[Kernel]) -> ModelRecord:
-    """A model that runs `kernels` one after another."""
+    """A model that runs `kernels` one after another; its group is what `group_of` makes of its name."""
     nodes = tuple(Node(name=f"n{place}", kernel_id=kernel.id, provider="cpu", inputs=(f"t{place}",), outputs=(f"t{place + 1}",))
                   for place, kernel in enumerate(kernels))
     return ModelRecord(
-        model=name, sha256="0" * 64, dims={}, flavour=FLAVOUR, derived=False, weight_bytes=0, opsets={"ai.onnx": 14},
+        model=name, file_stem=name, group=group_of(name),
+        sha256="0" * 64, dims={}, flavour=FLAVOUR, derived=False, weight_bytes=0, opsets={"ai.onnx": 14},
         inputs={"t0": Tensor(dtype="float32", shape=kernels[0].inputs[0].shape)},
         outputs={f"t{len(kernels)}": kernels[-1].outputs[0]}, kernels={kernel.id: kernel for kernel in kernels}, nodes=nodes)
+
+
+def _described(kernel: Kernel, owners: Sequence[str]) -> DatasetKernel:
+    models = tuple(name for name in owners if not name.startswith("sampled:"))
+    groups = {group_of(name.removeprefix("sampled:")) for name in owners}
+    return DatasetKernel(kernel=kernel, models=models, groups=tuple(sorted(groups)), sampled=len(models) < len(owners))
 
 
 def write_dataset(workspace: Workspace, kernels: Mapping[str, Kernel], owners: Mapping[str, Sequence[str]],
@@ -93,7 +101,7 @@ def write_dataset(workspace: Workspace, kernels: Mapping[str, Kernel], owners: M
     Args:
         workspace: where.
         kernels: by id.
-        owners: the models of each kernel id.
+        owners: the models of each kernel id, or `sampled:` and a group.
         models: measured idle latency (ms) by record name.
         levels: the metric's value at each level.
         held_out: model families.
@@ -102,25 +110,28 @@ def write_dataset(workspace: Workspace, kernels: Mapping[str, Kernel], owners: M
     """
     folder, draw = workspace.dataset(TARGET.name), np.random.default_rng(1)
     stamps = {"Started": "2026-01-01T00:00:00+00:00", "Ended": "2026-01-01T00:00:01+00:00", "Machine": "0"}
+    described = {name: _described(kernel, owners.get(name, ())) for name, kernel in kernels.items()}
     rows: list[dict[str, Any]] = []
     for level, metric in levels.items():
         for name, kernel in kernels.items():
             row = {"Kernel_ID": name, "OpType": kernel.type, "Input_Shape": input_shape(kernel), "Level": level,
-                   "Models": "|".join(owners.get(name, ())), "Status": "ok", METRIC: metric + draw.normal(0, 0.5), **stamps}
+                   "Models": described[name].owners, "Groups": "|".join(described[name].groups), "Status": "ok",
+                   METRIC: metric + draw.normal(0, 0.5), **stamps}
             if name in failed:
                 row |= {"Status": "crashed", "Error": "signal 11"}
             else:
                 time_ms = true_ms(kernel, metric) * float(np.exp(draw.normal(0, noise)))
                 mean, median = (1.0, 0.8) if level else (1.1, 1.0)  # the mean adds up under load, the median idle
-                row |= {"Latency_ms": mean * time_ms, "run_median_ms": median * time_ms, "kernel_time_ms": 0.9 * time_ms}
+                row |= {"Latency_ms": mean * time_ms, "run_median_ms": median * time_ms, "kernel_time_ms": 0.9 * time_ms,
+                        "Runs": 3}
             rows.append(row)
     header = DatasetHeader(target=TARGET, metrics=(METRIC,), machines={"0": MACHINE}, held_out=held_out)
     files.write_json(header_path(folder), header)
-    described = (DatasetKernel(kernel=kernel, models=tuple(owners.get(name, ()))) for name, kernel in kernels.items())
-    files.write_text(kernels_path(folder), "".join(one.model_dump_json() + "\n" for one in described))
+    files.write_text(kernels_path(folder), "".join(one.model_dump_json() + "\n" for one in described.values()))
     files.write_csv(kernel_table_path(folder), kernel_columns([METRIC]), rows)
     files.write_csv(model_table_path(folder), model_columns([METRIC]), (
-        {"Model": name, "Level": 0.0, METRIC: 0.0, "Latency_ms": 1.1 * time_ms, "median_ms": time_ms, "Status": "ok", **stamps}
+        {"Model": name, "Level": 0.0, METRIC: 0.0, "Latency_ms": 1.1 * time_ms, "median_ms": time_ms, "Status": "ok",
+         "Groups": group_of(name), **stamps}
         for name, time_ms in models.items()))
 
 

@@ -24,6 +24,7 @@ from benchmark.records.files import (
 from benchmark.records.labels import DEFAULT_LABELS
 from benchmark.records.measurement import Measurement
 from benchmark.records.tables import kernel_columns, kernel_rows, model_columns, model_rows, model_sessions
+from model_zoo.exporting.zoo_config import GROUP_KEY
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.records.kernel_record import Kernel, ModelRecord
 from utils import files
@@ -61,7 +62,9 @@ def conv_net(path: Path, batch: int | str = 1, channels: int = 16, size: int = 1
         [numpy_helper.from_array(rng.standard_normal(shape).astype(dtype) * np.array(0.1, dtype), name)
          for name, shape in weights.items()])
     path.parent.mkdir(parents=True, exist_ok=True)
-    onnx.save(helper.make_model(graph, opset_imports=OPSETS, ir_version=10), path)
+    model = helper.make_model(graph, opset_imports=OPSETS, ir_version=10)
+    helper.set_model_props(model, {GROUP_KEY: path.stem.split("_")[0]})
+    onnx.save(model, path)
     return path
 
 
@@ -86,7 +89,7 @@ def make_dataset(workspace: Workspace, records: list[ModelRecord]) -> None:
     folder = workspace.dataset(target.name)
     kernels = {kernel.id: kernel for record in records for kernel in record.kernels.values()}
     described = {
-        name: DatasetKernel(kernel=kernel, models=tuple(one.model for one in records if name in one.kernels))
+        name: DatasetKernel.held_by(kernel, records)
         for name, kernel in kernels.items()}
     here = machine("cpu").model_copy(update={"uuid": "made-up"})  # its canary is made up too: nothing to wait for
     stamps = {"started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:00:01+00:00"}
@@ -104,14 +107,15 @@ def make_dataset(workspace: Workspace, records: list[ModelRecord]) -> None:
         blocks.append(Block(level=level, key="all", background={METRIC: metric}, during={METRIC: metric},
                                     canary_before_ms=1.0, canary_after_ms=1.0, attempts=1, machine=here.uuid,
                                     measurements=tuple(found)))
+    groups = {record.model: record.group for record in records}
     files.write_json(header_path(folder), DatasetHeader(
-        target=target, metrics=(METRIC,), machines={here.uuid: here}, held_out=(HELD_OUT,)))
+        target=target, metrics=(METRIC,), machines={here.uuid: here}, held_out=(HELD_OUT,), groups=groups))
     files.write_text(journal_path(folder), "".join(block.model_dump_json() + "\n" for block in blocks))
     files.write_text(kernels_path(folder), "".join(one.model_dump_json() + "\n" for one in described.values()))
     files.write_csv(kernel_table_path(folder), kernel_columns([METRIC]),
                     kernel_rows(blocks, described))
     files.write_csv(model_table_path(folder), model_columns([METRIC]),
-                    model_rows(model_sessions(blocks)))
+                    model_rows(model_sessions(blocks), groups))
 
 
 def make_models(workspace: Workspace) -> list[ModelRecord]:

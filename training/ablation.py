@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.records.files import SAMPLED
+from benchmark.records.files import read_kernels
 from benchmark.records.labels import GPU_LABEL
 from benchmark.records.reading import load_kernel_table
 from training.composition.left_out import kernel_errors, predict_out_of_fold
@@ -147,8 +147,7 @@ def load(workspace: Workspace, target: str) -> Dataset:
     label = GPU_LABEL if GPU_LABEL in sidecar.labels else next(iter(sidecar.labels))
     rows = load_training_set(workspace, target)
     table = load_kernel_table(workspace, target)
-    of_models = frozenset(str(name) for name, models in zip(table["Kernel_ID"], table["Models"].fillna(""), strict=True)
-                          if any(model and not model.startswith(SAMPLED) for model in str(models).split("|")))
+    of_models = frozenset(described.kernel.id for described in read_kernels(workspace.dataset(target)) if described.models)
     names = table[["Kernel_ID", "gpu_kernels"]].dropna() if "gpu_kernels" in table.columns else table.iloc[:0]
     classes = {str(row[0]): cuda_class(str(row[1]).split("|")) for row in names.itertuples(index=False)}
     return Dataset(

@@ -82,7 +82,8 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
         probe_us=probe_us if math.isfinite(probe_us) else None, dataset_sha256=rows.sha256,
         models_sha256=models_sha256(workspace, target), predictors_created=sidecar.created,
         candidates=tuple(one.candidate for one in tried), models=tuple(
-            FittedModel(model=model.record.model, measured_ms=model.latency_ms, predicted_ms=float(predicted_ms))
+            FittedModel(model=model.record.model, group=model.family, measured_ms=model.latency_ms,
+                        predicted_ms=float(predicted_ms))
             for model, predicted_ms in zip(models, predicted, strict=True)))
 
 

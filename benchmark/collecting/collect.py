@@ -104,14 +104,13 @@ def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
         "levels": (0.0,), "variants": (), "each_machine": False, "ties": 0, "window_s": min(config.window_s, QUICK_WINDOW_S),
         "block_kernels": max(config.block_kernels, QUICK_BLOCK), "patience_s": min(config.patience_s, QUICK_PATIENCE_S)})
     if header_path(folder).exists():
-        there = load_header(folder)
-        if absent := [label for label in config.labels if label not in there.labels]:
+        header = load_header(folder)
+        if absent := [label for label in config.labels if label not in header.labels]:
             raise UserError(f"{folder}: this dataset was collected without label {', '.join(absent)} (it has "
-                            f"{', '.join(there.labels)}); move it away, or use another --workspace")
-        config = config.model_copy(update={"labels": there.labels, "metrics": there.metrics, "held_out": there.held_out})
-    owners = {entry.kernel.id: entry.models for entry in read_kernels(folder, {entry.kernel.id for entry in kernels})}
-    described = tuple(DatasetKernel(kernel=entry.kernel, models=tuple(dict.fromkeys(
-        (*owners.get(entry.kernel.id, ()), *entry.models)))) for entry in kernels)
+                            f"{', '.join(header.labels)}); move it away, or use another --workspace")
+        config = config.model_copy(update={"labels": header.labels, "metrics": header.metrics, "held_out": header.held_out})
+    there = {entry.kernel.id: entry for entry in read_kernels(folder, {entry.kernel.id for entry in kernels})}
+    described = tuple(entry.with_owners_of(there.get(entry.kernel.id)) for entry in kernels)
     items = tuple(KernelItem(built / f"{entry.kernel.id}.onnx", entry.kernel) for entry in kernels)
     return config, target, Work(items, (), described)
 
@@ -133,7 +132,8 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
     folder, labels, variants = workspace.dataset(target.name), config.labels_on(provider), config.variants_on(provider)
     writer = DatasetWriter(folder, DatasetHeader(target=target, metrics=tuple(source.fields), held_out=config.held_out,
                                                  labels=labels, machines={here.uuid: here}, backgrounds=backgrounds,
-                                                 held_out_backgrounds=config.held_out_backgrounds if backgrounds else ()),
+                                                 held_out_backgrounds=config.held_out_backgrounds if backgrounds else (),
+                                                 groups={item.record.model: item.record.group for item in work.models}),
                            work.described)
     log.info("%s: %d kernels and %d models at levels %s%s into %s", target.name, len(work.kernels), len(work.models),
              ", ".join(map(str, config.levels)), f" of {', '.join(backgrounds)}" if backgrounds else "", folder)

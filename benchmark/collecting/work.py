@@ -6,15 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmark.records.files import DatasetKernel, sampled_from
+from benchmark.records.files import DatasetKernel
 from kernel_model.building.carrier import carrier_bytes
 from kernel_model.building.kernel_models import built_kernel
 from kernel_model.sampling.seeds import read_seeds
-from ort_analysis.records.kernel_record import Kernel, ModelRecord, family
+from ort_analysis.records.kernel_record import Kernel, ModelRecord
 from ort_analysis.records.reading import index_path, load_index, load_records, record_path
 from utils.errors import UserError
 from utils.fingerprint import Target
 from utils.paths import Workspace, model_files
+from utils.safe_names import as_file_name
 
 CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # memory that the kernels of one carrier may take
 CARRIER_WEIGHTS = 1 << 30  # bytes of weights of one carrier: they lie in its file, which may not reach 2 GiB
@@ -59,36 +60,37 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
     """
     folder = workspace.kernel_onnx / target.flavour.name
     index = load_index(index_path(workspace, target.flavour))
-    models_of = {entry.kernel.id: entry.models for of_type in index.kernels.values() for entry in of_type.values()}
     seeds = read_seeds(folder)
-    fitted = {name: [model for model in models if family(model) not in held_out] for name, models in models_of.items()}
-    described = [DatasetKernel(kernel=entry.kernel, models=tuple(fitted[name])) for of_type in index.kernels.values()
-                 for name, entry in of_type.items() if fitted[name]]
+    fitted = {entry.kernel.id: [model for model in entry.models if index.groups[model] not in held_out]
+              for entry in index.entries()}
     kernels = {kernel.id: kernel for kernel in index.all_kernels()}
+    described = [DatasetKernel(kernel=kernels[name], models=tuple(models),
+                               groups=tuple(sorted({index.groups[model] for model in models})))
+                 for name, models in fitted.items() if models]
     items = []
     for path in sorted(folder.glob("*.onnx")):
         models = fitted.get(path.stem, [])
         if path.stem in seeds and not models:
-            families = [name for name in seeds[path.stem] if name not in held_out]
-            if seeds[path.stem] and not families:
+            groups = tuple(name for name in seeds[path.stem] if name not in held_out)
+            if seeds[path.stem] and not groups:
                 continue
             kernels[path.stem] = built_kernel(path)
-            described.append(DatasetKernel(kernel=kernels[path.stem], models=sampled_from(families)))
+            described.append(DatasetKernel(kernel=kernels[path.stem], models=(), groups=groups, sampled=True))
         elif not models:
             continue
         items.append(KernelItem(path, kernels[path.stem]))
     if not items:
         raise UserError(f"{folder}: no kernels built for {target.flavour.name}; build them with: "
                         "python kernel_model/kernel_builder.py")
-    by_stem = {path.stem: path for path in model_files([workspace.models])}
+    by_stem = {as_file_name(path.stem): path for path in model_files([workspace.models])}
     models_found = []
     for record in load_records(workspace, target.flavour):
-        model_path = by_stem.get(record.model.partition("@")[0])
+        model_path = by_stem.get(record.file_stem)
         if model_path is None:
             raise UserError(f"{workspace.models}: the model of record {record.model} is gone; export it again with "
                             "model_zoo/torchvision_exporter.py, or remove the record")
         models_found.append(ModelItem(model_path, record_path(workspace, target.flavour, record.model), record,
-                                      labels=family(record.model) not in held_out))
+                                      labels=record.group not in held_out))
     return Work(tuple(items), tuple(models_found), tuple(described))
 
 

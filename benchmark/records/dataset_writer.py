@@ -90,11 +90,11 @@ def _write_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block], ad
     write(kernel_table_path(folder), kernel_columns(header.metrics, header.labels),
           kernel_rows(blocks, described, header.labels[0], header.target.flavour.device))
     write(model_table_path(folder), model_columns(header.metrics, header.labels),
-          model_rows(model_sessions(blocks)))
+          model_rows(model_sessions(blocks), header.groups))
 
 
 def _joined(folder: Path, header: DatasetHeader) -> DatasetHeader:
-    """The header with the machines and the backgrounds that are there already."""
+    """The header with the machines, the backgrounds and the models' groups that are there already."""
     if not header_path(folder).exists():
         return header
     there = load_header(folder)
@@ -112,7 +112,8 @@ def _joined(folder: Path, header: DatasetHeader) -> DatasetHeader:
             raise UserError(f"{folder}: background {name} was {was} when this dataset was collected; keep held_out_backgrounds "
                             "as it was, or use another --workspace")
     return header.model_copy(update={
-        "machines": there.machines | header.machines, "backgrounds": there.backgrounds | header.backgrounds,
+        "machines": there.machines | header.machines, "groups": there.groups | header.groups,
+        "backgrounds": there.backgrounds | header.backgrounds,
         "held_out_backgrounds": tuple(dict.fromkeys((*there.held_out_backgrounds, *header.held_out_backgrounds)))})
 
 

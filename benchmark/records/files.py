@@ -2,36 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 from pydantic_core import from_json
 
 from benchmark.load.backgrounds import Background
 from benchmark.records.blocks import Block
 from benchmark.records.labels import COLLECT, DATASET_VERSION, DEFAULT_LABELS
+from model_zoo.exporting.torch_models import group_of
 from ort_analysis.records.kernel_costs import recosted
-from ort_analysis.records.kernel_record import Kernel
+from ort_analysis.records.kernel_record import Kernel, ModelRecord
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Machine, Target
 from utils.frozen import Frozen
 from utils.paths import Workspace, targets_in
-
-SAMPLED = "sampled:"  # in column Models: no model holds this kernel; a family that seeded it follows, if any did
+from utils.safe_names import FileName
 
 
 class DatasetKernel(Frozen):
-    """A kernel of the dataset, and the models (by record name) that hold it, or what `sampled_from` says."""
+    """A kernel of the dataset, and where it comes from.
+
+    Attributes:
+        models: that hold it, by record name.
+        groups: of these models, and of those that hold the kernel near whose shapes it was sampled, sorted; none for a kernel
+            that was drawn freely.
+        sampled: whether it was sampled.
+    """
 
     kernel: Kernel
     models: tuple[str, ...]
+    groups: tuple[FileName, ...]
+    sampled: bool = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_version_1(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "groups" in data or "models" not in data:
+            return data
+        seeded_by = [model.removeprefix("sampled:") for model in data["models"] if model.startswith("sampled:")]
+        models = tuple(model for model in data["models"] if not model.startswith("sampled:"))
+        groups = dict.fromkeys([*map(group_of, models), *map(group_of, filter(None, seeded_by))])
+        return data | {"models": models, "groups": tuple(sorted(groups)), "sampled": bool(seeded_by)}
 
-def sampled_from(families: Sequence[str]) -> tuple[str, ...]:
-    """What stands for models at a kernel of none: each family that holds the kernel that seeded it, or that no family does."""
-    return tuple(f"{SAMPLED}{name}" for name in families or ("",))
+    @classmethod
+    def held_by(cls, kernel: Kernel, records: Iterable[ModelRecord]) -> DatasetKernel:
+        """A kernel that those of `records` hold in which it is."""
+        holders = [record for record in records if kernel.id in record.kernels]
+        return cls(kernel=kernel, models=tuple(record.model for record in holders),
+                   groups=tuple(sorted({record.group for record in holders})))
+
+    def with_owners_of(self, other: DatasetKernel | None) -> DatasetKernel:
+        """The same kernel, of which both descriptions hold."""
+        if other is None:
+            return self
+        return self.model_copy(update={"models": tuple(dict.fromkeys((*other.models, *self.models))),
+                                       "groups": tuple(sorted({*other.groups, *self.groups})),
+                                       "sampled": other.sampled or self.sampled})
+
+    @property
+    def owners(self) -> str:
+        """What column Models says to people: the models, or else `sampled:` and each group near whose shapes it was sampled."""
+        return "|".join(self.models or ([f"sampled:{group}" for group in self.groups or ("",)] if self.sampled else []))
 
 
 class DatasetHeader(Frozen):
@@ -42,6 +77,7 @@ class DatasetHeader(Frozen):
     metrics: tuple[str, ...]
     machines: dict[str, Machine]
     held_out: tuple[str, ...] = ()  # model families measured for evaluation only: in no fit
+    groups: dict[str, FileName] = {}  # of the whole models that were measured, by record name
     labels: tuple[str, ...] = DEFAULT_LABELS  # that every kernel is to have, the first above all
     backgrounds: dict[str, Background] = {}  # blocks under load that name none are of the first
     held_out_backgrounds: tuple[str, ...] = ()  # measured for evaluation only: their rows are in no fit

@@ -9,6 +9,7 @@ import numpy as np
 
 from benchmark.records.files import kernel_table_path, model_table_path
 from benchmark.records.labels import COLLECT, GPU_LABEL, LABELS
+from model_zoo.exporting.torch_models import group_of
 from utils.errors import UserError
 from utils.lazy import pandas as pd
 from utils.paths import Workspace
@@ -36,7 +37,7 @@ def load_table(path: Path) -> pd.DataFrame:
     """
     try:
         table = pd.read_csv(path, keep_default_na=True, na_values=[""], low_memory=False,  # a column is read as one type
-                            dtype={"Background": str})
+                            dtype={"Background": str, "Groups": str})
     except FileNotFoundError:
         raise UserError(f"{path}: no such dataset; measure one with: {COLLECT}") from None
     except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
@@ -53,16 +54,22 @@ def load_table(path: Path) -> pd.DataFrame:
     for column in ["Latency_ms", *(name for name in others if name in table.columns)]:
         values = pd.to_numeric(ok[column], errors="coerce")
         required = ok[column].notna()  # a label may not have been taken …
-        if column == "Latency_ms":  # … but where `run` was, as the row's context says, its figure is there
-            context = ok["Context"] if "Context" in ok.columns else ok["Status"].map(lambda _: None)
-            required |= context.isna() | context.astype(str).str.contains("run:")
+        if column == "Latency_ms":  # … but where runs were counted, their figure is there
+            required |= ok["Runs"] > 0 if "Runs" in ok.columns else True
         too_small = values < 0 if column == f"{GPU_LABEL}_ms" else values <= 0  # some kernels leave the GPU nothing to do
         bad = ok[too_small | np.isinf(values) | (values.isna() & required)]
         if len(bad):
             row = bad.index[0]
             raise UserError(f"{path}, line {row + 2}: {column} is {table.at[row, column]!s} for {table.at[row, key]!s}; "
                             f"a time is a positive number (remove the row, or measure it anew: {COLLECT})")
+    if key == "Kernel_ID" and "Groups" not in table.columns:
+        table = table.assign(Groups=[_groups_of_version_1(models) for models in table["Models"].fillna("")])
     return table.assign(Background=table["Background"].fillna("") if "Background" in table.columns else "")
+
+
+def _groups_of_version_1(models: str) -> str:
+    names = [name.removeprefix("sampled:") for name in models.split("|")]
+    return "|".join(sorted({group_of(name) for name in names if name}))
 
 
 def load_kernel_table(workspace: Workspace, target: str) -> pd.DataFrame:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ def input_shape(kernel: Kernel) -> str:
 
 GPU_COLUMNS = ("gpu_launches", "gpu_kernels")
 KERNEL_COLUMNS = ("Level", "Background", "Machine", "Context", "Models", "Canary_ms", "Drift", "Runs", "Started", "Ended",
-                  "Status", "Error")
+                  "Status", "Error", "Groups")
 
 
 def kernel_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS) -> list[str]:
@@ -48,7 +48,7 @@ def model_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS
     return ["Model", "Level", "Background", *metrics, "Latency_ms", "median_ms", "p95_ms", "std_ms", "Runs",
             *(("host_ms", "gpu_ms", "gpu_launches") if GPU_LABEL in labels else ()), *(f"{name}_ms" for name in VARIANTS),
             "Canary_ms", "Drift", "Disturbance", "Probe_us", *(f"{metric}_during" for metric in metrics), "Machine", "Started",
-            "Ended", "Status", "Error"]
+            "Ended", "Status", "Error", "Groups"]
 
 
 def _metrics(block: Block) -> dict[str, float]:
@@ -86,7 +86,7 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
         kernel = described[kernel_id].kernel
         row: dict[str, Any] = {"Kernel_ID": kernel_id, "OpType": kernel.type, "Input_Shape": input_shape(kernel),
                                "Level": level, "Background": background, "Machine": machine,
-                               "Models": "|".join(described[kernel_id].models)}
+                               "Models": described[kernel_id].owners, "Groups": "|".join(described[kernel_id].groups)}
         failures = [m for _, m in parts if m.status != "ok"]
         by_label: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for _, m in parts:
@@ -148,8 +148,9 @@ def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
     return found
 
 
-def model_rows(sessions: Iterable[ModelSession]) -> list[dict[str, Any]]:
-    """A row for each session that timed a model: statistics of its whole latency, and the medians of its other labels."""
+def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> list[dict[str, Any]]:
+    """A row for each session that timed a model: statistics of its whole latency, the medians of its other labels, and its
+    group, from `groups` by the model's name."""
     rows = []
     for model, block, labels in sessions:
         if "latency" not in labels:
@@ -157,7 +158,7 @@ def model_rows(sessions: Iterable[ModelSession]) -> list[dict[str, Any]]:
         m = labels["latency"]
         row: dict[str, Any] = {"Model": model, "Level": block.level, "Background": block.background_name,
                                "Machine": block.machine, "Started": m.started, "Ended": m.ended, "Status": m.status,
-                               "Error": m.error, "Drift": round(block.drift, 4),
+                               "Error": m.error, "Drift": round(block.drift, 4), "Groups": groups.get(model, ""),
                                "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2}
         row |= _metrics(block)
         if m.status == "ok":

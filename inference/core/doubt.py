@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ort_analysis.records.kernel_record import Kernel, family
+from ort_analysis.records.kernel_record import Kernel
 from training.kernels.settings import LAUNCHES
 from utils.lazy import scipy
 
@@ -212,7 +212,7 @@ def _few_models(used: Composition, provider: str) -> Span:
     if used.left_out == "nothing" or not used.models:
         return Span(1.0 / UNKNOWN, UNKNOWN)
     errors = [math.log(model.measured_ms / model.predicted_ms) for model in used.models]
-    count = len({family(model.model) for model in used.models})
+    count = len({model.group for model in used.models})
     size = math.sqrt(sum(error ** 2 for error in errors) / len(errors))
     reach = math.exp(float(scipy.special.stdtrit(count, 0.95)) * size * math.sqrt(1.0 + 1.0 / count))
     return Span(1.0 / reach, reach)

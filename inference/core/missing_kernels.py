@@ -131,8 +131,7 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
             missing = missing_kernels(fitted_for(workspace, name), records) if measured else missing
         with sole_writer(workspace.kernel_onnx):
             built = build(missing, workspace.kernel_onnx / flavour.name)
-        kernels = [DatasetKernel(kernel=kernel, models=tuple(record.model for record in records if kernel.id in record.kernels))
-                   for kernel in missing.values() if kernel.id in built]
+        kernels = [DatasetKernel.held_by(kernel, records) for kernel in missing.values() if kernel.id in built]
         if kernels:
             alone, alone_s = _measure(kernels, fitted, workspace, config, crew)
             measured, measuring_s = measured + alone, measuring_s + alone_s
@@ -191,8 +190,7 @@ def _measure_in_model(source: Source, records: Sequence[ModelRecord], missing: M
     """
     if isinstance(source, ModelRecord) or (isinstance(source, (str, Path)) and Path(source).suffix == ".json"):
         return 0, 0.0
-    held = [DatasetKernel(kernel=kernel, models=tuple(record.model for record in records if name in record.kernels))
-            for name, kernel in missing.items()]
+    held = [DatasetKernel.held_by(kernel, records) for kernel in missing.values()]
     with temporary_folder() as folder:
         path = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else folder / "model.onnx"
         if not isinstance(source, (str, Path)):

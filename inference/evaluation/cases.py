@@ -151,7 +151,7 @@ def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Se
     sessions = [session for session in model_sessions(read_journal(folder)) if "latency" in session.labels]
     if not sessions:
         return []
-    rows = paced_rows(pd.DataFrame(model_rows(sessions)))
+    rows = paced_rows(pd.DataFrame(model_rows(sessions, {})))
     held_up = set(rows.index[~rows["tells"]])
     if held_up:
         log.warning("%d latencies that a disturbed host held up are left out; the collector measures them again", len(held_up))

@@ -8,7 +8,7 @@ from typing import Any
 
 from inference.evaluation.cases import Case
 from inference.sharing.co_runner import ToldBy
-from ort_analysis.records.kernel_record import Frozen, family
+from ort_analysis.records.kernel_record import Frozen
 from utils.timing import ErrorStatistics, error_statistics, summarize
 
 EVALUATION_VERSION = 1
@@ -123,7 +123,7 @@ def compare(case: Case, held_out: Sequence[str], held_out_backgrounds: Sequence[
     return Comparison(
         model=case.record.model, batch=case.record.batch, level=case.level, background=case.background, load=dict(case.load),
         told_by=shared.told_by if shared else None,
-        held_out=family(case.record.model) in held_out, background_held_out=case.background in held_out_backgrounds,
+        held_out=case.record.group in held_out, background_held_out=case.background in held_out_backgrounds,
         predicted_ms=predicted_ms, strict_ms=strict_ms, measured_ms=measured_ms, median_ms=statistics.median_ms,
         mean_ms=statistics.mean_ms, error=predicted_ms / measured_ms - 1, strict_error=strict_ms / measured_ms - 1,
         p50_error=p50_error, p95_error=p95_error,

@@ -15,6 +15,7 @@ from ort_analysis.records.kernel_record import Kernel, KernelIndex, KernelInput,
 from ort_analysis.records.reading import load_index, load_record
 from utils import files
 from utils.errors import UserError
+from utils.fingerprint import Flavour
 from utils.lazy import onnx
 from utils.ort_sessions import model_errors, open_session
 from utils.paths import Workspace
@@ -157,8 +158,8 @@ def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
         raise UserError(f"{path}: gives NaN on its dummy inputs")
 
 
-def read_kernels(path: Path) -> tuple[str, list[Kernel]]:
-    """The kernels in a model's record, an index, or a single kernel's JSON, with the flavour's name ("" for the last).
+def read_kernels(path: Path) -> tuple[Flavour | None, list[Kernel]]:
+    """The kernels in a model's record, an index, or a single kernel's JSON, with their flavour (None for the last).
 
     Raises:
         UserError: no such file, or none of the three.
@@ -166,15 +167,15 @@ def read_kernels(path: Path) -> tuple[str, list[Kernel]]:
     data = files.read_json(path)
     if isinstance(data, dict) and "nodes" in data:
         record: ModelRecord = load_record(path)
-        return record.flavour.name, list(record.kernels.values())
+        return record.flavour, list(record.kernels.values())
     if isinstance(data, dict) and "op_type" in data:
         try:
-            return "", [Kernel.model_validate(data)]
+            return None, [Kernel.model_validate(data)]
         except ValidationError as error:
             first = error.errors()[0]
             raise UserError(f"{path}: not a kernel: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     index: KernelIndex = load_index(path)
-    return index.flavour.name, index.all_kernels()
+    return index.flavour, index.all_kernels()
 
 
 def default_sources(workspace: Workspace) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,8 +17,14 @@ CALIBRATION_SIZE = 224
 SMALL = 0.02  # standard deviation of what torchvision starts at zero
 CHUNK = 8  # images that torch computes at a time for a reference
 
-# Families built for one image size, and what their constructor calls it.
+# Architectures built for one image size, and what their constructor calls it.
 SIZED = {"vit": "image_size", "maxvit": "input_size"}
+
+
+def group_of(name: str) -> str:
+    """The group of a torchvision model, `resnet` for `wide_resnet50_2`: its variants, which are held out together."""
+    match = re.match(r"[a-zA-Z]+", name.removeprefix("wide_"))
+    return match.group(0).lower() if match else name
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -36,7 +43,11 @@ def check_names(names: Iterable[str]) -> None:
 
 def is_sized(name: str) -> bool:
     """Whether a model is built for one image size."""
-    return name.split("_")[0] in SIZED
+    return _architecture(name) in SIZED
+
+
+def _architecture(name: str) -> str:
+    return name.split("_")[0]
 
 
 def build(name: str, dtype: str, size: tuple[int, int]) -> torch.nn.Module:
@@ -57,13 +68,11 @@ def build(name: str, dtype: str, size: tuple[int, int]) -> torch.nn.Module:
     options: dict[str, Any] = {}
     if name in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": False}
-    family = name.split("_")[0]
-    if family == "vit":
-        if size[0] != size[1]:
+    if is_sized(name):
+        architecture = _architecture(name)
+        if architecture == "vit" and size[0] != size[1]:
             raise UserError(f"{name} takes square images, not {size[0]}x{size[1]}")
-        options[SIZED[family]] = size[0]
-    elif is_sized(name):
-        options[SIZED[family]] = size
+        options[SIZED[architecture]] = size[0] if architecture == "vit" else size
     torch.manual_seed(SEED)
     try:
         model = torchvision.models.get_model(name, weights=None, **options)

@@ -15,6 +15,7 @@ from utils.paths import ROOT
 CONFIG_FILE = ROOT / "model_zoo" / "config.yaml"
 SMALLEST_IMAGE = 32  # pixels a side; below, no classification model has anything left to pool
 DEFAULT_DIMS_KEY = "hase.default_dims"  # metadata of a dynamic model: the sizes to take where the user gives none
+GROUP_KEY = "hase.group"  # metadata of every model: which models are variants of one another, and held out together
 
 Dtype = Literal["fp32", "fp16"]
 

@@ -25,6 +25,7 @@ from ort_analysis.records.reading import index_path, load_record
 from utils import files
 from utils.fingerprint import Flavour
 from utils.paths import Workspace
+from utils.safe_names import as_file_name
 
 if TYPE_CHECKING:
     import onnx
@@ -52,8 +53,9 @@ def kernel_of(graph: ParsedGraph, node: ParsedNode) -> Kernel:
     return describe_kernel(node.op_type, node.domain, opset, node.attributes, inputs, outputs)
 
 
-def record_of(graph: ParsedGraph) -> ModelRecord:
-    """The record of a parsed model."""
+def record_of(graph: ParsedGraph, group: str = "") -> ModelRecord:
+    """The record of a parsed model, which is of `group`; by default of the one that its file names, else of one of its own."""
+    stem = as_file_name(graph.source.name)
     origins_of = origins_by_node(graph)
     kernels = [kernel_of(graph, node) for node in graph.nodes]
     nodes = tuple(
@@ -65,7 +67,8 @@ def record_of(graph: ParsedGraph) -> ModelRecord:
         return {name: Tensor(dtype=graph.tensors[name].dtype, shape=graph.tensors[name].shape) for name in names}
 
     return ModelRecord(
-        model=record_name(graph.source.name, graph.source.dims, graph.static), sha256=graph.source.sha256,
+        model=record_name(graph.source.name, graph.source.dims, graph.static), file_stem=stem,
+        group=as_file_name(group or graph.source.group or stem).replace("|", "_"), sha256=graph.source.sha256,
         dims=graph.source.dims, flavour=graph.flavour, derived=graph.derived, static=graph.static, assumed=graph.assumed,
         guessed=graph.guessed,
         inputs=tensors(graph.inputs), outputs=tensors(graph.outputs),
@@ -75,13 +78,14 @@ def record_of(graph: ParsedGraph) -> ModelRecord:
 
 
 def analyze(model: Path | onnx.ModelProto, device: str = "auto", dims: Mapping[str, int] | None = None,
-            name: str | None = None, static: bool = False) -> ModelRecord:
-    """The kernels of a model as `cpu` or `cuda` runs it (`auto`: what this machine has); arguments as of `parse_graph`.
+            name: str | None = None, static: bool = False, group: str = "") -> ModelRecord:
+    """The kernels of a model as `cpu` or `cuda` runs it (`auto`: what this machine has); arguments as of `parse_graph` and
+    `record_of`.
 
     Raises:
         UserError: as `parsing.parse_graph`.
     """
-    return record_of(parse_graph(model, device, dims, name, static))
+    return record_of(parse_graph(model, device, dims, name, static), group)
 
 
 def build_index(flavour: Flavour, records: list[ModelRecord]) -> KernelIndex:
@@ -95,7 +99,7 @@ def build_index(flavour: Flavour, records: list[ModelRecord]) -> KernelIndex:
     index: dict[str, dict[str, IndexEntry]] = {}
     for kernel in sorted(kernels.values(), key=lambda k: (k.type, k.id)):
         index.setdefault(kernel.type, {})[kernel.id] = IndexEntry(kernel=kernel, models=tuple(models[kernel.id]))
-    return KernelIndex(flavour=flavour, kernels=index)
+    return KernelIndex(flavour=flavour, groups={record.model: record.group for record in records}, kernels=index)
 
 
 def update_index(workspace: Workspace, flavour: Flavour) -> KernelIndex:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY
+from model_zoo.exporting.torch_models import group_of
+from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY, GROUP_KEY
 from ort_analysis.graph.bodies import body_sizes, made_within, steering_inputs
 from ort_analysis.graph.open_shapes import DETECTIONS, selects_boxes
 from utils import cli, files
@@ -28,9 +29,11 @@ OWN_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime makes from
 
 @dataclass(frozen=True)
 class Source:
-    """A model as given: its graph with large weights left out, and what ORT is to load."""
+    """A model as given: its graph with large weights left out, what ORT is to load, and the group that its file names ("" where
+    it names none)."""
 
     name: str
+    group: str
     graph_only: onnx.ModelProto
     loadable: Path | bytes
     sha256: str
@@ -116,6 +119,12 @@ def default_dims(proto: onnx.ModelProto) -> dict[str, int]:
     return {}
 
 
+def group_in(proto: onnx.ModelProto) -> str:
+    """The group that an exporter stamped into a model; "" where there is none."""
+    found = {prop.key: prop.value for prop in proto.metadata_props}
+    return found.get(GROUP_KEY) or (group_of(found["hase.model"]) if "hase.model" in found else "")
+
+
 def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> Source:
     """A model made ready: readable, not empty, every dynamic dimension given a size.
 
@@ -162,4 +171,4 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         loadable = whole.SerializeToString()
     else:
         loadable = proto.SerializeToString() if renamed else unnamed_before
-    return Source(name=name or stem, graph_only=proto, loadable=loadable, sha256=digest, dims=given)
+    return Source(name=name or stem, group=group_in(proto), graph_only=proto, loadable=loadable, sha256=digest, dims=given)

@@ -6,12 +6,12 @@ History of the schemas: version 1 is the first.
 from __future__ import annotations
 
 import math
-import re
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from model_zoo.exporting.torch_models import group_of
 from ort_analysis.records.elements import DTYPE_BYTES, numpy_dtype
 from utils.fingerprint import Flavour
 from utils.frozen import Frozen
@@ -170,6 +170,9 @@ class ModelRecord(Frozen):
 
     Attributes:
         model: the file's stem, with the sizes of dynamic dimensions: `resnet18@batch=16,height=224,width=224`.
+        file_stem: of the model file.
+        group: names the models that are variants of this one and are held out together, such as `resnet`; the file's stem where
+            nothing is known of any. Never holds "|", which separates groups in tables.
         sha256: of the model file (of the serialised model where there was no file).
         dims: the sizes given to dynamic dimensions.
         derived: the flavour's provider was not there: the graph comes from another provider with the same optimisers.
@@ -186,6 +189,8 @@ class ModelRecord(Frozen):
 
     version: int = RECORD_VERSION
     model: FileName
+    file_stem: FileName
+    group: FileName
     sha256: str
     dims: dict[str, int]
     flavour: Flavour
@@ -199,6 +204,13 @@ class ModelRecord(Frozen):
     opsets: dict[str, int]
     kernels: dict[str, Kernel]
     nodes: tuple[Node, ...]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_version_1(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "group" in data or not isinstance(data.get("model"), str):
+            return data
+        return {"file_stem": data["model"].partition("@")[0], "group": group_of(data["model"])} | data
 
     @model_validator(mode="after")
     def _names_agree(self) -> ModelRecord:
@@ -231,21 +243,47 @@ class IndexEntry(Frozen):
 
 
 class KernelIndex(Frozen):
-    """All kernels of one flavour's records: by type, then by id, with every shape seen."""
+    """All kernels of one flavour's records: by type, then by id, with every shape seen.
+
+    Attributes:
+        groups: of every model, by record name.
+    """
 
     version: int = INDEX_VERSION
     flavour: Flavour
+    groups: dict[str, FileName]
     kernels: dict[str, dict[str, IndexEntry]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_version_1(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "groups" in data:
+            return data
+        try:
+            models = {model for of_type in data["kernels"].values() for entry in of_type.values() for model in entry["models"]}
+            return {"groups": {model: group_of(model) for model in models}} | data
+        except (AttributeError, LookupError, TypeError):
+            return data
 
     @model_validator(mode="after")
     def _names_agree(self) -> KernelIndex:
         wrong = [name for entries in self.kernels.values() for name, entry in entries.items() if entry.kernel.id != name]
         if wrong:
             raise ValueError(f"kernel {wrong[0]} has another id")
+        models = {model for entries in self.kernels.values() for entry in entries.values() for model in entry.models}
+        if unknown := models - self.groups.keys():
+            raise ValueError(f"the group of model {min(unknown)} is not there")
         return self
 
+    def groups_of(self, entry: IndexEntry) -> tuple[str, ...]:
+        """The groups of the models that hold a kernel, sorted."""
+        return tuple(sorted({self.groups[model] for model in entry.models}))
+
+    def entries(self) -> list[IndexEntry]:
+        return [entry for of_type in self.kernels.values() for entry in of_type.values()]
+
     def all_kernels(self) -> list[Kernel]:
-        return [entry.kernel for entries in self.kernels.values() for entry in entries.values()]
+        return [entry.kernel for entry in self.entries()]
 
 
 def record_name(stem: str, dims: dict[str, int], static: bool = True) -> str:
@@ -262,9 +300,3 @@ def record_name(stem: str, dims: dict[str, int], static: bool = True) -> str:
 def zeros(shape: tuple[int, ...], name: str) -> np.ndarray:
     """A tensor of `dtype` `name` that is all zeros, or empty words."""
     return np.full(shape, "", object) if name == "string" else np.zeros(shape, numpy_dtype(name))
-
-
-def family(model: str) -> str:
-    """The family of a model by its name, `resnet` for `wide_resnet50_2_fp32_b1_224x224`: what is held out as a whole."""
-    match = re.match(r"[a-zA-Z]+", model.removeprefix("wide_"))
-    return match.group(0).lower() if match else model

@@ -218,7 +218,7 @@ def test_rows_say_what_was_measured(collected: Collected) -> None:
         entry = described[row["Kernel_ID"]]
         assert row["OpType"] == entry.kernel.type
         assert row["Input_Shape"] == input_shape(entry.kernel)
-        assert row["Models"] == "|".join(entry.models)
+        assert (row["Models"], row["Groups"]) == (entry.owners, "|".join(entry.groups))
     in_models = good[good["Context"].str.contains("kernel_time:in_model")]
     assert set(in_models["Kernel_ID"]) == set(good["Kernel_ID"])
 
@@ -329,10 +329,11 @@ def test_gpu_columns_of_a_kernel_and_a_model() -> None:
             Measurement(subject="model", id="net", label="latency", context="net", samples_ms=(1.0, 1.0), **common),
             Measurement(subject="model", id="net", label="gpu", context="net", samples_ms=(0.8,), launches=7,
                                 **common)))
-    row = kernel_rows([block], {kernel.id: DatasetKernel(kernel=kernel, models=())}, "gpu")[0]
+    row = kernel_rows([block], {kernel.id: DatasetKernel(kernel=kernel, models=(), groups=())}, "gpu")[0]
     assert (row["gpu_ms"], row["gpu_launches"], row["gpu_kernels"], row["Status"]) == (0.0, 0, "", "ok")
-    model = model_rows(model_sessions([block]))[0]
+    model = model_rows(model_sessions([block]), {"net": "nets"})[0]
     assert (model["Latency_ms"], model["host_ms"], model["gpu_ms"], model["gpu_launches"]) == (1.0, 0.6, 0.8, 7)
+    assert model["Groups"] == "nets"
 
 
 def timed_models(number: int, disturbance: dict[str, float]) -> Block:
@@ -346,7 +347,7 @@ def timed_models(number: int, disturbance: dict[str, float]) -> Block:
 
 def test_each_session_of_a_model_is_a_row_and_the_median_of_those_that_tell_counts() -> None:
     blocks = [timed_models(number, {"net": ratio}) for number, ratio in enumerate((0.0, 0.1, 0.5, 0.08))]
-    table = pd.DataFrame(model_rows(model_sessions(blocks)))
+    table = pd.DataFrame(model_rows(model_sessions(blocks), {}))
     assert table["median_ms"].to_list() == [1.0, 1.1, 1.5, 1.08]
     assert table["Started"].to_list() == ["0", "1", "2", "3"]
     assert idle_models(table)["median_ms"].to_dict() == pytest.approx({"net": 1.08})

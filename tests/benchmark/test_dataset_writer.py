@@ -46,7 +46,7 @@ def block_of(*kernels: Kernel, level: float = 0.0, model: str = "", status: str 
 
 
 def open_writer(folder: Path, *kernels: Kernel, model: str = "net") -> DatasetWriter:
-    return DatasetWriter(folder, HEADER, [DatasetKernel(kernel=kernel, models=(model,)) for kernel in kernels])
+    return DatasetWriter(folder, HEADER, [DatasetKernel(kernel=kernel, models=(model,), groups=(model,)) for kernel in kernels])
 
 
 def tables(folder: Path) -> list[str]:

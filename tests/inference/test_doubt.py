@@ -136,7 +136,7 @@ def test_few_models_tell_an_interval_too(workspace: Workspace) -> None:
     from inference.core.targets import fitted_for
 
     used = fitted_for(workspace, TARGET).composition
-    models = tuple(model.model_copy(update={"model": name, "predicted_ms": model.measured_ms * error})
+    models = tuple(model.model_copy(update={"model": name, "group": name[0], "predicted_ms": model.measured_ms * error})
                    for model, name, error in zip(used.models, ("a1", "a2", "b1", "c1"), (1.1, 1 / 1.1) * 2, strict=False))
     few = used.model_copy(update={"interval": None, "models": models})
     found = predict("anet_c16.onnx", target=TARGET, workspace=workspace, composition=few)

@@ -43,7 +43,8 @@ def record(nodes: Sequence[tuple[str, str, str]], sizes: dict[str, int], inputs:
         made.append(Node(name=kernel.id, kernel_id=kernel.id, provider="cpu", inputs=tuple(reads.split()),
                          outputs=tuple(writes.split())))
     return ModelRecord(
-        model="m", sha256="", dims={}, flavour=Flavour(device="cpu", runtime_version="1.31"), derived=False,
+        model="m", file_stem="m", group="m",
+        sha256="", dims={}, flavour=Flavour(device="cpu", runtime_version="1.31"), derived=False,
         inputs={name: vector(sizes[name]) for name in inputs}, outputs={name: vector(sizes[name]) for name in outputs},
         weight_bytes=3 * 2**20, opsets={}, kernels=kernels, nodes=tuple(made))
 

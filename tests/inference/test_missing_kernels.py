@@ -166,7 +166,7 @@ def test_what_was_measured_but_not_noted_down_is_looked_up(workspace: Workspace)
     missing_kernels.build(missing, workspace.kernel_onnx / record.flavour.name)
     with start_crew(CONFIG, "cpu", ("run",)) as crew:
         collect_kernels(workspace, CONFIG.model_copy(update={"device": "cpu", "labels": ("run",)}), [
-            DatasetKernel(kernel=kernel, models=("newnet",)) for kernel in missing.values()], crew)
+            DatasetKernel.held_by(kernel, [record]) for kernel in missing.values()], crew)
     assert predict(record, target=TARGET, workspace=workspace).kernel_count["predicted"] == len(missing)
     filled = measure_missing(record, target=TARGET, workspace=workspace, config=CONFIG)
     assert (filled.measured, filled.left) == (0, ())

@@ -23,7 +23,7 @@ from kernel_model.sampling.kernel_errors import (
     write_errors,
 )
 from kernel_model.sampling.seeds import read_seeds
-from ort_analysis.records.kernel_record import Kernel, family
+from ort_analysis.records.kernel_record import Kernel
 from ort_analysis.records.kernel_types import describe_kernel
 from tests.kernel_model.test_sampler import run_sampler
 from training.kernels.label_training import train_label
@@ -147,7 +147,7 @@ def _kernels_of(workspace: Workspace, name: str) -> list[Kernel]:
     from benchmark.records.files import read_kernels
 
     return [entry.kernel for entry in read_kernels(workspace.dataset(TARGET.name))
-            if name in {family(model) for model in entry.models}]
+            if name in entry.groups]
 
 
 def test_errors_ship_with_no_predictors_and_are_made_anew_where_gone(workspace: Workspace) -> None:

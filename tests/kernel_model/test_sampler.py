@@ -14,11 +14,11 @@ import pytest
 from conftest import TORCH_MODELS, build_workspace, small_model
 
 from kernel_model.building.kernel_models import build_model, built_kernel, check_kernel
-from kernel_model.kernel_sampler import FREE, MOST_MIB, footprint_mib, sample, sample_free
+from kernel_model.kernel_sampler import FREE, MOST_MIB, Drawn, footprint_mib, sample, sample_free
 from kernel_model.sampling.draws import draw_kernel
 from kernel_model.sampling.seeds import SEED_FILE, read_seeds
 from ort_analysis.graph.analysis import analyze, build_index
-from ort_analysis.records.kernel_record import IndexEntry, Kernel, ModelRecord
+from ort_analysis.records.kernel_record import Kernel, ModelRecord
 from ort_analysis.records.reading import index_path, load_index
 from utils import files
 from utils.errors import UserError
@@ -27,29 +27,29 @@ from utils.ort_sessions import open_session
 from utils.paths import ROOT, Workspace
 
 
-def entries_of(*records: ModelRecord) -> list[IndexEntry]:
+def entries_of(*records: ModelRecord) -> list[Drawn]:
     index = build_index(records[0].flavour, list(records))
-    return [entry for of_type in index.kernels.values() for entry in of_type.values()]
+    return [(entry.kernel, index.groups_of(entry)) for entry in index.entries()]
 
 
 @pytest.fixture(scope="module")
-def entries(torch_models: dict[str, Path]) -> list[IndexEntry]:
+def entries(torch_models: dict[str, Path]) -> list[Drawn]:
     """The index of the torch models on the CPU: three families."""
     return entries_of(*(analyze(torch_models[name], "cpu") for name in TORCH_MODELS))
 
 
-def draw(entries: list[IndexEntry], count: int = 60, seed: int = 0, gflop: float = 0.2, without: tuple[str, ...] = (),
+def draw(entries: list[Drawn], count: int = 60, seed: int = 0, gflop: float = 0.2, without: tuple[str, ...] = (),
          known: frozenset[str] = frozenset()) -> dict[str, tuple[str, ...]]:
     found, _ = sample(entries, count, np.random.default_rng(seed), [1, 4], gflop, without=without, there=known)
     return {name: families for name, (_, families) in found.items()}
 
 
-def test_sampled_kernels_are_new_valid_and_within_limits(entries: list[IndexEntry]) -> None:
+def test_sampled_kernels_are_new_valid_and_within_limits(entries: list[Drawn]) -> None:
     found, refused = sample(entries, 60, np.random.default_rng(0), [1, 4], 0.05)
     assert len(found) == 60
-    known = {entry.kernel.id for entry in entries}
-    types = {entry.kernel.type for entry in entries}
-    shapes = {(entry.kernel.type, tuple(tensor.shape for tensor in entry.kernel.inputs)) for entry in entries}
+    known = {kernel.id for kernel, _ in entries}
+    types = {kernel.type for kernel, _ in entries}
+    shapes = {(kernel.type, tuple(tensor.shape for tensor in kernel.inputs)) for kernel, _ in entries}
     for name, (kernel, _) in found.items():
         assert kernel.id == name
         assert name not in known
@@ -65,13 +65,13 @@ def test_sampled_kernels_are_new_valid_and_within_limits(entries: list[IndexEntr
     assert refused["too large"] > 0
 
 
-def test_every_type_draws_something_that_runs(entries: list[IndexEntry], tmp_path: Path) -> None:
+def test_every_type_draws_something_that_runs(entries: list[Drawn], tmp_path: Path) -> None:
     """Attention's products and ORT's blocked layouts too."""
     from kernel_model.building.kernel_models import kernel_build
 
     generator = np.random.default_rng(0)
-    for kernel_type in sorted({entry.kernel.type for entry in entries if "Reshape" not in entry.kernel.type}):
-        kernel = next(entry.kernel for entry in entries if entry.kernel.type == kernel_type)
+    for kernel_type in sorted({kernel.type for kernel, _ in entries if "Reshape" not in kernel.type}):
+        kernel = next(kernel for kernel, _ in entries if kernel.type == kernel_type)
         for _ in range(8):
             try:
                 drawn = draw_kernel(kernel, 2, generator)
@@ -84,12 +84,12 @@ def test_every_type_draws_something_that_runs(entries: list[IndexEntry], tmp_pat
         check_kernel(kernel_build(drawn, tmp_path), drawn, "cpu")
 
 
-def test_the_same_seed_draws_the_same(entries: list[IndexEntry]) -> None:
+def test_the_same_seed_draws_the_same(entries: list[Drawn]) -> None:
     assert draw(entries, 30, seed=3) == draw(entries, 30, seed=3)
     assert draw(entries, 30, seed=3) != draw(entries, 30, seed=4)
 
 
-def test_families_left_out_seed_nothing(entries: list[IndexEntry]) -> None:
+def test_families_left_out_seed_nothing(entries: list[Drawn]) -> None:
     assert {name for families in draw(entries).values() for name in families} == {"resnet", "mobilenet", "vit"}
     assert set(draw(entries, without=("resnet", "vit")).values()) == {("mobilenet",)}
     assert draw(entries, without=("resnet", "mobilenet", "vit")) == {}

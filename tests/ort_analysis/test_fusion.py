@@ -15,8 +15,9 @@ from command import run_script
 from conftest import TORCH_BATCH, TORCH_MODELS, small_model, torch_model
 from onnx import TensorProto, helper, numpy_helper
 
+from model_zoo.exporting.zoo_config import GROUP_KEY
 from ort_analysis.graph.analysis import analyze, build_index
-from ort_analysis.records.kernel_record import Kernel, ModelRecord, family
+from ort_analysis.records.kernel_record import Kernel, ModelRecord
 from ort_analysis.records.reading import index_path, load_index, load_record, load_records, record_path
 from utils import files
 from utils.errors import UserError
@@ -180,9 +181,25 @@ def test_half_precision_is_another_kernel() -> None:
     assert {tensor.dtype for tensor in record.inputs.values()} == {"float16"}
 
 
-def test_families() -> None:
-    names = ("resnet18_fp32_b1_224x224", "wide_resnet50_2", "mobilenet_v3_small", "vgg11", "VGG16@batch=1", "regnet_y_400mf")
-    assert [family(name) for name in names] == ["resnet", "resnet", "mobilenet", "vgg", "vgg", "regnet"]
+def test_a_model_is_of_the_group_that_its_file_names(tmp_path: Path) -> None:
+    """Or of the one that is asked for; else it is a group of its own."""
+    plain, stamped, older = small_model(), small_model(), small_model()
+    helper.set_model_props(stamped, {GROUP_KEY: "wide|nets"})
+    helper.set_model_props(older, {"hase.model": "wide_resnet50_2"})  # as the exporter stamped files before groups
+    paths = [tmp_path / f"net{number}@b.onnx" for number in range(3)]
+    for path, proto in zip(paths, (plain, stamped, older), strict=True):
+        onnx.save(proto, path)
+    records = [analyze(path, "cpu") for path in paths]
+    assert [record.group for record in records] == ["net0@b", "wide_nets", "resnet"]  # "|" separates groups in tables
+    assert [record.file_stem for record in records] == ["net0@b", "net1@b", "net2@b"]
+    assert analyze(paths[0], "cpu", group="mine").group == "mine"
+    subprocess.run([sys.executable, "ort_analysis/fusion_detector.py", "--model", str(paths[1]), "--device", "cpu",
+                    "--group", "asked", "--workspace", str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    workspace = Workspace(tmp_path)
+    [record] = load_records(workspace, records[0].flavour)
+    index = load_index(index_path(workspace, records[0].flavour))
+    assert record.group == "asked"
+    assert {index.groups_of(entry) for entry in index.entries()} == {("asked",)}
 
 
 # operations and bytes ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from conftest import TORCH_MODELS
 
 from benchmark.records.dataset_writer import write_tables
 from benchmark.records.files import (
-    SAMPLED,
     journal_path,
     kernel_lines,
     kernels_path,
@@ -26,7 +25,6 @@ from benchmark.records.files import (
     read_journal,
 )
 from inference import predict
-from ort_analysis.records.kernel_record import family
 from ort_analysis.records.reading import load_record
 from training.baselines.kernels_under_load import measured_under_load, summed_ms
 from training.composition.fitting import fit_line
@@ -53,19 +51,20 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
         archive.extractall(workspace.root, filter="data")
     folder = workspace.dataset(TARGET)
     records = workspace.kernel_records / load_header(folder).target.flavour.name
-    wanted: set[str] = set()
+    wanted, kept_models = set[str](), set[str]()
     for path in records.glob("*.json"):
-        if family(path.stem) in FAMILIES:
-            wanted |= set(load_record(path).kernels)
+        if path.name != "index.json" and (record := load_record(path)).group in FAMILIES:
+            wanted |= set(record.kernels)
+            kept_models.add(record.model)
         else:
             path.unlink()
     described = kernel_lines(folder)
-    wanted |= set([name for name, line in described.items() if json.loads(line)["models"] == [SAMPLED]][:FURTHER])
+    wanted |= set([name for name, line in described.items() if json.loads(line)["models"] == ["sampled:"]][:FURTHER])
     kernels_path(folder).write_text("".join(f"{line}\n" for name, line in described.items() if name in wanted))
     kept = []
     for block in read_journal(folder):
         found = tuple(m for m in block.measurements if (
-            m.id in wanted if m.subject == "kernel" else family(m.id) in FAMILIES))
+            m.id in wanted if m.subject == "kernel" else m.id in kept_models))
         if found:
             kept.append(block.model_copy(update={"measurements": found}))
     journal_path(folder).write_text("".join(block.model_dump_json() + "\n" for block in kept))
@@ -202,7 +201,7 @@ def test_the_plans_own_path_sees_nothing_of_what_it_predicts(part: Workspace, un
     assert rows is not None
     paths = list((part.kernel_records / rows.header.target.flavour.name).glob("*.json"))
     records = {path.stem: load_record(path) for path in paths if path.stem in models}
-    families = {name: family(name) for name in models}
+    families = {name: records[name].group for name in models}
     given: list[TrainingSet] = []
 
     def learn(seen: TrainingSet, *_: object) -> SimpleNamespace:

@@ -26,7 +26,8 @@ def model(name: str, mib_in: float, mib_out: float) -> MeasuredModel:
     def tensor(mib: float) -> Tensor:
         return Tensor(dtype="uint8", shape=(round(mib * MIB),))
 
-    record = ModelRecord(model=name, sha256="", dims={}, flavour=FLAVOUR, derived=True, inputs={"x": tensor(mib_in)},
+    record = ModelRecord(model=name, file_stem=name, group=name[0], sha256="", dims={}, flavour=FLAVOUR,
+                         derived=True, inputs={"x": tensor(mib_in)},
                          outputs={"y": tensor(mib_out)}, weight_bytes=0, opsets={}, kernels={}, nodes=())
     latency_ms = 1.0 + mib_in
     return MeasuredModel(record, name[0], latency_ms, host_io_ms=latency_ms + 0.05 + 0.2 * mib_in + 0.4 * mib_out)

@@ -15,8 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import model_validator
 
 from graph_model.simulation.pipeline import PipelineCosts
+from model_zoo.exporting.torch_models import group_of
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import Frozen, ModelRecord
 from utils import files
@@ -74,11 +76,18 @@ class Candidate(Formula):
 
 
 class FittedModel(Frozen):
-    """A model of the fit under the composition used: measured and left-out (or, with one model, fitted) latency, ms."""
+    """A model of the fit under the composition used, its group, and its measured and left-out (or, with one model, fitted)
+    latency, ms."""
 
     model: str
+    group: str
     measured_ms: float
     predicted_ms: float
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_version_1(cls, data: Any) -> Any:
+        return data if not isinstance(data, dict) or "group" in data else {"group": group_of(str(data.get("model")))} | data
 
 
 class Interval(Frozen):

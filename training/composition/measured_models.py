@@ -15,7 +15,7 @@ from benchmark.records.labels import COLLECT
 from benchmark.records.reading import load_model_table
 from graph_model.simulation.tracks import Tracks, node_kind
 from ort_analysis.records.kernel_costs import is_control_flow
-from ort_analysis.records.kernel_record import REMAKE, ModelRecord, family
+from ort_analysis.records.kernel_record import REMAKE, ModelRecord
 from ort_analysis.records.reading import load_record, record_path
 from training.composition.fit_pipeline import MeasuredTracks
 from training.kernels.predictors import ON_GPU
@@ -52,17 +52,17 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
     """
     found = []
     for name, times in idle_models(load_model_table(workspace, target)).iterrows():
-        if family(str(name)) in sidecar.held_out:
-            continue
         path = record_path(workspace, sidecar.target.flavour, str(name))
         if not path.is_file():
             log.warning("%s: measured, but has no record (%s); left out. Make it with: %s", name, path, REMAKE)
             continue
         record = load_record(path)
+        if record.group in sidecar.held_out:
+            continue
         if any(is_control_flow(kernel) for kernel in record.kernels.values()):
             log.info("%s: holds Loop, If or Scan, whose own costs are stated and not fitted; left out", name)
             continue
-        found.append(MeasuredModel(record, family(str(name)), *(float(times[column]) for column in (
+        found.append(MeasuredModel(record, record.group, *(float(times[column]) for column in (
             "median_ms", "host_ms", "host_io_ms", "cuda_graph_ms", "pace"))))
     if not found:
         raise UserError(f"{target}: no idle latency of a model that may enter the fit; measure models with: {COLLECT}")

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.records.files import SAMPLED, DatasetHeader, kernel_table_path, kernels_path, load_header, read_kernels
+from benchmark.records.files import DatasetHeader, kernel_table_path, kernels_path, load_header, read_kernels
 from benchmark.records.labels import COLLECT, LABELS
 from benchmark.records.reading import load_kernel_table, run_ms
 from benchmark.records.tables import UNFINISHED
-from ort_analysis.records.kernel_record import Kernel, family
+from ort_analysis.records.kernel_record import Kernel
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.schema import FeatureSchema
 from training.kernels.settings import LAUNCHES
@@ -82,12 +82,6 @@ class TrainingSet:
             bytes_moved=self.bytes_moved[mask])
 
 
-def families_of(models: str) -> frozenset[str]:
-    """The families in a cell of the column Models, `resnet18_fp32_b1_224x224|sampled:vgg`; `sampled:` alone names none."""
-    names = [name.removeprefix(SAMPLED) for name in models.split("|")]
-    return frozenset(family(name) for name in names if name)
-
-
 def load_training_set(workspace: Workspace, target: str, schema: FeatureSchema = KERNEL_FEATURES) -> TrainingSet:
     """The dataset of `target` as arrays, its kernels described by the features of `schema`.
 
@@ -104,7 +98,7 @@ def load_training_set(workspace: Workspace, target: str, schema: FeatureSchema =
         log.info("%d kernel rows were measured beside held-out backgrounds (%s) and are left out", int(beside.sum()),
                  ", ".join(header.held_out_backgrounds))
     table = table[~beside]
-    owners = [families_of(models if isinstance(models, str) else "") for models in table["Models"]]
+    owners = [frozenset(filter(None, groups.split("|"))) for groups in table["Groups"].fillna("")]
     held_out = set(header.held_out)
     learned = np.array([not names or bool(names - held_out) for names in owners], dtype=bool)
     if held_out:
