@@ -13,7 +13,8 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from inference.sharing.load_curve import POINTS, LoadCurve, LoadPoint, predict_curve
+from inference.core.predictor import POINTS, Predictor
+from inference.sharing.load_curve import LoadCurve, LoadPoint
 from utils import cli, files
 from utils.lazy import matplotlib
 from utils.logger import get_logger
@@ -67,8 +68,8 @@ def main() -> int:
     if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"--plot {args.plot}: a .png, .svg or .pdf")
     workspace = cli.start(args)
-    curve = predict_curve(args.model, points=args.points, dims=cli.one_size_dims(args.dim), target=args.target,
-                          strict=args.strict, workspace=workspace, force=args.force, static=args.static)
+    predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force)
+    curve = predictor.curve(args.model, args.points, dims=cli.one_size_dims(args.dim), static=args.static)
     for warning in curve.warnings:
         log.warning("%s", warning)
     rows = [point.model_dump() | {"rough_estimate": curve.rough_estimate} for point in curve.points]

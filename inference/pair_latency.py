@@ -13,7 +13,7 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from inference.sharing.pair import predict_pair
+from inference.core.predictor import Predictor
 from utils import cli
 from utils.logger import get_logger
 
@@ -36,9 +36,9 @@ def main() -> int:
     cli.add_trust(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
-    pair = predict_pair(args.model, args.beside_model, dims=cli.one_size_dims(args.dim),
-                        beside_dims=cli.one_size_dims(args.beside_dim), target=args.target, strict=args.strict,
-                        workspace=workspace, force=args.force, static=args.static)
+    predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force)
+    pair = predictor.pair(args.model, args.beside_model, dims=cli.one_size_dims(args.dim),
+                          two_dims=cli.one_size_dims(args.beside_dim), static=args.static)
     for warning in pair.warnings:
         log.warning("%s", warning)
     if args.json:

@@ -34,17 +34,20 @@ import argparse
 import gc
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from benchmark.load.pace_reading import read_pace
-from benchmark.load.probe_reading import read_reading
-from inference.core.host_pace import HostPace, PaceAsked
+from inference.core.host_pace import PaceAsked
+from inference.core.predictor import Predictor
+from inference.core.report import log_measured, print_predictions, verdict
 from inference.core.sizes import never_falling
-from inference.core.sources import record_of
-from inference.core.targets import fitted_for, local_targets
+from inference.core.targets import local_targets
+from inference.core.timeline import trace_of
 from inference.core.ways import WayOfRunning
-from inference.live.load import CONFIG_FILE, InferenceConfig, Load, current_load, fields_asked
-from inference.sharing.co_runner import probe_of, probed
+from inference.live.load import CONFIG_FILE, InferenceConfig, Load
+from inference.live.surroundings import Surroundings
+from inference.sharing.slo import PERCENTILE, SloUnderLoad
 from ort_analysis.graph.optimized_once import optimized_once
 from utils import cli
 from utils.config import load_config
@@ -55,10 +58,8 @@ from utils.paths import ROOT
 from utils.trace_events import MEASURED, document, read_processes
 
 if TYPE_CHECKING:
-    from graph_model.simulation.sharing import OtherWork
     from inference.core.answers import Prediction
-    from inference.core.missing_kernels import Filled
-    from inference.sharing.slo import SloUnderLoad
+    from inference.core.predicted_run import PredictedRun
 
 log = get_logger("predict")
 
@@ -79,89 +80,8 @@ python inference/predict_model_latency.py --model model.onnx --target nvidia-h20
 """
 
 
-def summary(found: Prediction) -> dict[str, Any]:
-    """A prediction as one row of a table."""
-    return {
-        "model": found.model, "batch": found.batch,
-        **({"sizes": "fixed" if found.static else "left open"} if found.dims else {}),
-        **({"host pace": found.host_pace} if found.host_pace is not None else {}),
-        **(found.under_load.columns() if found.under_load else {"latency (ms)": found.latency_ms}),
-        "90 % between (ms)": "{:.4g} and {:.4g}".format(*found.interval_ms),
-        "items/s": found.items_per_second, "peak memory (MiB)": found.peak_memory_mib,
-        "Σ kernels (ms)": found.kernel_sum_ms,
-        **{name: f"{share:.0%}" for name, share in found.time_share.items()},
-    }
-
-
-def kernel_rows(found: Prediction, top: int) -> list[dict[str, Any]]:
-    """The `top` kernels that take most of the time, as rows of a table."""
-    return [
-        {"kernel": kernel.id, "type": kernel.type, "runs": kernel.count, "each (ms)": kernel.latency_ms,
-         "total (ms)": kernel.total_ms, "share": f"{kernel.share:.1%}", "provenance": kernel.provenance}
-        for kernel in found.kernels[:top]]
-
-
-def print_predictions(found: Sequence[Prediction], top: int) -> None:
-    """A row a prediction on stdout, the dominating kernels where there is one, and on stderr what they hold for."""
-    first = found[0]
-    used = first.composition
-    base = "longest path" if used.kind == "critical_path" else "Σ"
-    if used.kind == "sum_nodes":
-        base += f" {1000 * used.node_ms:+.3g} µs a node"
-    how = (f"{used.alpha:.4g}·{base} {used.beta_ms:+.4g} ms over kernels by label {used.label}" if used.costs is None
-           else "the end of the host's and the GPU's track, kernels by label gpu")
-    load = first.load if isinstance(first.load, str) else ", ".join(f"{k}={v:g}" for k, v in first.load.items())
-    if first.under_load and first.under_load.told_by == "probe":
-        load = ", ".join(filter(None, (load, "as the probe met it")))
-    log.info("target %s, %s, load %s; latency = %s", first.target, first.way.in_words, load, how)
-    mark = any(one.rough_estimate for one in found)
-    cli.print_table([summary(one) | ({"rough estimate": "yes" if one.rough_estimate else "no"} if mark else {})
-                     for one in found], "predicted latency")
-    if len(found) == 1 and top:
-        print()
-        cli.print_table(kernel_rows(first, top), f"the kernels that take most of {first.kernel_sum_ms:.4g} ms")
-
-
-def advise_measuring(args: argparse.Namespace, found: Sequence[Prediction]) -> None:
-    """Logs the command that measures doubtful kernels, where this machine is the target and look-ups would help."""
-    doubtful = [one for one in found if one.estimated_operators or one.doubtful_operators]
-    if (not doubtful or args.strict or args.measure_missing or doubtful[0].load != "idle"
-            or doubtful[0].target not in {target.name for target in local_targets()}):
-        return
-    command = ["python", "inference/predict_model_latency.py", "--model", str(args.model), "--measure-missing",
-               *(["--static"] if args.static else [])]
-    for option, values in (("--dim", args.dim), ("--target", [args.target] if args.target else []),
-                           ("--workspace", [str(args.workspace)] if args.workspace != ROOT else [])):
-        for value in values:
-            command += [option, value]
-    log.warning("this machine is the target; have them measured with: %s", shlex.join(command))
-
-
-def verdict(found: Prediction, slo: SloUnderLoad) -> str:
-    """A line that says whether an objective is met, by how much, and beside how much other work it still would be."""
-    what = f"p{slo.percentile:g}" if found.under_load else "latency"
-    could = f" (it could be {slo.could_be_ms:.4g})"
-    said = (f"{found.model}: {what} {slo.latency_ms:.4g} ms{could} {'meets' if slo.met else 'misses'} the SLO of "
-            f"{slo.limit_ms:g} ms by {abs(slo.headroom_ms):.4g} ms, {abs(slo.headroom_percent):.3g} %; ")
-    if slo.unknown_because is not None:
-        return said + f"what load still meets it is not known: {slo.unknown_because}"
-    if slo.highest_busy_share is None:
-        return said + f"p{slo.percentile:g} misses it on an idle device too"
-    return said + f"p{slo.percentile:g} meets it beside a background busy for up to {slo.highest_busy_share:.1%} of the time"
-
-
-def tell(filled: Filled) -> None:
-    """What was measured for the prediction, on stderr."""
-    if filled.measured:
-        log.info("measured %d kernels in %.1f s; %.1f s with all that goes with it", filled.measured, filled.measuring_s,
-                 filled.seconds)
-    else:
-        log.info("nothing to measure: every kernel was measured before, or tried")
-    if filled.left:
-        log.warning("%d kernels could not be measured and stay predicted: %s", len(filled.left), ", ".join(filled.left))
-
-
-def main() -> int:
+def options() -> argparse.ArgumentParser:
+    """The command's options."""
     parser = cli.parser(__doc__, EXAMPLES)
     cli.add_model(parser)
     cli.add_dim(parser)
@@ -198,8 +118,11 @@ def main() -> int:
     parser.add_argument("--fail-on-rough", action="store_true",
                         help=f"end with status {cli.EXIT_ROUGH} where a prediction is a rough estimate")
     cli.add_trust(parser)
-    args = parser.parse_args()
-    sizes = cli.combinations(cli.parse_dims(args.dim))
+    return parser
+
+
+def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, sizes: Sequence[Any]) -> None:
+    """Ends the command with a usage error where options do not go together; `sizes`: to be predicted."""
     if args.trace and len(sizes) > 1:
         parser.error("--trace draws one run: give each --dim one size")
     if args.measure_missing and (args.strict or args.metrics):
@@ -216,90 +139,71 @@ def main() -> int:
         parser.error("--probe FILE is one reading of what else runs; with --watch, leave FILE out")
     if args.export and not args.watch:
         parser.error("--export goes with --watch")
-    workspace = cli.start(args)
-    from inference.core.prediction import predict
-    from inference.sharing.slo import PERCENTILE, slo_under_load
 
-    workspace.find_model(args.model)  # what is not there is told before anything is measured
-    if args.machine:
-        read_pace(args.machine)
-    if __name__ == "__main__":  # its modules stay to the end, so Python need not look through them then: a tenth of the time.
-        gc.freeze()  # Boosters, which must still be found then, are not there yet, nor is xgboost
-    real: list[dict[str, Any]] = []
-    if args.beside:  # before the predictions: it may be no trace
-        real = read_processes(args.beside, MEASURED, 2)
-    config = load_config(args.config or CONFIG_FILE, InferenceConfig)
-    if args.measure_missing and config.prometheus.url is not None:
-        raise UserError("--measure-missing: idle times are not looked up under a load; set prometheus.url to null in "
-                        f"{args.config or CONFIG_FILE}")
-    asked = config.prometheus.url is not None and not args.metrics
-    fields = fields_asked(fitted_for(workspace, args.target)) if asked else ()
-    probe = asked and args.probe is None and fitted_for(workspace, args.target).sharing is not None
-    way = WayOfRunning(io=args.io, cuda_graph=args.cuda_graph)
-    host = PaceAsked(args.host_pace, args.machine, watched=bool(args.watch))
-    percentile = args.slo_percentile or PERCENTILE
 
-    def load_now(config: InferenceConfig) -> Load:
-        asks_pace = asked and host.of_prometheus(fitted_for(workspace, args.target), way)
-        return current_load(config, args.metrics, fields, probe, asks_pace)
+def advise_measuring(args: argparse.Namespace, found: Sequence[Prediction]) -> None:
+    """Logs the command that measures doubtful kernels, where this machine is the target and look-ups would help."""
+    doubtful = [one for one in found if one.estimated_operators or one.doubtful_operators]
+    if (not doubtful or args.strict or args.measure_missing or doubtful[0].load != "idle"
+            or doubtful[0].target not in {target.name for target in local_targets()}):
+        return
+    command = ["python", "inference/predict_model_latency.py", "--model", str(args.model), "--measure-missing",
+               *(["--static"] if args.static else [])]
+    for option, values in (("--dim", args.dim), ("--target", [args.target] if args.target else []),
+                           ("--workspace", [str(args.workspace)] if args.workspace != ROOT else [])):
+        for value in values:
+            command += [option, value]
+    log.warning("this machine is the target; have them measured with: %s", shlex.join(command))
 
-    def pace_now(load: Load) -> float | HostPace | None:
-        return host.now(fitted_for(workspace, args.target), way, load.host_probe_us)
 
-    def other_than(load: Load) -> OtherWork | None:
-        """As a probe met it: the one that --probe names, or else Prometheus's."""
-        if args.probe is None:
-            return probe_of(fitted_for(workspace, args.target), load)
-        return probed(fitted_for(workspace, args.target), read_reading(Path(args.probe)) if args.probe else None)
 
-    def predicted(dims: dict[str, int], load: Load, other: OtherWork | None, pace: float | HostPace | None) -> Prediction:
-        return predict(args.model, dims=dims, target=args.target, strict=args.strict, load=load.metrics, workspace=workspace,
-                       way=way, force=args.force, notices=load.notices, other=other, static=args.static, host_pace=pace)
+def watch(args: argparse.Namespace, surroundings: Surroundings, dims: dict[str, int]) -> int:
+    """Follows the load until Ctrl-C.
 
-    if args.watch:
-        from inference.live.follow import follow
-        from inference.live.watch import Watch
+    Raises:
+        UserError: nothing says what else runs, or the first prediction, for an idle device, can't be made.
+    """
+    from inference.live.follow import follow
 
-        if (not asked and not args.metrics and args.probe is None
-                and not host.is_followed(fitted_for(workspace, args.target), way)):
-            raise UserError(f"--watch: nothing says what else runs; set prometheus.url in {args.config or CONFIG_FILE}, or "
-                            "give --metrics FILE, which is read each time, or --probe on the GPU itself")
-        if asked and not fields:
-            raise UserError("--watch: the predictors were trained without metrics, so no load changes what they say")
-        unread = Load()  # what can't be used ends the command at once
-        for warning in predicted(sizes[0], unread, other_than(unread), pace_now(unread)).warnings:
-            log.warning("%s", warning)
+    if not surroundings.change:
+        raise UserError(f"--watch: nothing says what else runs; set prometheus.url in {args.config or CONFIG_FILE}, or "
+                        "give --metrics FILE, which is read each time, or --probe on the GPU itself")
+    if surroundings.asks_prometheus and not surroundings.fields():
+        raise UserError("--watch: the predictors were trained without metrics, so no load changes what they say")
+    predictor, way = surroundings.predictor, surroundings.way
+    first = predictor.predict(args.model, dims=dims, static=args.static, way=way, **surroundings.with_load(Load()))
+    for warning in first.warnings:  # what can't be used has ended the command by now
+        log.warning("%s", warning)
+    follow(predictor.watch(args.model, surroundings.now, args.watch, args.slo_ms, args.slo_percentile or PERCENTILE, dims=dims,
+                           static=args.static, way=way), args.export, args.json)
+    return 0
 
-        def followed() -> Prediction:
-            load = load_now(config.never_idle())
-            return predicted(sizes[0], load, other_than(load), pace_now(load))
 
-        follow(Watch(followed, args.watch, args.slo_ms, percentile), args.export, args.json)
-        return 0
-    load = load_now(config)
+def predict_once(args: argparse.Namespace, surroundings: Surroundings,
+                 sizes: Sequence[dict[str, int]]) -> tuple[list[PredictedRun], list[SloUnderLoad | None]]:
+    """The model at each size, and how it keeps to the objective, if there is one."""
+    predictor = surroundings.predictor
+    load = surroundings.load()
     with optimized_once():
         if args.measure_missing:
-            from inference.core.missing_kernels import measure_missing
+            log_measured(predictor.measure_missing(args.model, sizes, static=args.static))
+        now = surroundings.with_load(load)
+        runs = [predictor.run(args.model, dims=dims, static=args.static, way=surroundings.way, **now)
+                for dims in cli.track(sizes, "predicting")]
+    in_order = never_falling([run.prediction for run in runs])
+    runs = [replace(run, prediction=prediction) for run, prediction in zip(runs, in_order, strict=True)]
+    return runs, [predictor.objective(run, args.slo_ms, args.slo_percentile or PERCENTILE, like=now["other"])
+                  if args.slo_ms else None for run in runs]
 
-            tell(measure_missing(args.model, sizes, target=args.target, workspace=workspace, force=args.force,
-                                 static=args.static))
-        other, pace = other_than(load), pace_now(load)
-        found = never_falling([predicted(dims, load, other, pace) for dims in cli.track(sizes, "predicting")])
-    slos = [slo_under_load(one, args.model, args.slo_ms, percentile, workspace, args.force, other) for one in found
-            ] if args.slo_ms else [None] * len(found)
-    if args.trace:
-        from inference.core.timeline import trace_of
 
-        provider = fitted_for(workspace, args.target).target.flavour.device
-        record = record_of(workspace.find_model(args.model), provider, found[0].dims, args.static)
-        write_json(args.trace, document([*trace_of(found[0], record)["traceEvents"], *real]))
+def report(args: argparse.Namespace, found: Sequence[Prediction], slos: Sequence[SloUnderLoad | None]) -> int:
+    """Prints predictions; the exit status that they ask for."""
     for warning in dict.fromkeys(warning for one in found for warning in one.warnings):
         log.warning("%s", warning)
     advise_measuring(args, found)
     if args.json:
-        dumped = [one.model_dump(mode="json") | ({"slo": slo.model_dump(mode="json")} if slo else {})
-                  for one, slo in zip(found, slos, strict=True)]
-        cli.print_json(dumped)
+        cli.print_json([one.model_dump(mode="json") | ({"slo": slo.model_dump(mode="json")} if slo else {})
+                        for one, slo in zip(found, slos, strict=True)])
     else:
         print_predictions(found, args.top)
         for one, slo in zip(found, slos, strict=True):
@@ -308,6 +212,34 @@ def main() -> int:
     if args.fail_on_rough and any(one.rough_estimate for one in found):
         return cli.EXIT_ROUGH
     return cli.EXIT_SLO_MISSED if any(slo and not slo.met for slo in slos) else 0
+
+
+def main() -> int:
+    parser = options()
+    args = parser.parse_args()
+    sizes = cli.combinations(cli.parse_dims(args.dim))
+    check_together(parser, args, sizes)
+    workspace = cli.start(args)
+    workspace.find_model(args.model)  # what is not there is told before anything is measured
+    if args.machine:
+        read_pace(args.machine)
+    if __name__ == "__main__":  # its modules stay to the end, so Python need not look through them then: a tenth of the time.
+        gc.freeze()  # Boosters, which must still be found then, are not there yet, nor is xgboost
+    real = read_processes(args.beside, MEASURED, 2) if args.beside else []  # before the predictions: it may be no trace
+    config = load_config(args.config or CONFIG_FILE, InferenceConfig)
+    if args.measure_missing and config.prometheus.url is not None:
+        raise UserError("--measure-missing: idle times are not looked up under a load; set prometheus.url to null in "
+                        f"{args.config or CONFIG_FILE}")
+    surroundings = Surroundings(
+        Predictor(workspace, args.target, strict=args.strict, force=args.force),
+        WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), config, args.metrics, args.probe,
+        PaceAsked(args.host_pace, args.machine, watched=bool(args.watch)))
+    if args.watch:
+        return watch(args, surroundings, sizes[0])
+    runs, slos = predict_once(args, surroundings, sizes)
+    if args.trace:
+        write_json(args.trace, document([*trace_of(runs[0])["traceEvents"], *real]))
+    return report(args, [run.prediction for run in runs], slos)
 
 
 if __name__ == "__main__":

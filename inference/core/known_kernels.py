@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from benchmark.runtimes.ort.control_flow import RANGE, trip_ms
 from graph_model.simulation.tracks import NodeKind, node_kind
 from inference.core.answers import Provenance
-from inference.core.doubt import CERTAIN, KernelDoubt, Span
+from inference.core.doubt import CERTAIN, KernelDoubt, Span, kernel_doubts
 from inference.core.memory import Layout, layout_of
+from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import Kernel, ModelRecord
+from training.composition.off_gpu import (
+    copy_ms,
+    host_kernel_ms,
+    host_range,
+    is_copy,
+    is_off_gpu,
+    on_host,
+    reads_shape,
+    waits_for_gpu,
+)
+from training.kernels.settings import LAUNCHES
+
+if TYPE_CHECKING:
+    from inference.core.conditions import Conditions
 
 
 class KnownKernel(NamedTuple):
@@ -64,10 +80,33 @@ def runs_of_kernels(record: ModelRecord) -> dict[Placed, float]:
     return counts
 
 
+def known_kernels(records: Sequence[ModelRecord], conditions: Conditions) -> dict[Placed, KnownKernel]:
+    """What each kernel of some models brings to them; one that several share is predicted once."""
+    placed = {(node.kernel_id, node.provider): record.kernel_of(node) for record in records for node in record.nodes}
+    loops = {key: kernel for key, kernel in placed.items() if is_control_flow(kernel)}
+    off_gpu = {key: kernel for key, kernel in placed.items()
+               if conditions.device == "cuda" and is_off_gpu(kernel, key[1]) and key not in loops}
+    known = _predicted({key: kernel for key, kernel in placed.items() if key not in off_gpu and key not in loops}, conditions)
+    known |= {key: _off_gpu_kernel(kernel, key[1]) for key, kernel in off_gpu.items()}
+    return known | {key: _control_flow_kernel(kernel, conditions.device) for key, kernel in loops.items()}
+
+
+def _predicted(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict[Placed, KnownKernel]:
+    """The kernels that the target's predictors know."""
+    fitted, used, load = conditions.fitted, conditions.used, conditions.kernel_load
+    times = fitted.predictors.predict(list(kernels.values()), load, used.label, conditions.strict)
+    launches: Sequence[float | None] = [None] * len(kernels)
+    if used.kind == "pipeline":
+        launches = fitted.predictors.predict(list(kernels.values()), load, LAUNCHES, conditions.strict).latency_ms
+    doubts = kernel_doubts(kernels.values(), times.provenance, fitted, used.label)
+    return {key: KnownKernel(time_ms, cast("Provenance", provenance), count, node_kind(kernel), layout_of(kernel),
+                             doubts.get(kernel.id))
+            for (key, kernel), time_ms, provenance, count in zip(
+                kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
+
+
 def _control_flow_kernel(kernel: Kernel, device: str) -> KnownKernel:
     """What a Loop, an If or a Scan brings to a model with each trip, besides the nodes of its body."""
-    from training.composition.off_gpu import waits_for_gpu
-
     on_gpu = device == "cuda"
     return KnownKernel(trip_ms(kernel, device), "predicted", 0.0, NodeKind.OWN, layout_of(kernel),
                        KernelDoubt("control flow", Span(*RANGE), CERTAIN, False), on_host=on_gpu,
@@ -76,8 +115,6 @@ def _control_flow_kernel(kernel: Kernel, device: str) -> KnownKernel:
 
 def _off_gpu_kernel(kernel: Kernel, provider: str) -> KnownKernel:
     """What a copy, or a kernel that the CPU provider runs, brings to a CUDA session."""
-    from training.composition.off_gpu import copy_ms, host_kernel_ms, host_range, is_copy, on_host, reads_shape, waits_for_gpu
-
     if is_copy(kernel):
         return KnownKernel(copy_ms(kernel), "predicted", 1.0, NodeKind.OWN, layout_of(kernel),
                            on_host=on_host(kernel, provider), waits=waits_for_gpu(kernel))

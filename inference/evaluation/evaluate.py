@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.records.files import header_path, load_header
+from inference.core.conditions import check_way
 from inference.core.host_pace import USUAL, counts
-from inference.core.prediction import check_way
 from inference.core.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here, local_targets
 from inference.core.ways import AS_USUAL, WayOfRunning
 from inference.evaluation.cases import Case, Failures, cases_of, predict_case, recorded_cases

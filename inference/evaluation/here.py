@@ -21,8 +21,8 @@ from benchmark.metrics.source import MetricSource, values
 from benchmark.records.files import model_table_path
 from benchmark.records.reading import load_model_table
 from benchmark.runtimes.protocol import Reply, Request
+from inference.core.conditions import check_beside
 from inference.core.host_pace import HostPace, compares, ratio_of
-from inference.core.prediction import check_beside
 from inference.evaluation.cases import Case, Failures, predict_case
 from inference.live.load import InferenceConfig, Load, current_load, fields_asked, read_metrics
 from inference.live.prometheus import server_for

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from inference.sharing.shared_models import shared_model
 from ort_analysis.records.kernel_record import Frozen
 
 if TYPE_CHECKING:
-    from inference.core.sources import Source
-    from utils.paths import Workspace
-
-POINTS = 21
+    from inference.sharing.shared_models import SharedModel
 
 
 class LoadPoint(Frozen):
@@ -38,22 +33,15 @@ class LoadCurve(Frozen):
     warnings: tuple[str, ...]
 
 
-def predict_curve(source: Source, *, points: int = POINTS, dims: Mapping[str, int] | None = None, target: str | None = None,
-                  strict: bool = False, workspace: Workspace | None = None, force: bool = False,
-                  static: bool = False) -> LoadCurve:
-    """The latency of a model at `points` shares of the time, evenly spaced from 0 to 1, for which a background is busy.
-
-    The other arguments and the errors are those of `inference.shared_model`; from 0.95 on the background never
-    pauses (`benchmark.load.probe_reading.ALWAYS`).
-    """
-    model = shared_model(source, dims=dims, target=target, strict=strict, workspace=workspace, force=force,
-                         static=static)
+def load_curve(model: SharedModel, points: int) -> LoadCurve:
+    """The latency of a model at `points` shares of the time, evenly spaced from 0 to 1, for which a background is busy; from
+    0.95 on the background never pauses (`benchmark.load.probe_reading.ALWAYS`)."""
     found = []
     for place in range(points):
         share = place / (points - 1)
         under = model.at_share(share)
         p50, p95, p99 = (under.percentile_ms(percent) for percent in (50, 95, 99))
         found.append(LoadPoint(busy_share=share, mean_ms=under.mean_ms, p50_ms=p50, p95_ms=p95, p99_ms=p99))
-    return LoadCurve(model=model.idle.model, target=model.idle.target, dims=model.idle.dims, points=tuple(found),
-                     rough_estimate=model.idle.rough_estimate, estimated_operators=model.idle.estimated_operators,
-                     warnings=model.idle.warnings)
+    of = model.prediction
+    return LoadCurve(model=of.model, target=of.target, dims=of.dims, points=tuple(found), rough_estimate=of.rough_estimate,
+                     estimated_operators=of.estimated_operators, warnings=of.warnings)

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
-from graph_model.simulation.sharing import OtherWork
-from graph_model.simulation.tracks import Tracks
-from inference.core.answers import Prediction
-from inference.core.prediction import predict
-from inference.core.sources import Source, record_of
-from inference.core.targets import fitted_for
-from inference.core.timeline import off_gpu_of, tracks_of
 from inference.sharing.co_runner import NotShared, ToldBy, UnderLoad, check_mode_here, under_load
 from training.sharing.learned import Sharing, in_a_loop, other_work_guessed
-from utils.paths import Workspace
+
+if TYPE_CHECKING:
+    from graph_model.simulation.pipeline import PipelineCosts
+    from graph_model.simulation.sharing import OtherWork
+    from graph_model.simulation.tracks import Tracks
+    from inference.core.answers import Prediction
+    from inference.core.predicted_run import PredictedRun
 
 
 @dataclass(frozen=True)
 class SharedModel:
-    """A model, predicted for an idle target, and what is needed to put it beside other work.
+    """A model, and what is needed to put it beside other work.
 
     Attributes:
-        idle: its prediction on the idle device.
+        prediction: of the model.
+        alone_ms: its latency on an idle device.
         tracks, costs: of its run.
         sharing: how the target's GPU turns between processes.
-        off_gpu_ms: by how much nodes of the CPU provider and copies make an idle run longer.
+        off_gpu_ms: how much longer a run takes than its tracks alone, idle or not (`ModelRun.off_gpu_ms`).
     """
 
-    idle: Prediction
+    prediction: Prediction
+    alone_ms: float
     tracks: Tracks
     costs: PipelineCosts
     sharing: Sharing
@@ -50,25 +49,16 @@ class SharedModel:
         return in_a_loop((self.tracks, self.costs), (other.tracks, other.costs), self.sharing)
 
 
-def shared_model(source: Source, *, dims: Mapping[str, int] | None = None, target: str | None = None, strict: bool = False,
-                 workspace: Workspace | None = None, force: bool = False, static: bool = False,
-                 host_pace: float | None = None) -> SharedModel:
-    """A model on a target whose sharing is known. Arguments are those of `inference.predict`.
+def shared_model_of(run: PredictedRun) -> SharedModel:
+    """A model that was predicted, ready to be put next to other work.
 
     Raises:
-        UserError: as `predict`.
+        UserError: the GPU is this machine's and shared in a way that was not measured.
         NotShared: nothing was learned of how the target is shared.
     """
-    workspace = workspace or Workspace()
-    fitted = fitted_for(workspace, target)
-    if fitted.sharing is not None:
-        check_mode_here(fitted)
-    record = record_of(workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source,
-                       fitted.target.flavour.device, dims, static)
-    idle = predict(record, target=target, strict=strict, workspace=workspace, force=force, host_pace=host_pace)
-    if fitted.sharing is None or idle.composition.costs is None:
-        raise NotShared(fitted.target.name)
-    tracks, costs = tracks_of(idle, record), idle.composition.costs
-    off_gpu = off_gpu_of(idle, record)
-    off_gpu_ms = pipeline_ms(tracks, costs, off_gpu) - pipeline_ms(tracks, costs) if off_gpu else 0.0
-    return SharedModel(idle, tracks, costs, fitted.sharing, off_gpu_ms)
+    sharing, costs = run.fitted.sharing, run.run.costs
+    if sharing is not None:
+        check_mode_here(run.fitted)
+    if sharing is None or costs is None:
+        raise NotShared(run.fitted.target.name)
+    return SharedModel(run.prediction, run.alone_ms, run.run.tracks, costs, sharing, run.run.off_gpu_ms(costs))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from graph_model.simulation.sharing import OtherWork
-from inference.core.answers import Prediction
-from inference.core.sources import Source
+from typing import TYPE_CHECKING
+
 from inference.core.ways import AS_USUAL
 from inference.sharing.co_runner import NotShared
-from inference.sharing.shared_models import SharedModel, shared_model
+from inference.sharing.shared_models import SharedModel, shared_model_of
 from ort_analysis.records.kernel_record import Frozen
-from utils.paths import Workspace
+
+if TYPE_CHECKING:
+    from graph_model.simulation.sharing import OtherWork
+    from inference.core.answers import Prediction
+    from inference.core.predicted_run import PredictedRun
 
 PERCENTILE = 95.0
 PRECISION = 0.005  # of the highest share, a ratio
@@ -84,21 +87,22 @@ def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = 
     return low
 
 
-def slo_under_load(prediction: Prediction, source: Source, limit_ms: float, percentile: float = PERCENTILE,
-                   workspace: Workspace | None = None, force: bool = False, like: OtherWork | None = None) -> SloUnderLoad:
+def objective_of(run: PredictedRun, limit_ms: float, percentile: float = PERCENTILE,
+                 like: OtherWork | None = None) -> SloUnderLoad:
     """As `check_slo`, with the highest load that still meets it.
 
     Args:
-        source: the model of the prediction, as `inference.predict` took it.
+        run: of the model.
+        limit_ms, percentile: the objective.
         like: what else runs, as a probe met it: the load that still meets it has the same waits and phases.
     """
+    prediction = run.prediction
     found = check_slo(prediction, limit_ms, percentile).model_dump()
     if prediction.way != AS_USUAL:
         why = f"a model run {prediction.way.in_words} was not measured beside other work"
         return SloUnderLoad(**found, unknown_because=why)
     try:
-        model = shared_model(source, dims=prediction.dims, target=prediction.target, strict=prediction.strict,
-                             workspace=workspace, force=force, static=prediction.static, host_pace=prediction.host_pace)
+        model = shared_model_of(run)
     except NotShared as error:
         return SloUnderLoad(**found, unknown_because=str(error))
     return SloUnderLoad(**found, highest_busy_share=highest_busy_share(model, limit_ms, percentile, like))

@@ -124,7 +124,7 @@ def test_two_models_side_by_side(model: SharedModel, workspace: Workspace) -> No
     assert one == two
     assert one.idle_ms == predict("resnet18.onnx", target=TARGET, workspace=workspace).latency_ms
     assert one.under_load.mean_ms > one.idle_ms
-    assert pair.warnings == model.idle.warnings
+    assert pair.warnings == model.prediction.warnings
     assert one.under_load == model.beside(model.in_a_loop(model), "prediction")
     assert json.loads(told(shell(workspace, "pair_latency", "--beside-model", "resnet18.onnx", "--json"))) == pair.model_dump(
         mode="json")
@@ -158,15 +158,15 @@ def unshared(folder: Path) -> Workspace:
 
 def test_an_objective_under_load_and_idle(model: SharedModel) -> None:
     shared = UnderLoad(mean_ms=5.0, percentiles_ms=tuple(place / 10 for place in range(101)), busy_share=0.5, told_by="metrics")
-    loaded = model.idle.model_copy(update={"under_load": shared, "latency_ms": 5.0, "interval_ms": (4.0, 6.0)})
+    loaded = model.prediction.model_copy(update={"under_load": shared, "latency_ms": 5.0, "interval_ms": (4.0, 6.0)})
     missed = check_slo(loaded, 5.0)
     assert (missed.met, missed.latency_ms, missed.headroom_ms, missed.headroom_percent) == (
         False, pytest.approx(9.5), pytest.approx(-4.5), pytest.approx(-90.0))
     kept = check_slo(loaded, 5.0, 40.0)
     assert (kept.met, kept.headroom_ms, kept.headroom_percent) == (True, pytest.approx(1.0), pytest.approx(20.0))
-    alone = check_slo(model.idle, 2 * model.idle.latency_ms, 99.0)
-    assert (alone.met, alone.latency_ms, alone.headroom_percent) == (True, model.idle.latency_ms, pytest.approx(50.0))
-    assert alone.could_be_ms == model.idle.interval_ms[1]
+    alone = check_slo(model.prediction, 2 * model.prediction.latency_ms, 99.0)
+    assert (alone.met, alone.latency_ms, alone.headroom_percent) == (True, model.prediction.latency_ms, pytest.approx(50.0))
+    assert alone.could_be_ms == model.prediction.interval_ms[1]
     assert kept.could_be_ms == pytest.approx(4.0 * 6.0 / 5.0)
 
 
@@ -228,7 +228,7 @@ def test_a_curve_over_the_load(workspace: Workspace, model: SharedModel, tmp_pat
     curve = predict_curve("resnet18.onnx", points=5, target=TARGET, workspace=workspace)
     first, *_, last = curve.points
     assert [point.busy_share for point in curve.points] == [0.0, 0.25, 0.5, 0.75, 1.0]
-    assert [first.mean_ms, first.p50_ms, first.p99_ms] == pytest.approx([model.idle.latency_ms] * 3, rel=1e-4)
+    assert [first.mean_ms, first.p50_ms, first.p99_ms] == pytest.approx([model.prediction.latency_ms] * 3, rel=1e-4)
     always = model.beside(OtherWork(1.0, 0.0, np.array(SHARING.waits_ms)), "share")
     assert (last.mean_ms, last.p95_ms) == (always.mean_ms, always.percentile_ms(95))
     means = [point.mean_ms for point in curve.points]
@@ -248,7 +248,7 @@ def test_a_curve_over_the_load(workspace: Workspace, model: SharedModel, tmp_pat
 
 
 def test_readings_that_fail_are_told_and_counted(model: SharedModel) -> None:
-    answers = iter([model.idle, UserError("no answer"), UserError("no answer either"), model.idle])
+    answers = iter([model.prediction, UserError("no answer"), UserError("no answer either"), model.prediction])
     over = threading.Event()
 
     def ask() -> object:
@@ -266,8 +266,8 @@ def test_readings_that_fail_are_told_and_counted(model: SharedModel) -> None:
             over.set()
     assert [(reading.trouble, reading.failed) for reading in readings] == [
         ("", 0), ("no answer", 1), ("no answer either", 2), ("", 2)]
-    assert readings[0].slo == check_slo(model.idle, 5.0)
-    assert (readings[0].mean_ms, readings[0].p50_ms, readings[1].mean_ms) == (model.idle.latency_ms, None, None)
+    assert readings[0].slo == check_slo(model.prediction, 5.0)
+    assert (readings[0].mean_ms, readings[0].p50_ms, readings[1].mean_ms) == (model.prediction.latency_ms, None, None)
     watch.predicted_s, watch.error = watch.predicted_s - 100, "no answer"
     assert watch.trouble() == "the last prediction is 100 s old: no answer"
 
@@ -323,7 +323,7 @@ def test_the_command_follows_a_prometheus(workspace: Workspace, model: SharedMod
             served = {family.name: family for family in text_string_to_metric_families(requests.get(address, timeout=5).text)}
             assert {name for name in served if name.startswith("hase_")} == {LATENCY, MEAN, PREDICTED, FAILED, ROUGH}
             assert served["process_cpu_seconds"].samples[0].value > 0
-            labels = {"model": model.idle.model, "target": TARGET}
+            labels = {"model": model.prediction.model, "target": TARGET}
             assert {sample.labels["quantile"]: sample.value for sample in served[LATENCY].samples} == pytest.approx(
                 {f"{percent / 100:g}": shared.percentile_ms(percent) / 1e3 for percent in (50, 95, 99)})
             mean = served[MEAN].samples[0]

@@ -16,7 +16,7 @@ from benchmark.runtimes.ort.control_flow import CPU_TRIP_MS, CUDA_TRIP_MS
 from benchmark.runtimes.ort.runner import open_runner
 from benchmark.runtimes.ort.worker import labels_of
 from graph_model.dag.dag import build_dag, longest_path
-from inference import predict
+from inference import Predictor, predict
 from inference.core.timeline import trace_of
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.graph.source import own_sizes
@@ -139,7 +139,7 @@ def test_trips_that_change_nothing_are_said(caplog: pytest.LogCaptureFixture) ->
 
 def test_a_timeline_shows_every_trip() -> None:
     record = analyze(loop(3), "cuda")
-    names = [event["name"] for event in trace_of(predict(record, target=H200), record)["traceEvents"] if event["ph"] == "X"]
+    names = [event["name"] for event in trace_of(Predictor(target=H200).run(record))["traceEvents"] if event["ph"] == "X"]
     assert sum(name.startswith("again/MatMul_0") for name in names) == 2 * 3  # dispatched by the host, run by the GPU
     assert sum(name.startswith("again (Loop)") for name in names) == 3
 

@@ -8,7 +8,7 @@ from onnx import TensorProto, helper
 
 from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms, pipeline_ms, timeline
 from graph_model.simulation.tracks import OffGpu, Tracks
-from inference import predict
+from inference import Predictor, predict
 from inference.core.answers import Prediction
 from inference.core.timeline import trace_of
 from ort_analysis.graph.analysis import analyze
@@ -67,9 +67,9 @@ def test_a_model_that_the_cpu_decides_is_a_rough_estimate_and_says_why() -> None
 
 
 def test_the_trace_of_such_a_run_ends_with_its_latency() -> None:
-    record = chain("Relu", "Sinh", "Sigmoid")
-    mixed = predicted(record)
-    spans = [event for event in trace_of(mixed, record)["traceEvents"] if event["ph"] == "X"]
+    run = Predictor(target=TARGET).run(chain("Relu", "Sinh", "Sigmoid"))
+    mixed = run.prediction
+    spans = [event for event in trace_of(run)["traceEvents"] if event["ph"] == "X"]
     last = max(event["ts"] + event["dur"] for event in spans) / 1000 - min(event["ts"] for event in spans) / 1000
     assert mixed.composition.costs is not None
     assert last == pytest.approx(mixed.latency_ms, rel=0.05)

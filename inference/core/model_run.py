@@ -1,0 +1,161 @@
+"""A run of a model, put together from its kernels, and how far it moves where these or the host are other than expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from graph_model.simulation.pipeline import pipeline_ms
+from graph_model.simulation.tracks import OffGpu, Tracks
+from inference.core.doubt import CERTAIN, Span, hosts_between
+from inference.core.known_kernels import KnownKernel, Placed, placed_kernels
+from ort_analysis.records.run_order import at_guess, run_order, runs_in_order, shortest_cut
+from training.composition.fitted import copied_mib, host_io_ms, latency_ms, working_nodes
+
+if TYPE_CHECKING:
+    from graph_model.simulation.pipeline import PipelineCosts
+    from inference.core.ways import WayOfRunning
+    from ort_analysis.records.kernel_record import ModelRecord
+    from training.composition.fitted import Composition
+
+
+class Composed(NamedTuple):
+    """A model's time on an otherwise idle device, and the longest path where the composition uses it; ms."""
+
+    latency_ms: float
+    critical_path_ms: float | None
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """What a model's time is made of.
+
+    Attributes:
+        record: the model's.
+        known: its kernels, and others.
+        used: how their times are put together.
+        way: how the model is run.
+        costs: of a run, where `used` has host and GPU as two tracks; else None.
+    """
+
+    record: ModelRecord
+    known: Mapping[Placed, KnownKernel]
+    used: Composition
+    way: WayOfRunning
+    costs: PipelineCosts | None
+
+    def composed(self) -> Composed:
+        """The model's time from its kernels'. On a GPU it is no shorter than what the GPU itself has to do."""
+        kernel_sum_ms, critical_path_ms = sum(
+            node.runs * found.latency_ms for node, found in zip(self.record.nodes, self.nodes, strict=True)), None
+        if self.used.kind == "pipeline" and self.costs is not None:
+            latency = max(self.pipeline_ms(self.costs),
+                          sum(node.runs * found.gpu_ms for node, found in zip(self.record.nodes, self.nodes, strict=True)))
+        else:
+            if self.used.kind == "critical_path":
+                critical_path_ms = self._longest_path_ms()
+            base_ms = kernel_sum_ms if critical_path_ms is None else critical_path_ms
+            latency = float(latency_ms(self.used, base_ms, working_nodes(self.record)))
+        if self.way.io == "host" and self.used.host_io:
+            latency += host_io_ms(self.used.host_io, copied_mib(self.record))
+        return Composed(latency, critical_path_ms)
+
+    def pipeline_ms(self, costs: PipelineCosts) -> float:
+        """The latency of host and GPU as two tracks. Where loops are too long to be followed node by node, it is extrapolated
+        from two shorter ones: each trip takes as long as the one before."""
+        latency = pipeline_ms(self.tracks, costs, self.off_gpu)
+        if self._cut == 1:
+            return latency
+        every, some, fewer = (runs_in_order(self.record, times) for times in (1, self._cut, 2 * self._cut))
+        if some == fewer:
+            return latency * every / some
+        shorter = [self.nodes[place] for place in run_order(self.record, 2 * self._cut)]
+        return latency + (latency - pipeline_ms(_tracks(shorter), costs, _off_gpu(shorter))) * (every - some) / (some - fewer)
+
+    def off_gpu_ms(self, costs: PipelineCosts) -> float:
+        """How much longer the run takes than its tracks say: by what nodes do off the GPU, and by loops cut short in these."""
+        return self.pipeline_ms(costs) - pipeline_ms(self.tracks, costs)
+
+    @cached_property
+    def nodes(self) -> list[KnownKernel]:
+        """The kernel of each node of the record."""
+        return [self.known[key] for key in placed_kernels(self.record)]
+
+    @cached_property
+    def order(self) -> Sequence[int]:
+        """The place in the record of each node that runs, in order; of very long loops, a part."""
+        return run_order(self.record, self._cut)
+
+    @property
+    def nodes_run(self) -> list[KnownKernel]:
+        """The kernel of each node that runs, in `order`."""
+        return [self.nodes[place] for place in self.order]
+
+    @cached_property
+    def tracks(self) -> Tracks:
+        """Of the nodes in `order`. Their launches are known only where there are `costs`."""
+        return _tracks(self.nodes_run)
+
+    @cached_property
+    def off_gpu(self) -> OffGpu | None:
+        """What the nodes in `order` do off the GPU; None where all of it is the GPU's."""
+        return _off_gpu(self.nodes_run)
+
+    @cached_property
+    def _cut(self) -> int:
+        """By how much loops are cut short in `order`."""
+        return shortest_cut(self.record)
+
+    def _longest_path_ms(self) -> float:
+        from graph_model.dag.dag import build_dag, calculate_latency
+
+        by_node = {node.name: node.runs * found.latency_ms for node, found in zip(self.record.nodes, self.nodes, strict=True)}
+        return calculate_latency(build_dag(self.record), by_node, "critical_path")
+
+
+def kernels_span(run: ModelRun, latency: float, marking_only: bool) -> Span:
+    """By what factors a latency moves when all doubtful kernels are at the low, or at the high end of their plausible times;
+    with `marking_only`, those alone that can make it a rough estimate."""
+    low, high = (replace(run, known={key: kernel.at(end, marking_only) for key, kernel in run.known.items()}).composed()
+                 for end in ("low", "high"))
+    return Span(low.latency_ms / latency, high.latency_ms / latency) if latency else CERTAIN
+
+
+def hosts_span(run: ModelRun, latency: float, usual_costs: PipelineCosts | None, pace: float | None) -> Span:
+    """By what factors a latency moves beside a faster host and beside a slower one than the one it is predicted for. Constants
+    that were fitted on no model of this machine are so far off already that hosts are among what their range holds.
+
+    Args:
+        run: the model's.
+        latency: its time, in ms.
+        usual_costs: of a run, at the host's usual pace.
+        pace: of the host, a ratio; None where it is not known.
+    """
+    if usual_costs is None or not latency or run.used.assumed:
+        return CERTAIN
+    found = [replace(run, costs=usual_costs.at_pace(end)).composed().latency_ms for end in hosts_between(pace)]
+    return Span(min(found) / latency, max(found) / latency)
+
+
+def trips_span(run: ModelRun, latency: float) -> Span:
+    """By what factors a latency moves where bodies whose number of runs is a guess run as rarely, or as often, as they may."""
+    if not run.record.guessed or not latency:
+        return CERTAIN
+    low, high = (replace(run, record=at_guess(run.record, end)).composed().latency_ms for end in ("low", "high"))
+    return Span(low / latency, high / latency)
+
+
+def _tracks(nodes: Sequence[KnownKernel]) -> Tracks:
+    return Tracks(np.array([node.gpu_ms for node in nodes]), np.array([node.launches for node in nodes]),
+                  np.array([node.kind for node in nodes], dtype=int))
+
+
+def _off_gpu(nodes: Sequence[KnownKernel]) -> OffGpu | None:
+    if not any(node.on_host or node.waits for node in nodes):
+        return None
+    return OffGpu(np.array([node.latency_ms if node.on_host else 0.0 for node in nodes]),
+                  np.array([node.waits for node in nodes], dtype=bool))

@@ -1,0 +1,94 @@
+"""What to know about a model's own graph: sizes, trips and branches that depend on data, and kernels of unusual sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from inference.core.known_kernels import KnownKernel, Placed, runs_of_kernels
+from ort_analysis.cuda.capture import capture_obstacle
+from utils.errors import UserError
+
+if TYPE_CHECKING:
+    from inference.core.ways import WayOfRunning
+    from ort_analysis.records.kernel_record import ModelRecord
+
+
+def model_warnings(record: ModelRecord, known: Mapping[Placed, KnownKernel], way: WayOfRunning) -> tuple[str, ...]:
+    """All that there is to know about a model.
+
+    Raises:
+        UserError: it is to be captured as a CUDA graph, and ONNX Runtime can't do that.
+    """
+    return (*_capture_warning(record, way), *_assumed_warning(record), *_uncounted_warning(record),
+            *_guessed_warnings(record), *_range_warning(record, known))
+
+
+def _capture_warning(record: ModelRecord, way: WayOfRunning) -> tuple[str, ...]:
+    """What to know about a model that is to be captured as a CUDA graph; nothing where all of it runs on the GPU.
+
+    Raises:
+        UserError: ONNX Runtime can't capture it.
+    """
+    if not way.cuda_graph:
+        return ()
+    if (obstacle := capture_obstacle(record)) is not None:
+        raise UserError(f"{record.model}: ONNX Runtime can't capture it as a CUDA graph: {obstacle}; predict it without "
+                        "--cuda-graph")
+    on_cpu = [node.name for node in record.nodes if node.provider == "cpu"]
+    return (f"{len(on_cpu)} of its nodes work out sizes on the CPU ({', '.join(on_cpu[:2])}{' …' if len(on_cpu) > 2 else ''}): "
+            "a captured graph keeps the sizes of the run that was captured",) if on_cpu else ()
+
+
+def _assumed_warning(record: ModelRecord) -> tuple[str, ...]:
+    """What to know about sizes that depend on data and were taken to be the largest possible; nothing where there are none."""
+    if not record.assumed:
+        return ()
+    tensor, shape = next(iter(record.assumed.items()))
+    sizes = "×".join(map(str, shape))
+    return (f"sizes that depend on data are taken to be the largest possible, so the latency is an upper estimate: tensor "
+            f"{tensor} is {sizes}{f', and {len(record.assumed) - 1} more' * (len(record.assumed) > 1)}; say how large with "
+            f"--dim {tensor}.<axis>=SIZE",)
+
+
+def uncounted(record: ModelRecord) -> list[str]:
+    """The nodes that hold graphs of their own whose nodes are not in the record: in one of an older Hase Loops, Ifs, too."""
+    held = {node.inside for node in record.nodes}
+    return [node.name for node in record.nodes if record.kernel_of(node).subgraphs and node.name not in held]
+
+
+def _uncounted_warning(record: ModelRecord) -> tuple[str, ...]:
+    """What to know about graphs within nodes; nothing where there are none."""
+    names = uncounted(record)
+    return (f"rough estimate: {len(names)} of its nodes hold graphs of their own ({', '.join(names[:3])}"
+            f"{' …' if len(names) > 3 else ''}), and what runs in them is not counted: it takes longer than predicted",
+            ) if names else ()
+
+
+def _guessed_warnings(record: ModelRecord) -> list[str]:
+    """What to know about bodies whose number of runs is a guess."""
+    warnings = []
+    for name, guess in record.guessed.items():
+        if guess.taken.isdigit() and guess.high == 1.0:
+            warnings.append(f"{name} may end before its {guess.taken} trips, by what its body computes; all are counted: say "
+                            f"how many with --dim {name}.trips=N")
+        elif guess.taken.isdigit():
+            warnings.append(f"how often {name} runs its body can't be known; {guess.taken} trips are taken, a guess: say how "
+                            f"many with --dim {name}.trips=N")
+        else:
+            other = "else" if guess.taken == "then" else "then"
+            warnings.append(f"which branch {name} takes can't be known; the more expensive one, {guess.taken}, is counted: "
+                            f"say otherwise with --branch {name}={other}")
+    return warnings
+
+
+def _range_warning(record: ModelRecord, known: Mapping[Placed, KnownKernel]) -> tuple[str, ...]:
+    """What to know about a model's kernels that are smaller or larger than any measured; nothing where there are none."""
+    counts = runs_of_kernels(record)
+    found = [key for key in counts if (doubt := known[key].doubt) is not None and doubt.reason == "beyond"]
+    if not found:
+        return ()
+    part, total = (sum(counts[key] * known[key].latency_ms for key in keys) for keys in (found, counts))
+    named = ", ".join(name for name, _ in found[:2]) + (" …" if len(found) > 2 else "")
+    return (f"{len(found)} of its kernels, {part / total if total else 0.0:.1%} of the kernel time, are beyond what was "
+            f"measured in some size, and less sure: {named}",)

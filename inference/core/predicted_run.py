@@ -1,0 +1,194 @@
+"""A prediction with the run that it is of: all that further questions about the model need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from inference.core.answers import PROVENANCES, KernelShare, Prediction, Provenance, UsedComposition
+from inference.core.device_memory import device_memory_mib, memory_warnings
+from inference.core.doubt import (
+    CERTAIN,
+    FORCED,
+    OTHER_CUDNN,
+    KernelDoubt,
+    Span,
+    doubt_warnings,
+    fitted_span,
+    host_warning,
+    is_rough,
+    joined,
+    kernels_under_load_span,
+    load_span,
+    shortness,
+)
+from inference.core.host_pace import UNKNOWN
+from inference.core.known_kernels import KnownKernel, Placed, runs_of_kernels
+from inference.core.memory import peak_memory
+from inference.core.model_run import Composed, ModelRun, hosts_span, kernels_span, trips_span
+from inference.core.model_warnings import uncounted
+from inference.core.targets import Fitted, misfits
+from inference.sharing.co_runner import UnderLoad, under_load
+
+if TYPE_CHECKING:
+    from inference.core.conditions import Conditions
+    from ort_analysis.records.kernel_record import Kernel, ModelRecord
+    from training.composition.fitted import Composition
+
+
+@dataclass(frozen=True)
+class PredictedRun:
+    """A prediction, and what it was made from.
+
+    Attributes:
+        prediction: the answer.
+        run: the model's kernels, tracks and costs.
+        alone_ms: its latency on an otherwise idle device.
+        fitted: what was learned of the target.
+    """
+
+    prediction: Prediction
+    run: ModelRun
+    alone_ms: float
+    fitted: Fitted
+
+
+class KernelTimes(NamedTuple):
+    """The times of a model's kernels, by id and provider.
+
+    Attributes:
+        counts: how often each runs.
+        totals_ms: all its runs together.
+        sum_ms: Σ of all kernels.
+        whole_ms: the same, what shares are of; 1 for a graph that is optimised away, which has no kernels.
+        shares: of whole_ms, a ratio by provenance.
+        nodes: number of nodes by provenance.
+    """
+
+    counts: Mapping[Placed, float]
+    totals_ms: Mapping[Placed, float]
+    sum_ms: float
+    whole_ms: float
+    shares: dict[Provenance, float]
+    nodes: dict[Provenance, int]
+
+
+class Uncertainty(NamedTuple):
+    """How far a latency may be off (as factors), whether that makes it a rough estimate, and what to know about it."""
+
+    span: Span
+    rough: bool
+    warnings: tuple[str, ...]
+
+
+def predicted_run(record: ModelRecord, known: Mapping[Placed, KnownKernel], conditions: Conditions,
+                  warnings: Sequence[str]) -> PredictedRun:
+    """A model's run from what is known of its kernels.
+
+    Args:
+        record: the model's.
+        known: its kernels by id and provider, and others.
+        conditions: what the prediction holds for.
+        warnings: what is to be known first.
+    """
+    run = ModelRun(record, known, conditions.used, conditions.way, conditions.costs)
+    composed, times = run.composed(), kernel_times(record, known)
+    doubts = [(record.kernels[key[0]], doubt) for key in times.counts if (doubt := known[key].doubt) is not None]
+    shared = _under_load(run, conditions)
+    unsure = _uncertainty(run, conditions, composed.latency_ms, times.shares["measured"], doubts, shared)
+    prediction = _prediction(run, conditions, composed, times, doubts, shared, unsure, warnings)
+    return PredictedRun(prediction, run, composed.latency_ms, conditions.fitted)
+
+
+def kernel_times(record: ModelRecord, known: Mapping[Placed, KnownKernel]) -> KernelTimes:
+    """What a model's kernels take, and how much of that is measured, predicted and estimated."""
+    counts = runs_of_kernels(record)
+    totals = {key: count * known[key].latency_ms for key, count in counts.items()}
+    by_provenance: dict[Provenance, float] = dict.fromkeys(PROVENANCES, 0.0)
+    nodes: dict[Provenance, int] = dict.fromkeys(PROVENANCES, 0)
+    for key, total_ms in totals.items():
+        by_provenance[known[key].provenance] += total_ms
+        nodes[known[key].provenance] += round(counts[key])
+    kernel_sum_ms = sum(totals.values())
+    whole_ms = kernel_sum_ms or 1.0
+    shares = {name: part / whole_ms for name, part in by_provenance.items()}
+    return KernelTimes(counts, totals, kernel_sum_ms, whole_ms, shares, nodes)
+
+
+def _under_load(run: ModelRun, conditions: Conditions) -> UnderLoad | None:
+    """The latency's distribution next to what else runs; None where there is none."""
+    beside = conditions.beside
+    if beside is None or run.costs is None:
+        return None
+    shared = under_load(run.tracks, run.costs, beside.sharing, beside.other, beside.told_by)
+    return shared.later_by(run.off_gpu_ms(run.costs))
+
+
+def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured_share: float,
+                 doubts: Sequence[tuple[Kernel, KernelDoubt]], shared: UnderLoad | None) -> Uncertainty:
+    """How sure a latency is, given the part of its kernels' time that was measured (a ratio) and its doubtful kernels."""
+    fitted, used, pace, record = conditions.fitted, conditions.used, conditions.pace, run.record
+    moved = marking = CERTAIN
+    if doubts:
+        moved, marking = (kernels_span(run, latency, marking_only) for marking_only in (False, True))
+    trips = trips_span(run, latency)
+    hosts = hosts_span(run, latency, conditions.usual_costs, pace.ratio) if pace else CERTAIN
+    short = shortness(used, latency)
+    spans = [fitted_span(used, conditions.way, measured_share, conditions.device), moved, trips, hosts, short.span]
+    if conditions.beside and shared:
+        spans.append(load_span(conditions.beside.sharing, conditions.beside.told_by))
+    elif conditions.load:
+        spans.append(kernels_under_load_span(fitted.predictors, used.label))
+    times = (OTHER_CUDNN if fitted.other_cudnn else 1.0) * (
+        FORCED if misfits(record, fitted.target, fitted.predictors.sidecar.dtypes) else 1.0)
+    warnings = (*doubt_warnings(doubts, marking), *short.warnings, *(host_warning(hosts) if pace == UNKNOWN else ()), *(
+        ["no model was ever measured on this machine: how kernels add up is a default, so the interval is wide"]
+        if used.assumed else []))
+    return Uncertainty(joined(spans).widened(times),
+                       is_rough(marking) or is_rough(trips) or short.marks or bool(record.assumed or uncounted(record)),
+                       warnings)
+
+
+def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times: KernelTimes,
+                doubts: Sequence[tuple[Kernel, KernelDoubt]], shared: UnderLoad | None, unsure: Uncertainty,
+                warnings: Sequence[str]) -> Prediction:
+    record, fitted, used, pace = run.record, conditions.fitted, conditions.used, conditions.pace
+    latency = shared.mean_ms if shared else composed.latency_ms
+    estimated, doubtful = (tuple(sorted({kernel.type for kernel, doubt in doubts if doubt.reason in reasons}))
+                           for reasons in (("estimated", "on the CPU"), ("stand-in", "other form")))
+    memory = peak_memory(record, layouts={key[0]: run.known[key].layout for key in times.counts})
+    there_mib = device_memory_mib(fitted.target, fitted.predictors.sidecar.machines)
+    return Prediction(
+        model=record.model, target=fitted.target.name, flavour=record.flavour.name,
+        composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
+                                    node_ms=used.node_ms, costs=run.costs, assumed=used.assumed),
+        way=run.way, latency_ms=latency, interval_ms=(unsure.span.low * latency, unsure.span.high * latency),
+        rough_estimate=unsure.rough, estimated_operators=estimated, doubtful_operators=doubtful,
+        sum_latency_ms=_sum_latency_ms(used, times.sum_ms), kernel_sum_ms=times.sum_ms,
+        critical_path_ms=composed.critical_path_ms,
+        load=conditions.load or ({} if shared else "idle"), under_load=shared,
+        host_pace=pace.ratio if pace else None, host_pace_source=pace.source if pace else None,
+        strict=conditions.strict, time_share=times.shares, kernel_count=times.nodes, kernels=_kernel_shares(run, times),
+        types_without_predictor=estimated, dims=record.dims, static=record.static, batch=record.batch,
+        items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
+        memory=memory, peak_memory_mib=memory.peak_mib, device_memory_mib=there_mib,
+        fits_memory=None if there_mib is None else memory.least_mib <= there_mib,
+        warnings=(*warnings, *unsure.warnings, *memory_warnings(memory.least_mib, there_mib)),
+    )
+
+
+def _kernel_shares(run: ModelRun, times: KernelTimes) -> tuple[KernelShare, ...]:
+    """The kernels, the dominating ones first."""
+    record, known = run.record, run.known
+    return tuple(
+        KernelShare(id=key[0], type=record.kernels[key[0]].type, count=round(times.counts[key]),
+                    latency_ms=known[key].latency_ms, total_ms=total_ms, share=total_ms / times.whole_ms,
+                    provenance=known[key].provenance, launches=known[key].launches, provider=key[1])
+        for key, total_ms in sorted(times.totals_ms.items(), key=lambda item: -item[1]))
+
+
+def _sum_latency_ms(used: Composition, kernel_sum_ms: float) -> float | None:
+    """α·Σ+β with the α and β that were fitted for the sum; None where none were."""
+    fits = [used] if used.kind == "sum" else [c for c in used.candidates if (c.label, c.kind) == (used.label, "sum")]
+    return fits[0].alpha * kernel_sum_ms + fits[0].beta_ms if fits else None

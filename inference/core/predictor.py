@@ -1,0 +1,244 @@
+"""Answers all questions about models on one target: one model, many, a curve over the load, a pair, an objective, a watch.
+
+    from inference import Predictor
+    predictor = Predictor(target="nvidia-h200")
+    print(predictor.predict("model.onnx", dims={"batch": 16}).latency_ms)
+
+What was learned for the target is read once, at the first question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+from inference.core.conditions import Conditions, beside_of, check_way, pace_of, sharing_warning
+from inference.core.known_kernels import known_kernels
+from inference.core.model_warnings import model_warnings
+from inference.core.predicted_run import PredictedRun, predicted_run
+from inference.core.sources import Source, record_of
+from inference.core.targets import Fitted, check_fit, fitted_for
+from inference.core.ways import AS_USUAL, WayOfRunning
+from inference.sharing.shared_models import SharedModel, shared_model_of
+from inference.sharing.slo import PERCENTILE, SloUnderLoad, objective_of
+from utils.paths import Workspace
+
+if TYPE_CHECKING:
+    from benchmark.collecting.config import CollectorConfig
+    from graph_model.simulation.sharing import OtherWork
+    from inference.core.answers import Prediction
+    from inference.core.host_pace import HostPace
+    from inference.core.missing_kernels import Filled
+    from inference.live.watch import Watch
+    from inference.sharing.load_curve import LoadCurve
+    from inference.sharing.pair import Pair
+    from ort_analysis.records.kernel_record import ModelRecord
+    from training.composition.fitted import Composition
+
+POINTS = 21  # of a curve over the load
+
+
+class Circumstances(TypedDict, total=False):
+    """What else runs and how fast the host is; all may be left out.
+
+    Attributes:
+        load: metrics of what else runs on the device, by DCGM field name; None or empty: nothing does.
+        notices: what to know about the load; put first among the prediction's warnings.
+        other: what else runs on the GPU, as a probe met it (`training.sharing.learned.other_work_probed`); metrics say less.
+        host_pace: how many times as long as usual the target's host takes to dispatch, a ratio (`inference.core.host_pace`
+            measures it, or reads it from a file). None: what benchmark/host_pace.py found on this machine not long ago, where
+            it is the target; else it is not known.
+    """
+
+    load: Mapping[str, float] | None
+    notices: Sequence[str]
+    other: OtherWork | None
+    host_pace: float | HostPace | None
+
+
+class Options(Circumstances, total=False):
+    """What a prediction is for, besides the model and the target; all may be left out.
+
+    Attributes:
+        dims: sizes of dynamic dimensions by name.
+        static: take a model with dynamic dimensions as exported at `dims`; else as a session that takes any sizes runs it.
+        way: how the model is run, if otherwise than with its tensors on the device, node by node.
+        composition: another than the target's own.
+    """
+
+    dims: Mapping[str, int] | None
+    static: bool
+    way: WayOfRunning
+    composition: Composition | None
+
+
+class Predictor:
+    """What was learned for a target, ready to predict models with.
+
+    Attributes:
+        workspace: the folder that holds the predictors, and models by their bare names.
+        target: as it was asked for; see `fitted.target` for the one that was found.
+        strict: predict every kernel, even those that were measured.
+        force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
+    """
+
+    def __init__(self, workspace: Workspace | None = None, target: str | None = None, *, strict: bool = False,
+                 force: bool = False) -> None:
+        """Reads nothing yet.
+
+        Args:
+            workspace: by default the repository.
+            target: the target's name, or a part of it; by default this machine, or the only one that has predictors.
+            strict, force: see the class.
+        """
+        self.workspace = workspace or Workspace()
+        self.target = target
+        self.strict = strict
+        self.force = force
+
+    @cached_property
+    def fitted(self) -> Fitted:
+        """What was learned for the target.
+
+        Raises:
+            UserError: there are no predictors for it, or they can't be read.
+        """
+        return fitted_for(self.workspace, self.target)
+
+    def renew(self) -> None:
+        """Has what was learned looked at again at the next question: files that changed since are read again then."""
+        self.__dict__.pop("fitted", None)
+
+    def record(self, source: Source, dims: Mapping[str, int] | None = None, static: bool = False) -> ModelRecord:
+        """The model as the target runs it; arguments and errors as of `inference.core.sources.record_of`."""
+        model = self.workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
+        return record_of(model, self.fitted.target.flavour.device, dims, static)
+
+    def predict(self, source: Source, **options: Unpack[Options]) -> Prediction:
+        """The latency of one model.
+
+        Args:
+            source: an ONNX file (or a record's JSON file), a model in memory, or a record.
+            options: see `Options`.
+
+        Raises:
+            UserError: the model, the predictors, the load or the pace can't be used; the message says why.
+        """
+        return self.run(source, **options).prediction
+
+    def predict_many(self, sources: Iterable[Source], **options: Unpack[Options]) -> list[Prediction]:
+        """The latencies of many models in one go, in their order; a kernel that several share is predicted once.
+
+        Arguments and errors are those of `predict`.
+        """
+        return [run.prediction for run in self.runs(sources, **options)]
+
+    def run(self, source: Source, **options: Unpack[Options]) -> PredictedRun:
+        """As `predict`, with what the prediction was made from: `curve`, `pair` and `objective` take it in place of a model,
+        and need no second prediction."""
+        return self.runs([source], **options)[0]
+
+    def runs(self, sources: Iterable[Source], *, dims: Mapping[str, int] | None = None, static: bool = False,
+             way: WayOfRunning = AS_USUAL, composition: Composition | None = None, load: Mapping[str, float] | None = None,
+             notices: Sequence[str] = (), other: OtherWork | None = None,
+             host_pace: float | HostPace | None = None) -> list[PredictedRun]:
+        """As `predict_many`, with what the predictions were made from."""
+        fitted = self.fitted
+        used, load = composition or fitted.composition, dict(load or {})
+        check_way(way, used, fitted.target.name)
+        pace = pace_of(host_pace, fitted, used, way, self.workspace)
+        records = [self.record(source, dims, static) for source in sources]
+        notices = (*notices, *fitted.notices)
+        if way.cuda_graph and host_pace is not None:
+            notices = (*notices, "a CUDA graph that is replayed does not wait for its host, so the host's pace changes nothing")
+        if fitted.sharing is None and (unread := sorted(set(load) - set(fitted.predictors.sidecar.metrics))):
+            notices = (*notices, f"the load's {', '.join(unread)} was in no training and is not looked at")
+        misfits = [check_fit(record, fitted.target, fitted.predictors.sidecar.dtypes, self.force) for record in records]
+        conditions = Conditions(fitted, used, way, self.strict, load, beside_of(fitted, used, way, load, other), pace)
+        known = known_kernels(records, conditions)
+        return [predicted_run(record, known, conditions, (
+            *notices, *of_record, *sharing_warning(conditions.beside), *model_warnings(record, known, way)))
+            for record, of_record in zip(records, misfits, strict=True)]
+
+
+    def shared(self, model: Source | PredictedRun, **options: Unpack[Options]) -> SharedModel:
+        """A model that can be put next to other work on the target.
+
+        Raises:
+            UserError: as `predict`, or the GPU is this machine's and shared in a way that was not measured.
+            NotShared: nothing was learned of how the target is shared.
+        """
+        return shared_model_of(self._run_of(model, options))
+
+    def curve(self, model: Source | PredictedRun, points: int = POINTS, **options: Unpack[Options]) -> LoadCurve:
+        """The latency of a model at `points` shares of the time, evenly spaced from 0 to 1, for which a background is busy.
+
+        From 0.95 on the background never pauses (`benchmark.load.probe_reading.ALWAYS`). Errors as of `shared`.
+        """
+        from inference.sharing.load_curve import load_curve
+
+        return load_curve(self.shared(model, **options), points)
+
+    def pair(self, one: Source | PredictedRun, two: Source | PredictedRun, *, dims: Mapping[str, int] | None = None,
+             two_dims: Mapping[str, int] | None = None, static: bool = False) -> Pair:
+        """Two models side by side, each in a process of its own that runs it again and again without a pause.
+
+        Args:
+            one, two: the models; they may be the same.
+            dims, two_dims: sizes of their dynamic dimensions by name.
+            static: as in `Options`.
+
+        Errors as of `shared`.
+        """
+        from inference.sharing.pair import pair
+
+        return pair(self.shared(one, dims=dims, static=static), self.shared(two, dims=two_dims, static=static))
+
+    def objective(self, model: Source | PredictedRun, limit_ms: float, percentile: float = PERCENTILE, *,
+                  like: OtherWork | None = None, **options: Unpack[Options]) -> SloUnderLoad:
+        """Whether a model keeps to a latency objective, and the highest load at which it still does.
+
+        Args:
+            model: a model, or its run.
+            limit_ms, percentile: the objective: `percentile` % of the runs take at most `limit_ms`.
+            like: what else runs, as a probe met it: the highest load is taken to have the same waits and phases.
+            options: see `Options`.
+        """
+        return objective_of(self._run_of(model, options), limit_ms, percentile, like)
+
+    def watch(self, source: Source, now: Callable[[], Circumstances], interval_s: float, limit_ms: float | None = None,
+              percentile: float = PERCENTILE, **options: Unpack[Options]) -> Watch:
+        """A prediction that is made again every `interval_s` seconds, with what `now` says then; see `Watch`. A training that
+        ends meanwhile is followed.
+
+        Args:
+            source: as in `predict`.
+            now: what changes, such as the load; called before each prediction. It may raise `UserError`.
+            interval_s: from one prediction to the next.
+            limit_ms, percentile: the objective, if any.
+            options: what stays.
+        """
+        from inference.live.watch import Watch
+
+        def predicted() -> Prediction:
+            self.renew()
+            at_once: Options = {**options, **now()}
+            return self.predict(source, **at_once)
+
+        return Watch(predicted, interval_s, limit_ms, percentile)
+
+    def measure_missing(self, source: Source, sizes: Sequence[Mapping[str, int]] = ({},), *,
+                        config: CollectorConfig | None = None, static: bool = False) -> Filled:
+        """Has the kernels of a model measured that were not yet, on this machine, which is the target; predictions look them up
+        from then on. Arguments and errors as of `inference.core.missing_kernels.measure_missing`."""
+        from inference.core.missing_kernels import measure_missing
+
+        filled = measure_missing(source, sizes, target=self.target, workspace=self.workspace, config=config, force=self.force,
+                                 static=static)
+        self.renew()
+        return filled
+
+    def _run_of(self, model: Source | PredictedRun, options: Options) -> PredictedRun:
+        return model if isinstance(model, PredictedRun) else self.run(model, **options)

@@ -1,0 +1,83 @@
+"""Predictions in words and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from utils import cli
+from utils.logger import get_logger
+
+if TYPE_CHECKING:
+    from inference.core.answers import Prediction
+    from inference.core.missing_kernels import Filled
+    from inference.sharing.slo import SloUnderLoad
+
+log = get_logger("predict")
+
+
+def summary(found: Prediction) -> dict[str, Any]:
+    """A prediction as one row of a table."""
+    return {
+        "model": found.model, "batch": found.batch,
+        **({"sizes": "fixed" if found.static else "left open"} if found.dims else {}),
+        **({"host pace": found.host_pace} if found.host_pace is not None else {}),
+        **(found.under_load.columns() if found.under_load else {"latency (ms)": found.latency_ms}),
+        "90 % between (ms)": "{:.4g} and {:.4g}".format(*found.interval_ms),
+        "items/s": found.items_per_second, "peak memory (MiB)": found.peak_memory_mib,
+        "Σ kernels (ms)": found.kernel_sum_ms,
+        **{name: f"{share:.0%}" for name, share in found.time_share.items()},
+    }
+
+
+def kernel_rows(found: Prediction, top: int) -> list[dict[str, Any]]:
+    """The `top` kernels that take most of the time, as rows of a table."""
+    return [
+        {"kernel": kernel.id, "type": kernel.type, "runs": kernel.count, "each (ms)": kernel.latency_ms,
+         "total (ms)": kernel.total_ms, "share": f"{kernel.share:.1%}", "provenance": kernel.provenance}
+        for kernel in found.kernels[:top]]
+
+
+def print_predictions(found: Sequence[Prediction], top: int) -> None:
+    """A row a prediction on stdout, the dominating kernels where there is one, and on stderr what they hold for."""
+    first = found[0]
+    used = first.composition
+    base = "longest path" if used.kind == "critical_path" else "Σ"
+    if used.kind == "sum_nodes":
+        base += f" {1000 * used.node_ms:+.3g} µs a node"
+    how = (f"{used.alpha:.4g}·{base} {used.beta_ms:+.4g} ms over kernels by label {used.label}" if used.costs is None
+           else "the end of the host's and the GPU's track, kernels by label gpu")
+    load = first.load if isinstance(first.load, str) else ", ".join(f"{k}={v:g}" for k, v in first.load.items())
+    if first.under_load and first.under_load.told_by == "probe":
+        load = ", ".join(filter(None, (load, "as the probe met it")))
+    log.info("target %s, %s, load %s; latency = %s", first.target, first.way.in_words, load, how)
+    mark = any(one.rough_estimate for one in found)
+    cli.print_table([summary(one) | ({"rough estimate": "yes" if one.rough_estimate else "no"} if mark else {})
+                     for one in found], "predicted latency")
+    if len(found) == 1 and top:
+        print()
+        cli.print_table(kernel_rows(first, top), f"the kernels that take most of {first.kernel_sum_ms:.4g} ms")
+
+
+def verdict(found: Prediction, slo: SloUnderLoad) -> str:
+    """A line that says whether an objective is met, by how much, and beside how much other work it still would be."""
+    what = f"p{slo.percentile:g}" if found.under_load else "latency"
+    could = f" (it could be {slo.could_be_ms:.4g})"
+    said = (f"{found.model}: {what} {slo.latency_ms:.4g} ms{could} {'meets' if slo.met else 'misses'} the SLO of "
+            f"{slo.limit_ms:g} ms by {abs(slo.headroom_ms):.4g} ms, {abs(slo.headroom_percent):.3g} %; ")
+    if slo.unknown_because is not None:
+        return said + f"what load still meets it is not known: {slo.unknown_because}"
+    if slo.highest_busy_share is None:
+        return said + f"p{slo.percentile:g} misses it on an idle device too"
+    return said + f"p{slo.percentile:g} meets it beside a background busy for up to {slo.highest_busy_share:.1%} of the time"
+
+
+def log_measured(filled: Filled) -> None:
+    """What was measured for the prediction, on stderr."""
+    if filled.measured:
+        log.info("measured %d kernels in %.1f s; %.1f s with all that goes with it", filled.measured, filled.measuring_s,
+                 filled.seconds)
+    else:
+        log.info("nothing to measure: every kernel was measured before, or tried")
+    if filled.left:
+        log.warning("%d kernels could not be measured and stay predicted: %s", len(filled.left), ", ".join(filled.left))

@@ -1,0 +1,85 @@
+"""What else runs on the device and how fast its host is, learned from wherever a command is told to look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmark.load.probe_reading import read_reading
+from inference.live.load import InferenceConfig, Load, current_load, fields_asked
+from inference.sharing.co_runner import probe_of, probed
+
+if TYPE_CHECKING:
+    from graph_model.simulation.sharing import OtherWork
+    from inference.core.host_pace import PaceAsked
+    from inference.core.predictor import Circumstances, Predictor
+    from inference.core.ways import WayOfRunning
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where to look.
+
+    Attributes:
+        predictor: for the target.
+        way: how the model is run.
+        config: names a Prometheus, if there is one.
+        metrics: a file of metrics, which is read each time; with it, Prometheus is not asked.
+        probe: a file with a reading of the sharing probe; empty: it is read on this machine; None: Prometheus may have one.
+        host: the same for the host's pace.
+    """
+
+    predictor: Predictor
+    way: WayOfRunning
+    config: InferenceConfig
+    metrics: Path | None
+    probe: str | None
+    host: PaceAsked
+
+    @property
+    def asks_prometheus(self) -> bool:
+        """Whether a Prometheus is asked for the load."""
+        return self.config.prometheus.url is not None and not self.metrics
+
+    @property
+    def change(self) -> bool:
+        """Whether anything is looked at that may change from one prediction to the next."""
+        return bool(self.asks_prometheus or self.metrics or self.probe is not None
+                    or self.host.is_followed(self.predictor.fitted, self.way))
+
+    def fields(self) -> tuple[str, ...]:
+        """The metrics that Prometheus is asked for; none where it is not asked, or where the predictors know none."""
+        return fields_asked(self.predictor.fitted) if self.asks_prometheus else ()
+
+    def load(self, config: InferenceConfig | None = None) -> Load:
+        """What else runs now, by metrics and by what Prometheus says of the probes; errors as of `current_load`.
+
+        Args:
+            config: in place of its own.
+        """
+        config = config or self.config
+        if not self.asks_prometheus:
+            return current_load(config, self.metrics)
+        fitted = self.predictor.fitted
+        return current_load(config, None, self.fields(), self.probe is None and fitted.sharing is not None,
+                            self.host.of_prometheus(fitted, self.way))
+
+    def with_load(self, load: Load) -> Circumstances:
+        """All that a prediction takes of its surroundings, given the load; probes that run on this machine are read now.
+
+        Raises:
+            UserError: a probe can't be read, or does not fit the target.
+        """
+        return {"load": load.metrics, "notices": load.notices, "other": self._other(load),
+                "host_pace": self.host.now(self.predictor.fitted, self.way, load.host_probe_us)}
+
+    def now(self) -> Circumstances:
+        """The same with the load of this moment, which must be known: what Prometheus does not say is not taken for idle."""
+        return self.with_load(self.load(self.config.never_idle()))
+
+    def _other(self, load: Load) -> OtherWork | None:
+        """What else runs, as a probe met it: the one that was asked for, or else Prometheus's."""
+        if self.probe is None:
+            return probe_of(self.predictor.fitted, load)
+        return probed(self.predictor.fitted, read_reading(Path(self.probe)) if self.probe else None)
