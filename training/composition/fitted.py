@@ -175,8 +175,12 @@ def composition_path(folder: Path) -> Path:
     return folder / COMPOSITION
 
 
-def load_composition(folder: Path) -> Composition:
+def load_composition(folder: Path, trained_on: str | None = None) -> Composition:
     """The composition of the target whose predictors lie in `folder`.
+
+    Args:
+        folder: the predictors' own.
+        trained_on: the hash of the predictors' dataset; None: it is read from their sidecar.
 
     Raises:
         UserError: none was fitted, or it can't be read, or the predictors were trained on other data since.
@@ -185,8 +189,9 @@ def load_composition(folder: Path) -> Composition:
     if not path.is_file():
         raise UserError(f"{folder}: no composition; fit one with: {FIT}")
     composition = files.read_record(path, Composition, COMPOSITION_VERSION, FIT)
-    trained = files.read_json(folder / SIDECAR).get("dataset_sha256")
-    if trained != composition.dataset_sha256:
+    if trained_on is None:
+        trained_on = files.read_json(folder / SIDECAR).get("dataset_sha256")
+    if trained_on != composition.dataset_sha256:
         raise UserError(f"{path}: the predictors were trained on other data since it was fitted; fit it anew: {FIT}")
     return composition
 

@@ -1,0 +1,210 @@
+"""`Predictor`: its methods say what the functions say, it reads each file once, and a run needs no second prediction.
+
+The records are of real models, the predictors those that ship for an H200, which is shared in time slices.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from inference import (
+    PredictedRun,
+    Predictor,
+    predict,
+    predict_curve,
+    predict_many,
+    predict_pair,
+    shared_model,
+    slo_under_load,
+)
+from inference.core.timeline import trace_of
+from inference.core.ways import WayOfRunning
+from inference.sharing.co_runner import NotShared
+from ort_analysis.records.kernel_record import ModelRecord
+from ort_analysis.records.reading import load_record
+from recipes.same_predictions.questions import unpacked
+from training.composition.fitted import load_composition
+from training.sharing.learned import read_sharing, sharing_path
+from utils import files
+from utils.errors import UserError
+from utils.paths import SHIPPED, Workspace
+
+TARGET = "nvidia-h200-cuda-ort1.31-all"
+BUSY = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.6}
+opened: Counter[str] | None = None  # how often each file was opened, while `reads` counts
+
+
+def count_open(event: str, arguments: tuple[object, ...]) -> None:
+    if opened is not None and event == "open" and isinstance(arguments[0], (str, Path)):
+        opened[str(arguments[0])] += 1
+
+
+sys.addaudithook(count_open)  # there is no way to remove one
+
+
+@contextmanager
+def reads(folder: Path) -> Iterator[Counter[str]]:
+    """Counts how often Python opens each file in `folder`; by name."""
+    global opened  # an audit hook takes no argument of ours
+    found = Counter[str]()
+    opened = Counter()
+    try:
+        yield found
+    finally:
+        found.update({Path(path).name: count for path, count in opened.items() if Path(path).is_relative_to(folder)})
+        opened = None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpacked(tmp_path_factory.mktemp("records"))
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    """A workspace with predictors of its own, which no other test has read."""
+    made = Workspace(tmp_path)
+    shutil.copytree(SHIPPED / TARGET, made.predictors(TARGET))
+    return made
+
+
+def record(folder: Path, name: str = "resnet18@batch=1") -> ModelRecord:
+    return load_record(folder / "records" / "cuda" / f"{name}.json")
+
+
+def test_methods_say_what_the_functions_say(folder: Path) -> None:
+    one, two = record(folder), record(folder, "bert_mask_static")
+    predictor = Predictor(target="h200")
+    assert predictor.predict(one) == predict(one, target=TARGET) == predictor.run(one).prediction
+    assert predictor.predict(one, load=BUSY, host_pace=1.2) == predict(one, target=TARGET, load=BUSY, host_pace=1.2)
+    assert predictor.predict_many([one, two], way=WayOfRunning(io="host")) == predict_many(
+        [one, two], target=TARGET, way=WayOfRunning(io="host"))
+    assert predictor.curve(one, 3) == predict_curve(one, points=3, target=TARGET)
+    assert predictor.pair(one, two) == predict_pair(one, two, target=TARGET)
+    assert predictor.shared(one).at_share(0.5) == shared_model(one, target=TARGET).at_share(0.5)
+    assert predictor.objective(one, 5.0, 99.0) == slo_under_load(predict(one, target=TARGET), one, 5.0, 99.0)
+    assert Predictor(target=TARGET, strict=True).predict(one) == predict(one, target=TARGET, strict=True)
+
+
+def test_files_are_read_once(folder: Path, workspace: Workspace) -> None:
+    """Predictors, composition, sharing and doubt, whatever is asked; and by a second predictor not at all."""
+    one = record(folder)
+    with reads(workspace.predictors(TARGET)) as found:
+        predictor = Predictor(workspace, TARGET)
+        run = predictor.run(one)
+        predictor.predict(one, load=BUSY)
+        predictor.predict_many([one, record(folder, "bert_mask_static")])
+        predictor.curve(run, 3)
+        predictor.pair(run, one)
+        predictor.objective(run, 5.0)
+    assert {"predictors.json", "composition.json", "sharing.json"} <= set(found)
+    assert {name: count for name, count in found.items() if count > 1} == {}
+    with reads(workspace.predictors(TARGET)) as again:
+        assert Predictor(workspace, TARGET).predict(one) == run.prediction
+    assert not again
+
+
+def test_nothing_is_read_before_the_first_question(workspace: Workspace) -> None:
+    with reads(workspace.predictors(TARGET)) as found:
+        Predictor(workspace, TARGET)
+    assert not found
+    predictor = Predictor(workspace, "no such target")  # and so nothing is refused
+    with pytest.raises(UserError, match="target no such target: no predictors for it"):
+        _ = predictor.fitted
+
+
+def test_a_run_needs_no_second_prediction(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = record(folder)
+    predictor = Predictor(target=TARGET)
+    curve, pair, objective = predictor.curve(one, 3), predictor.pair(one, one), predictor.objective(one, 5.0)
+    alone, loaded = predictor.run(one), predictor.run(one, load=BUSY)
+    monkeypatch.setattr(Predictor, "runs", lambda *_, **__: pytest.fail("predicted again"))
+    assert (predictor.curve(alone, 3), predictor.pair(alone, alone)) == (curve, pair)
+    assert predictor.objective(alone, 5.0) == objective
+    assert predictor.objective(loaded, 5.0).highest_busy_share == objective.highest_busy_share
+    assert loaded.prediction.latency_ms > loaded.alone_ms == alone.prediction.latency_ms
+    assert [model.idle_ms for model in predictor.pair(loaded, alone).models] == [alone.alone_ms] * 2
+
+
+@pytest.mark.parametrize("name", ["resnet18@batch=1", "detect_one_stage_nms", "recommender_dlrm@batch=64,dynamic"])
+def test_a_run_is_what_its_prediction_says(folder: Path, name: str) -> None:
+    """Its tracks hold the prediction's kernels in the order of the record, and its timeline ends with its latency."""
+    run = Predictor(target=TARGET).run(record(folder, name))
+    times = {(kernel.id, kernel.provider): (kernel.latency_ms, kernel.launches) for kernel in run.prediction.kernels}
+    of_nodes = [times[node.kernel_id, node.provider] for node in run.run.record.nodes]
+    assert list(zip((node.latency_ms for node in run.run.nodes_run), run.run.tracks.launches, strict=True)) == of_nodes
+    assert run.run.costs == run.prediction.composition.costs
+    spans = [event for event in trace_of(run)["traceEvents"] if event["ph"] == "X"]
+    costs = run.run.costs
+    assert costs is not None
+    begins_ms = min(event["ts"] for event in spans if event["tid"] == 1) / 1000 - costs.start_ms  # the host's first dispatch
+    ends_ms = max(event["ts"] + event["dur"] for event in spans) / 1000 + costs.end_ms
+    assert ends_ms - begins_ms == pytest.approx(run.alone_ms, abs=0.01)  # but for the GPU's last pause
+
+
+def test_a_curve_of_a_long_loop_begins_with_its_latency(folder: Path) -> None:
+    """40 000 trips: too many to be simulated node by node next to other work, so the rest is added."""
+    looped = record(folder, "loop_trips_by_input@trips=20")
+    nodes = tuple(node.model_copy(update={"runs": 2000 * node.runs}) if node.inside else node for node in looped.nodes)
+    predictor = Predictor(target=TARGET)
+    run = predictor.run(looped.model_copy(update={"nodes": nodes}))
+    assert predictor.curve(run, 2).points[0].mean_ms == pytest.approx(run.prediction.latency_ms)
+
+
+def test_a_watch_follows_a_training(folder: Path, workspace: Workspace) -> None:
+    """A predictor that is not renewed keeps to what it read."""
+    one = record(folder)
+    predictor = Predictor(workspace, TARGET)
+    before = predictor.predict(one).latency_ms
+    watch = predictor.watch(one, lambda: {"load": {}, "host_pace": 1.0}, 1.0, limit_ms=2 * before)
+    assert watch.read().mean_ms == before
+    path = workspace.predictors(TARGET) / "composition.json"
+    fitted = load_composition(path.parent)
+    assert fitted.costs is not None
+    files.write_json(path, fitted.model_copy(update={"costs": fitted.costs.at_pace(2.0)}))
+    assert predictor.predict(one).latency_ms == before
+    reading = watch.read()
+    assert reading.mean_ms == predict(one, target=TARGET, host_pace=2.0).latency_ms > before
+    assert reading.slo is not None
+
+
+def test_errors_are_those_of_the_functions(folder: Path, workspace: Workspace) -> None:
+    one = record(folder)
+    predictor = Predictor(workspace, TARGET)
+    for options, message in (
+            ({"host_pace": 150.0}, "host pace 150: a ratio"),
+            ({"way": WayOfRunning(io="host", cuda_graph=True)}, "predict it with --io device"),
+            ({"way": WayOfRunning(cuda_graph=True), "load": BUSY}, "was not measured beside other work"),
+            ({"dims": {"batch": 3}}, "a record's shapes are fixed"),
+            ({"load": {"DCGM_FI_DEV_POWER_USAGE": 300.0}}, "doesn't say how busy")):
+        with pytest.raises(UserError, match=message) as by_method:
+            predictor.predict(one, **options)
+        with pytest.raises(UserError, match=message) as by_function:
+            predict(one, workspace=workspace, target=TARGET, **options)
+        assert str(by_method.value) == str(by_function.value)
+    with pytest.raises(TypeError, match="batch"):
+        predictor.predict(one, batch=3)  # type: ignore[call-arg]
+    sharing_path(workspace.predictors(TARGET)).unlink()
+    assert read_sharing(workspace.predictors(TARGET)) is None
+    predictor.renew()
+    for ask in (predictor.shared, predictor.curve, lambda model: predictor.pair(model, model)):
+        with pytest.raises(NotShared, match="nothing was learned of how it is shared"):
+            ask(one)
+    assert "nothing was learned" in str(predictor.objective(one, 5.0).unknown_because)
+
+
+def test_a_raised_prediction_keeps_its_run(folder: Path) -> None:
+    """What `never_falling` makes of predictions at several sizes goes with the run, and the objective is checked with it."""
+    predictor = Predictor(target=TARGET)
+    run = predictor.run(record(folder))
+    raised: PredictedRun = replace(run, prediction=run.prediction.model_copy(update={"latency_ms": 9.0}))
+    assert predictor.objective(raised, 5.0).met is False
+    assert predictor.objective(raised, 5.0).highest_busy_share == predictor.objective(run, 5.0).highest_busy_share
