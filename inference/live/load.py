@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from benchmark.metrics.dcgm_names import NAMES, in_unit
 from benchmark.metrics.soundness import Unsound, checked
@@ -22,6 +22,7 @@ from utils.paths import ROOT
 if TYPE_CHECKING:
     from benchmark.load.probe_reading import ProbeSummary
 
+T = TypeVar("T")
 CONFIG_FILE = ROOT / "inference" / "config.yaml"
 
 
@@ -104,13 +105,8 @@ def current_load(config: InferenceConfig, metrics_file: Path | None = None, fiel
     if not fields:
         return Load(notices=("predicted for an idle device: the predictors were trained without metrics, so Prometheus is not "
                              "asked",))
-    from inference.live.prometheus_metrics import PrometheusSource
-
-    server = server_for(config.prometheus)
     try:
-        load = Load(values(PrometheusSource(server, fields).latest()))
-        load = _with_probe(load, server, fields) if probe else load
-        return _with_pace(load, server, fields) if pace else load
+        return _of_prometheus(server_for(config.prometheus), fields, probe, pace)
     except PrometheusError as error:
         if config.prometheus.on_failure == "idle":
             return Load(notices=(f"predicted for an idle device, as prometheus.on_failure says, since the load is not known: "
@@ -118,29 +114,38 @@ def current_load(config: InferenceConfig, metrics_file: Path | None = None, fiel
         raise
 
 
-def _with_probe(load: Load, server: Server, fields: Collection[str]) -> Load:
-    """The same with the sharing probe's reading, or why it is not looked at."""
+def _of_prometheus(server: Server, fields: Collection[str], probe: bool, pace: bool) -> Load:
+    """What a Prometheus says of the load, and of the probes that it is asked for."""
+    from inference.live.prometheus_metrics import PrometheusSource
+    from inference.live.prometheus_pace import latest_host_probe
     from inference.live.prometheus_probe import latest_probe
 
-    max_age_s = server.config.probe_max_age_s
-    if max_age_s is None or (found := latest_probe(server, fields)) is None:
-        return load
-    summary, age_s = found
+    load = Load(values(PrometheusSource(server, fields).latest()))
+    if probe:
+        reading, notices = _recent(latest_probe, server, fields, "probe_max_age_s", "the sharing probe was last read",
+                                   "metrics tell what else runs")
+        load = replace(load, probe=reading, notices=notices)
+    if pace:
+        probe_us, notices = _recent(latest_host_probe, server, fields, "host_pace_max_age_s",
+                                    "the host's pace was last measured", "it is taken as not known")
+        load = replace(load, host_probe_us=probe_us, notices=(*load.notices, *notices))
+    return load
+
+
+def _recent(latest: Callable[[Server, Collection[str]], tuple[T, float] | None], server: Server, fields: Collection[str],
+            setting: str, last: str, instead: str) -> tuple[T | None, tuple[str, ...]]:
+    """A probe's last reading; or None, with a notice where it is too old.
+
+    Args:
+        latest: asks a server, given the fields of the load, for the reading and its age in seconds.
+        server, fields: what `latest` takes.
+        setting: name of the config's entry that says how old a reading may be; null there: it is not asked for.
+        last, instead: what a notice says was done last, and what holds in its place.
+    """
+    max_age_s: float | None = getattr(server.config, setting)
+    if max_age_s is None or (found := latest(server, fields)) is None:
+        return None, ()
+    reading, age_s = found
     if age_s <= max_age_s:
-        return replace(load, probe=summary)
-    return replace(load, notices=(*load.notices, f"the sharing probe's last reading is {age_s:.0f} s old, "
-                                  f"prometheus.probe_max_age_s is {max_age_s:g}: metrics tell what else runs"))
-
-
-def _with_pace(load: Load, server: Server, fields: Collection[str]) -> Load:
-    """The same with what tells the host's pace, or why it is not looked at."""
-    from inference.live.prometheus_pace import latest_host_probe
-
-    max_age_s = server.config.host_pace_max_age_s
-    if max_age_s is None or (found := latest_host_probe(server, fields)) is None:
-        return load
-    probe_us, age_s = found
-    if age_s <= max_age_s:
-        return replace(load, host_probe_us=probe_us)
-    return replace(load, notices=(*load.notices, f"the host's pace was last measured {age_s:.0f} s ago, "
-                                  f"prometheus.host_pace_max_age_s is {max_age_s:g}: it is taken as not known"))
+        return reading, ()
+    return None, (f"{last} {age_s:.0f} s ago, prometheus.{setting} is {max_age_s:g}: {instead}",)
