@@ -13,17 +13,15 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graph_model.dag.dag import dag_file, dag_of, longest_path, record_paths
 from ort_analysis.records.kernel_record import REMAKE
 from ort_analysis.records.reading import load_record
 from utils import cli, files
 from utils.errors import UserError
+from utils.lazy import networkx as nx
 from utils.logger import get_logger
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 log = get_logger("dag")
 EXAMPLES = """

@@ -43,9 +43,7 @@ def record_of(source: Source, device: str,
         if not isinstance(source, onnx.ModelProto):
             raise UserError(f"{type(source).__name__} is no model: give the path of an ONNX file or of a kernel record, an "
                             "onnx.ModelProto, or a ModelRecord")
-        from ort_analysis.graph.analysis import analyze
-
-        return analyze(source, device, dims, static=static)
+        return _analysed(source, device, dims or {}, static)
     _refuse_other_dims(source, dims)
     return source
 
@@ -62,13 +60,17 @@ def _record_of_file(path: Path, device: str, dims: dict[str, int], static: bool)
         record, watched = load_record(path), (path,)
         _refuse_other_dims(record, dims)
     else:
-        from ort_analysis.graph.analysis import analyze
-
-        record = analyze(path, device, dims, static=static)
+        record = _analysed(path, device, dims, static)
         watched = (path, *cached(_weights, before, lambda: weight_files(path), KEPT_FILES))
     if before == _signature((path,)):  # else the file changed meanwhile: what was read is not kept
         cached(_files, key, lambda: (watched, _signature(watched), record), KEPT_FILES)
     return record
+
+
+def _analysed(source: Path | onnx.ModelProto, device: str, dims: Mapping[str, int], static: bool) -> ModelRecord:
+    from ort_analysis.graph.analysis import analyze  # a record needs none of it
+
+    return analyze(source, device, dims, static=static)
 
 
 def _refuse_other_dims(record: ModelRecord, dims: Mapping[str, int] | None) -> None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ort_analysis.records.kernel_record import ModelRecord
 from training.composition.fitted import Composition, load_composition
+from training.kernels.doubt import Doubt, read_doubt
+from training.kernels.predictors import Predictors, load_predictors
 from training.sharing.learned import Sharing, read_sharing
 from utils.errors import UserError
 from utils.files import cached
@@ -18,8 +20,6 @@ from utils.fingerprint import CUDNN, Target, has_cuda, local_target, package_ver
 from utils.paths import SHIPPED, SIDECAR, Workspace
 
 if TYPE_CHECKING:
-    from training.kernels.doubt import Doubt
-    from training.kernels.predictors import Predictors
     from training.kernels.sidecar import Sidecar
 
 MAKE_PREDICTORS = (
@@ -154,10 +154,9 @@ def fitted_for(workspace: Workspace, name: str | None = None) -> Fitted:
     key = (str(folder), *((entry.name, about.st_size, about.st_mtime_ns) for entry in there if (about := _about(entry))))
 
     def load() -> tuple[Predictors, Composition, Sharing | None, Doubt]:
-        from training.kernels.doubt import read_doubt
-        from training.kernels.predictors import load_predictors
-
-        return load_predictors(folder), load_composition(folder), read_sharing(folder), read_doubt(folder)
+        predictors = load_predictors(folder)
+        composition = load_composition(folder, predictors.sidecar.dataset_sha256)
+        return predictors, composition, read_sharing(folder), read_doubt(folder)
 
     predictors, composition, sharing, doubt = cached(_fitted, key, load, limit=4)
     sidecar = predictors.sidecar
