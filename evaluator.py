@@ -8,6 +8,7 @@ warn of, and writes evaluation/<target>/evaluation.csv, .json and .png. Scores; 
 
 from __future__ import annotations
 
+import argparse
 import math
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def write(evaluation: Evaluation, folder: Path) -> None:
     draw(evaluation, folder / "evaluation.png")
 
 
-def main() -> int:
+def command_line() -> argparse.ArgumentParser:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("models", nargs="*", type=Path, metavar="MODEL",
                         help="ONNX files or folders of them; bare names are also looked for in model_zoo")
@@ -85,7 +86,11 @@ def main() -> int:
     parser.add_argument("--budget-s", type=cli.positive, default=1.0, help="seconds for each model and round (default: 1)")
     parser.add_argument("--force", action="store_true",
                         help="predict although element type or ONNX Runtime version are not the predictors'")
-    args = parser.parse_args()
+    return parser
+
+
+def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses options that contradict each other."""
     if not 0 <= args.patience_s < math.inf:
         parser.error("--patience-s can't be negative")
     if not args.models and not args.recorded:
@@ -96,6 +101,24 @@ def main() -> int:
         parser.error("--recorded measures nothing: leave --under-load and --probe out")
     if args.under_load and args.metrics:
         parser.error("--under-load: one file of metrics does not tell of several loads; leave --metrics out")
+
+
+def report(evaluation: Evaluation, folder: Path) -> None:
+    """Logs what predictions warn of, what was written to `folder`, and the models that failed."""
+    warned = warned_of(evaluation.comparisons)
+    for warning in list(warned)[:TOLD_WARNINGS]:
+        log.warning("%s: %s", cli.first_of(warned[warning]), warning)
+    if len(warned) > TOLD_WARNINGS:
+        log.warning("%d more warnings are in evaluation.json", len(warned) - TOLD_WARNINGS)
+    log.info("load %s; written to %s: evaluation.csv, evaluation.json, evaluation.png", evaluation.load, folder)
+    if evaluation.failures:
+        log.error("%d failed: %s", len(evaluation.failures), ", ".join(evaluation.failures))
+
+
+def main() -> int:
+    parser = command_line()
+    args = parser.parse_args()
+    check_arguments(parser, args)
     workspace = cli.start(args)
     loads = LoadsHere(config=load_config(args.config or CONFIG_FILE, InferenceConfig), metrics_file=args.metrics,
                       under_load=load_config(args.under_load, CollectorConfig) if args.under_load else None, probe=args.probe)
@@ -113,14 +136,7 @@ def main() -> int:
         cli.print_table(table(evaluation.comparisons), f"{evaluation.target}, {evaluation.way}, {evaluation.source}")
         print()
         cli.print_table(summary_table(evaluation.summaries), "errors")
-    warned = warned_of(evaluation.comparisons)
-    for warning in list(warned)[:TOLD_WARNINGS]:
-        log.warning("%s: %s", cli.first_of(warned[warning]), warning)
-    if len(warned) > TOLD_WARNINGS:
-        log.warning("%d more warnings are in evaluation.json", len(warned) - TOLD_WARNINGS)
-    log.info("load %s; written to %s: evaluation.csv, evaluation.json, evaluation.png", evaluation.load, folder)
-    if evaluation.failures:
-        log.error("%d failed: %s", len(evaluation.failures), ", ".join(evaluation.failures))
+    report(evaluation, folder)
     return 1 if evaluation.failures else 0
 
 

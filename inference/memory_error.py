@@ -26,8 +26,7 @@ from benchmark.runtimes.ort.runner import bind, random_feed
 from inference.core.memory import peak_memory
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.graph.source import own_sizes
-from ort_analysis.graph.tensor_shapes import session_dtype
-from ort_analysis.records.elements import numpy_dtype
+from ort_analysis.records.elements import numpy_dtype, session_dtype
 from utils import cli
 from utils.errors import UserError
 from utils.lazy import onnx

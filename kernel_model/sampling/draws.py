@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kernel_model.building.kernel_models import build_model, shareable
-from ort_analysis.graph.tensor_shapes import session_dtype
+from ort_analysis.records.elements import session_dtype
 from ort_analysis.records.kernel_costs import BASE_NAMES
 from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
 from ort_analysis.records.kernel_types import describe_kernel

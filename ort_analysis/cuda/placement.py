@@ -189,21 +189,54 @@ def insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[st
         tensors: gets the copies' types and shapes.
         outside: as of `assign_providers`.
     """
-    nodes = list(graph.node)
+    wanted = [_wanted_sides(node, provider, kernel) for node, provider, kernel in zip(
+        graph.node, placement.providers, placement.kernels, strict=True)]
+    copies = _copies(graph, placement, wanted, tensors, outside)
+    if not copies:
+        return list(placement.providers)
+    ordered: list[Any] = []
+    providers: list[Provider] = []
+    placed: set[str] = set()
+    for node, provider, sides in zip(list(graph.node), placement.providers, wanted, strict=True):
+        for slot, (name, side) in enumerate(zip(list(node.input), sides, strict=True)):
+            copy = copies.get(name)
+            if copy is None or side != ("cpu" if copy.op_type == "MemcpyToHost" else "cuda"):
+                continue
+            if name not in placed:
+                placed.add(name)
+                ordered.append(copy)
+                providers.append("cuda")  # the CUDA provider runs both kinds of copy
+            node.input[slot] = copy.output[0]
+        ordered.append(node)
+        providers.append(provider)
+    del graph.node[:]
+    graph.node.extend(ordered)
+    return providers
+
+
+def _wanted_sides(node: onnx.NodeProto, provider: Provider, kernel: CudaKernel | None) -> tuple[Provider, ...]:
+    """On which side a node wants each of its inputs."""
+    on_gpu = kernel if provider == "cuda" else None
+    return tuple("cpu" if on_gpu is None or slot in on_gpu.host_inputs else "cuda" for slot in range(len(node.input)))
+
+
+def _copies(graph: onnx.GraphProto, placement: Placement, wanted: Sequence[tuple[Provider, ...]],
+            tensors: dict[str, KernelInput], outside: frozenset[str]) -> dict[str, onnx.NodeProto]:
+    """The copies that a graph needs, by the name of the tensor that each copies; `tensors` gets what they make.
+
+    Args:
+        wanted: by node, the side on which it wants each of its inputs.
+    """
     made_on: dict[str, Provider] = {}
     read_on: dict[str, set[Provider]] = defaultdict(set)
-    sides: list[tuple[Provider, ...]] = []  # where each node wants each of its inputs
-    for node, provider, kernel in zip(nodes, placement.providers, placement.kernels, strict=True):
-        kernel_used = kernel if provider == "cuda" else None
-        wanted: tuple[Provider, ...] = tuple(
-            "cpu" if kernel_used is None or slot in kernel_used.host_inputs else "cuda" for slot in range(len(node.input)))
-        sides.append(wanted)
-        for name, side in zip(node.input, wanted, strict=True):
+    for node, provider, kernel, sides in zip(graph.node, placement.providers, placement.kernels, wanted, strict=True):
+        on_gpu = kernel if provider == "cuda" else None
+        for name, side in zip(node.input, sides, strict=True):
             read_on[name].add(side)
         for slot, name in enumerate(node.output):
-            made_on[name] = "cpu" if kernel_used is None or slot in kernel_used.host_outputs else "cuda"
+            made_on[name] = "cpu" if on_gpu is None or slot in on_gpu.host_outputs else "cuda"
     graph_inputs = {value.name for value in graph.input} - outside
-    copies: dict[str, Any] = {}
+    copies = {}
     for name, readers in read_on.items():
         tensor = tensors.get(name)
         if not name or tensor is None or tensor.constant:
@@ -218,23 +251,4 @@ def insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[st
         op_type = "MemcpyToHost" if to_host else "MemcpyFromHost"
         copies[name] = onnx.helper.make_node(op_type, [name], [there], name=f"{op_type}_{name}")
         tensors[there] = tensor
-    if not copies:
-        return list(placement.providers)
-    ordered: list[Any] = []
-    providers: list[Provider] = []
-    placed: set[str] = set()
-    for node, provider, wanted in zip(nodes, placement.providers, sides, strict=True):
-        for slot, (name, side) in enumerate(zip(list(node.input), wanted, strict=True)):
-            copy = copies.get(name)
-            if copy is None or side != ("cpu" if copy.op_type == "MemcpyToHost" else "cuda"):
-                continue
-            if name not in placed:
-                placed.add(name)
-                ordered.append(copy)
-                providers.append("cuda")  # the CUDA provider runs both kinds of copy
-            node.input[slot] = copy.output[0]
-        ordered.append(node)
-        providers.append(provider)
-    del graph.node[:]
-    graph.node.extend(ordered)
-    return providers
+    return copies

@@ -13,12 +13,13 @@ from ort_analysis.cuda.reduced_precision import as_single, holds_reduced, restor
 from ort_analysis.cuda.rewrites import rewrite_for_cuda
 from ort_analysis.graph.bodies import all_tensors, made_within, unused_trips
 from ort_analysis.graph.flat_graph import flat_bodies
-from ort_analysis.graph.inferred import Body, Values
+from ort_analysis.graph.inferred import Body, InferredTensors, Values
 from ort_analysis.graph.open_shapes import Shape
 from ort_analysis.graph.optimized_once import keep
 from ort_analysis.graph.parsed_nodes import ParsedNode, name_nodes
+from ort_analysis.graph.shape_query import shapes_of_any_size
 from ort_analysis.graph.source import Source, _tensor_of, open_dims, read_source
-from ort_analysis.graph.tensor_shapes import infer_tensors, shapes_of_any_size
+from ort_analysis.graph.tensor_shapes import infer_tensors
 from ort_analysis.records.kernel_record import GuessedRuns, KernelInput, Tensor
 from utils.errors import UserError
 from utils.fingerprint import Flavour, flavour_of, has_cuda, resolve_device
@@ -109,6 +110,31 @@ def optimize(source: Source, flavour: Flavour, derived: bool, save_to: Path, sta
                      save_to=save_to, name=source.name, entries=entries)
 
 
+def _optimized(path: Path, source: Source, loadable: Path | bytes, flavour: Flavour, derived: bool,
+               static: bool) -> onnx.ModelProto:
+    """Leaves the optimised graph of `loadable`, which stands for the source, in `path`; that graph, its nodes named."""
+    if derived and runs_on_whole_numbers(source.graph_only.graph):
+        loadable = cover_pools(loadable)
+    work = partial(optimize, replace(source, loadable=loadable), flavour, derived, path, static)
+    if static or not source.dims:
+        work()
+    else:
+        keep(f"{source.sha256}-{flavour.name}-{path.name}", path, work)
+    proto = onnx.load(str(path), load_external_data=False)
+    name_nodes(proto.graph)
+    uncover_pools(proto.graph)
+    onnx.save(proto, str(path))
+    return proto
+
+
+def _check_trips(source: Source, inferred: InferredTensors, proto: onnx.ModelProto) -> None:
+    """Warns of numbers of trips that were given and change nothing."""
+    given = {dim: size for dim, size in source.dims.items() if dim not in open_dims(proto)}
+    for unused in unused_trips(inferred.held, given):
+        log.warning("%s: %s=%d changes nothing: the model itself says how often its loops run", source.name, unused,
+                    source.dims[unused])
+
+
 def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mapping[str, int] | None = None,
                 name: str | None = None, static: bool = False) -> ParsedGraph:
     """The optimised graph of a model for `cpu` or `cuda` (`auto`: what this machine has).
@@ -140,22 +166,9 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
     derived = provider == "cuda" and not has_cuda()
     source = read_source(model, dims, name)
     reduced = as_single(source.loadable, source.name) if derived and holds_reduced(source.graph_only.graph) else None
-    loadable = reduced.model if reduced else source.loadable
-    if derived and runs_on_whole_numbers(source.graph_only.graph):
-        loadable = cover_pools(loadable)
-    work = partial(optimize, replace(source, loadable=loadable), flavour, derived, path, static)
-    if static or not source.dims:
-        work()
-    else:
-        keep(f"{source.sha256}-{flavour.name}-{path.name}", path, work)
-    proto = onnx.load(str(path), load_external_data=False)
-    name_nodes(proto.graph)
-    uncover_pools(proto.graph)
-    onnx.save(proto, str(path))
+    proto = _optimized(path, source, reduced.model if reduced else source.loadable, flavour, derived, static)
     inferred = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent, source.dims)
-    for unused in unused_trips(inferred.held, {dim: size for dim, size in source.dims.items() if dim not in open_dims(proto)}):
-        log.warning("%s: %s=%d changes nothing: the model itself says how often its loops run", source.name, unused,
-                    source.dims[unused])
+    _check_trips(source, inferred, proto)
     _check_sizes_by_data(source, inferred.used, all_tensors(inferred))
     tensors, original, fixed = inferred.tensors, source.graph_only.graph, static or not source.dims
 

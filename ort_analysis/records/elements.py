@@ -37,3 +37,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         return np.dtype(name)
     except TypeError:
         raise UserError(f"element type {name}: numpy has no such type, so no dummy tensor can be made") from None
+
+
+def session_dtype(text: str) -> str:
+    """What a session calls `tensor(float)` as `float32`."""
+    inner = text[text.find("(") + 1:text.rfind(")")] if "(" in text else text
+    return {"float": "float32", "double": "float64"}.get(inner, inner)

@@ -29,8 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ort_analysis.graph.tensor_shapes import session_dtype
-from ort_analysis.records.elements import type_code
+from ort_analysis.records.elements import session_dtype, type_code
 from utils import cli, files
 from utils.fingerprint import ort_version
 from utils.lazy import onnx, onnxruntime

@@ -18,8 +18,7 @@ from kernel_model.building.kernel_models import kernel_in
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.graph.bodies import open_branches
 from ort_analysis.graph.source import read_source
-from ort_analysis.graph.tensor_shapes import session_dtype
-from ort_analysis.records.elements import numpy_dtype
+from ort_analysis.records.elements import numpy_dtype, session_dtype
 from ort_analysis.records.kernel_record import zeros
 from utils.errors import UserError
 from utils.fingerprint import Runtime, resolve_device

@@ -10,8 +10,7 @@ import torch
 
 from benchmark.runtimes.ort.runner import device_binding
 from kernel_model.building.dummy_data import random_floats
-from ort_analysis.graph.tensor_shapes import session_dtype
-from ort_analysis.records.elements import numpy_dtype
+from ort_analysis.records.elements import numpy_dtype, session_dtype
 
 if TYPE_CHECKING:
     import onnxruntime

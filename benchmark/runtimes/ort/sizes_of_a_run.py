@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from benchmark.runtimes.ort.profile import SUFFIX
 from benchmark.runtimes.ort.runner import random_feed
 from ort_analysis.graph.analysis import analyze
+from ort_analysis.graph.given_sizes import SizeNotKnown
 from ort_analysis.graph.parsed_nodes import bodies_of, name_nodes
 from ort_analysis.graph.parsing import optimize
 from ort_analysis.graph.source import read_source
-from ort_analysis.graph.tensor_shapes import SizeNotKnown
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import flavour_of
