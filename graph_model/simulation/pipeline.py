@@ -46,7 +46,7 @@ class PipelineCosts(Frozen):
 def _own_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
     """The host's time for the dispatch of each node."""
     of_kind = np.array([costs.view_ms, costs.node_ms, costs.node_ms + costs.library_ms])  # in the order of NodeKind
-    return of_kind[tracks.kinds.astype(int)] + costs.launch_ms * tracks.launches
+    return of_kind[tracks.kinds] + costs.launch_ms * tracks.launches
 
 
 def dispatched_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> Floats:

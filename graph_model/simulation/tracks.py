@@ -12,7 +12,7 @@ from ort_analysis.records.kernel_costs import calls_library
 from ort_analysis.records.kernel_record import Kernel
 
 Floats = npt.NDArray[np.float64]
-Kinds = npt.NDArray[np.int_] | npt.NDArray[np.bool_]  # NodeKind of each node
+Kinds = npt.NDArray[np.int_]  # the NodeKind of each node
 
 
 class NodeKind(IntEnum):
@@ -37,7 +37,7 @@ class Tracks(NamedTuple):
     Attributes:
         gpu_ms: the GPU's own time.
         launches: how many launches the node makes; one without any leaves the GPU nothing to do.
-        kinds: the `NodeKind`. A mask of the nodes that move data says the same where none calls a library.
+        kinds: the `NodeKind`.
     """
 
     gpu_ms: Floats

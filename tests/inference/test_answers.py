@@ -23,7 +23,7 @@ from prometheus_stand import STEP_S, Exporter, device_labels, free_port, prometh
 
 from graph_model.simulation.pipeline import PipelineCosts
 from graph_model.simulation.sharing import OtherWork, turns_ms
-from graph_model.simulation.tracks import Tracks
+from graph_model.simulation.tracks import NodeKind, Tracks
 from inference import Watch, check_slo, highest_busy_share, predict, predict_curve, predict_pair, shared_model, slo_under_load
 from inference.core.targets import fitted_for
 from inference.core.ways import WayOfRunning
@@ -75,7 +75,7 @@ def told(done: subprocess.CompletedProcess[str]) -> str:
 
 def working(model: SharedModel, gpu_ms: float, nodes: int = 31) -> SharedModel:
     """`model` with a host that takes no time and equal nodes that take the GPU `gpu_ms`."""
-    tracks = Tracks(np.full(nodes, gpu_ms / nodes), np.ones(nodes), np.ones(nodes, dtype=bool))
+    tracks = Tracks(np.full(nodes, gpu_ms / nodes), np.ones(nodes), np.full(nodes, NodeKind.OWN))
     return replace(model, tracks=tracks, costs=FREE)
 
 
@@ -84,7 +84,7 @@ def working(model: SharedModel, gpu_ms: float, nodes: int = 31) -> SharedModel:
 
 def turns(gpu_ms: list[float], node_ms: float, away_ms: float) -> np.ndarray:
     count = len(gpu_ms)
-    return turns_ms(Tracks(np.array(gpu_ms), np.ones(count), np.ones(count, dtype=bool)),
+    return turns_ms(Tracks(np.array(gpu_ms), np.ones(count), np.full(count, NodeKind.OWN)),
                     FREE.model_copy(update={"node_ms": node_ms}), 2.16, away_ms)
 
 
@@ -102,7 +102,7 @@ def test_a_host_that_is_slower_fills_its_queue_while_the_other_one_has_the_gpu()
 
 
 def test_what_leaves_the_gpu_nothing_to_do_has_no_turns(model: SharedModel) -> None:
-    nothing = Tracks(np.zeros(3), np.zeros(3), np.ones(3, dtype=bool))
+    nothing = Tracks(np.zeros(3), np.zeros(3), np.full(3, NodeKind.OWN))
     assert len(turns_ms(nothing, FREE, 2.16, 1.0)) == 0
     assert replace(model, tracks=nothing).in_a_loop(model) == (0.0, 1.0, pytest.approx([]))
 

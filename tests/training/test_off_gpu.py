@@ -7,7 +7,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms, pipeline_ms, timeline
-from graph_model.simulation.tracks import OffGpu, Tracks
+from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks
 from inference import Predictor, predict
 from inference.core.answers import Prediction
 from inference.core.timeline import trace_of
@@ -34,7 +34,7 @@ def predicted(record: ModelRecord) -> Prediction:
 
 def test_the_host_waits_for_the_gpu_at_a_copy_to_it() -> None:
     """Three nodes of 1 ms each; at the second the host waits and then computes for 5 ms."""
-    tracks = Tracks(np.array([1.0, 0.0, 1.0]), np.array([1.0, 0.0, 1.0]), np.ones(3, dtype=bool))
+    tracks = Tracks(np.array([1.0, 0.0, 1.0]), np.array([1.0, 0.0, 1.0]), np.full(3, NodeKind.OWN))
     free = OffGpu(np.zeros(3), np.zeros(3, dtype=bool))
     assert pipeline_ms(tracks, COSTS, free) == pytest.approx(pipeline_ms(tracks, COSTS))
     waiting = OffGpu(np.array([0.0, 5.0, 0.0]), np.array([True, False, False]))

@@ -19,7 +19,7 @@ from benchmark.records.blocks import Block
 from benchmark.records.files import DatasetHeader, header_path
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
 from graph_model.simulation.sharing import OtherWork, gpu_work_ms, shared_runs_ms
-from graph_model.simulation.tracks import Tracks
+from graph_model.simulation.tracks import NodeKind, Tracks
 from training.fit_sharing import SLICES_MS, Evaluation, backgrounds_of, errors_of, typical
 from training.sharing.learned import (
     DEFAULT_SWITCH_MS,
@@ -48,7 +48,7 @@ SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=
 
 def alike(gpu_ms: float, nodes: int, launches: float) -> Tracks:
     """Equal nodes that take the GPU `gpu_ms` together."""
-    return Tracks(np.full(nodes, gpu_ms / nodes), np.full(nodes, launches), np.ones(nodes, dtype=bool))
+    return Tracks(np.full(nodes, gpu_ms / nodes), np.full(nodes, launches), np.full(nodes, NodeKind.OWN))
 
 
 def runs(gpu_ms: float, other: OtherWork, nodes: int = 60, launches: float = 2.0) -> npt.NDArray[np.float64]:

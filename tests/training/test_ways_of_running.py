@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
-from graph_model.simulation.tracks import Tracks
+from graph_model.simulation.tracks import NodeKind, Tracks
 from ort_analysis.records.kernel_record import ModelRecord, Tensor
 from training.composition.fit_pipeline import MeasuredTracks
 from training.composition.measured_models import MeasuredModel
@@ -55,7 +55,7 @@ def test_replaying_a_graph_is_found_again() -> None:
     for place in range(24):
         nodes = int(draw.integers(20, 200))
         gpu_ms, launches = draw.uniform(0.002, 0.05, nodes), draw.integers(1, 4, nodes).astype(float)
-        of_run = Tracks(gpu_ms, launches, np.ones(nodes, dtype=bool))
+        of_run = Tracks(gpu_ms, launches, np.full(nodes, NodeKind.OWN))
         replayed = pipeline_ms(of_run, REPLAY) if place else math.nan
         models.append(replace(model(f"{'abc'[place % 3]}{place}", 1, 1), cuda_graph_ms=replayed))
         tracks.append(MeasuredTracks(of_run, host_ms=math.nan, latency_ms=3.0))
