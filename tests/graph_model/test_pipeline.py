@@ -31,6 +31,7 @@ from training.composition.fit_pipeline import (
     left_out_ms,
 )
 
+AROUND_A_VIEW = np.array([NodeKind.OWN, NodeKind.VIEW, NodeKind.OWN])
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0003, launch_ms=0.004, start_ms=0.008, gap_ms=0.001, lead_ms=-0.004,
                       end_ms=0.006, library_ms=LIBRARY_LAUNCHES * 0.004)
 
@@ -70,7 +71,7 @@ def test_the_closed_form_is_the_simulation(scale: float) -> None:
 def test_by_hand() -> None:
     """Two kernels, a view between them: the GPU still works on the first when the second is dispatched."""
     costs = PipelineCosts(node_ms=2.0, view_ms=0.5, launch_ms=1.0, start_ms=10.0, gap_ms=0.25, lead_ms=-1.0, end_ms=4.0)
-    tracks = Tracks(np.array([20.0, 0.0, 5.0]), np.array([2.0, 0.0, 1.0]), np.array([NodeKind.OWN, NodeKind.VIEW, NodeKind.OWN]))
+    tracks = Tracks(np.array([20.0, 0.0, 5.0]), np.array([2.0, 0.0, 1.0]), AROUND_A_VIEW)
     assert dispatched_ms(tracks, costs).tolist() == [14.0, 14.5, 17.5]
     assert pipeline_ms(tracks, costs) == 14.0 - 1.0 + 20.0 + 2 * 0.25 + 5.0 + 0.25 + 4.0
     assert pipeline_ms(tracks._replace(gpu_ms=tracks.gpu_ms / 100), costs) == 17.5 + 4.0  # the host is the slower track
@@ -134,7 +135,7 @@ def test_a_slower_host_by_hand() -> None:
     slower = costs.at_pace(2.0)
     assert slower == PipelineCosts(node_ms=4.0, view_ms=1.0, launch_ms=2.0, start_ms=20.0, gap_ms=0.25, lead_ms=-2.0,
                                    end_ms=8.0)
-    gpu, launches, moves = np.array([20.0, 0.0, 5.0]), np.array([2.0, 0.0, 1.0]), np.array([NodeKind.OWN, NodeKind.VIEW, NodeKind.OWN])
+    gpu, launches, moves = np.array([20.0, 0.0, 5.0]), np.array([2.0, 0.0, 1.0]), AROUND_A_VIEW
     of_gpu, of_host = (MeasuredTracks(Tracks(times, launches, moves), host_ms=35.0, latency_ms=50.0, pace=2.0)
                        for times in (gpu, gpu / 100))
     assert latencies_ms([of_gpu, of_host], costs).tolist() == [42.75, 21.5]
