@@ -19,7 +19,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmark.measuring.host_pace import SECONDS, check_gpu, measure_pace
+from benchmark.runtimes.ort.host_pace import SECONDS, check_gpu, measure_pace
 from utils import cli, files
 from utils.fingerprint import local_target
 from utils.locks import measuring

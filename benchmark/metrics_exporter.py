@@ -37,11 +37,11 @@ from benchmark.load.pace_reading import HostProbed
 from benchmark.load.probe_metrics import MEANINGS, OWN_LABELS, Probed, samples_of
 from benchmark.load.probe_reading import summarised
 from benchmark.load.sharing_probe import SharingProbe
-from benchmark.measuring.host_pace import check_gpu, measure_pace
 from benchmark.metrics.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
 from benchmark.metrics.fields import FIELDS
 from benchmark.metrics.source import Mean, MetricSource, Window
 from benchmark.metrics.sources import SOURCES, open_source
+from benchmark.runtimes.ort.host_pace import check_gpu, measure_pace
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import machine, resolve_device

@@ -17,14 +17,18 @@ from typing import Any
 
 import numpy as np
 
+from benchmark.collecting.collect import start_loads
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import start_crew
-from benchmark.collecting.measuring import Collector, best_canary_ms, load_in_words
-from benchmark.collecting.planning import chunks
-from benchmark.collecting.work import KernelItem, ModelItem, find_work
-from benchmark.load.stress import stress
+from benchmark.collecting.units import OrtUnits, open_bench
+from benchmark.collecting.work import Item, find_work
+from benchmark.measuring.loads import measure_loads
+from benchmark.measuring.pending import Planned, chunks
+from benchmark.records.blocks import Block
 from benchmark.records.files import load_header, read_journal
+from benchmark.records.journal import Journal
 from benchmark.records.labels import COLLECT
+from benchmark.records.measurement import Measurement
 from utils import cli
 from utils.config import load_config
 from utils.errors import UserError
@@ -56,38 +60,41 @@ def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> li
         UserError: there is no dataset of this machine.
     """
     config = load_config(config_path, CollectorConfig)
-    provider = resolve_device(config.device)
-    target, here = local_target(provider), machine(provider)
+    device = resolve_device(config.device)
+    target, here = local_target(device), machine(device)
     folder = workspace.dataset(target.name)
     blocks = [block for block in read_journal(folder) if block.machine == here.uuid]
     if not blocks:
         raise UserError(f"{folder}: no measurements of this machine; measure first: {COLLECT}")
-    backgrounds = load_header(folder).backgrounds
     work = find_work(workspace, target, config.held_out)
     chosen = [work.kernels[i] for i in np.random.default_rng(seed).permutation(len(work.kernels))[:count]]
-    rows = []
-    with start_crew(config, provider, config.labels_on(provider)) as crew:
-        crew.wait()
+    parts: list[Sequence[Item]] = [[item] for item in work.models] + [*chunks(chosen, config.block_kernels)]
+    planned = [Planned(f"repeat {number}", items) for number, items in enumerate(parts)]
+    backgrounds, rows = load_header(folder).backgrounds, []
+    with start_crew(config, device, config.labels_on(device)) as crew:
+        bench = open_bench(config, device, here.uuid, config.open_source(device), crew)
+
+        def time_units(items: Sequence[Item], level: float) -> list[Measurement]:
+            return OrtUnits(config, target, crew, level).time(items)
+
         for level, name in sorted({block.load for block in blocks}):
             of_load = [block for block in blocks if block.load == (level, name)]
-            first = medians(of_load)
-            with stress(level, backgrounds.get(name, config.stress.backgrounds[0]), provider, workspace=workspace) as stressor:
-                best_ms = best_canary_ms(of_load)
-                source = config.open_source(provider)
-                measuring = Collector(config, target, folder, crew, source, here.uuid, level, name, best_ms)
-                parts: list[tuple[list[KernelItem], list[ModelItem]]] = [([], [m]) for m in work.models]
-                parts += [(list(chunk), []) for chunk in chunks(chosen, config.block_kernels)]
-                again = [measuring.block(f"repeat {number}", kernels, models, stressor)
-                         for number, (kernels, models) in enumerate(cli.track(parts, load_in_words(level, name)))]
-            second = medians(again)
-            for what, least_ms in (("kernel", 0.0), ("kernel", SHORT_MS), ("model", 0.0)):
-                found = differences(first[what], second[what], least_ms)
-                what += "s of 20 µs and more" if least_ms else "s"
-                rows.append({"level": level, "background": name, "what": what, **found})
+            background = backgrounds.get(name, config.stress.backgrounds[0]) if level else None
+            again = measure_loads(bench, lambda load, there: planned, time_units, Journal(of_load), [(level, background)],
+                                  start_loads(config, device, workspace, crew))
+            rows += [{"level": level, "background": name, **row} for row in compared(of_load, again.blocks)]
     return rows
 
 
-def medians(blocks: Sequence[Any]) -> dict[str, dict[str, float]]:
+def compared(first: Sequence[Block], second: Sequence[Block]) -> list[dict[str, Any]]:
+    """The differences of kernels, of those of SHORT_MS and more, and of whole models."""
+    first_ms, second_ms = medians(first), medians(second)
+    return [{"what": f"{what}s of 20 µs and more" if least_ms else f"{what}s",
+             **differences(first_ms[what], second_ms[what], least_ms)}
+            for what, least_ms in (("kernel", 0.0), ("kernel", SHORT_MS), ("model", 0.0))]
+
+
+def medians(blocks: Sequence[Block]) -> dict[str, dict[str, float]]:
     """The median of label `run` by kernel, and of the latency by model (ms)."""
     found: dict[str, dict[str, float]] = {"kernel": {}, "model": {}}
     for block in blocks:

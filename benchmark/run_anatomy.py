@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmark.measuring.effort import Effort
 from benchmark.measuring.quiet_host import PATIENCE
-from benchmark.measuring.worker_client import Worker, WorkerFailed
 from benchmark.runtimes.protocol import Reply, Request
+from benchmark.runtimes.worker_client import Worker, WorkerFailed
 from benchmark.traces.anatomy import PARTS, Anatomy, anatomy_of, measured_trace, typical_run
 from benchmark.traces.gpu_trace import GpuRun
 from ort_analysis.graph.source import own_sizes, read_source

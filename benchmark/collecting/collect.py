@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import Crew, start_crew
-from benchmark.collecting.measuring import Collector, best_canary_ms, load_in_words
-from benchmark.collecting.planning import choose_ties, plan
-from benchmark.collecting.work import KernelItem, ModelItem, Planned, Work, find_work
-from benchmark.load.backgrounds import COMPUTE
-from benchmark.load.stress import stress
+from benchmark.collecting.planning import plan_load
+from benchmark.collecting.units import OrtUnits, open_bench
+from benchmark.collecting.work import Item, KernelItem, ModelItem, Work, find_work
+from benchmark.load.backgrounds import Background
+from benchmark.load.stress import Stress
+from benchmark.measuring.loads import Start, measure_loads, started
+from benchmark.measuring.pending import Planned
+from benchmark.records.blocks import Block
 from benchmark.records.dataset_writer import DatasetWriter
 from benchmark.records.files import DatasetHeader, DatasetKernel, header_path, load_header, read_kernels
-from utils import cli
+from benchmark.records.measurement import Measurement
 from utils.errors import UserError
-from utils.fingerprint import Target, local_target, machine, resolve_device
+from utils.fingerprint import Machine, Target, local_target, machine, resolve_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import Workspace
 
 log = get_logger("collector")
-TABLES_EVERY_S = 30.0  # at least; and never more than a tenth of the time goes into writing them
 # Where somebody waits for a few kernels; their blocks stand between canaries as all do, and are measured again if these part.
 QUICK_WINDOW_S = 0.2  # of metrics: training takes their median over all idle blocks
 QUICK_BLOCK = 64  # kernels: those of most models
@@ -89,7 +91,7 @@ def collect_in_models(workspace: Workspace, config: CollectorConfig, models: Seq
     with sole_writer(workspace.dataset(target.name)):
         config, target, work = _quick(workspace, config, target, kernels)
         return collect_work(workspace, config, target, Work((), (), work.described), crew,
-                            [(item.record.model, [], [item]) for item in models])
+                            [Planned(item.id, [item]) for item in models])
 
 
 def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
@@ -116,64 +118,61 @@ def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
 
 
 def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, work: Work, crew: Crew,
-                 planned: Sequence[Planned] | None = None) -> dict[str, Any]:
+                 planned: Sequence[Planned[Item]] | None = None) -> dict[str, Any]:
     """Measures what of `work` is still missing in the dataset of `target`, which this machine is, and returns the totals.
 
     With `planned`, exactly these blocks are measured.
     """
-    provider = target.flavour.device
-    here, source = machine(provider), config.open_source(provider)
-    if config.window_s < source.minimum_window_s:
-        raise UserError(f"window_s {config.window_s:g}: {source.name} needs at least {source.minimum_window_s:g} s")
-    backgrounds = config.backgrounds_on(provider)
+    device = target.flavour.device
+    here, source = machine(device), config.open_source(device)
+    bench = open_bench(config, device, here.uuid, source, crew)
+    writer = open_dataset(workspace, config, target, here, source.fields, work)
+
+    def blocks_of(load: tuple[float, str], there: Sequence[Block]) -> Sequence[Planned[Item]]:
+        return plan_load(config, work, device, here.uuid, load[0], there) if planned is None else planned
+
+    def time_units(items: Sequence[Item], level: float) -> list[Measurement]:
+        return OrtUnits(config, target, crew, level).time(items)
+
+    totals = measure_loads(bench, blocks_of, time_units, writer, config.loads(), start_loads(config, device, workspace, crew))
+    writer.write_tables()
+    kernel_rows, model_rows = writer.count_rows()
+    kernels = {item.id for item in totals.units if isinstance(item, KernelItem)} | {
+        m.id for block in totals.blocks for m in block.measurements if m.subject == "kernel"}
+    return {"target": target.name, "dataset": str(writer.folder), "measured_kernels": len(kernels),
+            "measuring_s": round(totals.measuring_s, 1), "kernel_rows": kernel_rows, "model_rows": model_rows,
+            "unsteady_blocks": totals.unsteady_blocks,
+            "failed": sorted({m.id for block in writer.blocks for m in block.measurements if m.status != "ok"})}
+
+
+def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, here: Machine, metrics: Sequence[str],
+                 work: Work) -> DatasetWriter:
+    """The dataset of a target, joined with what is there.
+
+    Raises:
+        UserError: a background that the device can't have, or whose model is not there; or see `DatasetWriter`.
+    """
+    device, folder = target.flavour.device, workspace.dataset(target.name)
+    backgrounds = config.backgrounds_on(device)
     for described in backgrounds.values():
         if described.model:
             workspace.find_model(described.model)
-    folder, labels, variants = workspace.dataset(target.name), config.labels_on(provider), config.variants_on(provider)
-    writer = DatasetWriter(folder, DatasetHeader(target=target, metrics=tuple(source.fields), held_out=config.held_out,
-                                                 labels=labels, machines={here.uuid: here}, backgrounds=backgrounds,
-                                                 held_out_backgrounds=config.held_out_backgrounds if backgrounds else (),
-                                                 groups={item.record.model: item.record.group for item in work.models}),
-                           work.described)
+    header = DatasetHeader(target=target, metrics=tuple(metrics), held_out=config.held_out, labels=config.labels_on(device),
+                           machines={here.uuid: here}, backgrounds=backgrounds,
+                           held_out_backgrounds=config.held_out_backgrounds if backgrounds else (),
+                           groups={item.id: item.record.group for item in work.models})
+    writer = DatasetWriter(folder, header, work.described)
     log.info("%s: %d kernels and %d models at levels %s%s into %s", target.name, len(work.kernels), len(work.models),
              ", ".join(map(str, config.levels)), f" of {', '.join(backgrounds)}" if backgrounds else "", folder)
-    measured: set[str] = set()
-    unsteady, measuring_s, tables_due = 0, 0.0, time.monotonic() + TABLES_EVERY_S
-    for level, background in config.loads():
-        load = (level, background.name if background else "")
-        there = [block for block in writer.blocks if block.load == load]
-        own = [block for block in there if block.machine == here.uuid]
-        wanted = work if config.kernel_levels is None or level in config.kernel_levels else Work((), work.models, ())
-        todo = plan(wanted, own if config.each_machine else there, config.block_kernels, labels[0], config.block_models,
-                    () if level else variants, 1 if level else config.sessions)
-        if planned is not None:
-            todo = list(planned)
-        elif not (config.each_machine or level):
-            ties = choose_ties(work.kernels, there, here.uuid, labels[0], config.ties)
-            todo = plan(Work(tuple(ties), (), ()), own, config.block_kernels, labels[0]) + todo
-        if not todo:
-            continue
+    return writer
+
+
+def start_loads(config: CollectorConfig, device: str, workspace: Workspace, crew: Crew) -> Start:
+    """What starts each of the config's loads, once all processes of the crew are ready."""
+    @contextmanager
+    def start(level: float, background: Background | None) -> Iterator[Stress]:
         crew.wait()
-        with stress(level, background or COMPUTE, provider, workspace=workspace) as stressor:
-            time.sleep(config.stress.settle_s if level else 0.0)
-            collector = Collector(config, target, folder, crew, source, here.uuid, *load, best_canary_ms(own))
-            for key, kernels, models in cli.track(todo, load_in_words(*load)):
-                began = time.monotonic()
-                block = collector.block(key, kernels, models, stressor)
-                measuring_s += time.monotonic() - began
-                unsteady += block.drift > config.canary_drift
-                measured |= {item.kernel.id for item in kernels} | {m.id for m in block.measurements if m.subject == "kernel"}
-                writer.append(block)
-                if time.monotonic() > tables_due:
-                    began = time.monotonic()
-                    writer.write_tables()
-                    tables_due = time.monotonic() + max(TABLES_EVERY_S, 9 * (time.monotonic() - began))
-    writer.write_tables()
-    kernel_rows, model_rows = writer.count_rows()
-    failed = sorted({m.id for block in writer.blocks for m in block.measurements if m.status != "ok"})
-    if unsteady:
-        log.warning("%d blocks kept although the machine was unsteady by more than %.0f %%",
-                    unsteady, 100 * config.canary_drift)
-    return {"target": target.name, "dataset": str(folder), "measured_kernels": len(measured),
-            "measuring_s": round(measuring_s, 1), "kernel_rows": kernel_rows, "model_rows": model_rows,
-            "unsteady_blocks": unsteady, "failed": failed}
+        with started(level, background, device, workspace, config.stress.settle_s) as stressor:
+            yield stressor
+
+    return start

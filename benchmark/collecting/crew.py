@@ -12,9 +12,9 @@ from typing import NamedTuple
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.tracers import Tracers
 from benchmark.measuring.effort import Effort
-from benchmark.measuring.worker_client import Worker
 from benchmark.records.labels import GPU_LABEL
 from benchmark.runtimes.protocol import Request
+from benchmark.runtimes.worker_client import Worker
 from utils.locks import measuring
 
 

@@ -1,23 +1,16 @@
-"""Which blocks are still to be measured, and in which order."""
+"""Which blocks of kernels and models are still to be measured, and in which order."""
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
-import numpy as np
-
-from benchmark.collecting.work import KernelItem, ModelItem, Planned, Work
+from benchmark.collecting.config import CollectorConfig
+from benchmark.collecting.work import Item, ModelItem, Work
+from benchmark.measuring.pending import Planned, choose_ties, chunks, first_names, in_blocks, pending, shuffled
 from benchmark.records.blocks import Block
+from benchmark.records.measurement import Measurement
 from benchmark.records.tables import model_sessions
-from utils import cli
-
-
-def chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    for begin in range(0, len(items), size):
-        yield items[begin:begin + size]
 
 
 def sessions_missing(models: Sequence[ModelItem], there: Iterable[Block], wanted: int, variants: Sequence[str]) -> list[int]:
@@ -28,50 +21,52 @@ def sessions_missing(models: Sequence[ModelItem], there: Iterable[Block], wanted
         if "latency" in session.labels and session.labels["latency"].status != "ok":
             failed.add(session.model)
         counted[session.model] += set(variants) <= set(session.labels) and session.tells
-    return [0 if item.record.model in failed else max(wanted - counted[item.record.model], 0) for item in models]
+    return [0 if item.id in failed else max(wanted - counted[item.id], 0) for item in models]
 
 
-def plan(work: Work, there: Iterable[Block], block_kernels: int, first_label: str = "run",
-         block_models: int = 1, variants: Sequence[str] = (),
-         sessions: int = 1) -> list[Planned]:
-    """The blocks still to be measured where `there` are measured: a name, kernels, models.
+def takes_label(measurement: Measurement, label: str) -> bool:
+    """Whether this is what a block of kernels gives: a kernel's `label`, taken alone or in a carrier."""
+    return (measurement.subject, measurement.label) == ("kernel", label) and measurement.place != "in_model"
+
+
+def plan(work: Work, there: Iterable[Block], block_kernels: int, first_label: str = "run", block_models: int = 1,
+         variants: Sequence[str] = (), sessions: int = 1) -> list[Planned[Item]]:
+    """The blocks still to be measured where `there` are measured.
 
     A kernel is measured once it has label `first_label` (or failed to get it) from a block of kernels, a model once
     `sessions_missing` says so. A model's second session comes after all models' first, and so on.
     """
     there = list(there)
-    timed = {m.id for block in there for m in block.measurements
-             if m.label == first_label and m.subject == "kernel" and m.place != "in_model"}
-    kernels = [item for item in work.kernels if item.kernel.id not in timed]
-    shuffled = [kernels[i] for i in np.random.default_rng(0).permutation(len(kernels))]  # no type at one time of day only
-    of_kernels: list[Planned] = [
-        (f"{len(chunk)} kernels from {chunk[0].kernel.type}", list(chunk), []) for chunk in chunks(shuffled, block_kernels)]
+    of_kernels = in_blocks(pending(work.kernels, there, lambda m: takes_label(m, first_label)), block_kernels,
+                           lambda chunk: f"{len(chunk)} kernels from {chunk[0].kernel.type}")
     missing = sessions_missing(work.models, there, sessions, variants)
-    planned: list[Planned] = []
+    planned: list[Planned[Item]] = []
     for turn in range(max(missing, default=0) or 1):
         models = [item for item, left in zip(work.models, missing, strict=True) if left > turn]
-        of_turn: list[Planned] = [
-            (cli.first_of([item.record.model for item in chunk]), [], list(chunk))
-            for chunk in chunks(models, block_models)]
+        of_turn: list[Planned[Item]] = [Planned(first_names(chunk), chunk) for chunk in chunks(models, block_models)]
         of_turn += of_kernels if not turn else []
-        planned += [of_turn[i] for i in np.random.default_rng(turn + 1).permutation(len(of_turn))]  # models and kernels in turn
+        planned += shuffled(of_turn, turn + 1)  # models and kernels in turn
     return planned
 
 
-def choose_ties(kernels: Sequence[KernelItem], there: Iterable[Block], uuid: str, first_label: str,
-                count: int) -> list[KernelItem]:
-    """The kernels to measure on machine `uuid` although others have, so that `count` of its kernels tie it to them.
+def plan_load(config: CollectorConfig, work: Work, device: str, machine_uuid: str, level: float,
+              there: Sequence[Block]) -> list[Planned[Item]]:
+    """The blocks of `work` that a machine has still to measure at a level, as the config says.
 
-    Those that most machines have measured come first, so that the same ones tie all; then the order is that of their ids'
-    hashes: chosen whenever, they are the same, and of no type above others. One that failed here is not tried again.
+    Args:
+        config: of the collector.
+        work: everything to measure.
+        device: `cpu` or `cuda`.
+        machine_uuid: the machine that measures.
+        level: of the load.
+        there: all blocks of this load, of every machine.
     """
-    machines: dict[str, set[str]] = defaultdict(set)
-    for block in there:
-        for m in block.measurements:
-            if (m.subject, m.label) == ("kernel", first_label) and m.place != "in_model" and (
-                    m.status == "ok" or block.machine == uuid):
-                machines[m.id].add(block.machine)
-    elsewhere = [item for item in kernels if machines[item.kernel.id] - {uuid}]
-    new = [item for item in elsewhere if uuid not in machines[item.kernel.id]]
-    new.sort(key=lambda item: (-len(machines[item.kernel.id]), hashlib.sha256(item.kernel.id.encode()).digest()))
-    return new[:max(0, count - (len(elsewhere) - len(new)))]
+    first_label = config.labels_on(device)[0]
+    own = [block for block in there if block.machine == machine_uuid]
+    wanted = work if config.kernel_levels is None or level in config.kernel_levels else Work((), work.models, ())
+    todo = plan(wanted, own if config.each_machine else there, config.block_kernels, first_label, config.block_models,
+                () if level else config.variants_on(device), 1 if level else config.sessions)
+    if config.each_machine or level:
+        return todo
+    ties = choose_ties(work.kernels, there, machine_uuid, config.ties, lambda m: takes_label(m, first_label))
+    return plan(Work(tuple(ties), (), ()), own, config.block_kernels, first_label) + todo

@@ -28,6 +28,10 @@ class KernelItem:
     path: Path
     kernel: Kernel
 
+    @property
+    def id(self) -> str:
+        return self.kernel.id
+
 
 @dataclass(frozen=True)
 class ModelItem:
@@ -39,6 +43,13 @@ class ModelItem:
     labels: bool
     only: frozenset[str] = frozenset()
 
+    @property
+    def id(self) -> str:
+        return self.record.model
+
+
+Item = KernelItem | ModelItem
+
 
 @dataclass(frozen=True)
 class Work:
@@ -47,9 +58,6 @@ class Work:
     kernels: tuple[KernelItem, ...]
     models: tuple[ModelItem, ...]
     described: tuple[DatasetKernel, ...]
-
-
-Planned = tuple[str, list[KernelItem], list[ModelItem]]  # a block to be measured: its name, kernels, models
 
 
 def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> Work:

@@ -15,24 +15,18 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from statistics import median
 from typing import NamedTuple
 
 from benchmark.measuring.affinity import off_the_workers_cores
 from benchmark.measuring.effort import Effort
 from benchmark.records.labels import DISTURBANCE_ADMITTED
-from benchmark.runtimes.ort.runner import device_binding, dispatcher, random_feed
-from utils.lazy import onnx
-from utils.ort_sessions import open_nodes
 
-PROBE_NODES = 60  # of the probe: some 0.2 ms
 READINGS = 3  # the shortest of which counts
 FASTEST = 10  # the part of the readings, a tenth, whose slowest one is taken for that of an undisturbed host
 WINDOW_S = 0.02
 LEAST_READINGS = 3  # of the probe by itself, however short the time
 PATIENCE = 4.0  # times the budget that is spent on waiting for enough undisturbed windows
-FIRST_LOOK_S = 0.3  # how long a new probe is read at first
 
 
 @dataclass
@@ -64,6 +58,14 @@ class HostProbe:
         return self.sorted_s[len(self.sorted_s) // FASTEST]
 
 
+def first_look(dispatch_s: Callable[[], float], seconds: float) -> HostProbe:
+    """A probe that was read for `seconds`, once at least, to learn what is usual."""
+    first, until = [shortest_s(dispatch_s)], time.monotonic() + seconds
+    while time.monotonic() < until:
+        first.append(shortest_s(dispatch_s))
+    return HostProbe(dispatch_s, sorted(first))
+
+
 def shortest_s(dispatch_s: Callable[[], float]) -> float:
     """The shortest of a few dispatches, in seconds."""
     return min(dispatch_s() for _ in range(READINGS))
@@ -75,18 +77,6 @@ class Window:
 
     samples_ms: tuple[float, ...]
     probe_s: float
-
-
-@cache
-def host_probe(device: str) -> HostProbe:
-    """The probe of this process, after a first look at what is usual. `device` is `cuda`, or `cpu` in tests."""
-    nodes = [onnx.helper.make_node("Relu", [f"x{place}"], [f"x{place + 1}"]) for place in range(PROBE_NODES)]
-    session = open_nodes(nodes, ["x0"], [1, 16, 14, 14], device, "probe")
-    dispatch_s = dispatcher(session, device_binding(session, random_feed(session), device))
-    first, until = [shortest_s(dispatch_s)], time.monotonic() + FIRST_LOOK_S
-    while time.monotonic() < until:
-        first.append(shortest_s(dispatch_s))
-    return HostProbe(dispatch_s, sorted(first))
 
 
 class Timed(NamedTuple):

@@ -6,6 +6,7 @@ of 60,000 kernels a tenth of a second, where writing its tables anew takes ten.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -23,13 +24,16 @@ from benchmark.records.files import (
     read_journal,
     read_kernels,
 )
+from benchmark.records.journal import Journal, append_block
 from benchmark.records.tables import kernel_columns, kernel_rows, model_columns, model_rows, model_sessions
 from utils import files
 from utils.errors import UserError
 
+TABLES_EVERY_S = 30.0  # at least; and never more than a tenth of the time goes into writing them
 
-class DatasetWriter:
-    """A dataset that grows by blocks.
+
+class DatasetWriter(Journal):
+    """A dataset that grows by blocks, and whose tables are brought up to the journal now and then.
 
     Attributes:
         header: joined with what was there.
@@ -51,14 +55,19 @@ class DatasetWriter:
         self.folder, self.header = folder, _joined(folder, header)
         tables_hold = _tables_hold(folder, self.header)
         files.write_json(header_path(folder), self.header)
-        self.blocks = read_journal(folder)
+        super().__init__(read_journal(folder))
         changed = _describe(folder, described)
         self._tabled = len(self.blocks) if tables_hold and changed.isdisjoint(_kernels_in(self.blocks)) else 0
+        self._tables_due_s = time.monotonic() + TABLES_EVERY_S
 
     def append(self, block: Block) -> None:
-        """Adds a block to the journal."""
-        files.append_line(journal_path(self.folder), block.model_dump_json())
-        self.blocks.append(block)
+        """Adds a block to the journal; writes the tables where that is due."""
+        append_block(journal_path(self.folder), block)
+        super().append(block)
+        if time.monotonic() > self._tables_due_s:
+            began_s = time.monotonic()
+            self.write_tables()
+            self._tables_due_s = time.monotonic() + max(TABLES_EVERY_S, 9 * (time.monotonic() - began_s))
 
     def write_tables(self) -> None:
         """Brings the tables up to the journal: adds the rows of new blocks where no older block tells of their kernels."""

@@ -11,6 +11,7 @@ from pydantic_core import from_json
 
 from benchmark.load.backgrounds import Background
 from benchmark.records.blocks import Block
+from benchmark.records.journal import read_blocks
 from benchmark.records.labels import COLLECT, DATASET_VERSION, DEFAULT_LABELS
 from model_zoo.exporting.torch_models import group_of
 from ort_analysis.records.kernel_costs import recosted
@@ -128,16 +129,8 @@ def read_journal(folder: Path) -> list[Block]:
     """
     backgrounds = load_header(folder).backgrounds if header_path(folder).exists() else {}
     unnamed = {"background_name": next(iter(backgrounds), "")}
-    blocks = []
-    for number, line in enumerate(files.read_lines(journal_path(folder)), 1):
-        try:
-            block = Block.model_validate_json(line)
-            blocks.append(block if block.background_name or not block.level else block.model_copy(update=unnamed))
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise UserError(f"{journal_path(folder)}, line {number}: not a block of version {DATASET_VERSION} "
-                            f"({first['loc']}: {first['msg']}); remove the line or start a new dataset") from None
-    return blocks
+    return [block if block.background_name or not block.level else block.model_copy(update=unnamed)
+            for block in read_blocks(journal_path(folder))]
 
 
 def kernel_lines(folder: Path) -> dict[str, str]:

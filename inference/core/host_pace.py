@@ -105,7 +105,7 @@ def measured_pace(fitted: Fitted, seconds: float | None = None) -> HostPace:
     Raises:
         UserError: this machine is not the target, or (without `seconds`) another process measures on its GPU.
     """
-    from benchmark.measuring.host_pace import SECONDS, measure_pace
+    from benchmark.runtimes.ort.host_pace import SECONDS, measure_pace
 
     check_host(fitted, fitted.composition)
     if not is_here(fitted.target):

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmark.collecting.measuring import load_in_words
+from benchmark.measuring.blocks import load_in_words
 from benchmark.records.blocks import Block
 from benchmark.records.files import read_journal
 from benchmark.records.host_pace import paced_rows

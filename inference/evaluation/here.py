@@ -7,20 +7,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmark.collecting.measuring import load_in_words
 from benchmark.load.backgrounds import COMPUTE, Background
 from benchmark.load.stress import Stress, stress
-from benchmark.measuring.canary import IDLE_EFFORT, wait_until_steady
+from benchmark.measuring.blocks import load_in_words
+from benchmark.measuring.canary import Canary
 from benchmark.measuring.effort import Effort
-from benchmark.measuring.worker_client import Worker, WorkerFailed
 from benchmark.metrics.source import MetricSource, values
 from benchmark.records.files import model_table_path
 from benchmark.records.reading import load_model_table
 from benchmark.runtimes.protocol import Reply, Request
+from benchmark.runtimes.worker_client import Worker, WorkerFailed
 from inference.core.conditions import check_beside
 from inference.core.host_pace import HostPace, compares, ratio_of
 from inference.evaluation.cases import Case, Failures, predict_case
@@ -227,10 +228,10 @@ def measure_here(cases: Sequence[Case], worker: Worker, device: str, way: WayOfR
                 if not loaded:  # a process's first session loads the runtime, whose time and memory are no model's
                     time_session(case, worker, device, way, 0.0, watch_host=False)
                     loaded = True
-                canary = wait_until_steady(lambda: canary_ms(worker, device), best_canary_ms, STEADY,
-                                           plan.patience_s)
+                canary = Canary(partial(worker.canary_ms, device), best_ms=best_canary_ms)
+                before_ms = canary.steady_ms(STEADY, plan.patience_s)
                 if best_canary_ms:
-                    case.canaries.append(canary / best_canary_ms)
+                    case.canaries.append(before_ms / best_canary_ms)
                 found = time_session(case, worker, device, way, plan.budget_s,
                                      watch_host=device == "cuda" and case.idle)
             except WorkerFailed as error:
@@ -271,12 +272,6 @@ def time_session(case: Case, worker: Worker, device: str, way: WayOfRunning, bud
     if reply.error:
         raise UserError(reply.error)
     return reply
-
-
-def canary_ms(worker: Worker, device: str) -> float:
-    """The median of a few runs of the canary, in milliseconds; errors as of `Worker.ask`."""
-    return median(worker.ask(Request(do="canary", device=device, effort=IDLE_EFFORT)
-                             ).measurements[0].samples_ms)
 
 
 def recorded_canary_ms(workspace: Workspace, target: str, device: str) -> float:

@@ -13,7 +13,8 @@ import onnx
 from pydantic import BaseModel, ConfigDict
 
 from benchmark.measuring.effort import Effort
-from benchmark.measuring.quiet_host import all_samples_ms, host_probe
+from benchmark.measuring.quiet_host import all_samples_ms
+from benchmark.runtimes.ort.host_probe import host_probe
 from benchmark.runtimes.ort.runner import Runner, bind
 from kernel_model.building.dummy_data import random_floats
 from ort_analysis.cuda.capture import COPIES

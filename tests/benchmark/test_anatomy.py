@@ -14,10 +14,10 @@ import pytest
 from conftest import small_model
 
 from benchmark.measuring.effort import Effort
-from benchmark.measuring.worker_client import Worker, WorkerFailed
 from benchmark.records.measurement import Measurement
 from benchmark.run_anatomy import Case, as_json, ask, measure, row, runs_of
 from benchmark.runtimes.protocol import Reply, Request
+from benchmark.runtimes.worker_client import Worker, WorkerFailed
 from benchmark.traces.anatomy import PARTS, anatomy_of, measured_trace, typical_run
 from benchmark.traces.gpu_trace import GpuRun, GpuWork, Launch, attribute
 from utils import files

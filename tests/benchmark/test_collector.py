@@ -23,13 +23,12 @@ from conftest import build_workspace, endless, small_model
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import start_crew
-from benchmark.collecting.measuring import Collector
 from benchmark.collecting.planning import plan
+from benchmark.collecting.units import OrtUnits, open_bench
 from benchmark.collecting.work import KernelItem, ModelItem, Work, carriers, find_work
 from benchmark.load.backgrounds import COMPUTE, KINDS, QUEUES, Background
-from benchmark.load.stress import Stress
+from benchmark.measuring.blocks import idle, measure_block
 from benchmark.measuring.effort import Effort
-from benchmark.measuring.worker_client import Worker, WorkerFailed
 from benchmark.metrics.sources import open_source
 from benchmark.records.blocks import Block
 from benchmark.records.dataset_writer import DatasetWriter
@@ -49,6 +48,7 @@ from benchmark.records.reading import load_table
 from benchmark.records.tables import input_shape, kernel_rows, model_rows, model_sessions
 from benchmark.runtimes.ort import worker as worker_process
 from benchmark.runtimes.protocol import Request
+from benchmark.runtimes.worker_client import Worker, WorkerFailed
 from kernel_model.building.kernel_models import KERNEL_KEY, build_model, kernel_build
 from kernel_model.sampling.seeds import SEED_FILE
 from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
@@ -358,7 +358,8 @@ def test_a_model_beside_a_disturbed_host_is_measured_again(collected: Collected)
     items = tuple(ModelItem(Path("m.onnx"), Path("m.json"), record, labels=True) for record in records)
     names = [record.model for record in records]
     there = [timed_models(1, {name: 0.5 if place == 0 else 0.05 for place, name in enumerate(names)})]
-    again = [item.record.model for _, _, models in plan(Work((), items, ()), there, 32, "gpu") for item in models]
+    again = [item.record.model for planned in plan(Work((), items, ()), there, 32, "gpu") for item in planned.units
+             if isinstance(item, ModelItem)]
     assert again == names[:1]
     there.append(timed_models(2, {names[0]: 0.0}))
     assert plan(Work((), items, ()), there, 32, "gpu") == []
@@ -373,7 +374,7 @@ def test_a_model_is_measured_in_as_many_sessions_as_are_wanted(collected: Collec
 
     def planned(*there: Block, variants: tuple[str, ...] = ()) -> list[str]:
         blocks = plan(work, there, 32, "gpu", 1, variants, sessions=3)
-        return [item.record.model for _, _, models in blocks for item in models]
+        return [item.id for block in blocks for item in block.units]
 
     order = planned()
     assert [set(order[:len(names)]), set(order[len(names):2 * len(names)]), set(order[2 * len(names):])] == [names] * 3
@@ -506,13 +507,15 @@ def test_canaries_that_part_have_their_block_measured_again(collected: Collected
     target = local_target("cpu")
     item = find_work(collected.workspace, target, ()).kernels[-1]
     with start_crew(config, "cpu", config.labels_on("cpu")) as crew:
-        collector = Collector(config, target, tmp_path, crew, open_source("cpu", METRICS), "here")
-        block = collector.block("one", [item], [], Stress(0.0, None))
+        bench = open_bench(config, "cpu", "here", open_source("cpu", METRICS), crew)
+        block = measure_block(bench, "one", lambda: OrtUnits(config, target, crew).time([item]), idle(bench))
     assert block.attempts == 2
     assert block.drift > 0
     assert {m.label for m in block.measurements} == {"run", "kernel_time", "node_span"}
     assert set(block.background) == set(METRICS)
     assert block.during == {} or set(block.during) == set(METRICS)  # a window too short to be valid is left empty
+    assert (block.during_s > 0.2) is bool(block.during)
+    assert block.background_s >= 0.2
 
 
 def test_drift() -> None:
@@ -614,9 +617,10 @@ def test_a_worker_that_hangs_dies_with_the_collector(tmp_path: Path) -> None:
     endless(tmp_path / "hangs.onnx")
     script = f"""
 from benchmark.load.backgrounds import COMPUTE, KINDS, QUEUES, Background
+from benchmark.measuring.blocks import idle, measure_block
 from benchmark.measuring.effort import Effort
 from benchmark.runtimes.protocol import Request
-from benchmark.measuring.worker_client import Worker
+from benchmark.runtimes.worker_client import Worker
 with Worker(60) as worker:
     worker.ask(Request(do="canary", device="cpu", effort=Effort()))
     print("ready", flush=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmark.collecting.tracers import Tracers
 from benchmark.measuring import gpu_turns
-from benchmark.measuring.worker_client import Worker
+from benchmark.runtimes.worker_client import Worker
 
 ROUNDS, WORKERS = 4, 3
 

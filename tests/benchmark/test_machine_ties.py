@@ -13,9 +13,11 @@ from made_up_dataset import MACHINE, TARGET, conv
 
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.planning import choose_ties
+from benchmark.collecting.planning import takes_label
 from benchmark.collecting.work import KernelItem
-from benchmark.machine_ties import compare, idle_times, machine_rows, tie_rows
+from benchmark.machine_ties import idle_times, machine_rows
+from benchmark.measuring.pending import choose_ties
+from benchmark.measuring.ties import compare, tie_rows
 from benchmark.records.blocks import Block
 from benchmark.records.files import DatasetHeader, journal_path, read_journal, read_kernels
 from benchmark.records.measurement import Measurement
@@ -25,6 +27,10 @@ from utils.paths import Workspace
 
 KERNELS = [conv(side=8 + place) for place in range(40)]
 ITEMS = [KernelItem(Path(f"{kernel.id}.onnx"), kernel) for kernel in KERNELS]
+
+
+def takes_run(measurement: Measurement) -> bool:
+    return takes_label(measurement, "run")
 
 
 def block(uuid: str, *measurements: Measurement, level: float = 0.0) -> Block:
@@ -40,7 +46,7 @@ def timed(kernel: Kernel, time_ms: float = 1.0, **changes: Any) -> Measurement:
 
 
 def chosen(there: list[Block], uuid: str, count: int) -> list[Kernel]:
-    return [item.kernel for item in choose_ties(ITEMS, there, uuid, "run", count)]
+    return [item.kernel for item in choose_ties(ITEMS, there, uuid, count, takes_run)]
 
 
 # which kernels -----------------------------------------------------------------------------------------------------------
@@ -51,7 +57,7 @@ def test_ties_are_some_of_what_others_measured_whatever_the_order() -> None:
     assert len({kernel.id for kernel in ties}) == 10
     assert all(kernel in KERNELS[:30] for kernel in ties)
     assert ties != KERNELS[:10]
-    backwards = choose_ties(ITEMS[::-1], [block("a", *(timed(kernel) for kernel in KERNELS[29::-1]))], "b", "run", 10)
+    backwards = choose_ties(ITEMS[::-1], [block("a", *(timed(kernel) for kernel in KERNELS[29::-1]))], "b", 10, takes_run)
     assert [item.kernel for item in backwards] == ties
     assert chosen(there, "b", 0) == []
     assert len(chosen(there, "b", 100)) == 30
@@ -140,7 +146,7 @@ def test_exactly_the_ties_are_measured_here_too(workspace: Workspace) -> None:
     journal = journal_path(folder)
     journal.write_text(journal.read_text().replace(f'"machine":"{here}"', '"machine":"elsewhere"'))
     items = [KernelItem(Path(), entry.kernel) for entry in read_kernels(folder)]
-    expected = {item.kernel.id for item in choose_ties(items, read_journal(folder), here, "run", 5)}
+    expected = {item.kernel.id for item in choose_ties(items, read_journal(folder), here, 5, takes_run)}
     assert len(expected) == 5
     assert collect(workspace, config)["measured_kernels"] == 5
     own = [found for found in read_journal(folder) if found.machine == here]

@@ -11,8 +11,9 @@ from functools import partial
 import pytest
 
 from benchmark.measuring.effort import Effort
-from benchmark.measuring.quiet_host import HostProbe, host_probe, quiet_samples_ms
+from benchmark.measuring.quiet_host import HostProbe, quiet_samples_ms
 from benchmark.records.labels import DISTURBANCE_ADMITTED
+from benchmark.runtimes.ort.host_probe import host_probe
 
 FAST_S, SLOWER = 0.0002, 1.5
 ODD_S = FAST_S * 5 / 6

@@ -21,9 +21,9 @@ from trained_workspace import HELD_OUT, METRIC, OPSETS, conv_net, model_ms
 
 from benchmark.collecting.config import CollectorConfig, StressConfig
 from benchmark.load.backgrounds import Background
-from benchmark.measuring.worker_client import Worker
 from benchmark.records.files import header_path, journal_path, load_header, read_journal
 from benchmark.records.measurement import Measurement
+from benchmark.runtimes.worker_client import Worker
 from graph_model.simulation.sharing import OtherWork
 from inference import predict
 from inference.core.ways import WayOfRunning
@@ -133,7 +133,7 @@ def test_a_model_that_never_ends_is_given_up(tmp_path: Path) -> None:
     endless(tmp_path / "endless.onnx")
     case, failures = Case(analyze(tmp_path / "endless.onnx", "cpu"), tmp_path / "endless.onnx"), Failures()
     with Worker(60) as worker:
-        evaluation_here.canary_ms(worker, "cpu")  # what starting the process takes does not count here
+        worker.canary_ms("cpu")  # what starting the process takes does not count here
         worker.timeout_s = 1
         evaluation_here.measure_here([case], worker, "cpu", WayOfRunning(), QUICK, 0.0, failures)
     assert (case.failed, case.samples_ms) == (True, [])

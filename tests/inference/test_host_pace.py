@@ -23,10 +23,11 @@ import benchmark.host_pace
 import inference.core.host_pace
 from benchmark.host_pace import learned_pace
 from benchmark.load.pace_reading import HostProbed, MachinePace, read_pace
-from benchmark.measuring.host_pace import measure_pace
-from benchmark.measuring.quiet_host import HostProbe, all_samples_ms, host_probe, readings_s
-from benchmark.measuring.worker_client import Worker
+from benchmark.measuring.quiet_host import HostProbe, all_samples_ms, readings_s
 from benchmark.metrics_exporter import PaceSampler
+from benchmark.runtimes.ort.host_pace import measure_pace
+from benchmark.runtimes.ort.host_probe import host_probe
+from benchmark.runtimes.worker_client import Worker
 from inference import Watch, predict
 from inference.core.answers import Prediction
 from inference.core.doubt import HOSTS, PACE_POWER, joined
@@ -132,7 +133,7 @@ def test_without_a_gpu_the_script_says_so(tmp_path: Path) -> None:
 def test_the_script_writes_where_predictions_look_and_prints_the_ratio(
         made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """FAKE: the GPU, and what its host takes."""
-    monkeypatch.setattr("benchmark.measuring.host_pace.has_cuda", lambda: True)
+    monkeypatch.setattr("benchmark.runtimes.ort.host_pace.has_cuda", lambda: True)
     monkeypatch.setattr(benchmark.host_pace, "local_target", lambda _: fitted_for(Workspace(), TARGET).target)
     monkeypatch.setattr(benchmark.host_pace, "measure_pace", lambda seconds: made(1.2))
     monkeypatch.setattr(sys, "argv", ["host_pace.py", "--workspace", str(tmp_path), "--json"])
@@ -257,7 +258,7 @@ def test_measured_on_request_on_the_target_alone(made: Made, monkeypatch: pytest
         asked.append(seconds)
         return made(1 + len(asked) / 10)
 
-    monkeypatch.setattr("benchmark.measuring.host_pace.measure_pace", fake)
+    monkeypatch.setattr("benchmark.runtimes.ort.host_pace.measure_pace", fake)
     assert PaceAsked("measure").now(fitted, AS_USUAL) == (pytest.approx(1.1), "measured")
     watched = PaceAsked(watched=True)
     assert [watched.now(fitted, AS_USUAL) for _ in range(2)] == [

@@ -9,8 +9,9 @@ from pathlib import Path
 import psutil
 import pynvml
 
-from benchmark.measuring.quiet_host import host_probe, quiet_samples_ms
+from benchmark.measuring.quiet_host import quiet_samples_ms
 from benchmark.records.measurement import Measurement
+from benchmark.runtimes.ort.host_probe import host_probe
 from benchmark.runtimes.ort.runner import open_runner
 from benchmark.runtimes.protocol import Reply, Request
 

@@ -19,13 +19,15 @@ from typing import Any
 import numpy as np
 
 from benchmark.load.sharing_probe import probe
-from benchmark.measuring import canary, gpu_turns
+from benchmark.measuring import gpu_turns
 from benchmark.measuring.affinity import off_the_workers_cores
 from benchmark.measuring.effort import Effort
-from benchmark.measuring.quiet_host import host_probe, quiet_samples_ms
+from benchmark.measuring.quiet_host import quiet_samples_ms
 from benchmark.records.labels import GPU_LABEL, UNPROFILED
 from benchmark.records.measurement import Measurement, Place, now
+from benchmark.runtimes.ort.canary import NAME, canary
 from benchmark.runtimes.ort.control_flow import trip_ms
+from benchmark.runtimes.ort.host_probe import host_probe
 from benchmark.runtimes.ort.model_profile import counted_runs, plain_runs_ms, profile_model, profile_runs
 from benchmark.runtimes.ort.profile import ProfiledRun, kernel_times_ms, node_spans_ms
 from benchmark.runtimes.ort.runner import Runner, bind, device_binding, dispatcher, open_runner, timer
@@ -50,8 +52,8 @@ CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
 
 def time_canary(request: Request) -> Reply:
     """The canary, as often as the effort says."""
-    timing = canary.canary(request.device).time_as(request.effort)
-    return Reply(measurements=(Measurement(subject=canary.NAME, id=canary.NAME, label="run", context="alone", place="alone",
+    timing = canary(request.device).time_as(request.effort)
+    return Reply(measurements=(Measurement(subject=NAME, id=NAME, label="run", context="alone", place="alone",
                                            samples_ms=timing.samples_ms),))
 
 
@@ -272,7 +274,7 @@ def time_kernels_in_model(request: Request) -> Reply:
 
 def prepare(request: Request) -> Reply:
     """Loads ONNX Runtime and has it run something on the device; for label `gpu` loads torch and CUPTI too, by tracing it."""
-    runner = canary.canary(request.device)
+    runner = canary(request.device)
     runner.warm_up(1)
     if GPU_LABEL in request.labels:
         trace([runner.run_once])

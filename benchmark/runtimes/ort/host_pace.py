@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from benchmark.load.pace_reading import MachinePace
-from benchmark.measuring.quiet_host import host_probe, readings_s
+from benchmark.measuring.quiet_host import readings_s
+from benchmark.runtimes.ort.host_probe import host_probe
 from utils.errors import UserError
 from utils.fingerprint import boot_id, has_cuda, machine
 from utils.timing import summarize

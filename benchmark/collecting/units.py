@@ -1,0 +1,181 @@
+"""Times kernels and models under ONNX Runtime: the collector's units of measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from benchmark.collecting.config import CollectorConfig
+from benchmark.collecting.crew import Crew
+from benchmark.collecting.work import Item, KernelItem, ModelItem, carriers
+from benchmark.load.probe_reading import ProbeReading
+from benchmark.measuring.bench import Bench, Steadiness
+from benchmark.measuring.effort import Effort
+from benchmark.measuring.pending import chunks
+from benchmark.metrics.source import MetricSource
+from benchmark.records.labels import GPU_LABEL, IN_MODEL_LABELS
+from benchmark.records.measurement import Measurement, Place, Status, now
+from benchmark.runtimes.protocol import Reply, Request
+from benchmark.runtimes.worker_client import Worker, WorkerFailed
+from utils.errors import UserError
+from utils.fingerprint import Target
+from utils.logger import get_logger
+
+log = get_logger("collector")
+
+
+@dataclass(frozen=True)
+class OrtUnits:
+    """Times kernels and models of one target at one level (see `time_units`)."""
+
+    config: CollectorConfig
+    target: Target
+    crew: Crew
+    level: float = 0.0
+
+    @property
+    def device(self) -> str:
+        return self.target.flavour.device
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self.config.labels_on(self.device)
+
+    @property
+    def in_model_labels(self) -> tuple[str, ...]:
+        return tuple(label for label in self.labels if label in IN_MODEL_LABELS)
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return () if self.level else self.config.variants_on(self.device)
+
+    def time(self, items: Sequence[Item]) -> list[Measurement]:
+        """Every label of some kernels and models."""
+        models = [item for item in items if isinstance(item, ModelItem)]
+        kernels = [item for item in items if isinstance(item, KernelItem)]
+        found = [m for item in models for m in (self.time_kernels_in(item) if item.only else self.time_model(item))]
+        if "run" in self.labels:
+            found += [m for item in kernels for m in self.time_alone(item)]
+        at_fault = {m.id for m in found if m.status != "ok"}
+        sound = [item for item in kernels if item.id not in at_fault]
+        if self.in_model_labels:
+            found += [m for group in carriers(sound, self.device)
+                      for m in self.time_carrier(group, self.in_model_labels, self.crew.worker)]
+        if GPU_LABEL in self.labels:
+            found += self.trace_kernels(sound)
+        return found
+
+    def time_alone(self, item: KernelItem) -> list[Measurement]:
+        """Label `run`: a kernel in a session of its own."""
+        reply, status = ask(self.crew.worker, Request(
+            do="alone", device=self.device, paths=(str(item.path),), effort=self.config.kernel.effort(),
+            provider_options=self.target.provider_options))
+        return measurements_of(reply, status, "kernel", item.id, "run", "alone", "alone")
+
+    def time_carrier(self, items: Sequence[KernelItem], labels: tuple[str, ...], worker: Worker) -> list[Measurement]:
+        """Some labels of a group, in a carrier. A group that fails is halved until the one kernel at fault is alone."""
+        reply, status = ask(worker, Request(
+            do="carrier", device=self.device, paths=tuple(str(item.path) for item in items), labels=labels,
+            effort=self.config.kernel.effort(), provider_options=self.target.provider_options,
+            turns="" if worker is self.crew.worker else self.crew.tracers.turns))
+        if status != "ok" and len(items) > 1:
+            half = len(items) // 2
+            return self.time_carrier(items[:half], labels, worker) + self.time_carrier(items[half:], labels, worker)
+        return measurements_of(reply, status, "kernel", items[0].id, labels[0], "carrier", "carrier")
+
+    def trace_kernels(self, items: Sequence[KernelItem]) -> list[Measurement]:
+        """Label `gpu` of some kernels, in carriers that the tracers share out."""
+        tracers = self.crew.tracers
+        share = -(-len(items) // tracers.count)
+        groups = [group for part in chunks(items, max(share, 1))
+                  for group in carriers(part, self.device, tracers.count)]
+        tasks = [partial(self.time_carrier, group, (GPU_LABEL,)) for group in groups]
+        return [m for part in tracers.each(tasks) for m in part]
+
+    def time_model(self, item: ModelItem) -> list[Measurement]:
+        """A whole model and, where the config says so, its kernels in it."""
+        in_model = self.in_model_labels if item.labels and self.config.model_labels else ()
+        request = self._of_model(item, "model", in_model).model_copy(update={
+            "host": GPU_LABEL in self.labels and not self.level, "host_io": "host_io" in self.variants,
+            "watch_host": self.device == "cuda" and not self.level})
+
+        def of_model(label: str, reply: Reply, status: Status) -> list[Measurement]:
+            return measurements_of(reply, status, "model", item.id, label, item.id, "alone")
+
+        found = of_model("latency", *ask(self.crew.worker, request))
+        if request.host and self.config.model_labels and found[0].status == "ok":
+            on_gpu = request.model_copy(update={"do": "model_gpu"})
+            [traced] = self.crew.tracers.each([lambda tracer: ask(tracer, on_gpu)])
+            found += of_model(GPU_LABEL, *traced)
+        if "cuda_graph" in self.variants and found[0].status == "ok":
+            found += of_model("cuda_graph", *ask(self.crew.worker, request.model_copy(update={"do": "model_graph"})))
+        return found
+
+    def time_kernels_in(self, item: ModelItem) -> list[Measurement]:
+        """The in-model labels of those of a model's kernels that are asked for; none where it can't be profiled."""
+        reply, status = ask(self.crew.worker, self._of_model(item, "model_labels", self.in_model_labels))
+        if status != "ok":
+            log.warning("%s: its kernels can't be measured in it: %s (%s)", item.id, reply.error, status)
+            return []
+        return [m for m in reply.measurements if m.id in item.only]
+
+    def _of_model(self, item: ModelItem, do: str, labels: tuple[str, ...]) -> Request:
+        return Request.model_validate({
+            "do": do, "device": self.device, "paths": (str(item.path),), "record": str(item.record_path),
+            "dims": item.record.dims, "static": item.record.static, "labels": labels, "effort": self.config.model.effort(),
+            "provider_options": self.target.provider_options})
+
+
+def ask(worker: Worker, request: Request) -> tuple[Reply, Status]:
+    """A worker's reply and a status; a worker that fails is replaced at the next request."""
+    started = now()
+    try:
+        reply = worker.ask(request)
+    except WorkerFailed as error:
+        return Reply(error=str(error), started=started, ended=now()), error.status
+    return reply, "failed" if reply.error else "ok"
+
+
+def measurements_of(reply: Reply, status: Status, subject: str, name: str, label: str, context: str,
+                    place: Place) -> list[Measurement]:
+    """The measurements of a reply; of one that failed, a single measurement that says so, with the other arguments."""
+    if status == "ok":
+        return list(reply.measurements)
+    log.warning("%s: %s (%s)", name, reply.error, status)
+    return [Measurement(subject=subject, id=name, label=label, context=context, place=place, status=status, error=reply.error,
+                        started=reply.started, ended=reply.ended)]
+
+
+def open_bench(config: CollectorConfig, device: str, machine_uuid: str, source: MetricSource, crew: Crew) -> Bench:
+    """What the collector measures with on `cpu` or `cuda`.
+
+    Raises:
+        UserError: the config's windows are too short for the source.
+    """
+    return Bench(device, machine_uuid, partial(_canary_ms, crew.worker, device), source, config.window_s,
+                 partial(_probe, config, device, crew.worker),
+                 Steadiness(drift=config.canary_drift, attempts=config.attempts,
+                            attempts_under_load=config.attempts_under_load, patience_s=config.patience_s))
+
+
+def _canary_ms(worker: Worker, device: str, loaded: bool) -> tuple[float, ...]:
+    try:
+        return worker.canary_ms(device, loaded)
+    except WorkerFailed as error:
+        raise UserError(f"the canary, a fixed piece of work, does not run: {error}") from None
+
+
+def _probe(config: CollectorConfig, device: str, worker: Worker) -> ProbeReading | None:
+    """How long tiny work waits for what else runs; None on a CPU, where the config says so, and where it has no load to
+    compare an idle device with.
+
+    Raises:
+        UserError: not even the probe runs.
+    """
+    if device == "cpu" or not config.probe_s or not any(config.levels):
+        return None
+    reply, status = ask(worker, Request(do="sharing_probe", device=device, effort=Effort(budget_s=config.probe_s)))
+    if status != "ok":
+        raise UserError(f"the sharing probe does not run: {reply.error}")
+    return reply.probe

@@ -1,0 +1,99 @@
+"""The measuring loop: blocks of units under one load after another, each block kept as soon as it is measured.
+
+It knows units only by their ids. What they are, and how one is timed, its callers know.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVar
+
+from benchmark.load.backgrounds import COMPUTE, Background
+from benchmark.load.stress import Stress, stress
+from benchmark.measuring.bench import Bench
+from benchmark.measuring.blocks import Conditions, best_canary_ms, load_in_words, measure_block
+from benchmark.measuring.canary import Canary
+from benchmark.measuring.pending import Planned, Unit
+from benchmark.records.blocks import Block
+from benchmark.records.journal import Journal
+from benchmark.records.measurement import Measurement
+from utils import cli
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+log = get_logger("collector")
+U = TypeVar("U", bound=Unit)
+StressLevel = tuple[float, Background | None]  # the share of time, 0–1, and what the device is busy with; None on an idle one
+IDLE: tuple[StressLevel, ...] = ((0.0, None),)
+Start = Callable[[float, Background | None], AbstractContextManager[Stress]]
+
+
+@dataclass
+class Totals(Generic[U]):
+    """What was measured: the units, the blocks, how many of these were unsteady, and the seconds that measuring took."""
+
+    units: list[U] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    unsteady_blocks: int = 0
+    measuring_s: float = 0.0
+
+
+@contextmanager
+def started(level: float, background: Background | None, device: str, workspace: Workspace | None = None,
+            settle_s: float = 1.0) -> Iterator[Stress]:
+    """Keeps the device busy, and gives it `settle_s` seconds to settle before anything is measured; level 0 starts nothing.
+
+    Raises:
+        UserError: the stressor did not start.
+    """
+    with stress(level, background or COMPUTE, device, workspace=workspace) as stressor:
+        time.sleep(settle_s if level else 0.0)
+        yield stressor
+
+
+def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence[Block]], Sequence[Planned[U]]],
+                  time_units: Callable[[Sequence[U], float], Iterable[Measurement]], journal: Journal,
+                  loads: Iterable[StressLevel] = IDLE, start: Start | None = None) -> Totals[U]:
+    """Measures under each load what `blocks_of` says, and adds every block to the journal.
+
+    To resume after a kill is to call it again: `blocks_of` plans what the journal does not hold (see `plan_blocks`).
+
+    Args:
+        bench: what is measured with.
+        blocks_of: the blocks to measure under a load (its level and the name of its background), of which the given blocks are
+            there already.
+        time_units: times the units of a block at a level. One that fails is a measurement that says so, and no exception.
+        journal: keeps the blocks.
+        loads: one after another; by default the idle device alone.
+        start: starts one of them; by default `started`.
+
+    Raises:
+        UserError: metrics, probe or canary can't be read, or a load can't be had.
+    """
+    start = start or partial(started, device=bench.device)
+    totals = Totals[U]()
+    for level, background in loads:
+        load = (level, background.name if background else "")
+        there = [block for block in journal.blocks if block.load == load]
+        todo = blocks_of(load, there)
+        if not todo:
+            continue
+        best_ms = best_canary_ms(block for block in there if block.machine == bench.machine_uuid)
+        with start(level, background) as stressor:
+            under = Conditions(Canary(bench.canary_ms, bool(level), 0.0 if level else best_ms), stressor, *load)
+            for planned in cli.track(todo, load_in_words(*load)):
+                began_s = time.monotonic()
+                block = measure_block(bench, planned.key, partial(time_units, planned.units, level), under)
+                totals.measuring_s += time.monotonic() - began_s
+                totals.unsteady_blocks += block.drift > bench.steadiness.drift
+                totals.units += planned.units
+                totals.blocks.append(block)
+                journal.append(block)
+    if totals.unsteady_blocks:
+        log.warning("%d blocks kept although the machine was unsteady by more than %.0f %%", totals.unsteady_blocks,
+                    100 * bench.steadiness.drift)
+    return totals

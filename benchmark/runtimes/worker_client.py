@@ -1,0 +1,34 @@
+"""The worker process of a runtime, as its client sees it."""
+
+from __future__ import annotations
+
+from benchmark.measuring.canary import IDLE_EFFORT, LOADED_EFFORT
+from benchmark.measuring.worker_process import WorkerFailed, WorkerProcess
+from benchmark.runtimes import worker_module
+from benchmark.runtimes.protocol import Reply, Request
+from utils.fingerprint import DEFAULT_RUNTIME
+
+__all__ = ["Worker", "WorkerFailed"]
+
+
+class Worker(WorkerProcess[Request, Reply]):
+    """A worker process that speaks benchmark/runtimes/protocol.py.
+
+    Args:
+        timeout_s: for one request.
+        runtime: whose work it does, one of RUNTIMES.
+    """
+
+    def __init__(self, timeout_s: float, runtime: str = DEFAULT_RUNTIME) -> None:
+        super().__init__(worker_module(runtime), Reply, timeout_s)
+
+    def canary_ms(self, device: str, loaded: bool = False) -> tuple[float, ...]:
+        """Times of the canary on `cpu` or `cuda` in ms; see `benchmark.measuring.canary.Canary.run_ms`.
+
+        Raises:
+            WorkerFailed: it does not run.
+        """
+        reply = self.ask(Request(do="canary", device=device, effort=LOADED_EFFORT if loaded else IDLE_EFFORT))
+        if reply.error:
+            raise WorkerFailed("failed", reply.error)
+        return reply.measurements[0].samples_ms
