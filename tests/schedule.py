@@ -21,16 +21,50 @@ LONGEST_FIRST = (  # files and groups
 SLOW_FIXTURES = {
     "torch_models",       # exports three models
     "trained_workspace",  # trains
-    "copy",               # the README's commands
+    "copy",               # of the repository, for the README's commands
     "part",               # learns from the shipped dataset
     "collected",          # collections, killed and resumed
-    "exported",           # exports a model
+    "under_load",         # a collection under load; the shipped one
+    "readings",           # unpacks a shipped dataset
 }
 SLOW_FILES = {
-    "inference/test_missing_kernels.py", "inference/test_no_training.py", "inference/test_prometheus.py", "test_stopping.py",
-    "training/test_ablation.py", "training/test_training.py", "test_wrong_arguments.py", "test_scripts.py",
+    "benchmark/test_adding_a_unit.py", "benchmark/test_metrics_exporter.py", "benchmark/test_stressor.py",
+    "inference/test_concurrency.py", "inference/test_evaluator.py", "inference/test_missing_kernels.py",
+    "inference/test_no_training.py", "inference/test_prometheus.py", "kernel_model/test_kernel_errors.py",
+    "model_zoo/test_exporter.py", "recipes/test_gpu_dataset.py", "recipes/test_same_predictions.py", "test_light_install.py",
+    "test_scripts.py", "test_stopping.py", "training/test_ablation.py", "training/test_composition.py",
+    "training/test_training.py",
 }
-SLOW_TESTS: set[str] = set()  # file::function
+SLOW_TESTS = {  # by file
+    "benchmark/test_anatomy.py": ["test_the_real_workers_need_no_record"],
+    "benchmark/test_collector.py": [
+        "test_a_further_background_is_measured_where_the_others_are_there", "test_a_worker_that_hangs_or_crashes_is_replaced",
+        "test_canaries_that_part_have_their_block_measured_again", "test_labels_are_a_choice",
+        "test_numpy_in_and_out_is_a_variant", "test_what_a_worker_prepares_is_not_its_next_reply",
+        "test_what_another_machine_measured", "test_a_worker_that_hangs_dies_with_the_collector"],
+    "benchmark/test_gpu_turns.py": ["test_one_is_alone_and_nobody_starves"],
+    "benchmark/test_label_table.py": ["test_a_real_collection"],
+    "benchmark/test_machine_ties.py": ["test_exactly_the_ties_are_measured_here_too"],
+    "benchmark/test_runner.py": ["test_every_kind_of_work_gives_a_reply"],
+    "benchmark/test_sharing_probe.py": ["test_beside_a_real_load", "test_the_long_piece_stays_finite", "test_the_script"],
+    "benchmark/test_unprofiled.py": ["test_a_collector_goes_on_with_its_labels"],
+    "graph_model/test_dag.py": ["test_a_hundred_thousand_nodes_in_linear_time"],
+    "graph_model/test_overlap.py": ["test_the_command_profiles_a_model"],
+    "inference/test_answers.py": ["test_a_watch_needs_something_to_follow"],
+    "inference/test_doubt.py": ["test_a_recurrent_layer_is_a_rough_estimate"],
+    "inference/test_host_pace.py": [
+        "test_prometheus_tells_the_pace", "test_the_command_takes_a_ratio_or_a_machines_file",
+        "test_the_evaluator_predicts_at_the_pace_beside_each_model", "test_the_hosts_costs_are_taken_at_the_pace"],
+    "inference/test_memory.py": ["test_it_is_what_onnx_runtime_holds", "test_the_error_is_measured_in_a_process_of_its_own"],
+    "kernel_model/test_kernel_builder.py": ["test_the_command_takes_a_kernel_a_record_and_the_index"],
+    "kernel_model/test_sampler.py": ["test_a_second_call_tops_up"],
+    "ort_analysis/test_bodies.py": ["test_a_loop_costs_what_its_nodes_cost_unrolled"],
+    "ort_analysis/test_cuda_capture.py": ["test_every_model_that_was_to_be_captured"],
+    "ort_analysis/test_fusion.py": ["test_several_models_and_sizes_side_by_side"],
+    "recipes/test_kinds.py": [
+        "test_models_are_judged_and_a_second_run_asks_nothing", "test_without_a_gpu_the_comparison_says_what_to_do",
+        "test_mixed_half_precision_computes_the_same"],
+}
 
 
 def group_of(file: str) -> str:
@@ -44,4 +78,5 @@ def position(group: str) -> int:
 
 
 def is_slow(file: str, function: str, fixtures: list[str]) -> bool:
-    return file in SLOW_FILES or f"{file}::{function}" in SLOW_TESTS or not SLOW_FIXTURES.isdisjoint(fixtures)
+    """Whether `make quick` omits a test."""
+    return file in SLOW_FILES or function in SLOW_TESTS.get(file, ()) or not SLOW_FIXTURES.isdisjoint(fixtures)
