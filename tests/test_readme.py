@@ -38,6 +38,7 @@ TINY = {  # instead of what a config says; all else stays as it says
 SMALLER = (("224x224", "32x32"), ("--count 1000", "--count 20"), ("--duration 10", "--duration 2"))
 NEEDS_GPU = ("python benchmark/run_anatomy.py", "python benchmark/host_pace.py")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"^```python\n.*?^```", re.MULTILINE | re.DOTALL)
 PHASE = re.compile(r"^\|[^|]*\| `(python [^`]+)` \|", re.MULTILINE)
 NUMBERED = re.compile(r"^\| (\d+\.\d+) [^|]*\| `(?:python )?([\w/]+\.py)", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#:]+)\)")
@@ -145,11 +146,17 @@ def test_every_phase_of_the_table_in_its_order(copy: Path) -> None:
         assert run_or_refuse(f"{smaller(command)} 2>&1", copy).strip(), command  # one with nothing to print says so on stderr
 
 
-def test_the_python_example(copy: Path) -> None:
-    """After the table's commands: `predict` on the exporter's dynamic model."""
-    (code,) = fenced("python", documents())
+@pytest.mark.parametrize("page", ["README.md", "docs/predicting.md"])
+def test_the_python_examples(page: str, copy: Path) -> None:
+    """After the table's commands: on the exporter's dynamic model. (docs/adding_a_unit.md has a test of its own.)"""
+    (code,) = fenced("python", (ROOT / page).read_text(encoding="utf-8"))
     program = code.replace('"model.onnx"', '"resnet18.onnx"')
     assert float(run(f"python - <<'END'\n{program}\nEND", copy).split()[0]) > 0
+
+
+def test_no_other_page_has_python() -> None:
+    pages = {page.name for page in (ROOT / "docs").glob("*.md") if fenced("python", page.read_text(encoding="utf-8"))}
+    assert pages == {"predicting.md", "adding_a_unit.md"}
 
 
 def test_make_names_the_demo_and_the_tests() -> None:
@@ -167,7 +174,8 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))])
 def test_what_a_page_names_exists(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
+    """In its prose and its commands: an example in Python may name a file that the reader would make."""
+    text = PYTHON.sub("", (ROOT / page).read_text(encoding="utf-8"))
     links = [(ROOT / page).parent / link for link in LINK.findall(text)]
     assert not [str(path) for path in (*links, *(ROOT / name for name in FILE.findall(text))) if not path.exists()]
 

@@ -1,0 +1,128 @@
+"""The script of docs/adding_a_unit.md runs as it stands there: on a CPU, with torch's real convolutions."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from benchmark.metrics.source import MetricSource, Window
+from benchmark.records.journal import read_blocks
+from benchmark.records.measurement import Measurement
+from utils.paths import ROOT
+
+PRETENDED_W = 40.0
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's code as a file in a folder of its own."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "adding_a_unit.md").read_text(encoding="utf-8"),
+                         re.MULTILINE | re.DOTALL)
+    path = tmp_path_factory.mktemp("unit") / "benchmark" / "run_profile.py"
+    path.parent.mkdir()
+    path.write_text(code, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def module(script: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The same, imported."""
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # whose first entry it replaces
+    spec = importlib.util.spec_from_file_location("run_profile", script)
+    assert spec
+    assert spec.loader
+    found = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "run_profile", found)
+    spec.loader.exec_module(found)
+    return found
+
+
+def measured(folder: Path) -> dict[str, Measurement]:
+    found = [m for block in read_blocks(folder / "measurements.jsonl") for m in block.measurements]
+    assert len({m.id for m in found}) == len(found)  # none twice
+    return {m.id: m for m in found}
+
+
+class PretendedPower(MetricSource):
+    """Pretends to be a power sensor: this machine need not have one."""
+
+    name, minimum_window_s = "the pretended power sensor", 0.001
+
+    def __init__(self, field: str) -> None:
+        super().__init__([field], None)
+
+    def _read(self) -> Any:
+        return None
+
+    def _readings(self, before: Window, after: Window) -> Mapping[str, Sequence[float]]:
+        return {field: [PRETENDED_W] for field in self.fields}
+
+
+def test_the_command_resumes_after_ctrl_c(script: Path, module: ModuleType, tmp_path: Path) -> None:
+    """It is stopped after its first block; started again it measures the rest, and a third time nothing."""
+    folder = tmp_path / "benchmark" / "convolutions"
+    process = subprocess.Popen(
+        [sys.executable, script, "--device", "cpu", "--workspace", tmp_path, "--seconds", "0.02", "--image-sizes",
+         "8,10,12,14"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not read_blocks(folder / "measurements.jsonl") and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 128 + signal.SIGINT, said
+    before = measured(folder)
+    assert 0 < len(before) < 16
+    units = [module.Convolution(name, channels, side)
+             for name in module.ALGORITHMS for channels in (16, 64) for side in (8, 10, 12, 14)]
+    totals = module.collect(folder, units, "cpu", 0.01)
+    assert {unit.id for unit in totals.units} == {unit.id for unit in units} - set(before)
+    assert not module.collect(folder, units, "cpu", 0.01).units
+    after = measured(folder)
+    assert after.items() >= before.items()
+    assert {m.status for m in after.values()} == {"ok"}
+    assert all(len(m.samples_ms) >= 5 and min(m.samples_ms) > 0 and not m.quantities for m in after.values())
+    with (folder / "convolutions.csv").open() as table:
+        assert {row["Unit"] for row in csv.DictReader(table)} == set(after)
+
+
+def test_power_energy_and_a_unit_that_fails(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(images: object, weights: object) -> None:
+        raise RuntimeError("not supported")
+
+    monkeypatch.setattr(module, "open_power", lambda device: PretendedPower(module.POWER))
+    monkeypatch.setitem(module.ALGORITHMS, "fft", refuse)
+    units = [module.Convolution(name, 8, 8) for name in ("guess", "gemm", "fft")]
+    module.collect(tmp_path, units, "cpu", 0.05)
+    found = measured(tmp_path)
+    failed = found.pop("conv3x3_8_8_fft")
+    assert (failed.status, failed.error, failed.samples_ms) == ("failed", "not supported", ())
+    assert set(found) == {"conv3x3_8_8_guess", "conv3x3_8_8_gemm"}
+    for m in found.values():
+        (watts,), (joules,) = m.quantities["power_w"], m.quantities["energy_j"]
+        assert watts == PRETENDED_W
+        assert sum(m.samples_ms) / 1e3 <= joules * len(m.samples_ms) / watts < 1.0  # the window's seconds: 0.05, and a bit
+    (block,) = read_blocks(tmp_path / "measurements.jsonl")
+    assert block.background == {module.POWER: PRETENDED_W}
+    assert block.during_s >= sum(sum(m.samples_ms) for m in found.values()) / 1e3
+    assert not module.collect(tmp_path, units, "cpu", 0.05).units  # all are there, the failed one too
+
+
+def test_the_algorithms_compute_the_same(module: ModuleType) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    images, weights = torch.randn(1, 4, 9, 9), torch.randn(4, 4, 3, 3)
+    assert torch.allclose(module.by_gemm(images, weights), module.by_library(images, weights), atol=1e-5)
