@@ -1,0 +1,75 @@
+"""Makes the table of CUDA kernels, which `ort_analysis` reads, of what ONNX Runtime answered."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ort_analysis.records.elements import session_dtype
+from recipes.cuda_kernels.probes import probes_of, schemas
+from utils import files
+
+
+def products(accepted: Sequence[Mapping[str, str]]) -> list[dict[str, list[str]]]:
+    """Combinations of types as few products of sets: two that differ in one variable alone become one."""
+    found = [{name: frozenset([kind]) for name, kind in one.items()} for one in accepted]
+    for name in found[0] if found else ():
+        merged: dict[tuple[tuple[str, frozenset[str]], ...], frozenset[str]] = {}
+        for one in found:
+            rest = tuple(sorted((other, kinds) for other, kinds in one.items() if other != name))
+            merged[rest] = merged.get(rest, frozenset()) | one[name]
+        found = [{**dict(rest), name: kinds} for rest, kinds in merged.items()]
+    return [{name: sorted(session_dtype(kind) for kind in one[name]) for name in sorted(one)} for one in found]
+
+
+def accepted_types(answer: Mapping[str, Any], schema: Any) -> list[dict[str, list[str]]]:
+    """The types that a kernel takes. Where not every combination was tried, none that was tried and refused lies in the product
+    of all that were taken; then that product is what it takes."""
+    sets: dict[str, set[str]] = defaultdict(set)
+    for one in answer["cuda"]:
+        for name, kind in one.items():
+            sets[name].add(kind)
+    taken = [dict(zip(sets, kinds, strict=True)) for one in answer["cuda"]  # without optional inputs, their types are free
+             for kinds in itertools.product(*([one[name]] if name in one else sorted(sets[name]) for name in sets))]
+    tried = [dict(probe.types) for probe in probes_of(schema, with_optional=True)]
+    inside = [one for one in tried if all(one.get(name) in kinds for name, kinds in sets.items())]
+    if all(one in taken for one in inside):
+        return [{name: sorted(map(session_dtype, kinds)) for name, kinds in sorted(sets.items())}]
+    return products(taken)
+
+
+def union(places: Sequence[Sequence[int]]) -> list[int]:
+    return sorted({place for one in places for place in one})
+
+
+def table_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """By domain, operator and version: what the CUDA provider's kernel takes; null where it has none for that version."""
+    by_version = {(one.domain, one.name, one.since_version): one for one in schemas()}
+    table: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
+    for answer in sorted(answers, key=lambda one: (one["domain"], one["op_type"], one["version"])):
+        schema = by_version[answer["domain"], answer["op_type"], answer["version"]]
+        kernel = None
+        if answer["cuda"]:
+            kernel = {"inputs": answer["inputs"], "outputs": answer["outputs"],
+                      "variadic": any(str(one.option).endswith("Variadic") for one in schema.inputs),
+                      "types": accepted_types(answer, schema), "host_inputs": union(answer["host_inputs"]),
+                      "host_outputs": [] if answer["op_type"] == "MemcpyToHost" else union(answer["host_outputs"])}
+        table[answer["domain"]][answer["op_type"]][str(answer["version"])] = kernel
+    return {domain: {name: versions for name, versions in operators.items() if any(versions.values())}
+            for domain, operators in table.items()}
+
+
+def write_table(answers_path: Path, out: Path) -> None:
+    """Writes the table, one operator a line."""
+    saved = files.read_json(answers_path)
+    lines = [f'{{"ort_version": {json.dumps(saved["ort_version"])},', ' "source": "recipes/cuda_kernels/probe_kernels.py",',
+             ' "kernels": {']
+    table = table_of(saved["answers"])
+    domains = [f' {json.dumps(domain)}: {{\n' + ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(versions, separators=(',', ':'))}" for name, versions in operators.items()) + "}"
+        for domain, operators in table.items() if operators]
+    files.write_text(out, "\n".join(lines) + "\n" + ",\n".join(domains) + "}}\n")

@@ -1,0 +1,180 @@
+"""The graphs by which ONNX Runtime's CUDA provider is asked what it runs: one operator at one version, with given types."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ort_analysis.records.elements import session_dtype, type_code
+from utils.lazy import onnx, onnxruntime
+
+ONNX_OPSET = 21  # of a graph whose operator is of another domain: Identity takes all element types there
+MOST_COMBINATIONS = 300  # of an operator's types that are tried exhaustively; beyond, two type variables at a time
+TYPES = ("float", "float16", "bfloat16", "double", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
+         "bool", "string", "int4", "uint4", "float8e4m3fn", "float8e5m2")
+LEFT_OUT = {("LSTM", "P")}  # optional inputs for which the CUDA provider refuses an operator that it has a kernel for
+# Values of attributes where the type's usual value would not load.
+ATTRIBUTES: dict[str, dict[str, Any]] = {
+    "Einsum": {"equation": "ij->ij"}, "BiasSoftmax": {"is_inner_broadcast": 1}, "LRN": {"size": 3},
+    "DepthToSpace": {"blocksize": 2}, "SpaceToDepth": {"blocksize": 2}, "MatMulNBits": {"K": 32, "N": 32, "bits": 4,
+                                                                                          "block_size": 32},
+    "BitShift": {"direction": "LEFT"}, "Upsample": {"scales": [1.0, 1.0], "mode": "nearest"}, "StringNormalizer": {},
+    "GatherBlockQuantized": {"block_size": 32}, "MatMulBnb4": {"K": 64, "N": 64, "block_size": 64, "quant_type": 1},
+    "RNN": {"hidden_size": 4}, "LSTM": {"hidden_size": 4}, "GRU": {"hidden_size": 4, "linear_before_reset": 1},
+    "MaxUnpool": {"kernel_shape": [1, 1]},
+    "GroupNorm": {"groups": 2, "activation": 0}, "SkipGroupNorm": {"groups": 2, "activation": 0},
+    "Affine": {"alpha": 1.0, "beta": 0.0}, "QMoE": {"expert_weight_bits": 4},
+    "SparseAttention": {"num_heads": 2, "kv_num_heads": 2, "sparse_block_size": 64},
+    "FusedConv": {"activation": "Relu"}, "Inverse": {}, "TfIdfVectorizer": {},
+}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One graph: an operator at a version, with one type for each of its type variables.
+
+    Attributes:
+        inputs, outputs: of the node: the type variable (or fixed type) of each.
+        types: by type variable, as ONNX Runtime spells them (`tensor(float)`).
+    """
+
+    domain: str
+    op_type: str
+    version: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    types: tuple[tuple[str, str], ...]
+    attributes: tuple[tuple[str, Any], ...]
+
+
+@functools.cache
+def schemas() -> list[Any]:
+    return list(onnxruntime.capi.onnxruntime_pybind11_state.get_all_operator_schema())
+
+
+def tensor_types(allowed: Sequence[str]) -> list[str]:
+    """The tensor types among `allowed` that are tried, the usual ones first."""
+    return [f"tensor({name})" for name in TYPES if f"tensor({name})" in allowed]
+
+
+def combinations(variables: Mapping[str, Sequence[str]]) -> Iterator[dict[str, str]]:
+    """Every choice of types, or, where there are too many, every choice for each pair of variables around two usual ones."""
+    names = list(variables)
+    if not names:
+        yield {}
+        return
+    total = 1
+    for name in names:
+        total *= len(variables[name])
+    if total <= MOST_COMBINATIONS:
+        for types in itertools.product(*variables.values()):
+            yield dict(zip(names, types, strict=True))
+        return
+    seen: set[tuple[tuple[str, str], ...]] = set()
+    for usual in ("tensor(float)", "tensor(float16)"):
+        base = {name: usual if usual in variables[name] else variables[name][0] for name in names}
+        for first, second in itertools.combinations(names, 2):
+            for pair in itertools.product(variables[first], variables[second]):
+                chosen = base | dict(zip((first, second), pair, strict=True))
+                key = tuple(sorted(chosen.items()))
+                if key not in seen:
+                    seen.add(key)
+                    yield chosen
+
+
+def usual_attribute(name: str, attribute: Any) -> Any:
+    """A value that a required attribute may take."""
+    kind = str(attribute.type).rsplit(".", 1)[-1]
+    if kind == "INT":
+        return 1
+    if kind == "FLOAT":
+        return 1.0
+    if kind == "STRING":
+        return "a"
+    if kind == "INTS":
+        return [1, 1] if "shape" in name or "pads" in name or name == "scales" else [0]
+    if kind == "FLOATS":
+        return [1.0, 1.0]
+    return None
+
+
+def probes_of(schema: Any, with_optional: bool) -> Iterator[Probe]:
+    """The probes of one operator at one version.
+
+    Args:
+        schema: as ONNX Runtime describes the operator.
+        with_optional: give it its optional inputs too.
+    """
+    variables: dict[str, list[str]] = {}
+    constraints = {one.type_param_str: list(one.allowed_type_strs) for one in schema.type_constraints}
+
+    def formals(parameters: Sequence[Any], most: int) -> tuple[str, ...]:
+        found: list[str] = []
+        for parameter in parameters:
+            option = str(parameter.option).rsplit(".", 1)[-1]
+            left_out = option == "Optional" and (not with_optional or (schema.name, parameter.name) in LEFT_OUT)
+            found += [""] if left_out else [parameter.typeStr] * (2 if option == "Variadic" and most > 1 else 1)
+        while found and not found[-1]:
+            found.pop()
+        return tuple(found)
+
+    inputs, outputs = formals(schema.inputs, 2), formals(schema.outputs, 1)
+    for name in dict.fromkeys(inputs + outputs):
+        if name in constraints:
+            variables[name] = tensor_types(constraints[name])
+    if any(not types for types in variables.values()):
+        return  # sequences and maps: no CUDA tensor
+    given = ATTRIBUTES.get(schema.name, {})
+    attributes = {name: given.get(name, usual_attribute(name, one)) for name, one in schema.attributes.items()
+                  if one.required or name in given}
+    if any(value is None for value in attributes.values()):
+        return
+    for chosen in combinations(variables):
+        extra = dict(attributes)
+        if schema.name == "Cast":
+            extra["to"] = chosen["T2"]
+        if schema.name in ("EyeLike", "RandomNormalLike", "RandomUniformLike", "Bernoulli") and "T2" in chosen:
+            extra["dtype"] = chosen["T2"]
+        yield Probe(schema.domain, schema.name, schema.since_version, inputs, outputs, tuple(sorted(chosen.items())),
+                    tuple(sorted(extra.items(), key=lambda item: item[0])))
+
+
+def element_type(text: str) -> int:
+    """ONNX's number of `tensor(float)`."""
+    return type_code(session_dtype(text))
+
+
+def graph_of(probes: Sequence[Probe], opset: int) -> bytes:
+    """A model that holds the graphs of several probes of one operator version side by side."""
+    nodes, inputs, outputs = [], [], []
+    for number, probe in enumerate(probes):
+        types = dict(probe.types)
+
+        def kind(name: str, types: dict[str, str] = types) -> str:
+            return types.get(name, name)
+
+        fed = []
+        for place, name in enumerate(probe.inputs):
+            if not name:
+                fed.append("")
+                continue
+            tensor = f"x{number}_{place}"
+            inputs.append(onnx.helper.make_tensor_value_info(tensor, element_type(kind(name)), None))
+            nodes.append(onnx.helper.make_node("Identity", [tensor], [f"i{number}_{place}"], name=f"in{number}_{place}"))
+            fed.append(f"i{number}_{place}")
+        attributes: dict[str, Any] = {name: element_type(value) if name in ("to", "dtype") and isinstance(value, str) else value
+                      for name, value in probe.attributes}
+        made = [f"o{number}_{place}" if name else "" for place, name in enumerate(probe.outputs)]
+        nodes.append(onnx.helper.make_node(probe.op_type, fed, made, name=f"op{number}", domain=probe.domain, **attributes))
+        for place in (place for place, name in enumerate(made) if name):
+            nodes.append(onnx.helper.make_node("Identity", [made[place]], [f"y{number}_{place}"], name=f"out{number}_{place}"))
+            outputs.append(onnx.helper.ValueInfoProto(name=f"y{number}_{place}"))
+    graph = onnx.helper.make_graph(nodes, "probe", inputs, outputs)
+    domains = {"": ONNX_OPSET if probes[0].domain else opset, "com.microsoft": 1}
+    if probes[0].domain not in ("", "com.microsoft"):
+        domains[probes[0].domain] = probes[0].version
+    opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in domains.items()]
+    return bytes(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
