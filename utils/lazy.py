@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import onnx.external_data_helper
     import onnxruntime
     import onnxruntime.capi.onnxruntime_pybind11_state
+    import onnxruntime.quantization.shape_inference
     import pandas
     import pynvml
     import requests

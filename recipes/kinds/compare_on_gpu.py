@@ -24,18 +24,18 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from recipes.kinds.gpu_latency import GpuLatency, gpu_latency
 from recipes.kinds.manifest import MadeModel, load_manifest
+from recipes.kinds.node_comparison import Compared, compare
+from recipes.kinds.node_lists import NodeList, derived_nodes, real_nodes, versions, ways_of
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import WITHOUT_GPU, gpu_facts
 from utils.logger import get_logger
 from utils.paths import ROOT
 from utils.temporary import temporary_folder
-
-if TYPE_CHECKING:
-    from recipes.kinds.node_lists import Compared, NodeList
 
 log = get_logger("kinds")
 
@@ -50,22 +50,20 @@ python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu --derive
 
 def one(work: Work, model: MadeModel, folder: Path, budget_s: float) -> list[dict[str, Any]]:
     """What a piece of work finds about one model, in this process; a failure is found, too."""
-    from recipes.kinds import node_lists
-
     path, found = folder / model.file, []
-    for way in node_lists.ways_of(model):
+    for way in ways_of(model):
         made: Any
         try:
             with temporary_folder() as scratch:
                 if work == "real":
-                    made = node_lists.real_nodes(model, path, way, scratch)
+                    made = real_nodes(model, path, way, scratch)
                 elif work == "derived":
-                    made = node_lists.derived_nodes(model, path, way)
+                    made = derived_nodes(model, path, way)
                 else:
-                    made = node_lists.gpu_latency(model, path, way, budget_s)
+                    made = gpu_latency(model, path, way, budget_s)
         except Exception as error:  # noqa: BLE001 - one model that fails in whatever way costs only itself
             told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            made = node_lists.GpuLatency(model=model.name, way=way, error=told) if work == "times" else node_lists.NodeList(
+            made = GpuLatency(model=model.name, way=way, error=told) if work == "times" else NodeList(
                 model=model.name, way=way, error=told)
         found.append(made.model_dump(mode="json"))
     return found
@@ -112,8 +110,6 @@ def in_processes(work: Work, names: Sequence[str], folder: Path, scratch: Path, 
 
 def read_real(path: Path) -> list[NodeList]:
     """The nodes of real sessions; `UserError` where there is no such file."""
-    from recipes.kinds.node_lists import NodeList
-
     if not path.exists():
         raise UserError(f"{path}: no such file; run without --derive-only on a machine with an NVIDIA GPU, and bring it here")
     return [NodeList.model_validate(row) for row in json.loads(gzip.decompress(path.read_bytes()))["sessions"]]
@@ -121,8 +117,6 @@ def read_real(path: Path) -> list[NodeList]:
 
 def compare_all(real: Sequence[NodeList], derived: Sequence[NodeList]) -> list[Compared]:
     """Every derived graph against the session of its model that was opened alike; others are left out."""
-    from recipes.kinds.node_lists import compare
-
     sessions = {(session.model, session.way): session for session in real}
     return [compare(sessions[graph.model, graph.way], graph) for graph in derived if (graph.model, graph.way) in sessions]
 
@@ -173,8 +167,6 @@ def main() -> int:
     if args.work:
         work_through(args.work, models, args.folder, args.lines, args.budget_s, args.limit_s)
         return 0
-    from recipes.kinds.node_lists import NodeList, versions
-
     if not args.derive_only and not gpu_facts():
         raise UserError("no NVIDIA GPU here; --derive-only compares with what one wrote")
     names, folder = [model.name for model in models], args.folder.resolve()

@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper, numpy_helper
-from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
-from onnxruntime.quantization.shape_inference import quant_pre_process
 
+from utils.lazy import onnx, onnxruntime
 from utils.ort_sessions import open_session
 
 Write = Callable[[Path], None]
@@ -49,17 +46,19 @@ def write_static_int8(path: Path, write: Write, as_qdq: bool) -> None:
     logging.disable(logging.WARNING)
     with written(write) as plain:
         prepared = plain.with_name("prepared.onnx")
-        quant_pre_process(plain, prepared, skip_symbolic_shape=True)
+        onnxruntime.quantization.shape_inference.quant_pre_process(plain, prepared, skip_symbolic_shape=True)
         reader: Any = RandomFeeds(prepared)
-        quantize_static(prepared, path, reader, quant_format=QuantFormat.QDQ if as_qdq else QuantFormat.QOperator,
-                        per_channel=False, activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8)
+        formats, types = onnxruntime.quantization.QuantFormat, onnxruntime.quantization.QuantType
+        onnxruntime.quantization.quantize_static(
+            prepared, path, reader, quant_format=formats.QDQ if as_qdq else formats.QOperator, per_channel=False,
+            activation_type=types.QUInt8, weight_type=types.QInt8)
 
 
 def write_dynamic_int8(path: Path, write: Write) -> None:
     """Weights in 8 bits, activations quantised while the model runs."""
     logging.disable(logging.WARNING)
     with written(write) as plain:
-        quantize_dynamic(plain, path, weight_type=QuantType.QUInt8)
+        onnxruntime.quantization.quantize_dynamic(plain, path, weight_type=onnxruntime.quantization.QuantType.QUInt8)
 
 
 def write_mixed_fp16(path: Path, write: Write, single: Sequence[str] = IN_SINGLE) -> None:
@@ -71,38 +70,39 @@ def write_mixed_fp16(path: Path, write: Write, single: Sequence[str] = IN_SINGLE
         proto = onnx.shape_inference.infer_shapes(onnx.load(plain))
     graph = proto.graph
     single_typed = {one.name for one in [*graph.value_info, *graph.input, *graph.output]
-                    if one.type.tensor_type.elem_type == TensorProto.FLOAT}
-    weights = {one.name: one for one in graph.initializer if one.data_type == TensorProto.FLOAT}
+                    if one.type.tensor_type.elem_type == onnx.TensorProto.FLOAT}
+    weights = {one.name: one for one in graph.initializer if one.data_type == onnx.TensorProto.FLOAT}
     nodes: list[onnx.NodeProto] = []
     renamed: dict[str, str] = {}
     for one in graph.input:
         if one.name in single_typed and one.name not in weights:
             renamed[one.name] = f"{one.name}_half"
-            nodes.append(helper.make_node("Cast", [one.name], [renamed[one.name]], to=TensorProto.FLOAT16))
+            nodes.append(onnx.helper.make_node("Cast", [one.name], [renamed[one.name]], to=onnx.TensorProto.FLOAT16))
     for number, node in enumerate(graph.node):
         names = [renamed.get(name, name) for name in node.input]
         outputs = list(node.output)
         if node.op_type in single:
             for place, name in enumerate(node.input):
                 if name in single_typed or name in weights:
-                    names[place] = f"{name}_single_{number}"
-                    nodes.append(helper.make_node("Cast", [renamed.get(name, name)], [names[place]], to=TensorProto.FLOAT))
+                    single_name = names[place] = f"{name}_single_{number}"
+                    half_name = renamed.get(name, name)
+                    nodes.append(onnx.helper.make_node("Cast", [half_name], [single_name], to=onnx.TensorProto.FLOAT))
             outputs = [f"{name}_single" if name in single_typed else name for name in node.output]
-        made = helper.make_node(node.op_type, names, outputs, name=node.name, domain=node.domain)
+        made = onnx.helper.make_node(node.op_type, names, outputs, name=node.name, domain=node.domain)
         made.attribute.extend(node.attribute)
         for attribute in made.attribute:
-            if node.op_type == "Constant" and attribute.t.data_type == TensorProto.FLOAT:
+            if node.op_type == "Constant" and attribute.t.data_type == onnx.TensorProto.FLOAT:
                 attribute.t.CopyFrom(_half(attribute.t))
-            if node.op_type == "Cast" and attribute.name == "to" and attribute.i == TensorProto.FLOAT:
-                attribute.i = TensorProto.FLOAT16
+            if node.op_type == "Cast" and attribute.name == "to" and attribute.i == onnx.TensorProto.FLOAT:
+                attribute.i = onnx.TensorProto.FLOAT16
         nodes.append(made)
         if node.op_type in single:
-            nodes += [helper.make_node("Cast", [f"{name}_single"], [name], to=TensorProto.FLOAT16)
+            nodes += [onnx.helper.make_node("Cast", [f"{name}_single"], [name], to=onnx.TensorProto.FLOAT16)
                       for name in node.output if name in single_typed]
     for one in graph.output:
         if one.name in single_typed:
             nodes = [_with_output(node, one.name, f"{one.name}_half") for node in nodes]
-            nodes.append(helper.make_node("Cast", [f"{one.name}_half"], [one.name], to=TensorProto.FLOAT))
+            nodes.append(onnx.helper.make_node("Cast", [f"{one.name}_half"], [one.name], to=onnx.TensorProto.FLOAT))
     for tensor in weights.values():
         tensor.CopyFrom(_half(tensor))
     del graph.node[:], graph.value_info[:]
@@ -111,8 +111,8 @@ def write_mixed_fp16(path: Path, write: Write, single: Sequence[str] = IN_SINGLE
 
 
 def _half(tensor: onnx.TensorProto) -> onnx.TensorProto:
-    values = np.clip(numpy_helper.to_array(tensor), -HALF_LIMIT, HALF_LIMIT).astype(np.float16)
-    return numpy_helper.from_array(values, tensor.name)
+    values = np.clip(onnx.numpy_helper.to_array(tensor), -HALF_LIMIT, HALF_LIMIT).astype(np.float16)
+    return onnx.numpy_helper.from_array(values, tensor.name)
 
 
 def _with_output(node: onnx.NodeProto, old: str, new: str) -> onnx.NodeProto:

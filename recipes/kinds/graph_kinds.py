@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper, numpy_helper
+
+from ort_analysis.records.elements import type_code
+from utils.lazy import onnx
 
 IR_VERSION = 10
 ML = "ai.onnx.ml"
@@ -18,40 +19,42 @@ def weight(name: str, *shape: int, scale: float | None = None, dtype: str = "flo
     """A random constant, the same for the same name."""
     generator = np.random.default_rng([ord(letter) for letter in name])
     size = scale if scale is not None else 1.0 / np.sqrt(max(1, shape[0] if len(shape) < 3 else int(np.prod(shape[1:]))))
-    return numpy_helper.from_array((generator.standard_normal(shape) * size).astype(dtype), name)
+    return onnx.numpy_helper.from_array((generator.standard_normal(shape) * size).astype(dtype), name)
 
 
 def numbers(name: str, values: Any, dtype: str = "int64") -> onnx.TensorProto:
     """A constant of given values."""
-    return numpy_helper.from_array(np.asarray(values, dtype), name)
+    return onnx.numpy_helper.from_array(np.asarray(values, dtype), name)
 
 
-def value(name: str, shape: Sequence[int | str] | None, code: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
+def value(name: str, shape: Sequence[int | str] | None, dtype: str = "float32") -> onnx.ValueInfoProto:
     """A graph's input or output."""
-    return helper.make_tensor_value_info(name, code, shape)
+    return onnx.helper.make_tensor_value_info(name, type_code(dtype), shape)
 
 
 def save(path: Path, nodes: Sequence[onnx.NodeProto], inputs: Sequence[onnx.ValueInfoProto],
          outputs: Sequence[onnx.ValueInfoProto], constants: Sequence[onnx.TensorProto] = (), opset: int = 18,
          ml: int = 0) -> None:
     """Writes a checked model."""
-    graph = helper.make_graph(list(nodes), path.stem, list(inputs), list(outputs), list(constants))
-    opsets = [helper.make_opsetid("", opset), *([helper.make_opsetid(ML, ml)] if ml else [])]
-    proto = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
+    graph = onnx.helper.make_graph(list(nodes), path.stem, list(inputs), list(outputs), list(constants))
+    opsets = [onnx.helper.make_opsetid("", opset), *([onnx.helper.make_opsetid(ML, ml)] if ml else [])]
+    proto = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
     onnx.checker.check_model(proto)
     onnx.save(proto, path)
 
 
-node = helper.make_node
+def node(op_type: str, inputs: Sequence[str], outputs: Sequence[str], **options: Any) -> onnx.NodeProto:
+    """A node; `options` are its attributes and domain."""
+    return onnx.helper.make_node(op_type, inputs, outputs, **options)
 
 
 def write_loop(path: Path, trips: int = 12, width: int = 512) -> None:
     """A state multiplied by one matrix as often as a constant says, every state kept."""
-    body = helper.make_graph(
+    body = onnx.helper.make_graph(
         [node("MatMul", ["state", "w"], ["product"]), node("Add", ["product", "b"], ["sum"]), node("Tanh", ["sum"], ["next"]),
          node("Identity", ["next"], ["kept"]), node("Identity", ["go_on"], ["go_on_out"])],
-        "body", [value("step", [], TensorProto.INT64), value("go_on", [], TensorProto.BOOL), value("state", [8, width])],
-        [value("go_on_out", [], TensorProto.BOOL), value("next", [8, width]), value("kept", [8, width])])
+        "body", [value("step", [], "int64"), value("go_on", [], "bool"), value("state", [8, width])],
+        [value("go_on_out", [], "bool"), value("next", [8, width]), value("kept", [8, width])])
     save(path, [node("Loop", ["trips", "true", "x"], ["last", "all"], body=body)], [value("x", [8, width])],
          [value("last", [8, width]), value("all", [trips, 8, width])],
          [numbers("trips", trips), numbers("true", True, "bool"), weight("w", width, width), weight("b", width)])
@@ -59,19 +62,19 @@ def write_loop(path: Path, trips: int = 12, width: int = 512) -> None:
 
 def write_loop_by_input(path: Path, width: int = 512) -> None:
     """The same with a number of trips that is an input."""
-    body = helper.make_graph(
+    body = onnx.helper.make_graph(
         [node("MatMul", ["state", "w"], ["product"]), node("Tanh", ["product"], ["next"]),
          node("Identity", ["go_on"], ["go_on_out"])],
-        "body", [value("step", [], TensorProto.INT64), value("go_on", [], TensorProto.BOOL), value("state", [8, width])],
-        [value("go_on_out", [], TensorProto.BOOL), value("next", [8, width])])
+        "body", [value("step", [], "int64"), value("go_on", [], "bool"), value("state", [8, width])],
+        [value("go_on_out", [], "bool"), value("next", [8, width])])
     save(path, [node("Loop", ["trips", "true", "x"], ["last"], body=body)],
-         [value("trips", [], TensorProto.INT64), value("x", [8, width])], [value("last", [8, width])],
+         [value("trips", [], "int64"), value("x", [8, width])], [value("last", [8, width])],
          [numbers("true", True, "bool"), weight("w", width, width)])
 
 
 def write_scan(path: Path, length: int = 24, width: int = 384) -> None:
     """A recurrence over a sequence, written with Scan."""
-    body = helper.make_graph(
+    body = onnx.helper.make_graph(
         [node("MatMul", ["state", "w"], ["a"]), node("MatMul", ["item", "v"], ["b"]), node("Add", ["a", "b"], ["c"]),
          node("Tanh", ["c"], ["next"]), node("Identity", ["next"], ["kept"])],
         "body", [value("state", [4, width]), value("item", [4, width])], [value("next", [4, width]), value("kept", [4, width])])
@@ -88,18 +91,18 @@ def write_if(path: Path, width: int = 768) -> None:
             nodes += [node("MatMul", [last, f"w{step}"], [f"{name}_p{step}"]),
                       node("Relu", [f"{name}_p{step}"], [f"{name}_{step}"])]
             last = f"{name}_{step}"
-        return helper.make_graph(nodes, name, [], [value(last, [32, width])])
+        return onnx.helper.make_graph(nodes, name, [], [value(last, [32, width])])
 
     save(path, [node("If", ["deep"], ["y"], then_branch=branch("long", 3), else_branch=branch("short", 1))],
-         [value("deep", [], TensorProto.BOOL), value("x", [32, width])], [value("y", [32, width])],
+         [value("deep", [], "bool"), value("x", [32, width])], [value("y", [32, width])],
          [weight(f"w{step}", width, width) for step in range(3)])
 
 
 def write_gated_if(path: Path, width: int = 512) -> None:
     """A cheap network decides whether an expensive one runs: the condition depends on data."""
-    then = helper.make_graph([node("MatMul", ["h", "w1"], ["t1"]), node("Relu", ["t1"], ["t2"]),
+    then = onnx.helper.make_graph([node("MatMul", ["h", "w1"], ["t1"]), node("Relu", ["t1"], ["t2"]),
                               node("MatMul", ["t2", "w2"], ["t3"])], "deep", [], [value("t3", [64, width])])
-    other = helper.make_graph([node("Identity", ["h"], ["e"])], "early", [], [value("e", [64, width])])
+    other = onnx.helper.make_graph([node("Identity", ["h"], ["e"])], "early", [], [value("e", [64, width])])
     save(path, [node("MatMul", ["x", "w0"], ["h"]), node("ReduceMean", ["h"], ["m"], keepdims=0),
                 node("Greater", ["m", "limit"], ["c"]), node("If", ["c"], ["y"], then_branch=then, else_branch=other)],
          [value("x", [64, width])], [value("y", [64, width])],
@@ -126,7 +129,7 @@ def write_nms_detector(path: Path, side: int = 128, width: int = 32, classes: in
         node("Gather", ["flat", "which"], ["found"], axis=0),
     ]
     save(path, nodes, [value("image", [1, 3, side, side])], [value("found", ["detections", 4]),
-                                                            value("kept", ["detections", 3], TensorProto.INT64)],
+                                                            value("kept", ["detections", 3], "int64")],
          [weight("w0", width, 3, 3, 3), weight("w1", 2 * width, width, 3, 3), weight("w2", 4 * width, 2 * width, 3, 3),
           weight("wb", 4, 4 * width, 3, 3), weight("ws", classes, 4 * width, 3, 3), numbers("box_shape", [1, 4, places]),
           numbers("score_shape", [1, classes, places]), numbers("most", [50]), numbers("overlap", [0.5], "float32"),
@@ -159,19 +162,19 @@ def write_bf16(path: Path, width: int = 1024, whole: bool = False) -> None:
     """Linear layers with weights in bfloat16: cast to float32 before each product, or (`whole`) everything in bfloat16."""
     nodes, constants, last = [], [], "x"
     if whole:
-        nodes.append(node("Cast", ["x"], ["x16"], to=TensorProto.BFLOAT16))
+        nodes.append(node("Cast", ["x"], ["x16"], to=onnx.TensorProto.BFLOAT16))
         last = "x16"
     for number in range(4):
-        plain = numpy_helper.to_array(weight(f"w{number}", width, width))
+        plain = onnx.numpy_helper.to_array(weight(f"w{number}", width, width))
         high = (np.ascontiguousarray(plain).view(np.uint32) >> 16).astype(np.uint16)  # bfloat16: float32's upper half
-        constants.append(helper.make_tensor(f"w{number}", TensorProto.BFLOAT16, plain.shape, high.tobytes(), raw=True))
+        constants.append(onnx.helper.make_tensor(f"w{number}", type_code("bfloat16"), plain.shape, high.tobytes(), raw=True))
         used = f"w{number}"
         if not whole:
-            nodes.append(node("Cast", [used], [f"f{number}"], to=TensorProto.FLOAT))
+            nodes.append(node("Cast", [used], [f"f{number}"], to=onnx.TensorProto.FLOAT))
             used = f"f{number}"
         nodes += [node("MatMul", [last, used], [f"p{number}"]), node("Relu", [f"p{number}"], [f"r{number}"])]
         last = f"r{number}"
-    nodes.append(node("Cast", [last], ["y"], to=TensorProto.FLOAT))
+    nodes.append(node("Cast", [last], ["y"], to=onnx.TensorProto.FLOAT))
     save(path, nodes, [value("x", [16, width])], [value("y", [16, width])], constants)
 
 
@@ -205,10 +208,10 @@ def write_forest(path: Path, trees: int = 200, depth: int = 8, features: int = 4
              post_transform="SOFTMAX", **_trees(trees, depth, features, classes)),
         node("ZipMap", ["odds"], ["probabilities"], domain=ML, classlabels_int64s=list(range(classes))),
     ]
-    of_map = helper.make_sequence_type_proto(helper.make_map_type_proto(
-        TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, [])))
+    of_map = onnx.helper.make_sequence_type_proto(onnx.helper.make_map_type_proto(
+        onnx.TensorProto.INT64, onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, [])))
     save(path, nodes, [value("x", ["rows", features])],
-         [value("label", ["rows"], TensorProto.INT64), helper.make_value_info("probabilities", of_map)], opset=17, ml=3)
+         [value("label", ["rows"], "int64"), onnx.helper.make_value_info("probabilities", of_map)], opset=17, ml=3)
 
 
 def write_linear_pipeline(path: Path, features: int = 64, classes: int = 10) -> None:
@@ -223,7 +226,7 @@ def write_linear_pipeline(path: Path, features: int = 64, classes: int = 10) -> 
         node("Normalizer", ["scores"], ["odds"], domain=ML, norm="L1"),
     ]
     save(path, nodes, [value("x", ["rows", features])],
-         [value("label", ["rows"], TensorProto.INT64), value("odds", ["rows", classes])], opset=17, ml=3)
+         [value("label", ["rows"], "int64"), value("odds", ["rows", classes])], opset=17, ml=3)
 
 
 def write_tiny(path: Path) -> None:
@@ -239,8 +242,8 @@ def write_large(path: Path, width: int = 5000, layers: int = 24) -> None:
     nodes, constants, last = [], [], "x"
     with outside.open("wb") as file:
         for number in range(layers):
-            tensor = TensorProto(name=f"w{number}", data_type=TensorProto.FLOAT, dims=[width, width],
-                                 data_location=TensorProto.EXTERNAL)
+            tensor = onnx.TensorProto(name=f"w{number}", data_type=onnx.TensorProto.FLOAT, dims=[width, width],
+                                 data_location=onnx.TensorProto.EXTERNAL)
             data = generator.random((width, width), np.float32)
             data -= 0.5
             data *= 2.0 / np.sqrt(width)
@@ -250,5 +253,5 @@ def write_large(path: Path, width: int = 5000, layers: int = 24) -> None:
             constants.append(tensor)
             nodes += [node("MatMul", [last, f"w{number}"], [f"p{number}"]), node("Relu", [f"p{number}"], [f"r{number}"])]
             last = f"r{number}"
-    graph = helper.make_graph(nodes, path.stem, [value("x", [1, width])], [value(last, [1, width])], constants)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=IR_VERSION), path)
+    graph = onnx.helper.make_graph(nodes, path.stem, [value("x", [1, width])], [value(last, [1, width])], constants)
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=IR_VERSION), path)

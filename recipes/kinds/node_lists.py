@@ -1,4 +1,4 @@
-"""The nodes of a CUDA session as it really runs, and of the graph that Hase derives without a GPU, as plain rows to compare."""
+"""The nodes of a CUDA session as it really runs, and of the graph that Hase derives without a GPU, as plain rows."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import onnx
 from pydantic import BaseModel, ConfigDict
 
-from benchmark.measuring.effort import Effort
-from benchmark.measuring.quiet_host import all_samples_ms
-from benchmark.runtimes.ort.host_probe import host_probe
-from benchmark.runtimes.ort.runner import Runner, bind
 from kernel_model.building.dummy_data import random_floats
 from ort_analysis.cuda.capture import COPIES
 from ort_analysis.graph.analysis import analyze, kernel_of
@@ -27,15 +22,9 @@ from ort_analysis.records.elements import numpy_dtype, session_dtype
 from recipes.kinds.manifest import MadeModel
 from utils.errors import UserError
 from utils.fingerprint import package_version
+from utils.lazy import onnx, onnxruntime
 from utils.model_files import external_files
-from utils.ort_sessions import PROVIDER_NAMES, model_errors, open_session
-from utils.timing import summarize
-
-if TYPE_CHECKING:
-    import onnx
-    import onnxruntime
-
-MOST_RUNS = 10 ** 6  # the time ends a measurement, not their number
+from utils.ort_sessions import PROVIDER_NAMES, open_session
 
 
 class NodeRow(BaseModel):
@@ -87,26 +76,6 @@ class NodeList(BaseModel):
     opsets: dict[str, int] = {}
     nodes: tuple[NodeRow, ...] = ()
     kernels: dict[str, int] = {}
-    error: str = ""
-
-
-class GpuLatency(BaseModel):
-    """How long a model takes on the GPU, in ms: the median of `runs` runs, tensors on the device or (`io` host) not.
-
-    Attributes:
-        host_probe_us: what the probe of the host took beside these runs (benchmark/measuring/quiet_host.py); None in older
-        files.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    model: str
-    way: str
-    latency_ms: float | None = None
-    p95_ms: float | None = None
-    runs: int = 0
-    io: str = ""
-    host_probe_us: float | None = None
     error: str = ""
 
 
@@ -225,146 +194,6 @@ def derived_nodes(model: MadeModel, path: Path, way: str) -> NodeList:
             kernel="" if node.op_type in COPIES else kernel_of(graph, node).id))
     return NodeList(model=model.name, way=way, nodes=tuple(rows), opsets=graph.opsets,
                     kernels=dict(Counter(row.kernel for row in rows if row.kernel)))
-
-
-def gpu_latency(model: MadeModel, path: Path, way: str, budget_s: float, device: str = "cuda") -> GpuLatency:
-    """Times a CUDA session (in tests one of `cpu`) as its host is, and the host's probe beside it; with numpy arrays where its
-    outputs can't stay on the device (maps, say)."""
-    probe = host_probe(device)
-    session = open_session(path, device, dims=model.dims if way == "static" else None, name=model.name)
-    feed = feed_of(session, model.dims, read_source(path, model.dims).steering)
-    io = "device" if all(value.type.startswith("tensor(") and "string" not in value.type
-                         for value in (*session.get_inputs(), *session.get_outputs())) else "host"
-    runner = Runner(session=session, name=model.name, device=device, io=io,
-                    run_once=bind(session, feed, device, io))
-    runner.warm_up(5)
-    with model_errors(model.name):
-        timed = all_samples_ms(probe, runner.run_s, Effort(budget_s=budget_s, least_runs=20, most_runs=MOST_RUNS))
-    statistics = summarize(timed.samples_ms)
-    return GpuLatency(model=model.name, way=way, latency_ms=statistics.median_ms, p95_ms=statistics.p95_ms,
-                      runs=statistics.runs, io=io, host_probe_us=timed.probe_us)
-
-
-class Difference(BaseModel):
-    """One node that is not the same in both graphs; `what` is `provider`, `operator`, `only real` or `only derived`."""
-
-    model_config = ConfigDict(frozen=True)
-
-    model: str
-    what: str
-    operator: str
-    opset: int | None = None
-    types: str = ""
-    derived: str = ""
-    real: str = ""
-    tensor: str = ""
-
-
-class Compared(BaseModel):
-    """A model's derived graph against the real one.
-
-    Attributes:
-        way: how the session was opened.
-        nodes: of the real graph, copies left out.
-        same: of these, how many stand in the derived graph with the same operator and provider.
-        copies, derived_copies: number of MemcpyToHost and of MemcpyFromHost in each.
-        kernels, same_kernels: of the real graph as Hase analyses it there, and how many of them the derived one has.
-        error: why nothing could be compared.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    model: str
-    way: str = ""
-    nodes: int = 0
-    same: int = 0
-    copies: tuple[int, int] = (0, 0)
-    derived_copies: tuple[int, int] = (0, 0)
-    kernels: int = 0
-    same_kernels: int = 0
-    error: str = ""
-    differences: tuple[Difference, ...] = ()
-
-    @property
-    def agrees(self) -> bool:
-        return not self.error and self.nodes == self.same and self.copies == self.derived_copies
-
-    def columns(self) -> dict[str, Any]:
-        """As a row of a table."""
-        return {"model": self.model, "session": self.way, "nodes": self.nodes, "same": self.same,
-                "copies to / from the host": f"{self.copies[0]} / {self.copies[1]}",
-                "derived": f"{self.derived_copies[0]} / {self.derived_copies[1]}",
-                "kernels": self.kernels, "same kernels": self.same_kernels, "error": self.error or None}
-
-
-def compare(real: NodeList, derived: NodeList) -> Compared:
-    """The derived graph of a model against that of a real session."""
-    if derived.error or not real.nodes:
-        told = f"derived: {derived.error}" if derived.error else f"real: {real.error}"
-        return Compared(model=real.model, way=real.way, error=told)
-    left = [node for node in derived.nodes if not node.is_copy]
-    waiting: list[NodeRow] = []
-    differences: list[Difference] = []
-    by_output = {name: node for node in left for name in node.outputs if name}
-    matched: set[int] = set()
-    same = 0
-
-    def pair(node: NodeRow, other: NodeRow) -> None:
-        nonlocal same
-        matched.add(id(other))
-        if (node.operator, node.provider) == (other.operator, other.provider):
-            same += 1
-            return
-        what = "provider" if node.operator == other.operator else "operator"
-        differences.append(_difference(real, what, node, other))
-
-    ours = [node for node in real.nodes if not node.is_copy]
-    for node in ours:
-        other = next((by_output[name] for name in node.outputs if name in by_output and id(by_output[name]) not in matched
-                      and by_output[name].operator == node.operator), None)
-        if other is None:
-            waiting.append(node)
-        else:
-            pair(node, other)
-    still: list[NodeRow] = []
-    for exact in (True, False):  # what makes tensors of other names: the same operator and provider, then the operator alone
-        still = []
-        for node in waiting:
-            other = next((one for one in left if id(one) not in matched and one.operator == node.operator
-                          and (one.provider == node.provider or not exact)), None)
-            if other is None:
-                still.append(node)
-            else:
-                pair(node, other)
-        waiting = still
-    for node in waiting:
-        other = next((by_output[name] for name in node.outputs if name in by_output
-                      and id(by_output[name]) not in matched), None)
-        if other is None:
-            differences.append(_difference(real, "only real", node, None))
-        else:
-            pair(node, other)
-    differences += [_difference(real, "only derived", None, one) for one in left if id(one) not in matched]
-    return Compared(
-        model=real.model, way=real.way, nodes=len(ours), same=same, copies=_copies(real), derived_copies=_copies(derived),
-        kernels=sum(real.kernels.values()), same_kernels=sum((Counter(real.kernels) & Counter(derived.kernels)).values()),
-        differences=tuple(differences))
-
-
-def _copies(of: NodeList) -> tuple[int, int]:
-    counts = Counter(node.op_type for node in of.nodes)
-    return counts[COPIES[0]], counts[COPIES[1]]
-
-
-def _difference(real: NodeList, what: str, node: NodeRow | None, other: NodeRow | None) -> Difference:
-    there = [one for one in (node, other) if one is not None]
-
-    def told(one: NodeRow | None) -> str:
-        return "" if one is None else f"{one.operator} {one.provider}" if what == "operator" else one.provider
-
-    return Difference(model=real.model, what=what, operator=there[0].operator, opset=real.opsets.get(there[0].domain),
-                      types=" ".join(next((one.types for one in there if one.types), ())), derived=told(other),
-                      real=told(node), tensor=next(iter(there[0].outputs), ""))
 
 
 def versions() -> dict[str, str]:

@@ -12,10 +12,12 @@ import onnx
 import pytest
 
 from recipes.kinds.compare_on_gpu import compare_all, difference_rows
+from recipes.kinds.gpu_latency import gpu_latency
 from recipes.kinds.judge import Ended
 from recipes.kinds.judgement import JUDGEMENT, Found, page, read_judgement, rows_of, summary
 from recipes.kinds.manifest import MadeModel, load_manifest
-from recipes.kinds.node_lists import NodeList, NodeRow, compare, derived_nodes, every_node, feed_of, gpu_latency, named
+from recipes.kinds.node_comparison import compare
+from recipes.kinds.node_lists import NodeList, NodeRow, derived_nodes, every_node, feed_of, named
 from utils.errors import UserError
 from utils.ort_sessions import open_session
 from utils.paths import ROOT
@@ -63,12 +65,13 @@ def test_an_unknown_model_is_an_error(made: Path) -> None:
 
 def test_a_model_that_cannot_be_made_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from recipes.kinds import make_models
+    from recipes.kinds.recipe_list import Recipe
 
     def fail(path: Path) -> None:
         path.write_bytes(b"half")
         raise ValueError("no such\noperator")
 
-    monkeypatch.setattr(make_models, "recipes", lambda: [make_models.Recipe("bad", "tiny", fail)])
+    monkeypatch.setattr(make_models, "recipes", lambda: [Recipe("bad", "tiny", fail)])
     assert make_models.make("bad", tmp_path) == "ValueError: no such operator"
     assert not list(tmp_path.iterdir())
 
@@ -76,7 +79,7 @@ def test_a_model_that_cannot_be_made_costs_only_itself(tmp_path: Path, monkeypat
 def test_mixed_half_precision_computes_the_same(tmp_path: Path) -> None:
     import torch
 
-    from recipes.kinds import conversions, torch_kinds
+    from recipes.kinds import conversions, networks
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
@@ -88,7 +91,7 @@ def test_mixed_half_precision_computes_the_same(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     net, path, image = Net().eval(), tmp_path / "mixed.onnx", torch.randn(1, 3, 8, 8)
-    conversions.write_mixed_fp16(path, lambda plain: torch_kinds.export(net, {"image": image}, plain, 17))
+    conversions.write_mixed_fp16(path, lambda plain: networks.exporting.export(net, {"image": image}, plain, 17))
     types = {weight.name: weight.data_type for weight in onnx.load(path).graph.initializer}
     assert types["conv.weight"] == types["head.weight"] == onnx.TensorProto.FLOAT16
     session = open_session(path, "cpu")

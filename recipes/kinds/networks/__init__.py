@@ -1,0 +1,5 @@
+"""Networks in the shape of each kind of model, small and with random weights, and their export to ONNX. Loads torch."""
+
+from recipes.kinds.networks import exporting, images, sequences, tables, torchvision_models, transformers
+
+__all__ = ["exporting", "images", "sequences", "tables", "torchvision_models", "transformers"]

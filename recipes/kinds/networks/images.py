@@ -1,0 +1,183 @@
+"""Networks of images and volumes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipes.kinds.networks.exporting import export
+
+
+class GroupedBlock(nn.Module):
+    """Convolution, norm of groups, SiLU."""
+
+    def __init__(self, before: int, after: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(before, after, 3, stride, 1), nn.GroupNorm(8, after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.norm(self.conv(x)))
+
+
+class UNet(nn.Module):
+    """Down by strides, up by transposed convolutions, joined at each size."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        sizes = [width, 2 * width, 4 * width]
+        self.first = GroupedBlock(3, width)
+        self.down = nn.ModuleList(nn.Sequential(GroupedBlock(a, b, 2), GroupedBlock(b, b))
+                                  for a, b in itertools.pairwise(sizes))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in itertools.pairwise(sizes))
+        self.join = nn.ModuleList(GroupedBlock(2 * a, a) for a in sizes[:-1])
+        self.last = nn.Conv2d(width, 3, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x, kept = self.first(image), []
+        for down in self.down:
+            kept.append(x)
+            x = down(x)
+        for up, join in zip(reversed(self.up), reversed(self.join), strict=True):
+            x = join(torch.cat((up(x), kept.pop()), 1))
+        return self.last(x)
+
+
+class DiffusionBlock(nn.Module):
+    """A residual block that a time is added to, attention over the image, attention to a text, a gated feed-forward."""
+
+    def __init__(self, width: int = 128, heads: int = 4) -> None:
+        super().__init__()
+        self.into = nn.Conv2d(4, width, 3, 1, 1)
+        self.time = nn.Sequential(nn.Linear(64, width), nn.SiLU(), nn.Linear(width, width))
+        self.norms = nn.ModuleList(nn.GroupNorm(16, width) for _ in range(3))
+        self.convs = nn.ModuleList(nn.Conv2d(width, width, 3, 1, 1) for _ in range(2))
+        self.layer_norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.own = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.cross = nn.MultiheadAttention(width, heads, batch_first=True, kdim=96, vdim=96)
+        self.gate, self.out = nn.Linear(width, 8 * width), nn.Linear(4 * width, width)
+        self.last = nn.Conv2d(width, 4, 3, 1, 1)
+
+    def forward(self, latent: Tensor, time: Tensor, text: Tensor) -> Tensor:
+        angle = time[:, None].to(torch.float32) * torch.exp(-torch.arange(32) / 32 * math.log(1e4))
+        x = self.into(latent)
+        y = self.convs[0](F.silu(self.norms[0](x))) + self.time(torch.cat((angle.sin(), angle.cos()), -1))[:, :, None, None]
+        x = x + self.convs[1](F.silu(self.norms[1](y)))
+        y = self.norms[2](x).flatten(2).transpose(1, 2)
+        z = self.layer_norms[0](y)
+        y = y + self.own(z, z, z, need_weights=False)[0]
+        y = y + self.cross(self.layer_norms[1](y), text, text, need_weights=False)[0]
+        a, b = self.gate(self.layer_norms[2](y)).chunk(2, -1)
+        y = y + self.out(a * F.gelu(b))
+        return self.last(x + y.transpose(1, 2).reshape(x.shape))
+
+
+def write_diffusion(path: Path, opset: int = 17) -> None:
+    export(DiffusionBlock(), {"latent": torch.randn(1, 4, 32, 32), "time": torch.ones(1, dtype=torch.int64),
+                              "text": torch.randn(1, 77, 96)}, path, opset)
+
+
+class StyleNet(nn.Module):
+    """Convolutions with instance norms and mirrored borders, up again by resizing."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        sizes = [3, width, 2 * width, 4 * width]
+        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, 1 if a == 3 else 2) for a, b in itertools.pairwise(sizes))
+        self.norms = nn.ModuleList(nn.InstanceNorm2d(b, affine=True) for b in sizes[1:])
+        self.block, self.block_norm = nn.Conv2d(sizes[-1], sizes[-1], 3), nn.InstanceNorm2d(sizes[-1], affine=True)
+        self.up, self.last = nn.Conv2d(sizes[-1], width, 3), nn.Conv2d(width, 3, 9)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = image
+        for conv, norm in zip(self.down, self.norms, strict=True):
+            x = F.relu(norm(conv(F.pad(x, (1, 1, 1, 1), "reflect"))))
+        x = x + self.block_norm(self.block(F.pad(x, (1, 1, 1, 1), "reflect")))
+        x = F.relu(self.up(F.interpolate(x, scale_factor=4.0, mode="nearest")))
+        return torch.sigmoid(self.last(F.pad(x, (4, 4, 4, 4), "reflect")))
+
+
+class SuperResolution(nn.Module):
+    """Convolutions at the small size, then pixels out of channels."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, width, 5, 1, 2), nn.Conv2d(width, 27, 3, 1, 1)
+        self.blocks = nn.ModuleList(nn.Conv2d(width, width, 3, 1, 1) for _ in range(4))
+        self.slopes = nn.ModuleList(nn.PReLU(width) for _ in range(4))
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.first(image)
+        for conv, slope in zip(self.blocks, self.slopes, strict=True):
+            x = x + slope(conv(x))
+        return F.pixel_shuffle(self.last(x), 3) + F.interpolate(image, scale_factor=3.0, mode="bicubic")
+
+
+class SpatialTransformer(nn.Module):
+    """Learns an affine map of the image, samples by it, and goes on with convolutions."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.look = nn.Sequential(nn.Conv2d(3, 16, 7, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 6))
+        self.convs = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1), nn.ReLU(), nn.Conv2d(width, width, 3, 2, 1), nn.ReLU(),
+                                   nn.Conv2d(width, width, 3, 1, 1))
+        y, x = torch.meshgrid(torch.linspace(-1, 1, 128), torch.linspace(-1, 1, 128), indexing="ij")
+        self.register_buffer("plane", torch.stack((x, y, torch.ones_like(x)), -1).reshape(-1, 3))
+
+    def forward(self, image: Tensor) -> Tensor:
+        grid = (self.plane @ self.look(image).reshape(-1, 2, 3).transpose(1, 2)).reshape(-1, 128, 128, 2)
+        return self.convs(F.grid_sample(image, grid, align_corners=False))
+
+
+class VolumeNet(nn.Module):
+    """A small 3-D U-Net."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv3d(1, width, 3, 1, 1), nn.Conv3d(width, 2 * width, 3, 2, 1)
+        self.norms = nn.ModuleList(nn.BatchNorm3d(size) for size in (width, 2 * width, width))
+        self.up, self.join = nn.ConvTranspose3d(2 * width, width, 2, 2), nn.Conv3d(2 * width, width, 3, 1, 1)
+        self.last = nn.Conv3d(width, 2, 1)
+
+    def forward(self, volume: Tensor) -> Tensor:
+        a = F.relu(self.norms[0](self.first(volume)))
+        b = F.relu(self.norms[1](self.down(a)))
+        return self.last(F.relu(self.norms[2](self.join(torch.cat((self.up(b), a), 1)))))
+
+
+class Pyramid(nn.Module):
+    """Two images and a vector in; a map at each of three sizes and a vector out."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(3, width, 3, 2, 1), nn.Conv2d(3, width, 3, 2, 1)
+        self.down = nn.ModuleList(nn.Conv2d(2 * width, 2 * width, 3, 2, 1) for _ in range(2))
+        self.side = nn.ModuleList(nn.Conv2d(2 * width, width, 1) for _ in range(3))
+        self.mix = nn.Linear(16, 2 * width)
+
+    def forward(self, left: Tensor, right: Tensor, extra: Tensor) -> tuple[Tensor, ...]:
+        maps = [F.relu(torch.cat((self.left(left), self.right(right)), 1))]
+        for conv in self.down:
+            maps.append(F.relu(conv(maps[-1])))
+        x = torch.zeros(1)
+        found: list[Tensor] = []
+        for side, one in zip(reversed(self.side), reversed(maps), strict=True):
+            x = side(one) + (F.interpolate(x, scale_factor=2.0) if found else 0.0)
+            found.append(x)
+        return (*found, maps[-1].mean((2, 3)) * torch.sigmoid(self.mix(extra)))
+
+
+class ScalarLoss(nn.Module):
+    """A network whose outputs are single numbers."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.convs = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1), nn.ReLU(), nn.Conv2d(width, width, 3, 1, 1))
+
+    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.convs(image)
+        return x.abs().max(), (x * x).mean()

@@ -1,0 +1,126 @@
+"""The nodes of a derived graph against those of a real session."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from ort_analysis.cuda.capture import COPIES
+from recipes.kinds.node_lists import NodeList, NodeRow
+
+
+class Difference(BaseModel):
+    """One node that is not the same in both graphs; `what` is `provider`, `operator`, `only real` or `only derived`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    what: str
+    operator: str
+    opset: int | None = None
+    types: str = ""
+    derived: str = ""
+    real: str = ""
+    tensor: str = ""
+
+
+class Compared(BaseModel):
+    """A model's derived graph against the real one.
+
+    Attributes:
+        way: how the session was opened.
+        nodes: of the real graph, copies left out.
+        same: of these, how many stand in the derived graph with the same operator and provider.
+        copies, derived_copies: number of MemcpyToHost and of MemcpyFromHost in each.
+        kernels, same_kernels: of the real graph as Hase analyses it there, and how many of them the derived one has.
+        error: why nothing could be compared.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    way: str = ""
+    nodes: int = 0
+    same: int = 0
+    copies: tuple[int, int] = (0, 0)
+    derived_copies: tuple[int, int] = (0, 0)
+    kernels: int = 0
+    same_kernels: int = 0
+    error: str = ""
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        return not self.error and self.nodes == self.same and self.copies == self.derived_copies
+
+    def columns(self) -> dict[str, Any]:
+        """As a row of a table."""
+        return {"model": self.model, "session": self.way, "nodes": self.nodes, "same": self.same,
+                "copies to / from the host": f"{self.copies[0]} / {self.copies[1]}",
+                "derived": f"{self.derived_copies[0]} / {self.derived_copies[1]}",
+                "kernels": self.kernels, "same kernels": self.same_kernels, "error": self.error or None}
+
+
+def compare(real: NodeList, derived: NodeList) -> Compared:
+    """The derived graph of a model against that of a real session."""
+    if derived.error or not real.nodes:
+        error = f"derived: {derived.error}" if derived.error else f"real: {real.error}"
+        return Compared(model=real.model, way=real.way, error=error)
+    nodes = [node for node in real.nodes if not node.is_copy]
+    pairs, only_real, only_derived = match(nodes, [node for node in derived.nodes if not node.is_copy])
+    unlike = [(node, other) for node, other in pairs if (node.operator, node.provider) != (other.operator, other.provider)]
+    differences = [_difference(real, "provider" if node.operator == other.operator else "operator", node, other)
+                   for node, other in unlike]
+    differences += [_difference(real, "only real", node, None) for node in only_real]
+    differences += [_difference(real, "only derived", None, other) for other in only_derived]
+    return Compared(
+        model=real.model, way=real.way, nodes=len(nodes), same=len(pairs) - len(unlike), copies=_copies(real),
+        derived_copies=_copies(derived), kernels=sum(real.kernels.values()),
+        same_kernels=sum((Counter(real.kernels) & Counter(derived.kernels)).values()), differences=tuple(differences))
+
+
+def match(real: Sequence[NodeRow], derived: Sequence[NodeRow]) -> tuple[
+        list[tuple[NodeRow, NodeRow]], list[NodeRow], list[NodeRow]]:
+    """Pairs of nodes that belong together, the real one first; then the real and the derived nodes that are left.
+
+    Nodes belong together that make a tensor of the same name by the same operator; of those that make tensors of other names,
+    those of the same operator and provider, then of the same operator alone; at last those that make a tensor of the same name.
+    """
+    left = {id(node): node for node in derived}
+    by_output = {name: node for node in derived for name in node.outputs if name}
+    pairs: list[tuple[NodeRow, NodeRow]] = []
+
+    def paired(node: NodeRow, candidates: Iterable[NodeRow]) -> bool:
+        other = next((one for one in candidates if id(one) in left), None)
+        if other is not None:
+            pairs.append((node, left.pop(id(other))))
+        return other is not None
+
+    def makers(node: NodeRow) -> list[NodeRow]:
+        return [by_output[name] for name in node.outputs if name in by_output]
+
+    waiting = [node for node in real if not paired(node, (one for one in makers(node) if one.operator == node.operator))]
+    for exact in (True, False):
+        waiting = [node for node in waiting if not paired(node, (
+            one for one in derived if one.operator == node.operator and (one.provider == node.provider or not exact)))]
+    waiting = [node for node in waiting if not paired(node, makers(node))]
+    return pairs, waiting, list(left.values())
+
+
+def _copies(of: NodeList) -> tuple[int, int]:
+    counts = Counter(node.op_type for node in of.nodes)
+    return counts[COPIES[0]], counts[COPIES[1]]
+
+
+def _difference(real: NodeList, what: str, node: NodeRow | None, other: NodeRow | None) -> Difference:
+    there = [one for one in (node, other) if one is not None]
+
+    def side(one: NodeRow | None) -> str:
+        return "" if one is None else f"{one.operator} {one.provider}" if what == "operator" else one.provider
+
+    return Difference(model=real.model, what=what, operator=there[0].operator, opset=real.opsets.get(there[0].domain),
+                      types=" ".join(next((one.types for one in there if one.types), ())), derived=side(other),
+                      real=side(node), tensor=next(iter(there[0].outputs), ""))
