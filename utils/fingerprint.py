@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -188,8 +189,6 @@ def ort_version() -> str:
     found = package_version("onnxruntime-gpu", "onnxruntime")
     import_path = None
     try:
-        from importlib.util import find_spec
-
         spec = find_spec("onnxruntime")
         import_path = Path(spec.origin).parent if spec and spec.origin else None
     except (ImportError, ValueError):

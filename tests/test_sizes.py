@@ -1,0 +1,76 @@
+"""Bars that keep the code readable: no long file, no long function, imports at the top. What stays beyond them says why."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+
+from test_layers import FILES
+
+from utils.paths import ROOT
+
+MOST_LINES = 350  # of a file
+MOST_FUNCTION_LINES = 60
+LONG_FILES: dict[str, str] = {}  # file: why it is longer
+LONG_FUNCTIONS: dict[str, str] = {  # file:function: why it is longer
+    "benchmark/collecting/collect.py:collect_work": "one loop whose parts share what it keeps",
+}
+NOT_FOR_A_PREDICTION = "a prediction does without what it loads"
+IN_FUNCTIONS: dict[tuple[str, str], str] = {  # (file, module imported in a function): why it is not at the top
+    ("inference/core/host_pace.py", "benchmark.measuring.host_pace"): NOT_FOR_A_PREDICTION,
+    ("inference/core/model_run.py", "graph_model.dag.dag"): NOT_FOR_A_PREDICTION,
+    ("inference/core/predictor.py", "inference.core.missing_kernels"): NOT_FOR_A_PREDICTION,
+    ("inference/core/predictor.py", "inference.live.watch"): NOT_FOR_A_PREDICTION,
+    ("inference/core/predictor.py", "inference.sharing.load_curve"): NOT_FOR_A_PREDICTION,
+    ("inference/core/predictor.py", "inference.sharing.pair"): NOT_FOR_A_PREDICTION,
+    ("inference/core/sources.py", "ort_analysis.graph.analysis"): NOT_FOR_A_PREDICTION,
+    ("inference/live/load.py", "inference.live.prometheus_metrics"): NOT_FOR_A_PREDICTION,
+    ("inference/live/load.py", "inference.live.prometheus_pace"): NOT_FOR_A_PREDICTION,
+    ("inference/live/load.py", "inference.live.prometheus_probe"): NOT_FOR_A_PREDICTION,
+    ("inference/predict_model_latency.py", "inference.live.follow"): NOT_FOR_A_PREDICTION,
+    ("inference/sharing/co_runner.py", "benchmark.load.sharing_probe"): NOT_FOR_A_PREDICTION,
+    ("recipes/kinds/recipe_list.py", "recipes.kinds"): "its networks are subclasses of torch's, so torch is loaded with them",
+    ("training/kernels/doubt.py", "benchmark.records.files"): NOT_FOR_A_PREDICTION,
+}
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def imports_in_functions(text: str) -> list[str]:
+    """The modules that a module's functions import, once for each function."""
+    found = {(node.lineno, alias.name if isinstance(node, ast.Import) else str(node.module))
+             for function in functions(ast.parse(text)) for node in ast.walk(function)
+             if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
+    return [module for _, module in sorted(found)]
+
+
+def trees() -> Iterator[tuple[str, str]]:
+    return ((str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in FILES)
+
+
+def test_no_file_is_long() -> None:
+    long = {name: len(text.splitlines()) for name, text in trees() if len(text.splitlines()) > MOST_LINES}
+    assert long.keys() == LONG_FILES.keys(), long
+
+
+def test_no_function_is_long() -> None:
+    long = {f"{name}:{function.name}": (function.end_lineno or 0) - function.lineno + 1
+            for name, text in trees() for function in functions(ast.parse(text))
+            if (function.end_lineno or 0) - function.lineno >= MOST_FUNCTION_LINES}
+    assert long.keys() <= LONG_FUNCTIONS.keys(), long
+
+
+def test_imports_stand_at_the_top() -> None:
+    """Slow packages too: utils.lazy binds them there and loads them at their first use."""
+    found = Counter((name, module) for name, text in trees() for module in imports_in_functions(text))
+    assert found == Counter(IN_FUNCTIONS.keys()), "import at the top, a slow package by utils.lazy; or list it with its reason"
+
+
+def test_an_import_in_a_function_is_found() -> None:
+    text = ("import a\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import b\n"
+            "def one():\n    import c.d\n    from e import f, g\n    def inner():\n        import h\n"
+            "class K:\n    def two(self):\n        try:\n            import i\n        except ImportError:\n            pass\n")
+    assert imports_in_functions(text) == ["c.d", "e", "h", "i"]
