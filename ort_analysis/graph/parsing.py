@@ -18,7 +18,7 @@ from ort_analysis.graph.open_shapes import Shape
 from ort_analysis.graph.optimized_once import keep
 from ort_analysis.graph.parsed_nodes import ParsedNode, name_nodes
 from ort_analysis.graph.shape_query import shapes_of_any_size
-from ort_analysis.graph.source import Source, _tensor_of, open_dims, read_source
+from ort_analysis.graph.source import Source, open_dims, read_source, tensor_of_size
 from ort_analysis.graph.tensor_shapes import infer_tensors
 from ort_analysis.records.kernel_record import GuessedRuns, KernelInput, Tensor
 from utils.errors import UserError
@@ -81,10 +81,10 @@ def _check_sizes_by_data(source: Source, used: Iterable[str], tensors: Iterable[
     """
     there = {*tensors, *made_within(source.graph_only.graph.node)}
     given = source.dims.keys() - open_dims(source.graph_only).keys()
-    unused = sorted(name for name in given - set(used) if _tensor_of(name))
+    unused = sorted(name for name in given - set(used) if tensor_of_size(name))
     for name in unused:
-        if _tensor_of(name) not in there:
-            raise UserError(f"{source.name}: no dynamic dimension {name}: there is no tensor {_tensor_of(name)}")
+        if tensor_of_size(name) not in there:
+            raise UserError(f"{source.name}: no dynamic dimension {name}: there is no tensor {tensor_of_size(name)}")
     if unused:
         more = f" and {len(unused) - SHOWN_SIZES} more" if len(unused) > SHOWN_SIZES else ""
         log.warning("%s: %s%s changes nothing: the model itself says how large these tensors are, or ONNX Runtime left "

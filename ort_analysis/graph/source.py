@@ -99,14 +99,14 @@ def _sizes_by_data(proto: onnx.ModelProto, names: Iterable[str]) -> set[str]:
     made = tuple(made_within(graph.node)) + tuple(out for function in proto.functions for out in made_within(function.node))
 
     def stands_for_a_size(name: str) -> bool:
-        tensor = _tensor_of(name)
+        tensor = tensor_of_size(name)
         return bool(tensor) and OWN_ENDING.sub("", tensor).endswith(made)
 
     return {name for name in names if name in named or stands_for_a_size(name)}
 
 
-def _tensor_of(name: str) -> str:
-    """The tensor in `<tensor>.<axis>`; "" of another name of a size."""
+def tensor_of_size(name: str) -> str:
+    """The tensor that a size named `<tensor>.<axis>` is of; "" where the name is not such a one."""
     tensor, _, axis = name.rpartition(".")
     return tensor if axis.isdigit() else ""
 
