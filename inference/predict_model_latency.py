@@ -34,7 +34,6 @@ import argparse
 import gc
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from benchmark.load.pace_reading import read_pace
@@ -191,7 +190,7 @@ def predict_once(args: argparse.Namespace, surroundings: Surroundings,
         runs = [predictor.run(args.model, dims=dims, static=args.static, way=surroundings.way, **now)
                 for dims in cli.track(sizes, "predicting")]
     in_order = never_falling([run.prediction for run in runs])
-    runs = [replace(run, prediction=prediction) for run, prediction in zip(runs, in_order, strict=True)]
+    runs = [run._replace(prediction=prediction) for run, prediction in zip(runs, in_order, strict=True)]
     return runs, [predictor.objective(run, args.slo_ms, args.slo_percentile or PERCENTILE, like=now["other"])
                   if args.slo_ms else None for run in runs]
 

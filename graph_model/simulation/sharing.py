@@ -90,32 +90,52 @@ def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, other:
     """
     callers, runs = shape
     stages = _stages(tracks, costs)
-    phase = generator.uniform(0.0, other.cycle_ms, callers)
-    waits = other.waits_ms if len(other.waits_ms) else np.zeros(1)
-
-    def busy(when: Floats) -> npt.NDArray[np.bool_]:
-        return (phase + when) % other.cycle_ms < other.busy_ms if other.quiet_ms else when < np.inf
-
+    met = _OtherMet(other, generator, generator.uniform(0.0, other.cycle_ms, callers))
     begin, free, used = np.zeros(callers), -generator.uniform(0.0, 1.0, callers), np.zeros(callers)
     latencies = np.empty((runs, callers))
     for run in range(runs):
         for ready, work in zip(stages.ready_ms.tolist(), stages.work_ms.tolist(), strict=True):
-            wait = generator.choice(waits, callers)
+            wait = met.wait()
             start = np.maximum(free, begin + ready)
             gap = start - free
-            lost = (gap > 0) & busy(start)
+            lost = (gap > 0) & met.busy(start)
             start = start + np.where(lost, wait - np.mod(gap, np.maximum(wait, TINY_MS)), 0.0)
-            used, left, now = np.where(gap > 0, 0.0, used), np.full(callers, work), start
-            while (over := used + left > slice_ms).any():
-                room = slice_ms - used
-                now = np.where(over, now + room, now)
-                now = np.where(over & busy(now), now + generator.choice(waits, callers), now)
-                left, used = np.where(over, left - room, left), np.where(over, 0.0, used)
-            free, used = now + left, used + left
+            free, used = _worked(work, start, np.where(gap > 0, 0.0, used), slice_ms, met)
         end = np.maximum(begin + stages.dispatched_ms, free) + costs.end_ms
         latencies[run] = end - begin
         begin = end + BETWEEN_RUNS_MS
     return latencies[1:]
+
+
+class _OtherMet(NamedTuple):
+    """What else runs, as many callers meet it: for each of them it begins somewhere in its phases (ms)."""
+
+    other: OtherWork
+    generator: np.random.Generator
+    begins_ms: Floats
+
+    def busy(self, when: Floats) -> npt.NDArray[np.bool_]:
+        """Whether it has work, at a time of each caller."""
+        if not self.other.quiet_ms:
+            return when < np.inf
+        return (self.begins_ms + when) % self.other.cycle_ms < self.other.busy_ms
+
+    def wait(self) -> Floats:
+        """A wait of each caller, drawn."""
+        waits = self.other.waits_ms
+        return self.generator.choice(waits if len(waits) else np.zeros(1), len(self.begins_ms))
+
+
+def _worked(work: float, start: Floats, used: Floats, slice_ms: float, met: _OtherMet) -> tuple[Floats, Floats]:
+    """When the GPU has done `work` (ms) that each caller has it begin at `start`, and how much of the caller's slice is used
+    then, of which `used` was before; whenever a slice is over, the other one has its turn if it has work."""
+    left, now = np.full(len(start), work), start
+    while (over := used + left > slice_ms).any():
+        room = slice_ms - used
+        now = np.where(over, now + room, now)
+        now = np.where(over & met.busy(now), now + met.wait(), now)
+        left, used = np.where(over, left - room, left), np.where(over, 0.0, used)
+    return now + left, used + left
 
 
 def gpu_work_ms(tracks: Tracks, costs: PipelineCosts) -> float:

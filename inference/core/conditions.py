@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from inference.core.host_pace import HostPace, check_host, counts, given_pace, recent_pace
@@ -28,8 +27,7 @@ class Beside(NamedTuple):
     told_by: ToldBy
 
 
-@dataclass(frozen=True)
-class Conditions:
+class Conditions(NamedTuple):
     """What a prediction holds for.
 
     Attributes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from inference.core.answers import PROVENANCES, KernelShare, Prediction, Provenance, UsedComposition
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
     from training.composition.fitted import Composition
 
 
-@dataclass(frozen=True)
-class PredictedRun:
+class PredictedRun(NamedTuple):
     """A prediction, and what it was made from.
 
     Attributes:

@@ -13,7 +13,6 @@ Each call asks a `Predictor` of its own. Who asks much of one target makes one, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from inference.core.predictor import POINTS, Predictor
@@ -102,4 +101,4 @@ def slo_under_load(prediction: Prediction, source: Source, limit_ms: float, perc
     predictor = Predictor(workspace, prediction.target, strict=prediction.strict, force=force)
     run = predictor.run(source, dims=prediction.dims, static=prediction.static, way=prediction.way,
                         host_pace=prediction.host_pace)
-    return predictor.objective(replace(run, prediction=prediction), limit_ms, percentile, like=like)
+    return predictor.objective(run._replace(prediction=prediction), limit_ms, percentile, like=like)

@@ -10,13 +10,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from inference import (
-    PredictedRun,
     Predictor,
     predict,
     predict_curve,
@@ -205,6 +203,6 @@ def test_a_raised_prediction_keeps_its_run(folder: Path) -> None:
     """What `never_falling` makes of predictions at several sizes goes with the run, and the objective is checked with it."""
     predictor = Predictor(target=TARGET)
     run = predictor.run(record(folder))
-    raised: PredictedRun = replace(run, prediction=run.prediction.model_copy(update={"latency_ms": 9.0}))
+    raised = run._replace(prediction=run.prediction.model_copy(update={"latency_ms": 9.0}))
     assert predictor.objective(raised, 5.0).met is False
     assert predictor.objective(raised, 5.0).highest_busy_share == predictor.objective(run, 5.0).highest_busy_share
