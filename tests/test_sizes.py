@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -39,33 +40,36 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
     return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 
-def imports_in_functions(text: str) -> list[str]:
+def imports_in_functions(tree: ast.AST) -> list[str]:
     """The modules that a module's functions import, once for each function."""
     found = {(node.lineno, alias.name if isinstance(node, ast.Import) else str(node.module))
-             for function in functions(ast.parse(text)) for node in ast.walk(function)
+             for function in functions(tree) for node in ast.walk(function)
              if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
     return [module for _, module in sorted(found)]
 
 
-def trees() -> Iterator[tuple[str, str]]:
-    return ((str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in FILES)
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """By file."""
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
 def test_no_file_is_long() -> None:
-    long = {name: len(text.splitlines()) for name, text in trees() if len(text.splitlines()) > MOST_LINES}
+    lines = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    long = {name: count for name, count in lines.items() if count > MOST_LINES}
     assert long.keys() == LONG_FILES.keys(), long
 
 
 def test_no_function_is_long() -> None:
     long = {f"{name}:{function.name}": (function.end_lineno or 0) - function.lineno + 1
-            for name, text in trees() for function in functions(ast.parse(text))
+            for name, tree in trees().items() for function in functions(tree)
             if (function.end_lineno or 0) - function.lineno >= MOST_FUNCTION_LINES}
     assert long.keys() <= LONG_FUNCTIONS.keys(), long
 
 
 def test_imports_stand_at_the_top() -> None:
     """Slow packages too: utils.lazy binds them there and loads them at their first use."""
-    found = Counter((name, module) for name, text in trees() for module in imports_in_functions(text))
+    found = Counter((name, module) for name, tree in trees().items() for module in imports_in_functions(tree))
     assert found == Counter(IN_FUNCTIONS.keys()), "import at the top, a slow package by utils.lazy; or list it with its reason"
 
 
@@ -73,4 +77,4 @@ def test_an_import_in_a_function_is_found() -> None:
     text = ("import a\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import b\n"
             "def one():\n    import c.d\n    from e import f, g\n    def inner():\n        import h\n"
             "class K:\n    def two(self):\n        try:\n            import i\n        except ImportError:\n            pass\n")
-    assert imports_in_functions(text) == ["c.d", "e", "h", "i"]
+    assert imports_in_functions(ast.parse(text)) == ["c.d", "e", "h", "i"]

@@ -1,4 +1,4 @@
-"""Reads a YAML config into a validated pydantic class; what does not fit is told by file, key and what is allowed."""
+"""Reads a YAML config into a validated pydantic class. Errors name the file, the key, and what is allowed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHORTLY.maxstring = _SHORTLY.maxother = 200
 
 
 class Config(BaseModel):
-    """Base of every config class: immutable, and no key beside its fields."""
+    """Base of every config class: immutable; a key that is not a field is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,4 +1,4 @@
-"""Files that are never half written, and the errors of reading them in the user's words."""
+"""Reads and writes files. No file is ever half written; errors of reading say what the user can do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ DIGEST = "digest"  # the key of a versioned record's own SHA-256
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; when the block ends well it replaces `path` at once, else it is removed.
+    """Yields a temporary path in the folder of `path`. If the block succeeds, the file there replaces `path` at once; else it
+    is removed.
 
     The temporary name keeps the suffix, for writers that look at it.
     """
@@ -45,20 +46,20 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes `data` to `path`, whole or not at all."""
+    """Writes `data` to `path`, completely or not at all."""
     with replacing(path) as temporary:
         temporary.write_bytes(data)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` (UTF-8) to `path`, whole or not at all."""
+    """Writes `text` (UTF-8) to `path`, completely or not at all."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a pydantic model or plain data as indented JSON, whole or not at all.
+    """Writes a pydantic model or plain data as indented JSON, completely or not at all.
 
-    A versioned record carries a digest of itself, which `read_record` checks: a damaged number would otherwise be believed.
+    A versioned record contains its own digest. `read_record` checks it, since a damaged number could look like a good one.
     """
     if isinstance(value, BaseModel):
         text = value.model_dump_json(indent=1)
@@ -70,7 +71,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes rows under a header, whole or not at all; a missing or None value is an empty cell."""
+    """Writes rows under a header, completely or not at all; a missing value or None is an empty cell."""
     write_text(path, _csv_lines(columns, chain([dict(zip(columns, columns, strict=True))], rows)))
 
 
@@ -89,7 +90,7 @@ def _csv_lines(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str
 
 
 def append_line(path: Path, line: str) -> None:
-    """Appends one line and forces it to disk. A line torn by a kill is dropped by `read_lines` and here, before the next."""
+    """Appends one line and forces it to disk. A line that a kill cut short is removed first; `read_lines` ignores it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as log:
         end = log.seek(0, os.SEEK_END)
@@ -110,14 +111,14 @@ def append_line(path: Path, line: str) -> None:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The whole lines of `path`; a torn last line (no newline) is left out. No file: no lines.
+    """The complete lines of `path`, without a last line that was cut short (no newline). No file: no lines.
 
     Raises:
-        UserError: a whole line that is no text.
+        UserError: a complete line is not UTF-8 text.
     """
     if not path.exists():
         return []
-    whole = path.read_bytes().rpartition(b"\n")[0]  # cut first: a line may be torn within a character
+    whole = path.read_bytes().rpartition(b"\n")[0]  # cut first: a line may end within a character
     try:
         return [line for line in whole.decode().split("\n") if line]
     except UnicodeDecodeError as error:
@@ -135,7 +136,7 @@ def sha256(path: Path) -> str:
 
 
 def signature(path: Path) -> Signature | None:
-    """What changes with a file's content: size, inode and times of change, of which the second can't be set back; None where
+    """Size, inode and times of change of a file: they change with its content, and one of the times can't be set back. None if
     there is no such file."""
     try:
         stat = path.stat()
@@ -145,12 +146,12 @@ def signature(path: Path) -> Signature | None:
 
 
 def kept_sha256(path: Path) -> str:
-    """As `sha256`, worked out once in a process while the file's signature stays: a model is read at several sizes."""
+    """Like `sha256`, but computed once per process while the file's signature stays: a model is often read at several sizes."""
     before = signature(path)
     if (kept := _digests.get(before)) is not None:
         return kept
     digest = sha256(path)
-    if before is not None and before == signature(path):  # else it changed meanwhile
+    if before is not None and before == signature(path):  # else it changed while it was read
         cached(_digests, before, lambda: digest)
     return digest
 
@@ -159,7 +160,7 @@ def read_json(path: Path) -> Any:
     """The JSON document in `path`.
 
     Raises:
-        UserError: no such file, or no JSON.
+        UserError: no such file, or it is not JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -167,7 +168,7 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: no such file") from None
     except RecursionError:
         raise UserError(f"{path}: not a JSON document of Hase's: nested too deeply") from None
-    except ValueError as error:  # no JSON, no UTF-8, or a number of thousands of digits
+    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
         raise UserError(f"{path}: not valid JSON ({error})") from None
 
 
@@ -178,12 +179,12 @@ def read_record(path: Path, schema: type[M], version: int, remake: str) -> M:
         path: the file.
         schema: its class; the record's `version` field must equal `version`.
         version: the only version this code reads.
-        remake: the command that makes a new one, named in the error.
+        remake: the command that makes a new file; errors name it.
 
-    A record without a digest is of a Hase before there was any, and is believed.
+    A record without a digest was written before Hase had digests, and is accepted.
 
     Raises:
-        UserError: missing, damaged, changed by hand, of another version, or not of this kind.
+        UserError: the file is missing, damaged, edited, of another version, or of another kind.
     """
     try:
         data = read_json(path)
@@ -206,13 +207,13 @@ def read_record(path: Path, schema: type[M], version: int, remake: str) -> M:
 
 
 def digest_of(document: Any) -> str:
-    """The SHA-256 of a JSON document's contents, in hex, however it is laid out."""
+    """The SHA-256 of a JSON document's contents, in hex. Layout and order of keys do not matter."""
     return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def cached(cache: dict[Any, Any], key: Any, make: Callable[[], Any], limit: int = 256) -> Any:
-    """`cache[key]`, made on a miss; the oldest entry goes when more than `limit` are held. Threads may share a cache: then two
-    may both make what neither has found."""
+    """`cache[key]`, made by `make` if it is missing. Beyond `limit` entries the oldest is dropped. Threads may share a cache;
+    two of them may then make the same entry."""
     try:
         return cache[key]
     except KeyError:

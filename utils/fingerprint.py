@@ -1,4 +1,4 @@
-"""What produced a number: the flavour of graph, the target it holds for, and the very machine it was measured on."""
+"""Where a number comes from: the flavour of the graph, the target, and the machine on which it was measured."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from utils.lazy import pynvml
 from utils.safe_names import FileNamePart
 
 CUDNN = "nvidia-cudnn-cu13"  # the package that brings it
-WITHOUT_GPU = "HASE_WITHOUT_GPU"  # in the environment: do as a machine without a GPU does
+WITHOUT_GPU = "HASE_WITHOUT_GPU"  # in the environment: act like a machine without a GPU
 MACHINE_ID = Path("/etc/machine-id")
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # a new one each time that Linux starts
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux makes a new one at each start
 SharingMode = Literal["time_slices", "mps", "mig"]  # how processes share a GPU; a CPU's target says the first
 OLDER_SHARING = {"exclusive": "time_slices"}  # what older files call it
 DEFAULT_RUNTIME = "ort"
@@ -67,7 +67,7 @@ class Flavour(_Frozen):
 
 
 class Machine(_Frozen):
-    """The very device and software a measurement was taken on."""
+    """The device and software of one measurement."""
 
     device_name: str = Field(validation_alias=AliasChoices("device_name", "device"))
     uuid: str
@@ -102,7 +102,7 @@ class Target(_Frozen):
 
 
 def slug(text: str) -> str:
-    """`text` in lower case with runs of anything but letters, digits and dots as one dash."""
+    """`text` in lower case; everything between letters, digits and dots becomes one dash."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
 
 
@@ -112,7 +112,7 @@ def has_cuda() -> bool:
 
 
 def _nvml_there() -> bool:
-    """Whether pynvml, whose import takes a tenth of a second, could find the driver's library; beyond Linux it has to look."""
+    """Whether pynvml could find the driver's library. Importing pynvml takes 0.1 s, so Linux is asked first; elsewhere: yes."""
     if sys.platform != "linux":
         return True
     try:
@@ -144,7 +144,11 @@ def gpu_facts() -> dict[str, str]:
 
 
 def driver_fails(whose: str, error: Exception) -> UserError:
-    """What to tell where NVML fails while `whose` question is asked: of a GPU that was lost, say."""
+    """The error for an NVML call that failed, for example because the GPU was lost.
+
+    Args:
+        whose: what was asked for; the message begins with it.
+    """
     return UserError(f"{whose}: the driver does not answer ({error}); nvidia-smi should list the GPU")
 
 
@@ -165,7 +169,7 @@ def _cpu_info() -> tuple[str, frozenset[str]]:
 
 
 def instruction_set() -> str:
-    """The widest vector class of this CPU that ORT's CPU kernels tell apart."""
+    """The widest vector class of this CPU for which ORT has CPU kernels of their own."""
     flags = _cpu_info()[1]
     for name, flag in (("avx512", "avx512f"), ("avx2", "avx2"), ("avx", "avx"), ("neon", "asimd")):
         if flag in flags:
@@ -185,7 +189,7 @@ def package_version(*names: str) -> str:
 
 @functools.cache
 def ort_version() -> str:
-    """ONNX Runtime's full version, without importing it where its metadata is there."""
+    """ONNX Runtime's full version. Where its package metadata exists, it is not imported for that."""
     found = package_version("onnxruntime-gpu", "onnxruntime")
     import_path = None
     try:
@@ -227,7 +231,7 @@ def flavour_of(device: str, runtime: str = DEFAULT_RUNTIME) -> Flavour:
 
 
 def boot_id() -> str:
-    """What tells this run of the operating system from those before a restart."""
+    """An identifier of the operating system's current run; a restart changes it."""
     return BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else f"since {psutil.boot_time():.0f}"
 
 
@@ -240,7 +244,7 @@ def local_target(device: str, runtime: str = DEFAULT_RUNTIME) -> Target:
 
 
 def machine(device: str) -> Machine:
-    """The machine that this process runs on, seen as its `cpu` or its `cuda` device."""
+    """The machine that this process runs on, described as its `cpu` or its `cuda` device."""
     cpu, _ = _cpu_info()
     gpu = gpu_facts() if device == "cuda" else {}
     identity = MACHINE_ID.read_text(encoding="utf-8").strip() if MACHINE_ID.exists() else ""  # may be there and empty

@@ -1,8 +1,7 @@
-"""Locks between processes that end with the process that holds them: one writer a folder, one measuring process a device.
+"""Locks between processes: one writer per folder, one measuring process per device.
 
-A lock is flock's on an open file, so the system releases it when its process ends, however it ends. Processes that are
-started meanwhile don't inherit it. The file stays, and says who holds the lock or held it last. Where there is no flock
-(Windows), nothing is locked.
+A lock is `flock` on an open file, so the system releases it when the process ends, however it ends. Child processes do not
+inherit it. The file stays and says which process holds the lock or held it last. Without `flock` (Windows) nothing is locked.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-FOLDER_VARIABLE = "HASE_LOCK_FOLDER"  # environment: where the devices' locks lie, if not in /tmp
-WRITER = ".writer.lock"  # in a folder that one process at a time may write
+FOLDER_VARIABLE = "HASE_LOCK_FOLDER"  # environment: folder of the devices' locks, if not /tmp
+WRITER = ".writer.lock"  # in a folder that only one process at a time may write
 EVERYBODY = 0o666  # root and every user share a device's lock
-SAFE = (os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC) if fcntl else 0  # /tmp is everybody's: no link, no pipe that waits
+SAFE = (os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC) if fcntl else 0  # all users write to /tmp: no links, no pipes
 COMMAND_CHARACTERS = 200  # of a holder's command line in errors
 _held: Counter[Path] = Counter()  # how many blocks of this process hold each lock
 _open: dict[Path, int] = {}
@@ -39,8 +38,8 @@ _guard = threading.Lock()
 
 
 def try_lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
-    """A descriptor that holds the lock of a file or folder that is there; None where another process holds it, or where
-    nothing can be locked. Closing it releases the lock.
+    """Locks an existing file or folder and returns a descriptor; closing it releases the lock. None if another process holds
+    the lock, or if this system has no locks.
 
     Raises:
         OSError: it can't be opened or locked.
@@ -60,11 +59,12 @@ def try_lock(path: Path, flags: int = os.O_RDONLY) -> int | None:
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Holds the lock of the file `path`, made if missing, while the block runs. A process may hold one several times over.
+    """Holds the lock of the file `path` while the block runs; makes the file if needed. A process may take a lock several
+    times.
 
     Args:
-        path: of the lock.
-        what: errors call it so.
+        path: the lock's file.
+        what: what the lock is for; errors name it.
 
     Raises:
         UserError: another process holds it; it is named. Or the file is another user's, and can't be read or written.
@@ -84,7 +84,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
 
 
 def _acquire(path: Path, what: str) -> int:
-    """A descriptor that holds the lock; the file says whose it is."""
+    """Takes the lock, writes into the file who holds it, and returns the descriptor."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE, EVERYBODY)
@@ -109,7 +109,7 @@ def _acquire(path: Path, what: str) -> int:
 
 
 def _of_another_user(path: Path, what: str) -> str:
-    """What is to be said of a lock that this user may not write."""
+    """The error for a lock file that this user may not write."""
     try:
         owner = path.owner()
     except KeyError:  # a user without a name, as in containers
@@ -117,7 +117,7 @@ def _of_another_user(path: Path, what: str) -> str:
     try:
         descriptor = try_lock(path)
     except PermissionError:
-        return (f"{path}: can't be read, so whether a process of user {owner} is at work can't be told; ask them, and remove "
+        return (f"{path}: can't be read, so it is not known whether a process of user {owner} is running; ask them, and remove "
                 "it if none is")
     if descriptor is None:
         return f"{what} is in use by {_holder(path)} of user {owner}; wait until that has ended, or ask them to end it"
@@ -126,22 +126,22 @@ def _of_another_user(path: Path, what: str) -> str:
 
 
 def _holder(path: Path) -> str:
-    """Who holds a lock, as its file tells."""
+    """Who holds a lock, as its file says."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
         return f"process {told['pid']} ({told['command']}, since {told['since']})"
-    except (OSError, ValueError, LookupError, TypeError):  # it has the lock and has not said so yet
+    except (OSError, ValueError, LookupError, TypeError):  # the process has the lock and has not written the file yet
         return "another process"
 
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """A block during which no other process that asks writes into `folder`, which is made if missing.
+    """A block during which this process alone writes into `folder`; makes the folder if needed.
 
-    What a process that was killed left half written there, or in a folder below, is removed first.
+    Half-written files that a killed process left there, or in a folder below, are removed first.
 
     Raises:
-        UserError: another process writes there; it is named.
+        UserError: another process writes there; the message names it.
     """
     with locked(folder / WRITER, f"{folder}: this folder"):
         for level in ("", "*/") if _held[(folder / WRITER).absolute()] == 1 else ():
@@ -152,15 +152,15 @@ def sole_writer(folder: Path) -> Iterator[None]:
 
 
 def measuring(device: str) -> AbstractContextManager[None]:
-    """A block during which no other process of this machine that asks, whoever's it is, measures on the same device.
+    """A block during which this process alone measures on a device of this machine; the processes of all users count.
 
-    What is meant to run beside a measurement (stressor, exporter, sharing probe) does not ask.
+    Stressor, exporter and sharing probe do not take this lock, since they run during measurements.
 
     Args:
         device: `cpu`, or `cuda` for the first GPU.
 
     Raises:
-        UserError: another process measures; it is named.
+        UserError: another process measures; the message names it.
     """
     name = "cpu"
     if device == "cuda":
@@ -169,7 +169,7 @@ def measuring(device: str) -> AbstractContextManager[None]:
 
 
 def _folder_of_devices() -> Path:
-    """Where the devices' locks lie: the same for all users of this machine, whatever their TMPDIR."""
+    """The folder of the devices' locks: the same for all users of this machine, whatever their TMPDIR."""
     if named := os.environ.get(FOLDER_VARIABLE):
         return Path(named)
     return Path("/tmp") if os.name == "posix" else Path(tempfile.gettempdir())

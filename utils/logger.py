@@ -14,7 +14,7 @@ KEPT_LOGS = 3
 
 
 class _Colour(logging.Formatter):
-    """Console lines: the bare message, with the level named (in colour on a terminal) from WARNING up."""
+    """Console lines: only the message; from WARNING up with the level (in colour on a terminal)."""
 
     COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 
@@ -31,7 +31,7 @@ class _Colour(logging.Formatter):
 
 
 class _CurrentStderr(logging.StreamHandler):
-    """Writes to whatever `sys.stderr` is now, so that a progress display that took it over keeps the lines in order."""
+    """Writes to the current `sys.stderr`, so that a progress display that replaced it keeps the lines in order."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -42,12 +42,12 @@ class _CurrentStderr(logging.StreamHandler):
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger `hase.<name>`; silent about DEBUG until `configure` says otherwise."""
+    """The logger `hase.<name>`; without DEBUG lines until `configure` asks for them."""
     return logging.getLogger(f"hase.{name}")
 
 
 def configure(log_file: Path | None, *, verbose: bool = False, quiet: bool = False) -> None:
-    """Sends Hase's log to stderr and, where it can be written, to `log_file` (rotated at 5 MB, three kept).
+    """Sends Hase's log to stderr and, if it can be written, to `log_file` (rotated at 5 MB; three files are kept).
 
     Args:
         log_file: the file for full lines, or None for the console only.

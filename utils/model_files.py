@@ -1,8 +1,7 @@
-"""Which files a model is made of: its own, and those that hold its weights. None is opened that is no plain file, and none
-outside the model's folder.
+"""The files of a model: its own, and those that hold its weights. Only plain files in the model's folder are opened.
 
-A model names the files of its weights itself. One that names a device or a pipe would have whoever opens it wait for ever, and
-one that names a path elsewhere would read what its author has no right to.
+A model itself names the files of its weights. If it named a device or a pipe, whoever opens it might wait for ever; if it named
+a path elsewhere, it could read what its author must not see.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from utils.errors import UserError
 from utils.lazy import onnx
 from utils.ort_sessions import model_errors
 
-_EXTERNAL_KEY = b"location"  # what an ONNX file says where a weight lies in another file
-SHOWN = 200  # characters of a place in errors
-_PACKED_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}  # of an element, where several share a byte
+_EXTERNAL_KEY = b"location"  # the key of the file in which a weight is stored
+SHOWN = 200  # characters of a file name in errors
+_PACKED_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}  # bits per element
 DEEPEST = 100  # graphs within graphs; protobuf reads no deeper either
 
 
 def check_plain_file(path: Path, whose: str = "") -> None:
-    """Whether `path` is a plain file (or a link to one).
+    """Checks that `path` is a plain file or a link to one.
 
     Args:
         path: the file.
@@ -39,7 +38,7 @@ def check_plain_file(path: Path, whose: str = "") -> None:
         mode = path.stat().st_mode
     except FileNotFoundError:
         raise UserError(f"{whose}{path}: no such file") from None
-    except (OSError, ValueError) as error:  # the second: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise UserError(f"{whose}{path}: {getattr(error, 'strerror', None) or error}") from None
     if not stat.S_ISREG(mode):
         what = "a folder" if stat.S_ISDIR(mode) else "a device, a pipe or a socket"
@@ -47,10 +46,10 @@ def check_plain_file(path: Path, whose: str = "") -> None:
 
 
 def weight_files(model: Path) -> list[Path]:
-    """The files beside the ONNX file `model` that hold its weights, each checked; `model` is parsed only if it may name any.
+    """The files that hold the weights of the ONNX file `model`, each checked. The model is parsed only if it may name any.
 
     Raises:
-        UserError: as `check_plain_file`, also of `model` itself; no ONNX model; or a file outside the model's folder.
+        UserError: as `check_plain_file`, for `model` itself too; not an ONNX model; or a file outside the model's folder.
     """
     check_plain_file(model)
     with model.open("rb") as file:
@@ -64,20 +63,20 @@ def weight_files(model: Path) -> list[Path]:
 
 
 def external_files(model: Path, proto: onnx.ModelProto) -> list[Path]:
-    """The files beside `model` that hold weights of `proto`, each checked.
+    """The files that hold weights of `proto`, each checked.
 
     Args:
-        model: the file that `proto` was read from; a name without folder for a model in memory, whose weights lie in the
+        model: the file from which `proto` was read; for a model in memory a name without folder: its weights are then in the
             current folder.
 
     Raises:
-        UserError: one lies outside the model's folder (or is a link to such a file), is missing, or is no plain file.
+        UserError: a file is outside the model's folder (or a link to such a file), is missing, or is not a plain file.
     """
     found = []
     for location in sorted({place for tensor in _tensors(proto) for place in _locations(tensor)}):
         path = model.parent / location
         try:
-            beside = (model.parent.resolve(), model.resolve().parent)  # a link's weights may lie beside it or its model
+            beside = (model.parent.resolve(), model.resolve().parent)  # a link's folder, and its target's
             inside = any(path.resolve().is_relative_to(folder) for folder in beside) and not Path(location).is_absolute()
             there = path.exists()
         except (OSError, RuntimeError, ValueError):  # a name that no file can have, or links in a circle
@@ -95,7 +94,7 @@ def external_files(model: Path, proto: onnx.ModelProto) -> list[Path]:
 def load_whole(model: Path) -> onnx.ModelProto:
     """A model with all its weights in memory, each of their files checked.
 
-    onnx's own loader refuses a file with several names, which model hubs' caches hold, and Hase for the graphs that it keeps.
+    onnx's own loader refuses files with several names (hard links), as the caches of model hubs and of Hase have them.
 
     Raises:
         UserError: as `weight_files`, or a weight's file is too short.
@@ -110,14 +109,14 @@ def load_whole(model: Path) -> onnx.ModelProto:
 
 
 def with_values(tensor: onnx.TensorProto, folder: Path) -> onnx.TensorProto:
-    """A tensor whose values lie in memory; itself where they do.
+    """A tensor with its values in memory: the tensor itself if they are there already.
 
     Args:
-        tensor: its values lie in it, or in a file that `external_files` has checked.
+        tensor: its values are in it, or in a file that `external_files` has checked.
         folder: of its model.
 
     Raises:
-        UserError: the file is too short, or the tensor is none.
+        UserError: the file is too short, or the tensor is not valid.
     """
     if not _locations(tensor):
         return tensor
@@ -145,14 +144,14 @@ def with_values(tensor: onnx.TensorProto, folder: Path) -> onnx.TensorProto:
 
 
 def _locations(tensor: onnx.TensorProto) -> list[str]:
-    """Where the tensor says that its values lie; nothing where they lie in the model. Usually there is one place."""
+    """The files that a tensor names for its values, usually one; none if the values are in the model."""
     if tensor.data_location != tensor.EXTERNAL:
         return []
     return [entry.value for entry in tensor.external_data if entry.key == "location"]
 
 
 def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every constant of a model, also those in attributes, in graphs within it and in its functions."""
+    """Every constant of a model, including those in attributes, in inner graphs and in functions."""
     yield from _of_graph(proto.graph, 0)
     for function in proto.functions:
         yield from _of_nodes(function.node, 0)

@@ -1,4 +1,4 @@
-"""Opens ONNX Runtime sessions: one place for providers, options, and the errors of bad models in the user's words."""
+"""Opens ONNX Runtime sessions: providers, options, and readable errors for models that it refuses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from utils.errors import UserError
 from utils.lazy import onnx, onnxruntime
 
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
-CUDA_GRAPH = {"enable_cuda_graph": "1"}  # options of the CUDA provider that capture a model once and then replay it
+CUDA_GRAPH = {"enable_cuda_graph": "1"}  # options of the CUDA provider: capture a model once, then replay it
 FATAL = 4  # ORT's number for the log level above errors
 PROVIDER_NAMES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
@@ -24,7 +24,7 @@ CPU_ONLY_FUSIONS = ("ConvActivationFusion", "GemmActivationFusion", "MatMulActiv
 def _load_runtime(device: str) -> Any:
     onnxruntime.set_default_logger_severity(FATAL)  # errors come as exceptions
     if device == "cuda":
-        onnxruntime.preload_dlls()  # finds the CUDA libraries that torch's wheels brought
+        onnxruntime.preload_dlls()  # finds the CUDA libraries in torch's wheels
     return onnxruntime
 
 
@@ -33,13 +33,13 @@ def open_session(
     dims: Mapping[str, int] | None = None, save_to: Path | None = None, profile_prefix: Path | None = None,
     provider_options: Mapping[str, str] | None = None, name: str = "", entries: Mapping[str, str] | None = None,
 ) -> onnxruntime.InferenceSession:
-    """An inference session with ORT's defaults but for what the arguments say.
+    """An inference session with ORT's defaults, changed only by the arguments.
 
     Args:
         model: a file, or a serialised model.
         device: `cpu` or `cuda`.
         optimize: `all`, `extended`, `basic` or `none`.
-        disabled: optimisers to leave out, by ORT's name.
+        disabled: optimisers to switch off, by ORT's name.
         dims: sizes of dynamic dimensions, fixed before optimising.
         save_to: where ORT writes the optimised graph.
         profile_prefix: turns ORT's profiler on; its file begins with this path.
@@ -48,7 +48,7 @@ def open_session(
         entries: further session config entries.
 
     Raises:
-        UserError: the model can't be loaded, or the CUDA provider is asked for and does not come up.
+        UserError: the model can't be loaded, or the CUDA provider does not start.
     """
     runtime = _load_runtime(device)
     options = runtime.SessionOptions()
@@ -80,8 +80,8 @@ def open_session(
 
 def open_nodes(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], shape: Sequence[int], device: str,
                name: str) -> onnxruntime.InferenceSession:
-    """A session of a graph made of `nodes` as they stand, none fused. Its inputs and its output, the last node's, are float32
-    tensors of one `shape`."""
+    """A session of a graph of these nodes, without fusions. Its inputs and its output, that of the last node, are float32
+    tensors of the same `shape`."""
     names = (*inputs, nodes[-1].output[0])
     values = [onnx.helper.make_tensor_value_info(value, onnx.TensorProto.FLOAT, shape) for value in names]
     graph = onnx.helper.make_graph(nodes, name, values[:-1], values[-1:])
@@ -89,8 +89,8 @@ def open_nodes(nodes: Sequence[onnx.NodeProto], inputs: Sequence[str], shape: Se
     return open_session(model.SerializeToString(), device, optimize="none", name=name)
 
 
-class model_errors:  # lower case, since it reads as a statement: `with model_errors(path):`
-    """Turns ORT's and onnx's complaints about the model called `name` into a `UserError`; other exceptions pass."""
+class model_errors:  # lower case, as it is used like a function: `with model_errors(path):`
+    """Turns errors of ORT and onnx about the model `name` into a `UserError`; other exceptions pass."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -109,7 +109,7 @@ class model_errors:  # lower case, since it reads as a statement: `with model_er
 
 
 def advise(message: str) -> str:
-    """ORT's message, shortened to its last sentence and preceded by what it means for the user, where that is known."""
+    """ORT's message, shortened to its last sentence, after what it means for the user if that is known."""
     short = " ".join(message.split())
     short = short.split(" : ")[-1] if short.startswith("[ONNXRuntimeError]") else short
     short = short if len(short) <= 300 else short[:300] + " …"

@@ -1,4 +1,4 @@
-"""Where everything lies: each artifact once, with the scripts that write it and those that read it."""
+"""The path of every artifact, with the scripts that write it and those that read it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-SHIPPED = ROOT / "training" / "shipped"  # predictors of targets that come with Hase, laid out as those of a workspace
-SIDECAR = "predictors.json"  # among the predictors of a target: describes them. Training writes it last: without it none count
-COMPOSITION = "composition.json"  # among the predictors of a target: how its kernels add up
+SHIPPED = ROOT / "training" / "shipped"  # predictors that come with Hase, in the same layout as those of a workspace
+SIDECAR = "predictors.json"  # describes the predictors of a target. Training writes it last: without it they do not count
+COMPOSITION = "composition.json"  # how kernel times add up to a model's time
 OPTIMIZED_SUFFIX = ".ort.onnx"  # ORT's optimised graph of a model: `<model>.<flavour>.ort.onnx`; never taken for a model
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """A folder that holds what the phases write, laid out as the repository itself is (by default it is the repository)."""
+    """A folder that holds what the phases write, with the same layout as the repository (which is the default)."""
 
     root: Path = ROOT
 
@@ -48,7 +48,7 @@ class Workspace:
 
     @property
     def host_pace(self) -> Path:
-        """This machine's host pace when it was last measured. Written by host_pace; read by the predictor."""
+        """The latest measurement of this machine's host pace. Written by host_pace; read by the predictor."""
         return self.root / "benchmark" / "host_pace.json"
 
     def model_dag(self, flavour: str) -> Path:
@@ -63,20 +63,20 @@ class Workspace:
         return self.root / "training" / "predictors" / target
 
     def kernel_errors(self, target: str) -> Path:
-        """How far off the predictors are on each kernel that they did not see; not beside them, for it ships with none.
+        """The predictors' error on each kernel that was held out. Not in the predictors' folder, since it is not shipped.
         Written by train_kernel_model; read by kernel_sampler."""
         return self.root / "training" / "kernel_errors" / f"{target}.json"
 
     @property
     def evaluation(self) -> Path:
-        """Predicted against measured: CSV, JSON, plot. Written by evaluator; read by people."""
+        """Predicted and measured latencies: CSV, JSON, plot. Written by evaluator; read by people."""
         return self.root / "evaluation"
 
     def find_model(self, name: Path) -> Path:
         """The model file `name`; a bare name is also looked for among the exported models.
 
         Raises:
-            UserError: it is in neither place; the models that are there are listed.
+            UserError: it is in neither place; the message lists the models that exist.
         """
         for candidate in (name, self.models / name):
             if candidate.is_file():
@@ -95,7 +95,7 @@ class Workspace:
         """The model files that `names` (files or folders) stand for; a bare `models` is also looked for in model_zoo.
 
         Raises:
-            UserError: a name that is nowhere, or a folder without models.
+            UserError: there is no such file, or the folder holds no models.
         """
         found: list[Path] = []
         for name in names:
@@ -115,7 +115,7 @@ def targets_in(folder: Path, holding: str, none: str) -> list[str]:
     """The targets, by name, whose folders in `folder` hold the file `holding`.
 
     Raises:
-        UserError: there is none; `none` says of what, and how to make it.
+        UserError: there is none; `none` says what is missing and how to make it.
     """
     found = sorted(path.parent.name for path in folder.glob(f"*/{holding}") if path.is_file())
     if not found:
@@ -124,7 +124,7 @@ def targets_in(folder: Path, holding: str, none: str) -> list[str]:
 
 
 def model_files(folders: Iterable[Path]) -> list[Path]:
-    """The `.onnx` models directly in `folders`, sorted; ORT's optimised graphs and files being written are left out."""
+    """The `.onnx` models directly in `folders`, sorted; without ORT's optimised graphs and files that are being written."""
     return sorted(
         path for folder in folders for path in folder.glob("*.onnx")
         if not path.name.endswith(OPTIMIZED_SUFFIX) and not path.name.startswith(".")

@@ -1,4 +1,4 @@
-"""Processes: such as never outlive the one that started them, and such as end at a signal."""
+"""Child processes that never outlive their parent, and processes that end at a signal."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def begin_child(temporary: Path | None = None) -> None:
-    """For a process that works for another one: it ends in order at SIGTERM and with its parent. Ctrl-C, which reaches both,
-    is the parent's to handle.
+    """To be called first in a child process: it then ends cleanly at SIGTERM and with its parent. Ctrl-C reaches both; the
+    parent handles it.
 
     Args:
-        temporary: folder for its temporary files, which the parent removes.
+        temporary: folder for its temporary files; the parent removes it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stop_at_signals("", CHILD_GRACE_S, SystemExit)
@@ -47,8 +47,8 @@ def begin_child(temporary: Path | None = None) -> None:
 
 @contextmanager
 def process_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """`jobs` processes for work that ONNX Runtime takes part in: started anew, since a forked runtime would hang. They end with
-    the block, at once where that is interrupted."""
+    """`jobs` processes for work with ONNX Runtime: spawned, since a forked runtime would hang. They end with the block, and at
+    once if it is interrupted."""
     others = multiprocessing.active_children()
     with temporary_folder() as folder:
         pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=begin_child,
@@ -67,14 +67,14 @@ def process_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 def each_in_a_process(task: Callable[[T], R], items: Sequence[T], jobs: int, crashed: Callable[[T], R],
                       description: str) -> list[R]:
-    """`task` of each item in processes of their own, `jobs` at a time, in order. One that takes its process down, as ONNX
-    Runtime may where a model is damaged, costs only itself.
+    """The result of `task` for each item, in order, computed in `jobs` processes. An item that crashes its process, as a
+    damaged model may do to ONNX Runtime, loses only its own result.
 
     Args:
-        task: a function that a new process finds by its name.
-        items: what it takes; as all that it gives, such as can be pickled.
-        crashed: what stands for the result of such an item.
-        description: of the progress bar.
+        task: a function at the top of a module.
+        items: its arguments; they and the results are pickled.
+        crashed: gives the result for an item that crashed its process.
+        description: text of the progress bar.
     """
     results: dict[int, R] = {}
     left = list(range(len(items)))
@@ -85,7 +85,7 @@ def each_in_a_process(task: Callable[[T], R], items: Sequence[T], jobs: int, cra
                 with suppress(BrokenProcessPool):
                     results[number] = done.result()
         left = [number for number in left if number not in results]
-        for number in left[:jobs + 1]:  # they begin in order, so the one at fault is among these
+        for number in left[:jobs + 1]:  # items start in order, so the one that crashed is among these
             with process_pool(1) as pool:
                 try:
                     results[number] = pool.submit(task, items[number]).result()
@@ -96,7 +96,7 @@ def each_in_a_process(task: Callable[[T], R], items: Sequence[T], jobs: int, cra
 
 
 def set_by_signal() -> Event:
-    """An event that Ctrl-C and SIGTERM set from now on; they then no longer end the process by themselves."""
+    """An event that Ctrl-C and SIGTERM set; from now on they no longer end the process themselves."""
     over = Event()
     for number in SIGNALS:
         signal.signal(number, lambda *_: over.set())

@@ -1,7 +1,7 @@
-"""Names that become the names of files: of kernels, models, flavours, predictors. What is read from a file is not trusted.
+"""Names of kernels, models, flavours and predictors that become file names. A name read from a file is not trusted.
 
-A schema's field that names a file is a `FileName`, so that a record which would write or read anywhere else is refused as it
-is read; what Hase makes of a model's own names goes through `as_file_name`.
+A field of a schema that becomes a file name is a `FileName`: a record whose name points to another folder is refused when it is
+read. Names taken from a model go through `as_file_name`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-LONGEST_BYTES = 240  # of a name: file systems take 255, and a suffix follows
-_UNSAFE = re.compile(r'[/\\\x00-\x1f\x7f]')  # parts a path, or does not show
+LONGEST_BYTES = 240  # of a name: file systems allow 255, and a suffix is added
+_UNSAFE = re.compile(r'[/\\\x00-\x1f\x7f]')  # separates folders, or is not printable
 
 
 def _checked(name: str) -> str:
@@ -35,11 +35,12 @@ def _checked_part(name: str) -> str:
 
 
 FileName = Annotated[str, AfterValidator(_checked)]
-FileNamePart = Annotated[str, AfterValidator(_checked_part)]  # of what is put together to a name; may be empty
+FileNamePart = Annotated[str, AfterValidator(_checked_part)]  # a part of a file name; may be empty
 
 
 def as_file_name(name: str) -> str:
-    """`name` as a `FileName`: what can't stand there is replaced by "_", and a name that is too long ends in its hash."""
+    """`name` as a `FileName`: characters that are not allowed become "_", and a name that is too long is cut and gets a
+    hash."""
     safe = _UNSAFE.sub("_", name).encode("utf-8", "replace").decode()
     if safe in ("", ".", ".."):
         safe = f"_{safe}"

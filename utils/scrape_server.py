@@ -1,4 +1,4 @@
-"""What Prometheus scrapes of Hase: a collector's metrics over HTTP, or why there are none."""
+"""An HTTP server from which Prometheus scrapes Hase's metrics, or the reason why there are none."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from utils.errors import UserError
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
-LOCALHOST = "127.0.0.1"  # whatever else listens anywhere shows it to the whole network
-SILENT_S = 30.0  # for which a client may say nothing
+LOCALHOST = "127.0.0.1"  # the default: other addresses show the metrics to the whole network
+SILENT_S = 30.0  # after which a silent client is disconnected
 STALE = 3  # intervals without anything new after which nothing is served
 
 
 def stale(what: str, last_s: float, interval_s: float, error: str) -> str:
-    """Why there is nothing to serve; "" where the last one is fresh.
+    """Why there is nothing to serve; "" if the latest reading is recent enough.
 
     Args:
-        what: is served.
-        last_s: when the last one was made, seconds since 1970; 0 for never.
-        interval_s: in which a new one is expected.
-        error: why there has been none since.
+        what: what is served, for the message.
+        last_s: when the latest one was made, seconds since 1970; 0 for never.
+        interval_s: how often a new one is expected.
+        error: why there was no newer one.
     """
     age_s = time.time() - last_s
     if age_s <= STALE * interval_s:
@@ -41,7 +41,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """No traceback for a client that went away or never asked; one for a fault."""
+        """Prints a traceback for bugs only, not for a client that disconnected or never sent a request."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
@@ -57,12 +57,12 @@ def scrape_server(collector: Collector, trouble: Callable[[], str], host: str, p
     """A server that answers scrapes once `serve_forever` runs.
 
     Args:
-        collector: of the metrics, asked at every scrape.
-        trouble: why there is nothing to serve, which is then answered with HTTP 503; "" while all is well.
-        host, port: where to listen; "" this machine alone, 0.0.0.0 all of its addresses; 0 a free port.
+        collector: gives the metrics at every scrape.
+        trouble: why there is nothing to serve (the answer is then HTTP 503); "" while all is well.
+        host, port: where to listen. Host "" is this machine alone, 0.0.0.0 all of its addresses; port 0 is a free port.
 
     Raises:
-        UserError: the port can't be had.
+        UserError: the port is not free.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)

@@ -1,4 +1,4 @@
-"""How the processes on a GPU share it: in time slices, through MPS, or each in an instance of its own (MIG)."""
+"""How processes share a GPU: in time slices, through MPS, or each in its own instance (MIG)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from utils.errors import UserError
 from utils.fingerprint import SharingMode, driver_fails, gpu_facts
 from utils.lazy import pynvml
 
-PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"  # names the folder in which CUDA looks for MPS …
-DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"  # … which otherwise is this one (NVIDIA's guide to MPS, "Environment Variables")
-UNMEASURED = {  # what is so different, and how to leave it
+PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"  # names the folder in which CUDA looks for MPS;
+DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"  # the default (NVIDIA's guide to MPS, "Environment Variables")
+UNMEASURED = {  # by mode: why it is different, and how to switch it off
     "mps": ("kernels of several processes run at the same time", "stop its daemon: echo quit | nvidia-cuda-mps-control"),
     "mig": ("each instance has a part of the GPU to itself, and is another device than the whole",
             "switch it off: sudo nvidia-smi -mig 0"),
@@ -22,7 +22,7 @@ UNMEASURED = {  # what is so different, and how to leave it
 
 
 def sharing_mode() -> SharingMode:
-    """How the first NVIDIA GPU is shared at this moment; looked up anew each time, since a daemon may start or stop.
+    """How the first NVIDIA GPU is shared now. Asked each time, since a daemon may start or stop.
 
     Source: NVML API reference. MIG is on by `nvmlDeviceGetMigMode`. MPS is on where `nvmlDeviceGetMPSComputeRunningProcesses`
     lists a process on this GPU, or where an MPS control daemon answers to this process: CUDA then runs it through MPS
@@ -40,8 +40,8 @@ def sharing_mode() -> SharingMode:
 
 
 def _asked(gpu: object) -> SharingMode:
-    """What NVML and the MPS daemon say of a GPU."""
-    unknown_here = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound)  # to this GPU or driver: it has none
+    """The sharing mode of a GPU, from NVML and the MPS daemon."""
+    unknown_here = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound)  # the GPU or driver lacks it
     try:
         if pynvml.nvmlDeviceGetMigMode(gpu)[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
             return "mig"
@@ -57,8 +57,8 @@ def _asked(gpu: object) -> SharingMode:
 def mps_daemon_answers() -> bool:
     """Whether an MPS control daemon listens where CUDA would look for it from this process.
 
-    Its socket stays behind when it ends, so the file alone tells nothing. A datagram socket is connected to it, which Linux
-    refuses as the wrong type where somebody listens, and so the daemon never notices.
+    The daemon's socket file stays when it ends, so the file alone proves nothing. A datagram socket is connected to it: if
+    somebody listens, Linux refuses that as the wrong type, and the daemon does not notice.
     """
     if sys.platform != "linux":  # nor does MPS run elsewhere
         return False
@@ -72,10 +72,10 @@ def mps_daemon_answers() -> bool:
 
 
 def check_sharing_mode(mode: SharingMode) -> None:
-    """Refuses what was not measured: anything but time slices.
+    """Refuses every mode but time slices, since no other was measured.
 
     Raises:
-        UserError: `mode` is another.
+        UserError: `mode` is not time slices.
     """
     if mode in UNMEASURED:
         different, leave = UNMEASURED[mode]

@@ -1,9 +1,9 @@
-"""Ctrl-C and SIGTERM: a process ends in order, and within a second even while C++ code keeps its main thread.
+"""Ctrl-C and SIGTERM: a process ends cleanly, and within a second even while C++ code blocks its main thread.
 
-A signal raises `Stopped` in the main thread, so that blocks are left in order and remove what they made. Python does that only
-between two of its own instructions: not while ONNX Runtime optimises a large model, nor while another process is waited for.
-A thread therefore waits for the same signals. Where the process is still there a moment later, the thread removes the temporary
-files and ends it. Nothing is lost by that: files are written whole or not at all, and child processes end with their parent.
+A signal raises `Stopped` in the main thread, so that blocks end normally and remove what they made. Python can do that only
+between two of its own instructions: not while ONNX Runtime optimises a large model, nor while it waits for another process.
+Therefore a thread waits for the same signals. If the process still runs a moment later, the thread removes the temporary files
+and ends it. Nothing is lost: files are written completely or not at all, and child processes end with their parent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import FrameType
 from utils.temporary import remove_temporaries
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-GRACE_S = 0.7  # between a signal and the hard end of a script: with what that takes, less than a second
+GRACE_S = 0.7  # between a signal and the forced end of a script; together less than a second
 CHILD_GRACE_S = 0.15  # the same for a child process, whose parent waits for it
 SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
 _lock = threading.Lock()
@@ -27,22 +27,22 @@ _asked = 0
 
 
 class Stopped(KeyboardInterrupt):
-    """The process is asked to end; the argument is the signal's number."""
+    """The process was asked to end; the argument is the signal's number."""
 
 
 def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseException] = Stopped) -> None:
-    """From now on Ctrl-C and SIGTERM raise an error here, and `grace_s` later they end the process.
+    """From now on Ctrl-C and SIGTERM raise an error in the main thread, and end the process `grace_s` later.
 
-    To be called in the main thread. A signal that is ignored stays so, and one that is given another handler later is that
-    handler's alone.
+    To be called in the main thread. A signal that is ignored stays ignored; one that gets another handler later belongs to that
+    handler alone.
 
     Args:
-        message: what the thread prints on stderr if it ends the process and `say` did not before; "" for nothing.
-        error: is raised with the signal's number.
+        message: printed on stderr if the thread ends the process before `say` was called; "" for nothing.
+        error: what is raised, with the signal's number.
     """
     def stop(number: int, frame: FrameType | None) -> None:
         global _asked
-        if not _asked:  # a second signal must not interrupt the tidying up
+        if not _asked:  # a second signal must not interrupt the clean-up
             _asked = number
             raise error(number)
 
@@ -66,8 +66,8 @@ def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseExce
 
 
 def asked_by() -> int:
-    """The number of the signal that asked this process to end; 0 if none did. A library may have turned `Stopped` into an error
-    of its own: importing ONNX Runtime makes it an ImportError."""
+    """The number of the signal that asked this process to end; 0 if none did. A library may turn `Stopped` into another error:
+    the import of ONNX Runtime makes it an ImportError."""
     return _asked
 
 

@@ -1,10 +1,10 @@
-"""Temporary files and folders that go with the process that made them, at the latest when the next process needs one.
+"""Temporary files and folders that are removed with the process that made them, at the latest when another process makes one.
 
-What ends a process in a hurry (utils.stopping) removes those that are there then.
+A process that must end at once (utils.stopping) removes its own first.
 
-A process that is killed with SIGKILL can't remove its folder. Each folder is therefore locked (flock) for as long as its
-process lives, and whoever makes one first removes those of this user that no living process holds. Where there is no flock
-(Windows), nothing is removed but one's own.
+A process killed with SIGKILL can't remove its folder. Each folder is therefore locked (flock) while its process lives, and
+whoever makes a folder first removes those of this user that no living process holds. Without flock (Windows) a process removes
+only its own.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from pathlib import Path
 from utils.locks import try_lock
 
 PREFIX = "hase-temp-"
-UNLOCKED_PREFIX = "hase-new-"  # of a folder between its making and its locking: empty, and renamed at once
-UNLOCKED_S = 3600.0  # older than this, such a folder is left over from a kill
-_TRIES = 50  # a thread or process that is still writing into a folder may add to it while it is removed
+UNLOCKED_PREFIX = "hase-new-"  # of a folder that is made but not locked yet: empty, and renamed at once
+UNLOCKED_S = 3600.0  # an older one of these was left by a killed process
+_TRIES = 50  # a thread or process may still write into a folder that is being removed
 _PAUSE_S = 0.005
 _present: set[Path] = set()
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A new folder among the system's temporary files; it is removed with all that is in it when the block ends."""
+    """A new folder for temporary files; it is removed with its contents when the block ends."""
     remove_left_over()
     name = secrets.token_hex(8)
     made, folder = (Path(tempfile.gettempdir()) / f"{prefix}{name}" for prefix in (UNLOCKED_PREFIX, PREFIX))
     lock = None
-    _present.update((made, folder))  # before they are there: a signal may come at any moment
+    _present.update((made, folder))  # before they exist: a signal may come at any moment
     try:
         made.mkdir(mode=0o700)
         lock = try_lock(made)
@@ -50,7 +50,7 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextmanager
 def temporary_file(path: Path) -> Iterator[Path]:
-    """A name for a new file beside `path`, with its suffix; what lies there when the block ends is removed."""
+    """A path for a new file in the folder of `path`, with its suffix; the file is removed when the block ends."""
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.tmp{path.suffix}")
     _present.add(temporary)
     try:
@@ -60,8 +60,8 @@ def temporary_file(path: Path) -> Iterator[Path]:
 
 
 def remove_temporaries() -> None:
-    """Removes this process's temporary files and folders that are still there. For one that is about to end: the blocks that
-    made them may still run."""
+    """Removes this process's temporary files and folders. Only for a process that is about to end: the blocks that use them may
+    still run."""
     for path in list(_present):
         _remove(path)
 
@@ -83,7 +83,7 @@ def remove_left_over() -> list[Path]:
     removed = []
     temporary = Path(tempfile.gettempdir())
     for folder in [*temporary.glob(f"{PREFIX}*"), *temporary.glob(f"{UNLOCKED_PREFIX}*")]:
-        with suppress(OSError):  # gone meanwhile: another process removed it
+        with suppress(OSError):  # another process has removed it
             about = folder.lstat()
             young = time.time() - about.st_mtime < UNLOCKED_S
             if about.st_uid != _user() or (folder.name.startswith(UNLOCKED_PREFIX) and young):

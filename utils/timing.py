@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-UNSTABLE_SPREAD = 0.10  # (p75 − p25) / median above which a timing is called unstable; the advice says what to do
+UNSTABLE_SPREAD = 0.10  # (p75 − p25) / median above which a timing counts as unstable
 
 
 class Interval:
-    """What has a start and a duration, in microseconds on some clock; dataclasses take their end from it."""
+    """Base of dataclasses with a start and a duration, in microseconds on some clock."""
 
     start_us: float
     duration_us: float
@@ -53,7 +53,7 @@ def summarize(samples_ms: Sequence[float]) -> LatencyStatistics:
 
 
 class ErrorStatistics(BaseModel):
-    """How far predictions are from measurements; ratios, not per cent."""
+    """Errors of predictions against measurements; ratios, not per cent."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -66,7 +66,8 @@ class ErrorStatistics(BaseModel):
 
 
 def error_statistics(predicted: Sequence[float], measured: Sequence[float]) -> ErrorStatistics:
-    """Relative errors |predicted − measured| / measured, summed up; both in the same unit, measured > 0, at least one."""
+    """Relative errors |predicted − measured| / measured, summarised. Both in the same unit, `measured` above 0, at least
+    one."""
     errors = np.abs(np.asarray(predicted, float) / np.asarray(measured, float) - 1.0)
     return ErrorStatistics(
         count=errors.size, mape=float(errors.mean()), median=float(np.median(errors)),

@@ -1,4 +1,4 @@
-"""Chrome's trace-event format, which Perfetto (ui.perfetto.dev) and chrome://tracing show: processes, their tracks, spans.
+"""Chrome's trace-event format for Perfetto (ui.perfetto.dev) and chrome://tracing: processes with tracks of spans.
 
 The format: "Trace Event Format", Google, 2016; times are in microseconds.
 """
@@ -14,12 +14,12 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from utils import files
 from utils.errors import UserError
 
-PREDICTED, MEASURED = "predicted", "measured"  # names of processes: each is one run of a model
+PREDICTED, MEASURED = "predicted", "measured"  # names of the processes in a trace; each is one run of a model
 Time = Annotated[float, Field(allow_inf_nan=False, ge=0)]
 
 
 class Span(NamedTuple):
-    """Something on a track, in microseconds from the start of the run."""
+    """A span on a track, in microseconds from the start of the run."""
 
     name: str
     start_us: float
@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 
 class _Event(BaseModel):
-    """What is read of an event."""
+    """The fields of an event that are read."""
 
     name: str
     ph: str
@@ -38,12 +38,12 @@ class _Event(BaseModel):
 
 
 def process_events(number: int, name: str, tracks: Mapping[str, Sequence[Span]]) -> list[dict[str, Any]]:
-    """One process, its tracks in the order given, as events.
+    """The events of one process; its tracks keep their order.
 
     Args:
-        number: the process's in its file.
-        name: the process's.
-        tracks: their spans by name; spans of one track overlap only where one lies within the other.
+        number: of the process in its file.
+        name: of the process.
+        tracks: spans by track name; spans of a track overlap only if one contains the other.
     """
     events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": number, "args": {"name": name}}]
     for track, (title, spans) in enumerate(tracks.items(), 1):
@@ -54,15 +54,15 @@ def process_events(number: int, name: str, tracks: Mapping[str, Sequence[Span]])
 
 
 def document(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Events as what a trace file holds."""
+    """The document of a trace file with these events."""
     return {"traceEvents": list(events), "displayTimeUnit": "ms"}
 
 
 def read_processes(path: Path, name: str, number: int) -> list[dict[str, Any]]:
-    """The events of the processes called `name` in a trace file, as they stand there but numbered from `number` on.
+    """The events of the processes called `name` in a trace file, renumbered from `number` on.
 
     Raises:
-        UserError: no such file, no trace, or one without such a process with something in it.
+        UserError: no such file, not a trace, or no such process with events.
     """
     data = files.read_json(path)
     events = data.get("traceEvents") if isinstance(data, dict) else None

@@ -153,7 +153,7 @@ only_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, 
 @pytest.mark.parametrize(("mode", "told"), [
     (0o666, r"this folder is in use by process {pid} \(-c .*; wait until"),
     (0o644, r"this folder is in use by process {pid} \(-c .* of user {user}; wait until"),
-    (0o600, r"{lock}: can't be read, so whether a process of user {user} is at work can't be told; ask them"),
+    (0o600, r"{lock}: can't be read, so it is not known whether a process of user {user} is running; ask them"),
 ])
 def test_the_process_of_another_user_is_named_where_its_lock_can_be_read(mode: int, told: str, shared: Path) -> None:
     lock = shared / "data" / locks.WRITER

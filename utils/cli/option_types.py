@@ -1,4 +1,4 @@
-"""Types of options for argparse: each turns an option's text into its value, or refuses it and says what it should be."""
+"""Option types for argparse: each turns the text of an option into its value, or says what the text should be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LAST_PORT = 65535
 
 
 def positive(text: str) -> float:
-    """The type of an option that is a positive number."""
+    """An option that is a positive number."""
     value = _number(text)
     if not 0.0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
@@ -19,7 +19,7 @@ def positive(text: str) -> float:
 
 
 def pace(text: str) -> float | Literal["measure"]:
-    """The type of an option that is the pace of a host: a ratio, or `measure`."""
+    """An option that is the pace of a host: a ratio, or `measure`."""
     try:
         return "measure" if text == "measure" else positive(text)
     except argparse.ArgumentTypeError:
@@ -27,7 +27,7 @@ def pace(text: str) -> float | Literal["measure"]:
 
 
 def percentile(text: str) -> float:
-    """The type of an option that is a percentile, in per cent."""
+    """An option that is a percentile, in per cent."""
     value = _number(text)
     if not 0.0 < value <= 100.0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 100")
@@ -42,33 +42,33 @@ def _number(text: str) -> float:
 
 
 def whole(text: str) -> int:
-    """The type of an option that is a whole number, 0 or more."""
+    """An option that is a whole number, 0 or more."""
     if not re.fullmatch(r"\+?[0-9]+", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
     return int(text)
 
 
 def count(text: str) -> int:
-    """The type of an option that is a whole number, 1 or more."""
+    """An option that is a whole number, 1 or more."""
     if not re.fullmatch(r"\+?0*[1-9][0-9]*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
     return int(text)
 
 
 def counts(text: str) -> list[int]:
-    """The type of an option that is several of them, with commas between."""
+    """An option that is a list of whole numbers, 1 or more, separated by commas."""
     return [count(part) for part in text.split(",")]
 
 
 def port(text: str) -> int:
-    """The type of an option that is a port to listen at; 0 is a free one."""
+    """An option that is a port to listen on; 0 is any free port."""
     if not text.isdecimal() or int(text) > LAST_PORT:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to {LAST_PORT}")
     return int(text)
 
 
 def out_file(text: str) -> Path:
-    """The type of an option that names a file to write: looked at before the work starts."""
+    """An option that names a file to write; checked before the work starts."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder; name a file in it")
@@ -78,7 +78,7 @@ def out_file(text: str) -> Path:
 
 
 def address(text: str) -> tuple[str, int]:
-    """The type of an option that says where to listen, `[ADDRESS:]PORT`."""
+    """An option that says where to listen: `[ADDRESS:]PORT`."""
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > LAST_PORT:
         raise argparse.ArgumentTypeError(f"{text}: write PORT or ADDRESS:PORT")

@@ -1,4 +1,4 @@
-"""Options that several scripts share, and what is read from them."""
+"""Options that several scripts share, and functions that read their values."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from utils.errors import UserError
 
 
 def add_model(made: argparse.ArgumentParser) -> None:
-    """`--model`: whose latency is asked for."""
+    """`--model`: the model to predict."""
     made.add_argument("--model", type=Path, required=True,
                       help="an ONNX file, or a kernel record's JSON; a bare name is also looked for in model_zoo")
 
 
 def add_target(made: argparse.ArgumentParser) -> None:
-    """`--target`: of what is predicted."""
+    """`--target`: the device and software to predict for."""
     made.add_argument("--target", help="whose latency, by name or a part of it, e.g. h200, whose predictors come with Hase "
                       "(default: this machine, or the only target with predictors)")
 
@@ -30,7 +30,7 @@ def add_way(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
-    """`--config` and `--metrics`: where what else runs on the device is learned from."""
+    """`--config` and `--metrics`: where the load comes from, that is, what else runs on the device."""
     parser.add_argument("--config", type=Path, metavar="FILE",
                         help="names a Prometheus that knows what else runs (default: inference/config.yaml)")
     parser.add_argument("--metrics", type=Path, metavar="FILE",
@@ -38,15 +38,15 @@ def add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trust(made: argparse.ArgumentParser) -> None:
-    """`--strict` and `--force`: how much of what was measured a prediction builds on."""
+    """`--strict` and `--force`: which measurements a prediction may use."""
     made.add_argument("--strict", action="store_true", help="predict every kernel, even those that were measured")
     made.add_argument("--force", action="store_true",
                       help="predict although element type or ONNX Runtime version are not the predictors'")
 
 
 def add_dim(made: argparse.ArgumentParser) -> None:
-    """Adds `--dim NAME=SIZE[,SIZE…]` (repeatable), the sizes of a model's dynamic dimensions, and `--branch`, which is such a
-    size too."""
+    """`--dim NAME=SIZE[,SIZE…]` (repeatable): the sizes of a model's dynamic dimensions; and `--branch`, which is kept as such
+    a size."""
     made.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE",
                       help="size of a dynamic dimension, e.g. --dim batch=16 (repeat for others); trips=20: how often Loops "
                            "run whose number of trips the model leaves open, NODE.trips=20: how often one does")
@@ -56,7 +56,7 @@ def add_dim(made: argparse.ArgumentParser) -> None:
 
 
 def branch_as_size(text: str) -> str:
-    """`--branch NODE=else` as the size `NODE.else=1`, and `--branch else` as `else=1`; for argparse."""
+    """An option type: `NODE=else` becomes the size `NODE.else=1`, and `else` becomes `else=1`."""
     node, _, branch = text.rpartition("=")
     if branch not in ("then", "else"):
         raise argparse.ArgumentTypeError(f"{text!r}: write NODE=then or NODE=else, or then or else where there is one If")
@@ -64,7 +64,7 @@ def branch_as_size(text: str) -> str:
 
 
 def add_static(made: argparse.ArgumentParser) -> None:
-    """Adds `--static`: dynamic dimensions are fixed before ONNX Runtime optimises the model."""
+    """`--static`: dynamic dimensions are fixed before ONNX Runtime optimises the model."""
     made.add_argument("--static", action="store_true",
                       help="take the model as exported at the sizes given (default: as a session that takes any sizes runs it, "
                            "shape computations and all)")
@@ -74,7 +74,7 @@ def parse_dims(texts: Sequence[str]) -> dict[str, list[int]]:
     """`["batch=1,2", "height=224"]` as `{"batch": [1, 2], "height": [224]}`.
 
     Raises:
-        UserError: a text that is no NAME=SIZE, a size that is no whole number, or below 0, or a name given twice.
+        UserError: a text is not NAME=SIZE, a size is not a whole number or is below 0, or a name is given twice.
     """
     dims: dict[str, list[int]] = {}
     for text in texts:
@@ -92,12 +92,12 @@ def parse_dims(texts: Sequence[str]) -> dict[str, list[int]]:
 
 
 def combinations(dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
-    """Every combination of the sizes: `{"batch": [1, 2], "width": [224]}` gives two; no dimension at all gives one."""
+    """Every combination of the sizes: `{"batch": [1, 2], "width": [224]}` gives two; no dimension gives one, which is empty."""
     return [dict(zip(dims, sizes, strict=True)) for sizes in itertools.product(*dims.values())]
 
 
 def one_size_dims(texts: Sequence[str]) -> dict[str, int]:
-    """Like `parse_dims`, for commands that take one size a dimension."""
+    """Like `parse_dims`, for commands that take one size per dimension."""
     dims = parse_dims(texts)
     for name, sizes in dims.items():
         if len(sizes) > 1:

@@ -1,4 +1,4 @@
-"""A script's command line: the options that every script has, and the workspace that they name."""
+"""The command line of a script: the options that all scripts share, and the workspace."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ EXIT_USAGE = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses a wrong command line in one line, and suggests what an unknown option was meant to be.
+    """An argument parser whose errors take one line and suggest a known option for an unknown one.
 
-    Options can't be abbreviated: a typo would pass for another option, and a new option would break old commands.
+    Options can't be abbreviated: a typo could be taken for another option, and a new option could break old commands.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -45,11 +45,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
-    """An argument parser that shows the script's own docstring first and `examples` last, and knows the shared options.
+    """An argument parser with the shared options. Its help begins with the script's docstring and ends with `examples`.
 
     Args:
         doc: the script's `__doc__`.
-        examples: shell lines to paste, one a line.
+        examples: shell commands, one per line.
     """
     made = Parser(
         description=doc, epilog="examples:\n" + examples.strip("\n"), formatter_class=argparse.RawDescriptionHelpFormatter
@@ -64,13 +64,13 @@ def parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
 
 
 def start(args: argparse.Namespace, begins: bool = False) -> Workspace:
-    """Sets logging up as the shared options ask, and returns the workspace.
+    """Configures logging by the shared options, and returns the workspace.
 
     Args:
-        begins: the script makes a workspace that is not there.
+        begins: the workspace need not exist: the script makes it.
 
     Raises:
-        UserError: the workspace is a file, or not there.
+        UserError: the workspace is a file, or does not exist.
     """
     folder = Path(args.workspace)
     if folder.exists() and not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Results on stdout: JSON documents, and tables that fit a terminal or are cut by tabs in a pipe."""
+"""Prints results on stdout: as JSON, or as tables that fit the terminal (tab-separated in a pipe)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 from utils.lazy import rich
 
-FRAME = 1  # characters of a table's frame,
-PADDING = 3  # and for each column, its lines and blanks
-FOLDED = 16  # characters that a column of words keeps at least
-_GROWING_COLUMN = 10  # characters that a column has at least in a table whose cells are not all known yet
+FRAME = 1  # characters: the frame of a table
+PADDING = 3  # lines and blanks per column
+FOLDED = 16  # smallest width of a column of words
+_GROWING_COLUMN = 10  # smallest width of a column in a table that is printed line by line
 
 
 def first_of(names: Sequence[str]) -> str:
-    """The first name, and how many more there are."""
+    """The first name, and the number of others: `a and 2 more`."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout; pydantic models are dumped by field name."""
+    """Prints one JSON document; pydantic models are dumped by field name."""
     if hasattr(value, "model_dump"):
         value = value.model_dump(mode="json")
     print(json.dumps(value, indent=2, default=str))
@@ -38,10 +38,10 @@ def cell(value: Any) -> str:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
-    """Rows as a table on a terminal, and as tab-separated lines with a header in a pipe.
+    """Prints rows as a table on a terminal, and as tab-separated lines with a header in a pipe.
 
-    On a narrow terminal words are folded, and where that is not enough the columns are printed as several tables; a number is
-    never broken.
+    On a narrow terminal words are folded; if that is not enough, the columns are printed as several tables. Numbers are never
+    broken.
     """
     if not rows:
         return
@@ -66,16 +66,16 @@ def print_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a cell holds numbers, perhaps with a unit or an `and` between, and no words: it is never broken."""
+    """Whether a cell holds numbers, perhaps with units, and no words: such a cell is never broken."""
     return not isinstance(value, str) or not re.search(r"[^\W\d_]{4}", value)
 
 
 def column_widths(cells: Mapping[str, Sequence[str]], numeric: Mapping[str, bool], room: int) -> dict[str, int | None]:
-    """The width of each column of a table `room` characters wide: numbers get what they need, headings break between words, and
-    columns of words, folded, share what is left. Empty where that is too little.
+    """The width of each column in a table that is `room` characters wide. Numbers get what they need, headings break between
+    words, and folded columns of words share the rest. Empty if there is not enough room.
 
     Args:
-        cells: by column.
+        cells: the cells of each column.
         numeric: by column, whether its cells must not be broken.
     """
     needed = {name: max(len(text) for text in [*name.split(), *column]) for name, column in cells.items()}
@@ -91,7 +91,7 @@ def column_widths(cells: Mapping[str, Sequence[str]], numeric: Mapping[str, bool
 
 
 def _split(cells: Mapping[str, Sequence[str]], numeric: Mapping[str, bool], room: int) -> list[list[str]]:
-    """The columns in several tables, one below another; each begins with the first column, which says what a row is of."""
+    """The columns of several tables that are printed one below the other; each begins with the first column, the row's name."""
     first, *others = cells
     parts: list[list[str]] = [[first]]
     for column in others:
@@ -103,7 +103,8 @@ def _split(cells: Mapping[str, Sequence[str]], numeric: Mapping[str, bool], room
 
 
 def print_line(row: Mapping[str, Any], heading: bool = False) -> None:
-    """One row of a table that grows, at once; its column names before it with `heading`. Tabs part the cells in a pipe."""
+    """Prints one row of a growing table at once; with `heading`, the column names before it. In a pipe, tabs separate the
+    cells."""
     names, cells = list(row), [cell(value) for value in row.values()]
     widths = [max(len(name), len(text), _GROWING_COLUMN) for name, text in zip(names, cells, strict=True)]
     for line in (names, cells) if heading else (cells,):
@@ -113,7 +114,7 @@ def print_line(row: Mapping[str, Any], heading: bool = False) -> None:
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], as_json: bool, title: str = "") -> None:
-    """Rows as one JSON document, or as a table."""
+    """Prints rows as one JSON document, or as a table."""
     if as_json:
         print_json(rows)
     else:

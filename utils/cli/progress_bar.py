@@ -1,4 +1,4 @@
-"""How far a loop has come, on stderr."""
+"""The progress of a loop, on stderr."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from utils import logger
 from utils.lazy import rich
 
 T = TypeVar("T")
-_QUIET_SECONDS = 15.0  # between two progress lines where stderr is no terminal
+_QUIET_SECONDS = 15.0  # between two progress lines if stderr is not a terminal
 
 
 def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """Passes `items` on while a bar with its ETA stands on stderr (a line every 15 s where that is no terminal)."""
+    """Yields `items` and shows a progress bar with the time left on stderr (a line every 15 s if that is not a terminal)."""
     if total is None:
         total = len(items) if hasattr(items, "__len__") else None  # type: ignore[arg-type]
     if sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""Runs a script's `main`: its exit codes, and how errors reach the user."""
+"""Runs the `main` of a script: exit codes, and messages for errors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import NoReturn
 from utils.errors import UserError
 from utils.stopping import asked_by, say, stop_at_signals
 
-EXIT_ROUGH = 3  # asked for (--fail-on-rough): an answer is a rough estimate
+EXIT_ROUGH = 3  # an answer is a rough estimate (with --fail-on-rough)
 EXIT_SLO_MISSED = 4  # a latency objective is not met
-GARBAGE_EVERY = 100_000  # new objects: Python looks for garbage every 700, which takes a fifth of what a short script does
-LEFT_OUT = ("torch", "torchvision", "onnxscript", "pandas", "sklearn", "matplotlib")  # of a light install
+GARBAGE_EVERY = 100_000  # new objects between two garbage collections; Python's 700 cost a short script a fifth of its time
+LEFT_OUT = ("torch", "torchvision", "onnxscript", "pandas", "sklearn", "matplotlib")  # not in a light install
 _is_command = False
 
 OS_ERROR_ADVICE = {
@@ -33,24 +33,24 @@ OS_ERROR_ADVICE = {
 
 
 def explain(error: OSError) -> str:
-    """An operating-system error in the user's words: the file, what is wrong, what to do."""
+    """A readable message for an operating-system error: the file, what is wrong, what to do."""
     where = f"{error.filename}: " if error.filename else ""
     return where + OS_ERROR_ADVICE.get(error.errno or 0, error.strerror or str(error))
 
 
 def is_command() -> bool:
-    """Whether this process is one of Hase's scripts, and not somebody's program that imports Hase."""
+    """Whether this process is one of Hase's scripts, not another program that imports Hase."""
     return _is_command
 
 
 def run(main: Callable[[], int | None], kept: str = "") -> NoReturn:
-    """Runs a script's `main` and exits: 0 done, 1 the user's to mend (one line on stderr), 2 usage, or another EXIT_… that
-    `main` returns. Ctrl-C gives 130 and SIGTERM 143, each after tidying up and within a second.
+    """Runs the `main` of a script and exits. Codes: 0 done, 1 an error that the user can fix (one line on stderr), 2 usage, or
+    another EXIT_… that `main` returns. Ctrl-C gives 130 and SIGTERM 143, both within a second and after cleaning up.
 
-    Bugs keep their traceback: only `UserError` and file-system errors that a user can mend are turned into a line.
+    Only `UserError` and file-system errors that the user can fix become one line; a bug keeps its traceback.
 
     Args:
-        kept: what is not lost when the script is stopped and goes on from when it is run again, in words; "" for nothing.
+        kept: what is kept when the script is stopped, so that the next run continues there; "" for nothing.
     """
     global _is_command
     _is_command = True
