@@ -122,8 +122,8 @@ class _OtherMet(NamedTuple):
 
     def wait(self) -> Floats:
         """A wait of each caller, drawn."""
-        waits = self.other.waits_ms
-        return self.generator.choice(waits if len(waits) else np.zeros(1), len(self.begins_ms))
+        waits = self.other.waits_ms if len(self.other.waits_ms) else np.zeros(1)
+        return waits[self.generator.integers(0, len(waits), len(self.begins_ms))]  # as `choice` does, in half the time
 
 
 def _worked(work: float, start: Floats, used: Floats, slice_ms: float, met: _OtherMet) -> tuple[Floats, Floats]:
