@@ -62,12 +62,12 @@ def main() -> int:
     if args.loops and args.budget_s:
         parser.error("give --loops or --budget-s, not both")
     workspace = cli.start(args)
-    provider = resolve_device(args.device)
-    if args.device == "auto" and provider == "cpu":
+    device = resolve_device(args.device)
+    if args.device == "auto" and device == "cpu":
         log.info("no NVIDIA GPU here: running on the CPU")
     model, dims = workspace.find_model(args.model), cli.one_size_dims(args.dim)
-    with measuring(provider):
-        timing = measure(model, provider, dims=dims, warmup=args.warmup, loops=args.loops, budget_s=args.budget_s, io=args.io,
+    with measuring(device):
+        timing = measure(model, device, dims=dims, warmup=args.warmup, loops=args.loops, budget_s=args.budget_s, io=args.io,
                          cuda_graph=args.cuda_graph, static=args.static)
     if timing.statistics.unstable:
         log.warning("unstable: half of the runs differ by %.0f %% of the median; close other work on this device, "

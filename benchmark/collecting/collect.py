@@ -40,15 +40,15 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
         UserError: nothing to measure, a metric that is not there, a dataset of another target, or one that another process
             writes, or another process measures on this device.
     """
-    provider = resolve_device(config.device)
-    if config.device == "auto" and provider == "cpu":
+    device = resolve_device(config.device)
+    if config.device == "auto" and device == "cpu":
         log.info("no NVIDIA GPU here: measuring the CPU")
-    target = local_target(provider)
+    target = local_target(device)
     if not config.labels and header_path(workspace.dataset(target.name)).exists():
         config = config.model_copy(update={"labels": load_header(workspace.dataset(target.name)).labels})
     work = find_work(workspace, target, config.held_out)
     with (sole_writer(workspace.dataset(target.name)),
-          start_crew(config, provider, config.labels_on(provider)) as crew):
+          start_crew(config, device, config.labels_on(device)) as crew):
         return collect_work(workspace, config, target, work, crew)
 
 

@@ -91,7 +91,7 @@ class LoadsHere:
             UserError: one can't, it does not (whatever `on_failure` says: a load that was started is never taken for idle), or
                 nothing is known of models run that way beside other work.
         """
-        provider = fitted.target.flavour.device
+        device = fitted.target.flavour.device
         if self.metrics_file:
             read_metrics(self.metrics_file)
         if fitted.sharing and (self.under_load or self.probe):
@@ -102,10 +102,10 @@ class LoadsHere:
         if self.probe:
             probed(fitted)
         if self.under_load:
-            if self.under_load.device not in ("auto", provider):
+            if self.under_load.device not in ("auto", device):
                 raise UserError(f"the loads are described for device {self.under_load.device}, and {fitted.target.name} is a "
-                                f"target of {provider}; change device in their config, or choose another with --target")
-            for background in self.under_load.backgrounds_on(provider).values():
+                                f"target of {device}; change device in their config, or choose another with --target")
+            for background in self.under_load.backgrounds_on(device).values():
                 if background.model:
                     workspace.find_model(background.model)
             if self.config.prometheus.url is not None:  # else each level would find out, after its wait
@@ -116,18 +116,18 @@ class LoadsHere:
         return self.under_load.loads() if self.under_load else [(0.0, None)]
 
     @contextmanager
-    def running(self, level: float, background: Background | None, provider: str, workspace: Workspace) -> Iterator[Stress]:
+    def running(self, level: float, background: Background | None, device: str, workspace: Workspace) -> Iterator[Stress]:
         """One of them while a block runs; it is up when the block begins, and no metrics from before it are left."""
-        with stress(level, background or COMPUTE, provider, workspace=workspace) as stressor:
+        with stress(level, background or COMPUTE, device, workspace=workspace) as stressor:
             if self.under_load:
                 settle_s = self.under_load.stress.settle_s + self.config.prometheus.memory_s
                 log.info("%s: up; measuring in %g s", load_in_words(level, background.name if background else ""), settle_s)
                 time.sleep(settle_s)
             yield stressor
 
-    def source(self, provider: str) -> MetricSource | None:
+    def source(self, device: str) -> MetricSource | None:
         """What reads this machine's metrics where loads are started and no Prometheus tells of them; else None."""
-        return self.under_load.open_source(provider) if self.under_load and self.config.prometheus.url is None else None
+        return self.under_load.open_source(device) if self.under_load and self.config.prometheus.url is None else None
 
     def now(self, fitted: Fitted, level: float, source: MetricSource | None) -> tuple[Load, OtherWork | None]:
         """What else runs at this moment: by metrics, and as a probe met it.
@@ -177,13 +177,13 @@ def measure_all(ready: Sequence[Case], fitted: Fitted, way: WayOfRunning, loads:
 
 def _measure_all(ready: Sequence[Case], worker: Worker, fitted: Fitted, way: WayOfRunning, loads: LoadsHere,
                  plan: MeasuringPlan, workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
-    target, provider = fitted.target.name, fitted.target.flavour.device
+    target, device = fitted.target.name, fitted.target.flavour.device
     found = MeasuredHere(load="by level" if loads.under_load else "idle")
-    source = loads.source(provider)
+    source = loads.source(device)
     for level, background in loads.each():
         name = background.name if background else ""
         try:
-            with loads.running(level, background, provider, workspace) as stressor:
+            with loads.running(level, background, device, workspace) as stressor:
                 now, other = loads.now(fitted, level, source)
                 for notice in now.notices:
                     log.warning("%s", notice)
@@ -191,8 +191,8 @@ def _measure_all(ready: Sequence[Case], worker: Worker, fitted: Fitted, way: Way
                 for case in cases:
                     predict_case(case, target, way, workspace, force, failures)
                 idle = all(case.idle for case in cases)
-                best_canary_ms = recorded_canary_ms(workspace, target, provider) if idle else 0.0
-                measure_here(cases, worker, provider, way, plan, best_canary_ms, failures)
+                best_canary_ms = recorded_canary_ms(workspace, target, device) if idle else 0.0
+                measure_here(cases, worker, device, way, plan, best_canary_ms, failures)
                 for case in cases:
                     if at_measured_pace(case, fitted, way):
                         predict_case(case, target, way, workspace, force, failures)

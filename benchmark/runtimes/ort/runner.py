@@ -203,17 +203,17 @@ def open_runner(model: Path, device: str = "auto", *, dims: Mapping[str, int] | 
     Raises:
         UserError: as `read_source`, or ORT can't load it, or a CUDA graph is asked for where there can be none.
     """
-    provider = resolve_device(device)
-    if cuda_graph and (provider != "cuda" or io == "host"):
+    device = resolve_device(device)
+    if cuda_graph and (device != "cuda" or io == "host"):
         raise UserError("a CUDA graph needs an NVIDIA GPU, and reads and writes tensors at fixed places on it: leave "
                         "--cuda-graph out, or run on device cuda with --io device")
     options = {**(provider_options or {}), **(CUDA_GRAPH if cuda_graph else {})}
     source = read_source(model, dims)
     kernel = kernel_in(source.graph_only, str(model))
-    session = open_session(source.loadable, provider, optimize="none" if kernel else "all", dims=source.dims if static else {},
+    session = open_session(source.loadable, device, optimize="none" if kernel else "all", dims=source.dims if static else {},
                            profile_prefix=profile_prefix, provider_options=options, name=str(model))
     if not kernel and open_branches(source.graph_only.graph, source.dims):  # what a prediction counts is what runs
-        source = replace(source, dims=analyze(model, provider, dims, static=static).dims_run)
+        source = replace(source, dims=analyze(model, device, dims, static=static).dims_run)
     feed = dummy_inputs(kernel) if kernel else random_feed(session, source.dims, source.steering)
-    return Runner(session=session, name=model.stem, device=provider, io=io,
-                  run_once=bind(session, feed, provider, io), feed=feed)
+    return Runner(session=session, name=model.stem, device=device, io=io,
+                  run_once=bind(session, feed, device, io), feed=feed)

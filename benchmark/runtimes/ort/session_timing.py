@@ -20,10 +20,10 @@ def time_session(request: Request) -> Reply:
     """A whole model's runs, timed as the request's one label says (`latency`, `host_io` with numpy arrays in and out, or
     `cuda_graph`), and what opening and running it took in memory."""
     (label,) = request.labels or ("latency",)
-    path, provider, effort = Path(request.paths[0]), request.device, request.effort
-    probe = host_probe(provider) if request.watch_host else None  # first: its session is no part of the model's memory
-    before_mib = memory_in_use_mib(provider)
-    runner = open_runner(path, provider, dims=request.dims, io="host" if label == "host_io" else "device",
+    path, device, effort = Path(request.paths[0]), request.device, request.effort
+    probe = host_probe(device) if request.watch_host else None  # first: its session is no part of the model's memory
+    before_mib = memory_in_use_mib(device)
+    runner = open_runner(path, device, dims=request.dims, io="host" if label == "host_io" else "device",
                          cuda_graph=label == "cuda_graph", static=request.static)
     if probe:
         runner.warm_up(effort.warmup)
@@ -32,7 +32,7 @@ def time_session(request: Request) -> Reply:
         found = {"samples_ms": runner.time(warmup=effort.warmup, budget_s=effort.budget_s).samples_ms}
     name = request.model_name
     return Reply(measurements=(Measurement(subject="model", id=name, label=label, context=name, place="alone", **found),),
-                 memory_mib=memory_in_use_mib(provider) - before_mib)
+                 memory_mib=memory_in_use_mib(device) - before_mib)
 
 
 def memory_in_use_mib(device: str) -> float:

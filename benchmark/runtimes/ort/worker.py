@@ -148,16 +148,16 @@ def gpu_measurements(traced: Sequence[GpuRun], executed: Sequence[str], ids: Map
 
 def time_model(request: Request) -> Reply:
     """A whole model's latency (and, on a GPU, the host's dispatch) and its kernels' in-model labels."""
-    path, provider, effort = Path(request.paths[0]), request.device, request.effort
+    path, device, effort = Path(request.paths[0]), request.device, request.effort
     name = request.model_name
-    runner = open_runner(path, provider, dims=request.dims, provider_options=request.provider_options, static=request.static)
+    runner = open_runner(path, device, dims=request.dims, provider_options=request.provider_options, static=request.static)
     one_run_s = runner.warm_up(effort.warmup + 1, effort.warmup_s)
     timed = {"latency": runner.run_s}
     if request.host:
         binding = device_binding(runner.session, runner.feed, "cuda")
         timed["host"] = dispatcher(runner.session, binding)
     if request.host_io:
-        timed["host_io"] = timer(bind(runner.session, runner.feed, provider, "host"))
+        timed["host_io"] = timer(bind(runner.session, runner.feed, device, "host"))
 
     def in_model() -> list[Measurement]:
         return model_labels(path, request) if request.labels else []
