@@ -190,7 +190,6 @@ def package_version(*names: str) -> str:
 @functools.cache
 def ort_version() -> str:
     """ONNX Runtime's full version. Where its package metadata exists, it is not imported for that."""
-    found = package_version("onnxruntime-gpu", "onnxruntime")
     import_path = None
     try:
         spec = find_spec("onnxruntime")
@@ -202,7 +201,7 @@ def ort_version() -> str:
         match = re.search(r'__version__ = "([^"]+)"', text)
         if match:
             return match.group(1)
-    return found
+    return package_version("onnxruntime-gpu", "onnxruntime")
 
 
 def resolve_device(device: str) -> str:

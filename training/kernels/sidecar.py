@@ -18,6 +18,7 @@ from utils.safe_names import FileName
 
 SIDECAR_VERSION = 2
 TRAIN = "python training/train_kernel_model.py"
+XGBOOST = ("xgboost-cpu", "xgboost")  # the names under which it is installed
 
 
 class TypeErrors(Frozen):
@@ -117,7 +118,7 @@ def sidecar_path(folder: Path) -> Path:
 
 def installed_packages() -> dict[str, str]:
     """Versions of the packages that decide whether a saved predictor can be read."""
-    return {"xgboost": package_version("xgboost-cpu", "xgboost"), "numpy": package_version("numpy"),
+    return {"xgboost": package_version(*XGBOOST), "numpy": package_version("numpy"),
             "scikit-learn": package_version("scikit-learn")}
 
 
@@ -132,7 +133,7 @@ def read_sidecar(folder: Path) -> Sidecar:
         raise UserError(f"{folder}: no predictors; train them with: {TRAIN}")
     sidecar = files.read_record(path, Sidecar, SIDECAR_VERSION, TRAIN)
     check_schema(path, sidecar)
-    made, here = (packages["xgboost"] for packages in (sidecar.packages, installed_packages()))
+    made, here = sidecar.packages["xgboost"], package_version(*XGBOOST)  # alone: to look one up takes a millisecond
     if made.split(".")[:2] != here.split(".")[:2]:
         raise UserError(f"{path}: made with xgboost {made}, here is {here}, which may not read it; train again: {TRAIN}")
     return sidecar
