@@ -219,16 +219,16 @@ class DeviceMetrics:
         yield from families.values()
 
 
-def device_labels(provider: str, replay: Path | None) -> dict[str, str]:
+def device_labels(device: str, replay: Path | None) -> dict[str, str]:
     """dcgm-exporter's labels of the device of `cuda` or `cpu`, or of a file that is replayed."""
     if replay is not None:  # each file a device of its own
-        index, uuid, device, model = "0", f"replay-{replay.stem}", "replay", replay.stem
-    elif provider == "cpu":  # a machine's identifier is nothing to tell the network
-        index, uuid, device, model = "", platform.node(), "cpu", machine(provider).device_name
+        index, uuid, name, model = "0", f"replay-{replay.stem}", "replay", replay.stem
+    elif device == "cpu":  # a machine's identifier is nothing to tell the network
+        index, uuid, name, model = "", platform.node(), "cpu", machine(device).device_name
     else:
-        here = machine(provider)
-        index, uuid, device, model = "0", here.uuid, "nvidia0", here.device_name
-    return {INDEX_LABEL: index, UUID_LABEL: uuid, DEVICE_LABEL: device, MODEL_LABEL: model, HOST_LABEL: platform.node()}
+        here = machine(device)
+        index, uuid, name, model = "0", here.uuid, "nvidia0", here.device_name
+    return {INDEX_LABEL: index, UUID_LABEL: uuid, DEVICE_LABEL: name, MODEL_LABEL: model, HOST_LABEL: platform.node()}
 
 
 def make_exporter(sampler: Sampler, labels: dict[str, str], host: str, port: int, new_names: bool = False,
@@ -240,17 +240,17 @@ def make_exporter(sampler: Sampler, labels: dict[str, str], host: str, port: int
 def serve(args: argparse.Namespace) -> None:
     """Serves until a signal, or for as long as the arguments say."""
     over = set_by_signal()
-    provider = "cpu" if args.source == "psutil" else resolve_device("auto")
-    source = open_source(provider, source=args.source, dcgm_address=args.dcgm_address, replay=args.replay,
+    device = "cpu" if args.source == "psutil" else resolve_device("auto")
+    source = open_source(device, source=args.source, dcgm_address=args.dcgm_address, replay=args.replay,
                          replay_step_s=args.replay_step)
     if args.interval < source.minimum_window_s:
         raise UserError(f"--interval {args.interval:g}: {source.name} needs {source.minimum_window_s:g} s at least")
     sampler = Sampler(source, args.interval)
-    if args.host_pace_every and provider != "cuda":
+    if args.host_pace_every and device != "cuda":
         check_gpu()
-    probes = ProbeSampler(provider, args.probe_every) if args.probe_every else None
-    paces = PaceSampler(provider, args.host_pace_every) if args.host_pace_every else None
-    server = make_exporter(sampler, device_labels(provider, args.replay), args.host, args.port, args.names == "new", probes,
+    probes = ProbeSampler(device, args.probe_every) if args.probe_every else None
+    paces = PaceSampler(device, args.host_pace_every) if args.host_pace_every else None
+    server = make_exporter(sampler, device_labels(device, args.replay), args.host, args.port, args.names == "new", probes,
                            paces)
     threading.Thread(target=sampler.run, args=(over,), daemon=True).start()
     if probes:

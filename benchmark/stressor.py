@@ -168,20 +168,20 @@ def run(args: argparse.Namespace, background: Background) -> dict[str, float]:
     """
     parent = os.getppid()
     die_with_parent(signal.SIGTERM)
-    provider = resolve_device(args.device)
-    source = open_source(provider)
+    device = resolve_device(args.device)
+    source = open_source(device)
     if args.report_every is not None and args.report_every < source.minimum_window_s:
         raise UserError(f"--report-every {args.report_every:g}: {source.name} needs {source.minimum_window_s:g} s at least")
-    background.check_on(provider)
+    background.check_on(device)
     if args.intensity == 0.0:
         log.info("intensity 0: nothing to do")
         return {"seconds": 0.0, "duty": 0.0}
-    burner = (GpuBurner if provider == "cuda" else CpuBurner)(background, args.intensity)
+    burner = (GpuBurner if device == "cuda" else CpuBurner)(background, args.intensity)
     stop = set_by_signal()  # before that, a signal ends it without a report
     try:
         whole = Meter(burner, source)
         began = time.monotonic()
-        say(args, "ready", {"pid": os.getpid(), "device": provider, "kind": background.kind, "queue": background.queue,
+        say(args, "ready", {"pid": os.getpid(), "device": device, "kind": background.kind, "queue": background.queue,
                             "intensity": args.intensity})
         with reporting(args, burner, source):
             while not stop.is_set() and os.getppid() == parent:

@@ -45,12 +45,12 @@ def export_all(workspace: Workspace, config: ZooConfig, force: bool = False) -> 
         UserError: an unknown model, or CUDA asked for where there is none.
         OSError: the folder can't be written; nothing further would succeed.
     """
-    provider = resolve_device(config.device)
-    if config.device == "auto" and provider == "cpu":
+    device = resolve_device(config.device)
+    if config.device == "auto" and device == "cpu":
         log.info("no NVIDIA GPU here: the optimised graphs are those of the CPU provider (%s)", flavour_of("cpu").name)
     workspace.models.mkdir(parents=True, exist_ok=True)
     rows = []
-    with ExportProcess(workspace, provider, force) as process:
+    with ExportProcess(workspace, device, force) as process:
         process.check_names(config.models)
         for export in cli.track(list(config.exports()), "exporting"):
             try:

@@ -51,9 +51,9 @@ def open_source(device: str = "auto", fields: Sequence[str] | None = None, sourc
         return ReplaySource(replay, fields, replay_step_s)
     if replay_step_s is not None:
         raise UserError(f"source {source}: there is no step of a replay without a file to replay")
-    provider = resolve_device(device)
-    _check_suits(source, provider, dcgm_address)
-    if provider == "cpu":
+    device = resolve_device(device)
+    _check_suits(source, device, dcgm_address)
+    if device == "cpu":
         opened: MetricSource = CpuSource(fields)
         why = "this is a CPU target"
     elif source == "auto":
@@ -66,14 +66,14 @@ def open_source(device: str = "auto", fields: Sequence[str] | None = None, sourc
     return opened
 
 
-def _check_suits(source: SourceName, provider: str, dcgm_address: str | None) -> None:
-    """`UserError` where a source does not read the device of `provider`, or does not heed the address."""
-    if dcgm_address is not None and (source not in ("auto", "dcgm") or provider == "cpu"):
-        raise UserError(f"source {source} on {provider}: it does not ask the DCGM at {dcgm_address}; "
+def _check_suits(source: SourceName, device: str, dcgm_address: str | None) -> None:
+    """`UserError` where a source does not read `device`, or does not heed the address."""
+    if dcgm_address is not None and (source not in ("auto", "dcgm") or device == "cpu"):
+        raise UserError(f"source {source} on {device}: it does not ask the DCGM at {dcgm_address}; "
                         "that reads a GPU, for source dcgm or auto")
-    if source not in ("auto", "psutil") and provider == "cpu":
+    if source not in ("auto", "psutil") and device == "cpu":
         raise UserError(f"source {source} reads a GPU, and the device here is the CPU; use psutil or auto")
-    if source == "psutil" and provider == "cuda":
+    if source == "psutil" and device == "cuda":
         raise UserError(f"source psutil reads the CPU, and the device here is a GPU; use one of {', '.join(SOURCES[:4])}")
 
 

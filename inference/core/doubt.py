@@ -145,16 +145,16 @@ def is_rough(moved: Span) -> bool:
     return moved.high > 1.0 + ROUGH or moved.low < 1.0 - ROUGH
 
 
-def fitted_span(used: Composition, way: WayOfRunning, measured_share: float, provider: str) -> Span:
+def fitted_span(used: Composition, way: WayOfRunning, measured_share: float, device: str) -> Span:
     """How far the models that were left out of a composition's fit were off.
 
     Args:
         used: the composition.
         way: how the model is run.
         measured_share: of the kernels' time, a ratio.
-        provider: `cpu` or `cuda`.
+        device: `cpu` or `cuda`.
     """
-    usual = _known(used.interval_for(measured_share)) or _few_models(used, provider)
+    usual = _known(used.interval_for(measured_share)) or _few_models(used, device)
     ran = used.cuda_graph if way.cuda_graph else used.host_io if way.io == "host" else None
     if ran is None:
         return usual
@@ -204,11 +204,11 @@ def _of_errors(errors: ErrorStatistics | None) -> Span:
     return _within(NORMAL_90 * errors.mape) if errors else Span(1.0 / UNKNOWN, UNKNOWN)
 
 
-def _few_models(used: Composition, provider: str) -> Span:
+def _few_models(used: Composition, device: str) -> Span:
     """The 90 % prediction interval of Student's t for log errors of few left-out models; as many degrees of freedom as there
     are families of models, since those of one family err alike."""
     if used.assumed:
-        return ASSUMED[provider]
+        return ASSUMED[device]
     if used.left_out == "nothing" or not used.models:
         return Span(1.0 / UNKNOWN, UNKNOWN)
     errors = [math.log(model.measured_ms / model.predicted_ms) for model in used.models]

@@ -51,7 +51,7 @@ class Fitted:
 @functools.cache
 def local_targets() -> tuple[Target, ...]:
     """The targets that this machine is: its GPU where it has one, then its CPU."""
-    return tuple(local_target(provider) for provider in (("cuda", "cpu") if has_cuda() else ("cpu",)))
+    return tuple(local_target(device) for device in (("cuda", "cpu") if has_cuda() else ("cpu",)))
 
 
 def predictor_folders(workspace: Workspace) -> dict[str, Path]:

@@ -54,7 +54,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
     paths = workspace.find_models(models)  # what was asked for comes first: a name may be mistyped
     fitted, way, loads = fitted_for(workspace, target), way or AS_USUAL, loads or LoadsHere()
     check_way(way, fitted.composition, fitted.target.name)
-    name, provider = fitted.target.name, fitted.target.flavour.device
+    name, device = fitted.target.name, fitted.target.flavour.device
     failures = Failures()
     if recorded:
         found = MeasuredHere(recorded_models(workspace, paths, dims or {}, fitted, way, failures, static), "recorded")
@@ -68,7 +68,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
                             "with the measurements in its dataset (--recorded), or have predictors of this machine made: "
                             f"{'; '.join(MAKE_PREDICTORS)}")
         loads.check(fitted, way, workspace)
-        ready = cases_of(paths, dims or {}, provider, failures, static)
+        ready = cases_of(paths, dims or {}, device, failures, static)
         found = measure_all(ready, fitted, way, loads, plan or MeasuringPlan(), workspace, force, failures) if ready else (
             MeasuredHere())
     held_out = held_out_of_fits(workspace, name)

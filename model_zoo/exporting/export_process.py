@@ -25,8 +25,8 @@ log = logger.get_logger("exporter")
 class ExportProcess:
     """An Exporter in another process, started when first asked and again after it died. Use as a context manager."""
 
-    def __init__(self, workspace: Workspace, provider: str, force: bool) -> None:
-        self._workspace, self._made_with = workspace, (workspace, provider, force)
+    def __init__(self, workspace: Workspace, device: str, force: bool) -> None:
+        self._workspace, self._made_with = workspace, (workspace, device, force)
         self._process: Any = None
         self._connection: Connection | None = None
 

@@ -64,9 +64,9 @@ def stamp(export: Export) -> dict[str, str]:
     }
 
 
-def optimized_stamp(export: Export, provider: str) -> dict[str, str]:
+def optimized_stamp(export: Export, device: str) -> dict[str, str]:
     """What an optimised graph is, as its metadata, without the machine that made it."""
-    flavour = json.dumps(flavour_of(provider).model_dump(), sort_keys=True)
+    flavour = json.dumps(flavour_of(device).model_dump(), sort_keys=True)
     return stamp(export) | {"hase.flavour": flavour, "hase.onnxruntime": ort_version()}
 
 
@@ -132,19 +132,19 @@ def difference(found: Any, wanted: Any) -> float:
     return float(np.abs(found.astype(np.float32) - wanted).max() / np.abs(wanted).max())
 
 
-def check_outputs(path: Path, provider: str, optimize: str, images: Any, wanted: Any, dtype: str) -> float:
+def check_outputs(path: Path, device: str, optimize: str, images: Any, wanted: Any, dtype: str) -> float:
     """Runs the file on `images` and returns how far its outputs are from `wanted`.
 
     Raises:
         UserError: it can't be run, or they are too far.
     """
     name = "ORT's optimised graph" if optimize == "none" else "the exported graph"  # the path is a temporary one
-    session = open_session(path, provider, optimize=optimize, name=name)
+    session = open_session(path, device, optimize=optimize, name=name)
     options = onnxruntime.RunOptions()
     options.log_severity_level = 4  # what goes wrong comes as an exception, too
     with model_errors(name):
         error = difference(session.run(None, {"input": images}, options)[0], wanted)
-    tolerance = TOLERANCE["fp32" if dtype == "fp32" and provider == "cpu" else "reduced"]
+    tolerance = TOLERANCE["fp32" if dtype == "fp32" and device == "cpu" else "reduced"]
     if not error <= tolerance:  # NaN, too
         raise UserError(f"its outputs differ from torch's by {error:.2g} of the largest; {tolerance:g} is allowed")
     return error
@@ -155,12 +155,12 @@ class Exporter:
 
     Args:
         workspace: where to.
-        provider: `cpu` or `cuda`, whose optimised graphs to write and on which to check.
+        device: `cpu` or `cuda`, whose optimised graphs to write and on which to check.
         force: make anew what is there.
     """
 
-    def __init__(self, workspace: Workspace, provider: str, force: bool) -> None:
-        self.workspace, self.provider, self.force = workspace, provider, force
+    def __init__(self, workspace: Workspace, device: str, force: bool) -> None:
+        self.workspace, self.device, self.force = workspace, device, force
         self._models = ModelSource()
         self._reference: tuple[Any, Any] | None = None  # of the export in hand
 
@@ -175,8 +175,8 @@ class Exporter:
         kept = not self.force and is_done(plain, stamp(export))
         rows = [self._row(export, plain, None if kept else self._write_plain(export, plain))]
         if export.batch is not None:
-            optimized = plain.with_name(f"{export.stem}.{flavour_of(self.provider).name}{OPTIMIZED_SUFFIX}")
-            kept = kept and is_done(optimized, optimized_stamp(export, self.provider))
+            optimized = plain.with_name(f"{export.stem}.{flavour_of(self.device).name}{OPTIMIZED_SUFFIX}")
+            kept = kept and is_done(optimized, optimized_stamp(export, self.device))
             rows.append(self._row(export, optimized, None if kept else self._write_optimized(export, plain, optimized)))
         self._reference = None
         gc.collect()
@@ -190,7 +190,7 @@ class Exporter:
     def _images_and_outputs(self, export: Export, batch: int, size: tuple[int, int]) -> tuple[Any, Any]:
         images = np.random.default_rng(SEED).standard_normal((batch, 3, *size), dtype=np.float32)
         images = images.astype(np.float16) if export.dtype == "fp16" else images
-        wanted = reference(self._models.get(export), images, self.provider)
+        wanted = reference(self._models.get(export), images, self.device)
         if not np.isfinite(wanted).all() or not wanted.any():
             raise UserError(f"{export.model} in {export.dtype}: torch's own outputs are all zero or not finite, "
                             "so nothing can be compared with them")
@@ -240,21 +240,21 @@ class Exporter:
             for batch, size in shapes:
                 own = (batch, size) == (export.batch, export.size)
                 images, wanted = self._expected(export) if own else self._images_and_outputs(export, batch, size)
-                worst = max(worst, check_outputs(temporary, self.provider, "all", images, wanted, export.dtype))
+                worst = max(worst, check_outputs(temporary, self.device, "all", images, wanted, export.dtype))
         return worst
 
     def _write_optimized(self, export: Export, plain: Path, path: Path) -> float:
         """Puts ORT's optimised graph in place once a run of it, as it is, passes."""
         with files.replacing(path) as temporary:
-            open_session(plain, self.provider, save_to=temporary, name=plain.name)
+            open_session(plain, self.device, save_to=temporary, name=plain.name)
             proto = onnx.load(temporary)
-            target = local_target(self.provider).name
-            add_metadata(proto, optimized_stamp(export, self.provider) | {"hase.target": target})
+            target = local_target(self.device).name
+            add_metadata(proto, optimized_stamp(export, self.device) | {"hase.target": target})
             onnx.save(proto, temporary)
             if all(node.domain in ("", "ai.onnx") for node in proto.graph.node):  # the checker knows no contrib ops
                 onnx.checker.check_model(str(temporary))
             del proto
-            return check_outputs(temporary, self.provider, "none", *self._expected(export), export.dtype)
+            return check_outputs(temporary, self.device, "none", *self._expected(export), export.dtype)
 
 
 def short(error: BaseException) -> str:

@@ -58,13 +58,13 @@ def shipped_costs() -> PipelineCosts:
 
 def untrained(folder: Path, target: Target) -> Predictors:
     """Predictors of `target`, which this machine is, that know nothing yet; nothing is written."""
-    provider = target.flavour.device
-    rooflines = {GPU_LABEL: ROOFLINES["cuda"], LAUNCHES: LEAST_LAUNCHES} if provider == "cuda" else {
+    device = target.flavour.device
+    rooflines = {GPU_LABEL: ROOFLINES["cuda"], LAUNCHES: LEAST_LAUNCHES} if device == "cuda" else {
         CPU_LABEL: ROOFLINES["cpu"]}
     sidecar = Sidecar(
         target=target, created=datetime.now(UTC).isoformat(timespec="seconds"), dataset_sha256="",
         packages=installed_packages(), **schema_fields(KERNEL_FEATURES), metrics=(), idle_load={}, load_range={}, loaded_rows=0,
-        dtypes=DTYPES, held_out=(), config={}, machines=(machine(provider),),
+        dtypes=DTYPES, held_out=(), config={}, machines=(machine(device),),
         feature_range=(NO_RANGE,) * len(KERNEL_FEATURES.names), measured="nothing",
         measured_sha256="", labels={
             label: LabelPredictors(file=None, sha256="", roofline=roofline, type_codes={}, predictor_of={}, errors=())
@@ -74,7 +74,7 @@ def untrained(folder: Path, target: Target) -> Predictors:
 
 def save_default(folder: Path, predictors: Predictors) -> None:
     """Writes predictors that know nothing yet, and the default composition; what is measured is added to them."""
-    provider = predictors.sidecar.target.flavour.device
-    files.write_json(composition_path(folder), default_composition(provider))
+    device = predictors.sidecar.target.flavour.device
+    files.write_json(composition_path(folder), default_composition(device))
     name, digest = write_measured(folder, {})
     write_sidecar(folder, predictors.sidecar.model_copy(update={"measured": name, "measured_sha256": digest}))
