@@ -34,7 +34,7 @@ from benchmark.records.files import collected_targets, load_header, read_journal
 from training.baselines.kernels_under_load import measured_under_load, summed_ms
 from training.kernels.settings import TrainingConfig
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
-from training.sharing.learned import Sharing, SharingErrors, other_work_guessed, sharing_path
+from training.sharing.learned import DEFAULT_SWITCH_MS, Sharing, SharingErrors, other_work_guessed, sharing_path
 from training.sharing.pairs import Pairs, looped_models
 from training.sharing.shared_runs import (
     STATISTICS,
@@ -92,7 +92,8 @@ def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, flo
     cycles = [other.cycle_ms for other in others if other.quiet_ms]
     return Sharing(slice_ms=slice_ms, alone_ms=dict(alone), waits_ms=tuple(waits.round(4).tolist()),
                    cycle_ms=float(np.median(cycles)) if cycles else CYCLE_MS,
-                   longest_wait_ms=round(max(float(np.quantile(other.waits_ms, LONGEST)) for other in others), 4))
+                   longest_wait_ms=round(max(float(np.quantile(other.waits_ms, LONGEST)) for other in others), 4),
+                   switch_ms=DEFAULT_SWITCH_MS)
 
 
 class Evaluation:

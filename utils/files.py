@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from utils.errors import UserError
+from utils.paths import to_convert
 from utils.temporary import temporary_file
 
 M = TypeVar("M", bound=BaseModel)
@@ -25,6 +26,7 @@ _CHUNK = 1 << 20
 Signature: TypeAlias = "tuple[str, int, int, int, int]"
 _digests: dict[Signature | None, str] = {}
 _evicting = threading.Lock()
+CONVERT = "python recipes/convert/convert_files.py"  # rewrites files of older versions
 DIGEST = "digest"  # the key of a versioned record's own SHA-256
 
 
@@ -192,7 +194,8 @@ def read_record(path: Path, schema: type[M], version: int, remake: str) -> M:
         raise UserError(f"{error}; make it{'' if not path.exists() else ' anew'} with: {remake}") from None
     found = data.get("version") if isinstance(data, dict) else None
     if found != version:
-        raise UserError(f"{path}: version {found}, this Hase reads version {version}; make it anew: {remake}")
+        convert = f"convert it: {CONVERT} {to_convert(path)}, or " if isinstance(found, int) and found < version else ""
+        raise UserError(f"{path}: version {found}, this Hase reads version {version}; {convert}make it anew: {remake}")
     digest = data.pop(DIGEST, None)
     try:
         record = schema.model_validate(data)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import psutil
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from utils.errors import UserError
 from utils.lazy import pynvml
@@ -26,7 +26,6 @@ WITHOUT_GPU = "HASE_WITHOUT_GPU"  # in the environment: act like a machine witho
 MACHINE_ID = Path("/etc/machine-id")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux makes a new one at each start
 SharingMode = Literal["time_slices", "mps", "mig"]  # how processes share a GPU; a CPU's target says the first
-OLDER_SHARING = {"exclusive": "time_slices"}  # what older files call it
 DEFAULT_RUNTIME = "ort"
 
 
@@ -40,7 +39,7 @@ Runtime = Annotated[str, AfterValidator(_known_runtime)]  # a name of RUNTIMES
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Flavour(_Frozen):
@@ -54,9 +53,9 @@ class Flavour(_Frozen):
         instruction_set: the CPU's vector width class, which sets the block size of NCHWc layouts; "" on CUDA.
     """
 
-    device: FileNamePart = Field(validation_alias=AliasChoices("device", "execution_provider"))
+    device: FileNamePart
     runtime: Runtime = DEFAULT_RUNTIME
-    runtime_version: FileNamePart = Field(validation_alias=AliasChoices("runtime_version", "ort_version"))
+    runtime_version: FileNamePart
     optimization: FileNamePart = "all"
     instruction_set: FileNamePart = ""
 
@@ -69,7 +68,7 @@ class Flavour(_Frozen):
 class Machine(_Frozen):
     """The device and software of one measurement."""
 
-    device_name: str = Field(validation_alias=AliasChoices("device_name", "device"))
+    device_name: str
     uuid: str
     driver: str
     clocks: str
@@ -79,19 +78,15 @@ class Machine(_Frozen):
     versions: dict[str, str]
 
 
-def _current_sharing(mode: Any) -> Any:
-    return OLDER_SHARING.get(mode, mode) if isinstance(mode, str) else mode
-
-
 class Target(_Frozen):
     """What a predictor holds for: device model, flavour, provider options, threads and sharing mode. Another mode than time
     slices was never measured, and is refused where it matters (utils/sharing_mode.py)."""
 
-    device_name: str = Field(validation_alias=AliasChoices("device_name", "device"))
+    device_name: str
     flavour: Flavour
     provider_options: dict[str, str] = {}
     threads: int = 0  # intra-op threads; 0 on CUDA
-    sharing: Annotated[SharingMode, BeforeValidator(_current_sharing)] = "time_slices"
+    sharing: SharingMode = "time_slices"
 
     @property
     def name(self) -> str:

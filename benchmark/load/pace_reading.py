@@ -1,6 +1,6 @@
 """A machine's host pace as benchmark/host_pace.py measured it, and the names under which it is a metric.
 
-History of the record's schema: version 1 is the first.
+History of the record's schema: version 1 called the device `execution_provider`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import AliasChoices, AwareDatetime, Field, FiniteFloat
+from pydantic import AwareDatetime, Field, FiniteFloat
 
 from utils import files
 from utils.fingerprint import Machine, boot_id
 from utils.frozen import Frozen
 
-PACE_VERSION = 1
+PACE_VERSION = 2
 MEASURE = "python benchmark/host_pace.py"
 PROBE, TAKEN = "hase_host_probe_seconds", "hase_host_probe_timestamp_seconds"
 MEANINGS = {
@@ -32,7 +32,7 @@ class HostProbed(NamedTuple):
 
 
 class MachinePace(Frozen):
-    """How fast a machine's host dispatched when it was measured. Version 1 is the first.
+    """How fast a machine's host dispatched when it was measured.
 
     Attributes:
         probe_us: what the probe of the host (quiet_host) took, the median of its readings.
@@ -50,7 +50,7 @@ class MachinePace(Frozen):
     readings: int = Field(gt=0)
     taken: AwareDatetime
     boot_id: str
-    device: str = Field(validation_alias=AliasChoices("device", "execution_provider"))
+    device: str
     machine: Machine
 
     @property

@@ -1,6 +1,6 @@
 """What the sharing probe read (benchmark/sharing_probe.py): raw, and in the few numbers that metrics can carry.
 
-History of the reading's schema: version 1 is the first.
+History of the reading's schema: version 1 called the device `execution_provider`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from pydantic import AliasChoices, Field, FiniteFloat, model_validator
+from pydantic import FiniteFloat, model_validator
 
 from utils import files
 from utils.fingerprint import SharingMode
@@ -19,7 +19,7 @@ from utils.frozen import Frozen
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-READING_VERSION = 1
+READING_VERSION = 2
 TINY_ALONE_MS = 0.1  # within which a free device runs the tiny piece, a slower one than an H200 too
 WAITED = 1.2  # a run waited that took longer than this many times what it takes alone …
 WAITED_MS = 0.1  # … and this: the shortest wait seen on an H200, beside bursts of 0.1 ms, is 0.35 ms
@@ -47,7 +47,7 @@ class ProbedRuns(Frozen):
 
 
 class ProbeReading(Frozen):
-    """What one reading of the probe saw, raw. Version 1 is the first.
+    """What one reading of the probe saw, raw.
 
     Attributes:
         machine_uuid: of the device.
@@ -61,7 +61,7 @@ class ProbeReading(Frozen):
 
     version: int = READING_VERSION
     machine_uuid: str
-    device: str = Field(validation_alias=AliasChoices("device", "execution_provider"))
+    device: str
     sharing: SharingMode | None
     started: str
     seconds: float

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError
 from pydantic_core import from_json
 
 from benchmark.load.backgrounds import Background
 from benchmark.records.blocks import Block
 from benchmark.records.journal import read_blocks
 from benchmark.records.labels import COLLECT, DATASET_VERSION, DEFAULT_LABELS
-from model_zoo.exporting.torch_models import group_of
 from ort_analysis.records.kernel_costs import recosted
 from ort_analysis.records.kernel_record import Kernel, ModelRecord
 from utils import files
@@ -38,16 +36,6 @@ class DatasetKernel(Frozen):
     models: tuple[str, ...]
     groups: tuple[FileName, ...]
     sampled: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_version_1(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or "groups" in data or "models" not in data:
-            return data
-        seeded_by = [model.removeprefix("sampled:") for model in data["models"] if model.startswith("sampled:")]
-        models = tuple(model for model in data["models"] if not model.startswith("sampled:"))
-        groups = dict.fromkeys([*map(group_of, models), *map(group_of, filter(None, seeded_by))])
-        return data | {"models": models, "groups": tuple(sorted(groups)), "sampled": bool(seeded_by)}
 
     @classmethod
     def held_by(cls, kernel: Kernel, records: Iterable[ModelRecord]) -> DatasetKernel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-DATASET_VERSION = 1
+DATASET_VERSION = 2
 Label = Literal["run", "kernel_time", "node_span", "unprofiled", "gpu"]
 LABELS: tuple[Label, ...] = get_args(Label)
 UNPROFILED, GPU_LABEL = LABELS[3:]

@@ -9,7 +9,6 @@ import numpy as np
 
 from benchmark.records.files import kernel_table_path, model_table_path
 from benchmark.records.labels import COLLECT, GPU_LABEL, LABELS
-from model_zoo.exporting.torch_models import group_of
 from utils.errors import UserError
 from utils.lazy import pandas as pd
 from utils.paths import Workspace
@@ -43,7 +42,8 @@ def load_table(path: Path) -> pd.DataFrame:
     except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a CSV dataset ({error})") from None
     key = "Kernel_ID" if "Kernel_ID" in table.columns or "Model" not in table.columns else "Model"
-    needed = [key, "Latency_ms", "Level", "Status"] + (["OpType", "Input_Shape", "Models"] if key == "Kernel_ID" else [])
+    needed = [key, "Latency_ms", "Level", "Status"]
+    needed += ["OpType", "Input_Shape", "Models", "Groups"] if key == "Kernel_ID" else []
     missing = [column for column in needed if column not in table.columns]
     if missing:
         raise UserError(f"{path}: column {', '.join(missing)} missing; make the dataset anew: {COLLECT}")
@@ -62,14 +62,7 @@ def load_table(path: Path) -> pd.DataFrame:
             row = bad.index[0]
             raise UserError(f"{path}, line {row + 2}: {column} is {table.at[row, column]!s} for {table.at[row, key]!s}; "
                             f"a time is a positive number (remove the row, or measure it anew: {COLLECT})")
-    if key == "Kernel_ID" and "Groups" not in table.columns:
-        table = table.assign(Groups=[_groups_of_version_1(models) for models in table["Models"].fillna("")])
     return table.assign(Background=table["Background"].fillna("") if "Background" in table.columns else "")
-
-
-def _groups_of_version_1(models: str) -> str:
-    names = [name.removeprefix("sampled:") for name in models.split("|")]
-    return "|".join(sorted({group_of(name) for name in names if name}))
 
 
 def load_kernel_table(workspace: Workspace, target: str) -> pd.DataFrame:

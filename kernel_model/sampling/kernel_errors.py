@@ -2,7 +2,8 @@
 
 Training writes it as it cross-validates: one JSON document a target (see `Workspace.kernel_errors`). The sampler reads it.
 Kernels that only held-out families hold are in no training, so they are not in it either; the families held out are named
-there all the same, and seed nothing. History of the schema: version 1 is the first.
+there all the same, and seed nothing. History of the schema: version 2
+names the target's runtime.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Target
 
-ERRORS_VERSION = 1
+ERRORS_VERSION = 2
 MOST_LOG_ERROR = 0.5  # that counts in draw_weights: 65 % too long, or 39 % too short
 LONG = 0.95  # quantile of the times beyond which a longer one counts no more: on an H200 0.3 ms
 REMAKE = "python training/train_kernel_model.py --force"

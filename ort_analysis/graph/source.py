@@ -120,7 +120,8 @@ def default_dims(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 def group_in(proto: onnx.ModelProto) -> str:
-    """The group that an exporter stamped into a model; "" where there is none."""
+    """The group that an exporter stamped into a model; "" where there is none. Of older files, the torchvision exporter stamped
+    the name of the model alone."""
     found = {prop.key: prop.value for prop in proto.metadata_props}
     return found.get(GROUP_KEY) or (group_of(found["hase.model"]) if "hase.model" in found else "")
 

@@ -1,6 +1,6 @@
 """The kernel records: what `fusion_detector` writes and every later phase reads.
 
-History of the schemas: version 1 is the first.
+History of the schemas: version 2 says the group of a model, the stem of its file and the runtime.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, model_validator
 
-from model_zoo.exporting.torch_models import group_of
 from ort_analysis.records.elements import DTYPE_BYTES, numpy_dtype
 from utils.fingerprint import Flavour
 from utils.frozen import Frozen
 from utils.safe_names import FileName, as_file_name
 
-RECORD_VERSION = 1
-INDEX_VERSION = 1
+RECORD_VERSION = 2
+INDEX_VERSION = 2
 REMAKE = "python ort_analysis/fusion_detector.py"
 
 
@@ -205,13 +204,6 @@ class ModelRecord(Frozen):
     kernels: dict[str, Kernel]
     nodes: tuple[Node, ...]
 
-    @model_validator(mode="before")
-    @classmethod
-    def _of_version_1(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or "group" in data or not isinstance(data.get("model"), str):
-            return data
-        return {"file_stem": data["model"].partition("@")[0], "group": group_of(data["model"])} | data
-
     @model_validator(mode="after")
     def _names_agree(self) -> ModelRecord:
         if wrong := [name for name, kernel in self.kernels.items() if kernel.id != name]:
@@ -253,17 +245,6 @@ class KernelIndex(Frozen):
     flavour: Flavour
     groups: dict[str, FileName]
     kernels: dict[str, dict[str, IndexEntry]]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_version_1(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or "groups" in data:
-            return data
-        try:
-            models = {model for of_type in data["kernels"].values() for entry in of_type.values() for model in entry["models"]}
-            return {"groups": {model: group_of(model) for model in models}} | data
-        except (AttributeError, LookupError, TypeError):
-            return data
 
     @model_validator(mode="after")
     def _names_agree(self) -> KernelIndex:

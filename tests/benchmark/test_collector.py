@@ -760,7 +760,7 @@ def test_a_journal_from_before_backgrounds_had_names(under_load: Workspace, tmp_
 def write_table(path: Path, **last_row: object) -> None:
     """A small kernel table whose last row is changed."""
     rows = [{"Kernel_ID": f"k{number}", "OpType": "Conv", "Input_Shape": "1x3", "Latency_ms": 0.5, "kernel_time_ms": 0.4,
-             "Level": 0.0, "Models": "anet", "Status": "ok"} for number in range(3)]
+             "Level": 0.0, "Models": "anet", "Groups": "anet", "Status": "ok"} for number in range(3)]
     files.write_csv(path, list(rows[0]), [*rows[:2], rows[2] | last_row])
 
 
@@ -792,7 +792,7 @@ def test_rows_that_failed_need_no_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "message"), [
     ("", "not a CSV dataset"),
-    ("Kernel_ID,Latency_ms\nk,1\n", "column Level, Status, OpType, Input_Shape, Models missing"),
+    ("Kernel_ID,Latency_ms\nk,1\n", "column Level, Status, OpType, Input_Shape, Models, Groups missing"),
     ("a,b\n1,2,3\n", "missing|not a CSV")])
 def test_files_that_are_no_table(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "t.csv").write_text(text)
@@ -804,7 +804,7 @@ def test_files_that_are_no_table(tmp_path: Path, text: str, message: str) -> Non
 
 def test_a_damaged_journal_is_told(tmp_path: Path) -> None:
     journal_path(tmp_path).write_text('{"version": 1}\n')
-    with pytest.raises(UserError, match=r"line 1: not a block of version 1"):
+    with pytest.raises(UserError, match=r"line 1: not a block of version 2"):
         read_journal(tmp_path)
 
 

@@ -127,8 +127,8 @@ def test_file_round_trip(opened: SharingProbe, tmp_path: Path) -> None:
 
 def test_files_that_are_refused(tmp_path: Path) -> None:
     path, document = tmp_path / "reading.json", made_up([0.016], [0.5]).model_dump(mode="json")
-    files.write_json(path, document | {"version": 2})
-    with pytest.raises(UserError, match=r"version 2, this Hase reads version 1; make it anew: .*sharing_probe.py --out"):
+    files.write_json(path, document | {"version": 3})
+    with pytest.raises(UserError, match=r"version 3, this Hase reads version 2; make it anew: .*sharing_probe.py --out"):
         read_reading(path)
     files.write_json(path, document | {"sharing": "exclusive"})
     with pytest.raises(UserError, match="damaged at sharing"):

@@ -43,7 +43,7 @@ from utils.paths import ROOT, Workspace
 
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0, launch_ms=0.004, start_ms=0.02, gap_ms=0.001, lead_ms=-0.01, end_ms=0.01)
 SHARING = Sharing(slice_ms=2.0, alone_ms={"tiny": 0.016, "long": 0.5}, waits_ms=(0.3, 0.7, 2.4), cycle_ms=20.0,
-                  longest_wait_ms=2.4)
+                  longest_wait_ms=2.4, switch_ms=DEFAULT_SWITCH_MS)
 
 
 def alike(gpu_ms: float, nodes: int, launches: float) -> Tracks:
@@ -276,14 +276,6 @@ def test_a_slice_at_the_edge_of_those_tried_is_warned_of(slice_ms: float, warns:
         assert evaluation.learned().slice_ms == slice_ms
     assert [record.levelname for record in caplog.records] == (["WARNING"] if warns else [])
     assert (f"a slice of {slice_ms:g} ms errs least" in caplog.text) is warns
-
-
-def test_a_file_without_a_switch_has_that_of_an_h200(tmp_path: Path) -> None:
-    """Files of version 2 that were written before the switch was fitted."""
-    files.write_json(sharing_path(tmp_path), SHARING.model_dump(mode="json", exclude={"switch_ms"}))
-    found = read_sharing(tmp_path)
-    assert found is not None
-    assert found.switch_ms == DEFAULT_SWITCH_MS
 
 
 def test_errors_are_of_what_is_predicted() -> None:

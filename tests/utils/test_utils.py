@@ -167,6 +167,8 @@ class Thing(Config):
 @pytest.mark.parametrize(("text", "message"), [
     ('{"version": 1, "size": 3', "not valid JSON"),
     ('{"version": 2, "size": 3}', "version 2, this Hase reads version 1; make it anew: make thing"),
+    ('{"version": 0, "size": 3}',
+     r"version 0, this Hase reads version 1; convert it: python recipes/convert/convert_files.py \S+, or make it anew: make "),
     ('{"size": 3}', "version None, this Hase reads version 1; make it anew: make thing"),
     ("[1]", "version None"),
     ('{"version": 1, "size": "many"}', "damaged at size: .*; make it anew: make thing"),

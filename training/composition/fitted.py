@@ -4,7 +4,7 @@
 meet in a model and not alone (caches, layouts), β for what a run costs besides its kernels, and γ for what a node costs
 besides its kernel's time: the host's dispatch, or, where it is negative, what the profiler added to a label. All are
 fitted on relative errors, so that short models count as much as long ones; α is positive and β not negative.
-History of the schema: version 1 is the first.
+History of the schema: version 2 says the groups of the models.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import model_validator
 
 from graph_model.simulation.pipeline import PipelineCosts
-from model_zoo.exporting.torch_models import group_of
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import Frozen, ModelRecord
 from utils import files
@@ -26,7 +24,7 @@ from utils.errors import UserError
 from utils.paths import COMPOSITION, SIDECAR
 from utils.timing import ErrorStatistics
 
-COMPOSITION_VERSION = 1
+COMPOSITION_VERSION = 2
 FIT = "python training/fit_composition.py"
 Kind = Literal["sum", "sum_nodes", "critical_path", "pipeline"]
 KINDS: tuple[Kind, ...] = ("sum", "sum_nodes", "critical_path")  # those that are a line over Σ or over the longest path
@@ -83,11 +81,6 @@ class FittedModel(Frozen):
     group: str
     measured_ms: float
     predicted_ms: float
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_version_1(cls, data: Any) -> Any:
-        return data if not isinstance(data, dict) or "group" in data else {"group": group_of(str(data.get("model")))} | data
 
 
 class Interval(Frozen):

@@ -16,7 +16,7 @@ from utils.fingerprint import Machine, Target, package_version
 from utils.paths import SIDECAR
 from utils.safe_names import FileName
 
-SIDECAR_VERSION = 2
+SIDECAR_VERSION = 3
 TRAIN = "python training/train_kernel_model.py"
 XGBOOST = ("xgboost-cpu", "xgboost")  # the names under which it is installed
 
@@ -66,7 +66,7 @@ class Sidecar(Frozen):
         target: what the predictors hold for.
         dataset_sha256: of the kernel table they were trained on; `measured` may be of a newer one.
         packages: versions of what made them.
-        feature_schema, feature_version: what computes the features; files without them were made with version 1 of `kernel`.
+        feature_schema, feature_version: what computes the features.
         features: that the boosters read, in order; the type's code and the load follow.
         metrics: names of the load's features.
         idle_load: the load that stands for an idle device.
@@ -85,8 +85,8 @@ class Sidecar(Frozen):
     created: str
     dataset_sha256: str
     packages: dict[str, str]
-    feature_schema: str = "kernel"
-    feature_version: int = 1
+    feature_schema: str
+    feature_version: int
     features: tuple[str, ...]
     metrics: tuple[str, ...]
     idle_load: dict[str, float]

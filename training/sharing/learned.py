@@ -23,7 +23,7 @@ from ort_analysis.records.kernel_record import Frozen
 from utils import files
 from utils.sharing_mode import check_sharing_mode
 
-SHARING_VERSION = 2
+SHARING_VERSION = 3
 FIT = "python training/fit_sharing.py"
 FILE = "sharing.json"
 DEFAULT_SWITCH_MS = 0.2  # what fit_sharing fits to an H200 (the shipped sharing.json): where no model in a loop was measured
@@ -65,7 +65,7 @@ class Sharing(Frozen):
     waits_ms: tuple[float, ...]
     cycle_ms: float
     longest_wait_ms: float
-    switch_ms: float = DEFAULT_SWITCH_MS
+    switch_ms: float
     probed: SharingErrors | None = None
     from_metrics: SharingErrors | None = None
     paired: SharingErrors | None = None

@@ -1,0 +1,1 @@
+"""Rewrites files of an older Hase as this one reads them."""
