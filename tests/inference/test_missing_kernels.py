@@ -6,11 +6,11 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command import run_script
 from made_up_dataset import chain, conv, relu
 from trained_workspace import HELD_OUT, conv_net
 
@@ -34,7 +34,7 @@ from training.train_kernel_model import kept_sidecar
 from utils.config import load_config
 from utils.errors import UserError
 from utils.fingerprint import has_cuda, local_target, machine
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 TARGET = local_target("cpu").name
 CONFIG = CollectorConfig.model_validate({
@@ -49,8 +49,7 @@ def workspace(tmp_path: Path, trained_workspace: Workspace) -> Workspace:
 
 
 def command(script: str, workspace: Workspace, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, script, "--workspace", workspace.root, *arguments], cwd=ROOT, capture_output=True,
-                          text=True)
+    return run_script(script, "--workspace", workspace.root, *arguments)
 
 
 def measured_here(workspace: Workspace) -> list[Block]:

@@ -7,12 +7,12 @@ import platform
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command import run_script
 from prometheus_stand import (
     EVER_S,
     PASSWORD,
@@ -446,8 +446,7 @@ def test_predictor_and_evaluator_ask(port: int, command: tuple[str, ...], tmp_pa
     def shell(host: str, on_failure: str = "error") -> subprocess.CompletedProcess[str]:
         (tmp_path / "config.yaml").write_text(json.dumps({"prometheus": {
             "url": f"http://127.0.0.1:{port}", "gpu": {"host": host}, "on_failure": on_failure}}))
-        return subprocess.run([sys.executable, *command, "--workspace", trained_workspace.root, "--config",
-                               tmp_path / "config.yaml", "--json"], cwd=ROOT, capture_output=True, text=True)
+        return run_script(*command, "--workspace", trained_workspace.root, "--config", tmp_path / "config.yaml", "--json")
 
     def answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
         """A prediction is one of a list, an evaluation is an object."""
