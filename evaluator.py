@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 
 from benchmark.collecting.config import CollectorConfig
-from inference.core.ways import WayOfRunning
+from inference.core.run_modes import WayOfRunning
 from inference.evaluation.comparison import Comparison, Evaluation
 from inference.evaluation.evaluate import evaluate
 from inference.evaluation.here import PATIENCE_S, TIMEOUT_S, LoadsHere, MeasuringPlan

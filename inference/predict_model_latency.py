@@ -16,8 +16,9 @@ Where nothing was trained yet, that begins with stated constants for how kernels
 How fast the host dispatches decides the latency of small models on a GPU (--host-pace, --machine; benchmark/host_pace.py).
 Where it is not known, the interval is as wide as hosts differ.
 
-An answer that rests on operators that were never measured is marked as a rough estimate (inference/core/doubt.py). Exit status:
-0 done, 1 an error that the message explains, 2 wrong usage, 3 a rough estimate (with --fail-on-rough), 4 a missed --slo-ms.
+An answer that rests on operators that were never measured is marked as a rough estimate (inference/core/uncertainty.py). Exit
+status: 0 done, 1 an error that the message explains, 2 wrong usage, 3 a rough estimate (with --fail-on-rough), 4 a missed
+--slo-ms.
 
 --json prints a list with an object for each size, also where there is one; with --watch, an object a line.
 """
@@ -40,10 +41,10 @@ from benchmark.load.pace_reading import read_pace
 from inference.core.host_pace import PaceAsked
 from inference.core.predictor import Predictor
 from inference.core.report import log_measured, print_predictions, verdict
+from inference.core.run_modes import WayOfRunning
 from inference.core.sizes import never_falling
 from inference.core.targets import local_targets
 from inference.core.timeline import trace_of
-from inference.core.ways import WayOfRunning
 from inference.live.load import CONFIG_FILE, InferenceConfig, Load
 from inference.live.surroundings import Surroundings
 from inference.sharing.slo import PERCENTILE, SloUnderLoad
@@ -191,7 +192,7 @@ def predict_once(args: argparse.Namespace, surroundings: Surroundings,
                 for dims in cli.track(sizes, "predicting")]
     in_order = never_falling([run.prediction for run in runs])
     runs = [run._replace(prediction=prediction) for run, prediction in zip(runs, in_order, strict=True)]
-    return runs, [predictor.objective(run, args.slo_ms, args.slo_percentile or PERCENTILE, like=now["other"])
+    return runs, [predictor.objective(run, args.slo_ms, args.slo_percentile or PERCENTILE, like=now["co_runner"])
                   if args.slo_ms else None for run in runs]
 
 

@@ -91,7 +91,7 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
     if read_load:
         def beside_the_load() -> None:
             load = read_load()
-            one(model, workspace=workspace, load=load.metrics, other=probe_of(fitted_for(workspace, target), load))
+            one(model, workspace=workspace, load=load.metrics, co_runner=probe_of(fitted_for(workspace, target), load))
 
         beside = [("reading the load", milliseconds(read_load, repeats)),
                   ("the same file beside the load, which is read each time", milliseconds(beside_the_load, repeats))]

@@ -12,7 +12,7 @@ MEASURING = "measuring"  # the group of:
 MEASURING_FILES = (
     "benchmark/test_collector.py", "benchmark/test_stressor.py", "benchmark/test_machine_ties.py",
     "benchmark/test_unprofiled.py", "benchmark/test_runner.py", "benchmark/test_label_table.py", "benchmark/test_quiet_host.py",
-    "benchmark/test_sharing_probe.py", "benchmark/test_anatomy.py", "benchmark/test_metrics.py", "benchmark/test_gpu_turns.py",
+    "benchmark/test_sharing_probe.py", "benchmark/test_anatomy.py", "benchmark/test_metrics.py", "benchmark/test_gpu_access.py",
     "inference/test_evaluator.py", "inference/test_missing_kernels.py", "inference/test_no_training.py", "test_stopping.py")
 LONGEST_FIRST = (  # files and groups
     MEASURING, "recipes/test_gpu_dataset.py", "test_readme.py", "inference/test_prometheus.py", "model_zoo/test_exporter.py",
@@ -42,7 +42,7 @@ SLOW_TESTS = {  # by file
         "test_canaries_that_part_have_their_block_measured_again", "test_labels_are_a_choice",
         "test_numpy_in_and_out_is_a_variant", "test_what_a_worker_prepares_is_not_its_next_reply",
         "test_what_another_machine_measured", "test_a_worker_that_hangs_dies_with_the_collector"],
-    "benchmark/test_gpu_turns.py": ["test_one_is_alone_and_nobody_starves"],
+    "benchmark/test_gpu_access.py": ["test_one_is_alone_and_nobody_starves"],
     "benchmark/test_label_table.py": ["test_a_real_collection"],
     "benchmark/test_machine_ties.py": ["test_exactly_the_ties_are_measured_here_too"],
     "benchmark/test_runner.py": ["test_every_kind_of_work_gives_a_reply"],
@@ -51,7 +51,7 @@ SLOW_TESTS = {  # by file
     "graph_model/test_dag.py": ["test_a_hundred_thousand_nodes_in_linear_time"],
     "graph_model/test_overlap.py": ["test_the_command_profiles_a_model"],
     "inference/test_answers.py": ["test_a_watch_needs_something_to_follow"],
-    "inference/test_doubt.py": ["test_a_recurrent_layer_is_a_rough_estimate"],
+    "inference/test_uncertainty.py": ["test_a_recurrent_layer_is_a_rough_estimate"],
     "inference/test_host_pace.py": [
         "test_prometheus_tells_the_pace", "test_the_command_takes_a_ratio_or_a_machines_file",
         "test_the_evaluator_predicts_at_the_pace_beside_each_model", "test_the_hosts_costs_are_taken_at_the_pace"],

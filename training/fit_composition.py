@@ -29,7 +29,7 @@ from training.composition.fitted import Composition, FittedModel, composition_pa
 from training.composition.fitting import best, interval_of
 from training.composition.left_out import predict_out_of_fold
 from training.composition.measured_models import left_out_groups, measured_models, models_sha256, tracks_of
-from training.composition.ways_of_running import fit_graph_replay, fit_host_io
+from training.composition.run_modes import fit_graph_replay, fit_host_io
 from training.kernels.predictors import ON_GPU
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import TRAIN, read_sidecar

@@ -15,8 +15,8 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from typing import Any
 
 from benchmark.records.files import collected_targets
-from training.kernels.doubt import Doubt, save_doubt
 from training.kernels.training_set import load_training_set
+from training.kernels.uncertainty import Doubt, save_doubt
 from utils import cli
 from utils.logger import get_logger
 

@@ -34,7 +34,7 @@ from benchmark.records.files import collected_targets, load_header, read_journal
 from training.baselines.kernels_under_load import measured_under_load, summed_ms
 from training.kernels.settings import TrainingConfig
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
-from training.sharing.learned import DEFAULT_SWITCH_MS, Sharing, SharingErrors, other_work_guessed, sharing_path
+from training.sharing.learned import DEFAULT_SWITCH_MS, Sharing, SharingErrors, co_runner_guessed, sharing_path
 from training.sharing.pairs import Pairs, looped_models
 from training.sharing.shared_runs import (
     STATISTICS,
@@ -80,14 +80,14 @@ def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, flo
         UserError: no probe waited.
     """
     at = np.linspace(0.0, 1.0, QUANTILES)
-    readings = {id(run.other): run for run in runs if len(run.other.waits_ms)}.values()
-    others = [run.other for run in readings]
+    readings = {id(run.co_runner): run for run in runs if len(run.co_runner.waits_ms)}.values()
+    others = [run.co_runner for run in readings]
     if not others:
         raise UserError("no reading of the sharing probe waited for a background, so there is nothing to learn; measure at "
                         "levels above 0 (levels in the collector's config)")
     by_kind: dict[str, list[Floats]] = defaultdict(list)
     for run in readings:
-        by_kind[run.background].append(np.quantile(run.other.waits_ms, at))
+        by_kind[run.background].append(np.quantile(run.co_runner.waits_ms, at))
     waits = np.mean([np.mean(of_kind, axis=0) for of_kind in by_kind.values()], axis=0)
     cycles = [other.cycle_ms for other in others if other.quiet_ms]
     return Sharing(slice_ms=slice_ms, alone_ms=dict(alone), waits_ms=tuple(waits.round(4).tolist()),
@@ -119,7 +119,7 @@ class Evaluation:
         self._family = [models.families[run.model] for run in self.runs]
         self.measured = np.array([statistics_of(run.samples_ms) for run in self.runs])
         self._as_measured = np.array([[
-            self._calibrated(models.known[run.model], run).beside(run.other, slice_ms) for slice_ms in SLICES_MS]
+            self._calibrated(models.known[run.model], run).next_to(run.co_runner, slice_ms) for slice_ms in SLICES_MS]
             for run in cli.track(self.runs, "simulating")])
 
     @staticmethod
@@ -149,9 +149,9 @@ class Evaluation:
         for place, (run, (chosen, learned)) in enumerate(zip(self.runs, fits, strict=True)):
             model = self._strict[run.model]
             idle = model.idle_ms()
-            found[PROBED].append(model.beside(run.other, learned.slice_ms))
-            found[FROM_SHARE].append(model.beside(other_work_guessed(run.other.busy_share, learned), learned.slice_ms))
-            found[FROM_METRICS].append(model.beside(other_work_guessed(run.busy, learned), learned.slice_ms))
+            found[PROBED].append(model.next_to(run.co_runner, learned.slice_ms))
+            found[FROM_SHARE].append(model.next_to(co_runner_guessed(run.co_runner.busy_share, learned), learned.slice_ms))
+            found[FROM_METRICS].append(model.next_to(co_runner_guessed(run.busy, learned), learned.slice_ms))
             found["a probe, idle latency as measured"].append(self._as_measured[place, chosen])
             found["idle latency"].append(np.full(3, idle))
             found["idle latency ÷ (1 − busy share)"].append(np.full(3, idle / max(1.0 - run.busy, LEAST_LEFT)))

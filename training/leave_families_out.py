@@ -34,7 +34,7 @@ from training.composition.measured_models import (
     measured_models,
     tracks_of,
 )
-from training.composition.ways_of_running import fit_graph_replay, fit_host_io
+from training.composition.run_modes import fit_graph_replay, fit_host_io
 from training.kernels.predictors import ON_GPU
 from training.kernels.roofline import fit_roofline
 from training.kernels.settings import TrainingConfig

@@ -25,7 +25,6 @@ import numpy as np
 from benchmark.records.files import collected_targets, read_kernels
 from benchmark.records.labels import GPU_LABEL
 from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
-from training.kernels.doubt import save_doubt
 from training.kernels.estimators import pose
 from training.kernels.label_training import Trained, train_label
 from training.kernels.saving import save_predictors
@@ -33,6 +32,7 @@ from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import Sidecar, TypeErrors, installed_packages, read_sidecar, schema_of, sidecar_path
 from training.kernels.targets import Show, add_options, for_each_target
 from training.kernels.training_set import TrainingSet, load_training_set, measured_times
+from training.kernels.uncertainty import save_doubt
 from utils import cli
 from utils.config import load_config
 from utils.errors import UserError

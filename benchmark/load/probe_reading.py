@@ -115,7 +115,7 @@ def summarised(reading: ProbeReading) -> ProbeSummary:
 
     A run waited that is longer than those that surely did not, which are about as short as the shortest: compared with the
     shortest itself, twice as many readings of an idle H200 have runs that waited. That all runs waited can tell only who knows
-    what they take on an idle device (`training.sharing.learned.other_work_summarised`).
+    what they take on an idle device (`training.sharing.learned.co_runner_summarised`).
     """
     latencies = np.array(reading.long.latencies_ms)
     undisturbed = latencies[latencies <= waiting_from_ms(latencies.min())]

@@ -17,7 +17,7 @@ BETWEEN_RUNS_MS = 0.02  # of a caller: what it takes between a run's end and the
 TINY_MS = 1e-6
 
 
-class OtherWork(NamedTuple):
+class CoRunner(NamedTuple):
     """What else runs on a GPU that processes share in time slices, as one of them meets it.
 
     Attributes:
@@ -69,7 +69,7 @@ def _stages(tracks: Tracks, costs: PipelineCosts) -> _Stages:
     return _Stages(latest + (done - work)[begins], np.add.reduceat(work, begins) if len(work) else work, dispatched)
 
 
-def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, other: OtherWork,
+def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, co_runner: CoRunner,
                    generator: np.random.Generator, shape: tuple[int, int] = SHARED_RUNS) -> Floats:
     """Latencies (ms) of runs one after another on a GPU that another process uses too, in time slices.
 
@@ -80,7 +80,7 @@ def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, other:
     Args:
         tracks, costs: as `pipeline_ms` takes them.
         slice_ms: how long a process has the GPU before another's turn.
-        other: what else runs.
+        co_runner: what else runs.
         generator: draws waits, and where in its phases the other one is.
         shape: how many callers are simulated, each on its own, and how many runs each makes; the first one of each only
             brings it into step.
@@ -90,7 +90,7 @@ def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, other:
     """
     callers, runs = shape
     stages = _stages(tracks, costs)
-    met = _OtherMet(other, generator, generator.uniform(0.0, other.cycle_ms, callers))
+    met = _OtherMet(co_runner, generator, generator.uniform(0.0, co_runner.cycle_ms, callers))
     begin, free, used = np.zeros(callers), -generator.uniform(0.0, 1.0, callers), np.zeros(callers)
     latencies = np.empty((runs, callers))
     for run in range(runs):
@@ -110,19 +110,19 @@ def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, other:
 class _OtherMet(NamedTuple):
     """What else runs, as many callers meet it: for each of them it begins somewhere in its phases (ms)."""
 
-    other: OtherWork
+    co_runner: CoRunner
     generator: np.random.Generator
     begins_ms: Floats
 
     def busy(self, when: Floats) -> npt.NDArray[np.bool_]:
         """Whether it has work, at a time of each caller."""
-        if not self.other.quiet_ms:
+        if not self.co_runner.quiet_ms:
             return when < np.inf
-        return (self.begins_ms + when) % self.other.cycle_ms < self.other.busy_ms
+        return (self.begins_ms + when) % self.co_runner.cycle_ms < self.co_runner.busy_ms
 
     def wait(self) -> Floats:
         """A wait of each caller, drawn."""
-        waits = self.other.waits_ms if len(self.other.waits_ms) else np.zeros(1)
+        waits = self.co_runner.waits_ms if len(self.co_runner.waits_ms) else np.zeros(1)
         return waits[self.generator.integers(0, len(waits), len(self.begins_ms))]  # as `choice` does, in half the time
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from graph_model.simulation.pipeline import PipelineCosts
 from inference.core.host_pace import PaceSource
 from inference.core.memory import Memory
-from inference.core.ways import AS_USUAL, WayOfRunning
+from inference.core.run_modes import AS_USUAL, WayOfRunning
 from inference.sharing.co_runner import UnderLoad
 from ort_analysis.records.kernel_record import Frozen
 
@@ -63,8 +63,8 @@ class Prediction(Frozen):
         composition: how the kernels' times were put together.
         way: how the model is run.
         latency_ms: the prediction; under a load with a distribution, its mean.
-        interval_ms: between which latencies nine of ten models lay, wider with every doubt (inference/core/doubt.py); under
-        load, of
+        interval_ms: between which latencies nine of ten models lay, wider with every doubt (inference/core/uncertainty.py);
+        under load, of
             the mean.
         rough_estimate: the plausible error of doubtful kernels (estimated, known in other forms only, or far beyond what was
             measured) could move the latency by more than doubt.ROUGH, sizes that depend on data were taken to be the largest

@@ -6,25 +6,25 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from inference.core.host_pace import HostPace, check_host, counts, given_pace, recent_pace
-from inference.core.ways import AS_USUAL, WayOfRunning
-from inference.sharing.co_runner import NotShared, ToldBy, other_work
+from inference.core.run_modes import AS_USUAL, WayOfRunning
+from inference.sharing.co_runner import LoadSource, NotShared, co_runner_of
 from training.composition.fitted import FIT, Composition
 from utils.errors import UserError
 
 if TYPE_CHECKING:
     from graph_model.simulation.pipeline import PipelineCosts
-    from graph_model.simulation.sharing import OtherWork
+    from graph_model.simulation.sharing import CoRunner
     from inference.core.targets import Fitted
     from training.sharing.learned import Sharing
     from utils.paths import Workspace
 
 
-class Beside(NamedTuple):
+class SharedGpu(NamedTuple):
     """What else runs on the GPU, how the target's GPU turns between processes, and what the former was learned from."""
 
     sharing: Sharing
-    other: OtherWork
-    told_by: ToldBy
+    co_runner: CoRunner
+    told_by: LoadSource
 
 
 class Conditions(NamedTuple):
@@ -36,7 +36,7 @@ class Conditions(NamedTuple):
         way: how the model is run.
         strict: no measured kernel time is looked up.
         load: metrics of what else runs, by DCGM field name; empty where nothing does.
-        beside: what else runs, where latencies next to it have a distribution; else None.
+        shared_gpu: what else runs, where latencies next to it have a distribution; else None.
         pace: of the host; None where it does not count.
     """
 
@@ -45,7 +45,7 @@ class Conditions(NamedTuple):
     way: WayOfRunning
     strict: bool
     load: dict[str, float]
-    beside: Beside | None
+    shared_gpu: SharedGpu | None
     pace: HostPace | None
 
     @property
@@ -56,7 +56,7 @@ class Conditions(NamedTuple):
     @property
     def kernel_load(self) -> dict[str, float]:
         """The load that kernels' times answer to: none where the whole run waits for its turn instead."""
-        return {} if self.beside else self.load
+        return {} if self.shared_gpu else self.load
 
     @property
     def usual_costs(self) -> PipelineCosts | None:
@@ -101,8 +101,8 @@ def pace_of(asked: float | HostPace | None, fitted: Fitted, used: Composition, w
     return recent_pace(fitted, workspace) if asked is None else asked
 
 
-def beside_of(fitted: Fitted, used: Composition, way: WayOfRunning, load: Mapping[str, float],
-              other: OtherWork | None) -> Beside | None:
+def shared_gpu_of(fitted: Fitted, used: Composition, way: WayOfRunning, load: Mapping[str, float],
+                  co_runner: CoRunner | None) -> SharedGpu | None:
     """What else runs, where latencies next to it have a distribution; None where nothing runs, or where metrics alone say what
     does and nothing was learned of sharing.
 
@@ -111,27 +111,29 @@ def beside_of(fitted: Fitted, used: Composition, way: WayOfRunning, load: Mappin
     """
     sharing = fitted.sharing if used.kind == "pipeline" else None
     if sharing is None:
-        if other is not None:
+        if co_runner is not None:
             raise NotShared(fitted.target.name)
         return None
-    found = other or other_work(fitted, load)
+    found = co_runner or co_runner_of(fitted, load)
     if found is None:
         return None
-    check_beside(way)
-    return Beside(sharing, found, "metrics" if other is None else "probe")
+    check_mode_while_shared(way)
+    return SharedGpu(sharing, found, "metrics" if co_runner is None else "probe")
 
 
-def check_beside(way: WayOfRunning) -> None:
+def check_mode_while_shared(way: WayOfRunning) -> None:
     """Refuses ways of running that were not measured beside other work."""
     if way != AS_USUAL:
-        raise UserError(f"a model run {way.in_words} was not measured beside other work; predict it with tensors on the "
-                        "device, node by node, or idle")
+        raise UserError(f"a model run {way.in_words} was not measured beside other work; predict it with tensors on "
+                        "the device, node by node, or idle")
 
 
-def sharing_warning(beside: Beside | None) -> tuple[str, ...]:
+def sharing_warning(shared_gpu: SharedGpu | None) -> tuple[str, ...]:
     """What to know about a latency beside work that only metrics tell of; nothing where a probe does."""
-    if beside is None or beside.told_by == "probe" or not beside.sharing.probed or not beside.sharing.from_metrics:
+    if shared_gpu is None or shared_gpu.told_by == "probe":
+        return ()
+    if not shared_gpu.sharing.probed or not shared_gpu.sharing.from_metrics:
         return ()
     return (f"metrics alone hide how long the other work's turns are: means predicted from them erred by "
-            f"{beside.sharing.from_metrics.mean:.0%} on average, from a probe (--probe, or --probe-every of Prometheus's "
-            f"exporter, benchmark/metrics_exporter.py) by {beside.sharing.probed.mean:.0%}",)
+            f"{shared_gpu.sharing.from_metrics.mean:.0%} on average, from a probe (--probe, or --probe-every of Prometheus's "
+            f"exporter, benchmark/metrics_exporter.py) by {shared_gpu.sharing.probed.mean:.0%}",)

@@ -20,7 +20,7 @@ from utils.locks import measuring
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
-    from inference.core.ways import WayOfRunning
+    from inference.core.run_modes import WayOfRunning
     from training.composition.fitted import Composition
 
 PaceSource = Literal["given", "file", "measured", "unknown"]

@@ -24,11 +24,11 @@ from kernel_model.building.kernel_models import kernel_build
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import Kernel, ModelRecord
 from training.composition.default_composition import default_composition, save_default, untrained
-from training.kernels.doubt import NOTHING_LEARNED
 from training.kernels.predictors import ON_GPU, leaves_gpu_idle
 from training.kernels.saving import copy_predictors, renew_measured
 from training.kernels.sidecar import sidecar_path
 from training.kernels.training_set import measured_times
+from training.kernels.uncertainty import NOTHING_LEARNED
 from utils.config import load_config
 from utils.errors import UserError
 from utils.files import write_json

@@ -11,14 +11,14 @@ import numpy as np
 
 from graph_model.simulation.pipeline import pipeline_ms
 from graph_model.simulation.tracks import OffGpu, Tracks
-from inference.core.doubt import CERTAIN, Span, hosts_between
-from inference.core.known_kernels import KnownKernel, Placed, placed_kernels
+from inference.core.kernels_in_model import KnownKernel, Placed, placed_kernels
+from inference.core.uncertainty import CERTAIN, Span, hosts_between
 from ort_analysis.records.run_order import at_guess, run_order, runs_in_order, shortest_cut
 from training.composition.fitted import copied_mib, host_io_ms, latency_ms, working_nodes
 
 if TYPE_CHECKING:
     from graph_model.simulation.pipeline import PipelineCosts
-    from inference.core.ways import WayOfRunning
+    from inference.core.run_modes import WayOfRunning
     from ort_analysis.records.kernel_record import ModelRecord
     from training.composition.fitted import Composition
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from inference.core.known_kernels import KnownKernel, Placed, runs_of_kernels
+from inference.core.kernels_in_model import KnownKernel, Placed, runs_of_kernels
 from ort_analysis.cuda.capture import capture_obstacle
 from utils.errors import UserError
 
 if TYPE_CHECKING:
-    from inference.core.ways import WayOfRunning
+    from inference.core.run_modes import WayOfRunning
     from ort_analysis.records.kernel_record import ModelRecord
 
 

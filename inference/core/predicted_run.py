@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from inference.core.answers import PROVENANCES, KernelShare, Prediction, Provenance, UsedComposition
 from inference.core.device_memory import device_memory_mib, memory_warnings
-from inference.core.doubt import (
+from inference.core.host_pace import UNKNOWN
+from inference.core.kernels_in_model import KnownKernel, Placed, runs_of_kernels
+from inference.core.memory import peak_memory
+from inference.core.model_run import Composed, ModelRun, hosts_span, kernels_span, trips_span
+from inference.core.model_warnings import uncounted
+from inference.core.targets import Fitted, misfits
+from inference.core.uncertainty import (
     CERTAIN,
     FORCED,
     OTHER_CUDNN,
@@ -22,12 +28,6 @@ from inference.core.doubt import (
     load_span,
     shortness,
 )
-from inference.core.host_pace import UNKNOWN
-from inference.core.known_kernels import KnownKernel, Placed, runs_of_kernels
-from inference.core.memory import peak_memory
-from inference.core.model_run import Composed, ModelRun, hosts_span, kernels_span, trips_span
-from inference.core.model_warnings import uncounted
-from inference.core.targets import Fitted, misfits
 from inference.sharing.co_runner import UnderLoad, under_load
 
 if TYPE_CHECKING:
@@ -116,10 +116,10 @@ def kernel_times(record: ModelRecord, known: Mapping[Placed, KnownKernel]) -> Ke
 
 def _under_load(run: ModelRun, conditions: Conditions) -> UnderLoad | None:
     """The latency's distribution next to what else runs; None where there is none."""
-    beside = conditions.beside
-    if beside is None or run.costs is None:
+    shared_gpu = conditions.shared_gpu
+    if shared_gpu is None or run.costs is None:
         return None
-    shared = under_load(run.tracks, run.costs, beside.sharing, beside.other, beside.told_by)
+    shared = under_load(run.tracks, run.costs, shared_gpu.sharing, shared_gpu.co_runner, shared_gpu.told_by)
     return shared.later_by(run.off_gpu_ms(run.costs))
 
 
@@ -134,8 +134,8 @@ def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured
     hosts = hosts_span(run, latency, conditions.usual_costs, pace.ratio) if pace else CERTAIN
     short = shortness(used, latency)
     spans = [fitted_span(used, conditions.way, measured_share, conditions.device), moved, trips, hosts, short.span]
-    if conditions.beside and shared:
-        spans.append(load_span(conditions.beside.sharing, conditions.beside.told_by))
+    if conditions.shared_gpu and shared:
+        spans.append(load_span(conditions.shared_gpu.sharing, conditions.shared_gpu.told_by))
     elif conditions.load:
         spans.append(kernels_under_load_span(fitted.predictors, used.label))
     times = (OTHER_CUDNN if fitted.other_cudnn else 1.0) * (

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from inference.core.predictor import POINTS, Predictor
-from inference.core.ways import AS_USUAL, WayOfRunning
+from inference.core.run_modes import AS_USUAL, WayOfRunning
 from inference.sharing.slo import PERCENTILE
 
 if TYPE_CHECKING:
-    from graph_model.simulation.sharing import OtherWork
+    from graph_model.simulation.sharing import CoRunner
     from inference.core.answers import Prediction
     from inference.core.host_pace import HostPace
     from inference.core.sources import Source
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def predict(source: Source, *, dims: Mapping[str, int] | None = None,
             target: str | None = None, strict: bool = False, load: Mapping[str, float] | None = None,
             way: WayOfRunning = AS_USUAL, composition: Composition | None = None, workspace: Workspace | None = None,
-            force: bool = False, notices: Sequence[str] = (), other: OtherWork | None = None,
+            force: bool = False, notices: Sequence[str] = (), co_runner: CoRunner | None = None,
             static: bool = False, host_pace: float | HostPace | None = None) -> Prediction:
     """The latency of one model.
 
@@ -48,7 +48,7 @@ def predict(source: Source, *, dims: Mapping[str, int] | None = None,
         UserError: the model, the predictors, the load or the pace can't be used; the message says why.
     """
     return Predictor(workspace, target, strict=strict, force=force).predict(
-        source, dims=dims, load=load, way=way, composition=composition, notices=notices, other=other, static=static,
+        source, dims=dims, load=load, way=way, composition=composition, notices=notices, co_runner=co_runner, static=static,
         host_pace=host_pace)
 
 
@@ -56,14 +56,14 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
                  target: str | None = None, strict: bool = False, load: Mapping[str, float] | None = None,
                  way: WayOfRunning = AS_USUAL, composition: Composition | None = None,
                  workspace: Workspace | None = None, force: bool = False,
-                 notices: Sequence[str] = (), other: OtherWork | None = None, static: bool = False,
+                 notices: Sequence[str] = (), co_runner: CoRunner | None = None, static: bool = False,
                  host_pace: float | HostPace | None = None) -> list[Prediction]:
     """The latencies of many models in one go, in their order; a kernel that several share is predicted once.
 
     Arguments and errors are those of `predict`.
     """
     return Predictor(workspace, target, strict=strict, force=force).predict_many(
-        sources, dims=dims, load=load, way=way, composition=composition, notices=notices, other=other, static=static,
+        sources, dims=dims, load=load, way=way, composition=composition, notices=notices, co_runner=co_runner, static=static,
         host_pace=host_pace)
 
 
@@ -74,11 +74,11 @@ def predict_curve(source: Source, *, points: int = POINTS, dims: Mapping[str, in
     return Predictor(workspace, target, strict=strict, force=force).curve(source, points, dims=dims, static=static)
 
 
-def predict_pair(source: Source, beside: Source, *, dims: Mapping[str, int] | None = None,
+def predict_pair(source: Source, shared_gpu: Source, *, dims: Mapping[str, int] | None = None,
                  beside_dims: Mapping[str, int] | None = None, target: str | None = None, strict: bool = False,
                  workspace: Workspace | None = None, force: bool = False, static: bool = False) -> Pair:
     """`Predictor.pair`."""
-    return Predictor(workspace, target, strict=strict, force=force).pair(source, beside, dims=dims, two_dims=beside_dims,
+    return Predictor(workspace, target, strict=strict, force=force).pair(source, shared_gpu, dims=dims, two_dims=beside_dims,
                                                                          static=static)
 
 
@@ -91,7 +91,7 @@ def shared_model(source: Source, *, dims: Mapping[str, int] | None = None, targe
 
 
 def slo_under_load(prediction: Prediction, source: Source, limit_ms: float, percentile: float = PERCENTILE,
-                   workspace: Workspace | None = None, force: bool = False, like: OtherWork | None = None) -> SloUnderLoad:
+                   workspace: Workspace | None = None, force: bool = False, like: CoRunner | None = None) -> SloUnderLoad:
     """`Predictor.objective`, of a model that was predicted before; since its run was not kept, it is put together again.
 
     Args:

@@ -14,20 +14,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from inference.core.conditions import Conditions, beside_of, check_way, pace_of, sharing_warning
-from inference.core.known_kernels import known_kernels
+from inference.core.conditions import Conditions, check_way, pace_of, shared_gpu_of, sharing_warning
+from inference.core.kernels_in_model import known_kernels
 from inference.core.model_warnings import model_warnings
 from inference.core.predicted_run import PredictedRun, predicted_run
+from inference.core.run_modes import AS_USUAL, WayOfRunning
 from inference.core.sources import Source, record_of
 from inference.core.targets import Fitted, check_fit, fitted_for
-from inference.core.ways import AS_USUAL, WayOfRunning
 from inference.sharing.shared_models import SharedModel, shared_model_of
 from inference.sharing.slo import PERCENTILE, SloUnderLoad, objective_of
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
     from benchmark.collecting.config import CollectorConfig
-    from graph_model.simulation.sharing import OtherWork
+    from graph_model.simulation.sharing import CoRunner
     from inference.core.answers import Prediction
     from inference.core.host_pace import HostPace
     from inference.core.missing_kernels import Filled
@@ -46,7 +46,7 @@ class Circumstances(TypedDict, total=False):
     Attributes:
         load: metrics of what else runs on the device, by DCGM field name; None or empty: nothing does.
         notices: what to know about the load; put first among the prediction's warnings.
-        other: what else runs on the GPU, as a probe met it (`training.sharing.learned.other_work_probed`); metrics say less.
+        co_runner: what else runs on the GPU, as a probe met it (`training.sharing.learned.co_runner_probed`); metrics say less.
         host_pace: how many times as long as usual the target's host takes to dispatch, a ratio (`inference.core.host_pace`
             measures it, or reads it from a file). None: what benchmark/host_pace.py found on this machine not long ago, where
             it is the target; else it is not known.
@@ -54,7 +54,7 @@ class Circumstances(TypedDict, total=False):
 
     load: Mapping[str, float] | None
     notices: Sequence[str]
-    other: OtherWork | None
+    co_runner: CoRunner | None
     host_pace: float | HostPace | None
 
 
@@ -142,7 +142,7 @@ class Predictor:
 
     def runs(self, sources: Iterable[Source], *, dims: Mapping[str, int] | None = None, static: bool = False,
              way: WayOfRunning = AS_USUAL, composition: Composition | None = None, load: Mapping[str, float] | None = None,
-             notices: Sequence[str] = (), other: OtherWork | None = None,
+             notices: Sequence[str] = (), co_runner: CoRunner | None = None,
              host_pace: float | HostPace | None = None) -> list[PredictedRun]:
         """As `predict_many`, with what the predictions were made from."""
         fitted = self.fitted
@@ -156,10 +156,10 @@ class Predictor:
         if fitted.sharing is None and (unread := sorted(set(load) - set(fitted.predictors.sidecar.metrics))):
             notices = (*notices, f"the load's {', '.join(unread)} was in no training and is not looked at")
         misfits = [check_fit(record, fitted.target, fitted.predictors.sidecar.dtypes, self.force) for record in records]
-        conditions = Conditions(fitted, used, way, self.strict, load, beside_of(fitted, used, way, load, other), pace)
+        conditions = Conditions(fitted, used, way, self.strict, load, shared_gpu_of(fitted, used, way, load, co_runner), pace)
         known = known_kernels(records, conditions)
         return [predicted_run(record, known, conditions, (
-            *notices, *of_record, *sharing_warning(conditions.beside), *model_warnings(record, known, way)))
+            *notices, *of_record, *sharing_warning(conditions.shared_gpu), *model_warnings(record, known, way)))
             for record, of_record in zip(records, misfits, strict=True)]
 
 
@@ -197,7 +197,7 @@ class Predictor:
         return pair(self.shared(one, dims=dims, static=static), self.shared(two, dims=two_dims, static=static))
 
     def objective(self, model: Source | PredictedRun, limit_ms: float, percentile: float = PERCENTILE, *,
-                  like: OtherWork | None = None, **options: Unpack[Options]) -> SloUnderLoad:
+                  like: CoRunner | None = None, **options: Unpack[Options]) -> SloUnderLoad:
         """Whether a model keeps to a latency objective, and the highest load at which it still does.
 
         Args:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ort_analysis.records.kernel_record import ModelRecord
 from training.composition.fitted import Composition, load_composition
-from training.kernels.doubt import Doubt, read_doubt
 from training.kernels.predictors import Predictors, load_predictors
+from training.kernels.uncertainty import Doubt, read_doubt
 from training.sharing.learned import Sharing, read_sharing
 from utils.errors import UserError
 from utils.files import cached

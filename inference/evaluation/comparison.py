@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from inference.evaluation.cases import Case
-from inference.sharing.co_runner import ToldBy
+from inference.evaluation.evaluated_models import Case
+from inference.sharing.co_runner import LoadSource
 from ort_analysis.records.kernel_record import Frozen
 from utils.timing import ErrorStatistics, error_statistics, summarize
 
@@ -46,7 +46,7 @@ class Comparison(Frozen):
     level: float
     background: str = ""
     load: dict[str, float] = {}
-    told_by: ToldBy | None = None
+    told_by: LoadSource | None = None
     held_out: bool
     background_held_out: bool = False
     predicted_ms: float

@@ -9,10 +9,10 @@ from typing import Any
 from benchmark.records.files import header_path, load_header
 from inference.core.conditions import check_way
 from inference.core.host_pace import USUAL, counts
+from inference.core.run_modes import AS_USUAL, WayOfRunning
 from inference.core.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here, local_targets
-from inference.core.ways import AS_USUAL, WayOfRunning
-from inference.evaluation.cases import Case, Failures, cases_of, predict_case, recorded_cases
 from inference.evaluation.comparison import Evaluation, compare, summarise
+from inference.evaluation.evaluated_models import Case, Failures, cases_of, predict_case, recorded_cases
 from inference.evaluation.here import LoadsHere, MeasuredHere, MeasuringPlan, measure_all
 from ort_analysis.records.kernel_record import ModelRecord
 from ort_analysis.records.reading import load_records

@@ -22,9 +22,9 @@ from benchmark.records.files import model_table_path
 from benchmark.records.reading import load_model_table
 from benchmark.runtimes.protocol import Reply, Request
 from benchmark.runtimes.worker_client import Worker, WorkerFailed
-from inference.core.conditions import check_beside
+from inference.core.conditions import check_mode_while_shared
 from inference.core.host_pace import HostPace, compares, ratio_of
-from inference.evaluation.cases import Case, Failures, predict_case
+from inference.evaluation.evaluated_models import Case, Failures, predict_case
 from inference.live.load import InferenceConfig, Load, current_load, fields_asked, read_metrics
 from inference.live.prometheus import server_for
 from inference.sharing.co_runner import probe_of, probed
@@ -37,9 +37,9 @@ from utils.paths import Workspace
 
 if TYPE_CHECKING:
     from benchmark.collecting.config import CollectorConfig
-    from graph_model.simulation.sharing import OtherWork
+    from graph_model.simulation.sharing import CoRunner
+    from inference.core.run_modes import WayOfRunning
     from inference.core.targets import Fitted
-    from inference.core.ways import WayOfRunning
 
 log = get_logger("evaluator")
 
@@ -95,7 +95,7 @@ class LoadsHere:
         if self.metrics_file:
             read_metrics(self.metrics_file)
         if fitted.sharing and (self.under_load or self.probe):
-            check_beside(way)
+            check_mode_while_shared(way)
         if self.under_load and not self.probe and not fields_asked(fitted):
             raise UserError(f"{fitted.target.name}: its predictors were trained without metrics, so no load changes what they "
                             "say; collect at levels above 0 and train again, or leave --under-load out")
@@ -129,7 +129,7 @@ class LoadsHere:
         """What reads this machine's metrics where loads are started and no Prometheus tells of them; else None."""
         return self.under_load.open_source(device) if self.under_load and self.config.prometheus.url is None else None
 
-    def now(self, fitted: Fitted, level: float, source: MetricSource | None) -> tuple[Load, OtherWork | None]:
+    def now(self, fitted: Fitted, level: float, source: MetricSource | None) -> tuple[Load, CoRunner | None]:
         """What else runs at this moment: by metrics, and as a probe met it.
 
         Args:
@@ -187,7 +187,7 @@ def _measure_all(ready: Sequence[Case], worker: Worker, fitted: Fitted, way: Way
                 now, other = loads.now(fitted, level, source)
                 for notice in now.notices:
                     log.warning("%s", notice)
-                cases = [case.beside(level, name, now.metrics, other) for case in ready]
+                cases = [case.next_to(level, name, now.metrics, other) for case in ready]
                 for case in cases:
                     predict_case(case, target, way, workspace, force, failures)
                 idle = all(case.idle for case in cases)

@@ -11,10 +11,10 @@ from inference.live.load import InferenceConfig, Load, current_load, fields_aske
 from inference.sharing.co_runner import probe_of, probed
 
 if TYPE_CHECKING:
-    from graph_model.simulation.sharing import OtherWork
+    from graph_model.simulation.sharing import CoRunner
     from inference.core.host_pace import PaceAsked
     from inference.core.predictor import Circumstances, Predictor
-    from inference.core.ways import WayOfRunning
+    from inference.core.run_modes import WayOfRunning
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class Surroundings:
         Raises:
             UserError: a probe can't be read, or does not fit the target.
         """
-        return {"load": load.metrics, "notices": load.notices, "other": self._other(load),
+        return {"load": load.metrics, "notices": load.notices, "co_runner": self._co_runner(load),
                 "host_pace": self.host.now(self.predictor.fitted, self.way, load.host_probe_us)}
 
     def now(self) -> Circumstances:
         """The same with the load of this moment, which must be known: what Prometheus does not say is not taken for idle."""
         return self.with_load(self.load(self.config.never_idle()))
 
-    def _other(self, load: Load) -> OtherWork | None:
+    def _co_runner(self, load: Load) -> CoRunner | None:
         """What else runs, as a probe met it: the one that was asked for, or else Prometheus's."""
         if self.probe is None:
             return probe_of(self.predictor.fitted, load)

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmark.metrics.soundness import checked
 from graph_model.simulation.pipeline import PipelineCosts
-from graph_model.simulation.sharing import OtherWork, shared_runs_ms
+from graph_model.simulation.sharing import CoRunner, shared_runs_ms
 from graph_model.simulation.tracks import Tracks
 from inference.core.targets import Fitted, is_here, local_targets
 from ort_analysis.records.kernel_record import Frozen
@@ -18,9 +18,9 @@ from training.sharing.learned import (
     FIT,
     Sharing,
     busy_share,
-    other_work_guessed,
-    other_work_probed,
-    other_work_summarised,
+    co_runner_guessed,
+    co_runner_probed,
+    co_runner_summarised,
 )
 from utils.errors import UserError
 from utils.sharing_mode import check_sharing_mode, sharing_mode
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from inference.live.load import Load
 
 SHOWN_PERCENTILES = (50, 95, 99)
-ToldBy = Literal["probe", "metrics", "share", "prediction"]
+LoadSource = Literal["probe", "metrics", "share", "prediction"]
 SEED = 7  # of the simulated callers: the same question has the same answer
 
 
@@ -56,7 +56,7 @@ class UnderLoad(Frozen):
     mean_ms: float
     percentiles_ms: tuple[float, ...]
     busy_share: float
-    told_by: ToldBy
+    told_by: LoadSource
 
     def percentile_ms(self, percent: float) -> float:
         """The latency that `percent` % of the runs do not exceed."""
@@ -74,12 +74,12 @@ class UnderLoad(Frozen):
         return {"mean (ms)": self.mean_ms} | {f"p{percent} (ms)": self.percentile_ms(percent) for percent in SHOWN_PERCENTILES}
 
 
-def under_load(tracks: Tracks, costs: PipelineCosts, sharing: Sharing, other: OtherWork, told_by: ToldBy) -> UnderLoad:
+def under_load(tracks: Tracks, costs: PipelineCosts, sharing: Sharing, co_runner: CoRunner, told_by: LoadSource) -> UnderLoad:
     """The distribution of a model's latency beside other work; tracks and costs as `pipeline_ms` takes them."""
-    runs = shared_runs_ms(tracks, costs, sharing.slice_ms, other, np.random.default_rng(SEED))
+    runs = shared_runs_ms(tracks, costs, sharing.slice_ms, co_runner, np.random.default_rng(SEED))
     return UnderLoad(
         mean_ms=float(runs.mean()), percentiles_ms=tuple(np.percentile(runs, np.arange(101)).tolist()),
-        busy_share=other.busy_share, told_by=told_by)
+        busy_share=co_runner.busy_share, told_by=told_by)
 
 
 def check_mode_here(fitted: Fitted) -> None:
@@ -88,7 +88,7 @@ def check_mode_here(fitted: Fitted) -> None:
         check_sharing_mode(sharing_mode())
 
 
-def other_work(fitted: Fitted, load: Mapping[str, float]) -> OtherWork | None:
+def co_runner_of(fitted: Fitted, load: Mapping[str, float]) -> CoRunner | None:
     """What else runs, as metrics tell; None where nothing was learned of sharing, so that kernels' times answer to the load.
 
     Raises:
@@ -103,10 +103,10 @@ def other_work(fitted: Fitted, load: Mapping[str, float]) -> OtherWork | None:
     if share is None:
         raise UserError(f"the load has neither {' nor '.join(BUSY_FIELDS)}, so that it doesn't say how busy the GPU is: give "
                         "one of them, or a probe")
-    return other_work_guessed(share, fitted.sharing)
+    return co_runner_guessed(share, fitted.sharing)
 
 
-def probed(fitted: Fitted, reading: ProbeReading | None = None) -> OtherWork:
+def probed(fitted: Fitted, reading: ProbeReading | None = None) -> CoRunner:
     """What else runs, as the sharing probe tells: `reading`, or without one a reading on this machine now.
 
     Raises:
@@ -126,10 +126,10 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> OtherWork:
                             f"{' and '.join(own.name for own in local_targets())}; run there: python "
                             "benchmark/sharing_probe.py --out reading.json, and give that file")
         reading = probe(fitted.target.flavour.device)
-    return other_work_probed(reading, fitted.sharing.alone_ms)
+    return co_runner_probed(reading, fitted.sharing.alone_ms)
 
 
-def probe_of(fitted: Fitted, load: Load) -> OtherWork | None:
+def probe_of(fitted: Fitted, load: Load) -> CoRunner | None:
     """What else runs, as the probe's reading that a Prometheus gave with the load tells it; None where it gave none.
 
     Raises:
@@ -140,4 +140,4 @@ def probe_of(fitted: Fitted, load: Load) -> OtherWork | None:
         return None
     if fitted.sharing is None:
         raise NotShared(fitted.target.name)
-    return other_work_summarised(load.probe, fitted.sharing.alone_ms)
+    return co_runner_summarised(load.probe, fitted.sharing.alone_ms)

@@ -33,13 +33,13 @@ class Pair(Frozen):
 
 def pair(one: SharedModel, two: SharedModel) -> Pair:
     """Two models side by side, each in a process of its own that runs it again and again without a pause."""
-    return Pair(target=one.prediction.target, models=(_beside(one, two), _beside(two, one)),
+    return Pair(target=one.prediction.target, models=(_of_pair(one, two), _of_pair(two, one)),
                 warnings=tuple(dict.fromkeys((*one.prediction.warnings, *two.prediction.warnings))))
 
 
-def _beside(model: SharedModel, other: SharedModel) -> OneOfTwo:
+def _of_pair(model: SharedModel, other: SharedModel) -> OneOfTwo:
     of = model.prediction
     return OneOfTwo(model=of.model, dims=of.dims, idle_ms=model.alone_ms,
-                    under_load=model.beside(other.in_a_loop(model), "prediction"),
+                    under_load=model.next_to(other.in_a_loop(model), "prediction"),
                     rough_estimate=of.rough_estimate or other.prediction.rough_estimate,
                     estimated_operators=of.estimated_operators)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inference.sharing.co_runner import NotShared, ToldBy, UnderLoad, check_mode_here, under_load
-from training.sharing.learned import Sharing, in_a_loop, other_work_guessed
+from inference.sharing.co_runner import LoadSource, NotShared, UnderLoad, check_mode_here, under_load
+from training.sharing.learned import Sharing, co_runner_guessed, in_a_loop
 
 if TYPE_CHECKING:
     from graph_model.simulation.pipeline import PipelineCosts
-    from graph_model.simulation.sharing import OtherWork
+    from graph_model.simulation.sharing import CoRunner
     from graph_model.simulation.tracks import Tracks
     from inference.core.answers import Prediction
     from inference.core.predicted_run import PredictedRun
@@ -35,16 +35,16 @@ class SharedModel:
     sharing: Sharing
     off_gpu_ms: float = 0.0
 
-    def beside(self, other: OtherWork, told_by: ToldBy) -> UnderLoad:
+    def next_to(self, co_runner: CoRunner, told_by: LoadSource) -> UnderLoad:
         """The distribution of its latency beside other work."""
-        return under_load(self.tracks, self.costs, self.sharing, other, told_by).later_by(self.off_gpu_ms)
+        return under_load(self.tracks, self.costs, self.sharing, co_runner, told_by).later_by(self.off_gpu_ms)
 
-    def at_share(self, share: float, like: OtherWork | None = None) -> UnderLoad:
+    def at_share(self, share: float, like: CoRunner | None = None) -> UnderLoad:
         """The distribution beside a background that is busy for `share` of the time (a ratio), with waits and phases as of an
         average kind of background, or of `like`."""
-        return self.beside(other_work_guessed(share, self.sharing, like), "share")
+        return self.next_to(co_runner_guessed(share, self.sharing, like), "share")
 
-    def in_a_loop(self, other: SharedModel) -> OtherWork:
+    def in_a_loop(self, other: SharedModel) -> CoRunner:
         """This model, run without a pause, as `other` meets it."""
         return in_a_loop((self.tracks, self.costs), (other.tracks, other.costs), self.sharing)
 

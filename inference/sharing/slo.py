@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inference.core.ways import AS_USUAL
+from inference.core.run_modes import AS_USUAL
 from inference.sharing.co_runner import NotShared
 from inference.sharing.shared_models import SharedModel, shared_model_of
 from ort_analysis.records.kernel_record import Frozen
 
 if TYPE_CHECKING:
-    from graph_model.simulation.sharing import OtherWork
+    from graph_model.simulation.sharing import CoRunner
     from inference.core.answers import Prediction
     from inference.core.predicted_run import PredictedRun
 
@@ -66,7 +66,7 @@ def check_slo(prediction: Prediction, limit_ms: float, percentile: float = PERCE
 
 
 def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = PERCENTILE,
-                       like: OtherWork | None = None) -> float | None:
+                       like: CoRunner | None = None) -> float | None:
     """For what share of the time (a ratio) a background may be busy at most so that `percentile` % of the runs still take at
     most `limit_ms`; None where they don't on an idle device.
 
@@ -88,7 +88,7 @@ def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = 
 
 
 def objective_of(run: PredictedRun, limit_ms: float, percentile: float = PERCENTILE,
-                 like: OtherWork | None = None) -> SloUnderLoad:
+                 like: CoRunner | None = None) -> SloUnderLoad:
     """As `check_slo`, with the highest load that still meets it.
 
     Args:

@@ -182,7 +182,8 @@ def test_a_driver_that_fails_is_told(fake: FakeNvml, monkeypatch: pytest.MonkeyP
 def test_a_gpm_window_is_the_time_meant_although_samples_lag(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[float] = []
     source = nvml_metrics.NvmlSource([SM])
-    monkeypatch.setattr(fake, "nvmlGpmSampleAlloc", lambda: taken.append(time.monotonic()) or 1)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(fake, "nvmlGpmSampleAlloc",
+                        lambda: taken.append(time.monotonic()) or 1)  # type: ignore[func-returns-value]
     opened = time.monotonic()
     window = source.start()
     assert time.monotonic() - opened < 0.1  # nobody waits for the first sample

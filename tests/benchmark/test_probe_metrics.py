@@ -189,7 +189,7 @@ def load_of(given: InferenceConfig, workspace: Workspace) -> Load:
 
 def predicted(load: Load, model: Path, workspace: Workspace) -> Prediction:
     other = probe_of(fitted_for(workspace, TARGET), load)
-    return predict(model, target=TARGET, workspace=workspace, load=load.metrics, notices=load.notices, other=other)
+    return predict(model, target=TARGET, workspace=workspace, load=load.metrics, notices=load.notices, co_runner=other)
 
 
 @pytest.mark.parametrize("level", [level for level, _ in LOADS])
@@ -200,7 +200,7 @@ def test_it_says_what_the_readings_file_says(port: int, readings: dict[float, Pr
     assert load.metrics == {ENGINE: pytest.approx(0.4)}
     found = predicted(load, model, workspace).under_load
     from_file = predict(model, target=TARGET, workspace=workspace,
-                        other=probed_work(fitted_for(workspace, TARGET), readings[level])).under_load
+                        co_runner=probed_work(fitted_for(workspace, TARGET), readings[level])).under_load
     from_metrics = predict(model, target=TARGET, workspace=workspace, load=METRICS).under_load
     assert found
     assert from_file

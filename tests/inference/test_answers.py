@@ -22,11 +22,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_stand import STEP_S, Exporter, device_labels, free_port, prometheus, recorded, value, wait_for
 
 from graph_model.simulation.pipeline import PipelineCosts
-from graph_model.simulation.sharing import OtherWork, turns_ms
+from graph_model.simulation.sharing import CoRunner, turns_ms
 from graph_model.simulation.tracks import NodeKind, Tracks
 from inference import Watch, check_slo, highest_busy_share, predict, predict_curve, predict_pair, shared_model, slo_under_load
+from inference.core.run_modes import WayOfRunning
 from inference.core.targets import fitted_for
-from inference.core.ways import WayOfRunning
 from inference.live.load import fields_asked
 from inference.live.prediction_exporter import FAILED, LATENCY, MEAN, PREDICTED, ROUGH
 from inference.sharing.co_runner import NotShared, UnderLoad
@@ -125,7 +125,7 @@ def test_two_models_side_by_side(model: SharedModel, workspace: Workspace) -> No
     assert one.idle_ms == predict("resnet18.onnx", target=TARGET, workspace=workspace).latency_ms
     assert one.under_load.mean_ms > one.idle_ms
     assert pair.warnings == model.prediction.warnings
-    assert one.under_load == model.beside(model.in_a_loop(model), "prediction")
+    assert one.under_load == model.next_to(model.in_a_loop(model), "prediction")
     assert json.loads(told(shell(workspace, "pair_latency", "--beside-model", "resnet18.onnx", "--json"))) == pair.model_dump(
         mode="json")
     header, *rows = (line.split("\t") for line in told(
@@ -137,8 +137,8 @@ def test_two_models_side_by_side(model: SharedModel, workspace: Workspace) -> No
 def test_each_waits_for_the_others_turns(model: SharedModel) -> None:
     """1 ms of work waits once, for the 0.5 ms of the other one and a switch; 5 ms three times (slices of 2 ms)."""
     short, middle, long = (working(model, gpu_ms) for gpu_ms in (0.5, 1.0, 5.0))
-    assert middle.beside(short.in_a_loop(middle), "prediction").percentiles_ms[50] == pytest.approx(1.0 + 0.76, abs=0.05)
-    assert long.beside(short.in_a_loop(long), "prediction").percentiles_ms[50] == pytest.approx(5.0 + 3 * 0.76, abs=0.05)
+    assert middle.next_to(short.in_a_loop(middle), "prediction").percentiles_ms[50] == pytest.approx(1.0 + 0.76, abs=0.05)
+    assert long.next_to(short.in_a_loop(long), "prediction").percentiles_ms[50] == pytest.approx(5.0 + 3 * 0.76, abs=0.05)
 
 
 def test_a_target_whose_sharing_is_not_known(torch_models: dict[str, Path], tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_curve_over_the_load(workspace: Workspace, model: SharedModel, tmp_pat
     first, *_, last = curve.points
     assert [point.busy_share for point in curve.points] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert [first.mean_ms, first.p50_ms, first.p99_ms] == pytest.approx([model.prediction.latency_ms] * 3, rel=1e-4)
-    always = model.beside(OtherWork(1.0, 0.0, np.array(SHARING.waits_ms)), "share")
+    always = model.next_to(CoRunner(1.0, 0.0, np.array(SHARING.waits_ms)), "share")
     assert (last.mean_ms, last.p95_ms) == (always.mean_ms, always.percentile_ms(95))
     means = [point.mean_ms for point in curve.points]
     assert means == sorted(means)

@@ -24,13 +24,13 @@ from benchmark.load.backgrounds import Background
 from benchmark.records.files import header_path, journal_path, load_header, read_journal
 from benchmark.records.measurement import Measurement
 from benchmark.runtimes.worker_client import Worker
-from graph_model.simulation.sharing import OtherWork
+from graph_model.simulation.sharing import CoRunner
 from inference import predict
-from inference.core.ways import WayOfRunning
+from inference.core.run_modes import WayOfRunning
 from inference.evaluation import here as evaluation_here
-from inference.evaluation.cases import Case, Failures, recorded_cases
 from inference.evaluation.comparison import compare, percent, summarise
 from inference.evaluation.evaluate import evaluate
+from inference.evaluation.evaluated_models import Case, Failures, recorded_cases
 from inference.evaluation.here import LoadsHere, MeasuringPlan
 from inference.evaluation.tables import summary_table, table, warned_of
 from inference.live.load import InferenceConfig
@@ -289,10 +289,10 @@ def test_the_evaluator_puts_the_device_under_load_itself(workspace: Workspace) -
 
 def test_distributions_are_scored_by_percentiles(torch_models: dict[str, Path]) -> None:
     """What the shipped H200's predictors say beside other work, against latencies of which a tenth is twice as long."""
-    path, other = torch_models["resnet18"], OtherWork(1.0, 0.0, np.array([0.7, 1.4]))
-    expected = predict(path, target="nvidia-h200", other=other)
+    path, other = torch_models["resnet18"], CoRunner(1.0, 0.0, np.array([0.7, 1.4]))
+    expected = predict(path, target="nvidia-h200", co_runner=other)
     assert expected.under_load is not None
-    case = Case(record=analyze(path, "cuda"), level=1.0, background="compute", other=other, with_lookup=expected,
+    case = Case(record=analyze(path, "cuda"), level=1.0, background="compute", co_runner=other, with_lookup=expected,
                 strict=expected, samples_ms=[1.0] * 90 + [2.0] * 10)
     compared = compare(case, ())
     assert compared is not None
@@ -315,7 +315,7 @@ def test_what_predictions_warn_of_is_told_once(torch_models: dict[str, Path]) ->
     for name in ("resnet18", "mobilenet_v3_small"):
         record = analyze(torch_models[name], "cuda")
         told = predict(record, target="nvidia-h200", load={"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5})
-        cases.append(Case(record=record, level=0.5, with_lookup=told, strict=told, samples_ms=[1.0]))
+        evaluated_models.append(Case(record=record, level=0.5, with_lookup=told, strict=told, samples_ms=[1.0]))
     compared = [one for case in (*cases, cases[0]) if (one := compare(case, ()))]
     warned = warned_of(compared)
     (of_metrics,) = [names for warning, names in warned.items() if "metrics alone hide" in warning]
@@ -400,19 +400,19 @@ def test_a_prometheus_that_is_not_there_is_told_before_any_load_is_started(
 
 def test_a_probe_that_never_waited_met_an_idle_device(tmp_path: Path) -> None:
     record = analyze(conv_net(tmp_path / "net.onnx"), "cpu")
-    assert Case(record=record, other=OtherWork(0.0, 1.0, np.zeros(0))).idle
-    assert Case(record=record, other=OtherWork(0.5, 49.5, np.array([0.2]))).idle  # a run that took long for itself
-    assert not Case(record=record, other=OtherWork(1.0, 0.0, np.array([0.5]))).idle
+    assert Case(record=record, co_runner=CoRunner(0.0, 1.0, np.zeros(0))).idle
+    assert Case(record=record, co_runner=CoRunner(0.5, 49.5, np.array([0.2]))).idle  # a run that took long for itself
+    assert not Case(record=record, co_runner=CoRunner(1.0, 0.0, np.array([0.5]))).idle
     engine = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
     assert [Case(record=record, load=load).idle for load in ({}, {engine: 6e-5}, {engine: 0.1}, {METRIC: 0.0})] == [
         True, True, False, False]
-    loaded = Case(record=record).beside(0.5, "compute", {}, None)
+    loaded = Case(record=record).next_to(0.5, "compute", {}, None)
     assert (loaded.idle, loaded.name, Case(record=record).name) == (False, "net at level 0.5, compute", "net")
 
 
 def test_a_fault_at_one_model_costs_only_it(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as the features of a scalar once were. The fault is put in here."""
-    from inference.evaluation import cases
+    from inference.evaluation import evaluated_models
 
     def faulty(source: Any, **more: Any) -> Any:
         if source.model == "anet_c16":

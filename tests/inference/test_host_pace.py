@@ -30,12 +30,12 @@ from benchmark.runtimes.ort.host_probe import host_probe
 from benchmark.runtimes.worker_client import Worker
 from inference import Watch, predict
 from inference.core.answers import Prediction
-from inference.core.doubt import HOSTS, PACE_POWER, joined
 from inference.core.host_pace import HostPace, PaceAsked, measured_pace, pace_of_file, recent_pace
+from inference.core.run_modes import AS_USUAL, WayOfRunning
 from inference.core.targets import fitted_for
-from inference.core.ways import AS_USUAL, WayOfRunning
-from inference.evaluation.cases import Case, Failures, predict_case
+from inference.core.uncertainty import HOSTS, PACE_POWER, joined
 from inference.evaluation.comparison import compare
+from inference.evaluation.evaluated_models import Case, Failures, predict_case
 from inference.evaluation.here import at_measured_pace, time_session
 from inference.evaluation.tables import table
 from inference.live.load import InferenceConfig, current_load

@@ -13,8 +13,8 @@ from benchmark.records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
 from inference import measure_missing, predict
 from inference.core.targets import fitted_for
 from ort_analysis.graph.analysis import analyze
-from tests.inference.test_doubt import recurrent
 from tests.inference.test_missing_kernels import TARGET, command
+from tests.inference.test_uncertainty import recurrent
 from training.kernels.predictors import load_predictors
 from utils.errors import UserError
 from utils.fingerprint import has_cuda

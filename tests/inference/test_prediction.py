@@ -20,8 +20,8 @@ from benchmark.traces.anatomy import measured_trace
 from benchmark.traces.gpu_trace import GpuRun, GpuWork, Launch
 from inference import predict, predict_many
 from inference.core import targets
+from inference.core.run_modes import WayOfRunning
 from inference.core.targets import choose_target, fitted_for
-from inference.core.ways import WayOfRunning
 from inference.live.load import InferenceConfig, Load, current_load
 from inference.prediction_speed import copies
 from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY

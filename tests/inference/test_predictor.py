@@ -23,8 +23,8 @@ from inference import (
     shared_model,
     slo_under_load,
 )
+from inference.core.run_modes import WayOfRunning
 from inference.core.timeline import trace_of
-from inference.core.ways import WayOfRunning
 from inference.sharing.co_runner import NotShared
 from ort_analysis.records.kernel_record import ModelRecord
 from ort_analysis.records.reading import load_record

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from benchmark.records.blocks import Block
 from benchmark.records.files import journal_path, load_header
 from inference import predict
-from inference.core.ways import WayOfRunning
+from inference.core.run_modes import WayOfRunning
 from ort_analysis.cuda.capture import capture_obstacle
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.records.kernel_record import ModelRecord

@@ -22,13 +22,13 @@ from ort_analysis.records.kernel_types import describe_kernel
 from recipes.convert.convert_files import convert_all
 from training.kernels import estimators, saving
 from training.kernels.boosters import SavedBoosters, pack_booster
-from training.kernels.doubt import doubt_path
 from training.kernels.label_training import train_label
 from training.kernels.measured_times import MeasuredTimes
 from training.kernels.predictors import load_predictors
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.sidecar import sidecar_path
 from training.kernels.training_set import load_training_set
+from training.kernels.uncertainty import doubt_path
 from training.train_kernel_model import save
 from utils import files
 from utils.errors import UserError

@@ -18,7 +18,7 @@ from benchmark.load.probe_reading import ProbedRuns, ProbeReading, summarised
 from benchmark.records.blocks import Block
 from benchmark.records.files import DatasetHeader, header_path
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
-from graph_model.simulation.sharing import OtherWork, gpu_work_ms, shared_runs_ms
+from graph_model.simulation.sharing import CoRunner, gpu_work_ms, shared_runs_ms
 from graph_model.simulation.tracks import NodeKind, Tracks
 from training.fit_sharing import SLICES_MS, Evaluation, backgrounds_of, errors_of, typical
 from training.sharing.learned import (
@@ -26,11 +26,11 @@ from training.sharing.learned import (
     Sharing,
     TracksAndCosts,
     busy_share,
+    co_runner_guessed,
+    co_runner_probed,
+    co_runner_seen,
+    co_runner_summarised,
     in_a_loop,
-    other_work_guessed,
-    other_work_probed,
-    other_work_seen,
-    other_work_summarised,
     read_sharing,
     sharing_path,
 )
@@ -51,23 +51,23 @@ def alike(gpu_ms: float, nodes: int, launches: float) -> Tracks:
     return Tracks(np.full(nodes, gpu_ms / nodes), np.full(nodes, launches), np.full(nodes, NodeKind.OWN))
 
 
-def runs(gpu_ms: float, other: OtherWork, nodes: int = 60, launches: float = 2.0) -> npt.NDArray[np.float64]:
+def runs(gpu_ms: float, co_runner: CoRunner, nodes: int = 60, launches: float = 2.0) -> npt.NDArray[np.float64]:
     """Runs of a model of equal nodes that takes the GPU `gpu_ms`."""
-    return shared_runs_ms(alike(gpu_ms, nodes, launches), COSTS, 2.0, other, np.random.default_rng(0))
+    return shared_runs_ms(alike(gpu_ms, nodes, launches), COSTS, 2.0, co_runner, np.random.default_rng(0))
 
 
 def idle(gpu_ms: float, nodes: int = 60, launches: float = 2.0) -> float:
     return pipeline_ms(alike(gpu_ms, nodes, launches), COSTS)
 
 
-def always(wait_ms: float) -> OtherWork:
-    return OtherWork(1.0, 0.0, np.array([wait_ms]))
+def always(wait_ms: float) -> CoRunner:
+    return CoRunner(1.0, 0.0, np.array([wait_ms]))
 
 
 @pytest.mark.parametrize("gpu_ms", [0.1, 0.7, 3.0, 9.0])
 @pytest.mark.parametrize("nodes", [5, 60, 400])
 def test_beside_nothing_a_run_is_as_long_as_on_an_idle_gpu(gpu_ms: float, nodes: int) -> None:
-    nothing = OtherWork(0.0, 1.0, np.zeros(0))
+    nothing = CoRunner(0.0, 1.0, np.zeros(0))
     assert runs(gpu_ms, nothing, nodes) == pytest.approx(idle(gpu_ms, nodes), rel=1e-4)
 
 
@@ -87,19 +87,19 @@ def test_a_host_that_is_the_slower_track_hides_part_of_a_wait() -> None:
 
 
 def test_beside_pauses_a_run_is_a_mixture() -> None:
-    found = runs(1.0, OtherWork(10.0, 10.0, np.array([0.7])))
+    found = runs(1.0, CoRunner(10.0, 10.0, np.array([0.7])))
     assert np.percentile(found, 5) == pytest.approx(idle(1.0), rel=0.01)
     assert np.percentile(found, 97) == pytest.approx(idle(1.0) + 0.7, rel=0.05)
     assert idle(1.0) < found.mean() < idle(1.0) + 0.5
 
 
 def test_a_probe_that_never_waited_saw_nothing() -> None:
-    seen = other_work_seen(np.arange(100) * 0.02, np.full(100, 0.016), 0.016)
+    seen = co_runner_seen(np.arange(100) * 0.02, np.full(100, 0.016), 0.016)
     assert (seen.busy_ms, len(seen.waits_ms)) == (0.0, 0)
 
 
 def test_a_probe_that_always_waited_saw_work_without_pauses() -> None:
-    seen = other_work_seen(np.arange(50) * 2.45, np.full(50, 2.436), 0.016)
+    seen = co_runner_seen(np.arange(50) * 2.45, np.full(50, 2.436), 0.016)
     assert seen.quiet_ms == 0
     assert seen.waits_ms == pytest.approx(np.full(50, 2.42))
 
@@ -112,7 +112,7 @@ def test_a_probe_tells_phases_apart() -> None:
         starts.append(now)
         latencies.append(took)
         now += took
-    seen = other_work_seen(starts, latencies, 0.016)
+    seen = co_runner_seen(starts, latencies, 0.016)
     assert (seen.busy_ms, seen.quiet_ms) == (pytest.approx(8.0, abs=0.75), pytest.approx(12.0, abs=0.75))
     assert seen.waits_ms == pytest.approx(np.full(len(seen.waits_ms), 0.724))
 
@@ -136,8 +136,8 @@ def test_a_summary_tells_what_its_reading_does(archive: str, border_runs: int) -
     alone, at_the_border = alone_ms(blocks), 0
     for block in blocks:
         assert block.probe is not None
-        probed, summary = other_work_probed(block.probe, alone), summarised(block.probe)
-        found = other_work_summarised(summary, alone)
+        probed, summary = co_runner_probed(block.probe, alone), summarised(block.probe)
+        found = co_runner_summarised(summary, alone)
         assert (found.busy_ms == 0.0, found.quiet_ms == 0.0) == (probed.busy_ms == 0.0, probed.quiet_ms == 0.0)
         assert found.busy_ms == pytest.approx(probed.busy_ms, rel=0.05)
         at_the_border += found.quiet_ms != pytest.approx(probed.quiet_ms, rel=0.05)
@@ -155,7 +155,7 @@ def test_a_summary_where_even_the_shortest_run_waited() -> None:
     summary = summarised(reading)
     assert summary.busy_ms > 0
     assert summary.quiet_ms > 0
-    found, probed = (other_work_summarised(summary, SHARING.alone_ms), other_work_probed(reading, SHARING.alone_ms))
+    found, probed = (co_runner_summarised(summary, SHARING.alone_ms), co_runner_probed(reading, SHARING.alone_ms))
     assert (found.busy_ms, found.quiet_ms) == (probed.busy_ms, probed.quiet_ms) == (1.0, 0.0)
     assert found.waits_ms.mean() == pytest.approx(probed.waits_ms.mean(), rel=0.02)
 
@@ -164,10 +164,10 @@ def test_summaries_of_nothing_and_of_next_to_nothing_but_waiting() -> None:
     nothing = summarised(long_runs([0.5] * 30 + [0.6]))
     assert (nothing.waited_ms, nothing.busy_ms, nothing.quiet_ms) == ((), 0.0, pytest.approx(15.6))
     assert (nothing.latencies_ms[0], nothing.latencies_ms[-1], len(nothing.latencies_ms)) == (0.5, 0.6, 21)
-    assert other_work_summarised(nothing, SHARING.alone_ms)[:2] == (0.0, 1.0)
+    assert co_runner_summarised(nothing, SHARING.alone_ms)[:2] == (0.0, 1.0)
     always = summarised(long_runs([2.9] * 30 + [0.5] + [2.9] * 30))
     assert (always.busy_ms, always.quiet_ms) == (pytest.approx(60 * 2.9 + 0.5), 0.0)
-    found = other_work_summarised(always, SHARING.alone_ms)
+    found = co_runner_summarised(always, SHARING.alone_ms)
     assert found[:2] == (1.0, 0.0)
     assert found.waits_ms == pytest.approx(np.full(21, 2.4))
 
@@ -175,26 +175,26 @@ def test_summaries_of_nothing_and_of_next_to_nothing_but_waiting() -> None:
 @pytest.mark.parametrize("mode", ["mps", "mig"])
 def test_a_summary_of_a_gpu_that_is_shared_otherwise(mode: SharingMode) -> None:
     with pytest.raises(UserError, match=f"sharing mode {mode}: .* measured in time slices only"):
-        other_work_summarised(summarised(long_runs([0.5], mode)), SHARING.alone_ms)
+        co_runner_summarised(summarised(long_runs([0.5], mode)), SHARING.alone_ms)
 
 
 def test_metrics_tell_how_busy_the_gpu_is() -> None:
     assert busy_share({"DCGM_FI_DEV_GPU_UTIL": 60.0}) == 0.6
     assert busy_share({"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.3, "DCGM_FI_DEV_GPU_UTIL": 60.0}) == 0.3
     assert busy_share({"DCGM_FI_DEV_POWER_USAGE": 300.0}) is None
-    guessed = other_work_guessed(0.25, SHARING)
+    guessed = co_runner_guessed(0.25, SHARING)
     assert (guessed.busy_ms, guessed.quiet_ms, guessed.waits_ms.tolist()) == (5.0, 15.0, [0.3, 0.7, 2.4])
-    assert other_work_guessed(0.99, SHARING).quiet_ms == 0
-    assert other_work_guessed(0.0, SHARING).busy_ms == 0
+    assert co_runner_guessed(0.99, SHARING).quiet_ms == 0
+    assert co_runner_guessed(0.0, SHARING).busy_ms == 0
 
 
 def test_a_load_guessed_to_be_like_a_probed_one_has_its_waits_and_phases() -> None:
-    like = OtherWork(5.0, 3.0, np.array([0.7, 0.8]))
-    guessed = other_work_guessed(0.25, SHARING, like)
+    like = CoRunner(5.0, 3.0, np.array([0.7, 0.8]))
+    guessed = co_runner_guessed(0.25, SHARING, like)
     assert (guessed.busy_ms, guessed.quiet_ms, guessed.waits_ms.tolist()) == (2.0, 6.0, [0.7, 0.8])
-    steady = other_work_guessed(0.25, SHARING, OtherWork(1.0, 0.0, np.array([0.7])))
+    steady = co_runner_guessed(0.25, SHARING, CoRunner(1.0, 0.0, np.array([0.7])))
     assert (steady.busy_ms, steady.quiet_ms, steady.waits_ms.tolist()) == (5.0, 15.0, [0.7])  # no phases to be seen
-    nothing = other_work_guessed(0.25, SHARING, OtherWork(0.0, 1.0, np.zeros(0)))
+    nothing = co_runner_guessed(0.25, SHARING, CoRunner(0.0, 1.0, np.zeros(0)))
     assert nothing.waits_ms.tolist() == [0.3, 0.7, 2.4]
 
 
@@ -209,7 +209,7 @@ def test_what_was_learned_is_read_as_written(tmp_path: Path) -> None:
 
 
 def shared(model: str, machine: str, latencies_ms: list[float], wait_ms: float = 0.7) -> SharedRuns:
-    return SharedRuns(model, "compute", 0.5, np.array(latencies_ms), 1.0, OtherWork(10.0, 10.0, np.array([wait_ms])), 0.5, {},
+    return SharedRuns(model, "compute", 0.5, np.array(latencies_ms), 1.0, CoRunner(10.0, 10.0, np.array([wait_ms])), 0.5, {},
                       machine)
 
 
@@ -270,7 +270,7 @@ def test_a_slice_at_the_edge_of_those_tried_is_warned_of(slice_ms: float, warns:
     """A run as it is simulated with a slice finds this slice again."""
     model = Simulated(track(7.3), COSTS)
     run = shared("a", "one", [1.0], 2.4)
-    run = replace(run, idle_ms=model.idle_ms(), samples_ms=model.beside(run.other, slice_ms)[:1])
+    run = replace(run, idle_ms=model.idle_ms(), samples_ms=model.next_to(run.co_runner, slice_ms)[:1])
     evaluation = Evaluation([run], SimulatedModels({"a": model}, {"a": model}, {"a": "a"}, {}), SHARING.alone_ms)
     with caplog.at_level("WARNING"):
         assert evaluation.learned().slice_ms == slice_ms
@@ -296,7 +296,7 @@ def test_a_switch_is_fitted_without_the_looped_model_and_without_the_family() ->
     def beside(place: int, switch_ms: float) -> npt.NDArray[np.float64]:
         sharing = learned.model_copy(update={"switch_ms": switch_ms})
         model, other = models[runs[place].model], models[looped[runs[place].background]]
-        return model.beside(in_a_loop(other.run, model.run, sharing), sharing.slice_ms)
+        return model.next_to(in_a_loop(other.run, model.run, sharing), sharing.slice_ms)
 
     measured = np.array([beside(0, 0.1), beside(1, 0.1), beside(2, 0.3), beside(3, 0.3)])
     pairs = Pairs(runs, measured, models, {"a": "a", "b": "b"}, looped, [learned] * 4)

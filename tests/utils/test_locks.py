@@ -19,8 +19,8 @@ import pytest
 
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import start_crew
-from inference.core.ways import AS_USUAL
-from inference.evaluation.cases import Failures
+from inference.core.run_modes import AS_USUAL
+from inference.evaluation.evaluated_models import Failures
 from inference.evaluation.here import LoadsHere, MeasuringPlan, measure_all
 from tests.conftest import build_workspace, small_model
 from utils import cli, locks

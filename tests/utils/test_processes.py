@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluation import cases as evaluation_cases
-from inference.evaluation.cases import Failures, cases_of
+from inference.evaluation import evaluated_models as evaluation_cases
+from inference.evaluation.evaluated_models import Failures, cases_of
 from ort_analysis import fusion_detector
 from ort_analysis.fusion_detector import write_records
 from ort_analysis.records.kernel_record import ModelRecord

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ort_analysis.records.kernel_record import Kernel, KernelInput
 from ort_analysis.records.kernel_types import describe_kernel
-from training.kernels.doubt import Range
+from training.kernels.uncertainty import Range
 
 ONE_TENSOR = ("Abs", "Ceil", "Celu", "Cos", "Elu", "Erf", "Exp", "FastGelu", "Floor", "LeakyRelu", "Log", "Mish", "Neg",
               "Reciprocal", "Round", "Selu", "Sigmoid", "Sign", "Sin", "Softplus", "Softsign", "Sqrt", "Swish", "Tanh",

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from benchmark.load.probe_reading import ALWAYS, ProbeReading, ProbeSummary, phases_ms, waiting_from_ms
 from graph_model.simulation.pipeline import PipelineCosts
-from graph_model.simulation.sharing import OtherWork, gpu_work_ms, turns_ms
+from graph_model.simulation.sharing import CoRunner, gpu_work_ms, turns_ms
 from graph_model.simulation.tracks import Tracks
 from ort_analysis.records.kernel_record import Frozen
 from utils import files
@@ -86,21 +86,21 @@ def read_sharing(folder: Path) -> Sharing | None:
     return files.read_record(path, Sharing, SHARING_VERSION, FIT) if path.exists() else None
 
 
-def other_work_seen(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, alone_ms: float) -> OtherWork:
+def co_runner_seen(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, alone_ms: float) -> CoRunner:
     """What else runs, as a probe's runs of one piece of work met it, in the phases of `phases_ms`."""
     latencies = np.asarray(latencies_ms, dtype=float)
     waited = latencies > waiting_from_ms(alone_ms)
     return _in_phases(*phases_ms(starts_ms, latencies, waited), latencies[waited] - alone_ms)
 
 
-def _in_phases(busy_ms: float, quiet_ms: float, waits_ms: Floats) -> OtherWork:
+def _in_phases(busy_ms: float, quiet_ms: float, waits_ms: Floats) -> CoRunner:
     """Other work in phases of these lengths, of which one may be 0."""
     if not busy_ms:
-        return OtherWork(0.0, 1.0, waits_ms)
-    return OtherWork(busy_ms, quiet_ms, waits_ms) if quiet_ms else OtherWork(1.0, 0.0, waits_ms)
+        return CoRunner(0.0, 1.0, waits_ms)
+    return CoRunner(busy_ms, quiet_ms, waits_ms) if quiet_ms else CoRunner(1.0, 0.0, waits_ms)
 
 
-def other_work_probed(reading: ProbeReading, alone_ms: Mapping[str, float]) -> OtherWork:
+def co_runner_probed(reading: ProbeReading, alone_ms: Mapping[str, float]) -> CoRunner:
     """What else runs, as a reading of the probe tells it.
 
     Its longer piece of work tells: beside that, as beside a model, the other process queues its next work meanwhile (on an H200
@@ -111,11 +111,11 @@ def other_work_probed(reading: ProbeReading, alone_ms: Mapping[str, float]) -> O
     """
     if reading.sharing is not None:
         check_sharing_mode(reading.sharing)
-    return other_work_seen(reading.long.starts_ms, reading.long.latencies_ms, alone_ms["long"])
+    return co_runner_seen(reading.long.starts_ms, reading.long.latencies_ms, alone_ms["long"])
 
 
-def other_work_summarised(summary: ProbeSummary, alone_ms: Mapping[str, float]) -> OtherWork:
-    """What else runs, as the summary of a reading tells it: what `other_work_probed` says of that reading, with quantiles in
+def co_runner_summarised(summary: ProbeSummary, alone_ms: Mapping[str, float]) -> CoRunner:
+    """What else runs, as the summary of a reading tells it: what `co_runner_probed` says of that reading, with quantiles in
     the place of all waits, and but for a run at the border of waiting.
 
     Raises:
@@ -125,7 +125,7 @@ def other_work_summarised(summary: ProbeSummary, alone_ms: Mapping[str, float]) 
         check_sharing_mode(summary.sharing)
     alone = alone_ms["long"]
     if summary.latencies_ms[0] > waiting_from_ms(alone):  # other work left no gap, so that the shortest run waited too
-        return OtherWork(1.0, 0.0, np.array(summary.latencies_ms) - alone)
+        return CoRunner(1.0, 0.0, np.array(summary.latencies_ms) - alone)
     waits = np.maximum(np.array(summary.waited_ms) - alone, 0.0)  # on a faster GPU than was learned from
     return _in_phases(summary.busy_ms, summary.quiet_ms, waits)
 
@@ -138,21 +138,21 @@ def busy_share(metrics: Mapping[str, float]) -> float | None:
     return None
 
 
-def other_work_guessed(share: float, sharing: Sharing, like: OtherWork | None = None) -> OtherWork:
+def co_runner_guessed(share: float, sharing: Sharing, like: CoRunner | None = None) -> CoRunner:
     """What else runs where only its share of the time is known: with waits as beside an average kind of what was measured, and
     their median cycle, or as of `like`."""
     waits = like.waits_ms if like and len(like.waits_ms) else np.asarray(sharing.waits_ms)
     cycle_ms = like.cycle_ms if like and like.busy_ms and like.quiet_ms else sharing.cycle_ms
     if share > ALWAYS:
-        return OtherWork(1.0, 0.0, waits)
-    return OtherWork(share * cycle_ms, (1.0 - share) * cycle_ms, waits)
+        return CoRunner(1.0, 0.0, waits)
+    return CoRunner(share * cycle_ms, (1.0 - share) * cycle_ms, waits)
 
 
-def in_a_loop(looped: TracksAndCosts, beside: TracksAndCosts, sharing: Sharing) -> OtherWork:
+def in_a_loop(looped: TracksAndCosts, beside: TracksAndCosts, sharing: Sharing) -> CoRunner:
     """A model that runs without a pause, as the model `beside` meets it: it always has work; a wait is one of its turns and a
     switch. It is away from the GPU for as long as the other works in one slice, and for a switch, and dispatches meanwhile.
     """
     away_ms = min(gpu_work_ms(*beside), sharing.slice_ms) + sharing.switch_ms
     longest_ms = max(sharing.longest_wait_ms - sharing.switch_ms, sharing.switch_ms)  # where all that was measured was short
     turns = turns_ms(*looped, longest_ms, away_ms)
-    return OtherWork(1.0, 0.0, turns + sharing.switch_ms) if len(turns) else OtherWork(0.0, 1.0, turns)
+    return CoRunner(1.0, 0.0, turns + sharing.switch_ms) if len(turns) else CoRunner(0.0, 1.0, turns)

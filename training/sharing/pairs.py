@@ -55,8 +55,8 @@ class Pairs:
         self._left_out = [(runs[place].background, families[runs[place].model]) for place in self.cases]
         self._measured = measured[self.cases]
         self._predicted = np.array([[
-            _beside(models[runs[place].model], models[looped[runs[place].background]],
-                    learned[place].model_copy(update={"switch_ms": switch_ms})) for switch_ms in self._switches_ms]
+            _next_to_loop(models[runs[place].model], models[looped[runs[place].background]],
+                          learned[place].model_copy(update={"switch_ms": switch_ms})) for switch_ms in self._switches_ms]
             for place in cli.track(self.cases, "simulating pairs")])
 
     def switch_ms(self) -> float:
@@ -79,6 +79,6 @@ class Pairs:
         return np.array(found)
 
 
-def _beside(model: Simulated, looped: Simulated, sharing: Sharing) -> Floats:
+def _next_to_loop(model: Simulated, looped: Simulated, sharing: Sharing) -> Floats:
     """Statistics of a model's latency while the other one runs in a loop."""
-    return model.beside(in_a_loop(looped.run, model.run, sharing), sharing.slice_ms)
+    return model.next_to(in_a_loop(looped.run, model.run, sharing), sharing.slice_ms)

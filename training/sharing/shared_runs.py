@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
-from graph_model.simulation.sharing import OtherWork, shared_runs_ms
+from graph_model.simulation.sharing import CoRunner, shared_runs_ms
 from graph_model.simulation.tracks import Tracks
 from training.composition.fit_pipeline import MeasuredTracks, left_out_costs
 from training.composition.fitted import load_composition
@@ -20,7 +20,7 @@ from training.composition.measured_models import known_times, left_out_groups, m
 from training.kernels.predictors import ON_GPU
 from training.kernels.sidecar import read_sidecar
 from training.kernels.training_set import load_training_set, measured_times
-from training.sharing.learned import TracksAndCosts, busy_share, other_work_probed
+from training.sharing.learned import TracksAndCosts, busy_share, co_runner_probed
 from utils import cli
 from utils.errors import UserError
 
@@ -43,7 +43,7 @@ class SharedRuns:
     Attributes:
         samples_ms: their latencies.
         idle_ms: the median latency on the same machine while it was idle.
-        other: what the probe saw just before.
+        co_runner: what the probe saw just before.
         busy: for what share of the time the GPU was busy before, by the metrics.
         metrics: all that were read then, by DCGM field name.
         machine: that ran them.
@@ -54,7 +54,7 @@ class SharedRuns:
     level: float
     samples_ms: Floats
     idle_ms: float
-    other: OtherWork
+    co_runner: CoRunner
     busy: float
     metrics: Mapping[str, float]
     machine: str
@@ -94,7 +94,7 @@ def shared_runs(blocks: Sequence[Block], alone: Mapping[str, float]) -> list[Sha
         busy = busy_share(block.background)
         if not block.level or block.probe is None or busy is None:
             continue
-        other = other_work_probed(block.probe, alone)
+        other = co_runner_probed(block.probe, alone)
         found += [SharedRuns(m.id, block.background_name, block.level, np.array(m.samples_ms),
                              float(np.median(idle[block.machine, m.id])), other, busy,
                              block.background, block.machine)
@@ -130,9 +130,9 @@ class Simulated:
         """What `overlap_simulator` simulates."""
         return self.tracks, self.costs
 
-    def beside(self, other: OtherWork, slice_ms: float) -> Floats:
+    def next_to(self, co_runner: CoRunner, slice_ms: float) -> Floats:
         """Mean, median and 95th percentile of its latency (ms)."""
-        return self.more_ms + statistics_of(shared_runs_ms(*self.run, slice_ms, other, np.random.default_rng(SEED)))
+        return self.more_ms + statistics_of(shared_runs_ms(*self.run, slice_ms, co_runner, np.random.default_rng(SEED)))
 
     def idle_ms(self) -> float:
         return self.more_ms + pipeline_ms(*self.run)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmark.load.sharing_probe import probe
-from benchmark.measuring import gpu_turns
+from benchmark.measuring import gpu_access
 from benchmark.measuring.affinity import off_the_workers_cores
 from benchmark.measuring.effort import Effort
 from benchmark.measuring.quiet_host import quiet_samples_ms
@@ -110,12 +110,12 @@ def time_carrier(request: Request) -> Reply:
     on_gpu = request.device == "cuda"
     model, feed = build_carrier(kernels, request.device, with_floats=not on_gpu)
     with temporary_folder() as folder, model_errors("carrier"):
-        with gpu_turns.preparing(request.turns):
+        with gpu_access.preparing(request.turns):
             session = open_session(model.SerializeToString(), request.device, optimize="none", name="carrier",
                                    profile_prefix=folder / "carrier", provider_options=request.provider_options)
             run = shared_memory().bind(session, feed) if on_gpu else bind(session, feed, "cpu", "device")
             counted = profile_runs(run, request.effort)
-        with gpu_turns.alone(request.turns):
+        with gpu_access.alone(request.turns):
             traced = trace([run] * TRACED_RUNS) if GPU_LABEL in request.labels else []
         runs = counted_runs(session.end_profiling(), [*counted, *[False] * len(traced)])
         nodes_ms = median(plain_runs_ms(run, counted)) if UNPROFILED in request.labels else None

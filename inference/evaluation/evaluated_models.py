@@ -30,10 +30,10 @@ from utils.paths import Workspace
 from utils.processes import CRASHED, each_in_a_process
 
 if TYPE_CHECKING:
-    from graph_model.simulation.sharing import OtherWork
+    from graph_model.simulation.sharing import CoRunner
     from inference.core.answers import Prediction
     from inference.core.host_pace import HostPace
-    from inference.core.ways import WayOfRunning
+    from inference.core.run_modes import WayOfRunning
 
 log = get_logger("evaluator")
 APART_FROM = 2  # models: a process of its own takes a second; where there is one model, nothing else is lost with it
@@ -50,7 +50,7 @@ class Case:
     level: float = 0.0
     background: str = ""
     load: Mapping[str, float] = field(default_factory=dict)
-    other: OtherWork | None = None
+    co_runner: CoRunner | None = None
     host_pace: HostPace | None = None
     with_lookup: Prediction | None = None
     strict: Prediction | None = None
@@ -63,9 +63,9 @@ class Case:
     @property
     def idle(self) -> bool:
         """Whether nothing else runs, as far as is known: no load was started, and probe or metrics tell of none to speak of."""
-        if self.level or (self.other is None and not self.load):
+        if self.level or (self.co_runner is None and not self.load):
             return not self.level
-        share = busy_share(self.load) if self.other is None else self.other.busy_share
+        share = busy_share(self.load) if self.co_runner is None else self.co_runner.busy_share
         return share is not None and share < IDLE_BELOW
 
     @property
@@ -73,9 +73,9 @@ class Case:
         """The model's, and beside what it runs."""
         return self.record.model + (f" at {load_in_words(self.level, self.background)}" if self.level else "")
 
-    def beside(self, level: float, background: str, load: Mapping[str, float], other: OtherWork | None) -> Case:
+    def next_to(self, level: float, background: str, load: Mapping[str, float], co_runner: CoRunner | None) -> Case:
         """The same model, not measured yet, beside other work."""
-        return Case(record=self.record, path=self.path, level=level, background=background, load=load, other=other)
+        return Case(record=self.record, path=self.path, level=level, background=background, load=load, co_runner=co_runner)
 
 
 class Failures(dict[str, str]):
@@ -174,5 +174,5 @@ def predict_case(case: Case, target: str, way: WayOfRunning, workspace: Workspac
     with failures.costing(case.name, case):
         case.with_lookup, case.strict = (
             predict(case.record, target=target, strict=strict, load=case.load, way=way, workspace=workspace, force=force,
-                    other=case.other, host_pace=case.host_pace)
+                    co_runner=case.co_runner, host_pace=case.host_pace)
             for strict in (False, True))

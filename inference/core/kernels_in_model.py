@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 from benchmark.runtimes.ort.control_flow import RANGE, trip_ms
 from graph_model.simulation.tracks import NodeKind, node_kind
 from inference.core.answers import Provenance
-from inference.core.doubt import CERTAIN, KernelDoubt, Span, kernel_doubts
 from inference.core.memory import Layout, layout_of
+from inference.core.uncertainty import CERTAIN, KernelDoubt, Span, kernel_doubts
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import Kernel, ModelRecord
 from training.composition.off_gpu import (

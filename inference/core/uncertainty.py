@@ -19,8 +19,8 @@ from training.kernels.settings import LAUNCHES
 from utils.lazy import scipy
 
 if TYPE_CHECKING:
+    from inference.core.run_modes import WayOfRunning
     from inference.core.targets import Fitted
-    from inference.core.ways import WayOfRunning
     from training.composition.fitted import Composition, Interval
     from training.kernels.predictors import Predictors
     from training.sharing.learned import Sharing, SharingErrors

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.collecting.tracers import Tracers
-from benchmark.measuring import gpu_turns
+from benchmark.measuring import gpu_access
 from benchmark.runtimes.worker_client import Worker
 
 ROUNDS, WORKERS = 4, 3
@@ -16,11 +16,11 @@ ROUNDS, WORKERS = 4, 3
 
 def _take_turns(folder: str, out: Any) -> None:
     for _ in range(ROUNDS):
-        with gpu_turns.preparing(folder):
+        with gpu_access.preparing(folder):
             began = time.monotonic()
             time.sleep(0.03)
             out.put(("preparing", began, time.monotonic()))
-        with gpu_turns.alone(folder):
+        with gpu_access.alone(folder):
             began = time.monotonic()
             time.sleep(0.01)
             out.put(("alone", began, time.monotonic()))
@@ -43,7 +43,7 @@ def test_one_is_alone_and_nobody_starves(tmp_path: Path) -> None:
 
 
 def test_one_alone_needs_no_locks() -> None:
-    with gpu_turns.preparing(""), gpu_turns.alone(""):
+    with gpu_access.preparing(""), gpu_access.alone(""):
         pass
     with Tracers(1, 10.0) as tracers:
         assert tracers.turns == ""

@@ -13,7 +13,7 @@ from graph_model.simulation.tracks import NodeKind, Tracks
 from ort_analysis.records.kernel_record import ModelRecord, Tensor
 from training.composition.fit_pipeline import MeasuredTracks
 from training.composition.measured_models import MeasuredModel
-from training.composition.ways_of_running import fit_graph_replay, fit_host_io
+from training.composition.run_modes import fit_graph_replay, fit_host_io
 from utils.fingerprint import Flavour
 
 MIB = 2**20

@@ -17,10 +17,10 @@ from trained_workspace import METRIC, conv_net
 
 from inference import predict
 from inference.core.answers import Prediction
-from inference.core.doubt import CERTAIN, FAR, Span, is_rough, joined, shortness
 from inference.core.sizes import never_falling
+from inference.core.uncertainty import CERTAIN, FAR, Span, is_rough, joined, shortness
 from training.composition.fitted import load_composition
-from training.kernels.doubt import DEFAULT_RANGES, doubt_path, read_doubt
+from training.kernels.uncertainty import DEFAULT_RANGES, doubt_path, read_doubt
 from utils.cli import EXIT_ROUGH
 from utils.fingerprint import local_target
 from utils.paths import SHIPPED, Workspace
