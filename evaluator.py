@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 
 from benchmark.collecting.config import CollectorConfig
-from inference.core.run_modes import WayOfRunning
+from inference.core.run_modes import RunMode
 from inference.evaluation.comparison import Comparison, Evaluation
 from inference.evaluation.evaluate import evaluate
 from inference.evaluation.here import PATIENCE_S, TIMEOUT_S, LoadsHere, MeasuringPlan
@@ -68,7 +68,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--target", help="whose predictors (default: this machine, or the only target with predictors)")
     parser.add_argument("--recorded", action="store_true",
                         help="compare with the measurements in the target's dataset (without MODEL: with all of them)")
-    cli.add_way(parser)
+    cli.add_run_mode(parser)
     cli.add_load(parser)
     parser.add_argument("--under-load", type=Path, nargs="?", const=ROOT / "benchmark" / "config.yaml", metavar="CONFIG",
                         help="measure at the levels and beside the backgrounds of a collector's config (without one: "
@@ -124,7 +124,7 @@ def main() -> int:
                       under_load=load_config(args.under_load, CollectorConfig) if args.under_load else None, probe=args.probe)
     evaluation = evaluate(
         workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target, recorded=args.recorded,
-        way=WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), loads=loads,
+        run_mode=RunMode(io=args.io, cuda_graph=args.cuda_graph), loads=loads,
         plan=MeasuringPlan(args.rounds, args.budget_s, args.patience_s, args.timeout_s), force=args.force,
         static=args.static)
     folder = workspace.evaluation / evaluation.target

@@ -41,7 +41,7 @@ def idle_times(blocks: Sequence[Block]) -> dict[str, Times]:
     idle = [block for block in blocks if not block.level]
     kernels = (unit._replace(kind=("kernels", *unit.kind[1:])) for unit in idle_units(idle) if unit.kind[0] == "kernel")
     models = (TimedUnit(session.block.machine, ("models", "latency", "whole"), session.model,
-                        session.labels["latency"].samples_ms) for session in model_sessions(idle) if session.tells)
+                        session.labels["latency"].samples_ms) for session in model_sessions(idle) if session.undisturbed)
     return median_times(itertools.chain(kernels, models))
 
 

@@ -50,7 +50,7 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--model", type=Path, required=True, help="an ONNX file; a bare name is also looked for in model_zoo")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    cli.add_way(parser)
+    cli.add_run_mode(parser)
     parser.add_argument("--warmup", type=cli.whole, default=DEFAULT_WARMUP, help="untimed runs first; 0 turns them off")
     parser.add_argument("--no-warmup", action="store_const", const=0, dest="warmup", help="the same as --warmup 0")
     parser.add_argument("--loops", type=cli.count, help=f"timed runs (default: {DEFAULT_LOOPS})")

@@ -41,7 +41,7 @@ from benchmark.load.pace_reading import read_pace
 from inference.core.host_pace import PaceAsked
 from inference.core.predictor import Predictor
 from inference.core.report import log_measured, print_predictions, verdict
-from inference.core.run_modes import WayOfRunning
+from inference.core.run_modes import RunMode
 from inference.core.sizes import never_falling
 from inference.core.targets import local_targets
 from inference.core.timeline import trace_of
@@ -88,7 +88,7 @@ def options() -> argparse.ArgumentParser:
     cli.add_static(parser)
     cli.add_target(parser)
     cli.add_load(parser)
-    cli.add_way(parser)
+    cli.add_run_mode(parser)
     parser.add_argument("--top", type=cli.whole, default=5, metavar="N", help="show the N dominating kernels (default: 5)")
     parser.add_argument("--trace", type=cli.out_file, metavar="FILE",
                         help="write the predicted timeline, to be opened at ui.perfetto.dev or chrome://tracing")
@@ -170,12 +170,12 @@ def watch(args: argparse.Namespace, surroundings: Surroundings, dims: dict[str, 
                         "give --metrics FILE, which is read each time, or --probe on the GPU itself")
     if surroundings.asks_prometheus and not surroundings.fields():
         raise UserError("--watch: the predictors were trained without metrics, so no load changes what they say")
-    predictor, way = surroundings.predictor, surroundings.way
-    first = predictor.predict(args.model, dims=dims, static=args.static, way=way, **surroundings.with_load(Load()))
+    predictor, run_mode = surroundings.predictor, surroundings.run_mode
+    first = predictor.predict(args.model, dims=dims, static=args.static, run_mode=run_mode, **surroundings.with_load(Load()))
     for warning in first.warnings:  # what can't be used has ended the command by now
         log.warning("%s", warning)
     follow(predictor.watch(args.model, surroundings.now, args.watch, args.slo_ms, args.slo_percentile or PERCENTILE, dims=dims,
-                           static=args.static, way=way), args.export, args.json)
+                           static=args.static, run_mode=run_mode), args.export, args.json)
     return 0
 
 
@@ -188,7 +188,7 @@ def predict_once(args: argparse.Namespace, surroundings: Surroundings,
         if args.measure_missing:
             log_measured(predictor.measure_missing(args.model, sizes, static=args.static))
         now = surroundings.with_load(load)
-        runs = [predictor.run(args.model, dims=dims, static=args.static, way=surroundings.way, **now)
+        runs = [predictor.run(args.model, dims=dims, static=args.static, run_mode=surroundings.run_mode, **now)
                 for dims in cli.track(sizes, "predicting")]
     in_order = never_falling([run.prediction for run in runs])
     runs = [run._replace(prediction=prediction) for run, prediction in zip(runs, in_order, strict=True)]
@@ -232,7 +232,7 @@ def main() -> int:
                         f"{args.config or CONFIG_FILE}")
     surroundings = Surroundings(
         Predictor(workspace, args.target, strict=args.strict, force=args.force),
-        WayOfRunning(io=args.io, cuda_graph=args.cuda_graph), config, args.metrics, args.probe,
+        RunMode(io=args.io, cuda_graph=args.cuda_graph), config, args.metrics, args.probe,
         PaceAsked(args.host_pace, args.machine, watched=bool(args.watch)))
     if args.watch:
         return watch(args, surroundings, sizes[0])

@@ -20,7 +20,7 @@ def sessions_missing(models: Sequence[ModelItem], there: Iterable[Block], wanted
     for session in model_sessions(there):
         if "latency" in session.labels and session.labels["latency"].status != "ok":
             failed.add(session.model)
-        counted[session.model] += set(variants) <= set(session.labels) and session.tells
+        counted[session.model] += set(variants) <= set(session.labels) and session.undisturbed
     return [0 if item.id in failed else max(wanted - counted[item.id], 0) for item in models]
 
 

@@ -59,7 +59,7 @@ def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Meas
             return block
         unsteady.append(block)
         log.info("%s at %s: the machine was unsteady by %.0f %% (canary %.3f to %.3f ms)%s", key,
-                 load_in_words(*block.load), 100 * block.drift, block.canary_before_ms, block.canary_after_ms,
+                 describe_load(*block.load), 100 * block.drift, block.canary_before_ms, block.canary_after_ms,
                  "; measuring again" if len(unsteady) < attempts else "")
     return min(unsteady, key=lambda block: block.drift).model_copy(update={"attempts": attempts})
 
@@ -79,7 +79,7 @@ def _attempt(bench: Bench, key: str, time_units: Callable[[], Iterable[Measureme
                  measurements=measurements)
 
 
-def load_in_words(level: float, background: str) -> str:
+def describe_load(level: float, background: str) -> str:
     """`level 0`, `level 0.3, compute`."""
     return f"level {level:g}" + (f", {background}" if background else "")
 

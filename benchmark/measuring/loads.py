@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from benchmark.load.backgrounds import COMPUTE, Background
 from benchmark.load.stress import Stress, stress
 from benchmark.measuring.bench import Bench
-from benchmark.measuring.blocks import Conditions, best_canary_ms, load_in_words, measure_block
+from benchmark.measuring.blocks import Conditions, best_canary_ms, describe_load, measure_block
 from benchmark.measuring.canary import Canary
 from benchmark.measuring.pending import Planned, Unit
 from benchmark.records.blocks import Block
@@ -85,7 +85,7 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
         best_ms = best_canary_ms(block for block in there if block.machine == bench.machine_uuid)
         with start(level, background) as stressor:
             under = Conditions(Canary(bench.canary_ms, bool(level), 0.0 if level else best_ms), stressor, *load)
-            for planned in cli.track(todo, load_in_words(*load)):
+            for planned in cli.track(todo, describe_load(*load)):
                 began_s = time.monotonic()
                 block = measure_block(bench, planned.key, partial(time_units, planned.units, level), under)
                 totals.measuring_s += time.monotonic() - began_s

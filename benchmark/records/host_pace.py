@@ -17,7 +17,7 @@ HOST_IDLES = 0.7  # a model whose host needs less of its latency is held up by t
 MODEL_TIMES = ("median_ms", "host_ms", "gpu_ms", *(f"{name}_ms" for name in VARIANTS))  # of a whole model, in its table
 
 
-def tells_of_model(latency_ms: float, host_ms: float, disturbance: float) -> bool:
+def is_undisturbed(latency_ms: float, host_ms: float, disturbance: float) -> bool:
     """Whether a latency tells of the model alone: the host was undisturbed (see quiet_host), or does not hold the GPU up.
 
     Args:
@@ -44,7 +44,7 @@ def usual_probe_us(table: pd.DataFrame) -> float:
 def paced_rows(table: pd.DataFrame) -> pd.DataFrame:
     """The idle rows of a model table, with column `median_ms` the latency, `host_ms`, `gpu_ms` and those of VARIANTS (ms, NaN
     where it does not tell); `pace`: how many times longer than usual the host took meanwhile (`usual_probe_us`), a ratio, 1
-    where that was not recorded; and `tells`: whether the latency tells of the model and not of its host.
+    where that was not recorded; and `undisturbed`: whether the latency tells of the model and not of its host.
 
     Where the probe was recorded, it says how disturbed the host was, since `Disturbance` is relative to what one worker read;
     elsewhere host times beside a disturbed host are left out.
@@ -56,12 +56,12 @@ def paced_rows(table: pd.DataFrame) -> pd.DataFrame:
     pace, disturbance = idle["Probe_us"] / usual_probe_us(table), idle["Probe_us"] / good_probe_us(table) - 1.0
     idle = idle.assign(Disturbance=disturbance.fillna(idle["Disturbance"]), pace=pace.fillna(1.0))
     of_known_pace = pace.notna() | ~(idle["Disturbance"] > DISTURBANCE_ADMITTED)
-    tells = [tells_of_model(*figures) for figures in idle[["median_ms", "host_ms", "Disturbance"]].to_numpy(dtype=float)]
-    return idle.assign(tells=np.array(tells, dtype=bool), host_ms=idle["host_ms"].where(of_known_pace))
+    undisturbed = [is_undisturbed(*figures) for figures in idle[["median_ms", "host_ms", "Disturbance"]].to_numpy(dtype=float)]
+    return idle.assign(undisturbed=np.array(undisturbed, dtype=bool), host_ms=idle["host_ms"].where(of_known_pace))
 
 
 def idle_models(table: pd.DataFrame, with_disturbed: bool = False) -> pd.DataFrame:
     """What a model table tells of each model on an idle device, by name: medians over its sessions of the times and the pace
     of `paced_rows`; latencies that a disturbed host held up are left out unless `with_disturbed`."""
     rows = paced_rows(table)
-    return (rows if with_disturbed else rows[rows["tells"]]).groupby("Model", sort=True)[[*MODEL_TIMES, "pace"]].median()
+    return (rows if with_disturbed else rows[rows["undisturbed"]]).groupby("Model", sort=True)[[*MODEL_TIMES, "pace"]].median()

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmark.records.blocks import Block
 from benchmark.records.files import DatasetKernel
-from benchmark.records.host_pace import tells_of_model
+from benchmark.records.host_pace import is_undisturbed
 from benchmark.records.labels import DEFAULT_LABELS, GPU_LABEL, LABELS, VARIANTS
 from benchmark.records.measurement import Measurement
 from benchmark.records.reading import means_add_up
@@ -126,14 +126,14 @@ class ModelSession(NamedTuple):
     labels: dict[str, Measurement]
 
     @property
-    def tells(self) -> bool:
+    def undisturbed(self) -> bool:
         """Whether there is a latency, and it tells of the model alone."""
         latency, host = self.labels.get("latency"), self.labels.get("host")
         if latency is None or latency.status != "ok":
             return False
         host_ms = float(np.median(host.samples_ms)) if host and host.status == "ok" else math.nan
         disturbance = math.nan if latency.disturbance is None else latency.disturbance
-        return tells_of_model(float(np.median(latency.samples_ms)), host_ms, disturbance)
+        return is_undisturbed(float(np.median(latency.samples_ms)), host_ms, disturbance)
 
 
 def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:

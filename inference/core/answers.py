@@ -8,7 +8,7 @@ from typing import Literal
 from graph_model.simulation.pipeline import PipelineCosts
 from inference.core.host_pace import PaceSource
 from inference.core.memory import Memory
-from inference.core.run_modes import AS_USUAL, WayOfRunning
+from inference.core.run_modes import AS_USUAL, RunMode
 from inference.sharing.co_runner import UnderLoad
 from ort_analysis.records.kernel_record import Frozen
 
@@ -100,7 +100,7 @@ class Prediction(Frozen):
     target: str
     flavour: str
     composition: UsedComposition
-    way: WayOfRunning = AS_USUAL
+    way: RunMode = AS_USUAL
     latency_ms: float
     interval_ms: tuple[float, float]
     rough_estimate: bool = False

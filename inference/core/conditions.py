@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from inference.core.host_pace import HostPace, check_host, counts, given_pace, recent_pace
-from inference.core.run_modes import AS_USUAL, WayOfRunning
+from inference.core.run_modes import AS_USUAL, RunMode
 from inference.sharing.co_runner import LoadSource, NotShared, co_runner_of
 from training.composition.fitted import FIT, Composition
 from utils.errors import UserError
@@ -33,7 +33,7 @@ class Conditions(NamedTuple):
     Attributes:
         fitted: what was learned of the target.
         used: the composition, the target's own unless another was asked for.
-        way: how the model is run.
+        run_mode: how the model is run.
         strict: no measured kernel time is looked up.
         load: metrics of what else runs, by DCGM field name; empty where nothing does.
         shared_gpu: what else runs, where latencies next to it have a distribution; else None.
@@ -42,7 +42,7 @@ class Conditions(NamedTuple):
 
     fitted: Fitted
     used: Composition
-    way: WayOfRunning
+    run_mode: RunMode
     strict: bool
     load: dict[str, float]
     shared_gpu: SharedGpu | None
@@ -61,7 +61,7 @@ class Conditions(NamedTuple):
     @property
     def usual_costs(self) -> PipelineCosts | None:
         """What a run costs at the host's usual pace; None where the composition knows no two tracks."""
-        return self.used.cuda_graph.costs if self.way.cuda_graph and self.used.cuda_graph else self.used.costs
+        return self.used.cuda_graph.costs if self.run_mode.cuda_graph and self.used.cuda_graph else self.used.costs
 
     @property
     def costs(self) -> PipelineCosts | None:
@@ -72,21 +72,22 @@ class Conditions(NamedTuple):
         return usual
 
 
-def check_way(way: WayOfRunning, used: Composition, target: str) -> None:
+def check_run_mode(run_mode: RunMode, used: Composition, target: str) -> None:
     """Whether a model's run that way can be predicted.
 
     Raises:
         UserError: no models were run so on the target, or ONNX Runtime itself can't.
     """
-    if way.cuda_graph and way.io == "host":
+    if run_mode.cuda_graph and run_mode.io == "host":
         raise UserError("a CUDA graph reads and writes tensors at fixed places on the device: predict it with --io device")
-    for asked, fitted, what in ((way.io == "host", used.host_io, "host_io"), (way.cuda_graph, used.cuda_graph, "cuda_graph")):
+    for asked, fitted, what in ((run_mode.io == "host", used.host_io, "host_io"),
+                                (run_mode.cuda_graph, used.cuda_graph, "cuda_graph")):
         if asked and fitted is None:
             raise UserError(f"{target}: no models were run so ({what}); measure some (variants in the collector's config), and "
                             f"fit again: {FIT}")
 
 
-def pace_of(asked: float | HostPace | None, fitted: Fitted, used: Composition, way: WayOfRunning,
+def pace_of(asked: float | HostPace | None, fitted: Fitted, used: Composition, run_mode: RunMode,
             workspace: Workspace) -> HostPace | None:
     """The pace of the host that predictions hold for; None where it does not count.
 
@@ -96,12 +97,12 @@ def pace_of(asked: float | HostPace | None, fitted: Fitted, used: Composition, w
     if asked is not None:
         check_host(fitted, used)
         asked = asked if isinstance(asked, HostPace) else given_pace(asked)
-    if not counts(used, way):
+    if not counts(used, run_mode):
         return None
     return recent_pace(fitted, workspace) if asked is None else asked
 
 
-def shared_gpu_of(fitted: Fitted, used: Composition, way: WayOfRunning, load: Mapping[str, float],
+def shared_gpu_of(fitted: Fitted, used: Composition, run_mode: RunMode, load: Mapping[str, float],
                   co_runner: CoRunner | None) -> SharedGpu | None:
     """What else runs, where latencies next to it have a distribution; None where nothing runs, or where metrics alone say what
     does and nothing was learned of sharing.
@@ -117,14 +118,14 @@ def shared_gpu_of(fitted: Fitted, used: Composition, way: WayOfRunning, load: Ma
     found = co_runner or co_runner_of(fitted, load)
     if found is None:
         return None
-    check_mode_while_shared(way)
+    check_mode_while_shared(run_mode)
     return SharedGpu(sharing, found, "metrics" if co_runner is None else "probe")
 
 
-def check_mode_while_shared(way: WayOfRunning) -> None:
+def check_mode_while_shared(run_mode: RunMode) -> None:
     """Refuses ways of running that were not measured beside other work."""
-    if way != AS_USUAL:
-        raise UserError(f"a model run {way.in_words} was not measured beside other work; predict it with tensors on "
+    if run_mode != AS_USUAL:
+        raise UserError(f"a model run {run_mode.description} was not measured beside other work; predict it with tensors on "
                         "the device, node by node, or idle")
 
 

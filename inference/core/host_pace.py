@@ -20,7 +20,7 @@ from utils.locks import measuring
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
-    from inference.core.run_modes import WayOfRunning
+    from inference.core.run_modes import RunMode
     from training.composition.fitted import Composition
 
 PaceSource = Literal["given", "file", "measured", "unknown"]
@@ -41,9 +41,9 @@ UNKNOWN = HostPace(None, "unknown")
 USUAL = HostPace(1.0, "given")  # what latencies in a dataset are compared at
 
 
-def counts(used: Composition, way: WayOfRunning) -> bool:
+def counts(used: Composition, run_mode: RunMode) -> bool:
     """Whether the host's pace changes a latency of a model that is run that way."""
-    return used.kind == "pipeline" and used.costs is not None and not way.cuda_graph
+    return used.kind == "pipeline" and used.costs is not None and not run_mode.cuda_graph
 
 
 def given_pace(ratio: float) -> HostPace:
@@ -142,16 +142,17 @@ class PaceAsked:
     machine: Path | None = None
     watched: bool = False
 
-    def of_prometheus(self, fitted: Fitted, way: WayOfRunning) -> bool:
+    def of_prometheus(self, fitted: Fitted, run_mode: RunMode) -> bool:
         """Whether a Prometheus is to be asked."""
-        return self.option is None and self.machine is None and not self._each_time(fitted, way) and compares(fitted, way)
+        return self.option is None and self.machine is None and not self._each_time(fitted, run_mode) and compares(fitted,
+                                                                                                                   run_mode)
 
-    def now(self, fitted: Fitted, way: WayOfRunning, host_probe_us: float | None = None) -> float | HostPace | None:
+    def now(self, fitted: Fitted, run_mode: RunMode, host_probe_us: float | None = None) -> float | HostPace | None:
         """The pace at this moment, as `inference.predict` takes it; None where nothing was asked for.
 
         Args:
             fitted: the target.
-            way: how the model is run.
+            run_mode: how the model is run.
             host_probe_us: what a Prometheus says that the probe of the host takes.
 
         Raises:
@@ -161,19 +162,19 @@ class PaceAsked:
             return self.option
         if self.machine:
             return pace_of_file(self.machine, fitted)
-        if self.option == "measure" or self._each_time(fitted, way):
+        if self.option == "measure" or self._each_time(fitted, run_mode):
             return measured_pace(fitted, WATCHED_S if self.watched else None)
         return None if host_probe_us is None else HostPace(ratio_of(host_probe_us, fitted), "measured")
 
-    def is_followed(self, fitted: Fitted, way: WayOfRunning) -> bool:
+    def is_followed(self, fitted: Fitted, run_mode: RunMode) -> bool:
         """Whether it is measured again before each of several predictions."""
-        return self.watched and (self.option == "measure" or self._each_time(fitted, way))
+        return self.watched and (self.option == "measure" or self._each_time(fitted, run_mode))
 
-    def _each_time(self, fitted: Fitted, way: WayOfRunning) -> bool:
+    def _each_time(self, fitted: Fitted, run_mode: RunMode) -> bool:
         asked = self.option is not None or self.machine is not None
-        return self.watched and not asked and is_here(fitted.target) and compares(fitted, way)
+        return self.watched and not asked and is_here(fitted.target) and compares(fitted, run_mode)
 
 
-def compares(fitted: Fitted, way: WayOfRunning) -> bool:
+def compares(fitted: Fitted, run_mode: RunMode) -> bool:
     """Whether the host's pace counts, and a reading of the probe tells it."""
-    return counts(fitted.composition, way) and fitted.composition.probe_us is not None
+    return counts(fitted.composition, run_mode) and fitted.composition.probe_us is not None

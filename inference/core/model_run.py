@@ -18,7 +18,7 @@ from training.composition.fitted import copied_mib, host_io_ms, latency_ms, work
 
 if TYPE_CHECKING:
     from graph_model.simulation.pipeline import PipelineCosts
-    from inference.core.run_modes import WayOfRunning
+    from inference.core.run_modes import RunMode
     from ort_analysis.records.kernel_record import ModelRecord
     from training.composition.fitted import Composition
 
@@ -38,14 +38,14 @@ class ModelRun:
         record: the model's.
         known: its kernels, and others.
         used: how their times are put together.
-        way: how the model is run.
+        run_mode: how the model is run.
         costs: of a run, where `used` has host and GPU as two tracks; else None.
     """
 
     record: ModelRecord
     known: Mapping[Placed, KnownKernel]
     used: Composition
-    way: WayOfRunning
+    run_mode: RunMode
     costs: PipelineCosts | None
 
     def composed(self) -> Composed:
@@ -60,7 +60,7 @@ class ModelRun:
                 critical_path_ms = self._longest_path_ms()
             base_ms = kernel_sum_ms if critical_path_ms is None else critical_path_ms
             latency = float(latency_ms(self.used, base_ms, working_nodes(self.record)))
-        if self.way.io == "host" and self.used.host_io:
+        if self.run_mode.io == "host" and self.used.host_io:
             latency += host_io_ms(self.used.host_io, copied_mib(self.record))
         return Composed(latency, critical_path_ms)
 

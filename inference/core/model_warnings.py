@@ -10,27 +10,27 @@ from ort_analysis.cuda.capture import capture_obstacle
 from utils.errors import UserError
 
 if TYPE_CHECKING:
-    from inference.core.run_modes import WayOfRunning
+    from inference.core.run_modes import RunMode
     from ort_analysis.records.kernel_record import ModelRecord
 
 
-def model_warnings(record: ModelRecord, known: Mapping[Placed, KnownKernel], way: WayOfRunning) -> tuple[str, ...]:
+def model_warnings(record: ModelRecord, known: Mapping[Placed, KnownKernel], run_mode: RunMode) -> tuple[str, ...]:
     """All that there is to know about a model.
 
     Raises:
         UserError: it is to be captured as a CUDA graph, and ONNX Runtime can't do that.
     """
-    return (*_capture_warning(record, way), *_assumed_warning(record), *_uncounted_warning(record),
+    return (*_capture_warning(record, run_mode), *_assumed_warning(record), *_uncounted_warning(record),
             *_guessed_warnings(record), *_range_warning(record, known))
 
 
-def _capture_warning(record: ModelRecord, way: WayOfRunning) -> tuple[str, ...]:
+def _capture_warning(record: ModelRecord, run_mode: RunMode) -> tuple[str, ...]:
     """What to know about a model that is to be captured as a CUDA graph; nothing where all of it runs on the GPU.
 
     Raises:
         UserError: ONNX Runtime can't capture it.
     """
-    if not way.cuda_graph:
+    if not run_mode.cuda_graph:
         return ()
     if (obstacle := capture_obstacle(record)) is not None:
         raise UserError(f"{record.model}: ONNX Runtime can't capture it as a CUDA graph: {obstacle}; predict it without "

@@ -90,7 +90,7 @@ def predicted_run(record: ModelRecord, known: Mapping[Placed, KnownKernel], cond
         conditions: what the prediction holds for.
         warnings: what is to be known first.
     """
-    run = ModelRun(record, known, conditions.used, conditions.way, conditions.costs)
+    run = ModelRun(record, known, conditions.used, conditions.run_mode, conditions.costs)
     composed, times = run.composed(), kernel_times(record, known)
     doubts = [(record.kernels[key[0]], doubt) for key in times.counts if (doubt := known[key].doubt) is not None]
     shared = _under_load(run, conditions)
@@ -133,7 +133,7 @@ def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured
     trips = trips_span(run, latency)
     hosts = hosts_span(run, latency, conditions.usual_costs, pace.ratio) if pace else CERTAIN
     short = shortness(used, latency)
-    spans = [fitted_span(used, conditions.way, measured_share, conditions.device), moved, trips, hosts, short.span]
+    spans = [fitted_span(used, conditions.run_mode, measured_share, conditions.device), moved, trips, hosts, short.span]
     if conditions.shared_gpu and shared:
         spans.append(load_span(conditions.shared_gpu.sharing, conditions.shared_gpu.told_by))
     elif conditions.load:
@@ -161,7 +161,7 @@ def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times
         model=record.model, target=fitted.target.name, flavour=record.flavour.name,
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
                                     node_ms=used.node_ms, costs=run.costs, assumed=used.assumed),
-        way=run.way, latency_ms=latency, interval_ms=(unsure.span.low * latency, unsure.span.high * latency),
+        way=run.run_mode, latency_ms=latency, interval_ms=(unsure.span.low * latency, unsure.span.high * latency),
         rough_estimate=unsure.rough, estimated_operators=estimated, doubtful_operators=doubtful,
         sum_latency_ms=_sum_latency_ms(used, times.sum_ms), kernel_sum_ms=times.sum_ms,
         critical_path_ms=composed.critical_path_ms,

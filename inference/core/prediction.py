@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from inference.core.predictor import POINTS, Predictor
-from inference.core.run_modes import AS_USUAL, WayOfRunning
+from inference.core.run_modes import AS_USUAL, RunMode
 from inference.sharing.slo import PERCENTILE
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def predict(source: Source, *, dims: Mapping[str, int] | None = None,
             target: str | None = None, strict: bool = False, load: Mapping[str, float] | None = None,
-            way: WayOfRunning = AS_USUAL, composition: Composition | None = None, workspace: Workspace | None = None,
+            run_mode: RunMode = AS_USUAL, composition: Composition | None = None, workspace: Workspace | None = None,
             force: bool = False, notices: Sequence[str] = (), co_runner: CoRunner | None = None,
             static: bool = False, host_pace: float | HostPace | None = None) -> Prediction:
     """The latency of one model.
@@ -42,19 +42,19 @@ def predict(source: Source, *, dims: Mapping[str, int] | None = None,
     Args:
         source: an ONNX file (or a record's JSON file), a model in memory, or a record.
         target, strict, workspace, force: as `inference.core.predictor.Predictor` takes them.
-        dims, load, way, composition, notices, other, static, host_pace: see `inference.core.predictor.Options`.
+        dims, load, run_mode, composition, notices, other, static, host_pace: see `inference.core.predictor.Options`.
 
     Raises:
         UserError: the model, the predictors, the load or the pace can't be used; the message says why.
     """
     return Predictor(workspace, target, strict=strict, force=force).predict(
-        source, dims=dims, load=load, way=way, composition=composition, notices=notices, co_runner=co_runner, static=static,
-        host_pace=host_pace)
+        source, dims=dims, load=load, run_mode=run_mode, composition=composition, notices=notices, co_runner=co_runner,
+        static=static, host_pace=host_pace)
 
 
 def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = None,
                  target: str | None = None, strict: bool = False, load: Mapping[str, float] | None = None,
-                 way: WayOfRunning = AS_USUAL, composition: Composition | None = None,
+                 run_mode: RunMode = AS_USUAL, composition: Composition | None = None,
                  workspace: Workspace | None = None, force: bool = False,
                  notices: Sequence[str] = (), co_runner: CoRunner | None = None, static: bool = False,
                  host_pace: float | HostPace | None = None) -> list[Prediction]:
@@ -63,8 +63,8 @@ def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = 
     Arguments and errors are those of `predict`.
     """
     return Predictor(workspace, target, strict=strict, force=force).predict_many(
-        sources, dims=dims, load=load, way=way, composition=composition, notices=notices, co_runner=co_runner, static=static,
-        host_pace=host_pace)
+        sources, dims=dims, load=load, run_mode=run_mode, composition=composition, notices=notices, co_runner=co_runner,
+        static=static, host_pace=host_pace)
 
 
 def predict_curve(source: Source, *, points: int = POINTS, dims: Mapping[str, int] | None = None, target: str | None = None,
@@ -99,6 +99,6 @@ def slo_under_load(prediction: Prediction, source: Source, limit_ms: float, perc
         source: as `predict` took it.
     """
     predictor = Predictor(workspace, prediction.target, strict=prediction.strict, force=force)
-    run = predictor.run(source, dims=prediction.dims, static=prediction.static, way=prediction.way,
+    run = predictor.run(source, dims=prediction.dims, static=prediction.static, run_mode=prediction.way,
                         host_pace=prediction.host_pace)
     return predictor.objective(run._replace(prediction=prediction), limit_ms, percentile, like=like)

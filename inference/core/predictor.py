@@ -14,11 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from inference.core.conditions import Conditions, check_way, pace_of, shared_gpu_of, sharing_warning
+from inference.core.conditions import Conditions, check_run_mode, pace_of, shared_gpu_of, sharing_warning
 from inference.core.kernels_in_model import known_kernels
 from inference.core.model_warnings import model_warnings
 from inference.core.predicted_run import PredictedRun, predicted_run
-from inference.core.run_modes import AS_USUAL, WayOfRunning
+from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.sources import Source, record_of
 from inference.core.targets import Fitted, check_fit, fitted_for
 from inference.sharing.shared_models import SharedModel, shared_model_of
@@ -64,13 +64,13 @@ class Options(Circumstances, total=False):
     Attributes:
         dims: sizes of dynamic dimensions by name.
         static: take a model with dynamic dimensions as exported at `dims`; else as a session that takes any sizes runs it.
-        way: how the model is run, if otherwise than with its tensors on the device, node by node.
+        run_mode: how the model is run, if otherwise than with its tensors on the device, node by node.
         composition: another than the target's own.
     """
 
     dims: Mapping[str, int] | None
     static: bool
-    way: WayOfRunning
+    run_mode: RunMode
     composition: Composition | None
 
 
@@ -141,25 +141,26 @@ class Predictor:
         return self.runs([source], **options)[0]
 
     def runs(self, sources: Iterable[Source], *, dims: Mapping[str, int] | None = None, static: bool = False,
-             way: WayOfRunning = AS_USUAL, composition: Composition | None = None, load: Mapping[str, float] | None = None,
+             run_mode: RunMode = AS_USUAL, composition: Composition | None = None, load: Mapping[str, float] | None = None,
              notices: Sequence[str] = (), co_runner: CoRunner | None = None,
              host_pace: float | HostPace | None = None) -> list[PredictedRun]:
         """As `predict_many`, with what the predictions were made from."""
         fitted = self.fitted
         used, load = composition or fitted.composition, dict(load or {})
-        check_way(way, used, fitted.target.name)
-        pace = pace_of(host_pace, fitted, used, way, self.workspace)
+        check_run_mode(run_mode, used, fitted.target.name)
+        pace = pace_of(host_pace, fitted, used, run_mode, self.workspace)
         records = [self.record(source, dims, static) for source in sources]
         notices = (*notices, *fitted.notices)
-        if way.cuda_graph and host_pace is not None:
+        if run_mode.cuda_graph and host_pace is not None:
             notices = (*notices, "a CUDA graph that is replayed does not wait for its host, so the host's pace changes nothing")
         if fitted.sharing is None and (unread := sorted(set(load) - set(fitted.predictors.sidecar.metrics))):
             notices = (*notices, f"the load's {', '.join(unread)} was in no training and is not looked at")
         misfits = [check_fit(record, fitted.target, fitted.predictors.sidecar.dtypes, self.force) for record in records]
-        conditions = Conditions(fitted, used, way, self.strict, load, shared_gpu_of(fitted, used, way, load, co_runner), pace)
+        conditions = Conditions(fitted, used, run_mode, self.strict, load,
+                                shared_gpu_of(fitted, used, run_mode, load, co_runner), pace)
         known = known_kernels(records, conditions)
         return [predicted_run(record, known, conditions, (
-            *notices, *of_record, *sharing_warning(conditions.shared_gpu), *model_warnings(record, known, way)))
+            *notices, *of_record, *sharing_warning(conditions.shared_gpu), *model_warnings(record, known, run_mode)))
             for record, of_record in zip(records, misfits, strict=True)]
 
 

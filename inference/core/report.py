@@ -50,7 +50,7 @@ def print_predictions(found: Sequence[Prediction], top: int) -> None:
     load = first.load if isinstance(first.load, str) else ", ".join(f"{k}={v:g}" for k, v in first.load.items())
     if first.under_load and first.under_load.told_by == "probe":
         load = ", ".join(filter(None, (load, "as the probe met it")))
-    log.info("target %s, %s, load %s; latency = %s", first.target, first.way.in_words, load, how)
+    log.info("target %s, %s, load %s; latency = %s", first.target, first.way.description, load, how)
     mark = any(one.rough_estimate for one in found)
     cli.print_table([summary(one) | ({"rough estimate": "yes" if one.rough_estimate else "no"} if mark else {})
                      for one in found], "predicted latency")

@@ -9,7 +9,7 @@ from ort_analysis.records.kernel_record import Frozen
 Io = Literal["device", "host"]
 
 
-class WayOfRunning(Frozen):
+class RunMode(Frozen):
     """How the model is to be run.
 
     Attributes:
@@ -26,8 +26,8 @@ class WayOfRunning(Frozen):
         return "cuda_graph" if self.cuda_graph else "host_io" if self.io == "host" else "latency"
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         return "as a CUDA graph" if self.cuda_graph else "with tensors on the " + self.io
 
 
-AS_USUAL = WayOfRunning()
+AS_USUAL = RunMode()

@@ -19,7 +19,7 @@ from training.kernels.settings import LAUNCHES
 from utils.lazy import scipy
 
 if TYPE_CHECKING:
-    from inference.core.run_modes import WayOfRunning
+    from inference.core.run_modes import RunMode
     from inference.core.targets import Fitted
     from training.composition.fitted import Composition, Interval
     from training.kernels.predictors import Predictors
@@ -145,17 +145,17 @@ def is_rough(moved: Span) -> bool:
     return moved.high > 1.0 + ROUGH or moved.low < 1.0 - ROUGH
 
 
-def fitted_span(used: Composition, way: WayOfRunning, measured_share: float, device: str) -> Span:
+def fitted_span(used: Composition, run_mode: RunMode, measured_share: float, device: str) -> Span:
     """How far the models that were left out of a composition's fit were off.
 
     Args:
         used: the composition.
-        way: how the model is run.
+        run_mode: how the model is run.
         measured_share: of the kernels' time, a ratio.
         device: `cpu` or `cuda`.
     """
     usual = _known(used.interval_for(measured_share)) or _few_models(used, device)
-    ran = used.cuda_graph if way.cuda_graph else used.host_io if way.io == "host" else None
+    ran = used.cuda_graph if run_mode.cuda_graph else used.host_io if run_mode.io == "host" else None
     if ran is None:
         return usual
     return _known(ran.interval) or joined([usual, _of_errors(ran.left_out)])

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.records.files import header_path, load_header
-from inference.core.conditions import check_way
+from inference.core.conditions import check_run_mode
 from inference.core.host_pace import USUAL, counts
-from inference.core.run_modes import AS_USUAL, WayOfRunning
+from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here, local_targets
 from inference.evaluation.comparison import Evaluation, compare, summarise
 from inference.evaluation.evaluated_models import Case, Failures, cases_of, predict_case, recorded_cases
@@ -37,7 +37,7 @@ def held_out_of_fits(workspace: Workspace, target: str) -> tuple[tuple[str, ...]
 
 
 def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str, Sequence[int]] | None = None,
-             target: str | None = None, recorded: bool = False, way: WayOfRunning | None = None,
+             target: str | None = None, recorded: bool = False, run_mode: RunMode | None = None,
              loads: LoadsHere | None = None, plan: MeasuringPlan | None = None, force: bool = False,
              static: bool = False) -> Evaluation:
     """Predicts and measures `models` (or takes recorded measurements); a model that fails costs only itself.
@@ -52,24 +52,24 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
             model is left.
     """
     paths = workspace.find_models(models)  # what was asked for comes first: a name may be mistyped
-    fitted, way, loads = fitted_for(workspace, target), way or AS_USUAL, loads or LoadsHere()
-    check_way(way, fitted.composition, fitted.target.name)
+    fitted, run_mode, loads = fitted_for(workspace, target), run_mode or AS_USUAL, loads or LoadsHere()
+    check_run_mode(run_mode, fitted.composition, fitted.target.name)
     name, device = fitted.target.name, fitted.target.flavour.device
     failures = Failures()
     if recorded:
-        found = MeasuredHere(recorded_models(workspace, paths, dims or {}, fitted, way, failures, static), "recorded")
+        found = MeasuredHere(recorded_models(workspace, paths, dims or {}, fitted, run_mode, failures, static), "recorded")
         for case in found.cases:  # with the samples of a host at about its usual pace
-            case.host_pace = USUAL if counts(fitted.composition, way) else None
-            predict_case(case, name, way, workspace, force, failures)
+            case.host_pace = USUAL if counts(fitted.composition, run_mode) else None
+            predict_case(case, name, run_mode, workspace, force, failures)
     else:
         if not is_here(fitted.target):
             here = [local.name for local in local_targets()]
             raise UserError(f"target {name} is not this machine ({', '.join(here)}), where models are to be measured; compare "
                             "with the measurements in its dataset (--recorded), or have predictors of this machine made: "
                             f"{'; '.join(MAKE_PREDICTORS)}")
-        loads.check(fitted, way, workspace)
+        loads.check(fitted, run_mode, workspace)
         ready = cases_of(paths, dims or {}, device, failures, static)
-        found = measure_all(ready, fitted, way, loads, plan or MeasuringPlan(), workspace, force, failures) if ready else (
+        found = measure_all(ready, fitted, run_mode, loads, plan or MeasuringPlan(), workspace, force, failures) if ready else (
             MeasuredHere())
     held_out = held_out_of_fits(workspace, name)
     comparisons = tuple(compared for case in found.cases if (compared := compare(case, *held_out)))
@@ -77,13 +77,14 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
         raise UserError("no model could be evaluated" + (f": {', '.join(failures)} failed" if failures else
                         f": the dataset of {name} holds no measurement of them" if recorded else ""))
     return Evaluation(
-        target=name, composition=composition_facts(fitted), source="recorded" if recorded else "measured", way=way.in_words,
+        target=name, composition=composition_facts(fitted), source="recorded" if recorded else "measured",
+        way=run_mode.description,
         load=found.load, comparisons=comparisons, summaries=summarise(comparisons), failures=dict(failures),
         warnings=tuple(found.notices))
 
 
 def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
-                    way: WayOfRunning, failures: Failures, static: bool) -> list[Case]:
+                    run_mode: RunMode, failures: Failures, static: bool) -> list[Case]:
     """The models that the target's dataset holds measurements of, of those in `paths` or of all.
 
     Raises:
@@ -96,7 +97,7 @@ def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[s
             f"unpack the one that comes with Hase: tar xf {shipped} -C {folder.parent}" if shipped.exists() else
             "measure it on such a machine: python benchmark/collector.py"))
     records = recorded_records(workspace, paths, dims, fitted, failures, static)
-    cases = recorded_cases(folder, records, fitted.predictors.sidecar.metrics, way.label)
+    cases = recorded_cases(folder, records, fitted.predictors.sidecar.metrics, run_mode.label)
     if paths:  # else all that the dataset holds is asked for
         name_missing(records, {case.record.model for case in cases}, folder, failures)
     return cases

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmark.measuring.blocks import load_in_words
+from benchmark.measuring.blocks import describe_load
 from benchmark.records.blocks import Block
 from benchmark.records.files import read_journal
 from benchmark.records.host_pace import paced_rows
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from graph_model.simulation.sharing import CoRunner
     from inference.core.answers import Prediction
     from inference.core.host_pace import HostPace
-    from inference.core.run_modes import WayOfRunning
+    from inference.core.run_modes import RunMode
 
 log = get_logger("evaluator")
 APART_FROM = 2  # models: a process of its own takes a second; where there is one model, nothing else is lost with it
@@ -71,7 +71,7 @@ class Case:
     @property
     def name(self) -> str:
         """The model's, and beside what it runs."""
-        return self.record.model + (f" at {load_in_words(self.level, self.background)}" if self.level else "")
+        return self.record.model + (f" at {describe_load(self.level, self.background)}" if self.level else "")
 
     def next_to(self, level: float, background: str, load: Mapping[str, float], co_runner: CoRunner | None) -> Case:
         """The same model, not measured yet, beside other work."""
@@ -152,7 +152,7 @@ def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Se
     if not sessions:
         return []
     rows = paced_rows(pd.DataFrame(model_rows(sessions, {})))
-    held_up = set(rows.index[~rows["tells"]])
+    held_up = set(rows.index[~rows["undisturbed"]])
     if held_up:
         log.warning("%d latencies that a disturbed host held up are left out; the collector measures them again", len(held_up))
     measured: dict[tuple[str, tuple[float, str], str], list[tuple[Block, Measurement]]] = defaultdict(list)
@@ -169,10 +169,10 @@ def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Se
     return sorted(cases, key=lambda case: (case.level, case.background, case.record.model))
 
 
-def predict_case(case: Case, target: str, way: WayOfRunning, workspace: Workspace, force: bool, failures: Failures) -> None:
+def predict_case(case: Case, target: str, run_mode: RunMode, workspace: Workspace, force: bool, failures: Failures) -> None:
     """Fills in a case's predictions: with look-up, and strict."""
     with failures.costing(case.name, case):
         case.with_lookup, case.strict = (
-            predict(case.record, target=target, strict=strict, load=case.load, way=way, workspace=workspace, force=force,
-                    co_runner=case.co_runner, host_pace=case.host_pace)
+            predict(case.record, target=target, strict=strict, load=case.load, run_mode=run_mode, workspace=workspace,
+                    force=force, co_runner=case.co_runner, host_pace=case.host_pace)
             for strict in (False, True))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from benchmark.load.backgrounds import COMPUTE, Background
 from benchmark.load.stress import Stress, stress
-from benchmark.measuring.blocks import load_in_words
+from benchmark.measuring.blocks import describe_load
 from benchmark.measuring.canary import Canary
 from benchmark.measuring.effort import Effort
 from benchmark.metrics.source import MetricSource, values
@@ -38,7 +38,7 @@ from utils.paths import Workspace
 if TYPE_CHECKING:
     from benchmark.collecting.config import CollectorConfig
     from graph_model.simulation.sharing import CoRunner
-    from inference.core.run_modes import WayOfRunning
+    from inference.core.run_modes import RunMode
     from inference.core.targets import Fitted
 
 log = get_logger("evaluator")
@@ -83,7 +83,7 @@ class LoadsHere:
     under_load: CollectorConfig | None = None
     probe: bool = False
 
-    def check(self, fitted: Fitted, way: WayOfRunning, workspace: Workspace) -> None:
+    def check(self, fitted: Fitted, run_mode: RunMode, workspace: Workspace) -> None:
         """Whether all loads can be had on a target that is this machine, and a Prometheus that is to tell of them answers,
         before the first is measured.
 
@@ -95,7 +95,7 @@ class LoadsHere:
         if self.metrics_file:
             read_metrics(self.metrics_file)
         if fitted.sharing and (self.under_load or self.probe):
-            check_mode_while_shared(way)
+            check_mode_while_shared(run_mode)
         if self.under_load and not self.probe and not fields_asked(fitted):
             raise UserError(f"{fitted.target.name}: its predictors were trained without metrics, so no load changes what they "
                             "say; collect at levels above 0 and train again, or leave --under-load out")
@@ -121,7 +121,7 @@ class LoadsHere:
         with stress(level, background or COMPUTE, device, workspace=workspace) as stressor:
             if self.under_load:
                 settle_s = self.under_load.stress.settle_s + self.config.prometheus.memory_s
-                log.info("%s: up; measuring in %g s", load_in_words(level, background.name if background else ""), settle_s)
+                log.info("%s: up; measuring in %g s", describe_load(level, background.name if background else ""), settle_s)
                 time.sleep(settle_s)
             yield stressor
 
@@ -161,7 +161,7 @@ class MeasuredHere:
     notices: list[str] = field(default_factory=list)
 
 
-def measure_all(ready: Sequence[Case], fitted: Fitted, way: WayOfRunning, loads: LoadsHere, plan: MeasuringPlan,
+def measure_all(ready: Sequence[Case], fitted: Fitted, run_mode: RunMode, loads: LoadsHere, plan: MeasuringPlan,
                 workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
     """Predicts and measures models beside each of `loads`; one of several that fails costs only itself, even where it takes
     the process down that runs it, which is not this one.
@@ -172,10 +172,10 @@ def measure_all(ready: Sequence[Case], fitted: Fitted, way: WayOfRunning, loads:
         UserError: what else runs is not known, where no load is started; or another process measures on this device.
     """
     with measuring(fitted.target.flavour.device), Worker(plan.timeout_s, fitted.target.flavour.runtime) as worker:
-        return _measure_all(ready, worker, fitted, way, loads, plan, workspace, force, failures)
+        return _measure_all(ready, worker, fitted, run_mode, loads, plan, workspace, force, failures)
 
 
-def _measure_all(ready: Sequence[Case], worker: Worker, fitted: Fitted, way: WayOfRunning, loads: LoadsHere,
+def _measure_all(ready: Sequence[Case], worker: Worker, fitted: Fitted, run_mode: RunMode, loads: LoadsHere,
                  plan: MeasuringPlan, workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
     target, device = fitted.target.name, fitted.target.flavour.device
     found = MeasuredHere(load="by level" if loads.under_load else "idle")
@@ -189,18 +189,18 @@ def _measure_all(ready: Sequence[Case], worker: Worker, fitted: Fitted, way: Way
                     log.warning("%s", notice)
                 cases = [case.next_to(level, name, now.metrics, other) for case in ready]
                 for case in cases:
-                    predict_case(case, target, way, workspace, force, failures)
+                    predict_case(case, target, run_mode, workspace, force, failures)
                 idle = all(case.idle for case in cases)
                 best_canary_ms = recorded_canary_ms(workspace, target, device) if idle else 0.0
-                measure_here(cases, worker, device, way, plan, best_canary_ms, failures)
+                measure_here(cases, worker, device, run_mode, plan, best_canary_ms, failures)
                 for case in cases:
-                    if at_measured_pace(case, fitted, way):
-                        predict_case(case, target, way, workspace, force, failures)
+                    if at_measured_pace(case, fitted, run_mode):
+                        predict_case(case, target, run_mode, workspace, force, failures)
                 stressor.reached()
         except UserError as error:
             if not loads.under_load:
                 raise
-            failures.add(load_in_words(level, name), error)
+            failures.add(describe_load(level, name), error)
             continue
         found.cases += cases
         found.notices += [notice for notice in now.notices if notice not in found.notices]
@@ -209,7 +209,7 @@ def _measure_all(ready: Sequence[Case], worker: Worker, fitted: Fitted, way: Way
     return found
 
 
-def measure_here(cases: Sequence[Case], worker: Worker, device: str, way: WayOfRunning, plan: MeasuringPlan,
+def measure_here(cases: Sequence[Case], worker: Worker, device: str, run_mode: RunMode, plan: MeasuringPlan,
                  best_canary_ms: float, failures: Failures) -> None:
     """Times every case as planned, all cases in each round, so that drift hits all alike.
 
@@ -226,13 +226,13 @@ def measure_here(cases: Sequence[Case], worker: Worker, device: str, way: WayOfR
         with failures.costing(case.name, case):
             try:
                 if not loaded:  # a process's first session loads the runtime, whose time and memory are no model's
-                    time_session(case, worker, device, way, 0.0, watch_host=False)
+                    time_session(case, worker, device, run_mode, 0.0, watch_host=False)
                     loaded = True
                 canary = Canary(partial(worker.canary_ms, device), best_ms=best_canary_ms)
                 before_ms = canary.steady_ms(STEADY, plan.patience_s)
                 if best_canary_ms:
                     case.canaries.append(before_ms / best_canary_ms)
-                found = time_session(case, worker, device, way, plan.budget_s,
+                found = time_session(case, worker, device, run_mode, plan.budget_s,
                                      watch_host=device == "cuda" and case.idle)
             except WorkerFailed as error:
                 loaded = False
@@ -246,16 +246,16 @@ def measure_here(cases: Sequence[Case], worker: Worker, device: str, way: WayOfR
                 case.memory_mib = found.memory_mib
 
 
-def at_measured_pace(case: Case, fitted: Fitted, way: WayOfRunning) -> bool:
+def at_measured_pace(case: Case, fitted: Fitted, run_mode: RunMode) -> bool:
     """Sets the pace of the host that a case is predicted for to what was measured beside it; false where none was, or where it
     does not count."""
-    if case.failed or not case.probes_us or not compares(fitted, way):
+    if case.failed or not case.probes_us or not compares(fitted, run_mode):
         return False
     case.host_pace = HostPace(ratio_of(median(case.probes_us), fitted), "measured")
     return True
 
 
-def time_session(case: Case, worker: Worker, device: str, way: WayOfRunning, budget_s: float,
+def time_session(case: Case, worker: Worker, device: str, run_mode: RunMode, budget_s: float,
                  watch_host: bool) -> Reply:
     """One session's samples of a case (with `watch_host`, those of moments in which the host was undisturbed) and its memory.
 
@@ -267,7 +267,7 @@ def time_session(case: Case, worker: Worker, device: str, way: WayOfRunning, bud
         raise UserError(f"{case.record.model}: no file to run")
     reply = worker.ask(Request(
         do="session", device=device, paths=(str(case.path.absolute()),), dims=case.record.dims_run,
-        static=case.record.static, labels=(way.label,), watch_host=watch_host,
+        static=case.record.static, labels=(run_mode.label,), watch_host=watch_host,
         effort=Effort(warmup=WARMUP, budget_s=budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)))
     if reply.error:
         raise UserError(reply.error)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from graph_model.simulation.sharing import CoRunner
     from inference.core.host_pace import PaceAsked
     from inference.core.predictor import Circumstances, Predictor
-    from inference.core.run_modes import WayOfRunning
+    from inference.core.run_modes import RunMode
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Surroundings:
 
     Attributes:
         predictor: for the target.
-        way: how the model is run.
+        run_mode: how the model is run.
         config: names a Prometheus, if there is one.
         metrics: a file of metrics, which is read each time; with it, Prometheus is not asked.
         probe: a file with a reading of the sharing probe; empty: it is read on this machine; None: Prometheus may have one.
@@ -31,7 +31,7 @@ class Surroundings:
     """
 
     predictor: Predictor
-    way: WayOfRunning
+    run_mode: RunMode
     config: InferenceConfig
     metrics: Path | None
     probe: str | None
@@ -46,7 +46,7 @@ class Surroundings:
     def change(self) -> bool:
         """Whether anything is looked at that may change from one prediction to the next."""
         return bool(self.asks_prometheus or self.metrics or self.probe is not None
-                    or self.host.is_followed(self.predictor.fitted, self.way))
+                    or self.host.is_followed(self.predictor.fitted, self.run_mode))
 
     def fields(self) -> tuple[str, ...]:
         """The metrics that Prometheus is asked for; none where it is not asked, or where the predictors know none."""
@@ -63,7 +63,7 @@ class Surroundings:
             return current_load(config, self.metrics)
         fitted = self.predictor.fitted
         return current_load(config, None, self.fields(), self.probe is None and fitted.sharing is not None,
-                            self.host.of_prometheus(fitted, self.way))
+                            self.host.of_prometheus(fitted, self.run_mode))
 
     def with_load(self, load: Load) -> Circumstances:
         """All that a prediction takes of its surroundings, given the load; probes that run on this machine are read now.
@@ -72,7 +72,7 @@ class Surroundings:
             UserError: a probe can't be read, or does not fit the target.
         """
         return {"load": load.metrics, "notices": load.notices, "co_runner": self._co_runner(load),
-                "host_pace": self.host.now(self.predictor.fitted, self.way, load.host_probe_us)}
+                "host_pace": self.host.now(self.predictor.fitted, self.run_mode, load.host_probe_us)}
 
     def now(self) -> Circumstances:
         """The same with the load of this moment, which must be known: what Prometheus does not say is not taken for idle."""

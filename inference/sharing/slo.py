@@ -99,7 +99,7 @@ def objective_of(run: PredictedRun, limit_ms: float, percentile: float = PERCENT
     prediction = run.prediction
     found = check_slo(prediction, limit_ms, percentile).model_dump()
     if prediction.way != AS_USUAL:
-        why = f"a model run {prediction.way.in_words} was not measured beside other work"
+        why = f"a model run {prediction.way.description} was not measured beside other work"
         return SloUnderLoad(**found, unknown_because=why)
     try:
         model = shared_model_of(run)

@@ -210,7 +210,7 @@ def main() -> int:
                  predicted(model, path, step, workspace, args.limit_s, paces.get(model.name) if step == "h200" else None))
         files.append_line(args.folder / JUDGEMENT, found.model_dump_json())
         if found.outcome != "answered":
-            log.info("%s, %s: %s", model.name, SAID.get(step, step), found.in_words)
+            log.info("%s, %s: %s", model.name, SAID.get(step, step), found.description)
     rows = rows_of(models, read_judgement(args.folder), on_gpu(args.gpu))
     if args.docs:
         files.write_text(args.docs, page(rows, COMMANDS, context()))

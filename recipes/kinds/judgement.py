@@ -60,7 +60,7 @@ class Found(BaseModel):
     second_ms: float | None = None
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """What the user was told."""
         if self.outcome != "answered":
             return f"{self.outcome}: {self.message}"
@@ -111,7 +111,7 @@ class Row(BaseModel):
         return {
             "model": self.model, "kind": self.kind, "target": SAID[self.step], PACE: self.found.host_pace,
             "predicted (ms)": self.found.latency_ms,
-            "90 % between (ms)": f"{between[0]:.4g} and {between[1]:.4g}" if between else None, "said": self.found.in_words,
+            "90 % between (ms)": f"{between[0]:.4g} and {between[1]:.4g}" if between else None, "said": self.found.description,
             "measured (ms)": self.measured_ms, "error": percent(self.error),
             "second measurement": percent(self.second_difference),
         }

@@ -54,8 +54,8 @@ CURVE, PAIR = (f"inference/{script} --json --target nvidia-h200 --model records/
 def questions() -> list[str]:
     """Commands to run in a workspace of `unpacked`, each with the options that the answer depends on."""
     cuda, cpu = f"{PREDICT}/cuda/{{}}.json --target nvidia-h200", f"{PREDICT}/cpu/{{}}.json --target cpu-avx512"
-    asked = [way.format(name) for name in RECORDED
-             for way in (cuda, f"{cpu} --force" if "fp16" in name else cpu)]
+    asked = [run_mode.format(name) for name in RECORDED
+             for run_mode in (cuda, f"{cpu} --force" if "fp16" in name else cpu)]
     asked += [f"{cuda.format(name)} {options}" for name, options in (
         ("resnet18@batch=16", "--strict"), ("bert_mask_static", "--strict"), ("mobilenet_v3_small@batch=4", "--strict"),
         ("resnet18@batch=1", "--io host"), ("resnet18@batch=64", "--io host --strict"),

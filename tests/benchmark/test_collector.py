@@ -42,7 +42,7 @@ from benchmark.records.files import (
     read_journal,
     read_kernels,
 )
-from benchmark.records.host_pace import idle_models, tells_of_model, usual_probe_us
+from benchmark.records.host_pace import idle_models, is_undisturbed, usual_probe_us
 from benchmark.records.measurement import Measurement
 from benchmark.records.reading import load_table
 from benchmark.records.tables import input_shape, kernel_rows, model_rows, model_sessions
@@ -260,12 +260,12 @@ def test_numpy_in_and_out_is_a_variant(tmp_path: Path) -> None:
         collect(workspace, CollectorConfig.model_validate(wanted | {"variants": ["cuda_graph"]}))
 
 
-@pytest.mark.parametrize(("latency_ms", "host_ms", "disturbance", "tells"), [
+@pytest.mark.parametrize(("latency_ms", "host_ms", "disturbance", "undisturbed"), [
     (1.0, 0.9, 0.1, True), (1.0, 0.9, 0.5, False), (1.0, 0.6, 0.5, True), (1.0, float("nan"), 0.5, False),
     (1.0, 0.9, float("nan"), True)])
 def test_a_disturbed_host_does_not_matter_to_a_model_that_the_gpu_holds_up(
-        latency_ms: float, host_ms: float, disturbance: float, tells: bool) -> None:
-    assert tells_of_model(latency_ms, host_ms, disturbance) is tells
+        latency_ms: float, host_ms: float, disturbance: float, undisturbed: bool) -> None:
+    assert is_undisturbed(latency_ms, host_ms, disturbance) is undisturbed
 
 
 def test_the_pace_of_the_host_beside_each_model() -> None:

@@ -25,7 +25,7 @@ from graph_model.simulation.pipeline import PipelineCosts
 from graph_model.simulation.sharing import CoRunner, turns_ms
 from graph_model.simulation.tracks import NodeKind, Tracks
 from inference import Watch, check_slo, highest_busy_share, predict, predict_curve, predict_pair, shared_model, slo_under_load
-from inference.core.run_modes import WayOfRunning
+from inference.core.run_modes import RunMode
 from inference.core.targets import fitted_for
 from inference.live.load import fields_asked
 from inference.live.prediction_exporter import FAILED, LATENCY, MEAN, PREDICTED, ROUGH
@@ -185,7 +185,7 @@ def test_the_highest_load_that_meets_an_objective(model: SharedModel) -> None:
 
 
 def test_a_highest_load_that_is_not_known(workspace: Workspace, tmp_path: Path, torch_models: dict[str, Path]) -> None:
-    copied = predict("resnet18.onnx", target=TARGET, workspace=workspace, way=WayOfRunning(io="host"))
+    copied = predict("resnet18.onnx", target=TARGET, workspace=workspace, run_mode=RunMode(io="host"))
     found = slo_under_load(copied, "resnet18.onnx", 5.0, workspace=workspace)
     assert found.unknown_because == "a model run with tensors on the host was not measured beside other work"
     elsewhere = unshared(tmp_path)

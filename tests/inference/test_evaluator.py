@@ -26,7 +26,7 @@ from benchmark.records.measurement import Measurement
 from benchmark.runtimes.worker_client import Worker
 from graph_model.simulation.sharing import CoRunner
 from inference import predict
-from inference.core.run_modes import WayOfRunning
+from inference.core.run_modes import RunMode
 from inference.evaluation import here as evaluation_here
 from inference.evaluation.comparison import compare, percent, summarise
 from inference.evaluation.evaluate import evaluate
@@ -74,10 +74,10 @@ def test_a_model_is_predicted_and_measured(workspace: Workspace) -> None:
 
 
 def test_host_copies_are_asked_for_and_told(workspace: Workspace) -> None:
-    way = WayOfRunning(io="host")
-    found = evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, way=way, plan=QUICK)
+    run_mode = RunMode(io="host")
+    found = evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, run_mode=run_mode, plan=QUICK)
     assert found.way == "with tensors on the host"
-    recorded = evaluate(workspace, [], target=TARGET, recorded=True, way=way)
+    recorded = evaluate(workspace, [], target=TARGET, recorded=True, run_mode=run_mode)
     assert {one.level for one in recorded.comparisons} == {0.0}
     assert recorded.summaries[0].lookup.mape < 0.05
 
@@ -135,7 +135,7 @@ def test_a_model_that_never_ends_is_given_up(tmp_path: Path) -> None:
     with Worker(60) as worker:
         worker.canary_ms("cpu")  # what starting the process takes does not count here
         worker.timeout_s = 1
-        evaluation_here.measure_here([case], worker, "cpu", WayOfRunning(), QUICK, 0.0, failures)
+        evaluation_here.measure_here([case], worker, "cpu", RunMode(), QUICK, 0.0, failures)
     assert (case.failed, case.samples_ms) == (True, [])
     assert failures == {"endless": "endless: while it was measured: no answer within 1 s; --timeout-s gives it longer"}
 

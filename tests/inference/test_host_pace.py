@@ -31,7 +31,7 @@ from benchmark.runtimes.worker_client import Worker
 from inference import Watch, predict
 from inference.core.answers import Prediction
 from inference.core.host_pace import HostPace, PaceAsked, measured_pace, pace_of_file, recent_pace
-from inference.core.run_modes import AS_USUAL, WayOfRunning
+from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.targets import fitted_for
 from inference.core.uncertainty import HOSTS, PACE_POWER, joined
 from inference.evaluation.comparison import compare
@@ -77,9 +77,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference.core.host_pace, "gpu_facts", lambda: {"uuid": "GPU-here"})
 
 
-def predicted(model: onnx.ModelProto, pace: float | HostPace | None = None, way: WayOfRunning = AS_USUAL,
+def predicted(model: onnx.ModelProto, pace: float | HostPace | None = None, run_mode: RunMode = AS_USUAL,
               workspace: Workspace | None = None) -> Prediction:
-    return predict(model, target=TARGET, host_pace=pace, way=way, workspace=workspace)
+    return predict(model, target=TARGET, host_pace=pace, run_mode=run_mode, workspace=workspace)
 
 
 def shell(script: str, workspace: Workspace, *options: str | Path) -> subprocess.CompletedProcess[str]:
@@ -184,8 +184,8 @@ def test_an_unknown_pace_widens_the_interval_where_it_matters() -> None:
 
 
 def test_a_cuda_graphs_replay_does_not_wait_for_the_host() -> None:
-    graph = WayOfRunning(cuda_graph=True)
-    found, given = predicted(SHORT, way=graph), predicted(SHORT, 1.6, way=graph)
+    graph = RunMode(cuda_graph=True)
+    found, given = predicted(SHORT, run_mode=graph), predicted(SHORT, 1.6, run_mode=graph)
     assert (found.latency_ms, found.interval_ms) == (given.latency_ms, given.interval_ms)
     assert (found.host_pace, found.host_pace_source, given.host_pace) == (None, None, None)
     assert any("does not wait for its host" in warning for warning in given.warnings)
@@ -267,7 +267,7 @@ def test_measured_on_request_on_the_target_alone(made: Made, monkeypatch: pytest
     assert not watched.of_prometheus(fitted, AS_USUAL)
     assert [PaceAsked(option, watched=True).is_followed(fitted, AS_USUAL) for option in (None, "measure", 1.1)] == [
         True, True, False]
-    assert watched.now(fitted, WayOfRunning(cuda_graph=True)) is None
+    assert watched.now(fitted, RunMode(cuda_graph=True)) is None
     assert PaceAsked(1.4).now(fitted, AS_USUAL) == 1.4
     assert PaceAsked().now(fitted, AS_USUAL) is None
 
@@ -359,7 +359,7 @@ def test_the_evaluator_predicts_at_the_pace_beside_each_model(tmp_path: Path) ->
     assert not at_measured_pace(case, fitted, AS_USUAL)
     case.probes_us = [1.1 * USUAL_US, 1.3 * USUAL_US, 1.2 * USUAL_US]
     assert at_measured_pace(case, fitted, AS_USUAL)
-    assert not at_measured_pace(case, fitted, WayOfRunning(cuda_graph=True))
+    assert not at_measured_pace(case, fitted, RunMode(cuda_graph=True))
     predict_case(case, TARGET, AS_USUAL, Workspace(), False, Failures())
     case.samples_ms = [0.1]
     compared = compare(case, ())

@@ -20,7 +20,7 @@ from benchmark.traces.anatomy import measured_trace
 from benchmark.traces.gpu_trace import GpuRun, GpuWork, Launch
 from inference import predict, predict_many
 from inference.core import targets
-from inference.core.run_modes import WayOfRunning
+from inference.core.run_modes import RunMode
 from inference.core.targets import choose_target, fitted_for
 from inference.live.load import InferenceConfig, Load, current_load
 from inference.prediction_speed import copies
@@ -88,17 +88,17 @@ def test_under_load_nothing_is_looked_up_and_more_time_is_taken(workspace: Works
 
 def test_numpy_in_and_out_adds_the_copies(workspace: Workspace, record: ModelRecord) -> None:
     usual = predict(record, target=TARGET, workspace=workspace)
-    copied = predict(record, target=TARGET, workspace=workspace, way=WayOfRunning(io="host"))
+    copied = predict(record, target=TARGET, workspace=workspace, run_mode=RunMode(io="host"))
     assert copied.latency_ms - usual.latency_ms == pytest.approx(copies_ms(record), rel=0.02)
     assert copied.way.label == "host_io"
 
 
-@pytest.mark.parametrize(("way", "told"), [
-    (WayOfRunning(cuda_graph=True), "no models were run so"), (WayOfRunning(io="host", cuda_graph=True), "fixed places")])
-def test_a_way_that_was_not_measured_is_refused(workspace: Workspace, record: ModelRecord, way: WayOfRunning,
+@pytest.mark.parametrize(("run_mode", "told"), [
+    (RunMode(cuda_graph=True), "no models were run so"), (RunMode(io="host", cuda_graph=True), "fixed places")])
+def test_a_way_that_was_not_measured_is_refused(workspace: Workspace, record: ModelRecord, run_mode: RunMode,
                                                 told: str) -> None:
     with pytest.raises(UserError, match=told):
-        predict(record, target=TARGET, workspace=workspace, way=way)
+        predict(record, target=TARGET, workspace=workspace, run_mode=run_mode)
 
 
 def test_an_unknown_kernel_type_is_named_and_estimated(workspace: Workspace) -> None:

@@ -23,7 +23,7 @@ from inference import (
     shared_model,
     slo_under_load,
 )
-from inference.core.run_modes import WayOfRunning
+from inference.core.run_modes import RunMode
 from inference.core.timeline import trace_of
 from inference.sharing.co_runner import NotShared
 from ort_analysis.records.kernel_record import ModelRecord
@@ -83,8 +83,8 @@ def test_methods_say_what_the_functions_say(folder: Path) -> None:
     predictor = Predictor(target="h200")
     assert predictor.predict(one) == predict(one, target=TARGET) == predictor.run(one).prediction
     assert predictor.predict(one, load=BUSY, host_pace=1.2) == predict(one, target=TARGET, load=BUSY, host_pace=1.2)
-    assert predictor.predict_many([one, two], way=WayOfRunning(io="host")) == predict_many(
-        [one, two], target=TARGET, way=WayOfRunning(io="host"))
+    assert predictor.predict_many([one, two], run_mode=RunMode(io="host")) == predict_many(
+        [one, two], target=TARGET, run_mode=RunMode(io="host"))
     assert predictor.curve(one, 3) == predict_curve(one, points=3, target=TARGET)
     assert predictor.pair(one, two) == predict_pair(one, two, target=TARGET)
     assert predictor.shared(one).at_share(0.5) == shared_model(one, target=TARGET).at_share(0.5)
@@ -179,8 +179,8 @@ def test_errors_are_those_of_the_functions(folder: Path, workspace: Workspace) -
     predictor = Predictor(workspace, TARGET)
     for options, message in (
             ({"host_pace": 150.0}, "host pace 150: a ratio"),
-            ({"way": WayOfRunning(io="host", cuda_graph=True)}, "predict it with --io device"),
-            ({"way": WayOfRunning(cuda_graph=True), "load": BUSY}, "was not measured beside other work"),
+            ({"run_mode": RunMode(io="host", cuda_graph=True)}, "predict it with --io device"),
+            ({"run_mode": RunMode(cuda_graph=True), "load": BUSY}, "was not measured beside other work"),
             ({"dims": {"batch": 3}}, "a record's shapes are fixed"),
             ({"load": {"DCGM_FI_DEV_POWER_USAGE": 300.0}}, "doesn't say how busy")):
         with pytest.raises(UserError, match=message) as by_method:

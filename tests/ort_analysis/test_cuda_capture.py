@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from benchmark.records.blocks import Block
 from benchmark.records.files import journal_path, load_header
 from inference import predict
-from inference.core.run_modes import WayOfRunning
+from inference.core.run_modes import RunMode
 from ort_analysis.cuda.capture import capture_obstacle
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.records.kernel_record import ModelRecord
@@ -22,7 +22,7 @@ from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
-CAPTURED = WayOfRunning(cuda_graph=True)
+CAPTURED = RunMode(cuda_graph=True)
 
 
 def value(name: str, *shape: int, element: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
@@ -105,11 +105,11 @@ def test_a_model_that_cant_be_captured_is_refused() -> None:
     record = analyze(wide(33), "cuda")
     with pytest.raises(UserError, match=r"can't capture it as a CUDA graph: wide joins 33 inputs, and a Concat of more than 32 "
                                         r"copies tables from the host; predict it without --cuda-graph"):
-        predict(record, target=TARGET, way=CAPTURED)
+        predict(record, target=TARGET, run_mode=CAPTURED)
     assert predict(record, target=TARGET).latency_ms > 0
-    assert not any("capture" in text for text in predict(analyze(wide(32), "cuda"), target=TARGET, way=CAPTURED).warnings)
+    assert not any("capture" in text for text in predict(analyze(wide(32), "cuda"), target=TARGET, run_mode=CAPTURED).warnings)
 
 
 def test_sizes_that_the_cpu_works_out_are_allowed_with_a_warning() -> None:
-    captured = predict(on_the_cpu(analyze(wide(32), "cuda")), target=TARGET, way=CAPTURED)
+    captured = predict(on_the_cpu(analyze(wide(32), "cuda")), target=TARGET, run_mode=CAPTURED)
     assert [text for text in captured.warnings if "sizes on the CPU (relu)" in text]

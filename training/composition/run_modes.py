@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from training.composition.measured_models import MeasuredModel
 
 Floats = npt.NDArray[np.float64]
-Way = TypeVar("Way", HostIo, GraphReplay)
+Mode = TypeVar("Mode", HostIo, GraphReplay)
 LEAST_MODELS = 4  # fewer can't tell three constants apart
 
 
@@ -88,7 +88,7 @@ def fit_graph_replay(models: Sequence[MeasuredModel], tracks: Sequence[MeasuredT
     return judged(whole, left_out, measured, groups)
 
 
-def judged(fitted: Way, left_out_ms: Floats, measured_ms: Floats, groups: Sequence[str]) -> Way:
+def judged(fitted: Mode, left_out_ms: Floats, measured_ms: Floats, groups: Sequence[str]) -> Mode:
     """What was fitted, with the errors that latencies predicted without their groups have, and the interval that these tell."""
     return fitted.model_copy(update={"left_out": error_statistics(left_out_ms.tolist(), measured_ms.tolist()),
                                      "interval": interval_of(left_out_ms, measured_ms, groups)})

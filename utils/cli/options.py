@@ -22,7 +22,7 @@ def add_target(made: argparse.ArgumentParser) -> None:
                       "(default: this machine, or the only target with predictors)")
 
 
-def add_way(parser: argparse.ArgumentParser) -> None:
+def add_run_mode(parser: argparse.ArgumentParser) -> None:
     """`--io` and `--cuda-graph`: how a model is run."""
     parser.add_argument("--io", choices=("device", "host"), default="device",
                         help="device: tensors stay on the device; host: numpy in and out (default: device)")
