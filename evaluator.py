@@ -22,7 +22,7 @@ from inference.evaluation.plot import draw as draw_points
 from inference.evaluation.tables import summary_table, table, warned_of
 from inference.live.load import CONFIG_FILE, InferenceConfig
 from utils import cli, files
-from utils.config import load_config
+from utils.config import read_config
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT
@@ -120,8 +120,8 @@ def main() -> int:
     args = parser.parse_args()
     check_arguments(parser, args)
     workspace = cli.start(args)
-    loads = LoadsHere(config=load_config(args.config or CONFIG_FILE, InferenceConfig), metrics_file=args.metrics,
-                      under_load=load_config(args.under_load, CollectorConfig) if args.under_load else None, probe=args.probe)
+    loads = LoadsHere(config=read_config(args.config or CONFIG_FILE, InferenceConfig), metrics_file=args.metrics,
+                      under_load=read_config(args.under_load, CollectorConfig) if args.under_load else None, probe=args.probe)
     evaluation = evaluate(
         workspace, args.models, dims=cli.parse_dims(args.dim), target=args.target, recorded=args.recorded,
         run_mode=RunMode(io=args.io, cuda_graph=args.cuda_graph), loads=loads,

@@ -25,7 +25,7 @@ from graph_model.dag.dag import build_dag, calculate_latency, longest_path, reco
 from ort_analysis.graph.analysis import record_of
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import REMAKE, Frozen, ModelRecord
-from ort_analysis.records.reading import load_record
+from ort_analysis.records.reading import read_model_record
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import resolve_device
@@ -160,7 +160,7 @@ def whole_times_ms(record: ModelRecord, times_ms: Mapping[str, float]) -> dict[s
 def matching_record(paths: Iterable[Path], nodes: set[str]) -> ModelRecord | None:
     """The first record that names exactly `nodes`."""
     for path in paths:
-        record = load_record(path)
+        record = read_model_record(path)
         if {node.name for node in record.nodes} == nodes:
             return record
     return None

@@ -24,7 +24,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from utils import cli
-from utils.config import load_config
+from utils.config import read_config
 from utils.logger import get_logger
 from utils.paths import ROOT
 
@@ -41,7 +41,7 @@ def main() -> int:
                         help="default: benchmark/config.yaml")
     args = parser.parse_args()
     workspace = cli.start(args)
-    result = collect(workspace, load_config(args.config, CollectorConfig))
+    result = collect(workspace, read_config(args.config, CollectorConfig))
     if args.json:
         cli.print_json(result)
     else:

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmark.records.blocks import Block
-from benchmark.records.files import collected_targets, load_header, model_table_path, read_journal
+from benchmark.records.files import collected_targets, model_table_path, read_header, read_journal
 from benchmark.records.host_pace import idle_models
 from benchmark.records.labels import COLLECT, DISTURBANCE_ADMITTED, GPU_LABEL, LABELS
-from benchmark.records.reading import load_kernel_table, load_model_table, run_ms
+from benchmark.records.reading import read_kernel_table, read_model_table, run_ms
 from benchmark.records.tables import UNFINISHED
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import REMAKE, Frozen, ModelRecord, Node
-from ort_analysis.records.reading import load_record, record_path
+from ort_analysis.records.reading import read_model_record, record_path
 from utils import cli
 from utils.errors import UserError
 from utils.logger import get_logger
@@ -192,10 +192,10 @@ def model_labels(workspace: Workspace, target: str, wanted: Sequence[str] | None
         UserError: the dataset can't be read, a name that fits none of its models, or nothing is left.
     """
     folder = workspace.dataset(target)
-    header = load_header(folder)
-    idle = idle_models(load_model_table(workspace, target), with_disturbed=True)
+    header = read_header(folder)
+    idle = idle_models(read_model_table(workspace, target), with_disturbed=True)
     gpu_ms = {str(name): float(time) for name, time in idle["gpu_ms"].dropna().items()}
-    times = label_times(load_kernel_table(workspace, target), header.target.flavour.device)
+    times = label_times(read_kernel_table(workspace, target), header.target.flavour.device)
     within = in_model_times(read_journal(folder))
     found = []
     for name in chosen([str(model) for model in idle.index], wanted, folder):
@@ -203,7 +203,8 @@ def model_labels(workspace: Workspace, target: str, wanted: Sequence[str] | None
         if not path.is_file():
             log.warning("%s: measured, but has no record (%s); left out. Make it with: %s", name, path, REMAKE)
             continue
-        added_up = add_up(load_record(path), float(idle["median_ms"][name]), gpu_ms.get(name), times, within.get(name, {}))
+        added_up = add_up(read_model_record(path), float(idle["median_ms"][name]), gpu_ms.get(name), times,
+                          within.get(name, {}))
         found.append(added_up.model_copy(update={"pace": float(idle["pace"][name])}))
     if not found:
         raise UserError(f"{folder}: no model that was measured idle and has a kernel record; measure models with: "
@@ -272,7 +273,7 @@ def main() -> int:
     results = {}
     for target in [args.target] if args.target else collected_targets(workspace):
         found = model_labels(workspace, target, args.model)
-        flavour = load_header(workspace.dataset(target)).target.flavour
+        flavour = read_header(workspace.dataset(target)).target.flavour
         about = summaries(found, flavour.device)
         results[target] = {"models": [model.model_dump(mode="json") for model in found],
                            "labels": [label.model_dump(mode="json") for label in about]}

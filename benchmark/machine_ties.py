@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmark.measuring.ties import TimedUnit, Times, idle_units, median_times, tie_rows
-from benchmark.records.files import DatasetHeader, collected_targets, load_header, read_journal
+from benchmark.records.files import DatasetHeader, collected_targets, read_header, read_journal
 from benchmark.records.tables import model_sessions
 from utils import cli
 from utils.logger import get_logger
@@ -60,7 +60,7 @@ def main() -> int:
     results: dict[str, dict[str, Sequence[dict[str, Any]]]] = {}
     for target in [args.target] if args.target else collected_targets(workspace):
         folder = workspace.dataset(target)
-        header = load_header(folder)
+        header = read_header(folder)
         times = idle_times(read_journal(folder))
         machines, ties = machine_rows(header, times), tie_rows(times)
         results[target] = {"machines": machines, "ties": ties}

@@ -25,12 +25,12 @@ from benchmark.collecting.work import Item, find_work
 from benchmark.measuring.loads import measure_loads
 from benchmark.measuring.pending import Planned, chunks
 from benchmark.records.blocks import Block
-from benchmark.records.files import load_header, read_journal
+from benchmark.records.files import read_header, read_journal
 from benchmark.records.journal import Journal
 from benchmark.records.labels import COLLECT
 from benchmark.records.measurement import Measurement
 from utils import cli
-from utils.config import load_config
+from utils.config import read_config
 from utils.errors import UserError
 from utils.fingerprint import local_target, machine, resolve_device
 from utils.paths import ROOT, Workspace
@@ -59,7 +59,7 @@ def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> li
     Raises:
         UserError: there is no dataset of this machine.
     """
-    config = load_config(config_path, CollectorConfig)
+    config = read_config(config_path, CollectorConfig)
     device = resolve_device(config.device)
     target, here = local_target(device), machine(device)
     folder = workspace.dataset(target.name)
@@ -70,7 +70,7 @@ def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> li
     chosen = [work.kernels[i] for i in np.random.default_rng(seed).permutation(len(work.kernels))[:count]]
     parts: list[Sequence[Item]] = [[item] for item in work.models] + [*chunks(chosen, config.block_kernels)]
     planned = [Planned(f"repeat {number}", items) for number, items in enumerate(parts)]
-    backgrounds, rows = load_header(folder).backgrounds, []
+    backgrounds, rows = read_header(folder).backgrounds, []
     with start_crew(config, device, config.labels_on(device)) as crew:
         bench = open_bench(config, device, here.uuid, config.open_source(device), crew)
 

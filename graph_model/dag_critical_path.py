@@ -17,7 +17,7 @@ from typing import Any
 
 from graph_model.dag.dag import dag_file, dag_of, longest_path, record_paths
 from ort_analysis.records.kernel_record import REMAKE
-from ort_analysis.records.reading import load_record
+from ort_analysis.records.reading import read_model_record
 from utils import cli, files
 from utils.errors import UserError
 from utils.lazy import networkx as nx
@@ -48,7 +48,7 @@ def main() -> int:
         raise UserError(f"{workspace.kernel_records}: no kernel records; make them with: {REMAKE}")
     rows = []
     for path in cli.track(paths, "building DAGs"):
-        dag = dag_file(load_record(path))
+        dag = dag_file(read_model_record(path))
         written = workspace.model_dag(dag.flavour) / f"{dag.model}.json"
         files.write_json(written, dag)
         rows.append(summary(dag_of(dag)) | {"file": str(written)})

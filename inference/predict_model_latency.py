@@ -50,7 +50,7 @@ from inference.live.surroundings import Surroundings
 from inference.sharing.slo import PERCENTILE, SloUnderLoad
 from ort_analysis.graph.optimized_once import optimized_once
 from utils import cli
-from utils.config import load_config
+from utils.config import read_config
 from utils.errors import UserError
 from utils.files import write_json
 from utils.logger import get_logger
@@ -226,7 +226,7 @@ def main() -> int:
     if __name__ == "__main__":  # its modules stay to the end, so Python need not look through them then: a tenth of the time.
         gc.freeze()  # Boosters, which must still be found then, are not there yet, nor is xgboost
     real = read_processes(args.beside, MEASURED, 2) if args.beside else []  # before the predictions: it may be no trace
-    config = load_config(args.config or CONFIG_FILE, InferenceConfig)
+    config = read_config(args.config or CONFIG_FILE, InferenceConfig)
     if args.measure_missing and config.prometheus.url is not None:
         raise UserError("--measure-missing: idle times are not looked up under a load; set prometheus.url to null in "
                         f"{args.config or CONFIG_FILE}")

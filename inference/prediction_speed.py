@@ -25,7 +25,7 @@ from inference.core.targets import choose_target, fitted_for
 from inference.live.load import CONFIG_FILE, InferenceConfig, Load, current_load, fields_asked
 from inference.sharing.co_runner import probe_of
 from utils import cli
-from utils.config import load_config
+from utils.config import read_config
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 from utils.timing import summarize
@@ -113,7 +113,7 @@ def main() -> int:
     cli.add_load(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
-    config = load_config(args.config or CONFIG_FILE, InferenceConfig).never_idle()
+    config = read_config(args.config or CONFIG_FILE, InferenceConfig).never_idle()
 
     def read_load() -> Load:
         fitted = fitted_for(workspace, args.target)

@@ -31,7 +31,7 @@ from kernel_model.sampling.kernel_errors import KernelErrors, draw_weights, read
 from kernel_model.sampling.seeds import SEED_FILE, Families, Seeds, read_seeds
 from ort_analysis.records.kernel_costs import VIEW_OPS
 from ort_analysis.records.kernel_record import Kernel, KernelInput
-from ort_analysis.records.reading import load_index
+from ort_analysis.records.reading import read_index
 from utils import cli, files
 from utils.errors import UserError
 from utils.locks import sole_writer
@@ -176,7 +176,7 @@ def side_by_side(sampler: Sampler, count: int, seed: Sequence[int], folder: Path
 
 def indexed(path: Path) -> tuple[str, list[Drawn]]:
     """The name of an index's flavour, and its kernels with the groups of the models that hold them."""
-    index = load_index(path)
+    index = read_index(path)
     return index.flavour.name, [(entry.kernel, index.groups_of(entry)) for entry in index.entries()]
 
 

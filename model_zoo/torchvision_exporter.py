@@ -22,7 +22,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from model_zoo.exporting.export_process import ExportProcess
-from model_zoo.exporting.zoo_config import CONFIG_FILE, ZooConfig, load_zoo_config
+from model_zoo.exporting.zoo_config import CONFIG_FILE, ZooConfig, read_zoo_config
 from utils import cli
 from utils.config import validate
 from utils.errors import UserError
@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="make files anew that are there")
     args = parser.parse_args()
     workspace = cli.start(args, begins=True)
-    rows = export_all(workspace, with_options(load_zoo_config(args.config), args), args.force)
+    rows = export_all(workspace, with_options(read_zoo_config(args.config), args), args.force)
     if args.json:
         cli.print_json(rows)
     else:

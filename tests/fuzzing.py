@@ -249,15 +249,15 @@ def commands(path: Path, root: Path, target: str) -> list[str]:
     quoted = repr(str(path))
     predicting = f"answers.append(predict('anet_c16.onnx', target={target!r}, workspace=workspace).latency_ms)"
     recorded = f"evaluate(workspace, [], recorded=True, target={target!r})"
-    training = f"load_training_set(workspace, {target!r})"
+    training = f"read_training_set(workspace, {target!r})"
     if path.suffix == ".yaml":
-        return [f"load_config(Path({quoted}), {schema})" for schema in
+        return [f"read_config(Path({quoted}), {schema})" for schema in
                 ("CollectorConfig", "TrainingConfig", "InferenceConfig", "ZooConfig")]
     if place.endswith("index.json"):
         return [f"read_kernels(Path({quoted}))"]
     if place.startswith("ort_analysis"):
         return [f"answers.append(predict({quoted}, target={target!r}, workspace=workspace).latency_ms)",
-                f"read_kernels(Path({quoted}))", "load_records(workspace, flavour_of('cpu'))"]
+                f"read_kernels(Path({quoted}))", "read_model_records(workspace, flavour_of('cpu'))"]
     if place.startswith("training/predictors"):
         return [predicting]
     if place.startswith("training/kernel_errors"):
@@ -278,10 +278,10 @@ from inference.live.load import InferenceConfig
 from kernel_model.building.kernel_models import read_kernels
 from kernel_model.sampling.kernel_errors import read_errors
 from model_zoo.exporting.zoo_config import ZooConfig
-from ort_analysis.records.reading import load_records
+from ort_analysis.records.reading import read_model_records
 from training.kernels.settings import TrainingConfig
-from training.kernels.training_set import load_training_set
-from utils.config import load_config
+from training.kernels.training_set import read_training_set
+from utils.config import read_config
 from utils.fingerprint import flavour_of
 """  # what `commands` calls
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from model_zoo.exporting.zoo_config import load_zoo_config
+from model_zoo.exporting.zoo_config import read_zoo_config
 from utils.fingerprint import has_cuda
 from utils.paths import ROOT
 
@@ -123,7 +123,7 @@ def test_the_demo_exports_what_the_first_prediction_asks_for() -> None:
     """The other tests run a smaller demo; here are the files' names as `make demo` writes them."""
     demo = (ROOT / "recipes" / "demo" / "run.sh").read_text(encoding="utf-8")
     configs = re.findall(r"torchvision_exporter\.py --config (\S+)", demo)
-    written = {f"{export.stem}.onnx" for name in configs for export in load_zoo_config(ROOT / name).exports()}
+    written = {f"{export.stem}.onnx" for name in configs for export in read_zoo_config(ROOT / name).exports()}
     asked = re.findall(r"model (\S+\.onnx)", "\n".join([demo, *fenced("bash", documents())]))
     assert len(asked) >= 6
     assert set(asked) <= written

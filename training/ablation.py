@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from benchmark.records.files import read_kernels
 from benchmark.records.labels import GPU_LABEL
-from benchmark.records.reading import load_kernel_table
+from benchmark.records.reading import read_kernel_table
 from training.composition.left_out import kernel_errors, predict_out_of_fold
 from training.composition.measured_models import MeasuredModel, TimesOfModels, left_out_groups, measured_models
 from training.kernels.cuda_classes import cuda_class, fit_two_stages
@@ -42,9 +42,9 @@ from training.kernels.schema import FeatureSchema
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
-from training.kernels.training_set import TrainingSet, load_training_set, measured_times
+from training.kernels.training_set import TrainingSet, measured_times, read_training_set
 from utils import cli
-from utils.config import load_config
+from utils.config import read_config
 from utils.logger import get_logger
 from utils.paths import Workspace
 
@@ -145,8 +145,8 @@ def load(workspace: Workspace, target: str) -> Dataset:
     """
     sidecar = read_sidecar(workspace.predictors(target))
     label = GPU_LABEL if GPU_LABEL in sidecar.labels else next(iter(sidecar.labels))
-    rows = load_training_set(workspace, target)
-    table = load_kernel_table(workspace, target)
+    rows = read_training_set(workspace, target)
+    table = read_kernel_table(workspace, target)
     of_models = frozenset(described.kernel.id for described in read_kernels(workspace.dataset(target)) if described.models)
     names = table[["Kernel_ID", "gpu_kernels"]].dropna() if "gpu_kernels" in table.columns else table.iloc[:0]
     classes = {str(row[0]): cuda_class(str(row[1]).split("|")) for row in names.itertuples(index=False)}
@@ -221,7 +221,7 @@ def main() -> int:
     parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="(repeatable; default: all)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    config = load_config(args.config, TrainingConfig)
+    config = read_config(args.config, TrainingConfig)
     chosen = {name: VARIANTS[name] for name in args.variant or VARIANTS}
 
     def compare(target: str, show: Show) -> list[dict[str, Any]]:

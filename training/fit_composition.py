@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from benchmark.records.host_pace import usual_probe_us
-from benchmark.records.reading import load_model_table
+from benchmark.records.reading import read_model_table
 from training.composition.candidates import try_lines, try_pipeline
 from training.composition.fit_pipeline import MeasuredTracks
-from training.composition.fitted import Composition, FittedModel, composition_path, load_composition
+from training.composition.fitted import Composition, FittedModel, composition_path, read_composition
 from training.composition.fitting import best, interval_of
 from training.composition.left_out import predict_out_of_fold
 from training.composition.measured_models import left_out_groups, measured_models, models_sha256, tracks_of
@@ -34,9 +34,9 @@ from training.kernels.predictors import ON_GPU
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import TRAIN, read_sidecar
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
-from training.kernels.training_set import load_training_set, measured_times
+from training.kernels.training_set import measured_times, read_training_set
 from utils import cli, files
-from utils.config import load_config
+from utils.config import read_config
 from utils.errors import UserError
 from utils.locks import sole_writer
 from utils.logger import get_logger
@@ -56,7 +56,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
         UserError: no predictors, no dataset, no measured models, or predictors of another state of the dataset.
     """
     sidecar = read_sidecar(workspace.predictors(target))
-    rows = load_training_set(workspace, target)
+    rows = read_training_set(workspace, target)
     if rows.sha256 != sidecar.dataset_sha256:
         raise UserError(f"{target}: the dataset has changed since the predictors were trained; train again: {TRAIN}")
     models = measured_models(workspace, target, sidecar)
@@ -74,7 +74,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     measured = np.array([model.latency_ms for model in models])
     interval = interval_of(predicted, measured, groups) if left_out == "family" else None
     interval_measured = interval_of(with_measured, measured, groups) if interval and with_measured is not None else None
-    probe_us = usual_probe_us(load_model_table(workspace, target))
+    probe_us = usual_probe_us(read_model_table(workspace, target))
     return Composition(
         **used.formula(), left_out=left_out, interval=interval, interval_measured=interval_measured,
         host_io=fit_host_io(models, predicted, groups),
@@ -93,7 +93,7 @@ def kept_composition(workspace: Workspace, target: str) -> Composition | None:
     if not composition_path(folder).is_file():
         return None
     try:
-        there, sidecar = load_composition(folder), read_sidecar(folder)
+        there, sidecar = read_composition(folder), read_sidecar(folder)
     except UserError:  # of another version, or of other predictors: fitted anew
         return None
     same = (there.predictors_created, there.models_sha256) == (sidecar.created, models_sha256(workspace, target))
@@ -119,7 +119,7 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="fit again although nothing changed since the last time")
     args = parser.parse_args()
     workspace = cli.start(args)
-    config = load_config(args.config, TrainingConfig)
+    config = read_config(args.config, TrainingConfig)
 
     def fit(target: str, show: Show) -> dict[str, Any]:
         path = composition_path(workspace.predictors(target))

@@ -15,7 +15,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from typing import Any
 
 from benchmark.records.files import collected_targets
-from training.kernels.training_set import load_training_set
+from training.kernels.training_set import read_training_set
 from training.kernels.uncertainty import Doubt, save_doubt
 from utils import cli
 from utils.logger import get_logger
@@ -42,7 +42,7 @@ def main() -> int:
     rows = []
     for target in [args.target] if args.target else collected_targets(workspace):
         folder = args.out or workspace.predictors(target)
-        rows += table(target, save_doubt(workspace, load_training_set(workspace, target), folder))
+        rows += table(target, save_doubt(workspace, read_training_set(workspace, target), folder))
         log.info("saved %s", folder)
     cli.print_rows(rows, args.json, "true over estimated time of operators that were never measured")
     return 0

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from benchmark.load.backgrounds import Background
 from benchmark.load.probe_reading import QUANTILES
-from benchmark.records.files import collected_targets, load_header, read_journal
+from benchmark.records.files import collected_targets, read_header, read_journal
 from training.baselines.kernels_under_load import measured_under_load, summed_ms
 from training.kernels.settings import TrainingConfig
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
@@ -48,7 +48,7 @@ from training.sharing.shared_runs import (
     statistics_of,
 )
 from utils import cli, files
-from utils.config import load_config
+from utils.config import read_config
 from utils.errors import UserError
 from utils.locks import sole_writer
 from utils.logger import get_logger
@@ -237,7 +237,7 @@ def backgrounds_of(beside: Sequence[Workspace], target: str) -> dict[str, Backgr
     """
     found: dict[str, Background] = {}
     for one in beside:
-        for name, background in load_header(one.dataset(target)).backgrounds.items():
+        for name, background in read_header(one.dataset(target)).backgrounds.items():
             if found.setdefault(name, background) != background:
                 raise UserError(f"{one.dataset(target)}: background {name} is another there than in a dataset before it; learn "
                                 "from them one at a time")
@@ -263,7 +263,7 @@ def shared_targets(workspace: Workspace, beside: Sequence[Workspace]) -> list[st
         UserError: there is none.
     """
     names = sorted(set(trained_targets(workspace)) & {
-        name for one in beside for name in collected_targets(one) if load_header(one.dataset(name)).backgrounds})
+        name for one in beside for name in collected_targets(one) if read_header(one.dataset(name)).backgrounds})
     if not names:
         raise UserError(f"{', '.join(str(one.dataset('')) for one in beside)}: no target with predictors was measured beside "
                         "backgrounds; add levels and stress.backgrounds to the collector's config")
@@ -278,7 +278,7 @@ def main() -> int:
     args = parser.parse_args()
     workspace = cli.start(args)
     beside = [Workspace(one) for one in args.beside or [workspace.root]]
-    config = load_config(args.config, TrainingConfig)
+    config = read_config(args.config, TrainingConfig)
 
     def fit(target: str, show: Show) -> dict[str, Any]:
         measured_in = [one for one in beside if args.target or target in collected_targets(one)]

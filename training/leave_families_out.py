@@ -40,9 +40,9 @@ from training.kernels.roofline import fit_roofline
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
-from training.kernels.training_set import TrainingSet, load_training_set, measured_times
+from training.kernels.training_set import TrainingSet, measured_times, read_training_set
 from utils import cli
-from utils.config import load_config
+from utils.config import read_config
 from utils.errors import UserError
 from utils.logger import get_logger
 from utils.paths import Workspace
@@ -129,7 +129,7 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
         UserError: no dataset or predictors, no family to leave out, or none of what a GPU's two tracks need.
     """
     sidecar = read_sidecar(workspace.predictors(target))
-    rows = load_training_set(workspace, target)
+    rows = read_training_set(workspace, target)
     models = measured_models(workspace, target, sidecar)
     left_out, groups = left_out_groups(models)
     if left_out != "family" or not set(ON_GPU) <= set(sidecar.labels):
@@ -174,7 +174,7 @@ def main() -> int:
     parser.add_argument("--without-forests", action="store_true", help="leave nn-Meter's forests out, which take minutes")
     args = parser.parse_args()
     workspace = cli.start(args)
-    config = load_config(args.config, TrainingConfig)
+    config = read_config(args.config, TrainingConfig)
 
     def judge(target: str, show: Show) -> dict[str, Any]:
         models, kernels = evaluate(workspace, target, config, not args.without_forests)

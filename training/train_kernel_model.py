@@ -31,10 +31,10 @@ from training.kernels.saving import save_predictors
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import Sidecar, TypeErrors, installed_packages, read_sidecar, schema_of, sidecar_path
 from training.kernels.targets import Show, add_options, for_each_target
-from training.kernels.training_set import TrainingSet, load_training_set, measured_times
+from training.kernels.training_set import TrainingSet, measured_times, read_training_set
 from training.kernels.uncertainty import save_doubt
 from utils import cli
-from utils.config import load_config
+from utils.config import read_config
 from utils.errors import UserError
 from utils.locks import sole_writer
 from utils.logger import get_logger
@@ -120,10 +120,10 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="train again although nothing changed since the last time")
     args = parser.parse_args()
     workspace = cli.start(args)
-    config = load_config(args.config, TrainingConfig)
+    config = read_config(args.config, TrainingConfig)
 
     def train(target: str, show: Show) -> dict[str, Any]:
-        rows = load_training_set(workspace, target)
+        rows = read_training_set(workspace, target)
         log.info("%s: %d rows of %d kernels, %d idle", target, len(rows), len(set(rows.ids.tolist())), int(rows.idle.sum()))
         show(head(rows, next(iter(rows.times_ms))), f"{target}: the first rows as numbers")
         sidecar = None if args.force else kept_sidecar(workspace, rows, config)

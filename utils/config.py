@@ -68,7 +68,7 @@ def validate(data: Any, schema: type[C], where: str) -> C:
         raise UserError(f"{where}: " + "; ".join(lines)) from None
 
 
-def load_config(path: Path, schema: type[C]) -> C:
+def read_config(path: Path, schema: type[C]) -> C:
     """The config in the YAML file `path`, validated.
 
     Raises:

@@ -91,7 +91,7 @@ def external_files(model: Path, proto: onnx.ModelProto) -> list[Path]:
     return found
 
 
-def load_whole(model: Path) -> onnx.ModelProto:
+def read_whole_model(model: Path) -> onnx.ModelProto:
     """A model with all its weights in memory, each of their files checked.
 
     onnx's own loader refuses files with several names (hard links), as the caches of model hubs and of Hase have them.

@@ -17,7 +17,7 @@ from benchmark.measuring.loads import Start, measure_loads, started
 from benchmark.measuring.pending import Planned
 from benchmark.records.blocks import Block
 from benchmark.records.dataset_writer import DatasetWriter
-from benchmark.records.files import DatasetHeader, DatasetKernel, header_path, load_header, read_kernels
+from benchmark.records.files import DatasetHeader, DatasetKernel, header_path, read_header, read_kernels
 from benchmark.records.measurement import Measurement
 from utils.errors import UserError
 from utils.fingerprint import Machine, Target, local_target, machine, resolve_device
@@ -45,7 +45,7 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
         log.info("no NVIDIA GPU here: measuring the CPU")
     target = local_target(device)
     if not config.labels and header_path(workspace.dataset(target.name)).exists():
-        config = config.model_copy(update={"labels": load_header(workspace.dataset(target.name)).labels})
+        config = config.model_copy(update={"labels": read_header(workspace.dataset(target.name)).labels})
     work = find_work(workspace, target, config.held_out)
     with (sole_writer(workspace.dataset(target.name)),
           start_crew(config, device, config.labels_on(device)) as crew):
@@ -106,7 +106,7 @@ def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
         "levels": (0.0,), "variants": (), "each_machine": False, "ties": 0, "window_s": min(config.window_s, QUICK_WINDOW_S),
         "block_kernels": max(config.block_kernels, QUICK_BLOCK), "patience_s": min(config.patience_s, QUICK_PATIENCE_S)})
     if header_path(folder).exists():
-        header = load_header(folder)
+        header = read_header(folder)
         if absent := [label for label in config.labels if label not in header.labels]:
             raise UserError(f"{folder}: this dataset was collected without label {', '.join(absent)} (it has "
                             f"{', '.join(header.labels)}); move it away, or use another --workspace")

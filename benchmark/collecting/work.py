@@ -11,7 +11,7 @@ from kernel_model.building.carrier import carrier_bytes
 from kernel_model.building.kernel_models import built_kernel
 from kernel_model.sampling.seeds import read_seeds
 from ort_analysis.records.kernel_record import Kernel, ModelRecord
-from ort_analysis.records.reading import index_path, load_index, load_records, record_path
+from ort_analysis.records.reading import index_path, read_index, read_model_records, record_path
 from utils.errors import UserError
 from utils.fingerprint import Target
 from utils.paths import Workspace, model_files
@@ -67,7 +67,7 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
         UserError: no kernels were built, or a record's model file is gone.
     """
     folder = workspace.kernel_onnx / target.flavour.name
-    index = load_index(index_path(workspace, target.flavour))
+    index = read_index(index_path(workspace, target.flavour))
     seeds = read_seeds(folder)
     fitted = {entry.kernel.id: [model for model in entry.models if index.groups[model] not in held_out]
               for entry in index.entries()}
@@ -92,7 +92,7 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
                         "python kernel_model/kernel_builder.py")
     by_stem = {as_file_name(path.stem): path for path in model_files([workspace.models])}
     models_found = []
-    for record in load_records(workspace, target.flavour):
+    for record in read_model_records(workspace, target.flavour):
         model_path = by_stem.get(record.file_stem)
         if model_path is None:
             raise UserError(f"{workspace.models}: the model of record {record.model} is gone; export it again with "

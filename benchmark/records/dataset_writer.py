@@ -19,8 +19,8 @@ from benchmark.records.files import (
     kernel_lines,
     kernel_table_path,
     kernels_path,
-    load_header,
     model_table_path,
+    read_header,
     read_journal,
     read_kernels,
 )
@@ -106,7 +106,7 @@ def _joined(folder: Path, header: DatasetHeader) -> DatasetHeader:
     """The header with the machines, the backgrounds and the models' groups that are there already."""
     if not header_path(folder).exists():
         return header
-    there = load_header(folder)
+    there = read_header(folder)
     for what, old, new in (("target", there.target, header.target), ("metrics", there.metrics, header.metrics),
                            ("held_out", there.held_out, header.held_out), ("labels", there.labels, header.labels)):
         if old != new:

@@ -102,7 +102,7 @@ def collected_targets(workspace: Workspace) -> list[str]:
     return targets_in(workspace.dataset(""), header_path(Path()).name, f"no datasets; measure one with: {COLLECT}")
 
 
-def load_header(folder: Path) -> DatasetHeader:
+def read_header(folder: Path) -> DatasetHeader:
     """The header of the dataset in `folder`; `UserError` where there is none."""
     if not header_path(folder).is_file():
         raise UserError(f"{folder}: no dataset of target {folder.name}; measure it with: {COLLECT}")
@@ -115,7 +115,7 @@ def read_journal(folder: Path) -> list[Block]:
     Raises:
         UserError: a line that is no block of this version.
     """
-    backgrounds = load_header(folder).backgrounds if header_path(folder).exists() else {}
+    backgrounds = read_header(folder).backgrounds if header_path(folder).exists() else {}
     unnamed = {"background_name": next(iter(backgrounds), "")}
     return [block if block.background_name or not block.level else block.model_copy(update=unnamed)
             for block in read_blocks(journal_path(folder))]

@@ -26,7 +26,7 @@ def means_add_up(level: float, device: str) -> bool:
     return level > 0 and device == "cpu"
 
 
-def load_table(path: Path) -> pd.DataFrame:
+def read_table(path: Path) -> pd.DataFrame:
     """`kernel_latency.csv` or `model_latency.csv`, checked: times positive and finite, the user's columns there.
 
     Column Background is text, and there in every table: "" where the device was idle, or where the table has no such column.
@@ -65,14 +65,14 @@ def load_table(path: Path) -> pd.DataFrame:
     return table.assign(Background=table["Background"].fillna("") if "Background" in table.columns else "")
 
 
-def load_kernel_table(workspace: Workspace, target: str) -> pd.DataFrame:
+def read_kernel_table(workspace: Workspace, target: str) -> pd.DataFrame:
     """The kernel table of a target, checked."""
-    return load_table(kernel_table_path(workspace.dataset(target)))
+    return read_table(kernel_table_path(workspace.dataset(target)))
 
 
-def load_model_table(workspace: Workspace, target: str) -> pd.DataFrame:
+def read_model_table(workspace: Workspace, target: str) -> pd.DataFrame:
     """The model table of a target, checked."""
-    return load_table(model_table_path(workspace.dataset(target)))
+    return read_table(model_table_path(workspace.dataset(target)))
 
 
 def run_ms(table: pd.DataFrame, device: str) -> npt.NDArray[np.float64]:

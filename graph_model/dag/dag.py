@@ -89,7 +89,7 @@ def build_dag(record: ModelRecord) -> nx.DiGraph:
     return dag_of(dag_file(record))
 
 
-def load_dag(path: Path) -> nx.DiGraph:
+def read_dag(path: Path) -> nx.DiGraph:
     """The graph in a DAG file.
 
     Raises:

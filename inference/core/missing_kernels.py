@@ -29,7 +29,7 @@ from training.kernels.saving import copy_predictors, renew_measured
 from training.kernels.sidecar import sidecar_path
 from training.kernels.training_set import measured_times
 from training.kernels.uncertainty import NOTHING_LEARNED
-from utils.config import load_config
+from utils.config import read_config
 from utils.errors import UserError
 from utils.files import write_json
 from utils.locks import sole_writer
@@ -116,7 +116,7 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
         raise UserError(f"kernels of target {name} can be measured on such a machine alone, and this one is "
                         f"{' and '.join(own.name for own in local_targets())}; predict without --measure-missing, or there")
     on_cpu, begins = flavour.device == "cpu", not header_path(workspace.dataset(name)).exists()
-    config = (config or load_config(CONFIG, CollectorConfig)).model_copy(update={
+    config = (config or read_config(CONFIG, CollectorConfig)).model_copy(update={
         "device": flavour.device,
         "labels": (*DEFAULT_LABELS, fitted.composition.label) if begins and fitted.composition.assumed and on_cpu else
                   (fitted.composition.label,)})

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import load_record
+from ort_analysis.records.reading import read_model_record
 from utils.errors import UserError
 from utils.files import cached, signature
 from utils.lazy import onnx
@@ -57,7 +57,7 @@ def _record_of_file(path: Path, device: str, dims: dict[str, int], static: bool)
         _files.pop(key, None)
     before = _signature((path,))
     if path.suffix == ".json":
-        record, watched = load_record(path), (path,)
+        record, watched = read_model_record(path), (path,)
         _refuse_other_dims(record, dims)
     else:
         record = _analysed(path, device, dims, static)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ort_analysis.records.kernel_record import ModelRecord
-from training.composition.fitted import Composition, load_composition
-from training.kernels.predictors import Predictors, load_predictors
+from training.composition.fitted import Composition, read_composition
+from training.kernels.predictors import Predictors, read_predictors
 from training.kernels.uncertainty import Doubt, read_doubt
 from training.sharing.learned import Sharing, read_sharing
 from utils.errors import UserError
@@ -154,8 +154,8 @@ def fitted_for(workspace: Workspace, name: str | None = None) -> Fitted:
     key = (str(folder), *((entry.name, about.st_size, about.st_mtime_ns) for entry in there if (about := _about(entry))))
 
     def load() -> tuple[Predictors, Composition, Sharing | None, Doubt]:
-        predictors = load_predictors(folder)
-        composition = load_composition(folder, predictors.sidecar.dataset_sha256)
+        predictors = read_predictors(folder)
+        composition = read_composition(folder, predictors.sidecar.dataset_sha256)
         return predictors, composition, read_sharing(folder), read_doubt(folder)
 
     predictors, composition, sharing, doubt = cached(_fitted, key, load, limit=4)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark.records.files import header_path, load_header
+from benchmark.records.files import header_path, read_header
 from inference.core.conditions import check_run_mode
 from inference.core.host_pace import USUAL, counts
 from inference.core.run_modes import AS_USUAL, RunMode
@@ -15,7 +15,7 @@ from inference.evaluation.comparison import Evaluation, compare, summarise
 from inference.evaluation.evaluated_models import Case, Failures, cases_of, predict_case, recorded_cases
 from inference.evaluation.here import LoadsHere, MeasuredHere, MeasuringPlan, measure_all
 from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import load_records
+from ort_analysis.records.reading import read_model_records
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
@@ -32,7 +32,7 @@ def held_out_of_fits(workspace: Workspace, target: str) -> tuple[tuple[str, ...]
     folder = workspace.dataset(target)
     if not header_path(folder).exists():
         return (), ()
-    header = load_header(folder)
+    header = read_header(folder)
     return header.held_out, header.held_out_backgrounds
 
 
@@ -116,4 +116,4 @@ def recorded_records(workspace: Workspace, paths: Sequence[Path], dims: Mapping[
     if paths:
         cases = cases_of(paths, dims, flavour.device, failures, static)
         return {case.record.model: case.record for case in cases}
-    return {record.model: record for record in load_records(workspace, flavour)}
+    return {record.model: record for record in read_model_records(workspace, flavour)}

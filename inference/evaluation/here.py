@@ -19,7 +19,7 @@ from benchmark.measuring.canary import Canary
 from benchmark.measuring.effort import Effort
 from benchmark.metrics.source import MetricSource, values
 from benchmark.records.files import model_table_path
-from benchmark.records.reading import load_model_table
+from benchmark.records.reading import read_model_table
 from benchmark.runtimes.protocol import Reply, Request
 from benchmark.runtimes.worker_client import Worker, WorkerFailed
 from inference.core.conditions import check_mode_while_shared
@@ -278,6 +278,6 @@ def recorded_canary_ms(workspace: Workspace, target: str, device: str) -> float:
     """The canary's shortest time in the idle blocks of the target's dataset, if it was measured on this machine; else 0."""
     if not model_table_path(workspace.dataset(target)).exists():
         return 0.0
-    rows = load_model_table(workspace, target)
+    rows = read_model_table(workspace, target)
     here = rows[(rows["Level"] == 0) & (rows["Machine"] == machine(device).uuid)]
     return float(here["Canary_ms"].min()) if len(here) else 0.0

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from kernel_model.building.dummy_data import dummy_inputs, input_name, output_name, random_floats, weight_value
 from ort_analysis.records.elements import type_code
 from ort_analysis.records.kernel_record import Kernel, KernelIndex, KernelInput, ModelRecord
-from ort_analysis.records.reading import load_index, load_record
+from ort_analysis.records.reading import read_index, read_model_record
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Flavour
@@ -166,7 +166,7 @@ def read_kernels(path: Path) -> tuple[Flavour | None, list[Kernel]]:
     """
     data = files.read_json(path)
     if isinstance(data, dict) and "nodes" in data:
-        record: ModelRecord = load_record(path)
+        record: ModelRecord = read_model_record(path)
         return record.flavour, list(record.kernels.values())
     if isinstance(data, dict) and "op_type" in data:
         try:
@@ -174,7 +174,7 @@ def read_kernels(path: Path) -> tuple[Flavour | None, list[Kernel]]:
         except ValidationError as error:
             first = error.errors()[0]
             raise UserError(f"{path}: not a kernel: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    index: KernelIndex = load_index(path)
+    index: KernelIndex = read_index(path)
     return index.flavour, index.all_kernels()
 
 

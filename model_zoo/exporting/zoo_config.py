@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from utils.config import Config, load_config
+from utils.config import Config, read_config
 from utils.paths import ROOT
 
 CONFIG_FILE = ROOT / "model_zoo" / "config.yaml"
@@ -99,6 +99,6 @@ class Export:
         return f"{self.model}_{self.dtype}_b{self.batch}{size}"
 
 
-def load_zoo_config(path: Path | None = None) -> ZooConfig:
+def read_zoo_config(path: Path | None = None) -> ZooConfig:
     """The config in `path` (by default model_zoo/config.yaml); `UserError` where it does not fit."""
-    return load_config(path or CONFIG_FILE, ZooConfig)
+    return read_config(path or CONFIG_FILE, ZooConfig)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from utils.lazy import onnx
-from utils.model_files import load_whole
+from utils.model_files import read_whole_model
 from utils.ort_sessions import CPU_ONLY_FUSIONS
 
 # A quantised operator between DequantizeLinear and QuantizeLinear: fused on the CPU; on CUDA all three run, in floating point.
@@ -40,7 +40,7 @@ def runs_on_whole_numbers(graph: onnx.GraphProto) -> bool:
 def cover_pools(loadable: Path | bytes) -> bytes:
     """A model whose MaxPools the optimiser leaves as they are, while the CPU's quantised convolutions around them turn channels
     last, since a CUDA session runs them on the GPU. They get an output more than it takes; `uncover_pools` takes it away."""
-    proto = load_whole(loadable) if isinstance(loadable, Path) else onnx.load_from_string(loadable)
+    proto = read_whole_model(loadable) if isinstance(loadable, Path) else onnx.load_from_string(loadable)
     for node in proto.graph.node:
         if node.op_type == "MaxPool" and len(node.output) == 1:
             node.output.append(node.output[0] + COVER)

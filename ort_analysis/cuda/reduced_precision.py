@@ -20,7 +20,7 @@ from ort_analysis.records.elements import type_code, type_name
 from ort_analysis.records.kernel_record import KernelInput
 from utils.errors import UserError
 from utils.lazy import onnx
-from utils.model_files import load_whole
+from utils.model_files import read_whole_model
 
 SINGLE = "float32"
 REDUCED = ("float16", "bfloat16")
@@ -88,7 +88,7 @@ def as_single(loadable: Path | bytes, name: str) -> Reduced:
     Raises:
         UserError: it mixes types, and its operator set is too old for that, or it holds Loop, If or Scan.
     """
-    proto = load_whole(loadable) if isinstance(loadable, Path) else onnx.load_from_string(loadable)
+    proto = read_whole_model(loadable) if isinstance(loadable, Path) else onnx.load_from_string(loadable)
     graph = proto.graph
     types = floating_types(graph)
     only = types.pop() if len(types) == 1 else ""

@@ -21,7 +21,7 @@ from ort_analysis.records.kernel_record import (
     record_name,
 )
 from ort_analysis.records.kernel_types import describe_kernel
-from ort_analysis.records.reading import index_path, load_record
+from ort_analysis.records.reading import index_path, read_model_record
 from utils import files
 from utils.fingerprint import Flavour
 from utils.paths import Workspace
@@ -105,7 +105,7 @@ def build_index(flavour: Flavour, records: list[ModelRecord]) -> KernelIndex:
 def update_index(workspace: Workspace, flavour: Flavour) -> KernelIndex:
     """Writes the index of a flavour from all its records."""
     folder = workspace.kernel_records / flavour.name
-    records = [load_record(path) for path in sorted(folder.glob("*.json")) if path.name != "index.json"]
+    records = [read_model_record(path) for path in sorted(folder.glob("*.json")) if path.name != "index.json"]
     index = build_index(flavour, records)
     files.write_json(index_path(workspace, flavour), index)
     return index

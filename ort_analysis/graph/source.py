@@ -19,7 +19,7 @@ from utils import cli, files
 from utils.errors import UserError
 from utils.lazy import onnx
 from utils.logger import get_logger
-from utils.model_files import check_plain_file, external_files, load_whole
+from utils.model_files import check_plain_file, external_files, read_whole_model
 from utils.ort_sessions import model_errors
 from utils.safe_names import as_file_name
 
@@ -167,7 +167,7 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
     if isinstance(model, Path) and not renamed:
         loadable: Path | bytes = model
     elif isinstance(model, Path):
-        whole = load_whole(model)
+        whole = read_whole_model(model)
         open_dims(whole)
         loadable = whole.SerializeToString()
     else:

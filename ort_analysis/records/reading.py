@@ -22,18 +22,18 @@ def index_path(workspace: Workspace, flavour: Flavour) -> Path:
     return workspace.kernel_records / flavour.name / "index.json"
 
 
-def load_record(path: Path) -> ModelRecord:
+def read_model_record(path: Path) -> ModelRecord:
     """A model's record, its costs counted anew; `UserError` where it is missing, damaged or of another version."""
     record = files.read_record(path, ModelRecord, RECORD_VERSION, REMAKE)
     return record.model_copy(update={"kernels": {name: recosted(kernel) for name, kernel in record.kernels.items()}})
 
 
-def load_index(path: Path) -> KernelIndex:
+def read_index(path: Path) -> KernelIndex:
     """A flavour's index; `UserError` where it is missing, damaged or of another version."""
     return files.read_record(path, KernelIndex, INDEX_VERSION, REMAKE)
 
 
-def load_records(workspace: Workspace, flavour: Flavour) -> list[ModelRecord]:
+def read_model_records(workspace: Workspace, flavour: Flavour) -> list[ModelRecord]:
     """All records of a flavour, sorted by name.
 
     Raises:
@@ -43,4 +43,4 @@ def load_records(workspace: Workspace, flavour: Flavour) -> list[ModelRecord]:
     paths = sorted(path for path in folder.glob("*.json") if path.name != "index.json")
     if not paths:
         raise UserError(f"{folder}: no kernel records of flavour {flavour.name}; make them with: {REMAKE}")
-    return [load_record(path) for path in paths]
+    return [read_model_record(path) for path in paths]

@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from recipes.kinds.gpu_latency import GpuLatency, gpu_latency
-from recipes.kinds.manifest import MadeModel, load_manifest
+from recipes.kinds.manifest import MadeModel, read_manifest
 from recipes.kinds.node_comparison import Compared, compare
 from recipes.kinds.node_lists import NodeList, derived_nodes, real_nodes, versions, ways_of
 from utils import cli, files
@@ -163,7 +163,7 @@ def main() -> int:
     if args.jobs < 1:
         parser.error("--jobs must be positive")
     cli.start(args)
-    models = load_manifest(args.folder).chosen(args.only)
+    models = read_manifest(args.folder).chosen(args.only)
     if args.work:
         work_through(args.work, models, args.folder, args.lines, args.budget_s, args.limit_s)
         return 0

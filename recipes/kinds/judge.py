@@ -30,7 +30,7 @@ from typing import Any
 from inference.core.host_pace import ratio_of
 from inference.core.targets import fitted_for
 from recipes.kinds.judgement import JUDGEMENT, SAID, Found, Step, page, read_judgement, rows_of, shown, summary
-from recipes.kinds.manifest import MadeModel, load_manifest
+from recipes.kinds.manifest import MadeModel, read_manifest
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import machine, ort_version
@@ -192,7 +192,7 @@ def main() -> int:
     if args.rounds < 1:
         parser.error("--rounds must be positive")
     workspace = cli.start(args).root
-    models = load_manifest(args.folder).chosen(args.only)
+    models = read_manifest(args.folder).chosen(args.only)
     if not models:
         raise UserError(f"{args.folder}: none of its models is called {' or '.join(args.only)}")
     there, paces = read_judgement(args.folder), paces_on_gpu(args.gpu, workspace)

@@ -16,7 +16,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from concurrent.futures.process import BrokenProcessPool
 
 from benchmark.runtimes.ort.sizes_of_a_run import sizes_of_a_run
-from recipes.kinds.manifest import MANIFEST, MadeModel, Manifest, load_manifest
+from recipes.kinds.manifest import MANIFEST, MadeModel, Manifest, read_manifest
 from recipes.kinds.recipe_list import recipes
 from utils import cli, files
 from utils.errors import UserError
@@ -65,7 +65,7 @@ def make_all(folder: Path, only: list[str], large: bool, jobs: int) -> Manifest:
         raise UserError(f"--only {' '.join(unknown)}: no such model; there are {', '.join(names)}")
     folder.mkdir(parents=True, exist_ok=True)
     wanted = [recipe.name for recipe in every if (not only or recipe.name in only) and (large or not recipe.large)]
-    before = load_manifest(folder) if (folder / MANIFEST).exists() else None
+    before = read_manifest(folder) if (folder / MANIFEST).exists() else None
     made = {one.name: one for one in before.models if one.name in names and (folder / one.file).exists()} if before else {}
     skipped = {name: why for name, why in before.skipped.items() if name in names and name not in wanted} if before else {}
     versions = {name: package_version(name) for name in PACKAGES}

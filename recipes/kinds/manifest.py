@@ -60,7 +60,7 @@ class Manifest(BaseModel):
         return [model for model in self.models if not names or model.name in names]
 
 
-def load_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
     """The manifest of `folder`.
 
     Raises:

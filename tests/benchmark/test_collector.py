@@ -37,14 +37,14 @@ from benchmark.records.files import (
     header_path,
     journal_path,
     kernel_table_path,
-    load_header,
     model_table_path,
+    read_header,
     read_journal,
     read_kernels,
 )
 from benchmark.records.host_pace import idle_models, is_undisturbed, usual_probe_us
 from benchmark.records.measurement import Measurement
-from benchmark.records.reading import load_table
+from benchmark.records.reading import read_table
 from benchmark.records.tables import input_shape, kernel_rows, model_rows, model_sessions
 from benchmark.runtimes.ort import worker as worker_process
 from benchmark.runtimes.protocol import Request
@@ -53,10 +53,10 @@ from kernel_model.building.kernel_models import KERNEL_KEY, build_model, kernel_
 from kernel_model.sampling.seeds import SEED_FILE
 from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
 from ort_analysis.records.kernel_types import describe_kernel
-from ort_analysis.records.reading import index_path, load_index, load_records
-from training.kernels.training_set import load_training_set
+from ort_analysis.records.reading import index_path, read_index, read_model_records
+from training.kernels.training_set import read_training_set
 from utils import files
-from utils.config import load_config
+from utils.config import read_config
 from utils.errors import UserError
 from utils.fingerprint import Flavour, instruction_set, local_target, machine
 from utils.paths import ROOT, Workspace
@@ -120,7 +120,7 @@ class Collected:
                 str(self.workspace.root), "--json"]
 
     def kernels(self) -> pd.DataFrame:
-        return load_table(kernel_table_path(self.folder))
+        return read_table(kernel_table_path(self.folder))
 
 
 def kill_once(collected: Collected, after_s: float, new_block: bool) -> None:
@@ -174,7 +174,7 @@ def test_kills_leave_no_process_behind(collected: Collected) -> None:
 
 
 def test_no_row_is_lost_or_doubled(collected: Collected) -> None:
-    index = load_index(index_path(collected.workspace, collected.flavour))
+    index = read_index(index_path(collected.workspace, collected.flavour))
     of_models = {name for of_type in index.kernels.values() for name, entry in of_type.items()
                  if set(entry.models) != {"heldnet_b1"}}
     sampled = {CRASHES.id, CRASHES_IN_A_CARRIER.id} if instruction_set().startswith("avx") else set()
@@ -182,7 +182,7 @@ def test_no_row_is_lost_or_doubled(collected: Collected) -> None:
     table = collected.kernels()
     assert Counter(zip(table["Kernel_ID"], table["Level"], strict=True)) == wanted
     assert {*zip(table["Level"], table["Background"], strict=True)} == {(0.0, ""), (0.5, "compute")}
-    models = load_table(model_table_path(collected.folder))
+    models = read_table(model_table_path(collected.folder))
     assert Counter(zip(models["Model"], models["Level"], strict=True)) == {
         (name, level): 1 for name in ("anet_b1", "bnet_b1", "heldnet_b1") for level in LEVELS}
     blocks = read_journal(collected.folder)
@@ -230,13 +230,13 @@ def test_labels_are_a_choice(tmp_path: Path) -> None:
     wanted = TINY | {"held_out": [], "levels": [0.0], "labels": ["node_span"], "model_labels": False, "block_models": 4}
     collect(workspace, CollectorConfig.model_validate(wanted))
     folder = workspace.dataset(local_target("cpu").name)
-    table = load_table(kernel_table_path(folder))
+    table = read_table(kernel_table_path(folder))
     assert set(table["Status"]) == {"ok"}
     assert set(table["Context"]) == {"node_span:carrier"}
     assert table["Latency_ms"].isna().all()
     assert (table["node_span_ms"] > 0).all()
     assert not {"kernel_time_ms", "gpu_ms", "gpu_launches"} & set(table.columns)
-    assert load_header(folder).labels == ("node_span",)
+    assert read_header(folder).labels == ("node_span",)
     with pytest.raises(UserError, match="another labels"):
         collect(workspace, CollectorConfig.model_validate(wanted | {"labels": ["run"]}))
 
@@ -252,7 +252,7 @@ def test_numpy_in_and_out_is_a_variant(tmp_path: Path) -> None:
         found = [m for block in read_journal(folder) for m in block.measurements if m.label == "latency"]
         assert len(found) == rows
     [host_io] = [m for block in read_journal(folder) for m in block.measurements if m.label == "host_io"]
-    table = load_table(model_table_path(folder))
+    table = read_table(model_table_path(folder))
     assert table["host_io_ms"].isna().to_list() == [True, False]  # of the first session, and of the second
     assert table["host_io_ms"].iloc[1] == pytest.approx(np.median(host_io.samples_ms), abs=1e-6)
     assert table["cuda_graph_ms"].isna().all()
@@ -354,7 +354,7 @@ def test_each_session_of_a_model_is_a_row_and_the_median_of_those_that_tell_coun
 
 
 def test_a_model_beside_a_disturbed_host_is_measured_again(collected: Collected) -> None:
-    records = load_records(collected.workspace, collected.flavour)
+    records = read_model_records(collected.workspace, collected.flavour)
     items = tuple(ModelItem(Path("m.onnx"), Path("m.json"), record, labels=True) for record in records)
     names = [record.model for record in records]
     there = [timed_models(1, {name: 0.5 if place == 0 else 0.05 for place, name in enumerate(names)})]
@@ -368,7 +368,7 @@ def test_a_model_beside_a_disturbed_host_is_measured_again(collected: Collected)
 def test_a_model_is_measured_in_as_many_sessions_as_are_wanted(collected: Collected) -> None:
     """Every model's second session comes after every model's first; one beside a disturbed host does not count, one that
     lacks a variant neither, and one that failed ends it."""
-    records = load_records(collected.workspace, collected.flavour)
+    records = read_model_records(collected.workspace, collected.flavour)
     work = Work((), tuple(ModelItem(Path("m.onnx"), Path("m.json"), record, labels=True) for record in records), ())
     names = {record.model for record in records}
 
@@ -398,12 +398,12 @@ def test_the_table_follows_from_the_journal(collected: Collected) -> None:
             samples = runs[row["Kernel_ID"], row["Level"]]
             assert row["Latency_ms"] == pytest.approx(np.mean(samples), abs=1e-6)
             assert row["run_median_ms"] == pytest.approx(np.median(samples), abs=1e-6)
-    for _, row in load_table(model_table_path(collected.folder)).iterrows():
+    for _, row in read_table(model_table_path(collected.folder)).iterrows():
         assert row["Latency_ms"] == pytest.approx(np.mean(latencies[row["Model"], row["Level"]]), abs=1e-6)
 
 
 def test_held_out_families_are_measured_whole_and_not_their_kernels(collected: Collected) -> None:
-    records = load_records(collected.workspace, collected.flavour)
+    records = read_model_records(collected.workspace, collected.flavour)
     held = next(set(record.kernels) for record in records if record.model == "heldnet_b1")
     others = {name for record in records if record.model != "heldnet_b1" for name in record.kernels}
     table = collected.kernels()
@@ -411,7 +411,7 @@ def test_held_out_families_are_measured_whole_and_not_their_kernels(collected: C
     assert not (held - others) & set(table["Kernel_ID"])
     assert not table["Models"].str.contains("heldnet").any()
     assert held & others <= set(table["Kernel_ID"])
-    assert load_header(collected.folder).held_out == ("heldnet",)
+    assert read_header(collected.folder).held_out == ("heldnet",)
 
 
 @needs_x86
@@ -436,7 +436,7 @@ def test_a_second_run_has_nothing_to_do(collected: Collected) -> None:
     paths = [journal_path(collected.folder), kernel_table_path(collected.folder),
              model_table_path(collected.folder)]
     before = [path.read_bytes() for path in paths]
-    result = collect(collected.workspace, load_config(collected.config, CollectorConfig))
+    result = collect(collected.workspace, read_config(collected.config, CollectorConfig))
     assert [path.read_bytes() for path in paths] == before
     assert result["kernel_rows"] == len(collected.kernels())
 
@@ -455,7 +455,7 @@ def test_another_config_is_refused(collected: Collected, change: dict[str, objec
 
 
 def test_a_dataset_of_another_target_is_refused(collected: Collected, tmp_path: Path) -> None:
-    header = load_header(collected.folder)
+    header = read_header(collected.folder)
     other = header.model_copy(update={"target": header.target.model_copy(update={"threads": 96})})
     files.write_json(header_path(tmp_path), other)
     before = header_path(tmp_path).read_bytes()
@@ -465,7 +465,7 @@ def test_a_dataset_of_another_target_is_refused(collected: Collected, tmp_path: 
 
 
 def test_another_machine_of_the_target_joins_the_dataset(collected: Collected, tmp_path: Path) -> None:
-    header = load_header(collected.folder)
+    header = read_header(collected.folder)
     (here,) = header.machines.values()
     files.write_json(header_path(tmp_path), header)
     entries = read_kernels(collected.folder)
@@ -671,8 +671,8 @@ def copied(workspace: Workspace, tmp_path: Path) -> tuple[Workspace, Path]:
 
 def counted_loads(folder: Path) -> Counter[tuple[float, str]]:
     """How many kernels each load has a row of; each kernel has one, and each model too."""
-    kernels = load_table(kernel_table_path(folder))
-    models = load_table(model_table_path(folder))
+    kernels = read_table(kernel_table_path(folder))
+    models = read_table(model_table_path(folder))
     assert not kernels.duplicated(["Kernel_ID", "Level", "Background"]).any()
     assert set(kernels["Status"]) == {"ok"}
     found = Counter(zip(kernels["Level"], kernels["Background"], strict=True))
@@ -690,7 +690,7 @@ def test_every_background_is_used_at_each_level(under_load: Workspace) -> None:
         assert block.during == {} or set(block.during) == set(METRICS)
         assert (block.stress["duty"] > 0.02) is (block.level > 0)
         assert all(m.samples_ms for m in block.measurements)
-    header = load_header(folder)
+    header = read_header(folder)
     assert list(header.backgrounds) == ["products", "net"]
     assert header.backgrounds["net"] == Background(name="net", kind="model", model=Path("other.onnx"), dims={"batch": 2})
     assert header.held_out_backgrounds == ("net",)
@@ -698,8 +698,8 @@ def test_every_background_is_used_at_each_level(under_load: Workspace) -> None:
 
 def test_rows_beside_a_held_out_background_are_not_learned_from(under_load: Workspace) -> None:
     folder = under_load.dataset(local_target("cpu").name)
-    rows = load_training_set(under_load, folder.name)
-    table = load_table(kernel_table_path(folder))
+    rows = read_training_set(under_load, folder.name)
+    table = read_table(kernel_table_path(folder))
     assert len(rows) == len(table[table["Background"] != "net"])
     beside = table[table["Background"] == "products"]
     assert sorted(rows.times_ms["run"][~rows.idle]) == sorted(beside["Latency_ms"])
@@ -714,10 +714,10 @@ def test_a_further_background_is_measured_where_the_others_are_there(under_load:
     assert journal_path(folder).read_text().startswith(before)
     assert {block.load for block in read_journal(folder)[len(before.splitlines()):]} == {(0.6, "copies")}
     assert len(set(counted_loads(folder).values())) == 1
-    assert list(load_header(folder).backgrounds) == ["products", "net", "copies"]
+    assert list(read_header(folder).backgrounds) == ["products", "net", "copies"]
     collect(workspace, kinds_of_load(1, held_out_backgrounds=[], levels=[0.0]))  # what it does not name stays
-    assert list(load_header(folder).backgrounds) == ["products", "net", "copies"]
-    assert load_header(folder).held_out_backgrounds == ("net",)
+    assert list(read_header(folder).backgrounds) == ["products", "net", "copies"]
+    assert read_header(folder).held_out_backgrounds == ("net",)
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -741,7 +741,7 @@ def test_a_journal_from_before_backgrounds_had_names(under_load: Workspace, tmp_
     blocks = [block for block in read_journal(folder) if block.background_name != "net"]
     lines = [block.model_dump_json(exclude={"background_name"}) + "\n" for block in blocks]
     files.write_text(journal_path(folder), "".join(lines))
-    header = load_header(folder)
+    header = read_header(folder)
     files.write_text(header_path(folder), header.model_dump_json(exclude={"backgrounds", "held_out_backgrounds"}))
     for path in (kernel_table_path(folder), model_table_path(folder)):
         table = pd.read_csv(path)
@@ -749,7 +749,7 @@ def test_a_journal_from_before_backgrounds_had_names(under_load: Workspace, tmp_
     assert {block.load for block in read_journal(folder)} == {(0.0, ""), (0.6, "")}
     (count,) = set(counted_loads(folder).values())
     assert counted_loads(folder) == {(0.0, ""): count, (0.6, ""): count}
-    assert len(load_training_set(workspace, folder.name)) == 2 * count
+    assert len(read_training_set(workspace, folder.name)) == 2 * count
     collect(workspace, kinds_of_load(1, held_out_backgrounds=[]))
     assert journal_path(folder).read_text() == "".join(lines)
     assert counted_loads(folder) == {(0.0, ""): count, (0.6, "products"): count}
@@ -778,16 +778,16 @@ def test_times_that_are_none_are_refused(tmp_path: Path, change: dict[str, objec
     path = tmp_path / "kernel_latency.csv"
     write_table(path, **change)
     with pytest.raises(UserError, match=message) as raised:
-        load_table(path)
+        read_table(path)
     assert str(path) in str(raised.value)
     assert "python benchmark/collector.py" in str(raised.value)
 
 
 def test_rows_that_failed_need_no_time(tmp_path: Path) -> None:
     write_table(tmp_path / "t.csv", Latency_ms=None, kernel_time_ms=None, Status="crashed")
-    assert list(load_table(tmp_path / "t.csv")["Status"]) == ["ok", "ok", "crashed"]
+    assert list(read_table(tmp_path / "t.csv")["Status"]) == ["ok", "ok", "crashed"]
     write_table(tmp_path / "t.csv", kernel_time_ms=None)
-    assert load_table(tmp_path / "t.csv")["kernel_time_ms"].isna().sum() == 1  # a label that was not taken
+    assert read_table(tmp_path / "t.csv")["kernel_time_ms"].isna().sum() == 1  # a label that was not taken
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -797,9 +797,9 @@ def test_rows_that_failed_need_no_time(tmp_path: Path) -> None:
 def test_files_that_are_no_table(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(UserError, match=message):
-        load_table(tmp_path / "t.csv")
+        read_table(tmp_path / "t.csv")
     with pytest.raises(UserError, match="no such dataset"):
-        load_table(tmp_path / "none.csv")
+        read_table(tmp_path / "none.csv")
 
 
 def test_a_damaged_journal_is_told(tmp_path: Path) -> None:
@@ -825,13 +825,13 @@ def test_config_errors(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=message) as raised:
-        load_config(path, CollectorConfig)
+        read_config(path, CollectorConfig)
     assert str(path) in str(raised.value)
 
 
 def test_the_shipped_configs_under_load_are_a_gpus_and_cover_what_is_told_of_them() -> None:
     """Families and backgrounds are left out when learning, one after another, so none is held out of the collecting."""
-    beside, more, with_kernels, live = (load_config(ROOT / "recipes" / "h200" / f"{name}.yaml", CollectorConfig)
+    beside, more, with_kernels, live = (read_config(ROOT / "recipes" / "h200" / f"{name}.yaml", CollectorConfig)
                                         for name in ("beside", "beside_more", "collector_under_load", "live"))
     assert beside.stress.backgrounds == with_kernels.stress.backgrounds
     assert {background.kind for background in (*beside.stress.backgrounds, *more.stress.backgrounds)} == set(KINDS)
@@ -847,7 +847,7 @@ def test_the_shipped_configs_under_load_are_a_gpus_and_cover_what_is_told_of_the
 
 
 def test_the_shipped_config_is_the_plans() -> None:
-    config = load_config(ROOT / "benchmark" / "config.yaml", CollectorConfig)
+    config = read_config(ROOT / "benchmark" / "config.yaml", CollectorConfig)
     assert config.levels == (0.0, 0.3, 0.6, 0.9)
     assert config.held_out == ()
     assert config.stress.backgrounds == (COMPUTE,)

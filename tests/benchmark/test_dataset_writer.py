@@ -19,8 +19,8 @@ from benchmark.records.files import (
     kernel_lines,
     kernel_table_path,
     kernels_path,
-    load_header,
     model_table_path,
+    read_header,
     read_journal,
     read_kernels,
 )
@@ -55,7 +55,7 @@ def tables(folder: Path) -> list[str]:
 
 def written_whole(folder: Path) -> list[str]:
     """The tables as the whole journal gives them."""
-    dataset_writer.write_tables(folder, load_header(folder), read_journal(folder))
+    dataset_writer.write_tables(folder, read_header(folder), read_journal(folder))
     return tables(folder)
 
 

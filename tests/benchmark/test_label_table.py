@@ -14,10 +14,10 @@ from benchmark.collecting.config import CollectorConfig
 from benchmark.label_table import add_up, in_model_times, model_labels, model_row, summaries
 from benchmark.records.blocks import Block
 from benchmark.records.measurement import Measurement
-from benchmark.records.reading import load_kernel_table, load_model_table
+from benchmark.records.reading import read_kernel_table, read_model_table
 from ort_analysis.records.kernel_record import Kernel, Tensor
 from ort_analysis.records.kernel_types import describe_kernel
-from ort_analysis.records.reading import load_record, record_path
+from ort_analysis.records.reading import read_model_record, record_path
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import local_target
@@ -135,10 +135,10 @@ def test_a_real_collection(workspace: Workspace) -> None:
     command = ("benchmark/label_table.py", "--workspace", workspace.root)
     tables = json.loads(printed(*command, "--json"))
     (model,) = tables[target]["models"]
-    nodes = load_record(record_path(workspace, flavour, "anet_b1")).nodes
-    table = load_kernel_table(workspace, target).set_index("Kernel_ID")
+    nodes = read_model_record(record_path(workspace, flavour, "anet_b1")).nodes
+    table = read_kernel_table(workspace, target).set_index("Kernel_ID")
     assert (model["model"], model["nodes"]) == ("anet_b1", len(nodes))
-    assert model["measured_ms"] == load_model_table(workspace, target)["median_ms"][0]
+    assert model["measured_ms"] == read_model_table(workspace, target)["median_ms"][0]
     assert list(model["labels"]) == ["run", "kernel_time", "node_span"]
     for label, column in (("run", "run_median_ms"), ("kernel_time", "kernel_time_ms"), ("node_span", "node_span_ms")):
         found = model["labels"][label]

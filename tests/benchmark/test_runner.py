@@ -23,7 +23,7 @@ from benchmark.runtimes.ort.runner import open_runner
 from benchmark.runtimes.ort.worker import WORK, answer
 from benchmark.runtimes.protocol import Reply, Request
 from kernel_model.building.kernel_models import built_kernel
-from ort_analysis.records.reading import load_record, record_path
+from ort_analysis.records.reading import read_model_record, record_path
 from utils import logger, timing
 from utils.errors import UserError
 from utils.fingerprint import Flavour, has_cuda
@@ -246,7 +246,7 @@ def test_a_carrier_times_every_kernel(kernels: list[Path]) -> None:
 def test_a_model_and_its_kernels_in_it(built: tuple[Workspace, Flavour], model: Path) -> None:
     workspace, flavour = built
     record_file = record_path(workspace, flavour, "anet_b1")
-    record = load_record(record_file)
+    record = read_model_record(record_file)
     request = Request(do="model", device="cpu", effort=FEW, paths=(str(model),), record=str(record_file),
                       labels=("kernel_time", "node_span"))
     found = samples_of(answer(request))
@@ -285,7 +285,7 @@ def test_every_kind_of_work_gives_a_reply(model: Path, kernels: list[Path]) -> N
 
 def test_a_model_that_is_not_its_records(built: tuple[Workspace, Flavour], model: Path, tmp_path: Path) -> None:
     workspace, flavour = built
-    record = load_record(record_path(workspace, flavour, "anet_b1"))
+    record = read_model_record(record_path(workspace, flavour, "anet_b1"))
     other = tmp_path / "record.json"
     other.write_text(record.model_copy(update={"nodes": record.nodes[1:]}).model_dump_json())
     reply = answer(Request(do="model", device="cpu", effort=FEW, paths=(str(model),), record=str(other),

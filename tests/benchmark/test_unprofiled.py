@@ -12,7 +12,7 @@ from trained_workspace import conv_net
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from benchmark.measuring.effort import Effort
-from benchmark.records.files import load_header, read_journal
+from benchmark.records.files import read_header, read_journal
 from benchmark.records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
 from benchmark.runtimes.ort.model_profile import profile_model
 from benchmark.runtimes.ort.profile import NodeEvent, ProfiledRun
@@ -66,7 +66,7 @@ def test_a_collector_goes_on_with_its_labels(workspace: Workspace) -> None:
     build_workspace(workspace, {"anet_b1": small_model()})
     collect(workspace, CONFIG.model_copy(update={"levels": (0.0,), "variants": ()}))
     labels = (*DEFAULT_LABELS, "unprofiled")
-    assert load_header(workspace.dataset(TARGET)).labels == labels
+    assert read_header(workspace.dataset(TARGET)).labels == labels
     blocks = read_journal(workspace.dataset(TARGET))
     for context in ("carrier", "anet_b1"):
         found = [m for block in blocks for m in block.measurements if m.context == context and m.subject == "kernel"]

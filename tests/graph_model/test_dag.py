@@ -12,7 +12,7 @@ import pytest
 from command import printed, run_script
 from conftest import small_model
 
-from graph_model.dag.dag import build_dag, calculate_latency, dag_file, load_dag, longest_path
+from graph_model.dag.dag import build_dag, calculate_latency, dag_file, longest_path, read_dag
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.records.reading import record_path
 from utils import files
@@ -81,10 +81,10 @@ def test_files_hold_the_whole_dag(tmp_path: Path) -> None:
     record = analyze(small_model(), "cpu", name="small")
     path = tmp_path / "small.json"
     files.write_json(path, dag_file(record))
-    assert nx.utils.graphs_equal(load_dag(path), build_dag(record))
+    assert nx.utils.graphs_equal(read_dag(path), build_dag(record))
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 0}))
     with pytest.raises(UserError, match=r"version 0.*dag_critical_path"):
-        load_dag(path)
+        read_dag(path)
 
 
 def test_the_command_writes_one_dag_a_record(workspace: Workspace) -> None:
@@ -95,7 +95,7 @@ def test_the_command_writes_one_dag_a_record(workspace: Workspace) -> None:
     rows = json.loads(printed("graph_model/dag_critical_path.py", "--workspace", workspace.root, "--json"))
     assert len(rows) == 2
     for row in rows:
-        assert row["nodes"] == load_dag(Path(row["file"])).number_of_nodes()
+        assert row["nodes"] == read_dag(Path(row["file"])).number_of_nodes()
         assert Path(row["file"]).parent == workspace.model_dag(row["flavour"])
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from inference import predict
 from inference.core import sources
-from ort_analysis.records.reading import load_records
+from ort_analysis.records.reading import read_model_records
 from training.kernels import predictors
 from utils.fingerprint import flavour_of, local_target
 from utils.paths import ROOT, Workspace
@@ -67,7 +67,7 @@ def test_processes_give_what_one_gives(workspace: Workspace) -> None:
 
 
 def test_a_long_life_takes_no_more_memory(workspace: Workspace) -> None:
-    records = load_records(workspace, flavour_of("cpu"))
+    records = read_model_records(workspace, flavour_of("cpu"))
 
     def predicted(count: int) -> None:
         for turn in range(count):

@@ -21,7 +21,7 @@ from trained_workspace import HELD_OUT, METRIC, OPSETS, conv_net, model_ms
 
 from benchmark.collecting.config import CollectorConfig, StressConfig
 from benchmark.load.backgrounds import Background
-from benchmark.records.files import header_path, journal_path, load_header, read_journal
+from benchmark.records.files import header_path, journal_path, read_header, read_journal
 from benchmark.records.measurement import Measurement
 from benchmark.runtimes.worker_client import Worker
 from graph_model.simulation.sharing import CoRunner
@@ -36,9 +36,9 @@ from inference.evaluation.tables import summary_table, table, warned_of
 from inference.live.load import InferenceConfig
 from inference.live.prometheus import PrometheusConfig
 from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.reading import load_records
+from ort_analysis.records.reading import read_model_records
 from utils import cli, files
-from utils.config import load_config
+from utils.config import read_config
 from utils.errors import UserError
 from utils.fingerprint import Target, flavour_of, instruction_set, local_target
 from utils.paths import Workspace
@@ -169,7 +169,7 @@ def test_other_labels_of_a_model_are_not_its_latency(workspace: Workspace) -> No
     name = next(m.id for m in block.measurements if m.subject == "model")
     host = Measurement(subject="model", id=name, label="host", context=name, samples_ms=(1e-6,) * 5)
     with_host = block.model_copy(update={"measurements": (*block.measurements, host)})
-    records = {record.model: record for record in load_records(workspace, flavour_of("cpu"))}
+    records = {record.model: record for record in read_model_records(workspace, flavour_of("cpu"))}
     files.write_text(journal_path(workspace.root / "other"), with_host.model_dump_json() + "\n")
     found = recorded_cases(workspace.root / "other", {name: records[name]}, (), "latency")
     assert [case.record.model for case in found] == [name]
@@ -181,7 +181,7 @@ def test_all_sessions_that_a_disturbed_host_did_not_hold_up_are_compared(workspa
     folder = workspace.dataset(TARGET)
     block = read_journal(folder)[0]
     whole = next(m for m in block.measurements if m.subject == "model" and m.label == "latency")
-    records = {record.model: record for record in load_records(workspace, flavour_of("cpu"))}
+    records = {record.model: record for record in read_model_records(workspace, flavour_of("cpu"))}
     times = [(0.3, 9.0), (0.0, 1.0), (0.1, 5.0)]
     lines = [block.model_copy(update={"measurements": (whole.model_copy(update={
         "disturbance": disturbance, "samples_ms": (time, time)}),)}).model_dump_json() + "\n" for disturbance, time in times]
@@ -252,7 +252,7 @@ def test_recorded_loads_are_told_apart_by_background(workspace: Workspace, tmp_p
     files.write_text(journal_path(other.dataset(TARGET)),
                      "".join(block.model_dump_json() + "\n" for block in (idle, beside, held_out)))
     backgrounds = {"products": Background(name="products"), "net": Background(name="net", kind="memory")}
-    header = load_header(workspace.dataset(TARGET)).model_copy(
+    header = read_header(workspace.dataset(TARGET)).model_copy(
         update={"backgrounds": backgrounds, "held_out_backgrounds": ("net",)})
     files.write_json(header_path(other.dataset(TARGET)), header)
     found = evaluate(other, [], target=TARGET, recorded=True)
@@ -337,7 +337,7 @@ def test_loads_of_the_evaluator_that_do_not_fit(workspace: Workspace, tmp_path: 
 
 def loads_of(text: str, folder: Path, **more: object) -> LoadsHere:
     (folder / "loads.yaml").write_text(text)
-    return LoadsHere(under_load=load_config(folder / "loads.yaml", CollectorConfig), **more)  # type: ignore[arg-type]
+    return LoadsHere(under_load=read_config(folder / "loads.yaml", CollectorConfig), **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("text", "reason"), [

@@ -18,7 +18,7 @@ from benchmark.collecting.collect import collect_kernels
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import start_crew
 from benchmark.records.blocks import Block
-from benchmark.records.files import DatasetKernel, header_path, journal_path, load_header, read_journal, read_kernels
+from benchmark.records.files import DatasetKernel, header_path, journal_path, read_header, read_journal, read_kernels
 from inference import measure_missing, predict
 from inference.core import missing_kernels, targets
 from inference.core.targets import Fitted, fitted_for
@@ -26,12 +26,12 @@ from ort_analysis.graph.analysis import analyze
 from ort_analysis.records.kernel_record import Tensor
 from ort_analysis.records.kernel_types import describe_kernel
 from training.fit_composition import kept_composition
-from training.kernels.predictors import load_predictors
+from training.kernels.predictors import read_predictors
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
-from training.kernels.training_set import load_training_set
+from training.kernels.training_set import read_training_set
 from training.train_kernel_model import kept_sidecar
-from utils.config import load_config
+from utils.config import read_config
 from utils.errors import UserError
 from utils.fingerprint import has_cuda, local_target, machine
 from utils.paths import Workspace
@@ -73,7 +73,7 @@ def test_the_command_measures_what_never_was(workspace: Workspace) -> None:
     record = analyze(path, "cpu")
     folder, sidecar = workspace.predictors(TARGET), read_sidecar(workspace.predictors(TARGET))
     learned = contents(folder, but="measured-")
-    before = load_predictors(folder).measured
+    before = read_predictors(folder).measured
     unknown = set(record.kernels) - set(before)
     asked = ("--model", path, "--target", TARGET, "--measure-missing", "--json")  # a machine with a GPU is another target too
     done = command("inference/predict_model_latency.py", workspace, *asked)
@@ -99,7 +99,7 @@ def test_the_command_measures_what_never_was(workspace: Workspace) -> None:
     assert contents(folder, but="measured-") | {"predictors.json": b""} == learned | {"predictors.json": b""}
     assert renewed == sidecar.model_copy(
         update={"measured": renewed.measured, "measured_sha256": renewed.measured_sha256})
-    assert {name: times for name, times in load_predictors(folder).measured.items() if name in before} == before
+    assert {name: times for name, times in read_predictors(folder).measured.items() if name in before} == before
 
     journal = journal_path(workspace.dataset(TARGET)).read_bytes()
     again = command("inference/predict_model_latency.py", workspace, *asked)
@@ -109,12 +109,12 @@ def test_the_command_measures_what_never_was(workspace: Workspace) -> None:
 
 
 def test_the_composition_holds_and_the_training_is_out_of_date(workspace: Workspace) -> None:
-    settings = load_config(workspace.root / "training.yaml", TrainingConfig)
-    assert kept_sidecar(workspace, load_training_set(workspace, TARGET), settings) is not None
+    settings = read_config(workspace.root / "training.yaml", TrainingConfig)
+    assert kept_sidecar(workspace, read_training_set(workspace, TARGET), settings) is not None
     conv_net(workspace.models / "newnet.onnx", channels=20, size=12)
     assert measure_missing("newnet.onnx", target=TARGET, workspace=workspace, config=CONFIG).measured > 0
     assert kept_composition(workspace, TARGET) is not None
-    rows = load_training_set(workspace, TARGET)
+    rows = read_training_set(workspace, TARGET)
     assert kept_sidecar(workspace, rows, settings) is None
     assert set(run_ms(workspace)) <= set(rows.ids)  # the next training learns from them
     done = command("training/train_kernel_model.py", workspace, "--config", workspace.root / "training.yaml")
@@ -124,7 +124,7 @@ def test_the_composition_holds_and_the_training_is_out_of_date(workspace: Worksp
 def test_several_sizes_at_once(workspace: Workspace) -> None:
     sizes = [{"batch": 3}, {"batch": 5}]
     records = [analyze(workspace.models / "dynnet.onnx", "cpu", dims) for dims in sizes]
-    known = load_predictors(workspace.predictors(TARGET)).measured
+    known = read_predictors(workspace.predictors(TARGET)).measured
     unknown = {name for record in records for name in record.kernels} - set(known)
     filled = measure_missing("dynnet.onnx", sizes, target=TARGET, workspace=workspace, config=CONFIG)
     assert (filled.measured, filled.left) == (len(unknown), ())
@@ -177,7 +177,7 @@ def test_a_model_held_out_is_looked_up_and_not_learned_from(workspace: Workspace
     for _ in range(2):
         measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG)
         assert predict(path, target=TARGET, workspace=workspace).time_share["measured"] == pytest.approx(1.0)
-        assert not set(run_ms(workspace)) & set(load_training_set(workspace, TARGET).ids)
+        assert not set(run_ms(workspace)) & set(read_training_set(workspace, TARGET).ids)
         command("training/train_kernel_model.py", workspace, "--config", workspace.root / "training.yaml")
         command("training/fit_composition.py", workspace)
 
@@ -187,14 +187,14 @@ def test_shipped_predictors_are_copied_and_a_dataset_begins(workspace: Workspace
     shipped, own = tmp_path / "shipped", Workspace(tmp_path / "own")
     shutil.copytree(workspace.predictors(TARGET), shipped / TARGET)
     monkeypatch.setattr(targets, "SHIPPED", shipped)
-    before, known = contents(shipped / TARGET), load_predictors(shipped / TARGET).measured
+    before, known = contents(shipped / TARGET), read_predictors(shipped / TARGET).measured
     path = conv_net(tmp_path / "newnet.onnx", channels=20, size=12)
     assert measure_missing(path, workspace=own, config=CONFIG).left == ()
     assert contents(shipped / TARGET) == before
-    header = load_header(own.dataset(TARGET))
+    header = read_header(own.dataset(TARGET))
     assert header.labels == ("run",)
     assert {m.label for block in measured_here(own) for m in block.measurements} == {"run"}
-    looked_up = load_predictors(own.predictors(TARGET)).measured
+    looked_up = read_predictors(own.predictors(TARGET)).measured
     assert {name: looked_up[name] for name in known} == known
     assert set(looked_up) - set(known) == set(run_ms(own))
     assert predict(path, workspace=own).time_share["measured"] == pytest.approx(1.0)
@@ -202,7 +202,7 @@ def test_shipped_predictors_are_copied_and_a_dataset_begins(workspace: Workspace
 
 def test_a_dataset_without_the_label_is_told(workspace: Workspace) -> None:
     folder = workspace.dataset(TARGET)
-    header = load_header(folder)
+    header = read_header(folder)
     header_path(folder).write_text(header.model_copy(update={"labels": ("node_span",)}).model_dump_json())
     conv_net(workspace.models / "newnet.onnx", channels=20, size=12)
     with pytest.raises(UserError, match=r"without label run \(it has node_span\)"):
@@ -241,7 +241,7 @@ def test_in_a_pipeline_launches_are_looked_up_too(workspace: Workspace) -> None:
     fitted = fitted_for(workspace, TARGET)
     lacking, known = conv(), relu()
     view = describe_kernel("Flatten", "", 13, {}, [known.inputs[0]], [Tensor(dtype="float32", shape=(1, 16384))])
-    predictors = load_predictors(fitted.predictors.folder)
+    predictors = read_predictors(fitted.predictors.folder)
     predictors.measured = {lacking.id: {"gpu": 0.1}, known.id: {"gpu": 0.1, "launches": 2.0}}
     on_gpu = Fitted(fitted.target, predictors, fitted.composition.model_copy(update={"kind": "pipeline", "label": "gpu"}),
                     fitted.doubt)

@@ -8,14 +8,14 @@ import pytest
 from trained_workspace import conv_net
 
 from benchmark.collecting.config import CollectorConfig
-from benchmark.records.files import load_header, read_journal
+from benchmark.records.files import read_header, read_journal
 from benchmark.records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
 from inference import measure_missing, predict
 from inference.core.targets import fitted_for
 from ort_analysis.graph.analysis import analyze
 from tests.inference.test_missing_kernels import TARGET, command
 from tests.inference.test_uncertainty import recurrent
-from training.kernels.predictors import load_predictors
+from training.kernels.predictors import read_predictors
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
 from utils.paths import Workspace
@@ -41,7 +41,7 @@ def test_its_kernels_are_measured_in_the_model(workspace: Workspace) -> None:
         assert measure_missing(path, target=TARGET, workspace=workspace, config=CONFIG).measured == 0
     blocks = read_journal(workspace.dataset(TARGET))
     assert {(m.subject, m.context) for block in blocks for m in block.measurements} == {("kernel", "net"), ("kernel", "gru")}
-    assert load_header(workspace.dataset(TARGET)).labels == (*DEFAULT_LABELS, "unprofiled")
+    assert read_header(workspace.dataset(TARGET)).labels == (*DEFAULT_LABELS, "unprofiled")
     other = predict(conv_net(workspace.root / "other.onnx", channels=24, size=20), target=TARGET, workspace=workspace)
     assert other.rough_estimate
     assert "Conv_Relu" in other.estimated_operators
@@ -56,7 +56,7 @@ def test_two_nodes_of_a_kernel_are_both_counted(workspace: Workspace) -> None:
                for m in block.measurements if m.label == "unprofiled"}
     assert set(samples) == set(record.kernels)
     assert len(set(samples.values())) == 1
-    looked_up = load_predictors(workspace.predictors(TARGET)).measured
+    looked_up = read_predictors(workspace.predictors(TARGET)).measured
     assert set(looked_up[record.nodes[0].kernel_id]) == set(IN_MODEL_LABELS)
 
 

@@ -28,7 +28,7 @@ from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.records.kernel_record import ModelRecord
 from utils import files
-from utils.config import load_config
+from utils.config import read_config
 from utils.errors import UserError
 from utils.fingerprint import Target, flavour_of, has_cuda, local_target
 from utils.paths import ROOT, Workspace
@@ -357,7 +357,7 @@ def test_the_target_is_this_machine_or_the_only_one(tmp_path: Path, monkeypatch:
 
 
 def test_the_load_comes_from_a_file_or_is_idle(tmp_path: Path) -> None:
-    config = load_config(ROOT / "inference" / "config.yaml", InferenceConfig)
+    config = read_config(ROOT / "inference" / "config.yaml", InferenceConfig)
     assert current_load(config) == Load()
     metrics = tmp_path / "metrics.json"
     metrics.write_text(json.dumps({METRIC: 0.6, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.6, "unheard_of": 60}))
@@ -370,7 +370,7 @@ def test_the_load_comes_from_a_file_or_is_idle(tmp_path: Path) -> None:
             current_load(config, metrics)
     (tmp_path / "config.yaml").write_text("prometheus:\n  ulr: x\n")
     with pytest.raises(UserError, match="did you mean url"):
-        load_config(tmp_path / "config.yaml", InferenceConfig)
+        read_config(tmp_path / "config.yaml", InferenceConfig)
 
 
 def test_no_such_file(workspace: Workspace) -> None:

@@ -27,9 +27,9 @@ from inference.core.run_modes import RunMode
 from inference.core.timeline import trace_of
 from inference.sharing.co_runner import NotShared
 from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import load_record
+from ort_analysis.records.reading import read_model_record
 from recipes.same_predictions.questions import unpacked
-from training.composition.fitted import load_composition
+from training.composition.fitted import read_composition
 from training.sharing.learned import read_sharing, sharing_path
 from utils import files
 from utils.errors import UserError
@@ -75,7 +75,7 @@ def workspace(tmp_path: Path) -> Workspace:
 
 
 def record(folder: Path, name: str = "resnet18@batch=1") -> ModelRecord:
-    return load_record(folder / "records" / "cuda" / f"{name}.json")
+    return read_model_record(folder / "records" / "cuda" / f"{name}.json")
 
 
 def test_methods_say_what_the_functions_say(folder: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_watch_follows_a_training(folder: Path, workspace: Workspace) -> None:
     watch = predictor.watch(one, lambda: {"load": {}, "host_pace": 1.0}, 1.0, limit_ms=2 * before)
     assert watch.read().mean_ms == before
     path = workspace.predictors(TARGET) / "composition.json"
-    fitted = load_composition(path.parent)
+    fitted = read_composition(path.parent)
     assert fitted.costs is not None
     files.write_json(path, fitted.model_copy(update={"costs": fitted.costs.at_pace(2.0)}))
     assert predictor.predict(one).latency_ms == before

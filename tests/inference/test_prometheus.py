@@ -40,7 +40,7 @@ from benchmark.metrics.source import values
 from inference.live.load import InferenceConfig, current_load
 from inference.live.prometheus import PrometheusConfig, PrometheusError, Server, server_for
 from inference.live.prometheus_metrics import PrometheusSource
-from utils.config import load_config
+from utils.config import read_config
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
@@ -410,12 +410,12 @@ def test_tokens_stay_secret(port: int, tmp_path: Path, monkeypatch: pytest.Monke
 def test_configs_that_do_not_fit(tmp_path: Path, lines: str, said: str) -> None:
     (tmp_path / "config.yaml").write_text(f"prometheus:\n  {lines}\n")
     with pytest.raises(UserError, match=said) as told:
-        load_config(tmp_path / "config.yaml", InferenceConfig)
+        read_config(tmp_path / "config.yaml", InferenceConfig)
     assert "s3cret" not in str(told.value)
 
 
 def test_the_shipped_config_says_what_the_classes_do() -> None:
-    shipped = load_config(ROOT / "inference" / "config.yaml", InferenceConfig)
+    shipped = read_config(ROOT / "inference" / "config.yaml", InferenceConfig)
     assert shipped == InferenceConfig()
     assert shipped.prometheus.model_fields_set == set(PrometheusConfig.model_fields)
 

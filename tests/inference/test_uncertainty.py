@@ -19,7 +19,7 @@ from inference import predict
 from inference.core.answers import Prediction
 from inference.core.sizes import never_falling
 from inference.core.uncertainty import CERTAIN, FAR, Span, is_rough, joined, shortness
-from training.composition.fitted import load_composition
+from training.composition.fitted import read_composition
 from training.kernels.uncertainty import DEFAULT_RANGES, doubt_path, read_doubt
 from utils.cli import EXIT_ROUGH
 from utils.fingerprint import local_target
@@ -228,7 +228,7 @@ def test_a_model_shorter_than_any_of_the_fit_is_a_rough_estimate(tmp_path: Path)
     tiny, net = (predict(graph(tmp_path / f"{name}.onnx", [helper.make_node("Add", [f"t{i}", "x"], [f"t{i + 1}"]) for i in
                                range(count)], {"t0": [8, 8], "x": [8, 8]}, {f"t{count}": [8, 8]}, {}), target=H200)
                  for name, count in (("tiny", 2), ("net", 60)))
-    used = load_composition(SHIPPED / H200)
+    used = read_composition(SHIPPED / H200)
     shortest_ms = min(model.predicted_ms for model in used.models)
     assert tiny.rough_estimate
     assert any("shorter than any model that tells what a run costs" in text for text in tiny.warnings)

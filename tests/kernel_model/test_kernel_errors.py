@@ -28,7 +28,7 @@ from ort_analysis.records.kernel_types import describe_kernel
 from tests.kernel_model.test_sampler import run_sampler
 from training.kernels.label_training import train_label
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
-from training.kernels.training_set import load_training_set, measured_times
+from training.kernels.training_set import measured_times, read_training_set
 from training.train_kernel_model import kept_sidecar, save
 from utils.errors import UserError
 from utils.fingerprint import Flavour
@@ -126,7 +126,7 @@ def test_errors_are_read_as_written(tmp_path: Path) -> None:
 
 def test_training_writes_the_errors_of_kernels_left_out(workspace: Workspace) -> None:
     write_workspace(workspace, families=("anet", "bnet", "secretnet"), held_out=("secretnet",), sampled=120)
-    rows = load_training_set(workspace, TARGET.name)
+    rows = read_training_set(workspace, TARGET.name)
     trained = [train_label(rows, label, QUICK) for label in ("run", "kernel_time")]
     save(workspace, rows, trained, QUICK)
     found = read_errors(workspace.kernel_errors(TARGET.name))
@@ -153,7 +153,7 @@ def _kernels_of(workspace: Workspace, name: str) -> list[Kernel]:
 def test_errors_ship_with_no_predictors_and_are_made_anew_where_gone(workspace: Workspace) -> None:
     """They are of the GPU's own time where it was measured (here `run` under its name)."""
     write_workspace(workspace, sampled=60)
-    rows = load_training_set(workspace, TARGET.name)
+    rows = read_training_set(workspace, TARGET.name)
     trained = train_label(rows, "run", QUICK)
     save(workspace, rows, [trained, replace(trained, label="gpu")], QUICK)
     path = workspace.kernel_errors(TARGET.name)

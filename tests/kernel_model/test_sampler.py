@@ -19,7 +19,7 @@ from kernel_model.sampling.draws import draw_kernel
 from kernel_model.sampling.seeds import SEED_FILE, read_seeds
 from ort_analysis.graph.analysis import analyze, build_index
 from ort_analysis.records.kernel_record import Kernel, ModelRecord
-from ort_analysis.records.reading import index_path, load_index
+from ort_analysis.records.reading import index_path, read_index
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Flavour
@@ -187,7 +187,7 @@ def test_seeds_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
 
 
 def assert_index_unchanged(workspace: Workspace, flavour: Flavour, own: set[str]) -> None:
-    assert {kernel.id for kernel in load_index(index_path(workspace, flavour)).all_kernels()} == own
+    assert {kernel.id for kernel in read_index(index_path(workspace, flavour)).all_kernels()} == own
 
 
 def test_what_was_sampled_before_is_not_drawn_again() -> None:

@@ -21,7 +21,7 @@ from inference.core.timeline import trace_of
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.graph.source import own_sizes
 from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import load_record
+from ort_analysis.records.reading import read_model_record
 from ort_analysis.records.run_order import MOST_RUNS, run_order, runs_in_order, shortest_cut
 from training.composition.fitted import working_nodes
 from utils import cli, files
@@ -220,7 +220,7 @@ def test_nested_bodies_multiply() -> None:
 def test_a_record_with_bodies_is_read_as_it_was_written(tmp_path: Path) -> None:
     record = analyze(nested(), "cpu")
     files.write_json(tmp_path / "nested.json", record)
-    assert load_record(tmp_path / "nested.json") == record
+    assert read_model_record(tmp_path / "nested.json") == record
     plain = analyze(unrolled(2), "cpu")
     files.write_json(tmp_path / "plain.json", plain)
     document = files.read_json(tmp_path / "plain.json")

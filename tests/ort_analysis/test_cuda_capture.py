@@ -11,13 +11,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmark.records.blocks import Block
-from benchmark.records.files import journal_path, load_header
+from benchmark.records.files import journal_path, read_header
 from inference import predict
 from inference.core.run_modes import RunMode
 from ort_analysis.cuda.capture import capture_obstacle
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import load_record, record_path
+from ort_analysis.records.reading import read_model_record, record_path
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
@@ -85,12 +85,12 @@ def test_every_model_that_was_to_be_captured(tmp_path: Path) -> None:
         archive.extractall(tmp_path, filter="data")
     workspace = Workspace(tmp_path)
     folder = workspace.dataset(TARGET)
-    flavour = load_header(folder).target.flavour
+    flavour = read_header(folder).target.flavour
     lines = journal_path(folder).read_text().splitlines()
     asked = [m for line in lines if '"cuda_graph"' in line for m in Block.model_validate_json(line).measurements
              if m.label == "cuda_graph"]
     failed = {m.id for m in asked if m.status != "ok"}
-    found = {name: capture_obstacle(load_record(record_path(workspace, flavour, name))) for name in {m.id for m in asked}}
+    found = {name: capture_obstacle(read_model_record(record_path(workspace, flavour, name))) for name in {m.id for m in asked}}
     assert len(found) == 270
     assert {name for name, obstacle in found.items() if obstacle} == failed
     assert failed == {f"densenet169@batch={batch}" for batch in (1, 4, 16, 64)}

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from model_zoo.exporting.zoo_config import GROUP_KEY
 from ort_analysis.graph.analysis import analyze, build_index
 from ort_analysis.records.kernel_record import Kernel, ModelRecord
-from ort_analysis.records.reading import index_path, load_index, load_record, load_records, record_path
+from ort_analysis.records.reading import index_path, read_index, read_model_record, read_model_records, record_path
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import flavour_of
@@ -196,8 +196,8 @@ def test_a_model_is_of_the_group_that_its_file_names(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "ort_analysis/fusion_detector.py", "--model", str(paths[1]), "--device", "cpu",
                     "--group", "asked", "--workspace", str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
     workspace = Workspace(tmp_path)
-    [record] = load_records(workspace, records[0].flavour)
-    index = load_index(index_path(workspace, records[0].flavour))
+    [record] = read_model_records(workspace, records[0].flavour)
+    index = read_index(index_path(workspace, records[0].flavour))
     assert record.group == "asked"
     assert {index.groups_of(entry) for entry in index.entries()} == {("asked",)}
 
@@ -259,9 +259,9 @@ def test_the_command_writes_records_and_index_and_goes_on_past_a_bad_model(works
     assert json.loads(done.stdout)["failed"] == ["broken.onnx"]
     assert "Traceback" not in done.stderr
     flavour = flavour_of("cpu")
-    there = load_records(workspace, flavour)
+    there = read_model_records(workspace, flavour)
     assert [record.model for record in there] == ["anet_b1", "bnet_b2"]
-    index = load_index(index_path(workspace, flavour))
+    index = read_index(index_path(workspace, flavour))
     assert {kernel.id for kernel in index.all_kernels()} == {name for record in there for name in record.kernels}
     for entries in index.kernels.values():
         for name, entry in entries.items():
@@ -271,7 +271,7 @@ def test_the_command_writes_records_and_index_and_goes_on_past_a_bad_model(works
     (workspace.models / "broken.onnx").unlink()
     again = detect(workspace, "--device", "cpu", "--model", "bnet_b2.onnx")
     assert again.returncode == 0, again.stderr
-    assert len(load_index(index_path(workspace, flavour)).all_kernels()) == len(index.all_kernels())
+    assert len(read_index(index_path(workspace, flavour)).all_kernels()) == len(index.all_kernels())
 
 
 def test_a_record_read_back_and_one_of_another_version(workspace: Workspace) -> None:
@@ -281,12 +281,12 @@ def test_a_record_read_back_and_one_of_another_version(workspace: Workspace) -> 
     path = record_path(workspace, record.flavour, record.model)
     path.parent.mkdir(parents=True)
     path.write_text(record.model_dump_json())
-    assert load_record(path) == record
+    assert read_model_record(path) == record
     path.write_text(record.model_dump_json().replace('"version":1', '"version":99', 1))
     with pytest.raises(UserError, match=r"version 99, .*python ort_analysis/fusion_detector\.py"):
-        load_record(path)
+        read_model_record(path)
     with pytest.raises(UserError, match="no kernel records of flavour"):
-        load_records(workspace, flavour_of("cuda"))
+        read_model_records(workspace, flavour_of("cuda"))
 
 
 def test_one_kernel_in_a_thousand_nodes_is_one_entry() -> None:
@@ -303,5 +303,5 @@ def test_several_models_and_sizes_side_by_side(workspace: Workspace) -> None:
     done = subprocess.run([*command, "--dim", "batch=1,3", "--jobs", "2"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert "2 of 4 models failed: broken.onnx, broken.onnx" in done.stderr
-    records = load_records(workspace, flavour_of("cpu"))
+    records = read_model_records(workspace, flavour_of("cpu"))
     assert [record.dims for record in records] == [{"batch": 1}, {"batch": 3}]

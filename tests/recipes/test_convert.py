@@ -18,15 +18,15 @@ import pytest
 
 from benchmark.load.pace_reading import read_pace
 from benchmark.load.probe_reading import read_reading
-from benchmark.records.files import load_header, read_journal, read_kernels
-from benchmark.records.reading import load_model_table
+from benchmark.records.files import read_header, read_journal, read_kernels
+from benchmark.records.reading import read_model_table
 from inference import predict
 from kernel_model.sampling.kernel_errors import read_errors
-from ort_analysis.records.reading import load_index, load_record
+from ort_analysis.records.reading import read_index, read_model_record
 from recipes.convert.convert_files import main
-from training.composition.fitted import load_composition
+from training.composition.fitted import read_composition
 from training.kernels.sidecar import read_sidecar
-from training.kernels.training_set import load_training_set
+from training.kernels.training_set import read_training_set
 from training.sharing.learned import DEFAULT_SWITCH_MS, read_sharing
 from utils.errors import UserError
 from utils.paths import Workspace
@@ -57,7 +57,7 @@ def answers(workspace: Workspace) -> dict[str, Any]:
         answer = predict(record, target=TARGET, workspace=workspace, strict=strict)
         found[name] = {"latency_ms": answer.latency_ms, "interval_ms": list(answer.interval_ms),
                        "warnings": list(answer.warnings)}
-    rows = load_training_set(workspace, TARGET)
+    rows = read_training_set(workspace, TARGET)
     found["rows"] = sorted([name, sorted(groups), float(time_ms)] for name, groups, time_ms in zip(
         rows.ids.tolist(), rows.families, rows.times_ms["run"], strict=True))
     return found
@@ -65,13 +65,13 @@ def answers(workspace: Workspace) -> dict[str, Any]:
 
 READERS: dict[str, Callable[[Workspace], object]] = {
     f"ort_analysis/ort_kernel_record/{FLAVOUR}/{MODEL}.json":
-        lambda workspace: load_record(workspace.kernel_records / FLAVOUR / f"{MODEL}.json"),
+        lambda workspace: read_model_record(workspace.kernel_records / FLAVOUR / f"{MODEL}.json"),
     f"ort_analysis/ort_kernel_record/{FLAVOUR}/index.json":
-        lambda workspace: load_index(workspace.kernel_records / FLAVOUR / "index.json"),
-    f"benchmark/dataset/{TARGET}/dataset.json": lambda workspace: load_header(workspace.dataset(TARGET)),
+        lambda workspace: read_index(workspace.kernel_records / FLAVOUR / "index.json"),
+    f"benchmark/dataset/{TARGET}/dataset.json": lambda workspace: read_header(workspace.dataset(TARGET)),
     "benchmark/host_pace.json": lambda workspace: read_pace(workspace.host_pace),
     f"training/predictors/{TARGET}/predictors.json": lambda workspace: read_sidecar(workspace.predictors(TARGET)),
-    f"training/predictors/{TARGET}/composition.json": lambda workspace: load_composition(workspace.predictors(TARGET)),
+    f"training/predictors/{TARGET}/composition.json": lambda workspace: read_composition(workspace.predictors(TARGET)),
     "training/predictors/other-gpu/sharing.json": lambda workspace: read_sharing(workspace.predictors("other-gpu")),
     f"training/kernel_errors/{TARGET}.json": lambda workspace: read_errors(workspace.kernel_errors(TARGET)),
 }
@@ -111,7 +111,7 @@ def test_what_a_converted_file_says(older: Workspace, monkeypatch: pytest.Monkey
     assert record.flavour.name == FLAVOUR  # type: ignore[attr-defined]
     assert index.groups == {MODEL: "resnet"}  # type: ignore[attr-defined]
     folder = older.dataset(TARGET)
-    header = load_header(folder)
+    header = read_header(folder)
     assert (header.target.name, header.groups) == (TARGET, {MODEL: "resnet"})
     found = {(tuple(entry.models), entry.groups, entry.sampled) for entry in read_kernels(folder)}
     assert found == {((MODEL,), ("resnet",), False), ((), ("resnet", "vgg"), True), ((), (), True)}
@@ -120,7 +120,7 @@ def test_what_a_converted_file_says(older: Workspace, monkeypatch: pytest.Monkey
         ("kernel", "alone"), ("kernel", "carrier"), ("kernel", "in_model"), ("model", "alone")}
     assert next(block.probe for block in blocks if block.probe) == read_reading(reading)
     assert read_reading(reading).sharing == "time_slices"
-    assert set(load_model_table(older, TARGET)["Groups"]) == {"resnet"}
+    assert set(read_model_table(older, TARGET)["Groups"]) == {"resnet"}
     sharing = read_sharing(older.predictors("other-gpu"))
     assert sharing is not None
     assert sharing.switch_ms == DEFAULT_SWITCH_MS
@@ -129,9 +129,9 @@ def test_what_a_converted_file_says(older: Workspace, monkeypatch: pytest.Monkey
 def test_predictors_and_their_dataset_still_belong_together(older: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """A composition names the tables that it was fitted to by their hashes, which change with column Groups."""
     convert(monkeypatch, older.root)
-    sha256 = load_training_set(older, TARGET).sha256
+    sha256 = read_training_set(older, TARGET).sha256
     assert read_sidecar(older.predictors(TARGET)).dataset_sha256 == sha256
-    assert load_composition(older.predictors(TARGET)).dataset_sha256 == sha256
+    assert read_composition(older.predictors(TARGET)).dataset_sha256 == sha256
 
 
 def test_an_archive_is_converted_as_its_files_are(older: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

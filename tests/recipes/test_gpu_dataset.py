@@ -21,12 +21,12 @@ from benchmark.records.files import (
     journal_path,
     kernel_lines,
     kernels_path,
-    load_header,
     model_table_path,
+    read_header,
     read_journal,
 )
 from inference import predict
-from ort_analysis.records.reading import load_record
+from ort_analysis.records.reading import read_model_record
 from training.baselines.kernels_under_load import measured_under_load, summed_ms
 from training.composition.fitting import fit_line
 from training.kernels.settings import TrainingConfig
@@ -51,7 +51,7 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     with tarfile.open(ROOT / "recipes" / "h200" / f"{TARGET}.tar.xz") as archive:
         archive.extractall(workspace.root, filter="data")
     folder = workspace.dataset(TARGET)
-    records = workspace.kernel_records / load_header(folder).target.flavour.name
+    records = workspace.kernel_records / read_header(folder).target.flavour.name
     wanted, kept_models = set[str](), set[str]()
     for path in records.glob("*.json"):
         record = files.read_json(path)
@@ -71,7 +71,7 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
         if found:
             kept.append(block.model_copy(update={"measurements": found}))
     journal_path(folder).write_text("".join(block.model_dump_json() + "\n" for block in kept))
-    write_tables(folder, load_header(folder), read_journal(folder))
+    write_tables(folder, read_header(folder), read_journal(folder))
     (workspace.root / "few.yaml").write_text(
         "folds: 4\nxgboost_gpu: {trees: 120, depth: 7, learning_rate: 0.1, objective: squarederror, own_predictors: none}\n"
         "forest: {trees: 3}\n")
@@ -166,7 +166,7 @@ def test_sharing_is_learned_from_models_beside_other_work(part: Workspace, besid
     assert looped["mean_%"] < 15
     assert errors["measured on another machine"]["mean_%"] < errors["a probe"]["mean_%"]
     assert {row["background"] for row in found["backgrounds"]} == {
-        name for one in (beside, beside_more) for name in load_header(one.dataset(TARGET)).backgrounds}
+        name for one in (beside, beside_more) for name in read_header(one.dataset(TARGET)).backgrounds}
     sharing = read_sharing(part.predictors(TARGET))
     assert sharing is not None
     assert sharing.model_dump(mode="json") == found["sharing"]
@@ -203,7 +203,7 @@ def test_the_plans_own_path_sees_nothing_of_what_it_predicts(part: Workspace, un
     rows = measured_under_load(under_load, TARGET)
     assert rows is not None
     paths = list((part.kernel_records / rows.header.target.flavour.name).glob("*.json"))
-    records = {path.stem: load_record(path) for path in paths if path.stem in models}
+    records = {path.stem: read_model_record(path) for path in paths if path.stem in models}
     families = {name: records[name].group for name in models}
     given: list[TrainingSet] = []
 
@@ -224,7 +224,7 @@ def test_the_plans_own_path_sees_nothing_of_what_it_predicts(part: Workspace, un
     assert found[place] == pytest.approx(line.alpha * len(records["alexnet@batch=16"].nodes) + line.beta_ms)
     only = [run for run in runs if run.background == "compute"]
     assert np.isnan(summed_ms(rows, only, records, families, TrainingConfig(threads=1))).all()
-    header = load_header(under_load.dataset(TARGET))
+    header = read_header(under_load.dataset(TARGET))
     without = Workspace(part.root / "without")
     write_tables(without.dataset(TARGET), header, [block for block in blocks if not block.level][:0])
     assert measured_under_load(without, TARGET) is None

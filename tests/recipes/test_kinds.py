@@ -15,7 +15,7 @@ from recipes.kinds.compare_on_gpu import compare_all, difference_rows
 from recipes.kinds.gpu_latency import gpu_latency
 from recipes.kinds.judge import Ended
 from recipes.kinds.judgement import JUDGEMENT, Found, page, read_judgement, rows_of, summary
-from recipes.kinds.manifest import MadeModel, load_manifest
+from recipes.kinds.manifest import MadeModel, read_manifest
 from recipes.kinds.node_comparison import compare
 from recipes.kinds.node_lists import NodeList, NodeRow, derived_nodes, every_node, feed_of, named
 from utils.errors import UserError
@@ -39,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_models_are_made_and_listed(made: Path) -> None:
-    found = {model.name: model for model in load_manifest(made).models}
+    found = {model.name: model for model in read_manifest(made).models}
     assert set(found) == set(TINY)
     assert found["tiny_add"] == MadeModel(name="tiny_add", file="tiny_add.onnx", kind="tiny", opset=18, tiny=True)
     assert found["sklearn_linear"].dim_options == ["--dim", "rows=256"]
@@ -191,7 +191,7 @@ def test_models_are_judged_and_a_second_run_asks_nothing(made: Path, tmp_path: P
 
 def test_the_host_is_probed_beside_each_model(made: Path) -> None:
     """On the CPU provider, instead of a GPU."""
-    (model,) = load_manifest(made).chosen(["tiny_add"])
+    (model,) = read_manifest(made).chosen(["tiny_add"])
     found = gpu_latency(model, made / model.file, "static", 0.1, "cpu")
     assert found.latency_ms
     assert found.host_probe_us
@@ -233,7 +233,7 @@ def test_graphs_of_sessions_opened_alike_are_compared() -> None:
 
 
 def test_a_derived_graph_agrees_with_itself_and_bodies_have_names(made: Path) -> None:
-    model = next(model for model in load_manifest(made).models if model.name == "tiny_add")
+    model = next(model for model in read_manifest(made).models if model.name == "tiny_add")
     derived = derived_nodes(model, made / model.file, "static")
     assert [(node.op_type, node.provider, node.types[0]) for node in derived.nodes] == [
         ("Add", "cuda", "float32[1,8]"), ("Relu", "cuda", "float32[1,8]")]

@@ -11,7 +11,7 @@ from command import printed
 from made_up_dataset import TARGET, chain, draw_kernels, true_ms, write_workspace
 
 from benchmark.records.files import model_table_path
-from training.composition.fitted import composition_path, latency_ms, load_composition
+from training.composition.fitted import composition_path, latency_ms, read_composition
 from training.composition.fitting import best, fit_candidate, fit_line, interval_of, leave_out
 from training.composition.left_out import predict_out_of_fold
 from training.composition.measured_models import MeasuredModel, left_out_groups, measured_models, tracks
@@ -20,7 +20,7 @@ from training.kernels import estimators
 from training.kernels.label_training import train_label
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.sidecar import read_sidecar, sidecar_path
-from training.kernels.training_set import TrainingSet, load_training_set
+from training.kernels.training_set import TrainingSet, read_training_set
 from training.train_kernel_model import save
 from utils import files
 from utils.errors import UserError
@@ -32,7 +32,7 @@ QUICK = TrainingConfig(
 
 
 def train(workspace: Workspace, label: str = "run") -> TrainingSet:
-    rows = load_training_set(workspace, TARGET.name)
+    rows = read_training_set(workspace, TARGET.name)
     save(workspace, rows, [train_label(rows, label, QUICK)], QUICK)
     return rows
 
@@ -126,7 +126,7 @@ def test_the_host_s_pace_is_that_beside_each_model(workspace: Workspace) -> None
 
 
 def test_kernels_of_the_left_out_family_are_in_no_training(trained: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, sidecar = load_training_set(trained, TARGET.name), read_sidecar(trained.predictors(TARGET.name))
+    rows, sidecar = read_training_set(trained, TARGET.name), read_sidecar(trained.predictors(TARGET.name))
     models = measured_models(trained, TARGET.name, sidecar)
     seen: list[set[str]] = []
     fit = estimators.fit_kernel_model
@@ -146,7 +146,7 @@ def test_kernels_of_the_left_out_family_are_in_no_training(trained: Workspace, m
 
 
 def test_left_out_predictions_are_close(trained: Workspace) -> None:
-    rows, sidecar = load_training_set(trained, TARGET.name), read_sidecar(trained.predictors(TARGET.name))
+    rows, sidecar = read_training_set(trained, TARGET.name), read_sidecar(trained.predictors(TARGET.name))
     models = measured_models(trained, TARGET.name, sidecar)
     left_out, groups = left_out_groups(models)
     times = predict_out_of_fold(rows, models, groups, left_out, "run", [], QUICK)
@@ -172,7 +172,7 @@ def test_one_model_alone(workspace: Workspace, caplog: pytest.LogCaptureFixture)
     assert composition.candidates[0].cv_mape is None
     assert "one model measured" in caplog.text
     files.write_json(composition_path(workspace.predictors(TARGET.name)), composition)
-    assert load_composition(workspace.predictors(TARGET.name)) == composition
+    assert read_composition(workspace.predictors(TARGET.name)) == composition
 
 
 def test_too_few_kernels_to_leave_any_out_is_told(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,12 +192,12 @@ def test_only_held_out_models(workspace: Workspace) -> None:
 def test_a_stale_composition_is_refused(trained: Workspace, workspace: Workspace) -> None:
     folder = workspace.predictors(TARGET.name)
     with pytest.raises(UserError, match="no composition"):
-        load_composition(folder)
+        read_composition(folder)
     files.write_json(composition_path(folder), fit_target(trained, TARGET.name, QUICK))
     sidecar = json.loads(sidecar_path(trained.predictors(TARGET.name)).read_text())
     files.write_json(sidecar_path(folder), sidecar | {"dataset_sha256": "other"})
     with pytest.raises(UserError, match="fit it anew"):
-        load_composition(folder)
+        read_composition(folder)
 
 
 def test_a_dataset_that_changed_since_training_is_told(workspace: Workspace) -> None:
@@ -225,7 +225,7 @@ def test_the_command(trained: Workspace) -> None:
         "alone_MAPE_%", "used"]
     found = json.loads(printed(*command, "--json"))
     assert found[TARGET.name]["label"] == "run"
-    assert load_composition(trained.predictors(TARGET.name)).alpha == found[TARGET.name]["alpha"]
+    assert read_composition(trained.predictors(TARGET.name)).alpha == found[TARGET.name]["alpha"]
 
 
 def test_an_interval_holds_nine_of_ten() -> None:

@@ -24,10 +24,10 @@ from training.kernels import estimators, saving
 from training.kernels.boosters import SavedBoosters, pack_booster
 from training.kernels.label_training import train_label
 from training.kernels.measured_times import MeasuredTimes
-from training.kernels.predictors import load_predictors
+from training.kernels.predictors import read_predictors
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.sidecar import sidecar_path
-from training.kernels.training_set import load_training_set
+from training.kernels.training_set import read_training_set
 from training.kernels.uncertainty import doubt_path
 from training.train_kernel_model import save
 from utils import files
@@ -43,7 +43,7 @@ QUICK = TrainingConfig(
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     workspace = Workspace(tmp_path_factory.mktemp("predictors"))
     write_workspace(workspace, held_out=("cnet",))
-    rows = load_training_set(workspace, TARGET.name)
+    rows = read_training_set(workspace, TARGET.name)
     save(workspace, rows, [train_label(rows, label, QUICK) for label in rows.times_ms], QUICK)
     return workspace
 
@@ -66,13 +66,13 @@ NEW = [conv(channels=40, side=20, out=56), conv(channels=20, side=24, out=40, wi
 
 
 def test_predicts_kernels_that_it_never_saw(trained: Workspace) -> None:
-    times = load_predictors(trained.predictors(TARGET.name)).predict(NEW, {})
+    times = read_predictors(trained.predictors(TARGET.name)).predict(NEW, {})
     assert times.provenance == ["predicted"] * len(NEW)
     assert times.latency_ms == pytest.approx([true_ms(kernel) for kernel in NEW], rel=0.3)
 
 
 def test_looks_measured_times_up_unless_strict_or_under_load(trained: Workspace) -> None:
-    predictors = load_predictors(trained.predictors(TARGET.name))
+    predictors = read_predictors(trained.predictors(TARGET.name))
     known = measured_kernels(trained)[:5]
     looked_up = predictors.predict(known, {}, "run")
     assert looked_up.provenance == ["measured"] * 5
@@ -84,7 +84,7 @@ def test_looks_measured_times_up_unless_strict_or_under_load(trained: Workspace)
 
 
 def test_labels_differ(trained: Workspace) -> None:
-    predictors = load_predictors(trained.predictors(TARGET.name))
+    predictors = read_predictors(trained.predictors(TARGET.name))
     assert predictors.labels == ("run", "kernel_time")
     run, inside = (sum(predictors.predict(NEW, {}, label).latency_ms) for label in predictors.labels)
     assert inside / run == pytest.approx(0.9, rel=0.05)
@@ -93,13 +93,13 @@ def test_labels_differ(trained: Workspace) -> None:
 
 
 def test_order_and_repeats(trained: Workspace) -> None:
-    predictors = load_predictors(trained.predictors(TARGET.name))
+    predictors = read_predictors(trained.predictors(TARGET.name))
     known = measured_kernels(trained)[0]
     mixed = [NEW[1], known, NEW[0], NEW[1]]
     times = predictors.predict(mixed, {})
     assert times.provenance == ["predicted", "measured", "predicted", "predicted"]
     assert times.latency_ms[0] == times.latency_ms[3]
-    apart = load_predictors(trained.predictors(TARGET.name))
+    apart = read_predictors(trained.predictors(TARGET.name))
     assert times.latency_ms == [apart.predict([kernel], {}).latency_ms[0] for kernel in mixed]
     assert predictors.predict(mixed, {}) == times  # remembered
 
@@ -107,13 +107,13 @@ def test_order_and_repeats(trained: Workspace) -> None:
 def test_a_type_without_predictor_falls_back_and_is_not_dropped(trained: Workspace) -> None:
     one = tensor(1, 64, 32, 32)
     unknown = describe_kernel("NobodyKnows", "org.example", 1, {}, [one], [Tensor(dtype="float32", shape=one.shape)])
-    times = load_predictors(trained.predictors(TARGET.name)).predict([unknown, NEW[0]], {})
+    times = read_predictors(trained.predictors(TARGET.name)).predict([unknown, NEW[0]], {})
     assert times.provenance == ["estimated", "predicted"]
     assert times.latency_ms[0] == pytest.approx(true_ms(unknown), rel=1.0)
 
 
 def test_load_must_be_complete(trained: Workspace, caplog: pytest.LogCaptureFixture) -> None:
-    predictors = load_predictors(trained.predictors(TARGET.name))
+    predictors = read_predictors(trained.predictors(TARGET.name))
     with pytest.raises(UserError, match=f"lacks {METRIC}"):
         predictors.predict(NEW, {"SOMETHING": 1.0})
     with pytest.raises(UserError, match=f"lacks {METRIC}"):
@@ -124,14 +124,14 @@ def test_load_must_be_complete(trained: Workspace, caplog: pytest.LogCaptureFixt
 
 def test_predictors_of_an_idle_device_refuse_a_load(workspace: Workspace) -> None:
     write_workspace(workspace, levels={0.0: 0.0}, sampled=20)
-    rows = load_training_set(workspace, TARGET.name)
+    rows = read_training_set(workspace, TARGET.name)
     save(workspace, rows, [train_label(rows, "run", QUICK)], QUICK)
     with pytest.raises(UserError, match="idle device alone"):
-        load_predictors(workspace.predictors(TARGET.name)).predict(NEW, {METRIC: 30.0})
+        read_predictors(workspace.predictors(TARGET.name)).predict(NEW, {METRIC: 30.0})
 
 
 def test_the_sidecar_says_what_the_predictors_are(trained: Workspace) -> None:
-    sidecar = load_predictors(trained.predictors(TARGET.name)).sidecar
+    sidecar = read_predictors(trained.predictors(TARGET.name)).sidecar
     assert sidecar.target == TARGET
     assert sidecar.dataset_sha256 == files.sha256(trained.dataset(TARGET.name) / "kernel_latency.csv")
     assert sidecar.dtypes == ("float32",)
@@ -149,19 +149,19 @@ def test_one_changed_byte_is_noticed(folder: Path, which: str) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(UserError, match=rf"{path.name}: damaged .*train_kernel_model"):
-        load_predictors(folder).kernel_model(which.partition("-")[0])  # boosters are read when they are needed
+        read_predictors(folder).kernel_model(which.partition("-")[0])  # boosters are read when they are needed
     if which.startswith("kernel_time"):
-        assert load_predictors(folder).predict(NEW, {}, "run").provenance == ["predicted"] * len(NEW)
+        assert read_predictors(folder).predict(NEW, {}, "run").provenance == ["predicted"] * len(NEW)
 
 
 def test_a_truncated_or_missing_file_is_noticed(folder: Path) -> None:
     path = next(folder.glob("run-*.pkl"))
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match="damaged"):
-        load_predictors(folder).predict(NEW, {}, "run")
+        read_predictors(folder).predict(NEW, {}, "run")
     path.unlink()
     with pytest.raises(UserError, match="missing"):
-        load_predictors(folder)
+        read_predictors(folder)
 
 
 def plant(folder: Path, data: bytes) -> None:
@@ -189,7 +189,7 @@ def test_a_pickle_that_would_run_a_command_is_refused(folder: Path, protocol: in
     trace = folder / "was_here"
     plant(folder, pickle.dumps({"shared": _Attack(trace)}, protocol=protocol))
     with pytest.raises(UserError, match=r"refused: it holds (posix|os)\.system"):
-        load_predictors(folder).predict(NEW, {}, "run")
+        read_predictors(folder).predict(NEW, {}, "run")
     assert not trace.exists()
 
 
@@ -197,13 +197,13 @@ def test_a_pickle_that_would_run_a_command_is_refused(folder: Path, protocol: in
 def test_a_pickle_of_something_else_is_refused(folder: Path, held: object) -> None:
     plant(folder, pickle.dumps(held))
     with pytest.raises(UserError, match=r"not a saved predictor|is missing"):
-        load_predictors(folder).predict(NEW, {}, "run")
+        read_predictors(folder).predict(NEW, {}, "run")
 
 
 def test_no_pickle_at_all_is_refused(folder: Path) -> None:
     plant(folder, b"not a pickle")
     with pytest.raises(UserError, match="not a saved predictor"):
-        load_predictors(folder).predict(NEW, {}, "run")
+        read_predictors(folder).predict(NEW, {}, "run")
 
 
 @pytest.mark.parametrize(("change", "told"), [
@@ -214,17 +214,17 @@ def test_foreign_sidecars_are_refused(folder: Path, change: dict[str, object], t
     sidecar = json.loads(sidecar_path(folder).read_text()) | change | {files.DIGEST: None}
     sidecar_path(folder).write_text(json.dumps(sidecar))
     with pytest.raises(UserError, match=rf"{told}.*train_kernel_model"):
-        load_predictors(folder)
+        read_predictors(folder)
 
 
 def test_no_predictors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no predictors.*train_kernel_model"):
-        load_predictors(tmp_path)
+        read_predictors(tmp_path)
 
 
 def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
         trained: Workspace, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    predictors = load_predictors(folder)
+    predictors = read_predictors(folder)
     about = {name: getattr(predictors.sidecar, name) for name in (
         "target", "created", "dataset_sha256", "metrics", "idle_load", "load_range", "loaded_rows", "dtypes", "held_out",
         "config", "machines", "feature_range")}
@@ -238,18 +238,18 @@ def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
         patched.setattr(saving.files, "write_json", full)  # a real full disk can't be had in a test
         with pytest.raises(OSError, match="No space"):
             saving.save_predictors(folder, models, {"run": ()}, {}, about)
-    assert load_predictors(folder).predict(NEW, {}, "run").latency_ms == before
+    assert read_predictors(folder).predict(NEW, {}, "run").latency_ms == before
     saving.save_predictors(folder, models, {"run": ()}, {}, about)
     assert sorted(path.name for path in folder.glob("*.json")) == [doubt_path(folder).name, sidecar_path(folder).name]
     assert sorted(path.suffix for path in folder.iterdir() if path.suffix != ".json") == [".gz", ".pkl"]
-    assert load_predictors(folder).predict(NEW, {}, "run").latency_ms == predictors.predict(NEW, {}, "kernel_time").latency_ms
+    assert read_predictors(folder).predict(NEW, {}, "run").latency_ms == predictors.predict(NEW, {}, "kernel_time").latency_ms
 
 
 def test_the_look_up_is_renewed_alone(folder: Path) -> None:
-    before = load_predictors(folder)
+    before = read_predictors(folder)
     known = next(name for name, times in before.measured.items() if "run" in times)
     sidecar = saving.renew_measured(folder, {NEW[0].id: {"run": 7.0}, known: {"run": 8.0}})
-    after = load_predictors(folder)
+    after = read_predictors(folder)
     assert after.sidecar == sidecar == before.sidecar.model_copy(
         update={"measured": sidecar.measured, "measured_sha256": sidecar.measured_sha256})
     assert after.measured == dict(before.measured) | {NEW[0].id: {"run": 7.0}, known: before.measured[known] | {"run": 8.0}}
@@ -260,8 +260,8 @@ def test_the_look_up_is_renewed_alone(folder: Path) -> None:
 
 
 def test_loading_imports_neither_pandas_nor_sklearn_nor_xgboost(trained: Workspace) -> None:
-    code = ("import sys; from pathlib import Path; from training.kernels.predictors import load_predictors; "
-            f"load_predictors(Path({str(trained.predictors(TARGET.name))!r})); "
+    code = ("import sys; from pathlib import Path; from training.kernels.predictors import read_predictors; "
+            f"read_predictors(Path({str(trained.predictors(TARGET.name))!r})); "
             "print([name for name in ('pandas', 'sklearn', 'xgboost', 'onnx', 'torch') if name in sys.modules])")
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert shown.strip() == "[]"
@@ -281,11 +281,11 @@ def test_sklearn_is_hidden_only_while_a_command_imports_xgboost(command: bool) -
 
 
 def test_predicting_a_model_is_quick(trained: Workspace) -> None:
-    predictors = load_predictors(trained.predictors(TARGET.name))
+    predictors = read_predictors(trained.predictors(TARGET.name))
     record = chain("big", draw_kernels(40, seed=9))
     kernels = [record.kernel_of(node) for node in record.nodes]
     predictors.predict(kernels, {}, strict=True)
-    fresh, seconds = load_predictors(trained.predictors(TARGET.name)), []
+    fresh, seconds = read_predictors(trained.predictors(TARGET.name)), []
     fresh.predict(NEW, {})  # unpickles
     for attempt in range(5):
         start = time.perf_counter()
@@ -295,7 +295,7 @@ def test_predicting_a_model_is_quick(trained: Workspace) -> None:
 
 
 def test_a_saved_booster_predicts_what_the_trained_one_does(trained: Workspace) -> None:
-    rows = load_training_set(trained, TARGET.name)
+    rows = read_training_set(trained, TARGET.name)
     problem = estimators.pose(rows, "run")
     booster = estimators.train_booster(problem.matrix, problem.log_ratios, QUICK.booster("run"), seed=3)
     packed = pickle.dumps({"shared": pack_booster(booster)})
@@ -311,7 +311,7 @@ def gains(booster: xgboost.Booster) -> list[float]:
 
 
 def test_only_the_boosters_that_a_prediction_needs_are_read() -> None:
-    predictors = load_predictors(SHIPPED / "nvidia-h200-cuda-ort1.31-all")
+    predictors = read_predictors(SHIPPED / "nvidia-h200-cuda-ort1.31-all")
     boosters = predictors.kernel_model("gpu").boosters
     assert isinstance(boosters, SavedBoosters)
     times = predictors.predict([relu(channels=40, side=20)], {}, "gpu", strict=True)
@@ -328,7 +328,7 @@ def test_measured_times_are_looked_up_one_by_one() -> None:
 
 
 def test_predictors_of_version_1_are_rewritten_and_predict_the_same(folder: Path) -> None:
-    new = load_predictors(folder)
+    new = read_predictors(folder)
     sidecar = json.loads(sidecar_path(folder).read_text()) | {"version": 1}
     del sidecar[files.DIGEST]
 
@@ -345,10 +345,10 @@ def test_predictors_of_version_1_are_rewritten_and_predict_the_same(folder: Path
     sidecar["measured"], sidecar["measured_sha256"] = older("measured", json.dumps(dict(new.measured)).encode())
     sidecar_path(folder).write_text(json.dumps(sidecar))
     with pytest.raises(UserError, match="version 1, this Hase reads version 3; convert it"):
-        load_predictors(folder)
+        read_predictors(folder)
     assert convert_all([folder]) == {"predictors": 1}
     assert not list(folder.glob("*.xz"))
-    again = load_predictors(folder)
+    again = read_predictors(folder)
     assert again.predict(NEW, {}, "run") == new.predict(NEW, {}, "run")
     assert again.measured == new.measured
     assert not convert_all([folder])

@@ -16,12 +16,12 @@ from training.kernels import features
 from training.kernels.estimators import SHARED, fit_kernel_model, predict_kernels, table_counts
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.label_training import train_label
-from training.kernels.predictors import load_predictors
+from training.kernels.predictors import read_predictors
 from training.kernels.saving import save_predictors
 from training.kernels.schema import FeatureSchema
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.sidecar import Sidecar, read_sidecar, sidecar_path
-from training.kernels.training_set import TrainingSet, load_training_set
+from training.kernels.training_set import TrainingSet, read_training_set
 from training.train_kernel_model import head, kept_sidecar, save
 from utils import files
 from utils.errors import UserError
@@ -49,7 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 @pytest.fixture(scope="module")
 def rows(made: Workspace) -> TrainingSet:
-    return load_training_set(made, TARGET.name, TWO)
+    return read_training_set(made, TARGET.name, TWO)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_saved_predictors_keep_their_schema(made: Workspace, rows: TrainingSet, 
     trained = train_label(rows, "run", QUICK)
     sidecar = save(made, rows, [trained], QUICK)
     assert (sidecar.feature_schema, sidecar.feature_version, sidecar.features) == ("two", 1, ("rank", "log_elements"))
-    predictors = load_predictors(made.predictors(TARGET.name))
+    predictors = read_predictors(made.predictors(TARGET.name))
     assert predictors.schema is TWO
     new = [conv(channels=40, side=20, out=56), relu(channels=40, side=20)]
     assert predictors.features_of(new).tolist() == TWO.matrix(new).tolist()
@@ -114,31 +114,31 @@ def test_saved_predictors_keep_their_schema(made: Workspace, rows: TrainingSet, 
     huge = relu(channels=1024, side=1024)  # how far beyond the range: of a logarithm, by its power
     assert predictors.beyond_range([huge]) == {huge.id: pytest.approx(2 ** 30 / most)}
     assert kept_sidecar(made, rows, QUICK) == sidecar
-    assert kept_sidecar(made, load_training_set(made, TARGET.name), QUICK) is None  # other features: trained anew
+    assert kept_sidecar(made, read_training_set(made, TARGET.name), QUICK) is None  # other features: trained anew
 
 
 def test_a_schema_that_is_not_there_is_refused(rows: TrainingSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_quickly(tmp_path, rows)
     with pytest.raises(UserError, match=r"predictors\.json: these predictors read feature schema two 1, which this Hase does "
                                         r"not have \(it has: kernel 1\); use the Hase that trained them, or train again"):
-        load_predictors(tmp_path)
+        read_predictors(tmp_path)
     other = FeatureSchema("two", 1, {"operands": ("rank", "inputs")}, lambda kernel: [0.0, 0.0])
     monkeypatch.setitem(features.SCHEMAS, ("two", 1), other)
     with pytest.raises(UserError, match=r"other features in feature schema two 1 \(inputs, log_elements\); train again"):
-        load_predictors(tmp_path)
+        read_predictors(tmp_path)
     monkeypatch.setitem(features.SCHEMAS, ("two", 1), TWO)
-    assert load_predictors(tmp_path).schema is TWO
+    assert read_predictors(tmp_path).schema is TWO
 
 
 def test_a_sidecar_of_before_is_of_the_kernels_first_schema(made: Workspace, tmp_path: Path) -> None:
-    rows = load_training_set(made, TARGET.name)
+    rows = read_training_set(made, TARGET.name)
     path = sidecar_path(tmp_path)
     sidecar = save_quickly(tmp_path, rows)
     before = {name: value for name, value in json.loads(path.read_text()).items()
               if name not in ("feature_schema", "feature_version")} | {files.DIGEST: None}
     path.write_text(json.dumps(before))
-    assert load_predictors(tmp_path).schema is KERNEL_FEATURES
+    assert read_predictors(tmp_path).schema is KERNEL_FEATURES
     assert read_sidecar(tmp_path) == sidecar
     path.write_text(json.dumps(before | {"feature_version": 2}))
     with pytest.raises(UserError, match="read feature schema kernel 2, which this Hase does not have"):
-        load_predictors(tmp_path)
+        read_predictors(tmp_path)

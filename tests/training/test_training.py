@@ -16,8 +16,8 @@ from training.kernels import estimators
 from training.kernels.label_training import LeftOut, cross_validate, train_label, type_errors
 from training.kernels.roofline import fit_roofline
 from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
-from training.kernels.training_set import TrainingSet, load_training_set, measured_times
-from utils.config import load_config
+from training.kernels.training_set import TrainingSet, measured_times, read_training_set
+from utils.config import read_config
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
@@ -30,7 +30,7 @@ LEVELS = {0.0: 0.0, 0.5: 50.0}
 def rows(tmp_path_factory: pytest.TempPathFactory) -> TrainingSet:
     workspace = Workspace(tmp_path_factory.mktemp("training"))
     write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(400)}, {}, {}, LEVELS)
-    return load_training_set(workspace, TARGET.name)
+    return read_training_set(workspace, TARGET.name)
 
 
 def test_rows_and_labels(rows: TrainingSet) -> None:
@@ -139,13 +139,13 @@ def test_held_out_families_never_enter(workspace: Workspace) -> None:
     owners = {kernels[0].id: ["secretnet18"], kernels[1].id: ["secretnet18", "opennet1"], kernels[2].id: ["opennet1"],
               kernels[3].id: ["sampled:secretnet"]}
     write_dataset(workspace, {kernel.id: kernel for kernel in kernels}, owners, {}, LEVELS, held_out=("secretnet",))
-    assert set(load_training_set(workspace, TARGET.name).ids) == {kernels[1].id, kernels[2].id}
+    assert set(read_training_set(workspace, TARGET.name).ids) == {kernels[1].id, kernels[2].id}
 
 
 def test_failed_rows_are_named_and_left_out(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
     kernels = [conv(side=8 + place) for place in range(4)]
     write_dataset(workspace, {kernel.id: kernel for kernel in kernels}, {}, {}, LEVELS, failed=[kernels[2].id])
-    rows = load_training_set(workspace, TARGET.name)
+    rows = read_training_set(workspace, TARGET.name)
     assert kernels[2].id not in rows.ids
     assert len(rows) == 6
     assert "2 crashed" in caplog.text
@@ -163,25 +163,25 @@ def test_impossible_times_are_refused(workspace: Workspace, column: str, value: 
     table.loc[3, column] = value
     table.to_csv(path, index=False)
     with pytest.raises(UserError, match=rf"line 5: {column} is .*positive"):
-        load_training_set(workspace, TARGET.name)
+        read_training_set(workspace, TARGET.name)
 
 
 def test_nan_times_are_refused(workspace: Workspace) -> None:
     write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(10)}, {}, {}, LEVELS, noise=float("nan"))
     with pytest.raises(UserError, match="line 2: Latency_ms is nan"):
-        load_training_set(workspace, TARGET.name)
+        read_training_set(workspace, TARGET.name)
 
 
 def test_no_dataset_no_idle_rows_too_few_kernels(workspace: Workspace) -> None:
     with pytest.raises(UserError, match="collector"):
-        load_training_set(workspace, "nowhere")
+        read_training_set(workspace, "nowhere")
     kernels = {kernel.id: kernel for kernel in (relu(), conv())}
     write_dataset(workspace, kernels, {}, {}, {0.5: 50.0})
     with pytest.raises(UserError, match="no idle rows"):
-        load_training_set(workspace, TARGET.name)
+        read_training_set(workspace, TARGET.name)
     write_dataset(workspace, kernels, {}, {}, LEVELS)
     with pytest.raises(UserError, match="2 kernels measured"):
-        train_label(load_training_set(workspace, TARGET.name), "run", QUICK)
+        train_label(read_training_set(workspace, TARGET.name), "run", QUICK)
 
 
 def test_measured_times_are_the_idle_ones(workspace: Workspace) -> None:
@@ -203,7 +203,7 @@ def test_a_kernel_of_several_machines(workspace: Workspace) -> None:
     others = [table.assign(Machine=name, **{column: table[column] * ratio for column in times})
               for name, ratio in (("slow", 1.5), ("fast", 0.9))]
     pd.concat([table, *others]).to_csv(path, index=False)
-    rows = load_training_set(workspace, TARGET.name)
+    rows = read_training_set(workspace, TARGET.name)
     assert len(rows) == 3 * len(table)
     folds = estimators.assign_folds(rows.ids, rows.types, 3, seed=7)
     assert all(len(set(folds[rows.ids == name])) == 1 for name in kernels)
@@ -219,11 +219,11 @@ def test_bad_settings_are_told(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=told):
-        load_config(path, TrainingConfig)
+        read_config(path, TrainingConfig)
 
 
 def test_the_shipped_settings_are_valid() -> None:
-    assert load_config(ROOT / "training" / "config.yaml", TrainingConfig).folds >= 4
+    assert read_config(ROOT / "training" / "config.yaml", TrainingConfig).folds >= 4
 
 
 def test_the_command(workspace: Workspace) -> None:

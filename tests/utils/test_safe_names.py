@@ -20,7 +20,7 @@ from inference.core.sources import record_of
 from kernel_model.building.kernel_models import built_kernel, read_kernels
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.records.kernel_record import record_name
-from ort_analysis.records.reading import index_path, load_record, record_path
+from ort_analysis.records.reading import index_path, read_model_record, record_path
 from tests.conftest import build_workspace, small_model
 from training.kernels.sidecar import read_sidecar, sidecar_path
 from utils import files
@@ -73,7 +73,7 @@ def renamed(source: Path, to: Path, old: str, new: str) -> Path:
 @pytest.mark.parametrize("which", ["record", "index"])
 def test_a_kernel_s_id_writes_nothing_outside_the_workspace(which: str, built: Workspace, tmp_path: Path) -> None:
     flavour = flavour_of("cpu")
-    record = load_record(record_path(built, flavour, "anet_b1"))
+    record = read_model_record(record_path(built, flavour, "anet_b1"))
     source = index_path(built, flavour) if which == "index" else record_path(built, flavour, "anet_b1")
     planted = renamed(source, tmp_path / "planted.json", next(iter(record.kernels)), "../../../kernel")
     inside = tmp_path / "a" / "b" / "workspace"
@@ -185,9 +185,9 @@ def test_a_number_that_changed_in_a_record_is_noticed(built: Workspace, tmp_path
     number = next(line for line in text.splitlines() if '"flops"' in line and "0" in line)
     changed.write_text(text.replace(number, number.replace("0", "1"), 1))
     with pytest.raises(UserError, match="damaged or changed by hand"):
-        load_record(changed)
+        read_model_record(changed)
     changed.write_text(json.dumps(json.loads(text)))  # laid out otherwise
-    assert load_record(changed).model == "anet_b1"
+    assert read_model_record(changed).model == "anet_b1"
 
 
 def test_what_ships_carries_digests() -> None:

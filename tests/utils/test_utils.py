@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 
 from benchmark.runtimes import MODULES, worker_module
 from utils import cli, files, fingerprint, logger, timing
-from utils.config import Config, load_config
+from utils.config import Config, read_config
 from utils.errors import UserError
 from utils.fingerprint import RUNTIMES, Flavour, Target, flavour_of, has_cuda, local_target, resolve_device, slug
 from utils.paths import ROOT, Workspace, model_files
@@ -223,18 +223,18 @@ def test_config_errors_name_file_key_and_what_is_allowed(tmp_path: Path, text: s
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as raised:
-        load_config(path, Outer)
+        read_config(path, Outer)
     assert all(part in str(raised.value) for part in [str(path), *expected]), raised.value
 
 
 def test_config_read(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("levels: [0, 0.5]  # a comment\nkernel: {budget_s: 2}")
-    assert load_config(path, Outer) == Outer(levels=(0.0, 0.5), kernel=Inner(budget_s=2.0))
+    assert read_config(path, Outer) == Outer(levels=(0.0, 0.5), kernel=Inner(budget_s=2.0))
     path.write_text("")
-    assert load_config(path, Outer) == Outer()
+    assert read_config(path, Outer) == Outer()
     with pytest.raises(UserError, match="no such config file"):
-        load_config(tmp_path / "none.yaml", Outer)
+        read_config(tmp_path / "none.yaml", Outer)
 
 
 # command lines -----------------------------------------------------------------------------------------------------------

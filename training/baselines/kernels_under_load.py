@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmark.records.files import kernel_table_path
-from benchmark.records.reading import load_kernel_table
+from benchmark.records.reading import read_kernel_table
 from training.composition.fitted import latency_ms
 from training.composition.fitting import fit_line
 from training.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels, side_by_side
-from training.kernels.training_set import TrainingSet, load_training_set
+from training.kernels.training_set import TrainingSet, read_training_set
 
 if TYPE_CHECKING:
     from ort_analysis.records.kernel_record import ModelRecord
@@ -32,9 +32,9 @@ LABEL = "run"
 
 def measured_under_load(workspace: Workspace, target: str) -> TrainingSet | None:
     """Kernels of the dataset with label `run`; None where none was measured beside a background."""
-    if not kernel_table_path(workspace.dataset(target)).exists() or load_kernel_table(workspace, target).empty:
+    if not kernel_table_path(workspace.dataset(target)).exists() or read_kernel_table(workspace, target).empty:
         return None
-    rows = load_training_set(workspace, target)
+    rows = read_training_set(workspace, target)
     if LABEL not in rows.times_ms or rows.idle.all():
         return None
     return rows.rows(np.isfinite(rows.times_ms[LABEL]))

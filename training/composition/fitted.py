@@ -168,7 +168,7 @@ def composition_path(folder: Path) -> Path:
     return folder / COMPOSITION
 
 
-def load_composition(folder: Path, trained_on: str | None = None) -> Composition:
+def read_composition(folder: Path, trained_on: str | None = None) -> Composition:
     """The composition of the target whose predictors lie in `folder`.
 
     Args:

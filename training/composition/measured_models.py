@@ -12,11 +12,11 @@ import numpy as np
 from benchmark.records.files import model_table_path
 from benchmark.records.host_pace import idle_models
 from benchmark.records.labels import COLLECT
-from benchmark.records.reading import load_model_table
+from benchmark.records.reading import read_model_table
 from graph_model.simulation.tracks import Tracks, node_kind
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import REMAKE, ModelRecord
-from ort_analysis.records.reading import load_record, record_path
+from ort_analysis.records.reading import read_model_record, record_path
 from training.composition.fit_pipeline import MeasuredTracks
 from training.kernels.predictors import ON_GPU
 from training.kernels.sidecar import Sidecar
@@ -51,12 +51,12 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
         UserError: there is none.
     """
     found = []
-    for name, times in idle_models(load_model_table(workspace, target)).iterrows():
+    for name, times in idle_models(read_model_table(workspace, target)).iterrows():
         path = record_path(workspace, sidecar.target.flavour, str(name))
         if not path.is_file():
             log.warning("%s: measured, but has no record (%s); left out. Make it with: %s", name, path, REMAKE)
             continue
-        record = load_record(path)
+        record = read_model_record(path)
         if record.group in sidecar.held_out:
             continue
         if any(is_control_flow(kernel) for kernel in record.kernels.values()):

@@ -223,7 +223,7 @@ def read_measured(folder: Path, sidecar: Sidecar) -> MeasuredTimes:
     return MeasuredTimes(gzip.decompress(read_checked(folder / sidecar.measured, sidecar.measured_sha256)))
 
 
-def load_predictors(folder: Path) -> Predictors:
+def read_predictors(folder: Path) -> Predictors:
     """The predictors in `folder`. Every file is checked against the sidecar when it is read: boosters are at the first
     prediction that needs them, where that raises as this does.
 

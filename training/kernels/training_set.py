@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.records.files import DatasetHeader, kernel_table_path, kernels_path, load_header, read_kernels
+from benchmark.records.files import DatasetHeader, kernel_table_path, kernels_path, read_header, read_kernels
 from benchmark.records.labels import COLLECT, LABELS
-from benchmark.records.reading import load_kernel_table, run_ms
+from benchmark.records.reading import read_kernel_table, run_ms
 from benchmark.records.tables import UNFINISHED
 from ort_analysis.records.kernel_record import Kernel
 from training.kernels.features import KERNEL_FEATURES
@@ -82,15 +82,15 @@ class TrainingSet:
             bytes_moved=self.bytes_moved[mask])
 
 
-def load_training_set(workspace: Workspace, target: str, schema: FeatureSchema = KERNEL_FEATURES) -> TrainingSet:
+def read_training_set(workspace: Workspace, target: str, schema: FeatureSchema = KERNEL_FEATURES) -> TrainingSet:
     """The dataset of `target` as arrays, its kernels described by the features of `schema`.
 
     Raises:
         UserError: no dataset, a damaged one, or one without a row to learn from.
     """
     folder = workspace.dataset(target)
-    header = load_header(folder)
-    table = load_kernel_table(workspace, target)
+    header = read_header(folder)
+    table = read_kernel_table(workspace, target)
     kernels = {described.kernel.id: described.kernel for described in read_kernels(folder)}
     table = _measured(table)
     beside = table["Background"].isin(header.held_out_backgrounds)
@@ -125,7 +125,7 @@ def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, flo
     Raises:
         UserError: no dataset, or a damaged one.
     """
-    header, table = load_header(workspace.dataset(target)), load_kernel_table(workspace, target)
+    header, table = read_header(workspace.dataset(target)), read_kernel_table(workspace, target)
     idle = table[table["Status"].isin(["ok", UNFINISHED]) & (table["Level"] == 0)]
     found: dict[str, dict[str, float]] = {}
     for label, times in _times(idle, header.target.flavour.device).items():

@@ -14,12 +14,12 @@ from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
 from graph_model.simulation.sharing import CoRunner, shared_runs_ms
 from graph_model.simulation.tracks import Tracks
 from training.composition.fit_pipeline import MeasuredTracks, left_out_costs
-from training.composition.fitted import load_composition
+from training.composition.fitted import read_composition
 from training.composition.left_out import predict_out_of_fold
 from training.composition.measured_models import known_times, left_out_groups, measured_models, tracks_of
 from training.kernels.predictors import ON_GPU
 from training.kernels.sidecar import read_sidecar
-from training.kernels.training_set import load_training_set, measured_times
+from training.kernels.training_set import measured_times, read_training_set
 from training.sharing.learned import TracksAndCosts, busy_share, co_runner_probed
 from utils import cli
 from utils.errors import UserError
@@ -159,13 +159,13 @@ def simulated_models(workspace: Workspace, target: str, config: TrainingConfig) 
     Raises:
         UserError: as `training.fit_composition.fit_target`, or a target whose runs are not two tracks.
     """
-    composition, sidecar = load_composition(workspace.predictors(target)), read_sidecar(workspace.predictors(target))
+    composition, sidecar = read_composition(workspace.predictors(target)), read_sidecar(workspace.predictors(target))
     if composition.kind != "pipeline":
         raise UserError(f"{target}: its composition is {composition.kind}, and only a GPU's two tracks tell what a run beside "
                         "other work takes")
     models = measured_models(workspace, target, sidecar)
     left_out, groups = left_out_groups(models)
-    rows = load_training_set(workspace, target)
+    rows = read_training_set(workspace, target)
     strict = {label: predict_out_of_fold(rows, models, groups, left_out, label, sidecar.labels[label].own_types, config)
               for label in cli.track(ON_GPU, "leaving families out")}
     known = known_times(strict, measured_times(workspace, target))

@@ -40,7 +40,7 @@ from kernel_model.building.carrier import WRITER, build_carrier, node_name
 from kernel_model.building.kernel_models import built_kernel
 from ort_analysis.graph.analysis import kernel_of
 from ort_analysis.records.kernel_costs import CONTROL_FLOW, is_control_flow
-from ort_analysis.records.reading import load_record
+from ort_analysis.records.reading import read_model_record
 from utils.errors import UserError
 from utils.ort_sessions import model_errors, open_session
 from utils.processes import die_with_parent
@@ -243,7 +243,7 @@ def model_labels(path: Path, request: Request) -> list[Measurement]:
     effort = request.effort.model_copy(update={"budget_s": request.effort.budget_s / 2})
     runs, graph, plain_ms = profile_model(path, request.device, request.dims, effort, request.provider_options,
                                           request.static, plain=UNPROFILED in request.labels)
-    ids, record = {node.name: kernel_of(graph, node).id for node in graph.nodes}, load_record(Path(request.record))
+    ids, record = {node.name: kernel_of(graph, node).id for node in graph.nodes}, read_model_record(Path(request.record))
     if sorted(ids.values()) != sorted(node.kernel_id for node in record.nodes):
         raise UserError(f"{path}: ORT's graph is not the one in its record; make the record anew: "
                         "python ort_analysis/fusion_detector.py")
@@ -263,7 +263,7 @@ def time_kernels_in_model(request: Request) -> Reply:
     is then the mean of its nodes' medians, so that times their number it is what they take together, and what held up one of
     them in some run does not count.
     """
-    path, record = Path(request.paths[0]), load_record(Path(request.record))
+    path, record = Path(request.paths[0]), read_model_record(Path(request.record))
     count = Counter(node.kernel_id for node in record.nodes)
     found = []
     for m in model_labels(path, request):
