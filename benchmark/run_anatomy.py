@@ -46,7 +46,7 @@ python benchmark/run_anatomy.py --model resnet18.onnx --dim batch=1 --trace real
 
 
 @dataclass(frozen=True)
-class Case:
+class TracedModel:
     """A model at one size: its file, the sizes of its dynamic dimensions, whether they are fixed before ONNX Runtime optimises
     it, and what to call it."""
 
@@ -82,21 +82,21 @@ class Measured(Frozen):
         return part_us / (1000 * self.latency_ms)
 
 
-def runs_of(paths: Sequence[Path], dims: Mapping[str, Sequence[int]], static: bool = False) -> list[Case]:
+def runs_of(paths: Sequence[Path], dims: Mapping[str, Sequence[int]], static: bool = False) -> list[TracedModel]:
     """Every model of `paths` at every size: a case a combination of those of `dims` that are dynamic in it.
 
     Raises:
         UserError: a model that can't be read, or a dimension that is dynamic in none of them.
     """
-    cases, unused = [], set(dims)
+    models, unused = [], set(dims)
     for path in dict.fromkeys(paths):
         sizes = own_sizes(path, dims)
         unused -= set(sizes[0])
         sources = [read_source(path, size) for size in sizes]
-        cases += [Case(path.resolve(), source.dims, source.batch, static) for source in sources]
+        models += [TracedModel(path.resolve(), source.dims, source.batch, static) for source in sources]
     if unused:
         raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")
-    return cases
+    return models
 
 
 def ask(worker: Worker, request: Request) -> Reply:
@@ -114,18 +114,18 @@ def ask(worker: Worker, request: Request) -> Reply:
     return reply
 
 
-def measure(case: Case, timer: Worker, tracer: Worker, effort: Effort) -> tuple[Measured, GpuRun]:
+def measure(model: TracedModel, timer: Worker, tracer: Worker, effort: Effort) -> tuple[Measured, GpuRun]:
     """One model timed by one process and traced by another; with the traced run that counts.
 
     Raises:
         UserError: it can't be run.
     """
-    request = Request(do="model", device="cuda", paths=(str(case.path),), dims=case.dims,
-                      static=case.static, host=True, watch_host=True, effort=effort)
+    request = Request(do="model", device="cuda", paths=(str(model.path),), dims=model.dims,
+                      static=model.static, host=True, watch_host=True, effort=effort)
     timed = {m.label: m for m in ask(timer, request).measurements}
     run = typical_run(ask(tracer, request.model_copy(update={"do": "model_trace"})).runs)
     latency, host = timed["latency"], timed["host"]
-    return Measured(model=case.name, batch=case.batch, latency_ms=summarize(latency.samples_ms).median_ms,
+    return Measured(model=model.name, batch=model.batch, latency_ms=summarize(latency.samples_ms).median_ms,
                     host_ms=summarize(host.samples_ms).median_ms,
                     disturbance=max(latency.disturbance or 0.0, host.disturbance or 0.0), traced=anatomy_of(run)), run
 
@@ -165,19 +165,19 @@ def main() -> int:
     if args.device == "cpu" or not has_cuda():
         raise UserError("where a GPU's time goes needs a GPU: "
                         + ("give --device cuda" if has_cuda() else "no NVIDIA GPU that the driver can talk to is here"))
-    cases = runs_of(workspace.find_models(args.model), cli.parse_dims(args.dim), args.static)
-    if args.trace and len(cases) > 1:
-        raise UserError(f"--trace draws one run, not {len(cases)}: give one model and each --dim one size")
+    models = runs_of(workspace.find_models(args.model), cli.parse_dims(args.dim), args.static)
+    if args.trace and len(models) > 1:
+        raise UserError(f"--trace draws one run, not {len(models)}: give one model and each --dim one size")
     effort = Effort(warmup=3, warmup_s=0.05, budget_s=args.budget_s, least_runs=10, most_runs=1000)
     timeout_s = TIMEOUT_S + 2 * PATIENCE * args.budget_s
     found, failed = [], []
     with measuring("cuda"), Worker(timeout_s) as timer, Worker(timeout_s) as tracer:
-        for case in cli.track(cases, "measuring"):
+        for model in cli.progress(models, "measuring"):
             try:
-                measured, run = measure(case, timer, tracer, effort)
+                measured, run = measure(model, timer, tracer, effort)
             except UserError as error:
                 log.error("%s", error)
-                failed.append(case.name)
+                failed.append(model.name)
                 continue
             found.append(measured)
             if args.trace:
@@ -187,7 +187,7 @@ def main() -> int:
     else:
         cli.print_table([row(one) for one in found], "where a run's time goes (shares of the latency)")
     if failed:
-        log.error("%d of %d failed: %s", len(failed), len(cases), ", ".join(failed))
+        log.error("%d of %d failed: %s", len(failed), len(models), ", ".join(failed))
     return 1 if failed else 0
 
 

@@ -47,7 +47,7 @@ def main() -> int:
     if not paths:
         raise UserError(f"{workspace.kernel_records}: no kernel records; make them with: {REMAKE}")
     rows = []
-    for path in cli.track(paths, "building DAGs"):
+    for path in cli.progress(paths, "building DAGs"):
         dag = dag_file(read_model_record(path))
         written = workspace.model_dag(dag.flavour) / f"{dag.model}.json"
         files.write_json(written, dag)

@@ -122,7 +122,7 @@ def main() -> int:
 
     sizes = cli.parse_dims(args.dim)
     asked = [(model, dims) for model in map(workspace.find_model, args.model) for dims in own_sizes(model, sizes)]
-    rows = [row(model, dims, args.device) for model, dims in cli.track(asked, "measuring")]
+    rows = [row(model, dims, args.device) for model, dims in cli.progress(asked, "measuring")]
     if args.json:
         cli.print_json(rows)
     else:

@@ -189,7 +189,7 @@ def predict_once(args: argparse.Namespace, surroundings: Surroundings,
             log_measured(predictor.measure_missing(args.model, sizes, static=args.static))
         now = surroundings.with_load(load)
         runs = [predictor.run(args.model, dims=dims, static=args.static, run_mode=surroundings.run_mode, **now)
-                for dims in cli.track(sizes, "predicting")]
+                for dims in cli.progress(sizes, "predicting")]
     in_order = never_falling([run.prediction for run in runs])
     runs = [run._replace(prediction=prediction) for run, prediction in zip(runs, in_order, strict=True)]
     return runs, [predictor.objective(run, args.slo_ms, args.slo_percentile or PERCENTILE, like=now["co_runner"])

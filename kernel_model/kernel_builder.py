@@ -49,7 +49,7 @@ def build_all(source: Path, workspace: Workspace, check: bool, force: bool) -> t
     found, kernels = read_kernels(source)
     flavour = found or flavour_of(resolve_device("auto"))
     folder = workspace.kernel_onnx / flavour.name
-    for kernel in cli.track(kernels, "building"):
+    for kernel in cli.progress(kernels, "building"):
         path = folder / f"{kernel.id}.onnx"
         try:
             kept = path.exists() and not force

@@ -127,7 +127,7 @@ def collect_draws(draw: Callable[[], Drawn], count: int, most_gflop: float, most
     """Draws until `count` new kernels that are small enough are found; them by id, and how many were refused and why."""
     found: dict[str, Drawn] = {}
     refused: Counter[str] = Counter()
-    for _ in cli.track(range(count * TRIES), "sampling"):
+    for _ in cli.progress(range(count * TRIES), "sampling"):
         if len(found) >= count:
             break
         try:
@@ -152,12 +152,13 @@ def draw_and_build(sampler: Sampler, count: int, generator: np.random.Generator,
                    folder: Path) -> tuple[Seeds, Counter[str]]:
     """Samples and builds `count` kernels; the families that seeded each by id, and how many draws were refused and why."""
     found, refused = sampler(count, generator)
-    for kernel, _ in cli.track(list(found.values()), "building"):
+    for kernel, _ in cli.progress(list(found.values()), "building"):
         kernel_build(kernel, folder)
     return {name: families for name, (_, families) in found.items()}, refused
 
 
-def side_by_side(sampler: Sampler, count: int, seed: Sequence[int], folder: Path, jobs: int) -> tuple[Seeds, Counter[str]]:
+def sample_in_parallel(sampler: Sampler, count: int, seed: Sequence[int], folder: Path, jobs: int) -> tuple[Seeds,
+                                                                                                            Counter[str]]:
     """`draw_and_build` in `jobs` processes, each with a seed of its own; what several found counts once."""
     if jobs == 1:
         return draw_and_build(sampler, count, np.random.default_rng(seed), folder)
@@ -225,7 +226,7 @@ def sample_flavour(folder: Path, seeds: Seeds, steps: Iterable[Step], seed: int,
     for kind, sampler, wanted in steps:
         if wanted <= 0:
             continue
-        drawn, refused = side_by_side(sampler, wanted, [seed, len(seeds), kind == "free"], folder, jobs)
+        drawn, refused = sample_in_parallel(sampler, wanted, [seed, len(seeds), kind == "free"], folder, jobs)
         seeds |= drawn
         files.write_json(folder / SEED_FILE, seeds)
         row[kind] = len(drawn)

@@ -52,7 +52,7 @@ def export_all(workspace: Workspace, config: ZooConfig, force: bool = False) -> 
     rows = []
     with ExportProcess(workspace, device, force) as process:
         process.check_names(config.models)
-        for export in cli.track(list(config.exports()), "exporting"):
+        for export in cli.progress(list(config.exports()), "exporting"):
             try:
                 rows += process.write(export)
             except UserError as error:

@@ -160,7 +160,7 @@ def chosen_rows(data: Dataset, variant: Variant) -> TrainingSet:
     """What a variant may learn from, with the features that it may see."""
     rows = data.rows
     if variant.kernels == "without free":
-        rows = rows.rows(np.array([bool(families) for families in rows.families]))
+        rows = rows.rows(np.array([bool(families) for families in rows.groups]))
     elif variant.kernels == "of models":
         rows = rows.rows(np.array([str(name) in data.of_models for name in rows.ids]))
     hidden = [rows.schema.index(name) for group in variant.without for name in rows.schema.groups[group]]
@@ -200,7 +200,7 @@ def evaluate(data: Dataset, variants: Mapping[str, Variant], config: TrainingCon
     """A row a variant, errors in per cent. Where the dataset lacks the names of CUDA kernels, what needs them is left out."""
     left_out, groups = left_out_groups(data.models)
     table = []
-    for name, variant in cli.track(list(variants.items()), "ablation"):
+    for name, variant in cli.progress(list(variants.items()), "ablation"):
         if variant.learner == "two stages" and not data.cuda_class:
             log.warning("%s: left out: the dataset has no names of CUDA kernels", name)
             continue

@@ -26,7 +26,7 @@ from benchmark.records.reading import read_model_table
 from training.composition.candidates import try_lines, try_pipeline
 from training.composition.fit_pipeline import MeasuredTracks
 from training.composition.fitted import Composition, FittedModel, composition_path, read_composition
-from training.composition.fitting import best, interval_of
+from training.composition.fitting import best, error_range_of
 from training.composition.left_out import predict_out_of_fold
 from training.composition.measured_models import left_out_groups, measured_models, models_sha256, tracks_of
 from training.composition.run_modes import fit_graph_replay, fit_host_io
@@ -64,7 +64,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     if left_out == "nothing":
         log.warning("%s: one model measured; α is fitted on it, β is 0, and there is no cross-validation", target)
     times = {label: predict_out_of_fold(rows, models, groups, left_out, label, about.own_types, config)
-             for label, about in cli.track(list(sidecar.labels.items()), f"composing {target}")}
+             for label, about in cli.progress(list(sidecar.labels.items()), f"composing {target}")}
     tried = try_lines(models, times, None if left_out == "nothing" else groups)
     tracks: list[MeasuredTracks] = []
     if set(ON_GPU) <= set(times) and left_out != "nothing":
@@ -72,8 +72,8 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
         tried += try_pipeline(models, tracks, times, measured_times(workspace, target), groups)
     used, predicted, with_measured = tried[best([one.candidate for one in tried])]
     measured = np.array([model.latency_ms for model in models])
-    interval = interval_of(predicted, measured, groups) if left_out == "family" else None
-    interval_measured = interval_of(with_measured, measured, groups) if interval and with_measured is not None else None
+    interval = error_range_of(predicted, measured, groups) if left_out == "family" else None
+    interval_measured = error_range_of(with_measured, measured, groups) if interval and with_measured is not None else None
     probe_us = usual_probe_us(read_model_table(workspace, target))
     return Composition(
         **used.formula(), left_out=left_out, interval=interval, interval_measured=interval_measured,
@@ -82,7 +82,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
         probe_us=probe_us if math.isfinite(probe_us) else None, dataset_sha256=rows.sha256,
         models_sha256=models_sha256(workspace, target), predictors_created=sidecar.created,
         candidates=tuple(one.candidate for one in tried), models=tuple(
-            FittedModel(model=model.record.model, group=model.family, measured_ms=model.latency_ms,
+            FittedModel(model=model.record.model, group=model.group, measured_ms=model.latency_ms,
                         predicted_ms=float(predicted_ms))
             for model, predicted_ms in zip(models, predicted, strict=True)))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmark.records.files import collected_targets
 from training.kernels.training_set import read_training_set
-from training.kernels.uncertainty import Doubt, save_doubt
+from training.kernels.uncertainty import Uncertainty, save_uncertainty
 from utils import cli
 from utils.logger import get_logger
 
@@ -27,10 +27,10 @@ python training/fit_doubt.py --target h200-cuda-ort1.31-all --out training/shipp
 """
 
 
-def table(target: str, doubt: Doubt) -> list[dict[str, Any]]:
+def table(target: str, uncertainty: Uncertainty) -> list[dict[str, Any]]:
     """The ranges as rows to print."""
     return [{"target": target, "label": label, "operators": kind, "measured": found.operators, "low": found.low,
-             "high": found.high} for label, ranges in doubt.ranges.items() for kind, found in sorted(ranges.items())]
+             "high": found.high} for label, ranges in uncertainty.ranges.items() for kind, found in sorted(ranges.items())]
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def main() -> int:
     rows = []
     for target in [args.target] if args.target else collected_targets(workspace):
         folder = args.out or workspace.predictors(target)
-        rows += table(target, save_doubt(workspace, read_training_set(workspace, target), folder))
+        rows += table(target, save_uncertainty(workspace, read_training_set(workspace, target), folder))
         log.info("saved %s", folder)
     cli.print_rows(rows, args.json, "true over estimated time of operators that were never measured")
     return 0

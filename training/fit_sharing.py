@@ -62,7 +62,7 @@ LONGEST = 0.9  # quantile of a reading's waits; what the reading has it largest 
 LEAST_LEFT = 0.05  # of the time, for the quotient: a GPU that is always busy leaves none
 PROBED, FROM_METRICS, PAIRED = "a probe", "metrics alone", "the looped model's prediction"
 FROM_SHARE = "the background's busy share"
-PLAN, ELSEWHERE = "kernels under load, summed", "measured on another machine"
+BASELINE, ELSEWHERE = "kernels under load, summed", "measured on another machine"
 EXAMPLES = """
 python training/fit_sharing.py
 python training/fit_sharing.py --workspace out/h200 --beside out/h200_beside --json
@@ -116,18 +116,18 @@ class Evaluation:
         if not self.runs:
             raise UserError("none of the models that were measured beside backgrounds is in the composition's fit")
         self._strict, self._alone = models.strict, alone
-        self._family = [models.families[run.model] for run in self.runs]
+        self._family = [models.groups[run.model] for run in self.runs]
         self.measured = np.array([statistics_of(run.samples_ms) for run in self.runs])
         self._as_measured = np.array([[
             self._calibrated(models.known[run.model], run).next_to(run.co_runner, slice_ms) for slice_ms in SLICES_MS]
-            for run in cli.track(self.runs, "simulating")])
+            for run in cli.progress(self.runs, "simulating")])
 
     @staticmethod
     def _calibrated(model: Simulated, run: SharedRuns) -> Simulated:
         """The model, as long on an idle GPU as it was measured: what the sharing alone errs."""
         return Simulated(model.tracks, model.costs, run.idle_ms - model.idle_ms())
 
-    def best_slice(self, kept: Sequence[int]) -> int:
+    def fit_slice(self, kept: Sequence[int]) -> int:
         """Which of SLICES_MS errs least for the means of some runs."""
         errors = np.abs(self._as_measured[kept, :, 0] / self.measured[kept, None, 0] - 1.0).mean(axis=0)
         return int(errors.argmin())
@@ -139,7 +139,7 @@ class Evaluation:
             if (run.background, family) not in found:
                 kept = [i for i, other in enumerate(self.runs)
                         if other.background != run.background and self._family[i] != family] or list(range(len(self.runs)))
-                chosen = self.best_slice(kept)
+                chosen = self.fit_slice(kept)
                 found[run.background, family] = chosen, typical([self.runs[i] for i in kept], SLICES_MS[chosen], self._alone)
         return [found[run.background, family] for run, family in zip(self.runs, self._family, strict=True)]
 
@@ -159,7 +159,7 @@ class Evaluation:
 
     def learned(self) -> Sharing:
         """From all runs. Warns of a slice at the edge of SLICES_MS: one beyond it might err less."""
-        slice_ms = SLICES_MS[self.best_slice(range(len(self.runs)))]
+        slice_ms = SLICES_MS[self.fit_slice(range(len(self.runs)))]
         if slice_ms in (SLICES_MS[0], SLICES_MS[-1]):
             log.warning("a slice of %g ms errs least, which is the edge of those tried (%g to %g ms): the GPU's slice may lie "
                         "beyond; extend SLICES_MS in training/fit_sharing.py", slice_ms, SLICES_MS[0], SLICES_MS[-1])
@@ -213,7 +213,7 @@ def fit_target(workspace: Workspace, beside: Sequence[Workspace], target: str,
     fits, measured = evaluation.fits(), evaluation.measured
     left_out = evaluation.left_out(fits)
     learned = evaluation.learned()
-    pairs = Pairs(evaluation.runs, measured, models.strict, models.families, looped_models(backgrounds, models.strict),
+    pairs = Pairs(evaluation.runs, measured, models.strict, models.groups, looped_models(backgrounds, models.strict),
                   [one for _, one in fits])
     if pairs.cases:
         left_out[PAIRED] = np.full_like(measured, np.nan)
@@ -222,7 +222,8 @@ def fit_target(workspace: Workspace, beside: Sequence[Workspace], target: str,
     else:
         log.warning("%s: no model was measured beside another one in a loop: what a switch between processes costs is taken to "
                     "be %g ms, as on an H200", target, learned.switch_ms)
-    left_out |= {PLAN: by_the_plan(evaluation, beside, target, models, config), ELSEWHERE: measured_elsewhere(evaluation.runs)}
+    left_out |= {BASELINE: baseline_ms(evaluation, beside, target, models, config),
+                 ELSEWHERE: measured_elsewhere(evaluation.runs)}
     left_out = {what: predicted for what, predicted in left_out.items() if np.isfinite(predicted).any()}
     errors = {field: errors_of(left_out[what], measured) for field, what in (
         ("probed", PROBED), ("from_metrics", FROM_METRICS), ("paired", PAIRED)) if what in left_out}
@@ -244,14 +245,14 @@ def backgrounds_of(beside: Sequence[Workspace], target: str) -> dict[str, Backgr
     return found
 
 
-def by_the_plan(evaluation: Evaluation, beside: Sequence[Workspace], target: str, models: SimulatedModels,
+def baseline_ms(evaluation: Evaluation, beside: Sequence[Workspace], target: str, models: SimulatedModels,
                 config: TrainingConfig) -> Floats:
     """What the plan's own path gives each run, from the first dataset with kernels under load that tells of it; one number for
     all three statistics."""
     found = np.full(len(evaluation.runs), np.nan)
     for one in beside:
         if rows := measured_under_load(one, target):
-            summed = summed_ms(rows, evaluation.runs, models.records, models.families, config)
+            summed = summed_ms(rows, evaluation.runs, models.records, models.groups, config)
             found = np.where(np.isfinite(found), found, summed)
     return np.repeat(found[:, None], evaluation.measured.shape[1], axis=1)
 

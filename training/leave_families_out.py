@@ -62,7 +62,7 @@ def shared_times(out_of_fold: TimesOfModels, rows: TrainingSet, label: str, mode
     """The out-of-fold times by model and kernel id, measured ones in the place of kernels that another family has too, or
     that were sampled near no model at all."""
     times = {str(name): (float(time), families) for name, time, families, idle in zip(
-        rows.ids, rows.times_ms[label], rows.families, rows.idle, strict=True) if idle and np.isfinite(time)}
+        rows.ids, rows.times_ms[label], rows.groups, rows.idle, strict=True) if idle and np.isfinite(time)}
     found: dict[str, dict[str, float]] = {}
     for model, group in zip(models, groups, strict=True):
         name = model.record.model
@@ -136,7 +136,7 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
         raise UserError(f"{target}: needs models of two families at least, and kernels with label {GPU_LABEL}")
     measured = measured_times(workspace, target)
     strict = {label: predict_out_of_fold(rows, models, groups, left_out, label, sidecar.labels[label].own_types, config)
-              for label in cli.track(ON_GPU, "leaving families out")}
+              for label in cli.progress(ON_GPU, "leaving families out")}
     shared = {label: shared_times(strict[label], rows, label, models, groups) for label in ON_GPU}
     strict_tracks, known = tracks_of(models, strict), known_times(strict, measured)
     if not can_fit(strict_tracks):

@@ -32,7 +32,7 @@ from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import Sidecar, TypeErrors, installed_packages, read_sidecar, schema_of, sidecar_path
 from training.kernels.targets import Show, add_options, for_each_target
 from training.kernels.training_set import TrainingSet, measured_times, read_training_set
-from training.kernels.uncertainty import save_doubt
+from training.kernels.uncertainty import save_uncertainty
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError
@@ -66,7 +66,7 @@ def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig
 def save_errors(workspace: Workspace, rows: TrainingSet, trained: Trained) -> None:
     """Writes how far off one label's predictors are on each kernel when it is left out. None of a held-out family is among
     them: `rows` holds none."""
-    header, families = rows.header, dict(zip(rows.ids.tolist(), rows.families, strict=True))
+    header, families = rows.header, dict(zip(rows.ids.tolist(), rows.groups, strict=True))
     described = {entry.kernel.id: entry.kernel for entry in read_kernels(workspace.dataset(header.target.name))}
     write_errors(workspace.kernel_errors(header.target.name), KernelErrors(
         target=header.target, label=trained.label, held_out=header.held_out, dataset_sha256=rows.sha256, kernels=tuple(
@@ -78,7 +78,7 @@ def save_errors(workspace: Workspace, rows: TrainingSet, trained: Trained) -> No
 def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config: TrainingConfig) -> Sidecar:
     """Writes the predictors of a target with their sidecar, and their errors by kernel: those of the GPU's own time, or of the
     first label where that was not measured."""
-    save_doubt(workspace, rows, workspace.predictors(rows.header.target.name))
+    save_uncertainty(workspace, rows, workspace.predictors(rows.header.target.name))
     save_errors(workspace, rows, next((one for one in trained if one.label == GPU_LABEL), trained[0]))
     header = rows.header
     spans = {name: (float(low), float(high)) for name, low, high in zip(
@@ -128,7 +128,7 @@ def main() -> int:
         show(head(rows, next(iter(rows.times_ms))), f"{target}: the first rows as numbers")
         sidecar = None if args.force else kept_sidecar(workspace, rows, config)
         if sidecar is None:
-            trained = [train_label(rows, label, config) for label in cli.track(list(rows.times_ms), f"training {target}")]
+            trained = [train_label(rows, label, config) for label in cli.progress(list(rows.times_ms), f"training {target}")]
             sidecar = save(workspace, rows, trained, config)
             log.info("saved %s", sidecar_path(workspace.predictors(target)))
         else:

@@ -81,7 +81,7 @@ def each_in_a_process(task: Callable[[T], R], items: Sequence[T], jobs: int, cra
     while left:
         with process_pool(jobs) as pool:
             pending = {number: pool.submit(task, items[number]) for number in left}
-            for number, done in cli.track(list(pending.items()), description):
+            for number, done in cli.progress(list(pending.items()), description):
                 with suppress(BrokenProcessPool):
                     results[number] = done.result()
         left = [number for number in left if number not in results]

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 UNSTABLE_SPREAD = 0.10  # (p75 − p25) / median above which a timing counts as unstable
 
 
-class Interval:
+class TimeSpan:
     """Base of dataclasses with a start and a duration, in microseconds on some clock."""
 
     start_us: float

@@ -102,14 +102,14 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
     return Work(tuple(items), tuple(models_found), tuple(described))
 
 
-def carriers(items: Sequence[KernelItem], device: str, side_by_side: int = 1) -> Iterator[list[KernelItem]]:
-    """Groups of kernels for one carrier each: one operator-set version a domain, and so little memory that `side_by_side` of
+def carriers(items: Sequence[KernelItem], device: str, in_parallel: int = 1) -> Iterator[list[KernelItem]]:
+    """Groups of kernels for one carrier each: one operator-set version a domain, and so little memory that `in_parallel` of
     them fit."""
     group: list[KernelItem] = []
     used, weights, opsets = 0, 0, dict[str, int]()
     for item in items:
         kernel = item.kernel
-        if group and (used + carrier_bytes(kernel) > CARRIER_BYTES[device] / side_by_side
+        if group and (used + carrier_bytes(kernel) > CARRIER_BYTES[device] / in_parallel
                       or weights + kernel.weight_bytes > CARRIER_WEIGHTS
                       or opsets.get(kernel.domain, kernel.opset) != kernel.opset):
             yield group

@@ -85,7 +85,7 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
         best_ms = best_canary_ms(block for block in there if block.machine == bench.machine_uuid)
         with start(level, background) as stressor:
             under = Conditions(Canary(bench.canary_ms, bool(level), 0.0 if level else best_ms), stressor, *load)
-            for planned in cli.track(todo, describe_load(*load)):
+            for planned in cli.progress(todo, describe_load(*load)):
                 began_s = time.monotonic()
                 block = measure_block(bench, planned.key, partial(time_units, planned.units, level), under)
                 totals.measuring_s += time.monotonic() - began_s

@@ -24,7 +24,7 @@ from benchmark.records.labels import DISTURBANCE_ADMITTED
 
 READINGS = 3  # the shortest of which counts
 FASTEST = 10  # the part of the readings, a tenth, whose slowest one is taken for that of an undisturbed host
-WINDOW_S = 0.02
+SLOT_S = 0.02
 LEAST_READINGS = 3  # of the probe by itself, however short the time
 PATIENCE = 4.0  # times the budget that is spent on waiting for enough undisturbed windows
 
@@ -72,7 +72,7 @@ def shortest_s(dispatch_s: Callable[[], float]) -> float:
 
 
 @dataclass(frozen=True)
-class Window:
+class TimeSlot:
     """Runs between two readings of the probe: their times in ms, and the slower reading in seconds."""
 
     samples_ms: tuple[float, ...]
@@ -97,16 +97,16 @@ def quiet_samples_ms(probe: HostProbe, timed: Mapping[str, Callable[[], float]],
         effort: undisturbed time and runs wanted of each; where PATIENCE ends first, the least disturbed windows make up for
             what is missing.
     """
-    windows: dict[str, list[Window]] = {label: [] for label in timed}
+    slots: dict[str, list[TimeSlot]] = {label: [] for label in timed}
     with off_the_workers_cores():
         until = time.monotonic() + PATIENCE * effort.budget_s * len(timed)
         missing = list(timed)
         while missing:
             for label in missing:
-                windows[label].append(_window(probe, timed[label]))
+                slots[label].append(_time_slot(probe, timed[label]))
             late = time.monotonic() > until
-            missing = [label for label in timed if not _enough(windows[label], probe, effort, late)]
-    return {label: _least_disturbed(of_label, probe, effort) for label, of_label in windows.items()}
+            missing = [label for label in timed if not _enough(slots[label], probe, effort, late)]
+    return {label: _least_disturbed(of_label, probe, effort) for label, of_label in slots.items()}
 
 
 def all_samples_ms(probe: HostProbe, run_s: Callable[[], float], effort: Effort) -> Timed:
@@ -118,12 +118,12 @@ def all_samples_ms(probe: HostProbe, run_s: Callable[[], float], effort: Effort)
         run_s: runs once and gives the seconds it took.
         effort: time and runs wanted.
     """
-    windows: list[Window] = []
+    slots: list[TimeSlot] = []
     with off_the_workers_cores():
         until = time.monotonic() + effort.budget_s
-        while time.monotonic() < until or sum(len(window.samples_ms) for window in windows) < effort.least_runs:
-            windows.append(_window(probe, run_s))
-    return _joined(windows, probe, effort)
+        while time.monotonic() < until or sum(len(slot.samples_ms) for slot in slots) < effort.least_runs:
+            slots.append(_time_slot(probe, run_s))
+    return _joined(slots, probe, effort)
 
 
 def readings_s(probe: HostProbe, seconds: float) -> list[float]:
@@ -133,44 +133,44 @@ def readings_s(probe: HostProbe, seconds: float) -> list[float]:
     with off_the_workers_cores():
         until = time.monotonic() + seconds
         while time.monotonic() < until or len(found) <= LEAST_READINGS:
-            window_ends = time.monotonic() + WINDOW_S
+            window_ends = time.monotonic() + SLOT_S
             while time.monotonic() < window_ends:
                 probe.dispatch_s()
             found.append(shortest_s(probe.dispatch_s))
     return [max(both) for both in itertools.pairwise(found)]
 
 
-def _least_disturbed(windows: list[Window], probe: HostProbe, effort: Effort) -> Timed:
+def _least_disturbed(slots: list[TimeSlot], probe: HostProbe, effort: Effort) -> Timed:
     """The samples of all undisturbed windows, in order, and of as few others as make up for missing runs."""
-    counted = [window for window in windows if _is_quiet(window, probe)]
-    for window in sorted((w for w in windows if not _is_quiet(w, probe)), key=lambda window: window.probe_s):
+    counted = [slot for slot in slots if _is_quiet(slot, probe)]
+    for slot in sorted((w for w in slots if not _is_quiet(w, probe)), key=lambda slot: slot.probe_s):
         if sum(len(one.samples_ms) for one in counted) >= effort.least_runs:
             break
-        counted.append(window)
+        counted.append(slot)
     return _joined(counted, probe, effort)
 
 
-def _joined(counted: list[Window], probe: HostProbe, effort: Effort) -> Timed:
-    samples = [sample for window in counted for sample in window.samples_ms]
-    worst = max(window.probe_s for window in counted) / probe.good_s - 1.0
+def _joined(counted: list[TimeSlot], probe: HostProbe, effort: Effort) -> Timed:
+    samples = [sample for slot in counted for sample in slot.samples_ms]
+    worst = max(slot.probe_s for slot in counted) / probe.good_s - 1.0
     return Timed(tuple(round(sample, 6) for sample in samples[:effort.most_runs]), round(max(worst, 0.0), 4),
-                 round(1e6 * median(window.probe_s for window in counted), 2))
+                 round(1e6 * median(slot.probe_s for slot in counted), 2))
 
 
-def _window(probe: HostProbe, run_s: Callable[[], float]) -> Window:
+def _time_slot(probe: HostProbe, run_s: Callable[[], float]) -> TimeSlot:
     before, began, samples = probe.reading_s(), time.monotonic(), list[float]()
-    while not samples or time.monotonic() - began < WINDOW_S:
+    while not samples or time.monotonic() - began < SLOT_S:
         samples.append(1000 * run_s())
-    return Window(tuple(samples), max(before, probe.reading_s()))
+    return TimeSlot(tuple(samples), max(before, probe.reading_s()))
 
 
-def _is_quiet(window: Window, probe: HostProbe) -> bool:
-    return window.probe_s <= probe.good_s * (1 + DISTURBANCE_ADMITTED)
+def _is_quiet(slot: TimeSlot, probe: HostProbe) -> bool:
+    return slot.probe_s <= probe.good_s * (1 + DISTURBANCE_ADMITTED)
 
 
-def _enough(windows: list[Window], probe: HostProbe, effort: Effort, late: bool) -> bool:
+def _enough(slots: list[TimeSlot], probe: HostProbe, effort: Effort, late: bool) -> bool:
     """Whether the windows that count, all of them when it is late, hold the runs and the time that are wanted."""
-    samples = [sample for window in windows if late or _is_quiet(window, probe) for sample in window.samples_ms]
+    samples = [sample for slot in slots if late or _is_quiet(slot, probe) for sample in slot.samples_ms]
     if late or len(samples) < effort.least_runs:
         return len(samples) >= effort.least_runs
     return len(samples) >= effort.most_runs or sum(samples) >= 1000 * effort.budget_s

@@ -36,7 +36,7 @@ class DcgmMissing(UserError):
     """DCGM is not installed here, does not answer, or knows nothing of this GPU."""
 
 
-class Reading(NamedTuple):
+class MetricSample(NamedTuple):
     """A value of a field, and when DCGM read it (seconds since 1970)."""
 
     time_s: float
@@ -67,7 +67,7 @@ class DcgmSource(MetricSource):
         self._gpu = self._find_gpu(gpu_facts()["uuid"])
         self._group = self._system.GetGroupWithGpuIds(f"hase-{os.getpid()}-{id(self)}", [self._gpu])
         self._lock = threading.Lock()
-        self._seen: dict[str, deque[Reading]] = {}
+        self._seen: dict[str, deque[MetricSample]] = {}
         others = [field for field in IDS if field not in PROFILED]
         self._watched = [watch for kind, of_kind in (("prof", PROFILED), ("dev", others))
                          if (watch := self._watch(kind, of_kind)) is not None]
@@ -107,7 +107,8 @@ class DcgmSource(MetricSource):
                     raise UserError(f"{self.name} does not answer any more: {error}") from None
                 for number, series in collection.values.get(self._gpu, {}).items():
                     seen = self._seen.setdefault(names[number], deque())
-                    seen.extend(Reading(one.ts / 1e6, math.nan if one.isBlank else float(one.value)) for one in series.values)
+                    seen.extend(MetricSample(one.ts / 1e6,
+                                             math.nan if one.isBlank else float(one.value)) for one in series.values)
                     while seen and seen[0].time_s < seen[-1].time_s - KEEP_S:
                         seen.popleft()
                 collection.EmptyValues()

@@ -49,7 +49,7 @@ class CountersMissing(UserError):
 
 
 @dataclass
-class _Reading:
+class _Counters:
     """Counters at one moment; what was not asked for is None."""
 
     gpm: _Late | None = None
@@ -134,9 +134,9 @@ class NvmlSource(MetricSource):
         return float(nvml.nvmlDeviceGetClockInfo(
             device, nvml.NVML_CLOCK_SM if field == "DCGM_FI_DEV_SM_CLOCK" else nvml.NVML_CLOCK_MEM))
 
-    def _read(self) -> _Reading:
+    def _read(self) -> _Counters:
         energy = self._has_energy and POWER in self.fields
-        return _Reading(
+        return _Counters(
             gpm=_Late(self._gpm_sample, self._nvml.NVMLError) if self._gpm else None,
             energy_mj=self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device) if energy else None,
         )

@@ -64,7 +64,7 @@ def check_together(readings: Mapping[str, Sequence[float]], lasted_s: float = 0.
     for field in PROFILED:
         values = readings.get(field, ())
         # several others' values, not two: an exporter may be asked more often than it reads
-        if moved and len(values) >= MANY and len(set(values)) == 1 and _tells(field, values[0]):
+        if moved and len(values) >= MANY and len(set(values)) == 1 and _would_move(field, values[0]):
             raise Unsound(f"metric {field}: frozen: {len(values)} readings of exactly {values[0]:g} {FIELDS[field].unit} "
                           f"while {moved[0]} moved; restart what reads the GPU (DCGM, its exporter)")
     witness = _witness(readings, lasted_s)
@@ -75,7 +75,7 @@ def check_together(readings: Mapping[str, Sequence[float]], lasted_s: float = 0.
                           "its counters? Restart what reads the GPU (DCGM, its exporter)")
 
 
-def _tells(field: str, value: float) -> bool:
+def _would_move(field: str, value: float) -> bool:
     """Whether a profiled field with this value would move: it is neither noise nor saturated."""
     return NOISE[FIELDS[field].unit] <= value < FIELDS[field].maximum
 

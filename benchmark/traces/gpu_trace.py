@@ -16,7 +16,7 @@ from typing import Any
 from utils import files
 from utils.lazy import torch
 from utils.temporary import temporary_folder
-from utils.timing import Interval
+from utils.timing import TimeSpan
 
 RANGE_PREFIX = "hase:"
 WRITER_KERNEL = "OP_Abs"  # part of the name of the CUDA kernel that ONNX Runtime runs for Abs
@@ -26,7 +26,7 @@ LAUNCHES = ("cuda_runtime", "cuda_driver")  # and of the host's calls
 
 
 @dataclass(frozen=True)
-class GpuWork(Interval):
+class GpuWork(TimeSpan):
     """One kernel, copy or fill on the GPU; times in microseconds on the trace's clock. `category` is one of ON_GPU."""
 
     name: str
@@ -36,7 +36,7 @@ class GpuWork(Interval):
 
 
 @dataclass(frozen=True)
-class Launch(Interval):
+class Launch(TimeSpan):
     """A call on the host that launched work; times in microseconds on the trace's clock, which is the GPU's too."""
 
     name: str

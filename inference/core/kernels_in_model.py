@@ -9,7 +9,7 @@ from benchmark.runtimes.ort.control_flow import RANGE, trip_ms
 from graph_model.simulation.tracks import NodeKind, node_kind
 from inference.core.answers import Provenance
 from inference.core.memory import Layout, layout_of
-from inference.core.uncertainty import CERTAIN, KernelDoubt, Span, kernel_doubts
+from inference.core.uncertainty import CERTAIN, KernelUncertainty, Span, kernel_uncertainties
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import Kernel, ModelRecord
 from training.composition.off_gpu import (
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from inference.core.conditions import Conditions
 
 
-class KnownKernel(NamedTuple):
+class KernelInModel(NamedTuple):
     """What a kernel brings to every model that holds it, worked out once for all of them.
 
     Attributes:
         launches: how many launches it takes, where the composition asks.
         kind: what it means to a GPU's host.
         layout: what it does with buffers.
-        doubt: how far its time may be off, where it is doubtful.
+        uncertainty: how far its time may be off, where it is doubtful.
         on_host: in a CUDA session, whether its time is the host's and not the GPU's.
         waits: whether the host waits for the GPU there.
     """
@@ -45,7 +45,7 @@ class KnownKernel(NamedTuple):
     launches: float | None
     kind: NodeKind
     layout: Layout
-    doubt: KernelDoubt | None = None
+    uncertainty: KernelUncertainty | None = None
     on_host: bool = False
     waits: bool = False
 
@@ -54,11 +54,11 @@ class KnownKernel(NamedTuple):
         """What it keeps the GPU busy."""
         return 0.0 if self.on_host else self.latency_ms
 
-    def at(self, end: Literal["low", "high"], marking_only: bool) -> KnownKernel:
+    def at(self, end: Literal["low", "high"], marking_only: bool) -> KernelInModel:
         """The same kernel at one end of its plausible times; as it is where it is not doubtful."""
-        if self.doubt is None or (marking_only and not self.doubt.marks):
+        if self.uncertainty is None or (marking_only and not self.uncertainty.marks):
             return self
-        time, launches = getattr(self.doubt.time, end), getattr(self.doubt.launches, end)
+        time, launches = getattr(self.uncertainty.time, end), getattr(self.uncertainty.launches, end)
         return self._replace(latency_ms=time * self.latency_ms,
                              launches=None if self.launches is None else launches * self.launches)
 
@@ -80,7 +80,7 @@ def runs_of_kernels(record: ModelRecord) -> dict[Placed, float]:
     return counts
 
 
-def known_kernels(records: Sequence[ModelRecord], conditions: Conditions) -> dict[Placed, KnownKernel]:
+def kernels_in_models(records: Sequence[ModelRecord], conditions: Conditions) -> dict[Placed, KernelInModel]:
     """What each kernel of some models brings to them; one that several share is predicted once."""
     placed = {(node.kernel_id, node.provider): record.kernel_of(node) for record in records for node in record.nodes}
     loops = {key: kernel for key, kernel in placed.items() if is_control_flow(kernel)}
@@ -91,34 +91,34 @@ def known_kernels(records: Sequence[ModelRecord], conditions: Conditions) -> dic
     return known | {key: _control_flow_kernel(kernel, conditions.device) for key, kernel in loops.items()}
 
 
-def _predicted(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict[Placed, KnownKernel]:
+def _predicted(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict[Placed, KernelInModel]:
     """The kernels that the target's predictors know."""
     fitted, used, load = conditions.fitted, conditions.used, conditions.kernel_load
     times = fitted.predictors.predict(list(kernels.values()), load, used.label, conditions.strict)
     launches: Sequence[float | None] = [None] * len(kernels)
     if used.kind == "pipeline":
         launches = fitted.predictors.predict(list(kernels.values()), load, LAUNCHES, conditions.strict).latency_ms
-    doubts = kernel_doubts(kernels.values(), times.provenance, fitted, used.label)
-    return {key: KnownKernel(time_ms, cast("Provenance", provenance), count, node_kind(kernel), layout_of(kernel),
-                             doubts.get(kernel.id))
+    uncertainties = kernel_uncertainties(kernels.values(), times.provenance, fitted, used.label)
+    return {key: KernelInModel(time_ms, cast("Provenance", provenance), count, node_kind(kernel), layout_of(kernel),
+                               uncertainties.get(kernel.id))
             for (key, kernel), time_ms, provenance, count in zip(
                 kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
 
 
-def _control_flow_kernel(kernel: Kernel, device: str) -> KnownKernel:
+def _control_flow_kernel(kernel: Kernel, device: str) -> KernelInModel:
     """What a Loop, an If or a Scan brings to a model with each trip, besides the nodes of its body."""
     on_gpu = device == "cuda"
-    return KnownKernel(trip_ms(kernel, device), "predicted", 0.0, NodeKind.OWN, layout_of(kernel),
-                       KernelDoubt("control flow", Span(*RANGE), CERTAIN, False), on_host=on_gpu,
-                       waits=on_gpu and waits_for_gpu(kernel))
+    return KernelInModel(trip_ms(kernel, device), "predicted", 0.0, NodeKind.OWN, layout_of(kernel),
+                         KernelUncertainty("control flow", Span(*RANGE), CERTAIN, False), on_host=on_gpu,
+                         waits=on_gpu and waits_for_gpu(kernel))
 
 
-def _off_gpu_kernel(kernel: Kernel, provider: str) -> KnownKernel:
+def _off_gpu_kernel(kernel: Kernel, provider: str) -> KernelInModel:
     """What a copy, or a kernel that the CPU provider runs, brings to a CUDA session."""
     if is_copy(kernel):
-        return KnownKernel(copy_ms(kernel), "predicted", 1.0, NodeKind.OWN, layout_of(kernel),
-                           on_host=on_host(kernel, provider), waits=waits_for_gpu(kernel))
+        return KernelInModel(copy_ms(kernel), "predicted", 1.0, NodeKind.OWN, layout_of(kernel),
+                             on_host=on_host(kernel, provider), waits=waits_for_gpu(kernel))
     guessed = kernel.moves_data and not reads_shape(kernel)
-    doubt = KernelDoubt("on the CPU", Span(*host_range(kernel)), CERTAIN, True) if guessed else None
-    return KnownKernel(host_kernel_ms(kernel), "estimated" if doubt else "measured", 0.0, node_kind(kernel, on_gpu=False),
-                       layout_of(kernel), doubt, on_host=True)
+    uncertainty = KernelUncertainty("on the CPU", Span(*host_range(kernel)), CERTAIN, True) if guessed else None
+    return KernelInModel(host_kernel_ms(kernel), "estimated" if uncertainty else "measured", 0.0,
+                         node_kind(kernel, on_gpu=False), layout_of(kernel), uncertainty, on_host=True)

@@ -19,7 +19,7 @@ from benchmark.collecting.work import ModelItem
 from benchmark.records.files import DatasetKernel, header_path
 from benchmark.records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
 from inference.core.sources import Source, record_of
-from inference.core.targets import MAKE_PREDICTORS, Fitted, check_fit, fitted_for, local_targets, predictor_folders
+from inference.core.targets import MAKE_PREDICTORS, Fitted, check_target, fitted_for, local_targets, predictor_folders
 from kernel_model.building.kernel_models import kernel_build
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import Kernel, ModelRecord
@@ -167,7 +167,7 @@ def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted,
     model = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
     records = [record_of(model, flavour.device, dims, static) for dims in sizes]
     for record in records:
-        check_fit(record, fitted.target, fitted.predictors.sidecar.dtypes, force)
+        check_target(record, fitted.target, fitted.predictors.sidecar.dtypes, force)
         if record.flavour != flavour:
             raise UserError(f"{record.model}: the record is of a {record.flavour.name} graph, and kernels can be measured here "
                             f"for {flavour.name} alone; give the model file instead")

@@ -11,7 +11,7 @@ import numpy as np
 
 from graph_model.simulation.pipeline import pipeline_ms
 from graph_model.simulation.tracks import OffGpu, Tracks
-from inference.core.kernels_in_model import KnownKernel, Placed, placed_kernels
+from inference.core.kernels_in_model import KernelInModel, Placed, placed_kernels
 from inference.core.uncertainty import CERTAIN, Span, hosts_between
 from ort_analysis.records.run_order import at_guess, run_order, runs_in_order, shortest_cut
 from training.composition.fitted import copied_mib, host_io_ms, latency_ms, working_nodes
@@ -43,7 +43,7 @@ class ModelRun:
     """
 
     record: ModelRecord
-    known: Mapping[Placed, KnownKernel]
+    known: Mapping[Placed, KernelInModel]
     used: Composition
     run_mode: RunMode
     costs: PipelineCosts | None
@@ -81,7 +81,7 @@ class ModelRun:
         return self.pipeline_ms(costs) - pipeline_ms(self.tracks, costs)
 
     @cached_property
-    def nodes(self) -> list[KnownKernel]:
+    def nodes(self) -> list[KernelInModel]:
         """The kernel of each node of the record."""
         return [self.known[key] for key in placed_kernels(self.record)]
 
@@ -91,7 +91,7 @@ class ModelRun:
         return run_order(self.record, self._cut)
 
     @property
-    def nodes_run(self) -> list[KnownKernel]:
+    def nodes_run(self) -> list[KernelInModel]:
         """The kernel of each node that runs, in `order`."""
         return [self.nodes[place] for place in self.order]
 
@@ -149,12 +149,12 @@ def trips_span(run: ModelRun, latency: float) -> Span:
     return Span(low / latency, high / latency)
 
 
-def _tracks(nodes: Sequence[KnownKernel]) -> Tracks:
+def _tracks(nodes: Sequence[KernelInModel]) -> Tracks:
     return Tracks(np.array([node.gpu_ms for node in nodes]), np.array([node.launches for node in nodes]),
                   np.array([node.kind for node in nodes], dtype=int))
 
 
-def _off_gpu(nodes: Sequence[KnownKernel]) -> OffGpu | None:
+def _off_gpu(nodes: Sequence[KernelInModel]) -> OffGpu | None:
     if not any(node.on_host or node.waits for node in nodes):
         return None
     return OffGpu(np.array([node.latency_ms if node.on_host else 0.0 for node in nodes]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from inference.core.kernels_in_model import KnownKernel, Placed, runs_of_kernels
+from inference.core.kernels_in_model import KernelInModel, Placed, runs_of_kernels
 from ort_analysis.cuda.capture import capture_obstacle
 from utils.errors import UserError
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ort_analysis.records.kernel_record import ModelRecord
 
 
-def model_warnings(record: ModelRecord, known: Mapping[Placed, KnownKernel], run_mode: RunMode) -> tuple[str, ...]:
+def model_warnings(record: ModelRecord, known: Mapping[Placed, KernelInModel], run_mode: RunMode) -> tuple[str, ...]:
     """All that there is to know about a model.
 
     Raises:
@@ -82,10 +82,10 @@ def _guessed_warnings(record: ModelRecord) -> list[str]:
     return warnings
 
 
-def _range_warning(record: ModelRecord, known: Mapping[Placed, KnownKernel]) -> tuple[str, ...]:
+def _range_warning(record: ModelRecord, known: Mapping[Placed, KernelInModel]) -> tuple[str, ...]:
     """What to know about a model's kernels that are smaller or larger than any measured; nothing where there are none."""
     counts = runs_of_kernels(record)
-    found = [key for key in counts if (doubt := known[key].doubt) is not None and doubt.reason == "beyond"]
+    found = [key for key in counts if (uncertainty := known[key].uncertainty) is not None and uncertainty.reason == "beyond"]
     if not found:
         return ()
     part, total = (sum(counts[key] * known[key].latency_ms for key in keys) for keys in (found, counts))

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from inference.core.answers import PROVENANCES, KernelShare, Prediction, Provenance, UsedComposition
 from inference.core.device_memory import device_memory_mib, memory_warnings
 from inference.core.host_pace import UNKNOWN
-from inference.core.kernels_in_model import KnownKernel, Placed, runs_of_kernels
+from inference.core.kernels_in_model import KernelInModel, Placed, runs_of_kernels
 from inference.core.memory import peak_memory
 from inference.core.model_run import Composed, ModelRun, hosts_span, kernels_span, trips_span
 from inference.core.model_warnings import uncounted
-from inference.core.targets import Fitted, misfits
+from inference.core.targets import Fitted, mismatches
 from inference.core.uncertainty import (
     CERTAIN,
     FORCED,
     OTHER_CUDNN,
-    KernelDoubt,
+    KernelUncertainty,
     Span,
-    doubt_warnings,
     fitted_span,
     host_warning,
     is_rough,
@@ -27,6 +26,7 @@ from inference.core.uncertainty import (
     kernels_under_load_span,
     load_span,
     shortness,
+    uncertainty_warnings,
 )
 from inference.sharing.co_runner import UnderLoad, under_load
 
@@ -80,7 +80,7 @@ class Uncertainty(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def predicted_run(record: ModelRecord, known: Mapping[Placed, KnownKernel], conditions: Conditions,
+def predicted_run(record: ModelRecord, known: Mapping[Placed, KernelInModel], conditions: Conditions,
                   warnings: Sequence[str]) -> PredictedRun:
     """A model's run from what is known of its kernels.
 
@@ -92,14 +92,15 @@ def predicted_run(record: ModelRecord, known: Mapping[Placed, KnownKernel], cond
     """
     run = ModelRun(record, known, conditions.used, conditions.run_mode, conditions.costs)
     composed, times = run.composed(), kernel_times(record, known)
-    doubts = [(record.kernels[key[0]], doubt) for key in times.counts if (doubt := known[key].doubt) is not None]
+    uncertainties = [(record.kernels[key[0]],
+                      uncertainty) for key in times.counts if (uncertainty := known[key].uncertainty) is not None]
     shared = _under_load(run, conditions)
-    unsure = _uncertainty(run, conditions, composed.latency_ms, times.shares["measured"], doubts, shared)
-    prediction = _prediction(run, conditions, composed, times, doubts, shared, unsure, warnings)
+    unsure = _uncertainty(run, conditions, composed.latency_ms, times.shares["measured"], uncertainties, shared)
+    prediction = _prediction(run, conditions, composed, times, uncertainties, shared, unsure, warnings)
     return PredictedRun(prediction, run, composed.latency_ms, conditions.fitted)
 
 
-def kernel_times(record: ModelRecord, known: Mapping[Placed, KnownKernel]) -> KernelTimes:
+def kernel_times(record: ModelRecord, known: Mapping[Placed, KernelInModel]) -> KernelTimes:
     """What a model's kernels take, and how much of that is measured, predicted and estimated."""
     counts = runs_of_kernels(record)
     totals = {key: count * known[key].latency_ms for key, count in counts.items()}
@@ -124,11 +125,11 @@ def _under_load(run: ModelRun, conditions: Conditions) -> UnderLoad | None:
 
 
 def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured_share: float,
-                 doubts: Sequence[tuple[Kernel, KernelDoubt]], shared: UnderLoad | None) -> Uncertainty:
+                 uncertainties: Sequence[tuple[Kernel, KernelUncertainty]], shared: UnderLoad | None) -> Uncertainty:
     """How sure a latency is, given the part of its kernels' time that was measured (a ratio) and its doubtful kernels."""
     fitted, used, pace, record = conditions.fitted, conditions.used, conditions.pace, run.record
     moved = marking = CERTAIN
-    if doubts:
+    if uncertainties:
         moved, marking = (kernels_span(run, latency, marking_only) for marking_only in (False, True))
     trips = trips_span(run, latency)
     hosts = hosts_span(run, latency, conditions.usual_costs, pace.ratio) if pace else CERTAIN
@@ -139,8 +140,9 @@ def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured
     elif conditions.load:
         spans.append(kernels_under_load_span(fitted.predictors, used.label))
     times = (OTHER_CUDNN if fitted.other_cudnn else 1.0) * (
-        FORCED if misfits(record, fitted.target, fitted.predictors.sidecar.dtypes) else 1.0)
-    warnings = (*doubt_warnings(doubts, marking), *short.warnings, *(host_warning(hosts) if pace == UNKNOWN else ()), *(
+        FORCED if mismatches(record, fitted.target, fitted.predictors.sidecar.dtypes) else 1.0)
+    warnings = (*uncertainty_warnings(uncertainties, marking), *short.warnings,
+                *(host_warning(hosts) if pace == UNKNOWN else ()), *(
         ["no model was ever measured on this machine: how kernels add up is a default, so the interval is wide"]
         if used.assumed else []))
     return Uncertainty(joined(spans).widened(times),
@@ -149,11 +151,12 @@ def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured
 
 
 def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times: KernelTimes,
-                doubts: Sequence[tuple[Kernel, KernelDoubt]], shared: UnderLoad | None, unsure: Uncertainty,
+                uncertainties: Sequence[tuple[Kernel, KernelUncertainty]], shared: UnderLoad | None, unsure: Uncertainty,
                 warnings: Sequence[str]) -> Prediction:
     record, fitted, used, pace = run.record, conditions.fitted, conditions.used, conditions.pace
     latency = shared.mean_ms if shared else composed.latency_ms
-    estimated, doubtful = (tuple(sorted({kernel.type for kernel, doubt in doubts if doubt.reason in reasons}))
+    estimated, doubtful = (tuple(sorted({kernel.type for kernel,
+                                         uncertainty in uncertainties if uncertainty.reason in reasons}))
                            for reasons in (("estimated", "on the CPU"), ("stand-in", "other form")))
     memory = peak_memory(record, layouts={key[0]: run.known[key].layout for key in times.counts})
     there_mib = device_memory_mib(fitted.target, fitted.predictors.sidecar.machines)

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from inference.core.conditions import Conditions, check_run_mode, pace_of, shared_gpu_of, sharing_warning
-from inference.core.kernels_in_model import known_kernels
+from inference.core.kernels_in_model import kernels_in_models
 from inference.core.model_warnings import model_warnings
 from inference.core.predicted_run import PredictedRun, predicted_run
 from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.sources import Source, record_of
-from inference.core.targets import Fitted, check_fit, fitted_for
+from inference.core.targets import Fitted, check_target, fitted_for
 from inference.sharing.shared_models import SharedModel, shared_model_of
 from inference.sharing.slo import PERCENTILE, SloUnderLoad, objective_of
 from utils.paths import Workspace
@@ -155,13 +155,13 @@ class Predictor:
             notices = (*notices, "a CUDA graph that is replayed does not wait for its host, so the host's pace changes nothing")
         if fitted.sharing is None and (unread := sorted(set(load) - set(fitted.predictors.sidecar.metrics))):
             notices = (*notices, f"the load's {', '.join(unread)} was in no training and is not looked at")
-        misfits = [check_fit(record, fitted.target, fitted.predictors.sidecar.dtypes, self.force) for record in records]
+        mismatches = [check_target(record, fitted.target, fitted.predictors.sidecar.dtypes, self.force) for record in records]
         conditions = Conditions(fitted, used, run_mode, self.strict, load,
                                 shared_gpu_of(fitted, used, run_mode, load, co_runner), pace)
-        known = known_kernels(records, conditions)
+        known = kernels_in_models(records, conditions)
         return [predicted_run(record, known, conditions, (
             *notices, *of_record, *sharing_warning(conditions.shared_gpu), *model_warnings(record, known, run_mode)))
-            for record, of_record in zip(records, misfits, strict=True)]
+            for record, of_record in zip(records, mismatches, strict=True)]
 
 
     def shared(self, model: Source | PredictedRun, **options: Unpack[Options]) -> SharedModel:

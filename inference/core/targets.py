@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ort_analysis.records.kernel_record import ModelRecord
 from training.composition.fitted import Composition, read_composition
 from training.kernels.predictors import Predictors, read_predictors
-from training.kernels.uncertainty import Doubt, read_doubt
+from training.kernels.uncertainty import Uncertainty, read_uncertainty
 from training.sharing.learned import Sharing, read_sharing
 from utils.errors import UserError
 from utils.files import cached
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAKE_PREDICTORS = (
     "python benchmark/collector.py", "python training/train_kernel_model.py", "python training/fit_composition.py")
 FLOATING = ("float16", "bfloat16", "float32", "float64")
-_fitted: dict[tuple[Any, ...], tuple[Predictors, Composition, Sharing | None, Doubt]] = {}
+_fitted: dict[tuple[Any, ...], tuple[Predictors, Composition, Sharing | None, Uncertainty]] = {}
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Fitted:
     """What was learned for one target, and what to know about its being chosen.
 
     Attributes:
-        doubt: how far off kernels may be that nothing was learned of.
+        uncertainty: how far off kernels may be that nothing was learned of.
         sharing: how the target's GPU turns between processes; None where that was not learned.
         other_cudnn: this machine is the target's device, but has another minor version of cuDNN than was measured.
         notices: for the reader.
@@ -42,7 +42,7 @@ class Fitted:
     target: Target
     predictors: Predictors
     composition: Composition
-    doubt: Doubt
+    uncertainty: Uncertainty
     sharing: Sharing | None = None
     other_cudnn: bool = False
     notices: tuple[str, ...] = ()
@@ -153,22 +153,22 @@ def fitted_for(workspace: Workspace, name: str | None = None) -> Fitted:
     there = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))  # not what is just being written
     key = (str(folder), *((entry.name, about.st_size, about.st_mtime_ns) for entry in there if (about := _about(entry))))
 
-    def load() -> tuple[Predictors, Composition, Sharing | None, Doubt]:
+    def load() -> tuple[Predictors, Composition, Sharing | None, Uncertainty]:
         predictors = read_predictors(folder)
         composition = read_composition(folder, predictors.sidecar.dataset_sha256)
-        return predictors, composition, read_sharing(folder), read_doubt(folder)
+        return predictors, composition, read_sharing(folder), read_uncertainty(folder)
 
-    predictors, composition, sharing, doubt = cached(_fitted, key, load, limit=4)
+    predictors, composition, sharing, uncertainty = cached(_fitted, key, load, limit=4)
     sidecar = predictors.sidecar
     versions = version_notice(sidecar)
-    return Fitted(sidecar.target, predictors, composition, doubt, sharing, other_cudnn=other_cudnn(sidecar) is not None,
+    return Fitted(sidecar.target, predictors, composition, uncertainty, sharing, other_cudnn=other_cudnn(sidecar) is not None,
                   notices=(*notices, versions) if versions else notices)
 
 
-def misfits(record: ModelRecord, target: Target, dtypes: Sequence[str]) -> list[str]:
+def mismatches(record: ModelRecord, target: Target, dtypes: Sequence[str]) -> list[str]:
     """In what a record is not what the target's predictors hold for: the runtime's minor version, element types.
 
-    Arguments are those of `check_fit`.
+    Arguments are those of `check_target`.
     """
     graph, trained = record.flavour, target.flavour
     found = []
@@ -189,7 +189,7 @@ def _about(path: Path) -> os.stat_result | None:
         return None
 
 
-def check_fit(record: ModelRecord, target: Target, dtypes: Sequence[str], force: bool) -> list[str]:
+def check_target(record: ModelRecord, target: Target, dtypes: Sequence[str], force: bool) -> list[str]:
     """Warnings about a record that the target's predictors hold for only in part.
 
     Args:
@@ -206,7 +206,7 @@ def check_fit(record: ModelRecord, target: Target, dtypes: Sequence[str], force:
     if (graph.device, graph.runtime) != (trained.device, trained.runtime):
         raise UserError(f"{record.model}: the record is of a {graph.device} graph of {graph.runtime}, the predictors of target "
                         f"{target.name} hold for {trained.device} and {trained.runtime}")
-    refusals = misfits(record, target, dtypes)
+    refusals = mismatches(record, target, dtypes)
     if refusals and not force:
         raise UserError(f"{record.model}: {'; '.join(refusals)}; measure and train for it, or use --force")
     warnings = [f"forced: {refusal}" for refusal in refusals]

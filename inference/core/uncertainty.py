@@ -21,7 +21,7 @@ from utils.lazy import scipy
 if TYPE_CHECKING:
     from inference.core.run_modes import RunMode
     from inference.core.targets import Fitted
-    from training.composition.fitted import Composition, Interval
+    from training.composition.fitted import Composition, ErrorRange
     from training.kernels.predictors import Predictors
     from training.sharing.learned import Sharing, SharingErrors
     from utils.timing import ErrorStatistics
@@ -98,7 +98,7 @@ def shortness(used: Composition, latency_ms: float) -> Shortness:
     return Shortness(max(1.0, shortest_ms / latency_ms) if latency_ms else 1.0)
 
 
-class KernelDoubt(NamedTuple):
+class KernelUncertainty(NamedTuple):
     """How far a kernel's time and its launches may be off, and why.
 
     Attributes:
@@ -111,24 +111,26 @@ class KernelDoubt(NamedTuple):
     marks: bool
 
 
-def kernel_doubts(kernels: Iterable[Kernel], provenance: Iterable[str], fitted: Fitted, label: str) -> dict[str, KernelDoubt]:
+def kernel_uncertainties(kernels: Iterable[Kernel], provenance: Iterable[str], fitted: Fitted,
+                         label: str) -> dict[str, KernelUncertainty]:
     """The kernels that are doubtful, by id. What was measured is not, nor what only renames a tensor."""
-    found, predicted = dict[str, KernelDoubt](), []
+    found, predicted = dict[str, KernelUncertainty](), []
     for kernel, origin in zip(kernels, provenance, strict=True):
         if not kernel.moves_data or origin == "measured":
             continue
         if origin == "estimated":
-            time, launches = (fitted.doubt.of_estimate(kernel, name) for name in (label, LAUNCHES))
-            found[kernel.id] = KernelDoubt("estimated", Span(time.low, time.high), Span(launches.low, launches.high), True)
+            time, launches = (fitted.uncertainty.of_estimate(kernel, name) for name in (label, LAUNCHES))
+            found[kernel.id] = KernelUncertainty("estimated", Span(time.low, time.high), Span(launches.low, launches.high),
+                                                 True)
         elif (other := fitted.predictors.stand_in(kernel, label)) is not None:
-            found[kernel.id] = KernelDoubt("stand-in", Span(other.range.low, other.range.high), CERTAIN, True)
-        elif (form := fitted.doubt.of_other_form(kernel)) is not None:
-            found[kernel.id] = KernelDoubt("other form", Span(form.low, form.high), CERTAIN, True)
+            found[kernel.id] = KernelUncertainty("stand-in", Span(other.range.low, other.range.high), CERTAIN, True)
+        elif (form := fitted.uncertainty.of_other_form(kernel)) is not None:
+            found[kernel.id] = KernelUncertainty("other form", Span(form.low, form.high), CERTAIN, True)
         else:
             predicted.append(kernel)
     for name, times in fitted.predictors.beyond_range(predicted).items():
         off = times ** BEYOND_POWER
-        found[name] = KernelDoubt("beyond", Span(1.0 / off, off), CERTAIN, times >= FAR)
+        found[name] = KernelUncertainty("beyond", Span(1.0 / off, off), CERTAIN, times >= FAR)
     return found
 
 
@@ -191,7 +193,7 @@ def kernels_under_load_span(predictors: Predictors, label: str) -> Span:
     return _within(NORMAL_90 * errors[0]) if errors else Span(1.0 / UNKNOWN, UNKNOWN)
 
 
-def _known(interval: Interval | None) -> Span | None:
+def _known(interval: ErrorRange | None) -> Span | None:
     return Span(interval.low, interval.high) if interval else None
 
 
@@ -218,7 +220,7 @@ def _few_models(used: Composition, device: str) -> Span:
     return Span(1.0 / reach, reach)
 
 
-def doubt_warnings(doubts: Sequence[tuple[Kernel, KernelDoubt]], moved: Span) -> list[str]:
+def uncertainty_warnings(uncertainties: Sequence[tuple[Kernel, KernelUncertainty]], moved: Span) -> list[str]:
     """What to know about a model's doubtful kernels, and by how much they may move its latency."""
     warnings: list[str] = []
     rough = is_rough(moved)
@@ -229,7 +231,7 @@ def doubt_warnings(doubts: Sequence[tuple[Kernel, KernelDoubt]], moved: Span) ->
                          ("on the CPU", "run on the CPU in a CUDA session, where nothing was measured"),
                          ("stand-in", "never measured and taken to cost what a like operator does"),
                          ("other form", "measured for other ranks or element types only")):
-        if names := sorted({kernel.type for kernel, doubt in doubts if doubt.reason == reason}):
+        if names := sorted({kernel.type for kernel, uncertainty in uncertainties if uncertainty.reason == reason}):
             warnings.append(f"{'rough estimate: ' if rough else ''}{', '.join(names)}: {what}; doubtful kernels {by}")
     if rough and not warnings:
         warnings.append(f"rough estimate: kernels far beyond what was measured in some size {by}")

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from inference.evaluation.evaluated_models import Case
+from inference.evaluation.evaluated_models import EvaluatedModel
 from inference.sharing.co_runner import LoadSource
 from ort_analysis.records.kernel_record import Frozen
 from utils.timing import ErrorStatistics, error_statistics, summarize
@@ -110,30 +110,30 @@ class Evaluation(Frozen):
     warnings: tuple[str, ...] = ()
 
 
-def compare(case: Case, held_out: Sequence[str], held_out_backgrounds: Sequence[str] = ()) -> Comparison | None:
+def compare(model: EvaluatedModel, held_out: Sequence[str], held_out_backgrounds: Sequence[str] = ()) -> Comparison | None:
     """A case's predictions beside its samples; None where either is missing."""
-    if case.failed or case.with_lookup is None or case.strict is None or not case.samples_ms:
+    if model.failed or model.with_lookup is None or model.strict is None or not model.samples_ms:
         return None
-    statistics = summarize(case.samples_ms)
-    predicted_ms, strict_ms = case.with_lookup.latency_ms, case.strict.latency_ms
-    measured_ms = statistics.median_ms if case.idle else statistics.mean_ms
-    shared = case.with_lookup.under_load
+    statistics = summarize(model.samples_ms)
+    predicted_ms, strict_ms = model.with_lookup.latency_ms, model.strict.latency_ms
+    measured_ms = statistics.median_ms if model.idle else statistics.mean_ms
+    shared = model.with_lookup.under_load
     p50_error, p95_error = (shared.percentile_ms(percent) / found - 1 if shared else None for percent, found in (
         (50, statistics.median_ms), (95, statistics.p95_ms)))
     return Comparison(
-        model=case.record.model, batch=case.record.batch, level=case.level, background=case.background, load=dict(case.load),
-        told_by=shared.told_by if shared else None,
-        held_out=case.record.group in held_out, background_held_out=case.background in held_out_backgrounds,
+        model=model.record.model, batch=model.record.batch, level=model.level, background=model.background,
+        load=dict(model.load), told_by=shared.told_by if shared else None,
+        held_out=model.record.group in held_out, background_held_out=model.background in held_out_backgrounds,
         predicted_ms=predicted_ms, strict_ms=strict_ms, measured_ms=measured_ms, median_ms=statistics.median_ms,
         mean_ms=statistics.mean_ms, error=predicted_ms / measured_ms - 1, strict_error=strict_ms / measured_ms - 1,
         p50_error=p50_error, p95_error=p95_error,
-        spread=statistics.spread, runs=statistics.runs, measured_share=case.with_lookup.time_share["measured"],
-        estimated_share=case.with_lookup.time_share["estimated"], rough_estimate=case.with_lookup.rough_estimate,
-        interval_low_ms=case.with_lookup.interval_ms[0], interval_high_ms=case.with_lookup.interval_ms[1],
-        host_pace=case.with_lookup.host_pace if case.probes_us else None,
-        canary=sum(case.canaries) / len(case.canaries) if case.canaries else None,
-        predicted_memory_mib=case.with_lookup.peak_memory_mib, measured_memory_mib=case.memory_mib,
-        warnings=case.with_lookup.warnings,
+        spread=statistics.spread, runs=statistics.runs, measured_share=model.with_lookup.time_share["measured"],
+        estimated_share=model.with_lookup.time_share["estimated"], rough_estimate=model.with_lookup.rough_estimate,
+        interval_low_ms=model.with_lookup.interval_ms[0], interval_high_ms=model.with_lookup.interval_ms[1],
+        host_pace=model.with_lookup.host_pace if model.probes_us else None,
+        canary=sum(model.canaries) / len(model.canaries) if model.canaries else None,
+        predicted_memory_mib=model.with_lookup.peak_memory_mib, measured_memory_mib=model.memory_mib,
+        warnings=model.with_lookup.warnings,
     )
 
 

@@ -12,7 +12,7 @@ from inference.core.host_pace import USUAL, counts
 from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here, local_targets
 from inference.evaluation.comparison import Evaluation, compare, summarise
-from inference.evaluation.evaluated_models import Case, Failures, cases_of, predict_case, recorded_cases
+from inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset, models_of, predict_model
 from inference.evaluation.here import LoadsHere, MeasuredHere, MeasuringPlan, measure_all
 from ort_analysis.records.kernel_record import ModelRecord
 from ort_analysis.records.reading import read_model_records
@@ -58,9 +58,9 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
     failures = Failures()
     if recorded:
         found = MeasuredHere(recorded_models(workspace, paths, dims or {}, fitted, run_mode, failures, static), "recorded")
-        for case in found.cases:  # with the samples of a host at about its usual pace
-            case.host_pace = USUAL if counts(fitted.composition, run_mode) else None
-            predict_case(case, name, run_mode, workspace, force, failures)
+        for model in found.models:  # with the samples of a host at about its usual pace
+            model.host_pace = USUAL if counts(fitted.composition, run_mode) else None
+            predict_model(model, name, run_mode, workspace, force, failures)
     else:
         if not is_here(fitted.target):
             here = [local.name for local in local_targets()]
@@ -68,11 +68,11 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
                             "with the measurements in its dataset (--recorded), or have predictors of this machine made: "
                             f"{'; '.join(MAKE_PREDICTORS)}")
         loads.check(fitted, run_mode, workspace)
-        ready = cases_of(paths, dims or {}, device, failures, static)
+        ready = models_of(paths, dims or {}, device, failures, static)
         found = measure_all(ready, fitted, run_mode, loads, plan or MeasuringPlan(), workspace, force, failures) if ready else (
             MeasuredHere())
     held_out = held_out_of_fits(workspace, name)
-    comparisons = tuple(compared for case in found.cases if (compared := compare(case, *held_out)))
+    comparisons = tuple(compared for model in found.models if (compared := compare(model, *held_out)))
     if not comparisons:
         raise UserError("no model could be evaluated" + (f": {', '.join(failures)} failed" if failures else
                         f": the dataset of {name} holds no measurement of them" if recorded else ""))
@@ -84,7 +84,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
 
 
 def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
-                    run_mode: RunMode, failures: Failures, static: bool) -> list[Case]:
+                    run_mode: RunMode, failures: Failures, static: bool) -> list[EvaluatedModel]:
     """The models that the target's dataset holds measurements of, of those in `paths` or of all.
 
     Raises:
@@ -97,10 +97,10 @@ def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[s
             f"unpack the one that comes with Hase: tar xf {shipped} -C {folder.parent}" if shipped.exists() else
             "measure it on such a machine: python benchmark/collector.py"))
     records = recorded_records(workspace, paths, dims, fitted, failures, static)
-    cases = recorded_cases(folder, records, fitted.predictors.sidecar.metrics, run_mode.label)
+    models = models_in_dataset(folder, records, fitted.predictors.sidecar.metrics, run_mode.label)
     if paths:  # else all that the dataset holds is asked for
-        name_missing(records, {case.record.model for case in cases}, folder, failures)
-    return cases
+        name_missing(records, {model.record.model for model in models}, folder, failures)
+    return models
 
 
 def composition_facts(fitted: Fitted) -> dict[str, Any]:
@@ -114,6 +114,6 @@ def recorded_records(workspace: Workspace, paths: Sequence[Path], dims: Mapping[
     """Records by name: of the models in `paths`, else all that the fusion detector wrote for the target's flavour."""
     flavour = fitted.target.flavour
     if paths:
-        cases = cases_of(paths, dims, flavour.device, failures, static)
-        return {case.record.model: case.record for case in cases}
+        models = models_of(paths, dims, flavour.device, failures, static)
+        return {model.record.model: model.record for model in models}
     return {record.model: record for record in read_model_records(workspace, flavour)}

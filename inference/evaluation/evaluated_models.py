@@ -40,7 +40,7 @@ APART_FROM = 2  # models: a process of its own takes a second; where there is on
 IDLE_BELOW = 0.02  # of the time: an idle GPU's counters are not quite 0, and now and then a probe's run takes long for itself
 
 @dataclass
-class Case:
+class EvaluatedModel:
     """One model to evaluate: its record, its file where it is to run, what else runs (by metrics, and as a probe met it), the
     host's pace that it is predicted for (as `predict` takes it), and what was found; `failed` drops it. `probes_us`: what the
     probe of a GPU's host took beside each session."""
@@ -73,9 +73,10 @@ class Case:
         """The model's, and beside what it runs."""
         return self.record.model + (f" at {describe_load(self.level, self.background)}" if self.level else "")
 
-    def next_to(self, level: float, background: str, load: Mapping[str, float], co_runner: CoRunner | None) -> Case:
+    def next_to(self, level: float, background: str, load: Mapping[str, float], co_runner: CoRunner | None) -> EvaluatedModel:
         """The same model, not measured yet, beside other work."""
-        return Case(record=self.record, path=self.path, level=level, background=background, load=load, co_runner=co_runner)
+        return EvaluatedModel(record=self.record, path=self.path, level=level, background=background, load=load,
+                              co_runner=co_runner)
 
 
 class Failures(dict[str, str]):
@@ -86,8 +87,8 @@ class Failures(dict[str, str]):
         log.error("%s", reason if name in str(reason) else f"{name}: {reason}")
 
     @contextmanager
-    def costing(self, name: str, case: Case | None = None) -> Iterator[None]:
-        """What goes wrong in this block costs one model, `case` where there is one already; a fault of Hase's own leaves its
+    def costing(self, name: str, model: EvaluatedModel | None = None) -> Iterator[None]:
+        """What goes wrong in this block costs one model, `model` where there is one already; a fault of Hase's own leaves its
         traceback in the log."""
         try:
             yield
@@ -98,19 +99,19 @@ class Failures(dict[str, str]):
             reason = UserError(f"{name}: {type(fault).__name__}: {fault} (a fault of Hase's; the log has its traceback)")
         else:
             return
-        if case:
-            case.failed = True
+        if model:
+            model.failed = True
         self.add(name, reason)
 
 
-def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], device: str,
-             failures: Failures, static: bool = False) -> list[Case]:
+def models_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], device: str,
+              failures: Failures, static: bool = False) -> list[EvaluatedModel]:
     """The models of `paths` made ready: a case a combination of those of `dims` that are dynamic in the model.
 
     Raises:
         UserError: one of `dims` is dynamic in none of the models.
     """
-    cases: list[Case] = []
+    models: list[EvaluatedModel] = []
     unused = set(dims)
     sized: list[tuple[Path, dict[str, int]]] = []
     for path in dict.fromkeys(paths):
@@ -120,15 +121,15 @@ def cases_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], device: s
             sized += [(path, size) for size in sizes]
     apart = each_in_a_process(partial(_analysed, device, static), sized, 1, _crashed, "analysing") if (
         len(sized) >= APART_FROM) else None
-    for number, (path, size) in enumerate(sized if apart else cli.track(sized, "analysing")):
+    for number, (path, size) in enumerate(sized if apart else cli.progress(sized, "analysing")):
         with failures.costing(path.name):
             found = apart[number] if apart else record_of(path, device, size, static)
             if isinstance(found, Exception):
                 raise found
-            cases.append(Case(record=found, path=path))
-    if unused and cases:
+            models.append(EvaluatedModel(record=found, path=path))
+    if unused and models:
         raise UserError(f"--dim {', '.join(sorted(unused))}: not a dynamic dimension of any of these models")
-    return cases
+    return models
 
 
 def _analysed(device: str, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
@@ -145,7 +146,8 @@ def _crashed(sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
     return UserError(f"{sized[0]}: {CRASHED}")
 
 
-def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str], label: str) -> list[Case]:
+def models_in_dataset(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str],
+                      label: str) -> list[EvaluatedModel]:
     """A case for every model of `records`, level, background and machine that the dataset in `folder` holds a good measurement
     of, by `label`; idle, without those that a disturbed host held up."""
     sessions = [session for session in model_sessions(read_journal(folder)) if "latency" in session.labels]
@@ -160,19 +162,20 @@ def recorded_cases(folder: Path, records: Mapping[str, ModelRecord], metrics: Se
         found = labels.get(label)
         if place not in held_up and found and found.status == "ok" and found.samples_ms and model in records:
             measured[model, block.load, block.machine].append((block, found))
-    cases = []
+    models = []
     for (model, (level, background), _), of_model in measured.items():
         alone = of_model[-1][0].background
         load = {name: alone[name] for name in metrics if name in alone} if level else {}
-        cases.append(Case(record=records[model], level=level, background=background, load=load,
-                          samples_ms=[sample for _, found in of_model for sample in found.samples_ms]))
-    return sorted(cases, key=lambda case: (case.level, case.background, case.record.model))
+        models.append(EvaluatedModel(record=records[model], level=level, background=background, load=load,
+                                     samples_ms=[sample for _, found in of_model for sample in found.samples_ms]))
+    return sorted(models, key=lambda model: (model.level, model.background, model.record.model))
 
 
-def predict_case(case: Case, target: str, run_mode: RunMode, workspace: Workspace, force: bool, failures: Failures) -> None:
+def predict_model(model: EvaluatedModel, target: str, run_mode: RunMode, workspace: Workspace, force: bool,
+                  failures: Failures) -> None:
     """Fills in a case's predictions: with look-up, and strict."""
-    with failures.costing(case.name, case):
-        case.with_lookup, case.strict = (
-            predict(case.record, target=target, strict=strict, load=case.load, run_mode=run_mode, workspace=workspace,
-                    force=force, co_runner=case.co_runner, host_pace=case.host_pace)
+    with failures.costing(model.name, model):
+        model.with_lookup, model.strict = (
+            predict(model.record, target=target, strict=strict, load=model.load, run_mode=run_mode, workspace=workspace,
+                    force=force, co_runner=model.co_runner, host_pace=model.host_pace)
             for strict in (False, True))

@@ -24,7 +24,7 @@ from benchmark.runtimes.protocol import Reply, Request
 from benchmark.runtimes.worker_client import Worker, WorkerFailed
 from inference.core.conditions import check_mode_while_shared
 from inference.core.host_pace import HostPace, compares, ratio_of
-from inference.evaluation.evaluated_models import Case, Failures, predict_case
+from inference.evaluation.evaluated_models import EvaluatedModel, Failures, predict_model
 from inference.live.load import InferenceConfig, Load, current_load, fields_asked, read_metrics
 from inference.live.prometheus import server_for
 from inference.sharing.co_runner import probe_of, probed
@@ -151,17 +151,17 @@ class MeasuredHere:
     """What `measure_all` found.
 
     Attributes:
-        cases: with their predictions and samples.
+        models: with their predictions and samples.
         load: the metrics that were read; in words where there are none, or several loads.
         notices: what to know about it.
     """
 
-    cases: list[Case] = field(default_factory=list)
+    models: list[EvaluatedModel] = field(default_factory=list)
     load: str | dict[str, float] = "idle"
     notices: list[str] = field(default_factory=list)
 
 
-def measure_all(ready: Sequence[Case], fitted: Fitted, run_mode: RunMode, loads: LoadsHere, plan: MeasuringPlan,
+def measure_all(ready: Sequence[EvaluatedModel], fitted: Fitted, run_mode: RunMode, loads: LoadsHere, plan: MeasuringPlan,
                 workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
     """Predicts and measures models beside each of `loads`; one of several that fails costs only itself, even where it takes
     the process down that runs it, which is not this one.
@@ -175,7 +175,7 @@ def measure_all(ready: Sequence[Case], fitted: Fitted, run_mode: RunMode, loads:
         return _measure_all(ready, worker, fitted, run_mode, loads, plan, workspace, force, failures)
 
 
-def _measure_all(ready: Sequence[Case], worker: Worker, fitted: Fitted, run_mode: RunMode, loads: LoadsHere,
+def _measure_all(ready: Sequence[EvaluatedModel], worker: Worker, fitted: Fitted, run_mode: RunMode, loads: LoadsHere,
                  plan: MeasuringPlan, workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
     target, device = fitted.target.name, fitted.target.flavour.device
     found = MeasuredHere(load="by level" if loads.under_load else "idle")
@@ -187,29 +187,29 @@ def _measure_all(ready: Sequence[Case], worker: Worker, fitted: Fitted, run_mode
                 now, other = loads.now(fitted, level, source)
                 for notice in now.notices:
                     log.warning("%s", notice)
-                cases = [case.next_to(level, name, now.metrics, other) for case in ready]
-                for case in cases:
-                    predict_case(case, target, run_mode, workspace, force, failures)
-                idle = all(case.idle for case in cases)
+                models = [model.next_to(level, name, now.metrics, other) for model in ready]
+                for model in models:
+                    predict_model(model, target, run_mode, workspace, force, failures)
+                idle = all(model.idle for model in models)
                 best_canary_ms = recorded_canary_ms(workspace, target, device) if idle else 0.0
-                measure_here(cases, worker, device, run_mode, plan, best_canary_ms, failures)
-                for case in cases:
-                    if at_measured_pace(case, fitted, run_mode):
-                        predict_case(case, target, run_mode, workspace, force, failures)
+                measure_here(models, worker, device, run_mode, plan, best_canary_ms, failures)
+                for model in models:
+                    if at_measured_pace(model, fitted, run_mode):
+                        predict_model(model, target, run_mode, workspace, force, failures)
                 stressor.reached()
         except UserError as error:
             if not loads.under_load:
                 raise
             failures.add(describe_load(level, name), error)
             continue
-        found.cases += cases
+        found.models += models
         found.notices += [notice for notice in now.notices if notice not in found.notices]
         if not loads.under_load:
             found.load = now.metrics or ("idle" if other is None else "as the probe met it")
     return found
 
 
-def measure_here(cases: Sequence[Case], worker: Worker, device: str, run_mode: RunMode, plan: MeasuringPlan,
+def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, run_mode: RunMode, plan: MeasuringPlan,
                  best_canary_ms: float, failures: Failures) -> None:
     """Times every case as planned, all cases in each round, so that drift hits all alike.
 
@@ -220,42 +220,42 @@ def measure_here(cases: Sequence[Case], worker: Worker, device: str, run_mode: R
         best_canary_ms: the canary then; 0 where that is not known, or where the device is not idle: no waiting.
     """
     loaded = False
-    for case in cli.track([case for _ in range(plan.rounds) for case in cases], "measuring"):
-        if case.failed:
+    for model in cli.progress([model for _ in range(plan.rounds) for model in models], "measuring"):
+        if model.failed:
             continue
-        with failures.costing(case.name, case):
+        with failures.costing(model.name, model):
             try:
                 if not loaded:  # a process's first session loads the runtime, whose time and memory are no model's
-                    time_session(case, worker, device, run_mode, 0.0, watch_host=False)
+                    time_session(model, worker, device, run_mode, 0.0, watch_host=False)
                     loaded = True
                 canary = Canary(partial(worker.canary_ms, device), best_ms=best_canary_ms)
                 before_ms = canary.steady_ms(STEADY, plan.patience_s)
                 if best_canary_ms:
-                    case.canaries.append(before_ms / best_canary_ms)
-                found = time_session(case, worker, device, run_mode, plan.budget_s,
-                                     watch_host=device == "cuda" and case.idle)
+                    model.canaries.append(before_ms / best_canary_ms)
+                found = time_session(model, worker, device, run_mode, plan.budget_s,
+                                     watch_host=device == "cuda" and model.idle)
             except WorkerFailed as error:
                 loaded = False
-                raise UserError(f"{case.name}: while it was measured: {error}" + (
+                raise UserError(f"{model.name}: while it was measured: {error}" + (
                     "; --timeout-s gives it longer" if error.status == "timeout" else
                     " (for want of memory?)" if error.signal == signal.SIGKILL else "")) from None
-            case.samples_ms += found.measurements[0].samples_ms
+            model.samples_ms += found.measurements[0].samples_ms
             if found.measurements[0].probe_us is not None:
-                case.probes_us.append(found.measurements[0].probe_us)
-            if case.memory_mib is None:
-                case.memory_mib = found.memory_mib
+                model.probes_us.append(found.measurements[0].probe_us)
+            if model.memory_mib is None:
+                model.memory_mib = found.memory_mib
 
 
-def at_measured_pace(case: Case, fitted: Fitted, run_mode: RunMode) -> bool:
+def at_measured_pace(model: EvaluatedModel, fitted: Fitted, run_mode: RunMode) -> bool:
     """Sets the pace of the host that a case is predicted for to what was measured beside it; false where none was, or where it
     does not count."""
-    if case.failed or not case.probes_us or not compares(fitted, run_mode):
+    if model.failed or not model.probes_us or not compares(fitted, run_mode):
         return False
-    case.host_pace = HostPace(ratio_of(median(case.probes_us), fitted), "measured")
+    model.host_pace = HostPace(ratio_of(median(model.probes_us), fitted), "measured")
     return True
 
 
-def time_session(case: Case, worker: Worker, device: str, run_mode: RunMode, budget_s: float,
+def time_session(model: EvaluatedModel, worker: Worker, device: str, run_mode: RunMode, budget_s: float,
                  watch_host: bool) -> Reply:
     """One session's samples of a case (with `watch_host`, those of moments in which the host was undisturbed) and its memory.
 
@@ -263,11 +263,11 @@ def time_session(case: Case, worker: Worker, device: str, run_mode: RunMode, bud
         UserError: there is no file, or ONNX Runtime can't load or run it.
         WorkerFailed: the process ended over it, or did not answer in time.
     """
-    if case.path is None:
-        raise UserError(f"{case.record.model}: no file to run")
+    if model.path is None:
+        raise UserError(f"{model.record.model}: no file to run")
     reply = worker.ask(Request(
-        do="session", device=device, paths=(str(case.path.absolute()),), dims=case.record.dims_run,
-        static=case.record.static, labels=(run_mode.label,), watch_host=watch_host,
+        do="session", device=device, paths=(str(model.path.absolute()),), dims=model.record.dims_run,
+        static=model.record.static, labels=(run_mode.label,), watch_host=watch_host,
         effort=Effort(warmup=WARMUP, budget_s=budget_s, least_runs=LEAST_RUNS, most_runs=MOST_RUNS)))
     if reply.error:
         raise UserError(reply.error)

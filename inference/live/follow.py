@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from inference.live.prediction_exporter import export
-from inference.live.watch import Reading, Watch
+from inference.live.watch import Watch, WatchLine
 from utils import cli
 from utils.logger import get_logger
 from utils.processes import set_by_signal
@@ -13,7 +13,7 @@ from utils.processes import set_by_signal
 log = get_logger("watch")
 
 
-def columns(reading: Reading) -> dict[str, Any]:
+def columns(reading: WatchLine) -> dict[str, Any]:
     """A reading as a row of a table."""
     slo = reading.slo
     return {

@@ -19,7 +19,7 @@ from utils.scrape_server import stale
 log = get_logger("watch")
 
 
-class Reading(Frozen):
+class WatchLine(Frozen):
     """The load and the prediction at one time.
 
     Attributes:
@@ -68,23 +68,23 @@ class Watch:
     failed: int = 0
     error: str = ""
 
-    def readings(self, over: Event) -> Iterator[Reading]:
+    def readings(self, over: Event) -> Iterator[WatchLine]:
         """One at once, and one after each interval, until `over`."""
         while not over.is_set():
             yield self.read()
             over.wait(self.interval_s)
 
-    def read(self) -> Reading:
+    def read(self) -> WatchLine:
         """The load and the prediction now; a failure is a reading that says so."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         try:
             found = self.predict()
         except UserError as error:
             self.failed, self.error = self.failed + 1, str(error)
-            return Reading(time=now, failed=self.failed, trouble=self.error)
+            return WatchLine(time=now, failed=self.failed, trouble=self.error)
         self.latest, self.predicted_s, self.error = found, time.time(), ""
         shared = found.under_load
-        return Reading(
+        return WatchLine(
             time=now, busy_share=_busy_share(found), mean_ms=found.latency_ms,
             p50_ms=shared.percentile_ms(50) if shared else None, p95_ms=shared.percentile_ms(95) if shared else None,
             slo=None if self.limit_ms is None else check_slo(found, self.limit_ms, self.percentile),

@@ -72,7 +72,7 @@ def convert_all(paths: Iterable[Path]) -> Counter[str]:
     renewed = {files.sha256(path): hashlib.sha256(text.encode()).hexdigest()
                for tables in datasets.values() for path, text in tables.items()}
     done: Counter[str] = Counter()
-    for path in cli.track([path for path in found if path.name != DATASET], "converting"):
+    for path in cli.progress([path for path in found if path.name != DATASET], "converting"):
         if (kind := convert_file(path, renewed)) is not None:
             done.update([kind])
     for folder, tables in datasets.items():  # last, so that one that is interrupted finds the same hashes again

@@ -159,7 +159,7 @@ def main() -> int:
     answers, failed = [], []
     with process_pool(args.jobs) as pool:
         pending = {pool.submit(one_schema, *one): one for one in work}
-        for done in cli.track(list(pending), "asking"):
+        for done in cli.progress(list(pending), "asking"):
             try:
                 answers.append(done.result())
             except Exception as error:  # noqa: BLE001 - one operator must not cost the others

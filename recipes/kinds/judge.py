@@ -204,7 +204,7 @@ def main() -> int:
     steps = [] if args.table_only else args.steps
     todo = [(model, step) for some in (ASKED_FIRST, tuple(set(STEPS) - set(ASKED_FIRST))) for model in models
             for step in STEPS if step in some and step in steps and (step in args.again or not is_done(model.name, step))]
-    for model, step in cli.track(todo, "judging"):
+    for model, step in cli.progress(todo, "judging"):
         path = (args.folder / model.file).resolve()
         found = (measured(model, path, args.rounds, args.budget_s, args.limit_s, workspace) if step == "measured" else
                  predicted(model, path, step, workspace, args.limit_s, paces.get(model.name) if step == "h200" else None))

@@ -75,7 +75,7 @@ def make_all(folder: Path, only: list[str], large: bool, jobs: int) -> Manifest:
 
     with process_pool(jobs) as pool:
         running = {name: pool.submit(make, name, folder) for name in wanted if name not in made}
-        for name, future in cli.track(list(running.items()), "making"):
+        for name, future in cli.progress(list(running.items()), "making"):
             try:
                 done = future.result()
             except BrokenProcessPool:

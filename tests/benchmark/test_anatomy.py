@@ -15,7 +15,7 @@ from conftest import small_model
 
 from benchmark.measuring.effort import Effort
 from benchmark.records.measurement import Measurement
-from benchmark.run_anatomy import Case, as_json, ask, measure, row, runs_of
+from benchmark.run_anatomy import TracedModel, as_json, ask, measure, row, runs_of
 from benchmark.runtimes.protocol import Reply, Request
 from benchmark.runtimes.worker_client import Worker, WorkerFailed
 from benchmark.traces.anatomy import PARTS, anatomy_of, measured_trace, typical_run
@@ -58,7 +58,7 @@ def test_a_call_that_ends_with_the_work_before_is_no_waiting() -> None:
     assert parts(run_of(((0, 1), (1, 20)), ((15, 20), (22, 100)))) == {"before_us": 1, "kernels_us": 97, "gaps_us": 2}
 
 
-def test_copies_and_fills_are_told_from_kernels() -> None:
+def test_copies_and_fills_are_reported_from_kernels() -> None:
     run = run_of(((0, 1), (5, 25)), category="gpu_memcpy")
     fill = run_of(((2, 3), (30, 40)), category="gpu_memset")
     both = GpuRun(100.0, run.work + fill.work, 1000.0, run.launches + fill.launches)
@@ -123,17 +123,17 @@ def test_processes_are_read_back_under_another_number(tmp_path: Path) -> None:
     assert [event | {"pid": 1} for event in events] == files.read_json(path)["traceEvents"]
 
 
-@pytest.mark.parametrize(("text", "told"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("{", "not valid JSON"), ("[]", "no such trace"), ('{"traceEvents": 3}', "no such trace"),
     ('{"traceEvents": [{"ph": "X"}]}', "no such trace"),
     ('{"traceEvents": [{"ph": "X", "name": "a", "pid": 1, "ts": "soon", "dur": 1}]}', "no such trace"),
     ('{"traceEvents": [{"ph": "X", "name": "a", "pid": 1, "ts": 0, "dur": 1}]}', "without a process named measured"),
     ('{"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "measured"}}]}',
      "without a process named measured")])
-def test_files_that_are_no_such_trace(tmp_path: Path, text: str, told: str) -> None:
+def test_files_that_are_no_such_trace(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "real.json"
     path.write_text(text)
-    with pytest.raises(UserError, match=rf"real\.json.*{told}"):
+    with pytest.raises(UserError, match=rf"real\.json.*{message}"):
         read_processes(path, MEASURED, 2)
 
 
@@ -157,7 +157,7 @@ def test_one_process_times_and_another_traces() -> None:
         Measurement(subject="model", id="net", context="net", label="host", samples_ms=(0.04, 0.06, 0.05), disturbance=0.1))))
     runs = tuple(run_of(((2, 5), (10, 30)), host_us=length) for length in (300.0, 90.0, 99.0))
     tracer = FakeWorker(Reply.model_validate_json(Reply(runs=runs).model_dump_json()))  # as through the pipe
-    found, run = measure(Case(Path("net.onnx"), {"batch": 4}, 4), timer, tracer, EFFORT)
+    found, run = measure(TracedModel(Path("net.onnx"), {"batch": 4}, 4), timer, tracer, EFFORT)
     assert [(one.do, one.host, one.watch_host, one.labels, one.dims, one.static) for one in timer.asked] == [
         ("model", True, True, (), {"batch": 4}, False)]
     assert [one.do for one in tracer.asked] == ["model_trace"]
@@ -174,11 +174,11 @@ def test_one_process_times_and_another_traces() -> None:
         "50 (56%)", "20 (22%)", "99 (110%)")
 
 
-@pytest.mark.parametrize(("reply", "told"), [(None, r"net\.onnx: the process that ran it ended with SIGSEGV"),
-                                             (Reply(error="net.onnx: does not fit in the memory"), "does not fit")])
-def test_a_model_that_fails_says_why(reply: Reply | None, told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        measure(Case(Path("net.onnx"), {}, 1), FakeWorker(reply), FakeWorker(None), EFFORT)
+@pytest.mark.parametrize(("reply", "message"), [(None, r"net\.onnx: the process that ran it ended with SIGSEGV"),
+                                                (Reply(error="net.onnx: does not fit in the memory"), "does not fit")])
+def test_a_model_that_fails_says_why(reply: Reply | None, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        measure(TracedModel(Path("net.onnx"), {}, 1), FakeWorker(reply), FakeWorker(None), EFFORT)
 
 
 def test_the_real_workers_need_no_record(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_case_a_model_and_size(tmp_path: Path) -> None:
     onnx.save(small_model(batch="batch"), tmp_path / "dynamic.onnx")
     onnx.save(small_model(batch=2), tmp_path / "fixed.onnx")
     paths = [tmp_path / "dynamic.onnx", tmp_path / "fixed.onnx", tmp_path / "fixed.onnx"]
-    assert [(case.name, case.batch) for case in runs_of(paths, {"batch": [1, 16]})] == [
+    assert [(model.name, model.batch) for model in runs_of(paths, {"batch": [1, 16]})] == [
         ("dynamic@batch=1,dynamic", 1), ("dynamic@batch=16,dynamic", 16), ("fixed", 2)]
     with pytest.raises(UserError, match="--dim width: not a dynamic dimension of any of these models"):
         runs_of(paths, {"batch": [1], "width": [3]})

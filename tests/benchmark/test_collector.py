@@ -802,7 +802,7 @@ def test_files_that_are_no_table(tmp_path: Path, text: str, message: str) -> Non
         read_table(tmp_path / "none.csv")
 
 
-def test_a_damaged_journal_is_told(tmp_path: Path) -> None:
+def test_a_damaged_journal_is_reported(tmp_path: Path) -> None:
     journal_path(tmp_path).write_text('{"version": 1}\n')
     with pytest.raises(UserError, match=r"line 1: not a block of version 2"):
         read_journal(tmp_path)
@@ -829,7 +829,7 @@ def test_config_errors(tmp_path: Path, text: str, message: str) -> None:
     assert str(path) in str(raised.value)
 
 
-def test_the_shipped_configs_under_load_are_a_gpus_and_cover_what_is_told_of_them() -> None:
+def test_the_shipped_configs_under_load_are_a_gpus_and_cover_what_is_reported_of_them() -> None:
     """Families and backgrounds are left out when learning, one after another, so none is held out of the collecting."""
     beside, more, with_kernels, live = (read_config(ROOT / "recipes" / "h200" / f"{name}.yaml", CollectorConfig)
                                         for name in ("beside", "beside_more", "collector_under_load", "live"))

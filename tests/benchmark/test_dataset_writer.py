@@ -168,7 +168,7 @@ def test_kernels_join_those_that_are_there(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["no json", "[]", '{"kernel": 1}', '{"models": []}'])
-def test_a_line_that_describes_no_kernel_is_told(folder: Path, line: str) -> None:
+def test_a_line_that_describes_no_kernel_is_reported(folder: Path, line: str) -> None:
     files.append_line(kernels_path(folder), line)
     with pytest.raises(UserError, match=r"kernels\.jsonl: damaged .*; measure anew: python benchmark/collector\.py"):
         open_writer(folder, SECOND)

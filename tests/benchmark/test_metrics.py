@@ -165,7 +165,7 @@ def test_gpm_gives_ratios_and_bytes(fake: FakeNvml) -> None:
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_a_driver_that_fails_is_told(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+def test_a_driver_that_fails_is_reported(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     """A GPU that is lost while a window is open, whether its sample or the means of two are asked for."""
     source = nvml_metrics.NvmlSource([SM])
     opened = source.start()

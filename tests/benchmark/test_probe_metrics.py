@@ -260,7 +260,7 @@ def test_one_more_request(port: int, workspace: Workspace, monkeypatch: pytest.M
     recorder.close()
 
 
-def test_the_evaluator_is_told_too(port: int, workspace: Workspace) -> None:
+def test_the_evaluator_is_reported_too(port: int, workspace: Workspace) -> None:
     fitted = fitted_for(workspace, TARGET)
     load, other = LoadsHere(config(port, "level_0.5")).now(fitted, 0.0, None)
     assert load.probe

@@ -147,8 +147,8 @@ def test_the_command(built: tuple[Workspace, Flavour], tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(("threshold", "warns"), [(-1.0, True), (1e9, False)])
-def test_an_unstable_timing_is_told(built: tuple[Workspace, Flavour], monkeypatch: pytest.MonkeyPatch,
-                                    capsys: pytest.CaptureFixture[str], threshold: float, warns: bool) -> None:
+def test_an_unstable_timing_is_reported(built: tuple[Workspace, Flavour], monkeypatch: pytest.MonkeyPatch,
+                                        capsys: pytest.CaptureFixture[str], threshold: float, warns: bool) -> None:
     monkeypatch.setattr(timing, "UNSTABLE_SPREAD", threshold)
     run_main(monkeypatch, built[0], "--model", "anet_b1.onnx", "--loops", "3")
     error = capsys.readouterr().err

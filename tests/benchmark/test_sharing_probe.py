@@ -106,7 +106,7 @@ def test_waits_in_phases() -> None:
     assert reading.waited["long"] == pytest.approx(3.9 / (3.9 + 2.88))
 
 
-def test_a_load_without_gaps_is_told_without_an_idle_reading() -> None:
+def test_a_load_without_gaps_is_reported_without_an_idle_reading() -> None:
     """All runs are alike, but none is one of a free device."""
     assert made_up([2.42] * 20, [2.9] * 17).waited == {"tiny": 1.0, "long": 1.0}
     assert made_up([0.37] * 130, [0.8] * 60).waited == {"tiny": 1.0, "long": 1.0}

@@ -97,7 +97,7 @@ def test_intensity_0_starts_nothing() -> None:
         assert psutil.Process().children(recursive=True) == before
 
 
-def test_a_stressor_that_died_is_told(workspace: Workspace) -> None:
+def test_a_stressor_that_died_is_reported(workspace: Workspace) -> None:
     known = set(psutil.Process().children())
     with stress(0.1, COMPUTE, "cpu", workspace=workspace) as stressor:
         (child,) = set(psutil.Process().children()) - known
@@ -114,7 +114,7 @@ def left_alone(script: str) -> subprocess.Popen[str]:
     return subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True, process_group=0)
 
 
-def test_a_stressor_killed_as_its_workers_start_is_told_at_once_and_they_end() -> None:
+def test_a_stressor_killed_as_its_workers_start_is_reported_at_once_and_they_end() -> None:
     process = left_alone("sleep 60 & kill -9 $$")  # the child holds the pipe, as a worker does that is still being started
     began = time.monotonic()
     with pytest.raises(UserError, match="the stressor ended with exit code -9"):
@@ -125,7 +125,7 @@ def test_a_stressor_killed_as_its_workers_start_is_told_at_once_and_they_end() -
     assert time.monotonic() - began < 5
 
 
-def test_a_stressor_that_is_ready_and_never_reports_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stressor_that_is_ready_and_never_reports_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmark.load.stress.REPORT_PATIENCE_S", 0.3)
     process = left_alone("""echo '{"event": "ready"}'; sleep 60""")
     _wait_until_ready(process)
@@ -234,7 +234,7 @@ def test_a_size_suggested_for_a_dimension_that_is_not_there_is_left_out(workspac
     assert burners.model_dims(background) == {"batch": 4}
 
 
-def test_a_model_that_can_not_run_is_told(workspace: Workspace, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_can_not_run_is_reported(workspace: Workspace, capfd: pytest.CaptureFixture[str]) -> None:
     background = model_background(workspace.models)
     (workspace.models / "net.onnx").write_text("no model")
     with pytest.raises(UserError, match="ended with exit code 1"), stress(0.5, background, "cpu", workspace=workspace):

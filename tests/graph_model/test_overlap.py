@@ -129,12 +129,12 @@ def test_the_command_reads_a_profile_and_finds_its_record(workspace: Workspace) 
     assert found["critical_path"]["sum_ms"] == pytest.approx(len(record.nodes) * 0.0195)
 
 
-@pytest.mark.parametrize(("text", "told"), [("{", "not valid JSON"), ("{}", "not an ONNX Runtime profile"),
-                                            ("[]", "without node events")])
-def test_files_that_are_no_profile(tmp_path: Path, text: str, told: str) -> None:
+@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("{}", "not an ONNX Runtime profile"),
+                                               ("[]", "without node events")])
+def test_files_that_are_no_profile(tmp_path: Path, text: str, message: str) -> None:
     profile = tmp_path / "profile.json"
     profile.write_text(text)
     done = run_script("overlap_simulator.py", "--workspace", tmp_path, "--profile", profile)
     assert done.returncode == 1
-    assert told in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr

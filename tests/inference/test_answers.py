@@ -247,7 +247,7 @@ def test_a_curve_over_the_load(workspace: Workspace, model: SharedModel, tmp_pat
 # a watched load ------------------------------------------------------------------------------------------------------------
 
 
-def test_readings_that_fail_are_told_and_counted(model: SharedModel) -> None:
+def test_readings_that_fail_are_reported_and_counted(model: SharedModel) -> None:
     answers = iter([model.prediction, UserError("no answer"), UserError("no answer either"), model.prediction])
     over = threading.Event()
 

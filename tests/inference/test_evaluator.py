@@ -30,7 +30,7 @@ from inference.core.run_modes import RunMode
 from inference.evaluation import here as evaluation_here
 from inference.evaluation.comparison import compare, percent, summarise
 from inference.evaluation.evaluate import evaluate
-from inference.evaluation.evaluated_models import Case, Failures, recorded_cases
+from inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset
 from inference.evaluation.here import LoadsHere, MeasuringPlan
 from inference.evaluation.tables import summary_table, table, warned_of
 from inference.live.load import InferenceConfig
@@ -131,12 +131,12 @@ def test_a_model_that_takes_its_process_down_costs_only_itself(workspace: Worksp
 def test_a_model_that_never_ends_is_given_up(tmp_path: Path) -> None:
     """A real loop without an end."""
     endless(tmp_path / "endless.onnx")
-    case, failures = Case(analyze(tmp_path / "endless.onnx", "cpu"), tmp_path / "endless.onnx"), Failures()
+    model, failures = EvaluatedModel(analyze(tmp_path / "endless.onnx", "cpu"), tmp_path / "endless.onnx"), Failures()
     with Worker(60) as worker:
         worker.canary_ms("cpu")  # what starting the process takes does not count here
         worker.timeout_s = 1
-        evaluation_here.measure_here([case], worker, "cpu", RunMode(), QUICK, 0.0, failures)
-    assert (case.failed, case.samples_ms) == (True, [])
+        evaluation_here.measure_here([model], worker, "cpu", RunMode(), QUICK, 0.0, failures)
+    assert (model.failed, model.samples_ms) == (True, [])
     assert failures == {"endless": "endless: while it was measured: no answer within 1 s; --timeout-s gives it longer"}
 
 
@@ -171,8 +171,8 @@ def test_other_labels_of_a_model_are_not_its_latency(workspace: Workspace) -> No
     with_host = block.model_copy(update={"measurements": (*block.measurements, host)})
     records = {record.model: record for record in read_model_records(workspace, flavour_of("cpu"))}
     files.write_text(journal_path(workspace.root / "other"), with_host.model_dump_json() + "\n")
-    found = recorded_cases(workspace.root / "other", {name: records[name]}, (), "latency")
-    assert [case.record.model for case in found] == [name]
+    found = models_in_dataset(workspace.root / "other", {name: records[name]}, (), "latency")
+    assert [model.record.model for model in found] == [name]
     assert min(found[0].samples_ms) > 1e-3
 
 
@@ -186,8 +186,8 @@ def test_all_sessions_that_a_disturbed_host_did_not_hold_up_are_compared(workspa
     lines = [block.model_copy(update={"measurements": (whole.model_copy(update={
         "disturbance": disturbance, "samples_ms": (time, time)}),)}).model_dump_json() + "\n" for disturbance, time in times]
     files.write_text(journal_path(workspace.root / "again"), "".join(lines))
-    (case,) = recorded_cases(workspace.root / "again", records, (), "latency")
-    assert case.samples_ms == [1.0, 1.0, 5.0, 5.0]
+    (model,) = models_in_dataset(workspace.root / "again", records, (), "latency")
+    assert model.samples_ms == [1.0, 1.0, 5.0, 5.0]
 
 
 def test_recorded_measurements_of_named_models(workspace: Workspace) -> None:
@@ -234,7 +234,7 @@ def test_the_command_fails_at_the_end_where_a_model_fails(workspace: Workspace, 
     assert "1 failed: broken.onnx" in done.stderr
 
 
-def test_wrong_usage_is_told(workspace: Workspace) -> None:
+def test_wrong_usage_is_reported(workspace: Workspace) -> None:
     for arguments in ([], ["anet_c8.onnx", "--rounds", "0"], ["--recorded", "--config", "inference/config.yaml"]):
         assert shell(workspace, *arguments).returncode == 2
 
@@ -292,9 +292,9 @@ def test_distributions_are_scored_by_percentiles(torch_models: dict[str, Path]) 
     path, other = torch_models["resnet18"], CoRunner(1.0, 0.0, np.array([0.7, 1.4]))
     expected = predict(path, target="nvidia-h200", co_runner=other)
     assert expected.under_load is not None
-    case = Case(record=analyze(path, "cuda"), level=1.0, background="compute", co_runner=other, with_lookup=expected,
-                strict=expected, samples_ms=[1.0] * 90 + [2.0] * 10)
-    compared = compare(case, ())
+    model = EvaluatedModel(record=analyze(path, "cuda"), level=1.0, background="compute", co_runner=other, with_lookup=expected,
+                           strict=expected, samples_ms=[1.0] * 90 + [2.0] * 10)
+    compared = compare(model, ())
     assert compared is not None
     assert (compared.told_by, compared.measured_ms) == ("probe", pytest.approx(1.1))
     assert compared.error == pytest.approx(expected.under_load.mean_ms / 1.1 - 1)
@@ -309,19 +309,19 @@ def test_distributions_are_scored_by_percentiles(torch_models: dict[str, Path]) 
     assert row["p50 error"] == percent(compared.p50_error)
 
 
-def test_what_predictions_warn_of_is_told_once(torch_models: dict[str, Path]) -> None:
+def test_what_predictions_warn_of_is_reported_once(torch_models: dict[str, Path]) -> None:
     """Metrics alone, beside two models: one warning about both."""
-    cases = []
+    models = []
     for name in ("resnet18", "mobilenet_v3_small"):
         record = analyze(torch_models[name], "cuda")
         told = predict(record, target="nvidia-h200", load={"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.5})
-        evaluated_models.append(Case(record=record, level=0.5, with_lookup=told, strict=told, samples_ms=[1.0]))
-    compared = [one for case in (*cases, cases[0]) if (one := compare(case, ()))]
+        models.append(EvaluatedModel(record=record, level=0.5, with_lookup=told, strict=told, samples_ms=[1.0]))
+    compared = [one for model in (*models, models[0]) if (one := compare(model, ()))]
     warned = warned_of(compared)
     (of_metrics,) = [names for warning, names in warned.items() if "metrics alone hide" in warning]
     assert of_metrics == [compared[0].model, compared[1].model]
-    assert cases[0].with_lookup is not None
-    assert compared[0].warnings == cases[0].with_lookup.warnings
+    assert models[0].with_lookup is not None
+    assert compared[0].warnings == models[0].with_lookup.warnings
     assert cli.first_of(of_metrics) == f"{compared[0].model} and 1 more"
 
 
@@ -345,8 +345,8 @@ def loads_of(text: str, folder: Path, **more: object) -> LoadsHere:
     ("{levels: [0, 0.5], stress: {backgrounds: [{name: deep, queue: deep}]}}", "queue deep: only a GPU has a queue"),
     ("{levels: [0, 0.5], stress: {backgrounds: [{name: other, kind: model, model: nowhere.onnx}]}}", "nowhere.onnx"),
 ])
-def test_loads_that_cannot_be_had_are_told_before_anything_is_measured(workspace: Workspace, tmp_path: Path, text: str,
-                                                                       reason: str) -> None:
+def test_loads_that_cannot_be_had_are_reported_before_anything_is_measured(workspace: Workspace, tmp_path: Path, text: str,
+                                                                           reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads_of(text, tmp_path))
 
@@ -359,14 +359,14 @@ def test_a_load_that_breaks_down_costs_only_its_level(workspace: Workspace, tmp_
     """The stressor is killed while the first level's models are measured: what they took then is no latency under load."""
     measured = evaluation_here.measure_here
 
-    def kill_and_measure(cases: list[Case], *rest: Any) -> None:
-        if cases[0].level:
+    def kill_and_measure(models: list[EvaluatedModel], *rest: Any) -> None:
+        if models[0].level:
             children = [child for child in psutil.Process().children(recursive=True)
                         if "resource_tracker" not in " ".join(child.cmdline())]  # Python's own, of earlier pools
             for child in children:
                 child.kill()
             psutil.wait_procs(children)
-        measured(cases, *rest)
+        measured(models, *rest)
 
     monkeypatch.setattr(evaluation_here, "measure_here", kill_and_measure)
     loads = loads_of(TWO_LEVELS, tmp_path)
@@ -390,7 +390,7 @@ def test_a_started_load_is_never_taken_for_idle(workspace: Workspace, tmp_path: 
             evaluate(workspace, [Path("anet_c8.onnx")], target=TARGET, loads=loads, plan=QUICK)
 
 
-def test_a_prometheus_that_is_not_there_is_told_before_any_load_is_started(
+def test_a_prometheus_that_is_not_there_is_reported_before_any_load_is_started(
         workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoadsHere, "running", lambda *_: pytest.fail("a load was started"))
     loads = loads_of(TWO_LEVELS, tmp_path, config=asking(9))
@@ -400,14 +400,14 @@ def test_a_prometheus_that_is_not_there_is_told_before_any_load_is_started(
 
 def test_a_probe_that_never_waited_met_an_idle_device(tmp_path: Path) -> None:
     record = analyze(conv_net(tmp_path / "net.onnx"), "cpu")
-    assert Case(record=record, co_runner=CoRunner(0.0, 1.0, np.zeros(0))).idle
-    assert Case(record=record, co_runner=CoRunner(0.5, 49.5, np.array([0.2]))).idle  # a run that took long for itself
-    assert not Case(record=record, co_runner=CoRunner(1.0, 0.0, np.array([0.5]))).idle
+    assert EvaluatedModel(record=record, co_runner=CoRunner(0.0, 1.0, np.zeros(0))).idle
+    assert EvaluatedModel(record=record, co_runner=CoRunner(0.5, 49.5, np.array([0.2]))).idle  # a run that took long for itself
+    assert not EvaluatedModel(record=record, co_runner=CoRunner(1.0, 0.0, np.array([0.5]))).idle
     engine = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
-    assert [Case(record=record, load=load).idle for load in ({}, {engine: 6e-5}, {engine: 0.1}, {METRIC: 0.0})] == [
+    assert [EvaluatedModel(record=record, load=load).idle for load in ({}, {engine: 6e-5}, {engine: 0.1}, {METRIC: 0.0})] == [
         True, True, False, False]
-    loaded = Case(record=record).next_to(0.5, "compute", {}, None)
-    assert (loaded.idle, loaded.name, Case(record=record).name) == (False, "net at level 0.5, compute", "net")
+    loaded = EvaluatedModel(record=record).next_to(0.5, "compute", {}, None)
+    assert (loaded.idle, loaded.name, EvaluatedModel(record=record).name) == (False, "net at level 0.5, compute", "net")
 
 
 def test_a_fault_at_one_model_costs_only_it(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,7 +419,7 @@ def test_a_fault_at_one_model_costs_only_it(workspace: Workspace, monkeypatch: p
             raise IndexError("tuple index out of range")
         return predict(source, **more)
 
-    monkeypatch.setattr(cases, "predict", faulty)
+    monkeypatch.setattr(evaluated_models, "predict", faulty)
     found = evaluate(workspace, [Path("anet_c16.onnx"), Path(f"{HELD_OUT}_c40.onnx")], target=TARGET, plan=QUICK)
     assert [one.model for one in found.comparisons] == [f"{HELD_OUT}_c40"]
     assert "IndexError: tuple index out of range (a fault of Hase's" in found.failures["anet_c16"]

@@ -35,7 +35,7 @@ from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.targets import fitted_for
 from inference.core.uncertainty import HOSTS, PACE_POWER, joined
 from inference.evaluation.comparison import compare
-from inference.evaluation.evaluated_models import Case, Failures, predict_case
+from inference.evaluation.evaluated_models import EvaluatedModel, Failures, predict_model
 from inference.evaluation.here import at_measured_pace, time_session
 from inference.evaluation.tables import table
 from inference.live.load import InferenceConfig, current_load
@@ -351,18 +351,19 @@ def test_a_watched_prediction_says_its_pace() -> None:
 def test_the_evaluator_predicts_at_the_pace_beside_each_model(tmp_path: Path) -> None:
     """A session with the probe beside it, on the CPU provider instead of a GPU; then FAKE readings of an H200's host."""
     onnx.save(SHORT, tmp_path / "short.onnx")
-    case, fitted = Case(analyze(tmp_path / "short.onnx", "cuda"), tmp_path / "short.onnx"), fitted_for(Workspace(), TARGET)
+    model, fitted = EvaluatedModel(analyze(tmp_path / "short.onnx", "cuda"), tmp_path / "short.onnx"), fitted_for(Workspace(),
+                                                                                                                  TARGET)
     with Worker(60.0) as worker:
-        (found,) = time_session(case, worker, "cpu", AS_USUAL, 0.05, watch_host=True).measurements
+        (found,) = time_session(model, worker, "cpu", AS_USUAL, 0.05, watch_host=True).measurements
     assert found.probe_us
     assert 1.0 < found.probe_us < 1e5
-    assert not at_measured_pace(case, fitted, AS_USUAL)
-    case.probes_us = [1.1 * USUAL_US, 1.3 * USUAL_US, 1.2 * USUAL_US]
-    assert at_measured_pace(case, fitted, AS_USUAL)
-    assert not at_measured_pace(case, fitted, RunMode(cuda_graph=True))
-    predict_case(case, TARGET, AS_USUAL, Workspace(), False, Failures())
-    case.samples_ms = [0.1]
-    compared = compare(case, ())
+    assert not at_measured_pace(model, fitted, AS_USUAL)
+    model.probes_us = [1.1 * USUAL_US, 1.3 * USUAL_US, 1.2 * USUAL_US]
+    assert at_measured_pace(model, fitted, AS_USUAL)
+    assert not at_measured_pace(model, fitted, RunMode(cuda_graph=True))
+    predict_model(model, TARGET, AS_USUAL, Workspace(), False, Failures())
+    model.samples_ms = [0.1]
+    compared = compare(model, ())
     assert compared
     assert compared.host_pace == pytest.approx(1.2)
     assert compared.predicted_ms == pytest.approx(predicted(SHORT, 1.2).latency_ms)

@@ -200,7 +200,7 @@ def test_shipped_predictors_are_copied_and_a_dataset_begins(workspace: Workspace
     assert predict(path, workspace=own).time_share["measured"] == pytest.approx(1.0)
 
 
-def test_a_dataset_without_the_label_is_told(workspace: Workspace) -> None:
+def test_a_dataset_without_the_label_is_reported(workspace: Workspace) -> None:
     folder = workspace.dataset(TARGET)
     header = read_header(folder)
     header_path(folder).write_text(header.model_copy(update={"labels": ("node_span",)}).model_dump_json())
@@ -244,7 +244,7 @@ def test_in_a_pipeline_launches_are_looked_up_too(workspace: Workspace) -> None:
     predictors = read_predictors(fitted.predictors.folder)
     predictors.measured = {lacking.id: {"gpu": 0.1}, known.id: {"gpu": 0.1, "launches": 2.0}}
     on_gpu = Fitted(fitted.target, predictors, fitted.composition.model_copy(update={"kind": "pipeline", "label": "gpu"}),
-                    fitted.doubt)
+                    fitted.uncertainty)
     assert set(missing_kernels.missing_kernels(on_gpu, [chain("net", [lacking, known, view])])) == {lacking.id}
     assert set(missing_kernels.missing_kernels(fitted, [chain("net", [lacking, known, view])])) == {
         lacking.id, known.id, view.id}

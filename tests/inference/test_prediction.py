@@ -93,11 +93,11 @@ def test_numpy_in_and_out_adds_the_copies(workspace: Workspace, record: ModelRec
     assert copied.way.label == "host_io"
 
 
-@pytest.mark.parametrize(("run_mode", "told"), [
+@pytest.mark.parametrize(("run_mode", "message"), [
     (RunMode(cuda_graph=True), "no models were run so"), (RunMode(io="host", cuda_graph=True), "fixed places")])
 def test_a_way_that_was_not_measured_is_refused(workspace: Workspace, record: ModelRecord, run_mode: RunMode,
-                                                told: str) -> None:
-    with pytest.raises(UserError, match=told):
+                                                message: str) -> None:
+    with pytest.raises(UserError, match=message):
         predict(record, target=TARGET, workspace=workspace, run_mode=run_mode)
 
 
@@ -288,7 +288,7 @@ def test_another_element_type_or_version_is_refused_unless_forced(workspace: Wor
         predict(other, target=TARGET, workspace=workspace, force=True)
 
 
-def test_a_kernel_beyond_the_data_is_told(workspace: Workspace, record: ModelRecord) -> None:
+def test_a_kernel_beyond_the_data_is_reported(workspace: Workspace, record: ModelRecord) -> None:
     """Far larger a batch than any that was measured: the warning says which kernels, and how much of the time they are."""
     name, kernel = next((name, kernel) for name, kernel in record.kernels.items() if kernel.op_type == "Conv")
     batch, *sizes = kernel.inputs[0].shape

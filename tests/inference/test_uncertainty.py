@@ -1,4 +1,4 @@
-"""Doubt said aloud: what is a rough estimate, what only widens an interval, and what no answer may say."""
+"""Uncertainty said aloud: what is a rough estimate, what only widens an interval, and what no answer may say."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from inference.core.answers import Prediction
 from inference.core.sizes import never_falling
 from inference.core.uncertainty import CERTAIN, FAR, Span, is_rough, joined, shortness
 from training.composition.fitted import read_composition
-from training.kernels.uncertainty import DEFAULT_RANGES, doubt_path, read_doubt
+from training.kernels.uncertainty import DEFAULT_RANGES, read_uncertainty, uncertainty_path
 from utils.cli import EXIT_ROUGH
 from utils.fingerprint import local_target
 from utils.paths import SHIPPED, Workspace
@@ -159,11 +159,11 @@ def test_errors_add_up_in_quadrature() -> None:
 
 def test_ranges_are_learned_from_operators_left_out(workspace: Workspace) -> None:
     """Of the made-up dataset each range holds 1; a class of few operators is no narrower than the default."""
-    doubt = read_doubt(workspace.predictors(TARGET))
-    assert doubt_path(workspace.predictors(TARGET)).is_file()
-    assert doubt.forms is not None
-    assert any(forms == ("float32 of rank 4",) for name, forms in doubt.forms.items() if name.startswith("Conv"))
-    for kind, found in doubt.ranges["run"].items():
+    uncertainty = read_uncertainty(workspace.predictors(TARGET))
+    assert uncertainty_path(workspace.predictors(TARGET)).is_file()
+    assert uncertainty.forms is not None
+    assert any(forms == ("float32 of rank 4",) for name, forms in uncertainty.forms.items() if name.startswith("Conv"))
+    for kind, found in uncertainty.ranges["run"].items():
         assert found.low <= 1.0 <= found.high
         if found.operators < 3:
             assert found == found.joined(DEFAULT_RANGES[kind])  # type: ignore[index]
@@ -172,12 +172,12 @@ def test_ranges_are_learned_from_operators_left_out(workspace: Workspace) -> Non
 def test_the_shipped_ranges() -> None:
     """Learned from the shipped dataset: of fourteen operators that work element by element, nine of ten kernels take
     0.29 to 1.37 of the estimate; none is recurrent."""
-    doubt = read_doubt(SHIPPED / H200)
-    assert doubt.dataset_sha256 == json.loads((SHIPPED / H200 / "predictors.json").read_text())["dataset_sha256"]
-    found = doubt.ranges["gpu"]["elementwise"]
+    uncertainty = read_uncertainty(SHIPPED / H200)
+    assert uncertainty.dataset_sha256 == json.loads((SHIPPED / H200 / "predictors.json").read_text())["dataset_sha256"]
+    found = uncertainty.ranges["gpu"]["elementwise"]
     assert (found.low, found.high, found.operators) == (pytest.approx(0.287, abs=1e-3), pytest.approx(1.373, abs=1e-3), 14)
-    assert doubt.ranges["gpu"]["reduction"].high > 5
-    assert "recurrent" not in doubt.ranges["gpu"]
+    assert uncertainty.ranges["gpu"]["reduction"].high > 5
+    assert "recurrent" not in uncertainty.ranges["gpu"]
 
 
 def test_a_gpu_takes_no_less_than_its_own_work(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_the_command_adds_to_what_was_sampled(workspace: Workspace) -> None:
 @pytest.mark.parametrize(("options", "code", "message"), [
     (("--free", "3"), 2, "don't go together"), ((), 1, "errors.json: no such file"),
 ])
-def test_what_does_not_fit_is_told(workspace: Workspace, options: tuple[str, ...], code: int, message: str) -> None:
+def test_what_does_not_fit_is_reported(workspace: Workspace, options: tuple[str, ...], code: int, message: str) -> None:
     done = run_sampler(workspace, "--errors", str(workspace.root / "errors.json"), *options)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
     assert message in done.stderr

@@ -57,11 +57,11 @@ def choice() -> onnx.ModelProto:
                  [value("condition", element=TensorProto.BOOL), value("x", 4)], [value("y", 4)])
 
 
-@pytest.mark.parametrize(("proto", "told"), [
+@pytest.mark.parametrize(("proto", "message"), [
     (wide(32), None), (wide(33), "wide joins 33 inputs, and a Concat of more than 32 copies tables from the host"),
     (unequal_split(), None), (choice(), "choose (If) holds a graph of its own")])
-def test_nodes_that_forbid_capture(proto: onnx.ModelProto, told: str | None) -> None:
-    assert capture_obstacle(analyze(proto, "cuda")) == told
+def test_nodes_that_forbid_capture(proto: onnx.ModelProto, message: str | None) -> None:
+    assert capture_obstacle(analyze(proto, "cuda")) == message
 
 
 def on_the_cpu(record: ModelRecord, op_type: str = "Relu") -> ModelRecord:

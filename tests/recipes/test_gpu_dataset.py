@@ -215,7 +215,7 @@ def test_the_plans_own_path_sees_nothing_of_what_it_predicts(part: Workspace, un
     found = summed_ms(rows, runs, records, families, TrainingConfig(threads=1))
     assert np.isfinite(found).all()
     left_out = {(background, name) for seen in given for background in set(rows.backgrounds) - set(seen.backgrounds)
-                for name in families.values() if not any(name in owners for owners in seen.families)}
+                for name in families.values() if not any(name in owners for owners in seen.groups)}
     assert left_out >= {(run.background, families[run.model]) for run in runs}
     place = next(place for place, run in enumerate(runs) if (run.model, run.background) == ("alexnet@batch=16", "compute"))
     others = [run for run in runs if families[run.model] != "alexnet" and run.background != "compute"]
@@ -246,7 +246,7 @@ def test_a_shipped_reading_of_the_probe_tells_a_prediction(beside: Workspace, to
     assert (idle["slo"]["met"], waiting["slo"]["met"]) == (True, False)
 
 
-def test_a_gpu_without_its_label_is_told(tmp_path: Path, part: Workspace) -> None:
+def test_a_gpu_without_its_label_is_reported(tmp_path: Path, part: Workspace) -> None:
     done = run("training/leave_families_out.py", part, "--target", "nvidia-z9")
     assert done.returncode == 1
     assert "nvidia-z9" in done.stderr

@@ -74,7 +74,7 @@ def test_what_a_variant_may_see(data: Dataset) -> None:
     of_models = chosen_rows(data, VARIANTS["no-samples"])
     assert set(of_models.ids) == {name for model in data.models for name in model.record.kernels}
     assert len(chosen_rows(data, VARIANTS["no-free"])) == len(rows)  # all were sampled near a family
-    free = replace(data, rows=replace(rows, families=(frozenset(), *rows.families[1:])))
+    free = replace(data, rows=replace(rows, groups=(frozenset(), *rows.groups[1:])))
     assert len(chosen_rows(free, VARIANTS["no-free"])) == len(rows) - 1
 
 
@@ -101,8 +101,8 @@ def test_sums_of_models() -> None:
 
 def test_the_first_stage_does_not_see_the_answer(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each family has a class of its own: what is guessed of a row comes from others, so that its class is never among it."""
-    rows = data.rows.rows(np.array([len(families) == 1 for families in data.rows.families]))
-    family_of = {str(name): min(families) for name, families in zip(rows.ids, rows.families, strict=True)}
+    rows = data.rows.rows(np.array([len(families) == 1 for families in data.rows.groups]))
+    family_of = {str(name): min(families) for name, families in zip(rows.ids, rows.groups, strict=True)}
     seen: list[npt.NDArray[np.float64]] = []
 
     def remember(given: TrainingSet, *rest: object) -> KernelModel:

@@ -12,7 +12,7 @@ from made_up_dataset import TARGET, chain, draw_kernels, true_ms, write_workspac
 
 from benchmark.records.files import model_table_path
 from training.composition.fitted import composition_path, latency_ms, read_composition
-from training.composition.fitting import best, fit_candidate, fit_line, interval_of, leave_out
+from training.composition.fitting import best, error_range_of, fit_candidate, fit_line, leave_out
 from training.composition.left_out import predict_out_of_fold
 from training.composition.measured_models import MeasuredModel, left_out_groups, measured_models, tracks
 from training.fit_composition import fit_target
@@ -141,7 +141,7 @@ def test_kernels_of_the_left_out_family_are_in_no_training(trained: Workspace, m
     assert set(times) == {model.record.model for model in models}
     assert len(seen) == 3
     for family in ("anet", "bnet", "cnet"):
-        kernels = {name for model in models if model.family == family for name in model.record.kernels}
+        kernels = {name for model in models if model.group == family for name in model.record.kernels}
         assert sum(not (kernels & ids) for ids in seen) == 1
 
 
@@ -175,7 +175,7 @@ def test_one_model_alone(workspace: Workspace, caplog: pytest.LogCaptureFixture)
     assert read_composition(workspace.predictors(TARGET.name)) == composition
 
 
-def test_too_few_kernels_to_leave_any_out_is_told(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_few_kernels_to_leave_any_out_is_reported(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
     write_workspace(workspace, families=("anet",), each=2, sampled=0)
     train(workspace)
     assert fit_target(workspace, TARGET.name, QUICK).alpha > 0
@@ -200,7 +200,7 @@ def test_a_stale_composition_is_refused(trained: Workspace, workspace: Workspace
         read_composition(folder)
 
 
-def test_a_dataset_that_changed_since_training_is_told(workspace: Workspace) -> None:
+def test_a_dataset_that_changed_since_training_is_reported(workspace: Workspace) -> None:
     write_workspace(workspace, sampled=60)
     train(workspace)
     write_workspace(workspace, sampled=70)
@@ -233,18 +233,18 @@ def test_an_interval_holds_nine_of_ten() -> None:
     draw = np.random.default_rng(2)
     predicted = draw.uniform(1.0, 20.0, 400)
     measured = predicted * draw.normal(1.02, 0.05, 400)
-    found = interval_of(predicted, measured, [f"family{place % 10}" for place in range(400)])
+    found = error_range_of(predicted, measured, [f"family{place % 10}" for place in range(400)])
     assert found is not None
     assert (found.low, found.high) == pytest.approx((1.02 - 1.645 * 0.05, 1.02 + 1.645 * 0.05), abs=0.015)
     assert 0.85 <= found.coverage <= 0.95
 
 
 def test_too_few_models_tell_no_interval() -> None:
-    assert interval_of(np.ones(19), np.ones(19), ["a", *["b"] * 18]) is None
+    assert error_range_of(np.ones(19), np.ones(19), ["a", *["b"] * 18]) is None
 
 
 def test_a_family_unlike_the_others_lowers_the_coverage() -> None:
     predicted, measured = np.ones(40), np.where(np.arange(40) < 10, 2.0, 1.0)
-    found = interval_of(predicted, measured, ["odd"] * 10 + [f"usual{place % 3}" for place in range(30)])
+    found = error_range_of(predicted, measured, ["odd"] * 10 + [f"usual{place % 3}" for place in range(30)])
     assert found is not None
     assert found.coverage == 0.75

@@ -28,7 +28,7 @@ from training.kernels.predictors import read_predictors
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.sidecar import sidecar_path
 from training.kernels.training_set import read_training_set
-from training.kernels.uncertainty import doubt_path
+from training.kernels.uncertainty import uncertainty_path
 from training.train_kernel_model import save
 from utils import files
 from utils.errors import UserError
@@ -206,14 +206,14 @@ def test_no_pickle_at_all_is_refused(folder: Path) -> None:
         read_predictors(folder).predict(NEW, {}, "run")
 
 
-@pytest.mark.parametrize(("change", "told"), [
+@pytest.mark.parametrize(("change", "message"), [
     ({"features": ["batch"]}, "another version of Hase"), ({"version": 99}, "version 99"),
     ({"packages": {"xgboost": "0.9.0"}}, "made with xgboost 0.9.0"), ({"target": "mine"}, "damaged at target"),
 ])
-def test_foreign_sidecars_are_refused(folder: Path, change: dict[str, object], told: str) -> None:
+def test_foreign_sidecars_are_refused(folder: Path, change: dict[str, object], message: str) -> None:
     sidecar = json.loads(sidecar_path(folder).read_text()) | change | {files.DIGEST: None}
     sidecar_path(folder).write_text(json.dumps(sidecar))
-    with pytest.raises(UserError, match=rf"{told}.*train_kernel_model"):
+    with pytest.raises(UserError, match=rf"{message}.*train_kernel_model"):
         read_predictors(folder)
 
 
@@ -240,7 +240,7 @@ def test_training_again_replaces_the_files_and_a_full_disk_keeps_the_old(
             saving.save_predictors(folder, models, {"run": ()}, {}, about)
     assert read_predictors(folder).predict(NEW, {}, "run").latency_ms == before
     saving.save_predictors(folder, models, {"run": ()}, {}, about)
-    assert sorted(path.name for path in folder.glob("*.json")) == [doubt_path(folder).name, sidecar_path(folder).name]
+    assert sorted(path.name for path in folder.glob("*.json")) == [uncertainty_path(folder).name, sidecar_path(folder).name]
     assert sorted(path.suffix for path in folder.iterdir() if path.suffix != ".json") == [".gz", ".pkl"]
     assert read_predictors(folder).predict(NEW, {}, "run").latency_ms == predictors.predict(NEW, {}, "kernel_time").latency_ms
 

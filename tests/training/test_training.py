@@ -211,14 +211,14 @@ def test_a_kernel_of_several_machines(workspace: Workspace) -> None:
     assert {name: found[name]["run"] for name in kernels} == pytest.approx({name: alone[name]["run"] for name in kernels})
 
 
-@pytest.mark.parametrize(("text", "told"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("fold: 5", r"fold: unknown key; did you mean folds\?"), ("folds: 1", "folds: .*greater than or equal to 2"),
     ("xgboost: {trees: many}", "xgboost.trees: .*integer"), ("xgboost: {objective: guess}", "squarederror"),
 ])
-def test_bad_settings_are_told(tmp_path: Path, text: str, told: str) -> None:
+def test_bad_settings_are_reported(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         read_config(path, TrainingConfig)
 
 

@@ -150,16 +150,16 @@ only_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, 
 
 
 @only_root
-@pytest.mark.parametrize(("mode", "told"), [
+@pytest.mark.parametrize(("mode", "message"), [
     (0o666, r"this folder is in use by process {pid} \(-c .*; wait until"),
     (0o644, r"this folder is in use by process {pid} \(-c .* of user {user}; wait until"),
     (0o600, r"{lock}: can't be read, so it is not known whether a process of user {user} is running; ask them"),
 ])
-def test_the_process_of_another_user_is_named_where_its_lock_can_be_read(mode: int, told: str, shared: Path) -> None:
+def test_the_process_of_another_user_is_named_where_its_lock_can_be_read(mode: int, message: str, shared: Path) -> None:
     lock = shared / "data" / locks.WRITER
     with holder(shared / "data") as (process, _):
         lock.chmod(mode)
-        with another_user() as owner, pytest.raises(UserError, match=told.format(pid=process.pid, user=owner, lock=lock)), \
+        with another_user() as owner, pytest.raises(UserError, match=message.format(pid=process.pid, user=owner, lock=lock)), \
                 sole_writer(shared / "data"):
             pass
 

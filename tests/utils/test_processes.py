@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from inference.evaluation import evaluated_models as evaluation_cases
-from inference.evaluation.evaluated_models import Failures, cases_of
+from inference.evaluation.evaluated_models import Failures, models_of
 from ort_analysis import fusion_detector
 from ort_analysis.fusion_detector import write_records
 from ort_analysis.records.kernel_record import ModelRecord
@@ -61,5 +61,5 @@ def test_folder_runs_survive_a_crash(workspace: Workspace, monkeypatch: pytest.M
     assert "takes ONNX Runtime down" in str(found[2])
     monkeypatch.setattr(evaluation_cases, "_analysed", recorded_or_dead)
     failures = Failures()
-    assert [case.record.model for case in cases_of(paths, {}, "cpu", failures)] == ["a", "b", "z"]
+    assert [model.record.model for model in models_of(paths, {}, "cpu", failures)] == ["a", "b", "z"]
     assert list(failures) == ["dies.onnx"]

@@ -111,7 +111,7 @@ files.append_line(path, "c" * 40)
     assert path.read_text() == "a" * 40 + "\n" + "c" * 40 + "\n"
 
 
-def test_lines_that_are_no_text_are_told(tmp_path: Path) -> None:
+def test_lines_that_are_no_text_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_bytes(b"fine\n\xff\xfe\n")
     with pytest.raises(UserError, match="line 2: damaged"):
@@ -119,7 +119,7 @@ def test_lines_that_are_no_text_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_is_told_and_is_the_users_to_mend() -> None:
+def test_a_full_disk_is_reported_and_is_the_users_to_mend() -> None:
     done = run_script("open('/dev/full', 'w').write('x' * 100000)")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
@@ -293,7 +293,7 @@ def test_a_bug_keeps_its_traceback() -> None:
     assert "Traceback" in done.stderr
 
 
-def test_an_unwritable_folder_is_told(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
     """A file where a folder is needed: this holds for root too, whom permissions do not stop."""
     (tmp_path / "models").write_text("a file")
     done = run_script("from utils import files\nfiles.write_text(workspace.root / 'models' / 'x.json', '{}')",
@@ -304,7 +304,7 @@ def test_an_unwritable_folder_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not stop root")
-def test_a_folder_without_permission_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_permission_is_reported(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     done = run_script("from utils import files\nfiles.write_text(workspace.root / 'x.json', '{}')", workspace=tmp_path)
     assert done.returncode == 1
@@ -365,7 +365,7 @@ def test_json_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_track_passes_all_on() -> None:
-    assert list(cli.track(iter(range(5)), "counting")) == list(range(5))
+    assert list(cli.progress(iter(range(5)), "counting")) == list(range(5))
 
 
 # log ---------------------------------------------------------------------------------------------------------------------

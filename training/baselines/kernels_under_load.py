@@ -17,7 +17,7 @@ from benchmark.records.files import kernel_table_path
 from benchmark.records.reading import read_kernel_table
 from training.composition.fitted import latency_ms
 from training.composition.fitting import fit_line
-from training.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels, side_by_side
+from training.kernels.estimators import KernelModel, fit_kernel_model, parallel_map, predict_kernels
 from training.kernels.training_set import TrainingSet, read_training_set
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ def summed_ms(rows: TrainingSet, runs: Sequence[SharedRuns], records: Mapping[st
         background, family = key
         own = {name for record in records.values() if families[record.model] == family for name in record.kernels}
         seen = (rows.backgrounds != background) & ~np.isin(rows.ids, list(own))
-        seen &= np.array([family not in names for names in rows.families])
+        seen &= np.array([family not in names for names in rows.groups])
         if not (seen & ~rows.idle).any():
             return [np.nan] * len(groups[key])
         model = fit_kernel_model(rows.rows(seen), LABEL, (), config)
         return [_sum_ms(model, rows, records[runs[place].model], runs[place].metrics) for place in groups[key]]
 
     keys = sorted(groups)
-    for key, predicted in zip(keys, side_by_side(sums_of, keys, config.workers), strict=True):
+    for key, predicted in zip(keys, parallel_map(sums_of, keys, config.workers), strict=True):
         sums[groups[key]] = predicted
     means = np.array([run.samples_ms.mean() for run in runs])
     found = np.full(len(runs), np.nan)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from benchmark.records.labels import GPU_LABEL
 from training.composition.left_out import Fold, by_model, folds_of
-from training.kernels.estimators import side_by_side
+from training.kernels.estimators import parallel_map
 from training.kernels.predictors import leaves_gpu_idle
 from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import TrainingSet
@@ -79,4 +79,4 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
         return by_model(fold, times)
 
     folds = folds_of(rows, models, groups, "family", config.folds)
-    return {name: times for part in side_by_side(one_fold, folds, config.workers) for name, times in part.items()}
+    return {name: times for part in parallel_map(one_fold, folds, config.workers) for name, times in part.items()}

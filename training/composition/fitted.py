@@ -83,7 +83,7 @@ class FittedModel(Frozen):
     predicted_ms: float
 
 
-class Interval(Frozen):
+class ErrorRange(Frozen):
     """Between which multiples of the prediction a model's latency lies, in COVERAGE of all cases.
 
     Attributes:
@@ -110,7 +110,7 @@ class HostIo(Frozen):
     out_ms_per_mib: float
     models: int
     left_out: ErrorStatistics | None = None
-    interval: Interval | None = None
+    interval: ErrorRange | None = None
 
 
 class GraphReplay(Frozen):
@@ -122,7 +122,7 @@ class GraphReplay(Frozen):
     costs: PipelineCosts
     models: int
     left_out: ErrorStatistics | None = None
-    interval: Interval | None = None
+    interval: ErrorRange | None = None
 
 
 class Composition(Formula):
@@ -151,14 +151,14 @@ class Composition(Formula):
     predictors_created: str
     candidates: tuple[Candidate, ...]
     models: tuple[FittedModel, ...]
-    interval: Interval | None = None
-    interval_measured: Interval | None = None
+    interval: ErrorRange | None = None
+    interval_measured: ErrorRange | None = None
     host_io: HostIo | None = None
     cuda_graph: GraphReplay | None = None
     assumed: bool = False
     probe_us: float | None = None
 
-    def interval_for(self, measured_share: float) -> Interval | None:
+    def interval_for(self, measured_share: float) -> ErrorRange | None:
         """The interval of predictions of which such a share of the kernels' time was measured: with nearly all of it, that of
         measured kernels."""
         return self.interval_measured if self.interval_measured and measured_share >= NEARLY_ALL else self.interval

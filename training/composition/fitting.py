@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from training.composition.fitted import COVERAGE, Candidate, Interval, Kind, Line, latency_ms
+from training.composition.fitted import COVERAGE, Candidate, ErrorRange, Kind, Line, latency_ms
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
-LEAST_FOR_INTERVAL = 20  # left-out models; with fewer, the outermost error is no 95th percentile
+LEAST_FOR_RANGE = 20  # left-out models; with fewer, the outermost error is no 95th percentile
 NODE_MARGIN = 0.9  # with γ, a candidate must err this much less than without: few models fit three constants too well
 MODELS_FOR_NODES = 5  # fewer can't tell γ from α and β
 
@@ -69,14 +69,14 @@ def leave_out(sums_ms: Floats, measured_ms: Floats, groups: Sequence[str], nodes
     return each_left_out(groups, fit_and_predict)
 
 
-def interval_of(predicted_ms: Floats, measured_ms: Floats, groups: Sequence[str]) -> Interval | None:
+def error_range_of(predicted_ms: Floats, measured_ms: Floats, groups: Sequence[str]) -> ErrorRange | None:
     """The interval that the errors of left-out models tell of; None for fewer than LEAST_FOR_INTERVAL.
 
     A split-conformal interval (Lei et al., Distribution-free predictive inference for regression, 2018) on the ratio of
     measured to predicted: the outer tenths of the ratios, with the correction for their number, are cut off.
     """
     ratios = measured_ms / predicted_ms
-    if len(ratios) < LEAST_FOR_INTERVAL:
+    if len(ratios) < LEAST_FOR_RANGE:
         return None
 
     def bounds(of: Floats) -> tuple[float, float]:
@@ -89,7 +89,7 @@ def interval_of(predicted_ms: Floats, measured_ms: Floats, groups: Sequence[str]
         low, high = bounds(ratios[labels != group])
         inside += ((ratios[labels == group] >= low) & (ratios[labels == group] <= high)).tolist()
     low, high = bounds(ratios)
-    return Interval(low=low, high=high, coverage=float(np.mean(inside)))
+    return ErrorRange(low=low, high=high, coverage=float(np.mean(inside)))
 
 
 def fit_candidate(label: str, kind: Kind, sums_ms: Floats, measured_ms: Floats, nodes: Floats,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from training.composition.measured_models import MeasuredModel, TimesOfModels
-from training.kernels.estimators import TimePredictor, fit_kernel_model, predict_kernels, side_by_side
+from training.kernels.estimators import TimePredictor, fit_kernel_model, parallel_map, predict_kernels
 from training.kernels.predictors import leaves_gpu_idle
 from utils.logger import get_logger
 
@@ -56,7 +56,7 @@ def folds_of(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequenc
         kernels = {kernel.id: kernel for model in held for kernel in model.record.kernels.values()}
         seen = ~np.isin(rows.ids, list(kernels))
         if left_out == "family":
-            seen &= np.array([not (families & out) for families in rows.families])
+            seen &= np.array([not (families & out) for families in rows.groups])
         found.append(Fold(out, held, kernels, seen))
     return found
 
@@ -96,7 +96,7 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
                                for kernel, time in zip(listed, times, strict=True)})
 
     folds = folds_of(rows, models, groups, left_out, config.folds)
-    return {name: times for part in side_by_side(one_fold, folds, config.workers) for name, times in part.items()}
+    return {name: times for part in parallel_map(one_fold, folds, config.workers) for name, times in part.items()}
 
 
 def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:

@@ -35,7 +35,7 @@ class MeasuredModel:
     host took meanwhile."""
 
     record: ModelRecord
-    family: str
+    group: str
     latency_ms: float
     host_ms: float = math.nan
     host_io_ms: float = math.nan
@@ -71,8 +71,8 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
 
 def left_out_groups(models: Sequence[MeasuredModel]) -> tuple[Literal["family", "model", "nothing"], list[str]]:
     """What is left out at a time, and each model's group: its family, or itself where there is one family only."""
-    if len({model.family for model in models}) > 1:
-        return "family", [model.family for model in models]
+    if len({model.group for model in models}) > 1:
+        return "family", [model.group for model in models]
     return ("model" if len(models) > 1 else "nothing"), [model.record.model for model in models]
 
 

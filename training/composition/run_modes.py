@@ -16,7 +16,7 @@ import numpy.typing as npt
 from graph_model.simulation.pipeline import PipelineCosts
 from training.composition.fit_pipeline import ODD, US, MeasuredTracks, latencies_ms
 from training.composition.fitted import GraphReplay, HostIo, Mask, copied_mib, host_io_ms
-from training.composition.fitting import each_left_out, interval_of
+from training.composition.fitting import each_left_out, error_range_of
 from utils.lazy import scipy
 from utils.timing import error_statistics
 
@@ -91,7 +91,7 @@ def fit_graph_replay(models: Sequence[MeasuredModel], tracks: Sequence[MeasuredT
 def judged(fitted: Mode, left_out_ms: Floats, measured_ms: Floats, groups: Sequence[str]) -> Mode:
     """What was fitted, with the errors that latencies predicted without their groups have, and the interval that these tell."""
     return fitted.model_copy(update={"left_out": error_statistics(left_out_ms.tolist(), measured_ms.tolist()),
-                                     "interval": interval_of(left_out_ms, measured_ms, groups)})
+                                     "interval": error_range_of(left_out_ms, measured_ms, groups)})
 
 
 def _replay_costs(models: Sequence[MeasuredTracks]) -> PipelineCosts:

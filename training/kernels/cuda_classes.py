@@ -89,7 +89,7 @@ def fit_two_stages(rows: TrainingSet, label: str, class_of: Mapping[str, str], c
     numbers = {name: place for place, (name, _) in enumerate(Counter(named).most_common(MOST_CLASSES))}
     classes = np.array([numbers.get(name, len(numbers)) for name in named])
     count = len(numbers) + 1
-    groups = [min(families) if families else str(name) for families, name in zip(rows.families, rows.ids, strict=True)]
+    groups = [min(families) if families else str(name) for families, name in zip(rows.groups, rows.ids, strict=True)]
     folds = assign_folds(groups, [""] * len(groups), INNER_FOLDS, config.seed)
     guessed = np.zeros((len(rows), count))
     for fold in set(folds.tolist()) if len(set(folds.tolist())) > 1 else ():  # one group alone: nothing is known to guess from

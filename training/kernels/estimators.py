@@ -202,7 +202,7 @@ def predict_rows(model: KernelModel, rows: TrainingSet) -> Floats:
     return model.predict_ms(rows.types, rows.features, rows.load, rows.flops, rows.bytes_moved)
 
 
-def side_by_side(task: Callable[[T], R], items: Iterable[T], workers: int) -> list[R]:
+def parallel_map(task: Callable[[T], R], items: Iterable[T], workers: int) -> list[R]:
     """`task` of each item, in order, `workers` at a time. Threads will do: the estimators compute outside the interpreter."""
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(task, items))

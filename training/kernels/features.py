@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
     out_width: int
 
 
-class Window(NamedTuple):
+class KernelWindow(NamedTuple):
     """The window of a convolution or pool, and a convolution's groups; 0 for other operations."""
 
     kernel_height: int
@@ -67,7 +67,7 @@ def kernel_features(kernel: Kernel) -> list[float]:
     shape: tuple[int, ...] = inputs[0].shape if inputs else ()
     out: tuple[int, ...] = outputs[0].shape if outputs else ()
     sizes = _sizes(kernel, shape, out)
-    window = _window(kernel, sizes)
+    window = _kernel_window(kernel, sizes)
     product = _product(kernel, inputs, out, sizes, window)
     return [
         *sizes, *window, *product,
@@ -82,7 +82,7 @@ def kernel_features(kernel: Kernel) -> list[float]:
 
 KERNEL_FEATURES = FeatureSchema("kernel", 1, {
     "sizes": Sizes._fields,
-    "window": Window._fields,
+    "window": KernelWindow._fields,
     "product": Product._fields,
     # how the product fills tiles: counts, and the share of the tiles' area that is used
     "tiles": ("log_tiles_32", "fill_32", "log_tiles_128", "fill_128"),
@@ -114,7 +114,7 @@ def _sizes(kernel: Kernel, shape: Sequence[int], out: Sequence[int]) -> Sizes:
     return Sizes(*image_sizes(shape, channels_last, spatial), *out_sizes)
 
 
-def _window(kernel: Kernel, sizes: Sizes) -> Window:
+def _kernel_window(kernel: Kernel, sizes: Sizes) -> KernelWindow:
     attributes = kernel.attributes
     kernel_height = kernel_width = stride = padding = dilation = 0
     group = int(attributes.get("group", 1)) if kernel.op_type in CONVOLUTIONS else 0
@@ -124,8 +124,8 @@ def _window(kernel: Kernel, sizes: Sizes) -> Window:
         stride = math.prod(attributes.get("strides") or (1,))
         dilation = max(attributes.get("dilations") or (1,))
         padding = sum(attributes.get("pads") or (0,))
-    return Window(kernel_height, kernel_width, stride, padding, dilation, group,
-                  sizes.channels // group if group else 0, float(1 < group == sizes.channels))
+    return KernelWindow(kernel_height, kernel_width, stride, padding, dilation, group,
+                        sizes.channels // group if group else 0, float(1 < group == sizes.channels))
 
 
 def _unnamed_window(kernel: Kernel, sizes: Sizes) -> Sequence[int]:
@@ -137,7 +137,7 @@ def _unnamed_window(kernel: Kernel, sizes: Sizes) -> Sequence[int]:
     return weights.shape[2:] or (1,)
 
 
-def _product(kernel: Kernel, inputs: Sequence[KernelInput], out: Sequence[int], sizes: Sizes, window: Window) -> Product:
+def _product(kernel: Kernel, inputs: Sequence[KernelInput], out: Sequence[int], sizes: Sizes, window: KernelWindow) -> Product:
     """The product; all 0 where there is none.
 
     Args:

@@ -68,7 +68,7 @@ def cross_validate(rows: TrainingSet, label: str, own: list[str], config: Traini
             bound * np.exp(forest.predict(seen)), bound * problem.roofline.scale])
 
     predicted = np.full((len(rows), 4), np.nan)
-    for test, times in estimators.side_by_side(one_fold, sorted(set(folds.tolist())), config.workers):
+    for test, times in estimators.parallel_map(one_fold, sorted(set(folds.tolist())), config.workers):
         predicted[test] = times
     return LeftOut(*predicted.T)
 

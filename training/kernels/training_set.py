@@ -39,7 +39,7 @@ class TrainingSet:
         header: of the dataset.
         sha256: of the kernel table, to tell what was learned from what.
         ids, types: of each row's kernel.
-        families: of each row, the model families that hold its kernel (or near whose shapes it was sampled).
+        groups: of each row, the model families that hold its kernel (or near whose shapes it was sampled).
         backgrounds: what else ran beside each row, by its name in the dataset; "" where nothing did.
         idle: rows without background load.
         schema: of the features.
@@ -56,7 +56,7 @@ class TrainingSet:
     sha256: str
     ids: npt.NDArray[np.str_]
     types: npt.NDArray[np.str_]
-    families: tuple[frozenset[str], ...]
+    groups: tuple[frozenset[str], ...]
     backgrounds: npt.NDArray[np.str_]
     idle: npt.NDArray[np.bool_]
     schema: FeatureSchema
@@ -77,7 +77,7 @@ class TrainingSet:
         return replace(
             self, ids=self.ids[mask], types=self.types[mask], idle=self.idle[mask], features=self.features[mask],
             backgrounds=self.backgrounds[mask],
-            families=tuple(names for names, kept in zip(self.families, mask, strict=True) if kept), load=self.load[mask],
+            groups=tuple(names for names, kept in zip(self.groups, mask, strict=True) if kept), load=self.load[mask],
             times_ms={label: times[mask] for label, times in self.times_ms.items()}, flops=self.flops[mask],
             bytes_moved=self.bytes_moved[mask])
 
@@ -163,7 +163,7 @@ def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: lis
     idle_load = {name: float(np.nanmedian(load[idle, column])) for column, name in enumerate(metrics)}
     load[idle] = list(idle_load.values())
     return TrainingSet(
-        header=header, sha256=sha256, ids=ids, types=np.array([kernels[name].type for name in ids]), families=tuple(owners),
+        header=header, sha256=sha256, ids=ids, types=np.array([kernels[name].type for name in ids]), groups=tuple(owners),
         backgrounds=table["Background"].fillna("").to_numpy(dtype=str), idle=idle,
         schema=schema, features=schema.matrix(kernels[name] for name in described)[[row_of[name] for name in ids]],
         load=load, metrics=metrics, idle_load=idle_load, times_ms=_times(table, header.target.flavour.device),

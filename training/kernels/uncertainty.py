@@ -29,7 +29,7 @@ from utils.paths import Workspace
 if TYPE_CHECKING:
     from training.kernels.training_set import TrainingSet  # brings pandas, which a prediction does without
 
-DOUBT_VERSION = 1
+UNCERTAINTY_VERSION = 1
 FILE = "doubt.json"
 FIT = "python training/fit_doubt.py"
 LEAST_OPERATORS = 3
@@ -100,7 +100,7 @@ OTHER_FORM_OF: dict[OperatorClass, Range] = {"normalisation": Range(low=0.25, hi
 FORMLESS: frozenset[OperatorClass] = frozenset({"elementwise", "movement"})  # memory-bound at whatever rank
 
 
-class Doubt(Frozen):
+class Uncertainty(Frozen):
     """`doubt.json`.
 
     Attributes:
@@ -109,7 +109,7 @@ class Doubt(Frozen):
         forms: in which each kernel type was measured, as `form_of` names them; None where that is not known.
     """
 
-    version: int = DOUBT_VERSION
+    version: int = UNCERTAINTY_VERSION
     dataset_sha256: str
     ranges: dict[str, dict[str, Range]]
     forms: dict[str, tuple[str, ...]] | None = None
@@ -128,7 +128,7 @@ class Doubt(Frozen):
         return OTHER_FORM_OF.get(kind, OTHER_FORM)
 
 
-NOTHING_LEARNED = Doubt(dataset_sha256="", ranges={})
+NOTHING_LEARNED = Uncertainty(dataset_sha256="", ranges={})
 
 
 def operator_class(kernel: Kernel) -> OperatorClass:
@@ -150,7 +150,7 @@ def form_of(kernel: Kernel) -> str:
     return f"{kernel.dtype} of rank {len(first.shape) if first else 0}"
 
 
-def learn_doubt(rows: TrainingSet, kernels: Iterable[Kernel]) -> Doubt:
+def learn_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel]) -> Uncertainty:
     """What the idle rows of a dataset tell.
 
     Args:
@@ -164,8 +164,8 @@ def learn_doubt(rows: TrainingSet, kernels: Iterable[Kernel]) -> Doubt:
         kernel = by_id[name]
         classes[kernel.type] = operator_class(kernel)
         forms.setdefault(kernel.type, set()).add(form_of(kernel))
-    return Doubt(dataset_sha256=rows.sha256, ranges={label: ranges_of(rows, label, classes) for label in rows.times_ms},
-                 forms={name: tuple(sorted(found)) for name, found in sorted(forms.items())})
+    return Uncertainty(dataset_sha256=rows.sha256, ranges={label: ranges_of(rows, label, classes) for label in rows.times_ms},
+                       forms={name: tuple(sorted(found)) for name, found in sorted(forms.items())})
 
 
 def ranges_of(rows: TrainingSet, label: str, classes: dict[str, OperatorClass]) -> dict[str, Range]:
@@ -194,26 +194,26 @@ def ranges_of(rows: TrainingSet, label: str, classes: dict[str, OperatorClass]) 
     return ranges
 
 
-def doubt_path(folder: Path) -> Path:
+def uncertainty_path(folder: Path) -> Path:
     """Beside the predictors of a target in `folder`."""
     return folder / FILE
 
 
-def read_doubt(folder: Path) -> Doubt:
+def read_uncertainty(folder: Path) -> Uncertainty:
     """What was learned of a target's doubt; the stated defaults where nothing was.
 
     Raises:
         UserError: a damaged file or one of another version.
     """
-    path = doubt_path(folder)
-    return files.read_record(path, Doubt, DOUBT_VERSION, FIT) if path.exists() else NOTHING_LEARNED
+    path = uncertainty_path(folder)
+    return files.read_record(path, Uncertainty, UNCERTAINTY_VERSION, FIT) if path.exists() else NOTHING_LEARNED
 
 
-def save_doubt(workspace: Workspace, rows: TrainingSet, folder: Path) -> Doubt:
+def save_uncertainty(workspace: Workspace, rows: TrainingSet, folder: Path) -> Uncertainty:
     """Learns doubt from the dataset of `rows`, and writes it into `folder`."""
     from benchmark.records.files import read_kernels
 
     described = read_kernels(workspace.dataset(rows.header.target.name), set(rows.ids.tolist()))
-    doubt = learn_doubt(rows, (entry.kernel for entry in described))
-    files.write_json(doubt_path(folder), doubt)
-    return doubt
+    uncertainty = learn_uncertainty(rows, (entry.kernel for entry in described))
+    files.write_json(uncertainty_path(folder), uncertainty)
+    return uncertainty

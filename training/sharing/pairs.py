@@ -57,7 +57,7 @@ class Pairs:
         self._predicted = np.array([[
             _next_to_loop(models[runs[place].model], models[looped[runs[place].background]],
                           learned[place].model_copy(update={"switch_ms": switch_ms})) for switch_ms in self._switches_ms]
-            for place in cli.track(self.cases, "simulating pairs")])
+            for place in cli.progress(self.cases, "simulating pairs")])
 
     def switch_ms(self) -> float:
         """What errs least for all cases."""

@@ -144,12 +144,12 @@ class SimulatedModels(NamedTuple):
     Attributes:
         strict: with kernels predicted, and the costs of a run fitted, without their family.
         known: the same, but with kernels as measured.
-        families, records: of each.
+        groups, records: of each.
     """
 
     strict: dict[str, Simulated]
     known: dict[str, Simulated]
-    families: dict[str, str]
+    groups: dict[str, str]
     records: dict[str, ModelRecord]
 
 
@@ -167,7 +167,7 @@ def simulated_models(workspace: Workspace, target: str, config: TrainingConfig) 
     left_out, groups = left_out_groups(models)
     rows = read_training_set(workspace, target)
     strict = {label: predict_out_of_fold(rows, models, groups, left_out, label, sidecar.labels[label].own_types, config)
-              for label in cli.track(ON_GPU, "leaving families out")}
+              for label in cli.progress(ON_GPU, "leaving families out")}
     known = known_times(strict, measured_times(workspace, target))
     names = [model.record.model for model in models]
     of_strict, of_known = tracks_of(models, strict), tracks_of(models, known)

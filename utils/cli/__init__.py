@@ -16,7 +16,7 @@ from utils.cli.options import (
 )
 from utils.cli.parsing import EXIT_USAGE, parser, start
 from utils.cli.printing import cell, column_widths, first_of, print_json, print_line, print_rows, print_table
-from utils.cli.progress_bar import track
+from utils.cli.progress_bar import progress
 from utils.cli.running import EXIT_ROUGH, EXIT_SLO_MISSED, LEFT_OUT, OS_ERROR_ADVICE, explain, is_command, run
 
 __all__ = [
@@ -54,8 +54,8 @@ __all__ = [
     "print_line",
     "print_rows",
     "print_table",
+    "progress",
     "run",
     "start",
-    "track",
     "whole",
 ]

@@ -14,7 +14,7 @@ T = TypeVar("T")
 _QUIET_SECONDS = 15.0  # between two progress lines if stderr is not a terminal
 
 
-def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
+def progress(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
     """Yields `items` and shows a progress bar with the time left on stderr (a line every 15 s if that is not a terminal)."""
     if total is None:
         total = len(items) if hasattr(items, "__len__") else None  # type: ignore[arg-type]

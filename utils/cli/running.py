@@ -61,14 +61,14 @@ def run(main: Callable[[], int | None], kept: str = "") -> NoReturn:
         code = main() or 0
         sys.stdout.flush()
     except BaseException as error:
-        told = _told(error, stopped)
+        told = _report(error, stopped)
         if told is None:
             raise
         code = told
     sys.exit(code)
 
 
-def _told(error: BaseException, stopped: str) -> int | None:
+def _report(error: BaseException, stopped: str) -> int | None:
     """Tells the user of an error, or that the script was stopped, and returns the exit code; None for a bug."""
     if asked_by() or isinstance(error, KeyboardInterrupt):
         say(stopped)

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from utils import files
 from utils.errors import UserError
-from utils.timing import Interval
+from utils.timing import TimeSpan
 
 TRUNCATION_US = 0.5
 SUFFIX = "_kernel_time"
 
 
 @dataclass(frozen=True)
-class NodeEvent(Interval):
+class NodeEvent(TimeSpan):
     """One node in one run; times in microseconds since the session began."""
 
     node: str
