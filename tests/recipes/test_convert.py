@@ -59,7 +59,7 @@ def answers(workspace: Workspace) -> dict[str, Any]:
                        "warnings": list(answer.warnings)}
     rows = read_training_set(workspace, TARGET)
     found["rows"] = sorted([name, sorted(groups), float(time_ms)] for name, groups, time_ms in zip(
-        rows.ids.tolist(), rows.families, rows.times_ms["run"], strict=True))
+        rows.ids.tolist(), rows.groups, rows.times_ms["run"], strict=True))
     return found
 
 

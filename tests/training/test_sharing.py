@@ -202,9 +202,9 @@ def test_what_was_learned_is_read_as_written(tmp_path: Path) -> None:
     assert read_sharing(tmp_path) is None
     files.write_json(sharing_path(tmp_path), SHARING)
     assert read_sharing(tmp_path) == SHARING
-    sharing_path(tmp_path).write_text(sharing_path(tmp_path).read_text().replace('"version": 2', '"version": 3').replace(
-        '"version":2', '"version":3'))
-    with pytest.raises(UserError, match=r"version 3, .*fit_sharing\.py"):
+    sharing_path(tmp_path).write_text(sharing_path(tmp_path).read_text().replace('"version": 3', '"version": 4').replace(
+        '"version":3', '"version":4'))
+    with pytest.raises(UserError, match=r"version 4, .*fit_sharing\.py"):
         read_sharing(tmp_path)
 
 
