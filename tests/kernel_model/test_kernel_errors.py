@@ -115,8 +115,8 @@ def test_errors_are_read_as_written(tmp_path: Path) -> None:
     path = tmp_path / "errors.json"
     write_errors(path, errors)
     assert read_errors(path) == errors
-    path.write_text(path.read_text().replace('"version":1', '"version":2'))
-    with pytest.raises(UserError, match=r"version 2, .*train_kernel_model\.py --force"):
+    path.write_text(path.read_text().replace('"version":2', '"version":3'))
+    with pytest.raises(UserError, match=r"version 3, .*train_kernel_model\.py --force"):
         read_errors(path)
     with pytest.raises(UserError, match=r"no such file.*train_kernel_model\.py --force"):
         read_errors(tmp_path / "none.json")
