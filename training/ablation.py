@@ -1,9 +1,8 @@
-"""Phase 5.6: which parts of the kernel predictors help, each taken out or replaced in turn.
+"""Phase 5.6: which parts of the kernel predictors help: each is removed or replaced in turn.
 
-Reads the dataset and the predictors of each target (by default of all). Each family of models in turn is left out of
-everything, as in training/leave_families_out.py, and its kernels are predicted by what a variant of the training learned from
-the rest: the GPU's own times (label `gpu`) where they were measured, else those of the first label. Prints a row a variant;
-writes nothing.
+Reads the dataset and the predictors of each target (default: of all). Holds out each family of models in turn, as
+training/leave_families_out.py does, and predicts its kernels with a variant of the training on the rest. Predicts the GPU's own
+times (label `gpu`) where they were measured, else those of the first label. Writes nothing; prints one row per variant.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from utils.paths import Workspace
 
 log = get_logger("ablation")
 Floats = npt.NDArray[np.float64]
-OTHER_SEED = 1  # added to the config's: how far two trainings part that differ in nothing else
+OTHER_SEED = 1  # added to the config's seed: how much two trainings differ by chance
 EXAMPLES = """
 python training/ablation.py
 python training/ablation.py --workspace out/h200 --variant shipped --variant forest
@@ -60,17 +59,18 @@ python training/ablation.py --workspace out/h200 --target nvidia-h200-cuda-ort1.
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of training, where it differs from the one that ships.
+    """A way of training; the defaults are the training that ships.
 
     Attributes:
-        what: in words.
-        without: groups of features (training/kernels/features.py) that are all zero, so that no tree can use them.
+        what: its description.
+        without: groups of features (training/kernels/features.py) that are set to zero, so that no tree can use them.
         roofline: whether log(time / roofline) is learned; else log(time).
-        kernels: what is learned from: `all`, those without the free ones (sampled near no model), or those `of models` alone.
-        learner: boosters; a random forest on the same numbers; or boosters after a classifier of CUDA kernels.
-        other_settings: those of the boosters of the CPU's labels for the GPU's, and the other way round.
-        own: whether kernel types have predictors of their own, those that ship with one; else one predicts all.
-        seed: added to the config's.
+        kernels: what is learned from: `all`, `without free` (no kernels that were sampled near no model), or only kernels
+            `of models`.
+        learner: boosters, a random forest on the same numbers, or boosters after a classifier of CUDA kernels.
+        other_settings: train the GPU's labels with the booster settings of the CPU's labels, and the other way round.
+        own: whether the kernel types that ship with a predictor of their own have one here; else one predictor serves all.
+        seed: added to the config's seed.
     """
 
     what: str
@@ -103,7 +103,7 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Forest:
-    """A random forest that holds log(time / roofline)."""
+    """A random forest that predicts log(time / roofline)."""
 
     schema: FeatureSchema
     problem: Problem
@@ -118,13 +118,13 @@ class Forest:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A target's dataset, as the variants see it.
+    """A target's dataset, as the variants use it.
 
     Attributes:
-        label: whose times are learned.
-        own: kernel types whose shipped predictor is their own.
-        of_models: ids of kernels that some model holds; the others were sampled.
-        cuda_class: of each kernel by id; empty where the dataset does not tell.
+        label: the label whose times are learned.
+        own: kernel types that ship with a predictor of their own.
+        of_models: ids of the kernels that belong to a model; the others were sampled.
+        cuda_class: class of CUDA kernel by kernel id; empty where the dataset has no names of CUDA kernels.
         measured: idle times (ms) by kernel id and label.
     """
 
@@ -157,7 +157,7 @@ def load(workspace: Workspace, target: str) -> Dataset:
 
 
 def chosen_rows(data: Dataset, variant: Variant) -> TrainingSet:
-    """What a variant may learn from, with the features that it may see."""
+    """The rows that a variant may learn from, with the features that it may use."""
     rows = data.rows
     if variant.kernels == "without free":
         rows = rows.rows(np.array([bool(families) for families in rows.groups]))
@@ -170,7 +170,7 @@ def chosen_rows(data: Dataset, variant: Variant) -> TrainingSet:
 
 
 def learn(rows: TrainingSet, data: Dataset, variant: Variant, config: TrainingConfig) -> TimePredictor:
-    """What a variant learns from some rows."""
+    """The predictor that a variant learns from `rows`."""
     config = config.model_copy(update={"seed": config.seed + variant.seed})
     if variant.other_settings:
         config = config.model_copy(update={"xgboost": config.xgboost_gpu, "xgboost_gpu": config.xgboost})
@@ -185,7 +185,7 @@ def learn(rows: TrainingSet, data: Dataset, variant: Variant, config: TrainingCo
 
 def sum_mape(models: Sequence[MeasuredModel], predicted: TimesOfModels, measured: Mapping[str, Mapping[str, float]],
              label: str) -> float:
-    """Mean error, in per cent, of the sum over a model's nodes, of those whose kernel was measured."""
+    """Mean error, in per cent, of the summed times of a model's nodes; nodes whose kernel was not measured are not counted."""
     errors = []
     for model in models:
         times = predicted[model.record.model]
@@ -197,12 +197,13 @@ def sum_mape(models: Sequence[MeasuredModel], predicted: TimesOfModels, measured
 
 
 def evaluate(data: Dataset, variants: Mapping[str, Variant], config: TrainingConfig) -> list[dict[str, Any]]:
-    """A row a variant, errors in per cent. Where the dataset lacks the names of CUDA kernels, what needs them is left out."""
+    """One row per variant, errors in per cent. Variants that need the names of CUDA kernels are omitted, with a warning, where
+    the dataset has none."""
     left_out, groups = left_out_groups(data.models)
     table = []
     for name, variant in cli.progress(list(variants.items()), "ablation"):
         if variant.learner == "two stages" and not data.cuda_class:
-            log.warning("%s: left out: the dataset has no names of CUDA kernels", name)
+            log.warning("variant %s omitted: the dataset has no names of CUDA kernels", name)
             continue
         rows = chosen_rows(data, variant)
         predicted = predict_out_of_fold(rows, data.models, groups, left_out, data.label, (), config,

@@ -1,11 +1,11 @@
-"""Phase 5.2: fits how kernel times make a model's time on a target, latency = α·Σ + β.
+"""Phase 5.2: fits how a model's latency follows from the times of its kernels, latency = α·Σ + β.
 
-Reads the dataset, the kernel records and the predictors of each target (by default of all that have predictors). Writes
+Reads the dataset, the kernel records and the predictors of each target (default: every target that has predictors). Writes
 training/predictors/<target>/composition.json. Run it after training/train_kernel_model.py.
 
-Σ is made of kernels predicted out of fold: what predicts a model's kernels saw none of its family's, just as with a model
-that nobody measured. Each label is tried as a sum and as a longest path; each family of models is left out of the fit of
-α and β in turn, and the candidate that errs least on what was left out is the target's composition.
+Every label is tried as a sum and as a longest path, and a GPU's host and GPU as two tracks. Each family of models is held out
+in turn: its kernels are predicted by a training without the family, and its latencies by an α and β fitted without it. The
+candidate with the smallest error on the held-out models becomes the target's composition.
 """
 
 from __future__ import annotations
@@ -88,20 +88,20 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
 
 
 def kept_composition(workspace: Workspace, target: str) -> Composition | None:
-    """The composition that was fitted to these very predictors and models; None where there is none."""
+    """The composition on disk, if it was fitted to the present predictors and models; else None."""
     folder = workspace.predictors(target)
     if not composition_path(folder).is_file():
         return None
     try:
         there, sidecar = read_composition(folder), read_sidecar(folder)
-    except UserError:  # of another version, or of other predictors: fitted anew
+    except UserError:  # another version, or other predictors: fit again
         return None
     same = (there.predictors_created, there.models_sha256) == (sidecar.created, models_sha256(workspace, target))
     return there if same else None
 
 
 def candidate_table(composition: Composition) -> list[dict[str, Any]]:
-    """The candidates as rows to print, errors in per cent; the one used is marked."""
+    """One row per candidate, errors in per cent; the one in use is marked."""
     def percent(ratio: float | None) -> float | None:
         return None if ratio is None else 100 * ratio
 

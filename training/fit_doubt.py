@@ -1,7 +1,7 @@
-"""Phase 5.5: how far off the time of a kernel may be whose operator was never measured.
+"""Phase 5.5: how wrong the estimated time of a kernel may be whose operator was never measured.
 
-Reads the dataset of each target (by default of all that have predictors). Writes training/predictors/<target>/doubt.json.
-training/train_kernel_model.py does the same as it trains; this command is for predictors that were trained before.
+Reads the dataset of each target (default: of all). Writes training/predictors/<target>/doubt.json. You rarely need it:
+training/train_kernel_model.py does the same; this command is for predictors that were trained before it did.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ python training/fit_doubt.py --target h200-cuda-ort1.31-all --out training/shipp
 
 
 def table(target: str, uncertainty: Uncertainty) -> list[dict[str, Any]]:
-    """The ranges as rows to print."""
+    """One row per label and class of operators."""
     return [{"target": target, "label": label, "operators": kind, "measured": found.operators, "low": found.low,
              "high": found.high} for label, ranges in uncertainty.ranges.items() for kind, found in sorted(ranges.items())]
 

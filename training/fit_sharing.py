@@ -1,16 +1,21 @@
-"""Phase 5.4: how a target's GPU turns between processes, and how far off latencies beside other work are.
+"""Phase 5.4: how processes share a target's GPU, and how accurate latencies next to a co-runner are.
 
-Reads the dataset, records and predictors of a GPU target (by default of all that were measured beside backgrounds), and the
-models measured beside backgrounds, with the sharing probe's readings, from the same dataset or from those of other workspaces
-(--beside). Writes training/predictors/<target>/sharing.json: how long a slice is, what the probe's work takes alone, what
-waits are like where only metrics are known, and how models in a loop take turns.
+Reads the dataset, records and predictors of a GPU target (default: all targets that were measured with backgrounds). Also reads
+the models that were measured with backgrounds and sharing probe, from the same dataset or from other workspaces (--beside).
+Writes training/predictors/<target>/sharing.json: the length of a time slice, what the probe's work takes alone, how long waits
+are where only metrics are known, and what a switch between processes costs.
 
-Prints the errors of the mean, the median and the 95th percentile of latencies, each family of models and each background left
-out of every fit, with all kernels predicted: from a probe's reading just before, from the metrics alone, from the background's
-busy share and nothing else (as inference/load_curve.py is told it; here the probe found it), and, where a model in a loop is
-the background, from that model's prediction; and beside them what the plan's own path errs where kernels were
-measured under load too (training/baselines/kernels_under_load.py), the idle latency, that divided by the share of the time that
-is left, and what another machine's measurement of the same is off.
+Prints the errors of the mean, the median and the 95th percentile of latencies. Each family of models and each background is
+held out of every fit in turn, and all kernels are predicted. The predictions are made from
+
+- a reading of the probe just before;
+- the metrics alone;
+- the background's busy share alone (inference/load_curve.py asks for such a share; here it is the one that the probe measured);
+- the prediction of the background, where that is a model in a loop.
+
+For comparison, it prints the errors of the baseline of kernels measured under load (training/baselines/kernels_under_load.py),
+of the idle latency, of the idle latency divided by the share of time that the co-runner leaves, and of another machine's
+measurement of the same model and background.
 """
 
 from __future__ import annotations
@@ -70,14 +75,14 @@ python training/fit_sharing.py --workspace out/h200 --beside out/h200_beside --j
 
 
 def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, float]) -> Sharing:
-    """What was learned from some runs: waits beside an average kind of work, the longest of all, and how long a background that
-    pauses takes for a cycle.
+    """What is learned from some runs: the waits next to an average background, the longest wait, and the cycle of backgrounds
+    that pause.
 
-    Kinds are averaged quantile by quantile: other work is of one kind, not of all of them in turn, which would have long waits
-    beside any (so predictions' 95th percentiles err by a sixth less).
+    Backgrounds are averaged quantile by quantile. A co-runner is of one kind; a mixture of all kinds would give every one of
+    them some long waits (the average of quantiles has a sixth less error in the 95th percentiles).
 
     Raises:
-        UserError: no probe waited.
+        UserError: no probe had to wait.
     """
     at = np.linspace(0.0, 1.0, QUANTILES)
     readings = {id(run.co_runner): run for run in runs if len(run.co_runner.waits_ms)}.values()
@@ -97,7 +102,7 @@ def typical(runs: Sequence[SharedRuns], slice_ms: float, alone: Mapping[str, flo
 
 
 class Evaluation:
-    """Runs beside backgrounds, and what models of the fit say of them, families and backgrounds left out.
+    """Measured runs with backgrounds, and their predictions with the family and the background held out.
 
     Attributes:
         runs: those of models that are in the fit.
@@ -105,7 +110,7 @@ class Evaluation:
     """
 
     def __init__(self, runs: Sequence[SharedRuns], models: SimulatedModels, alone: Mapping[str, float]) -> None:
-        """Simulates every run at every slice.
+        """Simulates every run with every length of a slice in SLICES_MS.
 
         Args:
             runs: see `shared_runs`.
@@ -114,7 +119,7 @@ class Evaluation:
         """
         self.runs = [run for run in runs if run.model in models.strict]
         if not self.runs:
-            raise UserError("none of the models that were measured beside backgrounds is in the composition's fit")
+            raise UserError("none of the models that were measured with backgrounds is in the composition's fit")
         self._strict, self._alone = models.strict, alone
         self._family = [models.groups[run.model] for run in self.runs]
         self.measured = np.array([statistics_of(run.samples_ms) for run in self.runs])
@@ -124,16 +129,16 @@ class Evaluation:
 
     @staticmethod
     def _calibrated(model: Simulated, run: SharedRuns) -> Simulated:
-        """The model, as long on an idle GPU as it was measured: what the sharing alone errs."""
+        """The model with its measured idle latency, so that only the sharing can be wrong."""
         return Simulated(model.tracks, model.costs, run.idle_ms - model.idle_ms())
 
     def fit_slice(self, kept: Sequence[int]) -> int:
-        """Which of SLICES_MS errs least for the means of some runs."""
+        """The place in SLICES_MS of the slice with the smallest error of the means of the runs `kept`."""
         errors = np.abs(self._as_measured[kept, :, 0] / self.measured[kept, None, 0] - 1.0).mean(axis=0)
         return int(errors.argmin())
 
     def fits(self) -> list[tuple[int, Sharing]]:
-        """For each run what is learned without its background and its family: which slice, and the rest."""
+        """For each run, what is learned without its background and its family: the place of the slice, and the rest."""
         found: dict[tuple[str, str], tuple[int, Sharing]] = {}
         for run, family in zip(self.runs, self._family, strict=True):
             if (run.background, family) not in found:
@@ -144,7 +149,7 @@ class Evaluation:
         return [found[run.background, family] for run, family in zip(self.runs, self._family, strict=True)]
 
     def left_out(self, fits: Sequence[tuple[int, Sharing]]) -> dict[str, Floats]:
-        """Predictions by what they are made from, each shaped (runs, 3): mean, median, 95th percentile in ms."""
+        """Predictions (ms) by what they are made from, each of shape (runs, 3): mean, median, 95th percentile."""
         found: dict[str, list[Floats]] = defaultdict(list)
         for place, (run, (chosen, learned)) in enumerate(zip(self.runs, fits, strict=True)):
             model = self._strict[run.model]
@@ -158,7 +163,7 @@ class Evaluation:
         return {what: np.array(values) for what, values in found.items()}
 
     def learned(self) -> Sharing:
-        """From all runs. Warns of a slice at the edge of SLICES_MS: one beyond it might err less."""
+        """What is learned from all runs. Warns where the slice is at the edge of SLICES_MS, since one beyond may fit better."""
         slice_ms = SLICES_MS[self.fit_slice(range(len(self.runs)))]
         if slice_ms in (SLICES_MS[0], SLICES_MS[-1]):
             log.warning("a slice of %g ms errs least, which is the edge of those tried (%g to %g ms): the GPU's slice may lie "
@@ -167,15 +172,15 @@ class Evaluation:
 
 
 def errors_of(predicted: Floats, measured: Floats) -> SharingErrors:
-    """Mean errors of the three statistics, where there is a prediction."""
+    """Mean errors of the three statistics over the runs that have a prediction."""
     there = np.isfinite(predicted[:, 0])
     errors = np.abs(predicted[there] / measured[there] - 1.0).mean(axis=0)
     return SharingErrors(cases=int(there.sum()), **dict(zip(STATISTICS, errors.tolist(), strict=True)))
 
 
 def tables(evaluation: Evaluation, left_out: Mapping[str, Floats]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Errors in per cent: a row a way of predicting, with those from a probe in the same cases, and a row a background (from a
-    probe)."""
+    """Two tables of errors in per cent: one row per way of predicting, with the probe's errors for the same runs; and one row
+    per background, predicted from a probe."""
     measured = evaluation.measured
 
     def errors(predicted: Floats, kept: Floats, prefix: str = "") -> dict[str, float]:
@@ -194,19 +199,19 @@ def tables(evaluation: Evaluation, left_out: Mapping[str, Floats]) -> tuple[list
             [row({"background": name, "level": level}, left_out[PROBED], which[name, level]) for name, level in loads])
 
 
-def fit_target(workspace: Workspace, beside: Sequence[Workspace], target: str,
+def fit_target(workspace: Workspace, workspaces: Sequence[Workspace], target: str,
                config: TrainingConfig) -> tuple[Sharing, list[dict[str, Any]], list[dict[str, Any]]]:
-    """What was learned of a target's sharing, and the two tables of `tables`.
+    """What is learned of a target's sharing, and the two tables of `tables`.
 
     Raises:
-        UserError: nothing was measured beside backgrounds, or what a GPU's two tracks need is not there.
+        UserError: nothing was measured with backgrounds, or the target's composition is not a GPU's two tracks.
     """
-    backgrounds = backgrounds_of(beside, target)
-    blocks = [block for one in beside for block in read_journal(one.dataset(target))]
+    backgrounds = backgrounds_of(workspaces, target)
+    blocks = [block for one in workspaces for block in read_journal(one.dataset(target))]
     alone = alone_ms(blocks)
     runs = shared_runs(blocks, alone)
     if not runs:
-        raise UserError(f"{', '.join(str(one.dataset(target)) for one in beside)}: no model was measured beside a background "
+        raise UserError(f"{', '.join(str(one.dataset(target)) for one in workspaces)}: no model was measured with a background "
                         "with the sharing probe read before it; add levels and stress.backgrounds to the collector's config")
     models = simulated_models(workspace, target, config)
     evaluation = Evaluation(runs, models, alone)
@@ -220,9 +225,9 @@ def fit_target(workspace: Workspace, beside: Sequence[Workspace], target: str,
         left_out[PAIRED][pairs.cases] = pairs.left_out()
         learned = learned.model_copy(update={"switch_ms": pairs.switch_ms()})
     else:
-        log.warning("%s: no model was measured beside another one in a loop: what a switch between processes costs is taken to "
-                    "be %g ms, as on an H200", target, learned.switch_ms)
-    left_out |= {BASELINE: baseline_ms(evaluation, beside, target, models, config),
+        log.warning("%s: no model was measured next to another one in a loop, so the cost of a switch between processes is "
+                    "assumed to be %g ms, as on an H200", target, learned.switch_ms)
+    left_out |= {BASELINE: baseline_ms(evaluation, workspaces, target, models, config),
                  ELSEWHERE: measured_elsewhere(evaluation.runs)}
     left_out = {what: predicted for what, predicted in left_out.items() if np.isfinite(predicted).any()}
     errors = {field: errors_of(left_out[what], measured) for field, what in (
@@ -230,14 +235,14 @@ def fit_target(workspace: Workspace, beside: Sequence[Workspace], target: str,
     return learned.model_copy(update=errors), *tables(evaluation, left_out)
 
 
-def backgrounds_of(beside: Sequence[Workspace], target: str) -> dict[str, Background]:
+def backgrounds_of(workspaces: Sequence[Workspace], target: str) -> dict[str, Background]:
     """The backgrounds of a target's datasets, by name.
 
     Raises:
-        UserError: a dataset is missing, or two give one name to different backgrounds.
+        UserError: a dataset is missing, or two datasets use one name for different backgrounds.
     """
     found: dict[str, Background] = {}
-    for one in beside:
+    for one in workspaces:
         for name, background in read_header(one.dataset(target)).backgrounds.items():
             if found.setdefault(name, background) != background:
                 raise UserError(f"{one.dataset(target)}: background {name} is another there than in a dataset before it; learn "
@@ -245,55 +250,55 @@ def backgrounds_of(beside: Sequence[Workspace], target: str) -> dict[str, Backgr
     return found
 
 
-def baseline_ms(evaluation: Evaluation, beside: Sequence[Workspace], target: str, models: SimulatedModels,
+def baseline_ms(evaluation: Evaluation, workspaces: Sequence[Workspace], target: str, models: SimulatedModels,
                 config: TrainingConfig) -> Floats:
-    """What the plan's own path gives each run, from the first dataset with kernels under load that tells of it; one number for
-    all three statistics."""
+    """The baseline "kernels measured under load", from the first dataset that can predict the run; shape (runs, 3), one number
+    for all three statistics (ms)."""
     found = np.full(len(evaluation.runs), np.nan)
-    for one in beside:
+    for one in workspaces:
         if rows := measured_under_load(one, target):
             summed = summed_ms(rows, evaluation.runs, models.records, models.groups, config)
             found = np.where(np.isfinite(found), found, summed)
     return np.repeat(found[:, None], evaluation.measured.shape[1], axis=1)
 
 
-def shared_targets(workspace: Workspace, beside: Sequence[Workspace]) -> list[str]:
-    """The targets with predictors that were measured beside backgrounds.
+def shared_targets(workspace: Workspace, workspaces: Sequence[Workspace]) -> list[str]:
+    """The targets with predictors that were measured with backgrounds.
 
     Raises:
         UserError: there is none.
     """
     names = sorted(set(trained_targets(workspace)) & {
-        name for one in beside for name in collected_targets(one) if read_header(one.dataset(name)).backgrounds})
+        name for one in workspaces for name in collected_targets(one) if read_header(one.dataset(name)).backgrounds})
     if not names:
-        raise UserError(f"{', '.join(str(one.dataset('')) for one in beside)}: no target with predictors was measured beside "
+        raise UserError(f"{', '.join(str(one.dataset('')) for one in workspaces)}: no target with predictors was measured with "
                         "backgrounds; add levels and stress.backgrounds to the collector's config")
     return names
 
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    add_options(parser, "name of a target in training/predictors (default: all measured beside backgrounds)")
+    add_options(parser, "name of a target in training/predictors (default: all measured with backgrounds)")
     parser.add_argument("--beside", type=Path, metavar="WORKSPACE", action="append",
-                        help="where the models measured beside backgrounds are (repeatable; default: the same workspace)")
+                        help="workspace with models measured with backgrounds (repeatable; default: the same workspace)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    beside = [Workspace(one) for one in args.beside or [workspace.root]]
+    workspaces = [Workspace(one) for one in args.beside or [workspace.root]]
     config = read_config(args.config, TrainingConfig)
 
     def fit(target: str, show: Show) -> dict[str, Any]:
-        measured_in = [one for one in beside if args.target or target in collected_targets(one)]
+        measured_in = [one for one in workspaces if args.target or target in collected_targets(one)]
         sharing, by_what, by_load = fit_target(workspace, measured_in, target, config)
         path = sharing_path(workspace.predictors(target))
         files.write_json(path, sharing)
         log.info("saved %s: a slice of %g ms, waits of up to %g ms, a switch of %g ms", path, sharing.slice_ms,
                  sharing.longest_wait_ms, sharing.switch_ms)
-        show(by_what, f"{target}: latencies beside other work, families and backgrounds left out")
+        show(by_what, f"{target}: latencies next to a co-runner, families and backgrounds held out")
         show(by_load, f"{target}: the same by background, from a probe")
         return {"sharing": sharing.model_dump(mode="json"), "latency_by": by_what, "backgrounds": by_load}
 
     with sole_writer(workspace.predictors("")):
-        results = for_each_target([args.target] if args.target else shared_targets(workspace, beside), fit, args.json)
+        results = for_each_target([args.target] if args.target else shared_targets(workspace, workspaces), fit, args.json)
     if args.json:
         cli.print_json(results)
     return 0

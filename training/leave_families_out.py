@@ -1,10 +1,12 @@
-"""Phase 5.3: how far off latencies are for families of models that nothing was learned from.
+"""Phase 5.3: prediction errors for families of models that were held out of everything.
 
-Reads the datasets and predictors of a GPU target (all that have label `gpu`, by default). Each family in turn is left out of
-everything: its kernels, the shapes sampled near them, the fit of the composition. Prints the errors of whole models, with
-all kernels predicted, with those that other families share looked up, and with all as measured; at the host's usual pace,
-and at the pace that was measured beside each model (the same where it was not recorded); of single kernels; and, on the
-same split, of a line over the sum, of the roofline and of nn-Meter's random forests. Writes nothing.
+Reads the dataset and predictors of a GPU target (default: all targets with label `gpu`). Holds out each family in turn: its
+kernels, the shapes sampled near them, and its models in the fit of the composition. Writes nothing and prints the errors of
+
+- whole models: with all kernels predicted, with the kernels that other families share looked up, and with all as measured; at
+  the host's usual pace, and at the pace measured with each model (the usual one where none was recorded);
+- single kernels;
+- the baselines on the same split: a line over the sum of kernel times, the roofline, and nn-Meter's random forests.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ python training/leave_families_out.py --without-forests
 
 def shared_times(out_of_fold: TimesOfModels, rows: TrainingSet, label: str, models: Sequence[MeasuredModel],
                  groups: Sequence[str]) -> dict[str, dict[str, float]]:
-    """The out-of-fold times by model and kernel id, measured ones in the place of kernels that another family has too, or
-    that were sampled near no model at all."""
+    """The out-of-fold times by model and kernel id, where kernels that another family has too, or that were sampled near no
+    model, have their measured times."""
     times = {str(name): (float(time), families) for name, time, families, idle in zip(
         rows.ids, rows.times_ms[label], rows.groups, rows.idle, strict=True) if idle and np.isfinite(time)}
     found: dict[str, dict[str, float]] = {}
@@ -73,18 +75,18 @@ def shared_times(out_of_fold: TimesOfModels, rows: TrainingSet, label: str, mode
 
 
 def model_errors(what: str, predicted_ms: Floats, measured_ms: Floats) -> dict[str, Any]:
-    """A row of the table of models."""
+    """One row of the table of models; `what` says how they were predicted."""
     return row(what, error_statistics(predicted_ms.tolist(), measured_ms.tolist()))
 
 
 def row(what: str, found: ErrorStatistics) -> dict[str, Any]:
-    """Errors of models as a row of the table, in per cent."""
+    """Errors of models as one row of the table, in per cent."""
     return {"models by": what, "models": found.count, "MAPE_%": 100 * found.mape, "median_%": 100 * found.median,
             "within_5_%": 100 * found.within_5, "within_10_%": 100 * found.within_10, "worst_%": 100 * found.worst}
 
 
 def pipeline_rows(predicted: LeftOut, looked_up: LeftOut, known: LeftOut, latency: Floats) -> list[dict[str, Any]]:
-    """The rows of the two tracks: kernels predicted, those of other families looked up, and all as measured."""
+    """The rows of the two tracks: all kernels predicted, shared ones looked up, and all as measured."""
     return [
         model_errors("two tracks, all kernels predicted", predicted.usual_ms, latency),
         model_errors("two tracks, all kernels predicted, host's pace as measured", predicted.paced_ms, latency),
@@ -95,7 +97,7 @@ def pipeline_rows(predicted: LeftOut, looked_up: LeftOut, known: LeftOut, latenc
 
 def run_mode_rows(models: Sequence[MeasuredModel], groups: Sequence[str], tracks: Sequence[MeasuredTracks],
                   predicted: LeftOut) -> list[dict[str, Any]]:
-    """The rows of models run with numpy arrays or as CUDA graphs, where there are any."""
+    """The rows of models that were run with numpy arrays or as CUDA graphs; empty where there are none."""
     fitted = {"numpy in and out": fit_host_io(models, predicted.usual_ms, groups),
               "a CUDA graph": fit_graph_replay(models, tracks, groups)}
     return [row(f"two tracks, all kernels predicted; run with {what}", found.left_out)
@@ -104,7 +106,7 @@ def run_mode_rows(models: Sequence[MeasuredModel], groups: Sequence[str], tracks
 
 def line_rows(models: Sequence[MeasuredModel], groups: Sequence[str], times: Mapping[str, TimesOfModels],
               latency: Floats) -> list[dict[str, Any]]:
-    """The rows of a line over the sum of a model's kernels, each group left out of its fit; `times` by what they are."""
+    """One row per entry of `times`, of a line over the sum of a model's kernels, fitted without the model's group."""
     def sums_ms(of_models: TimesOfModels) -> Floats:
         return np.array([sum(of_models[model.record.model][node.kernel_id] for node in model.record.nodes) for model in models])
 
@@ -113,7 +115,7 @@ def line_rows(models: Sequence[MeasuredModel], groups: Sequence[str], times: Map
 
 
 def roofline_times(rows: TrainingSet, models: Sequence[MeasuredModel]) -> TimesOfModels:
-    """The time of each model's kernels by two rates and a floor, fitted to all kernels; in ms by model and kernel id."""
+    """Kernel times (ms) by model and kernel id from the roofline alone: two rates and a floor, fitted to all kernels."""
     idle = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]))
     roofline = fit_roofline(idle.flops, idle.bytes_moved, idle.times_ms[GPU_LABEL])
     return {model.record.model: {
@@ -156,7 +158,7 @@ def evaluate(workspace: Workspace, target: str, config: TrainingConfig,
 
 
 def gpu_targets(workspace: Workspace) -> list[str]:
-    """The targets whose predictors know the GPU's own times.
+    """The targets whose predictors have label `gpu`.
 
     Raises:
         UserError: there is none.
@@ -171,15 +173,15 @@ def gpu_targets(workspace: Workspace) -> list[str]:
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     add_options(parser, "name of a target in training/predictors (default: all with label gpu)")
-    parser.add_argument("--without-forests", action="store_true", help="leave nn-Meter's forests out, which take minutes")
+    parser.add_argument("--without-forests", action="store_true", help="omit nn-Meter's random forests, which take minutes")
     args = parser.parse_args()
     workspace = cli.start(args)
     config = read_config(args.config, TrainingConfig)
 
     def judge(target: str, show: Show) -> dict[str, Any]:
         models, kernels = evaluate(workspace, target, config, not args.without_forests)
-        show(models, f"{target}: whole models, each family left out of everything in turn")
-        show([kernels], f"{target}: the GPU's time of their kernels, each family left out")
+        show(models, f"{target}: whole models, each family held out in turn")
+        show([kernels], f"{target}: the GPU's time of their kernels, each family held out")
         return {"models": models, "kernels": kernels}
 
     results = for_each_target([args.target] if args.target else gpu_targets(workspace), judge, args.json)

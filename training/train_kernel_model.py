@@ -1,11 +1,11 @@
 """Phase 5.1: learns the time of a kernel from its shape and from what else runs on the device.
 
-Reads the datasets in benchmark/dataset (by default of every target) and training/config.yaml. Writes
-training/predictors/<target>/: boosters for each label, a sidecar that describes them, and the measured times for look-up;
-and training/kernel_errors/<target>.json: how far off they are on each kernel when it is left out, which the sampler draws by.
+Reads training/config.yaml and the datasets in benchmark/dataset (default: of every target). Writes to
+training/predictors/<target>/ the boosters of each label, a sidecar that describes them, and the measured times for look-up.
+Also writes training/kernel_errors/<target>.json, the error of each kernel when it is held out, for kernel_sampler.py --errors.
 
-XGBoost learns log(time / roofline), once for all kernel types together and once for each type with enough kernels;
-cross-validation picks between the two for each type. A random forest and the bare roofline are reported beside it.
+XGBoost learns log(time / roofline), once for all kernel types together and once per type with enough kernels. Cross-validation
+chooses between the two for each type. The errors of a random forest and of the bare roofline are printed for comparison.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ python training/train_kernel_model.py --target h200-cuda-ort1.31-all --json
 
 
 def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig) -> Sidecar | None:
-    """The sidecar of predictors that were trained on these very rows, with these settings, features and packages; or None, also
-    where their errors are gone."""
+    """The sidecar on disk, if its predictors were trained on the same rows with the same settings, features and packages, and
+    the file of kernel errors is there; else None."""
     folder = workspace.predictors(rows.header.target.name)
     if not sidecar_path(folder).is_file() or not workspace.kernel_errors(folder.name).is_file():
         return None
     try:
         there = read_sidecar(folder)
-    except UserError:  # of another version, or damaged: made anew
+    except UserError:  # another version, or damaged: train again
         return None
     same = (there.dataset_sha256, there.config, schema_of(there), there.packages, there.held_out) == (
         rows.sha256, config.model_dump(mode="json"), rows.schema, installed_packages(), rows.header.held_out)
@@ -64,8 +64,8 @@ def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig
 
 
 def save_errors(workspace: Workspace, rows: TrainingSet, trained: Trained) -> None:
-    """Writes how far off one label's predictors are on each kernel when it is left out. None of a held-out family is among
-    them: `rows` holds none."""
+    """Writes the error of one label's predictors on each kernel when it is held out of training. `rows` has no kernels that
+    belong to held-out families alone, so neither has the file."""
     header, families = rows.header, dict(zip(rows.ids.tolist(), rows.groups, strict=True))
     described = {entry.kernel.id: entry.kernel for entry in read_kernels(workspace.dataset(header.target.name))}
     write_errors(workspace.kernel_errors(header.target.name), KernelErrors(
@@ -76,8 +76,8 @@ def save_errors(workspace: Workspace, rows: TrainingSet, trained: Trained) -> No
 
 
 def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config: TrainingConfig) -> Sidecar:
-    """Writes the predictors of a target with their sidecar, and their errors by kernel: those of the GPU's own time, or of the
-    first label where that was not measured."""
+    """Writes the predictors of a target, their sidecar, and their errors by kernel. The errors are those of label `gpu`, or of
+    the first label where the GPU's time was not measured."""
     save_uncertainty(workspace, rows, workspace.predictors(rows.header.target.name))
     save_errors(workspace, rows, next((one for one in trained if one.label == GPU_LABEL), trained[0]))
     header = rows.header
@@ -95,7 +95,8 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config
 
 
 def head(rows: TrainingSet, label: str, count: int = 5) -> list[dict[str, Any]]:
-    """The first rows as the estimators see them: sizes, the encoded type, the load; and the time to learn."""
+    """The first rows as numbers: sizes, the code of the kernel type and the load, which the estimators read, and the time that
+    they learn."""
     codes = pose(rows.rows(np.isfinite(rows.times_ms[label])), label).type_codes
     columns = [name for name in HEAD_COLUMNS if name in rows.schema.names]
     table = []
@@ -108,7 +109,7 @@ def head(rows: TrainingSet, label: str, count: int = 5) -> list[dict[str, Any]]:
 
 
 def error_table(label: str, errors: Sequence[TypeErrors]) -> list[dict[str, Any]]:
-    """The errors of one label as rows to print, in per cent."""
+    """One row per kernel type and set of rows, errors in per cent."""
     return [{"label": label, "rows": e.rows_of, "type": e.type, "predictor": e.predictor, "kernels": e.kernels,
              "MAPE_%": 100 * e.mape, "median_%": 100 * e.median, "within_10_%": 100 * e.within_10,
              "forest_MAPE_%": 100 * e.forest_mape, "roofline_MAPE_%": 100 * e.roofline_mape} for e in errors]

@@ -185,7 +185,7 @@ def test_too_few_kernels_to_leave_any_out_is_reported(workspace: Workspace, capl
 def test_only_held_out_models(workspace: Workspace) -> None:
     write_workspace(workspace, families=("secretnet",), held_out=("secretnet",))
     train(workspace)
-    with pytest.raises(UserError, match="no idle latency of a model that may enter the fit"):
+    with pytest.raises(UserError, match="no idle latency of a model to fit a composition to"):
         fit_target(workspace, TARGET.name, QUICK)
 
 

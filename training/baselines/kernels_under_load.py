@@ -1,7 +1,7 @@
-"""The plan's own path under load: kernels measured alone under load, learned with the metrics as features, summed, α·Σ+β.
+"""Baseline: kernels measured under load. Kernel times are learned with the metrics as features, summed, and put into α·Σ+β.
 
-What it gives for a run comes from a training that saw nothing of the run's background and nothing of its model's family, and
-from an α and β fitted to the latencies of other families beside other backgrounds, each of whose sums was predicted likewise.
+Each run is predicted by a training without the run's background and without its model's family. Its α and β are fitted to
+latencies of other families next to other backgrounds, and the sums behind those are predicted in the same way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LABEL = "run"
 
 
 def measured_under_load(workspace: Workspace, target: str) -> TrainingSet | None:
-    """Kernels of the dataset with label `run`; None where none was measured beside a background."""
+    """The kernels of the dataset that have label `run`; None where no kernel was measured next to a background."""
     if not kernel_table_path(workspace.dataset(target)).exists() or read_kernel_table(workspace, target).empty:
         return None
     rows = read_training_set(workspace, target)
@@ -42,19 +42,19 @@ def measured_under_load(workspace: Workspace, target: str) -> TrainingSet | None
 
 def summed_ms(rows: TrainingSet, runs: Sequence[SharedRuns], records: Mapping[str, ModelRecord],
               families: Mapping[str, str], config: TrainingConfig) -> Floats:
-    """Each run's mean latency (ms) by the plan's own path; NaN for models whose kernels were not measured, beside backgrounds
-    that no kernel was measured beside, without metrics, and where nothing else is left to learn from.
+    """The mean latency (ms) that the baseline predicts for each run. NaN where it can't: a kernel of the model was not
+    measured, no kernel was measured next to the background, metrics are missing, or nothing is left to learn from.
 
     Args:
         rows: see `measured_under_load`.
-        runs: to predict, and the others of which α and β are fitted.
+        runs: to predict; α and β of each are fitted to the others.
         records, families: of the models, by the record's name.
         config: of the training.
     """
-    measured, beside = set(rows.ids.tolist()), set(rows.backgrounds.tolist())
+    measured, backgrounds = set(rows.ids.tolist()), set(rows.backgrounds.tolist())
     groups = defaultdict[tuple[str, str], list[int]](list)
     for place, run in enumerate(runs):
-        if (run.background in beside and set(rows.metrics) <= set(run.metrics)
+        if (run.background in backgrounds and set(rows.metrics) <= set(run.metrics)
                 and run.model in records and set(records[run.model].kernels) <= measured):
             groups[run.background, families[run.model]].append(place)
     sums = np.full(len(runs), np.nan)
@@ -83,6 +83,6 @@ def summed_ms(rows: TrainingSet, runs: Sequence[SharedRuns], records: Mapping[st
 
 
 def _sum_ms(model: KernelModel, rows: TrainingSet, record: ModelRecord, metrics: Mapping[str, float]) -> float:
-    """Σ of a model's kernels (ms), each as often as it stands in it, at the metrics of a load."""
+    """Σ over a model's nodes of their kernels' times (ms) under a load with these metrics."""
     kernels = [record.kernel_of(node) for node in record.nodes]
     return float(predict_kernels(model, kernels, rows.schema.matrix(kernels), [metrics[name] for name in rows.metrics]).sum())

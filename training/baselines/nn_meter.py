@@ -1,7 +1,7 @@
-"""nn-Meter's random forests, to compare with: one for each class of kernel, on raw shapes.
+"""Baseline: the random forests of nn-Meter, one for each class of kernels, on raw shapes.
 
-After nn-Meter (Zhang et al., MobiSys 2021; the settings are those of its published predictors' trainer). Its features know
-no batch, being made for phones; here the batch is the first of them.
+After nn-Meter (Zhang et al., MobiSys 2021), with the settings of the trainer that it published. nn-Meter was made for phones
+and has no batch size among its features; here it is the first of them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from training.composition.measured_models import MeasuredModel
 
 Floats = npt.NDArray[np.float64]
-MOST_KERNELS = 6000  # of one class that a forest learns from, drawn at random; nn-Meter itself samples about as many
+MOST_KERNELS = 6000  # that a forest learns from, drawn at random from its class; nn-Meter samples about as many
 SIZES = ("batch", "height", "width", "channels", "out_channels", "kernel_height", "stride", "log_flops", "log_weights")
-FORESTS: dict[str, tuple[tuple[int, int, float], tuple[str, ...]]] = {  # class: (trees, depth, features a split), features
+FORESTS: dict[str, tuple[tuple[int, int, float], tuple[str, ...]]] = {  # class: (trees, depth, features per split), features
     "conv": ((550, 80, 5), SIZES),
     "dwconv": ((240, 40, 7), SIZES),
     "fc": ((330, 70, 4), ("m", "n", "k", "log_flops")),
@@ -39,7 +39,7 @@ FORESTS: dict[str, tuple[tuple[int, int, float], tuple[str, ...]]] = {  # class:
 
 
 def kernel_class(kernel_type: str, depthwise: bool) -> str:
-    """Which of nn-Meter's forests is a kernel's."""
+    """The class of a kernel, which names one of FORESTS."""
     if kernel_type.startswith("Conv"):
         return "dwconv" if depthwise else "conv"
     if kernel_type in ("Gemm", "MatMul", "FusedMatMul"):
@@ -51,7 +51,7 @@ def kernel_class(kernel_type: str, depthwise: bool) -> str:
 
 def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str],
                         config: TrainingConfig) -> dict[str, dict[str, float]]:
-    """For each model, its kernels' GPU times in ms by id, by forests that saw nothing of its family."""
+    """For each model, the GPU times (ms) of its kernels by id, predicted by forests trained without the model's family."""
     rows = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]))
     depthwise = rows.schema.index("depthwise")
     classes = np.array([kernel_class(name, bool(flag)) for name, flag in zip(
@@ -59,7 +59,7 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
 
     def one_fold(fold: Fold) -> dict[str, dict[str, float]]:
         features = dict(zip(fold.kernels, rows.schema.matrix(fold.kernels.values()), strict=True))
-        median = float(np.median(rows.times_ms[GPU_LABEL][fold.seen]))  # for a class that only these models have
+        median = float(np.median(rows.times_ms[GPU_LABEL][fold.seen]))  # for classes that only the held-out models have
         times = {name: 0.0 if leaves_gpu_idle(kernel, GPU_LABEL) else median for name, kernel in fold.kernels.items()}
         generator = np.random.default_rng(config.seed)
         for name, ((trees, depth, split), wanted) in FORESTS.items():

@@ -1,1 +1,1 @@
-"""How kernel times make a model's time."""
+"""How a model's latency follows from the times of its kernels."""

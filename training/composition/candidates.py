@@ -1,4 +1,4 @@
-"""The ways of composing that are tried for a target: a line for each label and kind of sum, and a GPU's two tracks."""
+"""The compositions that are tried for a target: a line for each label and kind of sum, and a GPU's two tracks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Floats = npt.NDArray[np.float64]
 
 
 class Tried(NamedTuple):
-    """A candidate, and the latency (ms) that it gives each model of the fit.
+    """A candidate, and the latency (ms) that it predicts for each model of the fit.
 
     Attributes:
-        predicted_ms: with kernels predicted and the fit made without the model's group (where any was left out).
-        known_ms: of kind `pipeline`: the same with kernels as measured.
+        predicted_ms: with kernels predicted, and the constants fitted without the model's group (if groups are held out).
+        known_ms: the same with kernels as measured; only of kind `pipeline`.
     """
 
     candidate: Candidate
@@ -45,7 +45,7 @@ def try_lines(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels
     Args:
         models: of the fit.
         times: of their kernels, by label, model and kernel id.
-        groups: what each model is left out with; None to leave nothing out.
+        groups: of each model, held out together; None: nothing is held out.
     """
     measured = np.array([model.latency_ms for model in models])
     nodes = np.array([working_nodes(model.record) for model in models], dtype=float)
@@ -62,14 +62,14 @@ def try_lines(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels
 
 def try_pipeline(models: Sequence[MeasuredModel], tracks: Sequence[MeasuredTracks], times: Mapping[str, TimesOfModels],
                  measured: TimesOfModels, groups: Sequence[str]) -> list[Tried]:
-    """A GPU's two tracks; empty where too few models have both.
+    """A GPU's two tracks as a candidate; empty where both are known of too few models.
 
     Args:
         models: of the fit.
-        tracks: theirs, with kernels predicted without their group.
-        times: of their kernels, predicted likewise, by label, model and kernel id.
-        measured: times by kernel id and label.
-        groups: what each model is left out with.
+        tracks: of each model, with kernels predicted without the model's group.
+        times: the times behind `tracks`, by label, model and kernel id.
+        measured: measured times by kernel id and label.
+        groups: of each model, held out together.
     """
     if not can_fit(tracks):
         return []

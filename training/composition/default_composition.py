@@ -1,7 +1,7 @@
-"""What predicts on a machine of which nothing was learned: look-ups, a guessed roofline, and a composition of stated constants.
+"""Default predictors for a machine without training: look-ups, a guessed roofline, and a composition of default constants.
 
-With them a model can be answered as soon as its own kernels were measured (`predict_model_latency.py --measure-missing`). The
-first training and fit in the same workspace replace them.
+They can predict a model as soon as its own kernels have been measured (`predict_model_latency.py --measure-missing`). The first
+training and fit in the same workspace replace them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from utils.errors import UserError
 from utils.fingerprint import Target, machine
 from utils.paths import SHIPPED
 
-CPU_LABEL = UNPROFILED  # on a CPU: what the kernels take in the model itself, added up
-# What a CPU or a GPU of a usual kind reaches: a guess, for kernels of other models and those that could not be measured.
+CPU_LABEL = UNPROFILED  # on a CPU: the kernels' times in the model itself
+# A guess at what an ordinary CPU or GPU reaches, for kernels of other models and those that could not be measured.
 ROOFLINES = {"cpu": Roofline(flops_per_ms=5e7, bytes_per_ms=1e7, floor_ms=0.003, scale=1.0),
              "cuda": Roofline(flops_per_ms=2e10, bytes_per_ms=1e9, floor_ms=0.002, scale=1.0)}
-DTYPES = ("float16", "bfloat16", "float32", "float64")  # nothing was trained, so none is strange
+DTYPES = ("float16", "bfloat16", "float32", "float64")  # all of them: nothing was trained, so none is unknown
 NO_RANGE = (-1e300, 1e300)
 
 
 def default_composition(device: str) -> Composition:
-    """The composition for `cpu` or `cuda` that is fitted to nothing of this machine.
+    """The composition for a device, `cpu` or `cuda`, without any measurement of this machine.
 
-    On a GPU the costs of a run are those of the GPU whose predictors come with Hase: a guess for any other one.
+    On a GPU, the costs of a run are those of the GPU whose predictors come with Hase, which is a guess for any other GPU.
 
     Raises:
-        UserError: no GPU's composition comes with Hase.
+        UserError: Hase comes without a GPU's composition.
     """
     on_gpu = device == "cuda"
     return Composition(
@@ -49,7 +49,7 @@ def default_composition(device: str) -> Composition:
 
 
 def shipped_costs() -> PipelineCosts:
-    """What a run costs on the two tracks of the GPU that comes with Hase; errors as of `default_composition`."""
+    """The costs of a run on the GPU whose predictors come with Hase; errors as of `default_composition`."""
     for path in sorted(SHIPPED.glob(f"*/{composition_path(Path()).name}")):
         if costs := files.read_json(path).get("costs"):
             return PipelineCosts.model_validate(costs)
@@ -57,7 +57,7 @@ def shipped_costs() -> PipelineCosts:
 
 
 def untrained(folder: Path, target: Target) -> Predictors:
-    """Predictors of `target`, which this machine is, that know nothing yet; nothing is written."""
+    """Predictors of `target` without any measurement yet; this machine must be the target. Nothing is written."""
     device = target.flavour.device
     rooflines = {GPU_LABEL: ROOFLINES["cuda"], LAUNCHES: LEAST_LAUNCHES} if device == "cuda" else {
         CPU_LABEL: ROOFLINES["cpu"]}
@@ -73,7 +73,7 @@ def untrained(folder: Path, target: Target) -> Predictors:
 
 
 def save_default(folder: Path, predictors: Predictors) -> None:
-    """Writes predictors that know nothing yet, and the default composition; what is measured is added to them."""
+    """Writes predictors without any measurement, and the default composition; measured times are added to them later."""
     device = predictors.sidecar.target.flavour.device
     files.write_json(composition_path(folder), default_composition(device))
     name, digest = write_measured(folder, {})

@@ -1,9 +1,9 @@
 """Fits what a run costs on a GPU's two tracks: the host that dispatches, and the GPU that follows.
 
-All costs are fitted together, to whole latencies at the pace that the host had when each was measured, and with a small
-weight to the host times of models (dispatched without waiting for the GPU) that their host holds up: beside a busy GPU a
-launch takes the host longer, which does not matter to a latency. On relative errors, with a loss that lets single odd
-models pull less.
+All costs are fitted together to the latencies of whole models, each at the pace that its host had when it was measured. With a
+small weight they are also fitted to host times (dispatch without waiting for the GPU), but only of models that are limited by
+their host: while the GPU is busy, a launch takes the host longer, which makes no difference to the latency. The fit minimises
+relative errors with a loss (soft L1) that limits the influence of outliers.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from training.composition.fitted import Candidate
 from utils.lazy import scipy
 
 Floats = npt.NDArray[np.float64]
-LEAST_MODELS = 8  # fewer can't tell seven constants apart
-ODD = 0.03  # relative error from which a model counts as odd
-HOST_WEIGHT = 0.2  # of a host time's error beside a latency's; latencies left out erred more with 0.5 (an H200: 3.0 %, not 2.8)
-HOST_BOUND = 0.75  # of its latency that a model's host needs at least to count as what holds it up
+LEAST_MODELS = 8  # fewer can't separate seven constants
+ODD = 0.03  # relative error from which a model counts as an outlier
+HOST_WEIGHT = 0.2  # of a host time's error, where a latency's is 1; with 0.5, held-out latencies are worse (3.0 %, not 2.8)
+HOST_BOUND = 0.75  # a model whose host needs at least this share of its latency is limited by its host
 US = 1e-3  # milliseconds
-# Two facts of single nodes run alone on an H200, label `run` less `gpu` (recipes/h200/labels-nvidia-h200.tar.xz). A node of one
-# launch, element by element, takes 15.5 us (median of 373), of which node and launch are 6. Models of 0.2 ms and more do not
-# tell the rest from twice as much, which would double what a model of a few nodes takes.
+# Two constants come from single nodes run alone on an H200, label `run` minus `gpu` (recipes/h200/labels-nvidia-h200.tar.xz).
+# An elementwise node of one launch takes 15.5 us (median of 373), of which node and launch are 6. The rest bounds start_ms: a
+# fit to models of 0.2 ms and more can't tell it from twice as much, which would double the latency of a model of a few nodes.
 START_MS = 9 * US
-# A convolution of two launches takes 24.5 us (79): its call costs as much as 0.9 launches; that of a Gemm (15) costs 0.5.
-# Families are too few to fit it freely: with each left out in turn, host times are off by 4.8 % on average with none, 4.6 with
-# 0.4 launches and 4.5 with 0.6; latencies by 3.01, 3.00 and 3.03 %.
+# A convolution of two launches takes 24.5 us (median of 79), so its library call costs as much as 0.9 launches; that of a Gemm
+# (median of 15) costs 0.5. There are too few families to fit this freely. With each family held out in turn, the mean error of
+# host times is 4.8 % without this cost, 4.6 % with 0.4 launches and 4.5 % with 0.6; that of latencies 3.01, 3.00 and 3.03 %.
 LIBRARY_LAUNCHES = 0.5
 FITTED = tuple(name for name in PipelineCosts.model_fields if name != "library_ms")
 FIRST = PipelineCosts(node_ms=2 * US, view_ms=0.3 * US, launch_ms=4 * US, start_ms=5 * US, gap_ms=1 * US, lead_ms=-5 * US,
@@ -47,8 +47,14 @@ MOST = PipelineCosts(node_ms=20 * US, view_ms=10 * US, launch_ms=20 * US, start_
 
 @dataclass(frozen=True)
 class MeasuredTracks:
-    """A model of the fit: its tracks; the measured latency (ms), and the host's time (ms) where it is known, else NaN; and
-    how many times longer than usual the host took meanwhile."""
+    """A model of the fit.
+
+    Attributes:
+        tracks: its nodes.
+        host_ms: measured time of the host; NaN where it is not known.
+        latency_ms: measured latency.
+        pace: how many times as long as usual the host took meanwhile, a ratio.
+    """
 
     tracks: Tracks
     host_ms: float
@@ -57,7 +63,7 @@ class MeasuredTracks:
 
 
 def fit_pipeline(models: Sequence[MeasuredTracks]) -> PipelineCosts:
-    """The costs of a run on both tracks where the host has its usual pace, from at least LEAST_MODELS models."""
+    """The costs of a run on both tracks at the host's usual pace; needs at least LEAST_MODELS models."""
     held_up = [model for model in models if model.host_ms > HOST_BOUND * model.latency_ms]
     latency = np.array([model.latency_ms for model in models])
     host = np.array([model.host_ms for model in held_up])
@@ -77,35 +83,35 @@ def fit_pipeline(models: Sequence[MeasuredTracks]) -> PipelineCosts:
 
 
 def can_fit(models: Sequence[MeasuredTracks]) -> bool:
-    """Whether enough models tell of both tracks."""
+    """Whether the host's time is known of enough models."""
     return sum(bool(np.isfinite(model.host_ms)) for model in models) >= LEAST_MODELS
 
 
 def latencies_ms(models: Sequence[MeasuredTracks], costs: PipelineCosts, paced: bool = False) -> Floats:
-    """The latency of each model (ms) at some costs and the host's usual pace; where `paced`, at that measured beside each."""
+    """The latency (ms) of each model with these costs: at the host's usual pace, or `paced`: at the pace measured with it."""
     return np.array([pipeline_ms(model.tracks, costs.at_pace(model.pace) if paced else costs) for model in models])
 
 
 def hosts_ms(models: Sequence[MeasuredTracks], costs: PipelineCosts) -> Floats:
-    """What each model takes the host (ms) at some costs and at the pace measured beside it."""
+    """The host's time (ms) for each model with these costs, at the pace measured with the model."""
     return np.array([dispatched_ms(model.tracks, costs.at_pace(model.pace))[-1] for model in models])
 
 
 class LeftOut(NamedTuple):
-    """Each model's latency (ms) at costs fitted without its group: at the host's usual pace, and at that measured beside it."""
+    """Each model's latency (ms) with costs fitted without its group: at the host's usual pace, and at the measured pace."""
 
     usual_ms: Floats
     paced_ms: Floats
 
 
 def left_out_costs(models: Sequence[MeasuredTracks], groups: Sequence[str]) -> dict[str, PipelineCosts]:
-    """The costs of a run by group, fitted without that group's models."""
+    """For each group, the costs of a run fitted without its models."""
     return {group: fit_pipeline([model for model, of in zip(models, groups, strict=True) if of != group])
             for group in set(groups)}
 
 
 def left_out_ms(models: Sequence[MeasuredTracks], groups: Sequence[str]) -> LeftOut:
-    """The latencies of models, each group left out of the fit in turn."""
+    """The latencies of models, each group held out of the fit in turn."""
     costs = left_out_costs(models, groups)
     return LeftOut(*(np.array([latencies_ms([model], costs[group], paced)[0]
                                for model, group in zip(models, groups, strict=True)]) for paced in (False, True)))
@@ -113,13 +119,13 @@ def left_out_ms(models: Sequence[MeasuredTracks], groups: Sequence[str]) -> Left
 
 def fit_pipeline_candidate(predicted: Sequence[MeasuredTracks], measured: Sequence[MeasuredTracks],
                            groups: Sequence[str]) -> tuple[Candidate, Floats, Floats]:
-    """The two tracks as a way of composing, each group left out of the fit in turn; each model's latency then (ms, at the
-    host's usual pace), with its kernels predicted and as measured.
+    """The two tracks as a candidate, and the latency (ms) of each model with its group held out, at the host's usual pace: with
+    its kernels predicted, and with its kernels as measured.
 
     Args:
-        predicted: the models with kernels predicted without their group.
-        measured: the same with measured kernels where there are any, for the composition alone.
-        groups: what each model is left out with.
+        predicted: the models, with kernels predicted without their group.
+        measured: the same models with measured kernels where there are any, to see the error of the composition alone.
+        groups: of each model, held out together.
     """
     latency = np.array([model.latency_ms for model in predicted])
 

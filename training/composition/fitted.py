@@ -1,10 +1,9 @@
-"""How kernel times make a model's time: latency = α·Σ + β, or α·Σ + γ·nodes + β, fitted for a target.
+"""How a model's latency follows from the times of its kernels: latency = α·Σ + β, or α·Σ + γ·nodes + β, fitted for a target.
 
-Σ is the sum of the kernels' times under one label, or their longest path through the graph. α stands for what kernels
-meet in a model and not alone (caches, layouts), β for what a run costs besides its kernels, and γ for what a node costs
-besides its kernel's time: the host's dispatch, or, where it is negative, what the profiler added to a label. All are
-fitted on relative errors, so that short models count as much as long ones; α is positive and β not negative.
-History of the schema: version 2 says the groups of the models.
+Σ is the sum of the kernels' times under one label, or the longest path through the graph. α corrects for conditions that
+differ in a model (caches, layouts). β is the cost of a run besides its kernels. γ is the cost of a node besides its kernel: the
+host's dispatch, or, if negative, what the profiler added to a label. The fit minimises relative errors, so that short models
+count as much as long ones; α is positive and β not negative. History of the schema: version 2 has the groups of the models.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from utils.timing import ErrorStatistics
 COMPOSITION_VERSION = 2
 FIT = "python training/fit_composition.py"
 Kind = Literal["sum", "sum_nodes", "critical_path", "pipeline"]
-KINDS: tuple[Kind, ...] = ("sum", "sum_nodes", "critical_path")  # those that are a line over Σ or over the longest path
-COVERAGE = 0.9  # of an interval
-NEARLY_ALL = 0.95  # of the kernel time measured: then the errors are those of models whose kernels are known
-LEAST_SHARE = 0.1  # of α·Σ: a negative γ never takes more than the rest
+KINDS: tuple[Kind, ...] = ("sum", "sum_nodes", "critical_path")  # the kinds that are a line over Σ or the longest path
+COVERAGE = 0.9  # of a prediction interval
+NEARLY_ALL = 0.95  # share of the kernel time that is measured; from here on, errors are as with all kernels measured
+LEAST_SHARE = 0.1  # of α·Σ, below which a negative γ never takes a latency
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 
 class Formula(Frozen):
-    """One way of composing: how a model's time follows from its kernels' times under a label.
+    """How a model's latency follows from its kernels' times under a label.
 
     Attributes:
         alpha, beta_ms: of the line over Σ or the longest path.
-        node_ms: γ, 0 but for kind `sum_nodes`.
-        costs: of kind `pipeline`, which takes these and no line.
+        node_ms: γ; 0 except for kind `sum_nodes`.
+        costs: only for kind `pipeline`, which uses them in place of a line.
     """
 
     label: str
@@ -52,18 +51,18 @@ class Formula(Frozen):
     costs: PipelineCosts | None = None
 
     def formula(self) -> dict[str, Any]:
-        """These fields alone, by name, of a candidate or a composition."""
+        """The fields of `Formula` alone, by name."""
         return {name: getattr(self, name) for name in Formula.model_fields}
 
 
 class Candidate(Formula):
-    """A formula that was tried, and how far it is off; errors are ratios, not per cent.
+    """A formula that was tried, and its errors as ratios.
 
     Attributes:
-        cv_mape, cv_max: of models that were left out of the fit; None where there are too few models to leave one out.
-        fit_mape: of the models of the fit.
-        plain_mape: with α = 1, β = 0 and γ = 0, for reference.
-        measured_cv_mape: of kind `pipeline`, with measured kernels in place of predicted ones: the composition alone.
+        cv_mape, cv_max: mean and largest error of held-out models; None where there are too few models to hold one out.
+        fit_mape: mean error of the models of the fit.
+        plain_mape: the same with α = 1, β = 0 and γ = 0, for comparison.
+        measured_cv_mape: as cv_mape, with measured kernels in place of predicted ones; only of kind `pipeline`.
     """
 
     measured_cv_mape: float | None = None
@@ -74,8 +73,8 @@ class Candidate(Formula):
 
 
 class FittedModel(Frozen):
-    """A model of the fit under the composition used, its group, and its measured and left-out (or, with one model, fitted)
-    latency, ms."""
+    """A model of the fit: its group, its measured latency (ms), and the latency (ms) predicted with its group held out (or with
+    the model in the fit, where it is the only one)."""
 
     model: str
     group: str
@@ -84,11 +83,11 @@ class FittedModel(Frozen):
 
 
 class ErrorRange(Frozen):
-    """Between which multiples of the prediction a model's latency lies, in COVERAGE of all cases.
+    """A prediction interval as multiples of the prediction: a share COVERAGE of all models has its latency in it.
 
     Attributes:
         low, high: the multiples.
-        coverage: the share of models that lay in an interval drawn from the other families' errors alone; a ratio.
+        coverage: the share of models that lay in the interval made from the other families' errors alone.
     """
 
     low: float
@@ -97,11 +96,11 @@ class ErrorRange(Frozen):
 
 
 class HostIo(Frozen):
-    """What numpy arrays in and out add to a run: a part of its own, and one for each MiB copied in and out.
+    """What a run with numpy arrays takes longer: a constant, and a time for each MiB copied in and out.
 
     Attributes:
-        models: of the fit.
-        left_out: errors of latencies with kernels predicted and families left out; None where there is one family.
+        models: how many were fitted to.
+        left_out: errors of latencies with kernels predicted and families held out; None where there is only one family.
         interval: of such predictions.
     """
 
@@ -114,10 +113,7 @@ class HostIo(Frozen):
 
 
 class GraphReplay(Frozen):
-    """What a model's run costs that was captured as a CUDA graph: on both tracks, where the host does next to nothing.
-
-    Other attributes are those of HostIo.
-    """
+    """The costs of a run that was captured as a CUDA graph; the host does next to nothing. Other attributes as of HostIo."""
 
     costs: PipelineCosts
     models: int
@@ -129,19 +125,19 @@ class Composition(Formula):
     """`composition.json`: the composition used for a target, and the candidates that it was chosen from.
 
     Attributes:
-        left_out: what was left out at a time: `family`, `model`, or `nothing` where only one model was measured.
-        dataset_sha256: of the kernel table behind the predictors.
+        left_out: what was held out at a time: `family`, `model`, or `nothing` where only one model was measured.
+        dataset_sha256: of the kernel table that the predictors were trained on.
         models_sha256: of the table of models' latencies.
-        predictors_created: when the predictors were trained whose choices it shares.
+        predictors_created: when the predictors that it was fitted with were trained.
         models: of the fit.
-        interval: of predictions with kernels predicted; None where too few models were left out to tell.
-        interval_measured: of predictions with all kernels measured; None where that is not known.
-        host_io: what numpy arrays in and out add; None where no models were run so.
-        cuda_graph: the same of models captured as CUDA graphs.
-        assumed: no model was ever measured on this machine: label, kind and constants are stated defaults
+        interval: of predictions with all kernels predicted; None where too few models were held out.
+        interval_measured: of predictions with all kernels measured; None where it is not known.
+        host_io: what runs with numpy arrays take longer; None where no models were run that way.
+        cuda_graph: costs of models captured as CUDA graphs; None likewise.
+        assumed: whether no model was ever measured on this machine, so that label, kind and constants are defaults
             (training/composition/default_composition.py).
-        probe_us: what the probe of the host (quiet_host) takes at the pace that predictions hold for, in microseconds; None
-            where it was not recorded.
+        probe_us: what the host probe (quiet_host) takes at the host's usual pace, in microseconds; None where it was not
+            recorded.
     """
 
     version: int = COMPOSITION_VERSION
@@ -159,8 +155,8 @@ class Composition(Formula):
     probe_us: float | None = None
 
     def interval_for(self, measured_share: float) -> ErrorRange | None:
-        """The interval of predictions of which such a share of the kernels' time was measured: with nearly all of it, that of
-        measured kernels."""
+        """The interval of a prediction, given the share of its kernel time that was measured: `interval_measured` if that is
+        nearly all, else `interval`."""
         return self.interval_measured if self.interval_measured and measured_share >= NEARLY_ALL else self.interval
 
 
@@ -176,7 +172,7 @@ def read_composition(folder: Path, trained_on: str | None = None) -> Composition
         trained_on: the hash of the predictors' dataset; None: it is read from their sidecar.
 
     Raises:
-        UserError: none was fitted, or it can't be read, or the predictors were trained on other data since.
+        UserError: there is none, it can't be read, or the predictors have been trained on other data since.
     """
     path = composition_path(folder)
     if not path.is_file():
@@ -198,19 +194,19 @@ class Line(NamedTuple):
 
 
 def working_nodes(record: ModelRecord) -> float:
-    """How many nodes run that move data; the others only rename a tensor, or hold a body, and cost next to nothing."""
+    """How many nodes of a run move data. The others only rename a tensor or hold a body, and cost next to nothing."""
     return sum(node.runs for node in record.nodes
                if (kernel := record.kernel_of(node)).moves_data and not is_control_flow(kernel))
 
 
 def copied_mib(record: ModelRecord) -> tuple[float, float]:
-    """The MiB that a run with numpy arrays copies in and out."""
+    """How many MiB a run with numpy arrays copies in and out."""
     into, out = (sum(tensor.bytes for tensor in tensors.values()) / 2**20 for tensors in (record.inputs, record.outputs))
     return into, out
 
 
 def host_io_ms(costs: HostIo, copied: Sequence[float]) -> float:
-    """What numpy arrays in and out add to a run that copies so many MiB in and out."""
+    """How much longer (ms) a run with numpy arrays takes that copies these MiB in and out."""
     into, out = copied
     return costs.run_ms + costs.in_ms_per_mib * into + costs.out_ms_per_mib * out
 

@@ -1,4 +1,4 @@
-"""Fits a model's time to its kernels' times, by label and way of adding them up."""
+"""Fits lines from kernel times to model latencies, holds models out, and makes prediction intervals from the errors."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from training.composition.fitted import COVERAGE, Candidate, ErrorRange, Kind, L
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
-LEAST_FOR_RANGE = 20  # left-out models; with fewer, the outermost error is no 95th percentile
-NODE_MARGIN = 0.9  # with γ, a candidate must err this much less than without: few models fit three constants too well
-MODELS_FOR_NODES = 5  # fewer can't tell γ from α and β
+LEAST_FOR_RANGE = 20  # held-out models; with fewer, the largest error is no 95th percentile
+NODE_MARGIN = 0.9  # a candidate with γ must have an error this much smaller: with few models, three constants overfit
+MODELS_FOR_NODES = 5  # fewer can't separate γ from α and β
 
 
 def fit_line(sums_ms: Floats, measured_ms: Floats, nodes: Floats | None = None) -> Line:
     """The line that minimises Σ(latency / measured − 1)², with α > 0 and β ≥ 0.
 
-    β and γ are 0 where too few different models are there to tell them from α.
+    β and γ are 0 where there are too few different models to separate them from α.
 
     Args:
         sums_ms: Σ of each model, positive.
@@ -44,11 +44,11 @@ def fit_line(sums_ms: Floats, measured_ms: Floats, nodes: Floats | None = None) 
 
 
 def each_left_out(groups: Sequence[str], fit_and_predict: Callable[[Mask, Mask], Floats | Sequence[float]]) -> Floats:
-    """Each model's latency by what was fitted without its group.
+    """Each model's latency (ms), predicted by what was fitted without its group.
 
     Args:
         groups: of each model.
-        fit_and_predict: given which models to fit to and which to predict, the latencies of the latter.
+        fit_and_predict: takes a mask of the models to fit to and one of those to predict; returns the latencies of the latter.
     """
     labels = np.array(groups)
     predicted = np.empty(len(labels))
@@ -59,7 +59,7 @@ def each_left_out(groups: Sequence[str], fit_and_predict: Callable[[Mask, Mask],
 
 
 def leave_out(sums_ms: Floats, measured_ms: Floats, groups: Sequence[str], nodes: Floats | None = None) -> Floats:
-    """Each model's latency by a line fitted without its group."""
+    """Each model's latency (ms), predicted by a line fitted without its group."""
     counts = np.zeros(len(groups)) if nodes is None else nodes
 
     def fit_and_predict(fit: Mask, out: Mask) -> Floats:
@@ -70,10 +70,10 @@ def leave_out(sums_ms: Floats, measured_ms: Floats, groups: Sequence[str], nodes
 
 
 def error_range_of(predicted_ms: Floats, measured_ms: Floats, groups: Sequence[str]) -> ErrorRange | None:
-    """The interval that the errors of left-out models tell of; None for fewer than LEAST_FOR_INTERVAL.
+    """The prediction interval that follows from the errors of held-out models; None for fewer than LEAST_FOR_RANGE models.
 
-    A split-conformal interval (Lei et al., Distribution-free predictive inference for regression, 2018) on the ratio of
-    measured to predicted: the outer tenths of the ratios, with the correction for their number, are cut off.
+    It is a split-conformal interval (Lei et al., Distribution-free predictive inference for regression, 2018) of the ratio of
+    measured to predicted latency: quantiles of the ratios that leave a tenth of them out, corrected for their number.
     """
     ratios = measured_ms / predicted_ms
     if len(ratios) < LEAST_FOR_RANGE:
@@ -94,7 +94,7 @@ def error_range_of(predicted_ms: Floats, measured_ms: Floats, groups: Sequence[s
 
 def fit_candidate(label: str, kind: Kind, sums_ms: Floats, measured_ms: Floats, nodes: Floats,
                   groups: Sequence[str] | None) -> tuple[Candidate, Floats]:
-    """One candidate with its errors, and the latency that it gives each model (left out, where `groups` says how)."""
+    """A candidate with its errors, and the latency (ms) that it predicts for each model: held out by `groups`, or fitted."""
     counted = nodes if kind == "sum_nodes" else None
     line = fit_line(sums_ms, measured_ms, counted)
     fitted = latency_ms(line, sums_ms, nodes)
@@ -109,10 +109,10 @@ def fit_candidate(label: str, kind: Kind, sums_ms: Floats, measured_ms: Floats, 
 
 
 def best(candidates: Sequence[Candidate]) -> int:
-    """The position of the candidate that errs least in cross-validation (in the fit, where there was none).
+    """The place of the candidate with the smallest error in cross-validation (or in the fit, where there was none).
 
-    One with a constant more must err less by NODE_MARGIN. Between equals the first wins: the longest path of a chain is
-    its sum, and the sum is what serial execution means.
+    A candidate with γ must be better by NODE_MARGIN. Between equals the first wins: the longest path of a chain is its sum, and
+    the sum is the plain model of serial execution.
     """
     def error(place: int) -> tuple[float, int]:
         candidate = candidates[place]

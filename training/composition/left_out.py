@@ -1,4 +1,4 @@
-"""Kernel times of models whose family the predictors have not seen."""
+"""Kernel times of held-out models, predicted by trainings without the models' groups."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from training.kernels.training_set import TrainingSet
 
 log = get_logger("composition")
-LEAST_KERNELS = 20  # fewer left to learn from when a family is left out, and predictions would mean nothing
+LEAST_KERNELS = 20  # to learn from when a group is held out; predictions by fewer would mean nothing
 
 
 @dataclass(frozen=True)
 class Fold:
-    """Some groups left out together.
+    """Groups of models that are held out together.
 
     Attributes:
         groups: their names.
-        models: theirs.
+        models: their models.
         kernels: of these models, by id.
-        seen: which rows of the training set know nothing of them.
+        seen: the rows of the training set that may be learned from.
     """
 
     groups: frozenset[str]
@@ -44,9 +44,9 @@ class Fold:
 
 def folds_of(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: str,
              most: int) -> list[Fold]:
-    """Every group left out once, in at most `most` folds: several groups share one where there are more.
+    """At most `most` folds, so that every group is held out once; where there are more groups, several share a fold.
 
-    With families left out, no kernel that was sampled near a family's shapes is seen either.
+    Where families are held out, kernels that were sampled near a family's shapes are held out too.
     """
     names = sorted(set(groups))
     found = []
@@ -69,15 +69,15 @@ def by_model(fold: Fold, times_ms: Mapping[str, float]) -> dict[str, dict[str, f
 def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: str, label: str,
                         own: Sequence[str], config: TrainingConfig,
                         learn: Callable[[TrainingSet], TimePredictor] | None = None) -> dict[str, dict[str, float]]:
-    """For each model, its kernels' idle times in ms by id, predicted by a training that saw none of them (see `folds_of`).
+    """For each model, the idle times (ms) of its kernels by id, predicted by a training without them (see `folds_of`).
 
     Args:
         rows: to learn from.
         models, groups, left_out: as of `left_out_groups`.
-        label: whose times.
+        label: the label whose times are learned.
         own: kernel types with predictors of their own.
         config: of the training.
-        learn: another training than Hase's own, given the rows of a fold.
+        learn: a training in place of Hase's own; takes the rows to learn from.
     """
     rows = rows.rows(np.isfinite(rows.times_ms[label]))
     idle_load = list(rows.idle_load.values())
@@ -85,8 +85,8 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
     def one_fold(fold: Fold) -> dict[str, dict[str, float]]:
         seen = fold.seen
         if len(set(rows.ids[seen])) < LEAST_KERNELS:
-            log.warning("%s: too few kernels are left to learn from without %s; its kernels stay in the training, so the "
-                        "errors below flatter", label, ", ".join(sorted(fold.groups)))
+            log.warning("%s: too few kernels are left to learn from without %s, so its kernels stay in the training, and the "
+                        "errors below are too optimistic", label, ", ".join(sorted(fold.groups)))
             seen = np.ones(len(rows), dtype=bool)
         fitted: TimePredictor = (
             learn(rows.rows(seen)) if learn else fit_kernel_model(rows.rows(seen), label, own, config))
@@ -100,7 +100,8 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
 
 
 def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:
-    """Errors of the kernels of all models, each once a family, in per cent: plain, median, weighted by the time they take."""
+    """Errors of the kernels of all models, in per cent: mean, median, and mean weighted by time. Each kernel counts once per
+    group."""
     pairs = {(kernel, round(time, 9)): (time, measured[kernel][label]) for times in out_of_fold.values()
              for kernel, time in times.items() if time and label in measured.get(kernel, {})}
     predicted, times = np.array(list(pairs.values())).T

@@ -1,4 +1,4 @@
-"""Models that were measured and are in the fit."""
+"""The measured models that a composition is fitted to."""
 
 from __future__ import annotations
 
@@ -30,9 +30,15 @@ log = get_logger("composition")
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model of the fit: its record, its family, its idle latency; and where they are known (else NaN) the host's time of a
-    run, and the latency with numpy arrays in and out and as a CUDA graph; all ms. And how many times longer than usual the
-    host took meanwhile."""
+    """A model of the fit; times that are not known are NaN.
+
+    Attributes:
+        group: its family.
+        latency_ms: idle, with tensors on the device.
+        host_ms: the host's time of a run.
+        host_io_ms, cuda_graph_ms: latency with numpy arrays in and out, and as a CUDA graph.
+        pace: how many times as long as usual the host took meanwhile, a ratio.
+    """
 
     record: ModelRecord
     group: str
@@ -44,8 +50,8 @@ class MeasuredModel:
 
 
 def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list[MeasuredModel]:
-    """The models of the dataset that may enter the fit: measured idle, with a record, of no held-out family, without Loop,
-    If and Scan.
+    """The models of the dataset that a composition may be fitted to: measured idle, with a record, of no held-out family, and
+    without Loop, If and Scan.
 
     Raises:
         UserError: there is none.
@@ -54,23 +60,23 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
     for name, times in idle_models(read_model_table(workspace, target)).iterrows():
         path = record_path(workspace, sidecar.target.flavour, str(name))
         if not path.is_file():
-            log.warning("%s: measured, but has no record (%s); left out. Make it with: %s", name, path, REMAKE)
+            log.warning("%s: measured, but without a record (%s), so it is not used; make one with: %s", name, path, REMAKE)
             continue
         record = read_model_record(path)
         if record.group in sidecar.held_out:
             continue
         if any(is_control_flow(kernel) for kernel in record.kernels.values()):
-            log.info("%s: holds Loop, If or Scan, whose own costs are stated and not fitted; left out", name)
+            log.info("%s: not used, since it has Loop, If or Scan, whose own costs are constants and not fitted", name)
             continue
         found.append(MeasuredModel(record, record.group, *(float(times[column]) for column in (
             "median_ms", "host_ms", "host_io_ms", "cuda_graph_ms", "pace"))))
     if not found:
-        raise UserError(f"{target}: no idle latency of a model that may enter the fit; measure models with: {COLLECT}")
+        raise UserError(f"{target}: no idle latency of a model to fit a composition to; measure models with: {COLLECT}")
     return found
 
 
 def left_out_groups(models: Sequence[MeasuredModel]) -> tuple[Literal["family", "model", "nothing"], list[str]]:
-    """What is left out at a time, and each model's group: its family, or itself where there is one family only."""
+    """What is held out at a time, and each model's group: its family, or the model itself where there is only one family."""
     if len({model.group for model in models}) > 1:
         return "family", [model.group for model in models]
     return ("model" if len(models) > 1 else "nothing"), [model.record.model for model in models]
@@ -80,15 +86,15 @@ TimesOfModels = Mapping[str, Mapping[str, float]]  # by model and kernel id
 
 
 def known_times(out_of_fold: Mapping[str, TimesOfModels], measured: TimesOfModels) -> dict[str, TimesOfModels]:
-    """The times by label, model and kernel id that were predicted out of fold, measured ones (by kernel id and label) in
-    their place; a kernel that leaves the GPU idle keeps its zero."""
+    """Times by label, model and kernel id: the measured ones (by kernel id and label), else those predicted out of fold. A
+    kernel that leaves the GPU idle keeps its zero."""
     return {label: {model: {name: measured.get(name, {}).get(label, time) if time else time for name, time in times.items()}
                     for model, times in models.items()}
             for label, models in out_of_fold.items()}
 
 
 def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[str, float]) -> MeasuredTracks:
-    """A model's two tracks from its kernels' GPU times (ms) and launches by id."""
+    """A model's two tracks, from the GPU times (ms) and launches of its kernels by id."""
     kernels = [model.record.kernel_of(node) for node in model.record.nodes]
     of_run = Tracks(np.array([gpu_ms[kernel.id] for kernel in kernels]), np.array([launches[kernel.id] for kernel in kernels]),
                     np.array([node_kind(kernel) for kernel in kernels], dtype=int))
@@ -96,10 +102,10 @@ def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[
 
 
 def tracks_of(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels]) -> list[MeasuredTracks]:
-    """The two tracks of each model, from its kernels' times and launches by label, model and kernel id."""
+    """The two tracks of each model, from the times and launches of its kernels by label, model and kernel id."""
     return [tracks(model, *(times[label][model.record.model] for label in ON_GPU)) for model in models]
 
 
 def models_sha256(workspace: Workspace, target: str) -> str:
-    """The hash of the table of models' latencies of a target."""
+    """The SHA-256 of a target's table of model latencies."""
     return files.sha256(model_table_path(workspace.dataset(target)))

@@ -1,7 +1,7 @@
-"""Fits what a whole model takes when it is run otherwise than with its tensors on the device, node by node.
+"""Fits the latency of models in other run modes: with numpy arrays in and out, or captured as a CUDA graph.
 
-With numpy arrays in and out a run also copies them, which takes its time before and after both tracks. Captured as a CUDA
-graph, a run costs the host nothing by the node, whatever its pace, and the GPU pauses less between kernels.
+With numpy arrays, a run also copies them, before and after both tracks. As a CUDA graph, nodes cost the host nothing, whatever
+its pace, and the GPU pauses less between kernels.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 Mode = TypeVar("Mode", HostIo, GraphReplay)
-LEAST_MODELS = 4  # fewer can't tell three constants apart
+LEAST_MODELS = 4  # fewer can't separate three constants
 
 
 def fit_host_io(models: Sequence[MeasuredModel], predicted_ms: Floats, groups: Sequence[str]) -> HostIo | None:
-    """What copies in and out add to a run; None where too few models were run so.
+    """How much longer a run with numpy arrays takes; None where too few models were run that way.
 
     Args:
         models: of the fit.
-        predicted_ms: each one's latency with tensors on the device, predicted without its group.
-        groups: what each is left out with.
+        predicted_ms: the latency of each with tensors on the device, predicted without its group.
+        groups: of each model, held out together.
     """
     known = np.array([bool(np.isfinite(model.host_io_ms)) for model in models])
     if known.sum() < LEAST_MODELS:
@@ -63,12 +63,12 @@ def fit_host_io(models: Sequence[MeasuredModel], predicted_ms: Floats, groups: S
 
 def fit_graph_replay(models: Sequence[MeasuredModel], tracks: Sequence[MeasuredTracks],
                      groups: Sequence[str]) -> GraphReplay | None:
-    """What a captured model's run costs; None where too few models were run so.
+    """The costs of a run as a CUDA graph; None where too few models were run that way.
 
     Args:
         models: of the fit.
-        tracks: theirs, with kernels predicted without their group.
-        groups: what each is left out with.
+        tracks: of each model, with kernels predicted without the model's group.
+        groups: of each model, held out together.
     """
     known = [bool(np.isfinite(model.cuda_graph_ms)) for model in models]
     if sum(known) < LEAST_MODELS:
@@ -89,13 +89,13 @@ def fit_graph_replay(models: Sequence[MeasuredModel], tracks: Sequence[MeasuredT
 
 
 def judged(fitted: Mode, left_out_ms: Floats, measured_ms: Floats, groups: Sequence[str]) -> Mode:
-    """What was fitted, with the errors that latencies predicted without their groups have, and the interval that these tell."""
+    """`fitted` with the errors of held-out latencies, and the prediction interval that follows from them."""
     return fitted.model_copy(update={"left_out": error_statistics(left_out_ms.tolist(), measured_ms.tolist()),
                                      "interval": error_range_of(left_out_ms, measured_ms, groups)})
 
 
 def _replay_costs(models: Sequence[MeasuredTracks]) -> PipelineCosts:
-    """The pause after each launch, and what a run takes besides, from captured models."""
+    """The costs of captured models: the GPU's pause after each launch, and a constant."""
     latency = np.array([model.latency_ms for model in models])
 
     def costs(values: Sequence[float]) -> PipelineCosts:

@@ -1,1 +1,1 @@
-"""What predicts a kernel's time."""
+"""Predictors of kernel times."""

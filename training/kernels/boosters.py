@@ -1,4 +1,4 @@
-"""Boosters in a file that names no class."""
+"""XGBoost's boosters in a pickle that names no class, so that reading it can't run code."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from utils.errors import UserError
 if TYPE_CHECKING:
     import xgboost
 
-BOOSTER_COMPRESSION = 9  # zlib's: lzma saves a quarter more and takes three times as long to read
-UNREAD_ARRAYS = re.compile(rb"(?:base_weights|loss_changes|sum_hessian)\[\$d#([UiIlL])")  # of a tree, as UBJSON names them
+BOOSTER_COMPRESSION = 9  # of zlib; lzma makes it a quarter smaller but takes three times as long to read
+# The arrays of a tree that no prediction reads, as UBJSON names them.
+UNREAD_ARRAYS = re.compile(rb"(?:base_weights|loss_changes|sum_hessian)\[\$d#([UiIlL])")
 COUNT_FORMATS = {b"U": ">B", b"i": ">b", b"I": ">h", b"l": ">i", b"L": ">q"}  # UBJSON's whole numbers
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds plain data alone: a pickle can otherwise name, and so run, anything that is installed."""
+    """Reads plain data only. A pickle that names a class could run anything that is installed."""
 
     def __init__(self, data: bytes, where: Path) -> None:
         super().__init__(io.BytesIO(data))
@@ -35,15 +36,14 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         raise UserError(f"{self.where}: refused: it holds {module}.{name}, which no saved predictor does; "
-                        f"don't use this file, train anew: {TRAIN}")
+                        f"don't use this file, train again: {TRAIN}")
 
 
 class SavedBoosters(Mapping[str, "xgboost.Booster"]):
-    """The boosters in the bytes of a saved predictor, by name. Each is read when it is first asked for, and predicts with one
-    thread.
+    """The boosters in the bytes of a saved predictor, by name. Each is read at its first look-up and predicts with one thread.
 
     Raises:
-        UserError: the bytes name a class, or are no pickled boosters; from a look-up: what lies under the name is none.
+        UserError: the bytes name a class, or are no pickled boosters; at a look-up: the entry is no booster.
     """
 
     def __init__(self, data: bytes, where: Path) -> None:
@@ -66,7 +66,7 @@ class SavedBoosters(Mapping[str, "xgboost.Booster"]):
 
     @property
     def opened(self) -> set[str]:
-        """The names of those that were read."""
+        """The names of the boosters that have been read."""
         return set(self._read)
 
     def __iter__(self) -> Iterator[str]:
@@ -81,13 +81,16 @@ class SavedBoosters(Mapping[str, "xgboost.Booster"]):
             booster = xgboost.Booster(model_file=bytearray(zlib.decompress(packed)))
         except (zlib.error, xgboost.core.XGBoostError, ValueError) as error:
             raise UserError(f"{self._where}: not a saved predictor ({error}); train again: {TRAIN}") from None
-        booster.set_param({"nthread": 1})  # a few dozen rows: starting threads would take longer than predicting
+        booster.set_param({"nthread": 1})  # for a few dozen rows, starting threads would take longer than predicting
         return booster
 
 
 def import_xgboost() -> ModuleType:
-    """The package xgboost. Where it finds scikit-learn, it imports that too (0.9 s), for an API that Hase does not use:
-    Hase's commands hide scikit-learn meanwhile. A program that imports Hase may use that API: there nothing is hidden."""
+    """The package xgboost, imported without scikit-learn by Hase's commands.
+
+    Where xgboost finds scikit-learn, it imports it too, which takes 0.9 s, for an API that Hase does not use. A program that
+    imports Hase may use that API, so there it stays visible.
+    """
     if cli.is_command() and "xgboost" not in sys.modules and "sklearn" not in sys.modules:
         sys.modules["sklearn"] = None  # type: ignore[assignment]
         try:
@@ -98,7 +101,7 @@ def import_xgboost() -> ModuleType:
 
 
 def pack_booster(booster: xgboost.Booster) -> bytes:
-    """A booster for `SavedBoosters`: XGBoost's own UBJSON, what no prediction reads set to zero, compressed."""
+    """A booster for `SavedBoosters`: XGBoost's own UBJSON, compressed; what no prediction reads is zero."""
     saved = booster.save_raw("ubj")
     at = 0
     while found := UNREAD_ARRAYS.search(saved, at):

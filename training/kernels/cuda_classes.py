@@ -1,7 +1,7 @@
-"""Which CUDA kernel a library picks for a shape, learned first, and times learned with that as further features.
+"""Times learned in two stages: first which CUDA kernel a library picks for a shape, then the time, with that as a feature.
 
-The name of a CUDA kernel tells the algorithm (implicit GEMM, direct, depthwise, …), its element types and layout, and so
-jumps of time between shapes that look alike. It is known of what was measured alone; of another kernel a classifier guesses it.
+The name of a CUDA kernel shows its algorithm (implicit GEMM, direct, depthwise, …), element types and layout, which explains
+why similar shapes can take very different times. It is known only for measured kernels; for others a classifier guesses it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from training.kernels.training_set import TrainingSet
 from utils.lazy import sklearn
 
 Floats = npt.NDArray[np.float64]
-MOST_CLASSES = 40  # the most frequent ones; all others are one
+MOST_CLASSES = 40  # the most frequent ones; all others are one class
 TREES, LEAST_IN_LEAF = 50, 2  # of the classifier, a random forest
 INNER_FOLDS = 3
 _PRODUCT = re.compile(r"gemm|gemv|nvjet|fprop|dgrad|conv|winograd|fft|attention|fmha|flash", re.IGNORECASE)
@@ -30,28 +30,28 @@ _NUMBERS = re.compile(r"[^A-Za-z]+")
 
 
 def cuda_class(names: Sequence[str]) -> str:
-    """The class of what ran on the GPU for one kernel: the name of the first CUDA kernel that multiplies, without arguments and
-    numbers: `sm_xmma_fprop_implicit_gemm_f_f_tf_f_f_nhwckrsc_nhwc_tilesize_x_…`. Empty where none does."""
+    """The class of the CUDA kernels `names` that one kernel launches: the name of the first one that multiplies, without
+    arguments and numbers (`sm_xmma_fprop_implicit_gemm_f_f_tf_f_f_nhwckrsc_nhwc_tilesize_x_…`); empty where none does."""
     product = next((name for name in names if _PRODUCT.search(name) and not _PREPARATION.search(name)), "")
     return _NUMBERS.sub("_", product.partition("(")[0].removeprefix("void ")).strip("_")
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """Tells the probability of each of `count` classes; those that its training did not hold have none."""
+    """Predicts the probability of each of `count` classes; 0 for classes that were not in its training."""
 
     forest: Any
     count: int
 
     def probabilities(self, matrix: npt.NDArray[np.float32]) -> Floats:
-        """rows × classes, of rows as the estimators see them."""
+        """Probabilities, shape (rows, classes), of rows of a `design_matrix`."""
         found = np.zeros((len(matrix), self.count))
         found[:, self.forest.classes_] = self.forest.predict_proba(np.nan_to_num(matrix, nan=-1.0))
         return found
 
 
 def train_classifier(matrix: npt.NDArray[np.float32], classes: npt.NDArray[np.int64], count: int, seed: int) -> Classifier:
-    """A random forest of `classes`, numbers below `count`, one a row of `matrix`."""
+    """A random forest that predicts `classes`, which are numbers below `count`, one per row of `matrix`."""
     forest = sklearn.ensemble.RandomForestClassifier(
         n_estimators=TREES, min_samples_leaf=LEAST_IN_LEAF, random_state=seed, n_jobs=1)
     return Classifier(forest.fit(np.nan_to_num(matrix, nan=-1.0), classes), count)
@@ -59,7 +59,7 @@ def train_classifier(matrix: npt.NDArray[np.float32], classes: npt.NDArray[np.in
 
 @dataclass(frozen=True)
 class TwoStages:
-    """Predicts the class of a kernel, and from that and its shape the time."""
+    """Predicts the class of a kernel, then its time from its class and shape."""
 
     classifier: Classifier
     times: KernelModel
@@ -75,13 +75,13 @@ class TwoStages:
 def fit_two_stages(rows: TrainingSet, label: str, class_of: Mapping[str, str], config: TrainingConfig) -> TwoStages:
     """A classifier, and boosters that learn from its guesses.
 
-    The guesses to learn from are of classifiers that did not see the row's family (nor, of a kernel of none, the kernel): a
-    classifier knows its own rows too well to be trusted as much elsewhere.
+    The boosters learn from guesses by classifiers that were trained without the row's family (or, for a kernel of no family,
+    without the kernel): on its own rows, a classifier is far better than on others.
 
     Args:
         rows: to learn from.
-        label: whose times.
-        class_of: the class of each row's kernel by id.
+        label: the label whose times are learned.
+        class_of: the class of each row's kernel, by kernel id.
         config: of the training.
     """
     problem = pose(rows, label)
@@ -92,7 +92,7 @@ def fit_two_stages(rows: TrainingSet, label: str, class_of: Mapping[str, str], c
     groups = [min(families) if families else str(name) for families, name in zip(rows.groups, rows.ids, strict=True)]
     folds = assign_folds(groups, [""] * len(groups), INNER_FOLDS, config.seed)
     guessed = np.zeros((len(rows), count))
-    for fold in set(folds.tolist()) if len(set(folds.tolist())) > 1 else ():  # one group alone: nothing is known to guess from
+    for fold in set(folds.tolist()) if len(set(folds.tolist())) > 1 else ():  # one group alone: nothing to guess from
         out = folds == fold
         inner = train_classifier(problem.matrix[~out], classes[~out], count, config.seed)
         guessed[out] = inner.probabilities(problem.matrix[out])

@@ -1,4 +1,4 @@
-"""What learns a kernel's time: a roofline, XGBoost on log(time / roofline), and a random forest to compare with."""
+"""Estimators of a kernel's time: a roofline, XGBoost on log(time / roofline), and a random forest for comparison."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 T = TypeVar("T")
 R = TypeVar("R")
-TABLES = "tables"  # the feature that a roofline reads: how many tables a kernel copies to the GPU
-SHARED = "shared"  # the predictor of all types that have none of their own
+TABLES = "tables"  # the feature that the roofline needs: how many tables a kernel copies to the GPU
+SHARED = "shared"  # the predictor of all types without one of their own
 
 
-FLAT = Roofline(flops_per_ms=1e300, bytes_per_ms=1e300, floor_ms=1.0, scale=1.0)  # 1, whatever the kernel
-LEAST_LAUNCHES = FLAT.model_copy(update={"table_ms": 1.0})  # one for the kernel, one for each table
+FLAT = Roofline(flops_per_ms=1e300, bytes_per_ms=1e300, floor_ms=1.0, scale=1.0)  # 1 for every kernel
+LEAST_LAUNCHES = FLAT.model_copy(update={"table_ms": 1.0})  # one for the kernel, and one for each table
 
 
 class TimePredictor(Protocol):
-    """What tells kernels' times from their shapes; arguments and result as of `KernelModel.predict_ms`."""
+    """Predicts the times of kernels from their shapes; arguments and result as of `KernelModel.predict_ms`."""
 
     def predict_ms(self, types: Iterable[str], features: Floats, load: Floats, flops: Floats,
                    bytes_moved: Floats) -> Floats: ...
@@ -46,9 +46,9 @@ class KernelModel:
         schema: of the features that the boosters read.
         roofline: of the label.
         type_codes: kernel types as numbers, in the order of their median log(time / roofline).
-        predictor_of: for each kernel type the name of its booster.
-        boosters: by name, the shared one always among them; they hold log(time / roofline).
-        idle_load: the load that stands for an idle device.
+        predictor_of: for each kernel type, the name of its booster.
+        boosters: by name, always with the shared one; they predict log(time / roofline).
+        idle_load: the load of an idle device.
     """
 
     schema: FeatureSchema
@@ -60,10 +60,10 @@ class KernelModel:
 
     def predict_ms(self, types: Iterable[str], features: Floats, load: Floats, flops: Floats,
                    bytes_moved: Floats) -> Floats:
-        """The time of each row in ms, by the predictor of its kernel type.
+        """The time (ms) of each row, by the predictor of its kernel type.
 
-        A type that has none gets the scaled roofline, slowed down as the shared predictor says that such a kernel is by
-        the load.
+        A type without a predictor gets the scaled roofline. Under load, it is multiplied by the slowdown that the shared
+        predictor gives for such a kernel.
 
         Args:
             types: kernel type of each row.
@@ -83,26 +83,26 @@ class KernelModel:
                 continue
             idle = matrix[rows]
             idle[:, idle.shape[1] - len(self.idle_load):] = self.idle_load
-            if not np.array_equal(idle, matrix[rows], equal_nan=True):  # else the shared predictor need not be read
+            if not np.array_equal(idle, matrix[rows], equal_nan=True):  # otherwise the shared predictor need not be read
                 shared = self.boosters[SHARED]
                 log_ratio[rows] += shared.inplace_predict(matrix[rows]) - shared.inplace_predict(idle)
         return self.roofline.bound_ms(flops, bytes_moved, table_counts(self.schema, features)) * np.exp(log_ratio)
 
 
 def table_counts(schema: FeatureSchema, features: Floats) -> Floats:
-    """How many tables each row's kernel copies to the GPU; 0 where the schema does not count them."""
+    """How many tables the kernel of each row copies to the GPU; 0 where the schema does not count them."""
     return features[:, schema.index(TABLES)] if TABLES in schema.names else np.zeros(len(features))
 
 
 def design_matrix(types: Iterable[str], features: Floats, load: Floats,
                   codes: Mapping[str, float]) -> npt.NDArray[np.float32]:
-    """What the estimators see: the features, the encoded kernel type (NaN: unknown) and the load."""
+    """The input of the estimators: the features, the code of the kernel type (NaN: unknown), and the load."""
     encoded = np.array([codes.get(name, np.nan) for name in types]).reshape(-1, 1)
     return np.hstack([features, encoded, load]).astype(np.float32)
 
 
 def encode_types(types: Iterable[str], log_ratios: Floats) -> dict[str, float]:
-    """Kernel types numbered from the fastest to the slowest against the roofline, so that trees can split between."""
+    """A number for each kernel type, in the order of the median ratio to the roofline, so that trees can split between them."""
     by_type: dict[str, list[float]] = {}
     for name, ratio in zip(types, log_ratios, strict=True):
         by_type.setdefault(str(name), []).append(float(ratio))
@@ -111,7 +111,8 @@ def encode_types(types: Iterable[str], log_ratios: Floats) -> dict[str, float]:
 
 
 def assign_folds(ids: Iterable[str], types: Iterable[str], folds: int, seed: int) -> npt.NDArray[np.int64]:
-    """A fold for each row: all rows of a kernel in one, and each type's kernels spread evenly over all."""
+    """A fold for each row. All rows of a kernel are in one fold, and the kernels of each type are spread evenly over the
+    folds."""
     kernels = sorted(set(zip(map(str, types), map(str, ids), strict=True)))
     shuffled = np.random.default_rng(seed).permutation(len(kernels))
     by_type = sorted((kernels[place] for place in shuffled), key=lambda kernel: kernel[0])  # stable: shuffled within a type
@@ -121,7 +122,8 @@ def assign_folds(ids: Iterable[str], types: Iterable[str], folds: int, seed: int
 
 def train_booster(matrix: npt.NDArray[np.float32], log_ratios: Floats, settings: XgboostSettings,
                   seed: int) -> xgboost.Booster:
-    """XGBoost on log(time / roofline). One thread: fits run side by side, and busy cores stall its own threads."""
+    """A booster trained on log(time / roofline). It uses one thread, since several trainings run in parallel, and XGBoost's own
+    threads stall on busy cores."""
     parameters = {
         "objective": f"reg:{settings.objective}", "max_depth": settings.depth, "eta": settings.learning_rate,
         "subsample": settings.row_share, "colsample_bytree": settings.column_share,
@@ -132,7 +134,7 @@ def train_booster(matrix: npt.NDArray[np.float32], log_ratios: Floats, settings:
 
 
 def train_forest(matrix: npt.NDArray[np.float32], log_ratios: Floats, settings: ForestSettings, seed: int) -> Any:
-    """A random forest of unlimited depth on the same numbers."""
+    """A random forest of unlimited depth, trained on the same numbers."""
     forest = sklearn.ensemble.RandomForestRegressor(
         n_estimators=settings.trees, max_features=settings.column_share, random_state=seed, n_jobs=1)
     return forest.fit(matrix, log_ratios)
@@ -140,7 +142,7 @@ def train_forest(matrix: npt.NDArray[np.float32], log_ratios: Floats, settings: 
 
 @dataclass(frozen=True)
 class Problem:
-    """What the estimators of one label learn from: the roofline, type codes, matrix and log ratios of some rows."""
+    """The input and the target of a training: roofline, type codes, matrix and log(time / roofline) of some rows."""
 
     roofline: Roofline
     type_codes: dict[str, float]
@@ -149,12 +151,12 @@ class Problem:
 
 
 def pose(rows: TrainingSet, label: str, roofline: Roofline | None = None) -> Problem:
-    """The learning problem of `label` on `rows`, which all have that label; nothing of other rows enters.
+    """The learning problem of `label`, from `rows` alone.
 
     Args:
-        rows: to learn from.
-        label: whose times.
-        roofline: another than the one that is fitted to the rows (for launches: than LEAST_LAUNCHES).
+        rows: to learn from; all have the label.
+        label: the label whose times are learned.
+        roofline: in place of the one that is fitted to the rows (for launches: in place of LEAST_LAUNCHES).
     """
     times, tables = rows.times_ms[label], table_counts(rows.schema, rows.features)
     base = rows.idle if rows.idle.any() else np.ones(len(rows), dtype=bool)
@@ -168,9 +170,9 @@ def pose(rows: TrainingSet, label: str, roofline: Roofline | None = None) -> Pro
 
 def fit_kernel_model(rows: TrainingSet, label: str, own: Sequence[str], config: TrainingConfig,
                      problem: Problem | None = None) -> KernelModel:
-    """Boosters for `label`: one for all rows, and one for each kernel type in `own` that has rows.
+    """Boosters for `label`: a shared one of all rows, and one for each kernel type in `own` that has rows.
 
-    Every type keeps the shared booster as well; `predictor_of` says which one counts.
+    The shared booster is trained on the rows of all types; `predictor_of` says which booster predicts a type.
     """
     problem, settings = problem or pose(rows, label), config.booster(label)
     boosters = {SHARED: train_booster(problem.matrix, problem.log_ratios, settings, config.seed)}
@@ -185,11 +187,11 @@ def fit_kernel_model(rows: TrainingSet, label: str, own: Sequence[str], config: 
 
 
 def predict_kernels(predictor: TimePredictor, kernels: Sequence[Kernel], features: Floats, load: Sequence[float]) -> Floats:
-    """The time of each kernel in ms beside one load.
+    """The time (ms) of each kernel under one load.
 
     Args:
         features: kernels × the features that the predictor reads.
-        load: a value for each metric.
+        load: one value per metric.
     """
     return predictor.predict_ms(
         [kernel.type for kernel in kernels], features, np.tile(np.array(load, dtype=float), (len(kernels), 1)),
@@ -198,11 +200,12 @@ def predict_kernels(predictor: TimePredictor, kernels: Sequence[Kernel], feature
 
 
 def predict_rows(model: KernelModel, rows: TrainingSet) -> Floats:
-    """`model`'s times in ms for rows of a dataset."""
+    """The times (ms) that `model` predicts for rows of a dataset."""
     return model.predict_ms(rows.types, rows.features, rows.load, rows.flops, rows.bytes_moved)
 
 
 def parallel_map(task: Callable[[T], R], items: Iterable[T], workers: int) -> list[R]:
-    """`task` of each item, in order, `workers` at a time. Threads will do: the estimators compute outside the interpreter."""
+    """The results of `task` for each item, in order, computed by `workers` threads. Threads are enough, since the estimators
+    release the interpreter's lock while they compute."""
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(task, items))

@@ -1,4 +1,4 @@
-"""Turns a kernel into numbers. Training and prediction compute them by one feature schema, so the two can't drift apart."""
+"""Turns a kernel into numbers. Training and prediction use the same feature schema, so they can't drift apart."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ OP_CLASSES = ("Conv", "Pool", "MatMul", "Gemm", "Attention", "Norm", "Softmax", 
               "Concat", "Split", "Slice", "Gather", "Scatter", "Pad", "Resize", "Cast", "Quantize", "Shape", "Expand", "Einsum")
 ACTIVATIONS = ("Relu", "Clip", "LeakyRelu", "Sigmoid", "Tanh", "HardSigmoid", "Gelu", "Silu", "Swish", "HardSwish")
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "int8", "bool")
-LAYOUTS = {"com.microsoft.nchwc": 1.0, "com.ms.internal.nhwc": 2.0}  # by domain; 0 is ONNX's own, channels first
+LAYOUTS = {"com.microsoft.nchwc": 1.0, "com.ms.internal.nhwc": 2.0}  # by domain; 0 is ONNX's own layout, channels first
 
 
 class Sizes(NamedTuple):
-    """Image sizes of a kernel's first input and first output; a (batch, tokens, channels) tensor is an image of height `tokens`
-    and width 1."""
+    """Image sizes of a kernel's first input and first output. A (batch, tokens, channels) tensor counts as an image of height
+    `tokens` and width 1."""
 
     batch: int
     channels: int
@@ -58,9 +58,9 @@ class Product(NamedTuple):
 
 
 def kernel_features(kernel: Kernel) -> list[float]:
-    """The values of KERNEL_FEATURES, in its order. Sizes that an operation lacks are 0.
+    """The values of KERNEL_FEATURES, in its order. Sizes that an operation does not have are 0.
 
-    Defined for every operation: an unknown one is described by its tensors and costs.
+    Works for every operation: one that is not known is described by its tensors and costs.
     """
     inputs = [tensor for tensor in kernel.inputs if tensor.dtype]
     outputs = [tensor for tensor in kernel.outputs if tensor.dtype]
@@ -95,7 +95,7 @@ KERNEL_FEATURES = FeatureSchema("kernel", 1, {
     # what kind of operation, on what
     "operation": ("op_class", "layout", "dtype", "bits"),
 }, kernel_features)
-SCHEMAS = {(schema.name, schema.version): schema for schema in (KERNEL_FEATURES,)}  # those that saved predictors may read
+SCHEMAS = {(schema.name, schema.version): schema for schema in (KERNEL_FEATURES,)}  # that saved predictors may use
 
 
 def _channels_last(kernel: Kernel) -> bool:
@@ -104,7 +104,7 @@ def _channels_last(kernel: Kernel) -> bool:
 
 
 def _is_spatial(kernel: Kernel) -> bool:
-    """Whether a window moves over an image."""
+    """Whether the operation moves a window over an image."""
     return kernel.op_type in CONVOLUTIONS or "Pool" in kernel.op_type
 
 
@@ -129,7 +129,7 @@ def _kernel_window(kernel: Kernel, sizes: Sizes) -> KernelWindow:
 
 
 def _unnamed_window(kernel: Kernel, sizes: Sizes) -> Sequence[int]:
-    """The window where no attribute gives it: a convolution's from its weights, a global pool's is the image."""
+    """The window where no attribute gives it: that of a convolution from its weights; that of a global pool is the image."""
     position = CONVOLUTIONS.get(kernel.op_type)
     if position is None:
         return (sizes.height, sizes.width)
@@ -138,11 +138,11 @@ def _unnamed_window(kernel: Kernel, sizes: Sizes) -> Sequence[int]:
 
 
 def _product(kernel: Kernel, inputs: Sequence[KernelInput], out: Sequence[int], sizes: Sizes, window: KernelWindow) -> Product:
-    """The product; all 0 where there is none.
+    """The matrix product of a kernel; all 0 where it has none.
 
     Args:
         kernel: any.
-        inputs: that are there.
+        inputs: those that are present.
         out: shape of the first output.
         sizes, window: of the kernel.
     """
@@ -154,7 +154,7 @@ def _product(kernel: Kernel, inputs: Sequence[KernelInput], out: Sequence[int], 
         return _matrix_product(kernel, inputs, out)
     if op == "Einsum" and (found := einsum_product(kernel.attributes, inputs)):
         return Product(*found, 0)
-    if out_elements and kernel.flops > 8 * out_elements:  # Attention and its kind: a mean depth
+    if out_elements and kernel.flops > 8 * out_elements:  # Attention and similar: a mean depth
         width = (out or (1,))[-1]
         return Product(1, out_elements // width, width, kernel.flops // (2 * out_elements), 0)
     return Product(0, 0, 0, 0, 0)
@@ -178,14 +178,14 @@ def _broadcast(inputs: Sequence[KernelInput], out: Sequence[int]) -> float:
 
 
 def _operands(kernel: Kernel, shape: Sequence[int], inputs: Sequence[KernelInput], outputs: int) -> tuple[float, ...]:
-    """Rank of the first input (`shape`), numbers of tensors, and what is fused."""
+    """Rank of the first input (`shape`), numbers of tensors, and fused operations."""
     activations, fused = sum(not tensor.constant for tensor in inputs), kernel.type.split("_")[1:]
     return (len(shape), len(inputs), activations, len(inputs) - activations, outputs, copied_tables(kernel),
             _activation(kernel), float("Add" in fused or "Sum" in fused))
 
 
 def _costs(kernel: Kernel, elements: int) -> tuple[float, ...]:
-    """Operations, bytes, and `elements` of the first input."""
+    """FLOPs, bytes, and the `elements` of the first input."""
     bytes_moved = kernel.bytes_read + kernel.bytes_written
     return (_log(kernel.flops), _log(bytes_moved), _log(kernel.bytes_read), _log(kernel.bytes_written),
             _log(kernel.weight_bytes), _log(elements), kernel.flops / max(bytes_moved, 1))
@@ -202,9 +202,9 @@ def image_sizes(shape: Sequence[int], channels_last: bool, spatial: bool) -> tup
     """Batch, channels, height and width of a tensor; a third spatial dimension counts as height.
 
     Args:
-        shape: of the tensor; of any rank.
-        channels_last: its last dimension is the channels (of rank 4 and more).
-        spatial: a convolution or pool works on it, so that dimension 1 is the channels at rank 3 too.
+        shape: of the tensor, of any rank.
+        channels_last: the last dimension is the channels (from rank 4 on).
+        spatial: a convolution or pool reads it, so that dimension 1 is the channels at rank 3 too.
     """
     rank = len(shape)
     if rank >= 4:
@@ -219,7 +219,7 @@ def image_sizes(shape: Sequence[int], channels_last: bool, spatial: bool) -> tup
 
 
 def _axis(kernel: Kernel, shape: Sequence[int], out: Sequence[int]) -> tuple[int, int]:
-    """How many elements go into one value, and how many lie next to each other beyond the axis worked on."""
+    """How many elements are reduced into one value, and how many are next to each other in memory behind the reduced axis."""
     op, rank, elements, out_elements = kernel.op_type, len(shape), math.prod(shape), math.prod(out)
     axis = kernel.attributes.get("axis")
     if "Norm" in op or "Softmax" in op:
@@ -241,7 +241,7 @@ def _axis(kernel: Kernel, shape: Sequence[int], out: Sequence[int]) -> tuple[int
 
 
 def _permuted_blocks(kernel: Kernel, shape: Sequence[int]) -> list[tuple[int, int]]:
-    """The blocks of dimensions that a Transpose moves as one, in the order of its output: first dimension and elements."""
+    """The blocks of dimensions that a Transpose moves as one: first dimension and elements, in the order of the output."""
     if kernel.op_type != "Transpose":
         return []
     perm = kernel.attributes.get("perm") or range(len(shape) - 1, -1, -1)
@@ -260,7 +260,7 @@ def _permuted_blocks(kernel: Kernel, shape: Sequence[int]) -> list[tuple[int, in
 
 def _permutation(blocks: Sequence[tuple[int, int]]) -> tuple[int, int, int, int, int]:
     """How many blocks of dimensions a Transpose moves, how many elements stay next to each other, and the elements of the
-    input's last three blocks, the last one first: ONNX Runtime picks among its CUDA kernels by them."""
+    input's last three blocks, last one first. ONNX Runtime picks its CUDA kernel by these."""
     if not blocks:
         return 0, 0, 0, 0, 0
     sizes = [size for _, size in sorted(blocks, reverse=True)]
@@ -270,7 +270,7 @@ def _permutation(blocks: Sequence[tuple[int, int]]) -> tuple[int, int, int, int,
 
 
 def _tiles(product: Product, size: int) -> tuple[float, float]:
-    """How many size×size tiles cover the products (log2), and which share of their area is used."""
+    """How many size×size tiles cover the products (log2), and the share of their area that is used."""
     matrices, m, n = product.matrices, product.m, product.n
     tiles = matrices * math.ceil(m / size) * math.ceil(n / size)
     return (math.log2(tiles), matrices * m * n / (tiles * size * size)) if tiles > 0 else (0.0, 0.0)
@@ -285,7 +285,7 @@ def _log(amount: float) -> float:
 
 
 def _activation(kernel: Kernel) -> float:
-    """The fused activation: 0 none, else its place in ACTIVATIONS, counted from 1 (the last place: another one)."""
+    """The fused activation: 0 for none, else its place in ACTIVATIONS, counted from 1; one more than the last for any other."""
     name: Any = kernel.attributes.get("activation")
     if not name:
         return 0.0
@@ -293,7 +293,8 @@ def _activation(kernel: Kernel) -> float:
 
 
 def _op_class(op_type: str) -> float:
-    """The first of OP_CLASSES that the operation's name holds, counted from 1; 0 for element by element and the rest."""
+    """The place, counted from 1, of the first of OP_CLASSES that is part of the operation's name; 0 for elementwise operations
+    and the rest."""
     for number, name in enumerate(OP_CLASSES, 1):
         if name in op_type:
             return float(number)

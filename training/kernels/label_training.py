@@ -1,4 +1,4 @@
-"""Learns the times of one label: predictors picked and judged by cross-validation, then trained on all rows."""
+"""Learns the times of one label: cross-validation chooses the predictors and gives their errors, then all rows train them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,26 @@ from utils.timing import error_statistics
 
 log = get_logger("training")
 Floats = npt.NDArray[np.float64]
-OWN_MARGIN = 0.97  # a type's own predictor must err this much less than the shared one: each costs a call
+OWN_MARGIN = 0.97  # a type gets its own predictor only if its error is this much smaller, since each costs a call
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One label's predictors, and how far off they are on kernels that they did not see."""
+    """The predictors of one label, and their errors on held-out kernels.
+
+    Attributes:
+        times_ms: of each kernel by id, idle: measured, and predicted by a training without the kernel.
+    """
 
     label: str
     model: KernelModel
     errors: tuple[TypeErrors, ...]
-    times_ms: dict[str, tuple[float, float]]  # of each kernel idle: measured, and predicted by a training that saw none of it
+    times_ms: dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Times in ms that each estimator gives the rows of the fold it was not trained on; NaN where it gives none."""
+    """The times (ms) that each estimator predicts for the rows that were held out of its training; NaN where it has none."""
 
     shared: Floats
     own: Floats
@@ -45,12 +49,12 @@ class LeftOut:
     roofline: Floats
 
     def shipped(self, rows: TrainingSet, own: Sequence[str]) -> Floats:
-        """Those of the estimators that are saved where the types in `own` get predictors of their own."""
+        """The times by the predictors that are saved if the types in `own` get predictors of their own."""
         return np.where(np.isin(rows.types, own) & np.isfinite(self.own), self.own, self.shared)
 
 
 def cross_validate(rows: TrainingSet, label: str, own: list[str], config: TrainingConfig) -> LeftOut:
-    """Every row predicted by estimators that saw none of its kernel's rows."""
+    """Predictions of every row by estimators that were trained without the rows of its kernel."""
     folds = estimators.assign_folds(rows.ids, rows.types, config.folds, config.seed)
 
     def one_fold(fold: int) -> tuple[npt.NDArray[np.bool_], Floats]:
@@ -74,7 +78,7 @@ def cross_validate(rows: TrainingSet, label: str, own: list[str], config: Traini
 
 
 def choose_own(rows: TrainingSet, label: str, left_out: LeftOut, candidates: list[str]) -> list[str]:
-    """The kernel types whose own predictor errs clearly less than the shared one on idle rows."""
+    """The kernel types whose own predictor has a clearly smaller error than the shared one on idle rows."""
     measured, chosen = rows.times_ms[label], []
     for name in candidates:
         mask = (rows.types == name) & rows.idle & np.isfinite(left_out.own)
@@ -86,8 +90,8 @@ def choose_own(rows: TrainingSet, label: str, left_out: LeftOut, candidates: lis
 
 
 def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own: list[str], short_ms: float) -> tuple[TypeErrors, ...]:
-    """Errors on left-out kernels, of all types and of each: idle, idle without the shortest (where the label is a time), and at
-    all levels."""
+    """Errors on held-out kernels, of all types together and of each: on idle rows, on idle rows of at least `short_ms` (where
+    the label is a time), on all rows, and on rows under load."""
     measured = rows.times_ms[label]
     shipped = left_out.shipped(rows, own)
     sets: dict[str, Any] = {"idle": rows.idle}
@@ -114,17 +118,17 @@ def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own: list[str]
 
 
 def idle_times(rows: TrainingSet, label: str, predicted: Floats) -> dict[str, tuple[float, float]]:
-    """The measured idle time of each kernel by id, and that in `predicted` (of each row); medians over the machines."""
+    """The idle times (ms) of each kernel by id: measured, and as in `predicted` (one per row); medians over the machines."""
     both = pd.DataFrame({"measured": rows.times_ms[label], "predicted": predicted})[rows.idle]
-    return {str(name): (float(measured), float(told))
-            for name, measured, told in both.groupby(rows.ids[rows.idle]).median().itertuples()}
+    return {str(name): (float(measured), float(guess))
+            for name, measured, guess in both.groupby(rows.ids[rows.idle]).median().itertuples()}
 
 
 def train_label(rows: TrainingSet, label: str, config: TrainingConfig) -> Trained:
-    """The predictors of one label, picked and judged by cross-validation, then trained on all of its rows.
+    """The predictors of one label, chosen by cross-validation and trained on all of its rows, with their errors.
 
     Raises:
-        UserError: fewer kernels than folds.
+        UserError: there are fewer kernels than folds.
     """
     rows = rows.rows(np.isfinite(rows.times_ms[label]))
     kernels = sorted(set(zip(rows.ids.tolist(), rows.types.tolist(), strict=True)))
@@ -141,7 +145,7 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig) -> Traine
     log.info("%s: %d rows of %d kernels; predictors of their own: %s", label, len(rows), len(kernels), ", ".join(own) or "none")
     errors = type_errors(rows, label, left_out, own, config.short_ms)
     if errors[0].forest_mape < errors[0].mape:
-        log.info("%s: the forest errs less on left-out kernels, %.1f %% against %.1f %%; it is not saved, being "
-                 "a hundred times the size", label, 100 * errors[0].forest_mape, 100 * errors[0].mape)
+        log.info("%s: the random forest has a smaller error on held-out kernels (%.1f %%, boosters %.1f %%), but is not saved, "
+                 "since it is a hundred times as large", label, 100 * errors[0].forest_mape, 100 * errors[0].mape)
     return Trained(label, fit_kernel_model(rows, label, own, config), errors,
                    idle_times(rows, label, left_out.shipped(rows, own)))

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 
 
 class MeasuredTimes(Mapping[str, dict[str, float]]):
-    """Idle times (ms) by kernel id and label, from JSON that has a line for each kernel, sorted, between one with `{` and one
-    with `}`; only lines that are asked for are parsed."""
+    """Idle times (ms) by kernel id and label, from JSON with one line per kernel, sorted, between a line `{` and a line `}`.
+    Only the lines that are looked up are parsed."""
 
     def __init__(self, text: bytes) -> None:
         self._text = text
 
     def __getitem__(self, kernel: str) -> dict[str, float]:
         text, key = self._text, _line_start(kernel)
-        low, high = text.find(b"\n") + 1, text.rfind(b"\n") + 1  # the lines that it may be among
+        low, high = text.find(b"\n") + 1, text.rfind(b"\n") + 1  # the lines to search
         while low < high:
             start = max(text.rfind(b"\n", low, (low + high) // 2) + 1, low)
             end = text.index(b"\n", start)

@@ -33,23 +33,23 @@ log = get_logger("predictors")
 ON_GPU = (GPU_LABEL, LAUNCHES)
 REMEMBERED_KERNELS = 100_000
 REMEMBERED_LOADS = 64
-SLACK = 1e-6  # of a feature beyond its range: what rounding may do
+SLACK = 1e-6  # a feature may be beyond its range by this much, for rounding
 
 
 class KernelTimes(NamedTuple):
-    """The time of each kernel asked for (ms), and where it comes from: `measured`, `predicted` or `estimated`."""
+    """The times of kernels (ms), and where each comes from: `measured`, `predicted` or `estimated`."""
 
     latency_ms: list[float]
     provenance: list[str]
 
 
 def leaves_gpu_idle(kernel: Kernel, label: str) -> bool:
-    """Whether `label` tells of the GPU and the kernel gives it nothing to do, so that its time is zero and not learned."""
+    """Whether `label` is one of the GPU and the kernel gives the GPU no work; then its time is zero, and not learned."""
     return label in ON_GPU and not kernel.moves_data
 
 
 class CheckedFiles(Mapping[str, bytes]):
-    """The bytes of files by name, each read and checked when it is first asked for; errors as of `read_checked`.
+    """The bytes of files by name, each read and checked at its first look-up; errors as of `read_checked`.
 
     Args:
         files: by name, each file and the SHA-256 that it must have.
@@ -76,8 +76,8 @@ class Predictors:
     """The predictors of a target, ready to predict. A booster is read at the first prediction that needs it.
 
     Attributes:
-        folder: where they lie.
-        sidecar: what they are.
+        folder: of the files.
+        sidecar: what it says of them.
         measured: idle times (ms) by kernel id and label.
         pickles: the bytes of each label's boosters, checked when they are read.
     """
@@ -103,7 +103,7 @@ class Predictors:
         """The predictors of a label.
 
         Raises:
-            UserError: no such label, or a file that holds something else.
+            UserError: there is no such label, or a file holds something else.
         """
         if label not in self.sidecar.labels:
             raise UserError(f"label {label}: not measured on {self.sidecar.target.name} (there: {', '.join(self.labels)})")
@@ -119,10 +119,10 @@ class Predictors:
         return self._models[label]
 
     def load_vector(self, load: Mapping[str, float]) -> tuple[float, ...]:
-        """The load in the order of the sidecar's metrics; an empty mapping is the idle device.
+        """The load as numbers in the order of the sidecar's metrics; an empty mapping means an idle device.
 
         Raises:
-            UserError: a metric is missing or no finite number, or nothing was measured under load.
+            UserError: a metric is missing or is no finite number, or nothing was measured under load.
         """
         sidecar = self.sidecar
         if not load:
@@ -145,18 +145,18 @@ class Predictors:
         """The time of each kernel.
 
         Args:
-            kernels: in any number, also repeated.
-            load: background metrics by DCGM field name; empty: idle.
-            label: which time, as in DESIGN's words; by default the first that was trained.
+            kernels: any number of them; the same one may come several times.
+            load: metrics of the background by DCGM field name; empty: idle.
+            label: which time (benchmark/records/labels.py); by default the first label that was trained.
             strict: don't look up measured times.
 
         Raises:
-            UserError: an unknown label, or a load that the predictors don't know.
+            UserError: the label is unknown, or the load lacks a metric.
         """
         label = label if label is not None else self.labels[0]
         vector = self.load_vector(load)
         known = files.cached(self._times, (label, vector, bool(load), strict), dict, REMEMBERED_LOADS)
-        found = {kernel.id: known.get(kernel.id) for kernel in kernels}  # another thread may clear what is known
+        found = {kernel.id: known.get(kernel.id) for kernel in kernels}  # first, since another thread may clear the cache
         new = {kernel.id: kernel for kernel in kernels if found[kernel.id] is None}
         if new:
             made = self._time(new, vector, label, look_up=not load and not strict)
@@ -168,12 +168,13 @@ class Predictors:
         return KernelTimes([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
     def features_of(self, kernels: Sequence[Kernel]) -> npt.NDArray[np.float64]:
-        """kernels × the schema's features, each kernel's computed once."""
+        """kernels × the schema's features; those of a kernel are computed once and kept."""
         return np.array([files.cached(self._features, kernel.id, partial(self.schema.compute, kernel), REMEMBERED_KERNELS)
                          for kernel in kernels], dtype=float)
 
     def beyond_range(self, kernels: Sequence[Kernel]) -> dict[str, float]:
-        """Those kernels of which a feature is smaller or greater than any in training, by id: how many times, at most."""
+        """By what factor kernels are beyond the range of the training, the largest over their features, by kernel id. Kernels
+        within the range are omitted."""
         moving = [kernel for kernel in kernels if kernel.moves_data]
         if not moving:
             return {}
@@ -186,18 +187,18 @@ class Predictors:
             moving, doublings, beyond.any(axis=1), strict=True) if out}
 
     def meant(self, kernel: Kernel, label: str) -> Kernel:
-        """The kernel that is predicted for `kernel`: itself, or where its type was never measured, what stands for it."""
+        """The kernel that is predicted in place of `kernel`: itself, or its stand-in if its type was never measured."""
         found = self.stand_in(kernel, label)
         return kernel if found is None else found.kernel
 
     def stand_in(self, kernel: Kernel, label: str) -> StandIn | None:
-        """What stands for a kernel of the GPU whose type was never measured; None where it was, or nothing does."""
+        """The stand-in of a GPU kernel whose type was never measured; None where the type was measured, or there is none."""
         known = self.sidecar.labels[label].predictor_of
         return None if label not in ON_GPU or kernel.type in known else stand_in(kernel, known)
 
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:
-        """Time and provenance of each kernel by id, those of one predictor in one call."""
+        """Time and provenance of each kernel by id; all kernels of one predictor are predicted in one call."""
         times: dict[str, tuple[float, str]] = {
             name: (0.0, "measured") for name, kernel in kernels.items() if leaves_gpu_idle(kernel, label)}
         if look_up:
@@ -211,7 +212,7 @@ class Predictors:
         predicted = predict_kernels(model, meant, self.features_of(meant), load)
         for kernel, taken, time_ms in zip(rest, meant, predicted.tolist(), strict=True):
             known = taken.type in model.predictor_of
-            if not known and not kernel.moves_data:  # of whatever type, it only renames a tensor: that costs next to nothing
+            if not known and not kernel.moves_data:  # of any type: it only renames a tensor, which costs next to nothing
                 times[kernel.id] = (model.roofline.floor_ms, "predicted")
             else:
                 times[kernel.id] = (time_ms, "predicted" if known else "estimated")
@@ -224,11 +225,11 @@ def read_measured(folder: Path, sidecar: Sidecar) -> MeasuredTimes:
 
 
 def read_predictors(folder: Path) -> Predictors:
-    """The predictors in `folder`. Every file is checked against the sidecar when it is read: boosters are at the first
-    prediction that needs them, where that raises as this does.
+    """The predictors in `folder`. Every file is checked against the sidecar when it is read. Boosters are read at the first
+    prediction that needs them, which then raises the same errors.
 
     Raises:
-        UserError: none there, another version's, a file that is missing or damaged.
+        UserError: there are none, they are of another version, or a file is missing or damaged.
     """
     sidecar = read_sidecar(folder)
     for about in sidecar.labels.values():

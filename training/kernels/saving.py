@@ -1,15 +1,15 @@
-"""What training saves for a target and the predictor reads: boosters, a sidecar that describes them, measured times.
+"""What training saves for a target: boosters, a sidecar that describes them, and measured times.
 
 In training/predictors/<target>/:
-- `predictors.json`, the sidecar: what the predictors hold for, what they read, how far off they are, and the files below
-  with their SHA-256.
-- `<label>-<hash>.pkl`: the boosters of one label: a pickle of bytes by name, each a booster as XGBoost saves it (UBJSON),
-  compressed by zlib; so a prediction opens those that its model needs. What only training and explanations read (each
-  node's gain, cover and base weight) is zero: that makes the file half as large, and changes no prediction.
-- `measured-<hash>.json.gz`: idle times by kernel and label, for look-up; renewed without a training where kernels were
-  measured for one model (inference/core/missing_kernels.py). A line a kernel, sorted, so that a look-up reads one line.
+- `predictors.json`, the sidecar: the target, what the predictors read, their errors, and the files below with their SHA-256.
+- `<label>-<hash>.pkl`: the boosters of one label, as a pickle of bytes by name. Each is a booster as XGBoost saves it (UBJSON),
+  compressed by zlib, so that a prediction opens only those that its model needs. What no prediction reads (gain, cover and base
+  weight of each node) is zero, which makes the file half as large.
+- `measured-<hash>.json.gz`: idle times by kernel and label, for look-up. Has one line per kernel, sorted, so that a look-up
+  reads one line. Also renewed without a training, after kernels were measured for one model
+  (inference/core/missing_kernels.py).
 
-The hash guards against damage. Against attack, unpickling admits no class at all. History of the schema: in version 1, the
+The hash protects against damage. Against attacks, unpickling accepts no class at all. History of the schema: in version 1, the
 first, a file of boosters was one compressed pickle of xgboost's Booster, and the times were compressed by lzma.
 """
 
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
     import xgboost
 
 log = get_logger("predictors")
-TIMES_COMPRESSION = 6  # for measured times, whose renewal somebody waits for
+TIMES_COMPRESSION = 6  # of gzip, for measured times: somebody waits while they are renewed
 
 
 def save_predictors(folder: Path, models: Mapping[str, KernelModel], errors: Mapping[str, Sequence[TypeErrors]],
                     measured: Mapping[str, Mapping[str, float]], about: Mapping[str, Any]) -> Sidecar:
-    """Saves a target's predictors; the sidecar, written last, makes them count, so that the old ones hold until then.
+    """Saves a target's predictors. The sidecar is written last: until then, the old predictors stay valid.
 
     Args:
         folder: of the target.
-        models, errors: by label; all models read features of one schema.
+        models, errors: by label; all models use one feature schema.
         measured: idle times (ms) by kernel id and label.
-        about: the remaining fields of the sidecar.
+        about: the other fields of the sidecar.
     """
     labels = {}
     for label, model in models.items():
@@ -72,15 +72,15 @@ def save_predictors(folder: Path, models: Mapping[str, KernelModel], errors: Map
 
 
 def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) -> Sidecar:
-    """Adds measured times to those that are looked up. What was learned stays as it is, and what it was learned from stays on
-    record, so that the next training sees that the dataset is newer.
+    """Adds measured times for look-up. The predictors stay as they are, and so does the hash of the dataset that they were
+    trained on, so that the next training sees that the dataset is newer.
 
     Args:
         folder: of the target's predictors.
-        measured: idle times (ms) by kernel id and label; they replace those that are there.
+        measured: idle times (ms) by kernel id and label; they replace existing ones.
 
     Raises:
-        UserError: no predictors there, another version's, or a damaged file.
+        UserError: there are no predictors, they are of another version, or a file is damaged.
     """
     sidecar = read_sidecar(folder)
     there = read_measured(folder, sidecar).whole()
@@ -92,8 +92,8 @@ def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) ->
 
 
 def copy_predictors(source: Path, folder: Path) -> None:
-    """Copies what was learned for a target, composition and all; the sidecar, copied last, makes the copy count."""
-    there = [path for path in source.iterdir() if not path.name.startswith(".")]  # neither a lock nor what is being written
+    """Copies all that was learned for a target, its composition too. The sidecar is copied last, which makes the copy valid."""
+    there = [path for path in source.iterdir() if not path.name.startswith(".")]  # without locks and unfinished files
     for path in sorted(there, key=lambda path: (path == sidecar_path(source), path)):
         files.write_bytes(folder / path.name, path.read_bytes())
 
@@ -110,7 +110,7 @@ def write_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) ->
 
 
 def _write_hashed(folder: Path, stem: str, suffix: str, data: bytes) -> tuple[str, str]:
-    """Writes `data` under a name that holds a part of its SHA-256; returns the name and the whole hash."""
+    """Writes `data` to a file whose name has a part of its SHA-256; returns the name and the whole hash."""
     digest = hashlib.sha256(data).hexdigest()
     name = f"{stem}-{digest[:8]}.{suffix}"
     files.write_bytes(folder / name, data)

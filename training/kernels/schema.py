@@ -1,4 +1,4 @@
-"""A feature schema: which numbers describe a kernel, in which order, and the function that computes them."""
+"""A feature schema: the names of the numbers that describe a kernel, their order, and the function that computes them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class FeatureSchema:
-    """What estimators read of a kernel.
+    """The features of a kernel that estimators read.
 
-    Estimators that were trained with one schema can predict with no other, so the name and the version are saved with them.
+    Estimators can only predict with the schema that they were trained with, so its name and version are saved with them.
 
     Attributes:
         name: of the schema.
-        version: another one wherever the names, their order or the values that `compute` gives change.
-        groups: names of the features by group, in the order of the values. A feature that is a logarithm to base 2 has a
-            name that begins with `log_`.
-        compute: the values of one kernel, one for each name.
+        version: changes whenever the names, their order or the values of `compute` change.
+        groups: names of the features by group, in the order of the values. The name of a feature that is a logarithm to base 2
+            begins with `log_`.
+        compute: returns the values of one kernel, one for each name.
     """
 
     name: str
@@ -44,7 +44,7 @@ class FeatureSchema:
 
     @cached_property
     def logarithmic(self) -> npt.NDArray[np.bool_]:
-        """For each feature, whether it is a logarithm to base 2."""
+        """A mask of the features that are logarithms to base 2."""
         return np.array([name.startswith("log_") for name in self.names], dtype=bool)
 
     def index(self, name: str) -> int:

@@ -10,11 +10,11 @@ from pydantic import Field
 from benchmark.records.labels import GPU_LABEL
 from utils.config import Config
 
-LAUNCHES = "launches"  # learned as a label's times are: how many kernels and copies the GPU is given for one of ours
+LAUNCHES = "launches"  # learned like a label: how many CUDA kernels and copies one of our kernels launches
 
 
 class XgboostSettings(Config):
-    """How boosters are trained; names as in training/config.yaml."""
+    """Settings of a booster; names as in training/config.yaml."""
 
     trees: int = Field(400, ge=1)
     depth: int = Field(6, ge=1, le=20)
@@ -28,7 +28,7 @@ class XgboostSettings(Config):
 
 
 class ForestSettings(Config):
-    """The random forest of the comparison."""
+    """Settings of the random forest, which is trained for comparison."""
 
     trees: int = Field(100, ge=1)
     column_share: float = Field(0.33, gt=0.0, le=1.0)
@@ -51,5 +51,5 @@ class TrainingConfig(Config):
         return self.threads or os.cpu_count() or 1
 
     def booster(self, label: str) -> XgboostSettings:
-        """How boosters of a label are trained."""
+        """The settings of the boosters of a label."""
         return self.xgboost_gpu if label in (GPU_LABEL, LAUNCHES) else self.xgboost

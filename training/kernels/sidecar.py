@@ -1,4 +1,4 @@
-"""The sidecar of saved predictors: what they hold for, what they read, how far off they are."""
+"""The sidecar of saved predictors, `predictors.json`: their target, what they read, and their errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TypeErrors(Frozen):
         rows_of: `idle`, `all levels`, `under load`, or (of times) `idle, <n> µs and more`.
         predictor: what predicts the type: `shared`, its own (the type's name), or `mixed` for all types.
         within_10: share of rows predicted within ±10 %.
-        forest_mape, roofline_mape: of the two that the shipped predictor is compared with.
+        forest_mape, roofline_mape: of the random forest and the roofline, for comparison.
     """
 
     type: str
@@ -43,8 +43,7 @@ class TypeErrors(Frozen):
 
 
 class LabelPredictors(Frozen):
-    """What the sidecar says of one label's predictors; without a `file` nothing was trained, and the roofline is all there
-    is."""
+    """The predictors of one label. Without a `file` nothing was trained, and there is only the roofline."""
 
     file: FileName | None
     sha256: str
@@ -63,18 +62,18 @@ class Sidecar(Frozen):
     """`predictors.json`.
 
     Attributes:
-        target: what the predictors hold for.
+        target: what the predictors are valid for.
         dataset_sha256: of the kernel table they were trained on; `measured` may be of a newer one.
-        packages: versions of what made them.
-        feature_schema, feature_version: what computes the features.
-        features: that the boosters read, in order; the type's code and the load follow.
+        packages: versions of the packages that made them.
+        feature_schema, feature_version: the schema of the features.
+        features: what the boosters read, in order; the code of the type and the load follow.
         metrics: names of the load's features.
-        idle_load: the load that stands for an idle device.
-        load_range: least and greatest value of each metric in training; the same where only the idle device was measured.
-        dtypes: that the kernels of the training compute in.
-        held_out: model families that are in no fit.
+        idle_load: the load of an idle device.
+        load_range: least and greatest value of each metric in training; both the same where only an idle device was measured.
+        dtypes: element types of the kernels in training.
+        held_out: model families that nothing is fitted to.
         config: the settings of the training.
-        machines: that were measured.
+        machines: the machines that measured the dataset.
         feature_range: least and greatest value of each of `features` in training.
         measured, measured_sha256: the file of measured idle times.
         labels: by name.
@@ -103,12 +102,12 @@ class Sidecar(Frozen):
 
 
 def schema_of(sidecar: Sidecar) -> FeatureSchema:
-    """The feature schema that a sidecar names; `read_sidecar` has checked that this Hase has it."""
+    """The feature schema of a sidecar that `read_sidecar` has checked."""
     return SCHEMAS[sidecar.feature_schema, sidecar.feature_version]
 
 
 def schema_fields(schema: FeatureSchema) -> dict[str, Any]:
-    """The fields of a sidecar that name a feature schema."""
+    """The fields of a sidecar that describe a feature schema."""
     return {"feature_schema": schema.name, "feature_version": schema.version, "features": schema.names}
 
 
@@ -117,7 +116,7 @@ def sidecar_path(folder: Path) -> Path:
 
 
 def installed_packages() -> dict[str, str]:
-    """Versions of the packages that decide whether a saved predictor can be read."""
+    """Versions of the packages on which it depends whether a saved predictor can be read."""
     return {"xgboost": package_version(*XGBOOST), "numpy": package_version("numpy"),
             "scikit-learn": package_version("scikit-learn")}
 
@@ -126,7 +125,7 @@ def read_sidecar(folder: Path) -> Sidecar:
     """The sidecar in `folder`.
 
     Raises:
-        UserError: there is none, it is damaged, or made by another version of Hase or of xgboost.
+        UserError: there is none, it is damaged, or another version of Hase or xgboost made it.
     """
     path = sidecar_path(folder)
     if not path.is_file():
@@ -147,7 +146,7 @@ def check_schema(path: Path, sidecar: Sidecar) -> None:
         sidecar: what it holds.
 
     Raises:
-        UserError: it has no such feature schema, or one with other features.
+        UserError: this Hase has no such feature schema, or one with other features.
     """
     asked = f"{sidecar.feature_schema} {sidecar.feature_version}"
     schema = SCHEMAS.get((sidecar.feature_schema, sidecar.feature_version))
@@ -177,7 +176,7 @@ def read_checked(path: Path, sha256: str) -> bytes:
 
 
 def write_sidecar(folder: Path, sidecar: Sidecar) -> None:
-    """Writes the sidecar, then removes the files of the one before."""
+    """Writes the sidecar, then removes the files that only the previous sidecar names."""
     files.write_json(sidecar_path(folder), sidecar)
     kept = {sidecar.measured, *(about.file for about in sidecar.labels.values())}
     for old in [*folder.glob("*-*.pkl"), *folder.glob("measured-*.json.gz")]:

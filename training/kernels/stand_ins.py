@@ -1,9 +1,9 @@
-"""Operators that were never measured on a GPU, and measured ones that cost the same: moving data is what takes the time.
+"""Stand-ins: measured operators that cost the same as operators that were never measured on a GPU.
 
-ONNX Runtime's CUDA kernels of one kind share their code: element by element over one tensor, over two, or a reduction. How far
-off the one is for the other was read off the H200's dataset, measured over predicted time, 5th to 95th percentile: Tanh,
-HardSigmoid, HardSwish, Relu, QuickGelu and Gelu as Sigmoid 0.70 to 1.73 (7,243 kernels), Add, Sub and Div as Mul 0.91 to 1.22
-(2,271). GlobalAveragePool has no such figure: its range is a choice.
+ONNX Runtime's CUDA kernels of one kind share their code, and moving data takes most of their time: elementwise over one tensor,
+elementwise over two, or a reduction. The ranges are from the H200's dataset, measured over predicted time, 5th to 95th
+percentile: Tanh, HardSigmoid, HardSwish, Relu, QuickGelu and Gelu as Sigmoid 0.70 to 1.73 (7,243 kernels); Add, Sub and Div as
+Mul 0.91 to 1.22 (2,271 kernels). GlobalAveragePool was not compared; its range is a choice.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ TWO_TENSORS = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min",
 
 
 class StandIn(NamedTuple):
-    """A kernel of a measured operator that costs what the one asked for does, and between which multiples of its time."""
+    """A kernel of a measured operator, and the range of the other kernel's time as multiples of its time."""
 
     kernel: Kernel
     range: Range
 
 
 def stand_in(kernel: Kernel, measured: Mapping[str, object]) -> StandIn | None:
-    """What stands for a kernel whose type was never measured on a GPU; None where nothing does.
+    """The stand-in of a kernel whose type was never measured on a GPU; None where there is none.
 
     Args:
-        kernel: in ONNX's own operators, or ONNX Runtime's.
-        measured: the kernel types that were, as keys.
+        kernel: of an operator of ONNX or ONNX Runtime.
+        measured: has the measured kernel types as keys.
     """
     shapes = [tensor for tensor in kernel.inputs if tensor.present]
     if kernel.op_type in ONE_TENSOR and len(shapes) == 1 and "float" in kernel.dtype:
@@ -49,5 +49,5 @@ def stand_in(kernel: Kernel, measured: Mapping[str, object]) -> StandIn | None:
 
 
 def _as(op_type: str, kernel: Kernel, within: Range) -> StandIn:
-    """The same tensors under another operator."""
+    """A kernel with the same tensors and another operator."""
     return StandIn(describe_kernel(op_type, "", 20, {}, kernel.inputs, kernel.outputs), within)

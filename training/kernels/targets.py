@@ -1,4 +1,4 @@
-"""The targets that a script of this folder works on: its options, and one result per target."""
+"""What the scripts in training/ share: their options, and a loop over targets with one result each."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from utils import cli
 from utils.paths import ROOT, Workspace, targets_in
 
 CONFIG = ROOT / "training" / "config.yaml"
-Show = Callable[[Sequence[Mapping[str, Any]], str], None]  # prints rows as a table with a title
+Show = Callable[[Sequence[Mapping[str, Any]], str], None]  # prints rows as a table, under a title
 
 
 def add_options(parser: argparse.ArgumentParser, target: str = "") -> None:
-    """Adds `--target`, which is described by `target`, and `--config`."""
+    """Adds `--target`, with the help text `target`, and `--config`."""
     parser.add_argument("--target", help=target or "name of a target in training/predictors (default: all)")
     parser.add_argument("--config", type=Path, default=CONFIG, help="settings (default: training/config.yaml)")
 
@@ -35,8 +35,8 @@ def for_each_target(targets: Iterable[str], work: Callable[[str, Show], Any], as
 
     Args:
         targets: their names, in the order of work.
-        work: given a target and a function that prints a table (or does not, where `as_json`), returns the target's result.
-        as_json: whether the results are printed as JSON later, in place of the tables.
+        work: takes a target and a function that prints a table; returns the target's result.
+        as_json: whether tables are not printed, since the caller prints the results as JSON.
     """
     def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
         if not as_json:

@@ -1,4 +1,4 @@
-"""A target's dataset as the arrays that predictors are trained on."""
+"""A target's dataset as arrays, which predictors are trained on."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Rows of the kernel table that may be learned from: measured well, not of held-out families alone, and not beside a
-    held-out background.
+    """The rows of the kernel table that may be learned from: measured successfully, not of held-out families alone, and not
+    next to a held-out background.
 
-    A kernel that several machines measured has a row for each. The predictors, which minimise squared errors of logarithms,
-    learn the middle of them, and folds never part them; a look-up takes their median (see `measured_times`), as the
-    composition does with models.
+    A kernel that several machines measured has one row per machine. The predictors minimise squared errors of logarithms, so
+    they learn the middle of these rows; folds never separate them. A look-up takes their median (see `measured_times`), as the
+    composition does for models.
 
     Attributes:
         header: of the dataset.
-        sha256: of the kernel table, to tell what was learned from what.
-        ids, types: of each row's kernel.
-        groups: of each row, the model families that hold its kernel (or near whose shapes it was sampled).
-        backgrounds: what else ran beside each row, by its name in the dataset; "" where nothing did.
-        idle: rows without background load.
+        sha256: of the kernel table, so that one can see what was learned from it.
+        ids, types: of the kernel of each row.
+        groups: of each row, the model families that have its kernel (or near whose shapes it was sampled).
+        backgrounds: name of the background of each row; "" for none.
+        idle: mask of the rows without background.
         schema: of the features.
         features: rows × the schema's features.
-        load: rows × `metrics`; idle rows all hold `idle_load`, so that noise of idle metrics is not learned.
-        metrics: names of the load's columns.
-        idle_load: median of each metric without background load.
-        times_ms: of each label that was measured, NaN where a row lacks it; under LAUNCHES their number.
-        flops, bytes_moved: of each row's kernel.
-        dtypes: that the kernels compute in.
+        load: rows × `metrics`; all idle rows have `idle_load`, so that the noise of idle metrics is not learned.
+        metrics: names of the columns of `load`.
+        idle_load: median of each metric without background.
+        times_ms: by label, NaN for rows without it; under LAUNCHES the number of launches.
+        flops, bytes_moved: of the kernel of each row.
+        dtypes: element types of the kernels.
     """
 
     header: DatasetHeader
@@ -83,26 +83,26 @@ class TrainingSet:
 
 
 def read_training_set(workspace: Workspace, target: str, schema: FeatureSchema = KERNEL_FEATURES) -> TrainingSet:
-    """The dataset of `target` as arrays, its kernels described by the features of `schema`.
+    """The dataset of `target` as arrays, with kernels described by the features of `schema`.
 
     Raises:
-        UserError: no dataset, a damaged one, or one without a row to learn from.
+        UserError: there is no dataset, it is damaged, or it has no row to learn from.
     """
     folder = workspace.dataset(target)
     header = read_header(folder)
     table = read_kernel_table(workspace, target)
     kernels = {described.kernel.id: described.kernel for described in read_kernels(folder)}
     table = _measured(table)
-    beside = table["Background"].isin(header.held_out_backgrounds)
+    excluded = table["Background"].isin(header.held_out_backgrounds)
     if header.held_out_backgrounds:
-        log.info("%d kernel rows were measured beside held-out backgrounds (%s) and are left out", int(beside.sum()),
+        log.info("%d kernel rows were measured next to held-out backgrounds (%s) and are not used", int(excluded.sum()),
                  ", ".join(header.held_out_backgrounds))
-    table = table[~beside]
+    table = table[~excluded]
     owners = [frozenset(filter(None, groups.split("|"))) for groups in table["Groups"].fillna("")]
     held_out = set(header.held_out)
     learned = np.array([not names or bool(names - held_out) for names in owners], dtype=bool)
     if held_out:
-        log.info("%d kernel rows belong to held-out families alone (%s) and are left out", int((~learned).sum()),
+        log.info("%d kernel rows belong to held-out families alone (%s) and are not used", int((~learned).sum()),
                  ", ".join(sorted(held_out)))
     table = table[learned]
     owners = [names for names, kept in zip(owners, learned, strict=True) if kept]
@@ -117,13 +117,13 @@ def read_training_set(workspace: Workspace, target: str, schema: FeatureSchema =
 
 
 def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, float]]:
-    """Idle times in ms by kernel id and label, for look-up: the median over the machines that measured a kernel.
+    """Idle times (ms) by kernel id and label, for look-up: the median over the machines that measured a kernel.
 
-    Those of held-out families are among them, where they were measured, and those that have other labels than the dataset's
-    first: to look up is not to learn.
+    These include kernels of held-out families and kernels that lack the dataset's first label, since nothing is learned from a
+    look-up.
 
     Raises:
-        UserError: no dataset, or a damaged one.
+        UserError: there is no dataset, or it is damaged.
     """
     header, table = read_header(workspace.dataset(target)), read_kernel_table(workspace, target)
     idle = table[table["Status"].isin(["ok", UNFINISHED]) & (table["Level"] == 0)]
@@ -135,12 +135,12 @@ def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, flo
 
 
 def _measured(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows with status ok; the others are counted and named in the log."""
+    """The rows with status ok. The others are counted and named in a warning."""
     failed = table[table["Status"] != "ok"]
     if len(failed):
         counts = Counter(failed["Status"].fillna("without a status"))
         names = sorted(set(failed["Kernel_ID"].astype(str)))
-        log.warning("%d rows were not measured and are left out (%s): %s%s", len(failed),
+        log.warning("%d rows were not measured and are not used (%s): %s%s", len(failed),
                     ", ".join(f"{count} {status}" for status, count in counts.items()), ", ".join(names[:5]),
                     f" and {len(names) - 5} more kernels" if len(names) > 5 else "")
     return table[table["Status"] == "ok"]
@@ -174,12 +174,12 @@ def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: lis
 
 
 def _times(table: pd.DataFrame, device: str) -> dict[str, Floats]:
-    """The measured times by label."""
+    """The measured times (ms) by label."""
     times = {"run": run_ms(table, device)}
     for label in LABELS:
         if label != "run" and f"{label}_ms" in table.columns and table[f"{label}_ms"].notna().any():
             found = table[f"{label}_ms"].to_numpy(dtype=float)
-            times[label] = np.where(found > 0, found, np.nan)  # what leaves the GPU nothing to do is no matter of learning
+            times[label] = np.where(found > 0, found, np.nan)  # nothing to learn from a kernel without work
     if "gpu_launches" in table.columns:
         launches = table["gpu_launches"].to_numpy(dtype=float)
         times[LAUNCHES] = np.where(launches > 0, launches, np.nan)

@@ -1,12 +1,13 @@
-"""How far off the time of a kernel may be that nothing was learned of: true over estimated time, kept as `doubt.json`.
+"""How wrong the estimated time of an unmeasured operator may be: ranges of true over estimated time, kept in `doubt.json`.
 
-A kernel whose operator was never measured gets the scaled roofline. How wrong that is, the operators that were measured tell:
-each is left out in turn, so that nothing of it enters the scale, and its measured times are compared with the estimate. The
-range of a class of operators (element by element, reduction, …) reaches from the least of its operators' 5th percentiles to the
-greatest of their 95th. A class of which fewer than LEAST_OPERATORS were measured reaches at least as far as DEFAULT_RANGES.
+The time of a kernel whose operator was never measured is estimated as the scaled roofline. To see how wrong that is, each
+measured operator is held out in turn, the scale is fitted without it, and its measured times are compared with the estimate.
+The range of a class of operators (elementwise, reduction, …) reaches from the smallest 5th percentile to the largest 95th
+percentile of its operators. A class with fewer than LEAST_OPERATORS measured operators has a range at least as wide as in
+DEFAULT_RANGES.
 
-The file also lists the forms (element type and rank) in which each operator was measured: an operator that is known in another
-form only is predicted, but with less trust. History of the schema: version 1 is the first.
+The file also lists the forms (element type and rank) in which each operator was measured. An operator that was measured in
+other forms only is predicted, but with a wider interval. History of the schema: version 1 is the first.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from utils import files
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
-    from training.kernels.training_set import TrainingSet  # brings pandas, which a prediction does without
+    from training.kernels.training_set import TrainingSet  # needs pandas, which a prediction does not
 
 UNCERTAINTY_VERSION = 1
 FILE = "doubt.json"
 FIT = "python training/fit_doubt.py"
 LEAST_OPERATORS = 3
-TAIL = 0.05  # cut off at each end of an operator's ratios: what is left holds 90 %
+TAIL = 0.05  # share of an operator's ratios that is cut off at each end, which leaves 90 %
 Floats = npt.NDArray[np.float64]
 OperatorClass = Literal["elementwise", "reduction", "normalisation", "recurrent", "gather", "movement", "product",
                         "convolution", "other"]
@@ -64,11 +65,11 @@ ELEMENTWISE = frozenset({
 
 
 class Range(Frozen):
-    """Between which multiples of its estimate the truth plausibly lies.
+    """The plausible range of a true time, as multiples of its estimate.
 
     Attributes:
         low, high: the multiples.
-        operators: how many operators they were learned from; 0: a stated default.
+        operators: how many operators they were learned from; 0: a default.
     """
 
     low: float
@@ -76,37 +77,37 @@ class Range(Frozen):
     operators: int = 0
 
     def joined(self, other: Range) -> Range:
-        """The range that holds both."""
+        """The smallest range that contains both."""
         return Range(low=min(self.low, other.low), high=max(self.high, other.high), operators=self.operators)
 
 
-# Times of operators of a class that was hardly measured, over the scaled roofline. Choices, on the wide side: on an H200 that
-# estimate was off by 2 to 100 times; most for recurrent layers, when their steps were not counted yet.
+# True times over the scaled roofline, for classes of which few operators were measured. Choices, rather too wide: on an H200
+# this estimate was wrong by a factor of 2 to 100, most for recurrent layers while their steps were not counted yet.
 DEFAULT_RANGES: dict[OperatorClass, Range] = {
     "elementwise": Range(low=0.2, high=4.0), "reduction": Range(low=0.3, high=10.0), "normalisation": Range(low=0.3, high=15.0),
     "recurrent": Range(low=0.3, high=10.0), "gather": Range(low=0.05, high=10.0), "movement": Range(low=0.2, high=30.0),
     "product": Range(low=0.2, high=5.0), "convolution": Range(low=0.3, high=15.0), "other": Range(low=0.1, high=100.0)}
-# The same of launches, of which the estimate is one: choices.
+# The same for launches, which are estimated as one. Choices.
 DEFAULT_LAUNCHES: dict[OperatorClass, Range] = {
     "elementwise": Range(low=1.0, high=2.0), "reduction": Range(low=1.0, high=4.0), "normalisation": Range(low=1.0, high=5.0),
     "recurrent": Range(low=0.5, high=6.0), "gather": Range(low=1.0, high=3.0), "movement": Range(low=1.0, high=5.0),
     "product": Range(low=1.0, high=6.0), "convolution": Range(low=1.0, high=8.0), "other": Range(low=1.0, high=20.0)}
-# Around a prediction for an operator that was measured in another form only. A choice: a 2-D BatchNormalization took 15 times
-# what the 4-D one suggests on an H200, and the 1-D depthwise convolutions of a speech model some 70 times (what the whole model
-# took beyond its prediction); the other cases that were met stayed within 4.
+# Around a prediction for an operator that was measured in other forms only. A choice: on an H200, a 2-D BatchNormalization took
+# 15 times as long as predicted from 4-D ones, and the 1-D depthwise convolutions of a speech model about 70 times (by the error
+# of the whole model); all other cases stayed within a factor of 4.
 OTHER_FORM = Range(low=0.25, high=4.0)
 OTHER_FORM_OF: dict[OperatorClass, Range] = {"normalisation": Range(low=0.25, high=15.0),
                                             "convolution": Range(low=0.25, high=60.0)}
-FORMLESS: frozenset[OperatorClass] = frozenset({"elementwise", "movement"})  # memory-bound at whatever rank
+FORMLESS: frozenset[OperatorClass] = frozenset({"elementwise", "movement"})  # memory-bound at any rank
 
 
 class Uncertainty(Frozen):
     """`doubt.json`.
 
     Attributes:
-        dataset_sha256: of the kernel table that it was learned from; "" for the stated defaults.
-        ranges: of the estimate, by label and class of operators.
-        forms: in which each kernel type was measured, as `form_of` names them; None where that is not known.
+        dataset_sha256: of the kernel table that it was learned from; "" for the defaults.
+        ranges: around the estimate, by label and class of operators.
+        forms: by kernel type, the forms in which it was measured, as `form_of` names them; None where they are not known.
     """
 
     version: int = UNCERTAINTY_VERSION
@@ -143,7 +144,8 @@ def operator_class(kernel: Kernel) -> OperatorClass:
 
 
 def form_of(kernel: Kernel) -> str:
-    """Element type and rank of a kernel, `float32 of rank 4`; of a product, whose rank says little, the type alone."""
+    """Element type and rank of a kernel, such as `float32 of rank 4`; for a product the type alone, since its rank matters
+    little."""
     if operator_class(kernel) == "product":
         return kernel.dtype
     first = next((tensor for tensor in kernel.inputs if tensor.dtype), None)
@@ -151,11 +153,11 @@ def form_of(kernel: Kernel) -> str:
 
 
 def learn_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel]) -> Uncertainty:
-    """What the idle rows of a dataset tell.
+    """The ranges and forms in the idle rows of a dataset.
 
     Args:
         rows: of the dataset.
-        kernels: every kernel of `rows`.
+        kernels: all kernels of `rows`.
     """
     by_id = {kernel.id: kernel for kernel in kernels}
     forms: dict[str, set[str]] = {}
@@ -169,7 +171,7 @@ def learn_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel]) -> Uncertain
 
 
 def ranges_of(rows: TrainingSet, label: str, classes: dict[str, OperatorClass]) -> dict[str, Range]:
-    """The range of each class that has operators in `rows`; `classes`: by kernel type."""
+    """The range of each class that has operators in `rows`; `classes` is by kernel type."""
     known = rows.rows(rows.idle & np.isfinite(rows.times_ms[label]))
     if not len(known):
         return {}
@@ -195,22 +197,22 @@ def ranges_of(rows: TrainingSet, label: str, classes: dict[str, OperatorClass]) 
 
 
 def uncertainty_path(folder: Path) -> Path:
-    """Beside the predictors of a target in `folder`."""
+    """The file of a target whose predictors are in `folder`."""
     return folder / FILE
 
 
 def read_uncertainty(folder: Path) -> Uncertainty:
-    """What was learned of a target's doubt; the stated defaults where nothing was.
+    """The uncertainty that was learned for a target; the defaults where there is none.
 
     Raises:
-        UserError: a damaged file or one of another version.
+        UserError: the file is damaged or of another version.
     """
     path = uncertainty_path(folder)
     return files.read_record(path, Uncertainty, UNCERTAINTY_VERSION, FIT) if path.exists() else NOTHING_LEARNED
 
 
 def save_uncertainty(workspace: Workspace, rows: TrainingSet, folder: Path) -> Uncertainty:
-    """Learns doubt from the dataset of `rows`, and writes it into `folder`."""
+    """Learns the uncertainty from the dataset of `rows`, and writes it into `folder`."""
     from benchmark.records.files import read_kernels
 
     described = read_kernels(workspace.dataset(rows.header.target.name), set(rows.ids.tolist()))

@@ -1,9 +1,9 @@
-"""What is learned of how a target's GPU turns between processes, and what a probe or the live metrics tell of the other one.
+"""How processes share a target's GPU: what is learned once, and the co-runner as a probe or live metrics show it.
 
-Without MPS and MIG two processes never run side by side: each has the GPU for a slice of time, or for as long as its work lasts
-if that is shorter. The slice is the device's; how long the other one's turns are, and how often it has work, is read on the
-spot by a probe (benchmark/sharing_probe.py), or guessed from how busy the metrics say that the GPU is. History of the
-schema: version 1 is the first; 2 has `longest_wait_ms` in the place of the longest turn.
+Without MPS and MIG, two processes never run on the GPU at the same time. Each has it for a time slice, or for as long as its
+work lasts if that is shorter. The length of a slice belongs to the device and is learned. How long the co-runner's turns are,
+and how often it has work, is measured on the spot by a probe (benchmark/sharing_probe.py), or guessed from how busy the metrics
+say that the GPU is. History of the schema: version 1 is the first; 2 has `longest_wait_ms` in the place of the longest turn.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from utils.sharing_mode import check_sharing_mode
 SHARING_VERSION = 3
 FIT = "python training/fit_sharing.py"
 FILE = "sharing.json"
-DEFAULT_SWITCH_MS = 0.2  # what fit_sharing fits to an H200 (the shipped sharing.json): where no model in a loop was measured
+DEFAULT_SWITCH_MS = 0.2  # fitted to an H200 (the shipped sharing.json); used where no model was measured next to a looped one
 Floats = npt.NDArray[np.float64]
-BUSY_FIELDS = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1.0, "DCGM_FI_DEV_GPU_UTIL": 100.0}  # and what each shows of a GPU that is
-# never idle; the first one there is taken: utilisation counts a whole sampling period as busy in which anything ran
-TracksAndCosts = tuple[Tracks, PipelineCosts]  # what `pipeline_ms` takes
+# Fields that say how busy a GPU is, with their value for a GPU that is never idle. The first one that is known is used, since
+# utilisation counts a whole sampling period as busy if anything ran in it.
+BUSY_FIELDS = {"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 1.0, "DCGM_FI_DEV_GPU_UTIL": 100.0}
+TracksAndCosts = tuple[Tracks, PipelineCosts]  # the arguments of `pipeline_ms`
 
 
 class SharingErrors(Frozen):
-    """Of latencies under load, of models and backgrounds that were in no fit: mean errors as ratios, by what was predicted."""
+    """Mean errors (ratios) of predicted latencies next to a co-runner, with the model's family and the background held out."""
 
     cases: int
     mean: float
@@ -43,19 +44,19 @@ class SharingErrors(Frozen):
 
 
 class Sharing(Frozen):
-    """`sharing.json`: how a target's GPU turns between processes.
+    """`sharing.json`: how processes share a target's GPU.
 
     Attributes:
-        mode: how the processes share it; another one was not measured.
-        slice_ms: how long a process has the GPU before another's turn.
-        alone_ms: what the probe's pieces of work take on an idle GPU, by name.
-        waits_ms: evenly spaced quantiles of the waits beside an average one of the backgrounds that were measured.
-        cycle_ms: of a background that pauses: from one busy phase to the next, at the median.
-        longest_wait_ms: the longest that a probe waited beside what was measured: beside work that never runs dry it is the
-            longest turn that a process has, and a switch.
-        switch_ms: what a turn of the other process costs besides (training/sharing/pairs.py).
-        probed, from_metrics, paired: errors of predictions from a probe, from the metrics alone, and from what is predicted of
-            the model that runs in a loop beside; None where nothing was left out.
+        mode: the sharing mode; no other one was measured.
+        slice_ms: how long a process has the GPU before it is another's turn.
+        alone_ms: what each piece of the probe's work takes on an idle GPU, by name.
+        waits_ms: evenly spaced quantiles of the waits next to an average background.
+        cycle_ms: the median time from one busy phase to the next, of backgrounds that pause.
+        longest_wait_ms: the longest wait of a probe. Next to a co-runner that always has work, this is the longest turn of a
+            process plus a switch.
+        switch_ms: what it costs to switch to the co-runner and back (training/sharing/pairs.py).
+        probed, from_metrics, paired: errors of predictions from a probe, from the metrics alone, and from the prediction of a
+            co-runner that is a model in a loop; None where nothing was held out.
     """
 
     version: int = SHARING_VERSION
@@ -72,7 +73,7 @@ class Sharing(Frozen):
 
 
 def sharing_path(folder: Path) -> Path:
-    """Beside the predictors of a target in `folder`."""
+    """The file of a target whose predictors are in `folder`."""
     return folder / FILE
 
 
@@ -87,24 +88,24 @@ def read_sharing(folder: Path) -> Sharing | None:
 
 
 def co_runner_seen(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, alone_ms: float) -> CoRunner:
-    """What else runs, as a probe's runs of one piece of work met it, in the phases of `phases_ms`."""
+    """The co-runner that explains a probe's runs of one piece of work, with the phases of `phases_ms`."""
     latencies = np.asarray(latencies_ms, dtype=float)
     waited = latencies > waiting_from_ms(alone_ms)
     return _in_phases(*phases_ms(starts_ms, latencies, waited), latencies[waited] - alone_ms)
 
 
 def _in_phases(busy_ms: float, quiet_ms: float, waits_ms: Floats) -> CoRunner:
-    """Other work in phases of these lengths, of which one may be 0."""
+    """A co-runner with phases of these lengths, of which one may be 0."""
     if not busy_ms:
         return CoRunner(0.0, 1.0, waits_ms)
     return CoRunner(busy_ms, quiet_ms, waits_ms) if quiet_ms else CoRunner(1.0, 0.0, waits_ms)
 
 
 def co_runner_probed(reading: ProbeReading, alone_ms: Mapping[str, float]) -> CoRunner:
-    """What else runs, as a reading of the probe tells it.
+    """The co-runner in a reading of the probe.
 
-    Its longer piece of work tells: beside that, as beside a model, the other process queues its next work meanwhile (on an H200
-    means err 5.2 % with it and 5.6 % with the tiny piece, all constants alike).
+    Only the probe's longer piece of work is used: while it runs, as while a model runs, the co-runner queues its next work. (On
+    an H200, means have an error of 5.2 % with the longer piece and 5.6 % with the tiny one, with the same constants.)
 
     Raises:
         UserError: the GPU was shared in a way that was not measured.
@@ -115,8 +116,8 @@ def co_runner_probed(reading: ProbeReading, alone_ms: Mapping[str, float]) -> Co
 
 
 def co_runner_summarised(summary: ProbeSummary, alone_ms: Mapping[str, float]) -> CoRunner:
-    """What else runs, as the summary of a reading tells it: what `co_runner_probed` says of that reading, with quantiles in
-    the place of all waits, and but for a run at the border of waiting.
+    """The co-runner in the summary of a reading: as `co_runner_probed` finds it in the reading, but with quantiles in place of
+    all waits; a run at the border of waiting may count differently.
 
     Raises:
         UserError: the GPU was shared in a way that was not measured.
@@ -124,14 +125,14 @@ def co_runner_summarised(summary: ProbeSummary, alone_ms: Mapping[str, float]) -
     if summary.sharing is not None:
         check_sharing_mode(summary.sharing)
     alone = alone_ms["long"]
-    if summary.latencies_ms[0] > waiting_from_ms(alone):  # other work left no gap, so that the shortest run waited too
+    if summary.latencies_ms[0] > waiting_from_ms(alone):  # the co-runner left no gap: even the shortest run waited
         return CoRunner(1.0, 0.0, np.array(summary.latencies_ms) - alone)
-    waits = np.maximum(np.array(summary.waited_ms) - alone, 0.0)  # on a faster GPU than was learned from
+    waits = np.maximum(np.array(summary.waited_ms) - alone, 0.0)  # below 0 on a faster GPU than the one learned from
     return _in_phases(summary.busy_ms, summary.quiet_ms, waits)
 
 
 def busy_share(metrics: Mapping[str, float]) -> float | None:
-    """For what share of the time the metrics say that a GPU is at work; None where no field tells."""
+    """The share of the time for which the GPU is at work, by the metrics; None where they have none of BUSY_FIELDS."""
     for field, always in BUSY_FIELDS.items():
         if field in metrics:
             return min(max(metrics[field] / always, 0.0), 1.0)
@@ -139,8 +140,8 @@ def busy_share(metrics: Mapping[str, float]) -> float | None:
 
 
 def co_runner_guessed(share: float, sharing: Sharing, like: CoRunner | None = None) -> CoRunner:
-    """What else runs where only its share of the time is known: with waits as beside an average kind of what was measured, and
-    their median cycle, or as of `like`."""
+    """A co-runner of which only the busy share is known. Its waits and its cycle are those of `like`, or without that those of
+    an average background."""
     waits = like.waits_ms if like and len(like.waits_ms) else np.asarray(sharing.waits_ms)
     cycle_ms = like.cycle_ms if like and like.busy_ms and like.quiet_ms else sharing.cycle_ms
     if share > ALWAYS:
@@ -148,11 +149,13 @@ def co_runner_guessed(share: float, sharing: Sharing, like: CoRunner | None = No
     return CoRunner(share * cycle_ms, (1.0 - share) * cycle_ms, waits)
 
 
-def in_a_loop(looped: TracksAndCosts, beside: TracksAndCosts, sharing: Sharing) -> CoRunner:
-    """A model that runs without a pause, as the model `beside` meets it: it always has work; a wait is one of its turns and a
-    switch. It is away from the GPU for as long as the other works in one slice, and for a switch, and dispatches meanwhile.
+def in_a_loop(looped: TracksAndCosts, model: TracksAndCosts, sharing: Sharing) -> CoRunner:
+    """The model `looped`, which runs without a pause, as the co-runner of `model`.
+
+    It always has work, and each wait is one of its turns plus a switch. Between its turns it is away from the GPU for as long
+    as the other model works in one slice, plus a switch; it goes on dispatching meanwhile.
     """
-    away_ms = min(gpu_work_ms(*beside), sharing.slice_ms) + sharing.switch_ms
-    longest_ms = max(sharing.longest_wait_ms - sharing.switch_ms, sharing.switch_ms)  # where all that was measured was short
+    away_ms = min(gpu_work_ms(*model), sharing.slice_ms) + sharing.switch_ms
+    longest_ms = max(sharing.longest_wait_ms - sharing.switch_ms, sharing.switch_ms)  # where all waits were short
     turns = turns_ms(*looped, longest_ms, away_ms)
     return CoRunner(1.0, 0.0, turns + sharing.switch_ms) if len(turns) else CoRunner(0.0, 1.0, turns)

@@ -1,6 +1,6 @@
-"""Two models, each in a loop of its own: what one sees is predicted from the other's predicted run, without any probe.
+"""Two models on one GPU, each in a loop of its own: predicted from the two models alone, without a probe.
 
-What a switch from one to the other costs is fitted to models measured beside backgrounds that are themselves models in a loop.
+The cost of a switch between them is fitted to models that were measured next to a background that is itself a model in a loop.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from benchmark.load.backgrounds import Background
 
 Floats = npt.NDArray[np.float64]
-SWITCHES_MS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # to choose from: on an H200 about 0.2
+SWITCHES_MS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # costs of a switch to choose from; about 0.2 on an H200
 
 
 def looped_models(backgrounds: Mapping[str, Background], known: Collection[str]) -> dict[str, str]:
-    """Of the backgrounds that are a model in a loop, by name, the record's name; of those that are `known`."""
+    """The record's name of each background that is a model in a loop, by the background's name; only of records in `known`."""
     named = {name: record_name(background.model.stem, background.dims, static=True) for name, background in backgrounds.items()
              if background.model}
     return {name: record for name, record in named.items() if record in known}
 
 
 class Pairs:
-    """Runs beside a model in a loop that never pauses, at every one of SWITCHES_MS that leaves something of the longest wait.
+    """Runs next to a model in a loop that never pauses, simulated for each of SWITCHES_MS that is below the longest wait.
 
     Attributes:
-        cases: which of the runs these are.
+        cases: the places of these runs among all runs.
     """
 
     def __init__(self, runs: Sequence[SharedRuns], measured: Floats, models: Mapping[str, Simulated],
@@ -43,11 +43,11 @@ class Pairs:
         """Simulates them.
 
         Args:
-            runs: all.
+            runs: all runs.
             measured: their statistics, shape (runs, 3).
-            models, families: by name of the record.
+            models, families: by the record's name.
             looped: see `looped_models`.
-            learned: what was learned of sharing without each run's background and family.
+            learned: for each run, what was learned of sharing without its background and its family.
         """
         self.cases = [place for place, run in enumerate(runs) if run.background in looped and run.level > ALWAYS]
         shortest_ms = min(sharing.longest_wait_ms for sharing in learned)
@@ -60,18 +60,18 @@ class Pairs:
             for place in cli.progress(self.cases, "simulating pairs")])
 
     def switch_ms(self) -> float:
-        """What errs least for all cases."""
+        """The switch with the smallest error over all cases."""
         return self._switches_ms[self._best(range(len(self.cases)))]
 
     def _best(self, kept: Sequence[int]) -> int:
-        """Which switch errs least for all three statistics of some of the cases, by their place among them."""
+        """The place of the switch with the smallest error of all three statistics; `kept`: the cases that count, by place."""
         kept = list(kept)
         errors = np.abs(self._predicted[kept] / self._measured[kept, None] - 1.0).mean(axis=(0, 2))
         return int(errors.argmin())
 
     def left_out(self) -> Floats:
-        """Predictions with a switch fitted without the looped model and without the family of the other, shape (cases, 3); all
-        are kept where nothing else is there."""
+        """Predictions, shape (cases, 3), with a switch that was fitted without the looped model and without the family of the
+        other model; fitted to all cases where that leaves none."""
         found = []
         for place, (background, family) in enumerate(self._left_out):
             others = [i for i, (other, of) in enumerate(self._left_out) if other != background and of != family]
@@ -80,5 +80,5 @@ class Pairs:
 
 
 def _next_to_loop(model: Simulated, looped: Simulated, sharing: Sharing) -> Floats:
-    """Statistics of a model's latency while the other one runs in a loop."""
+    """Statistics of a model's latency (ms) while the other one runs in a loop."""
     return model.next_to(in_a_loop(looped.run, model.run, sharing), sharing.slice_ms)

@@ -1,4 +1,4 @@
-"""Models measured beside other work, and the same models as they are simulated: what a target's sharing is learned from."""
+"""What a target's sharing is learned from: models measured next to a background, and simulations of the same models."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ STATISTICS = ("mean", "p50", "p95")
 
 @dataclass(frozen=True)
 class SharedRuns:
-    """Runs of a model beside a background.
+    """Runs of a model next to a background.
 
     Attributes:
         samples_ms: their latencies.
         idle_ms: the median latency on the same machine while it was idle.
-        co_runner: what the probe saw just before.
-        busy: for what share of the time the GPU was busy before, by the metrics.
-        metrics: all that were read then, by DCGM field name.
-        machine: that ran them.
+        co_runner: the background as the probe found it just before.
+        busy: the share of the time for which the GPU was busy before, by the metrics.
+        metrics: the metrics of that time, by DCGM field name.
+        machine: where it ran.
     """
 
     model: str
@@ -61,7 +61,7 @@ class SharedRuns:
 
 
 def alone_ms(blocks: Iterable[Block]) -> dict[str, float]:
-    """What the probe's pieces of work take on an idle GPU: the median of all runs, by name.
+    """What each piece of the probe's work takes on an idle GPU, by name: the median of all runs.
 
     Raises:
         UserError: no probe was read on an idle GPU.
@@ -83,7 +83,7 @@ def latencies_in(block: Block) -> list[Measurement]:
 
 
 def shared_runs(blocks: Sequence[Block], alone: Mapping[str, float]) -> list[SharedRuns]:
-    """Every model's runs beside a background, where the same machine ran it idle and the probe was read."""
+    """The runs of every model next to a background, where the same machine also ran it idle and the probe was read."""
     idle: dict[tuple[str, str], list[float]] = defaultdict(list)
     for block in blocks:
         if not block.level:
@@ -103,8 +103,8 @@ def shared_runs(blocks: Sequence[Block], alone: Mapping[str, float]) -> list[Sha
 
 
 def measured_elsewhere(runs: Sequence[SharedRuns]) -> Floats:
-    """For each of some runs the statistics of the same model beside the same background on other machines, their mean; shape
-    (runs, 3), NaN where no other measured it."""
+    """For each run, the mean statistics of the same model and background on other machines; shape (runs, 3), NaN where no other
+    machine measured them."""
     found: dict[tuple[str, str, float], list[tuple[str, Floats]]] = defaultdict(list)
     for run in runs:
         found[run.model, run.background, run.level].append((run.machine, statistics_of(run.samples_ms)))
@@ -119,7 +119,7 @@ def statistics_of(latencies_ms: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A model as it is simulated: its tracks, the costs of a run, and what to add to each latency (ms)."""
+    """A model ready for simulation: its tracks, the costs of a run, and what to add to each latency (ms)."""
 
     tracks: Tracks
     costs: PipelineCosts
@@ -127,11 +127,11 @@ class Simulated:
 
     @property
     def run(self) -> TracksAndCosts:
-        """What `overlap_simulator` simulates."""
+        """The tracks and costs alone, as the simulations take them."""
         return self.tracks, self.costs
 
     def next_to(self, co_runner: CoRunner, slice_ms: float) -> Floats:
-        """Mean, median and 95th percentile of its latency (ms)."""
+        """Mean, median and 95th percentile of its latency (ms) next to a co-runner."""
         return self.more_ms + statistics_of(shared_runs_ms(*self.run, slice_ms, co_runner, np.random.default_rng(SEED)))
 
     def idle_ms(self) -> float:
@@ -139,12 +139,12 @@ class Simulated:
 
 
 class SimulatedModels(NamedTuple):
-    """The models of the fit by name.
+    """The models of the fit, by name.
 
     Attributes:
-        strict: with kernels predicted, and the costs of a run fitted, without their family.
-        known: the same, but with kernels as measured.
-        groups, records: of each.
+        strict: with kernels predicted and the costs of a run fitted without the model's group.
+        known: the same with kernels as measured.
+        groups, records: of each model.
     """
 
     strict: dict[str, Simulated]
@@ -154,15 +154,15 @@ class SimulatedModels(NamedTuple):
 
 
 def simulated_models(workspace: Workspace, target: str, config: TrainingConfig) -> SimulatedModels:
-    """The models of a target's fit, ready to be simulated.
+    """The models of a target's fit, ready for simulation.
 
     Raises:
-        UserError: as `training.fit_composition.fit_target`, or a target whose runs are not two tracks.
+        UserError: as `training.fit_composition.fit_target`, or the target's composition is not a GPU's two tracks.
     """
     composition, sidecar = read_composition(workspace.predictors(target)), read_sidecar(workspace.predictors(target))
     if composition.kind != "pipeline":
-        raise UserError(f"{target}: its composition is {composition.kind}, and only a GPU's two tracks tell what a run beside "
-                        "other work takes")
+        raise UserError(f"{target}: its composition is {composition.kind}; runs next to a co-runner can only be predicted with "
+                        "a GPU's two tracks (composition pipeline)")
     models = measured_models(workspace, target, sidecar)
     left_out, groups = left_out_groups(models)
     rows = read_training_set(workspace, target)
