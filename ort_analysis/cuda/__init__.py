@@ -1,1 +1,1 @@
-"""What a CUDA session makes of a graph, worked out where there is no GPU."""
+"""Derives the graph that a CUDA session runs, on machines without a GPU."""

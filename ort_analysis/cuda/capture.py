@@ -1,4 +1,4 @@
-"""Which models ONNX Runtime can't capture as a CUDA graph."""
+"""Finds the models that ONNX Runtime can't capture as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ COPIES = ("MemcpyToHost", "MemcpyFromHost")
 
 
 def capture_obstacle(record: ModelRecord) -> str | None:
-    """The first node, in the order of execution, for which ONNX Runtime refuses to capture a model, and why, in words; None
-    where there is no such node.
+    """The first node, in the order of execution, for which ONNX Runtime refuses to capture a model, and the reason; None if
+    there is no such node.
 
-    What is known, of ONNX Runtime 1.31. From the 270 models and sizes that an H200 was asked to capture (recipes/h200), four of
-    which failed, as this function says of each (no other is suspected):
+    Sources for ONNX Runtime 1.31. First, 270 models and sizes that were captured on an H200 (recipes/h200). Four of them
+    failed; this function names these four and no other:
 
-    - A Concat of more than 32 inputs is refused: DenseNet-169 fails at its first one of 33, having run one of each width below;
-      as widest in a captured model stands one of 25, in DenseNet-121.
-    - A Split is not, though for unequal parts it copies tables too: 15 Swin transformers split so and were captured. (Whether
-      a replay then computes what it should was not looked at.)
+    - A Concat of more than 32 inputs is refused: DenseNet-169 fails at its first one with 33, after one of each smaller width.
+      The widest Concat in a captured model has 25 inputs, in DenseNet-121.
+    - A Split is not refused, although it copies tables too if its parts are unequal: 15 Swin transformers have such Splits and
+      were captured. (It was not checked whether a replay then computes the right values.)
 
-    From ONNX Runtime's inference_session.cc (`HasControlflowNodes`, `HasMemcpyNodes`), since none of those models has such
-    nodes: a node that holds a graph (If, Loop, Scan) is refused, and so is a copy between host and GPU, which ONNX Runtime puts
-    where a node of the CPU provider and one of the CUDA provider share a tensor. A node of the CPU provider without such copies
-    is admitted; it works out shapes. A graph derived without a GPU shows no copies, nor which nodes are the CPU's.
+    Second, ONNX Runtime's inference_session.cc (`HasControlflowNodes`, `HasMemcpyNodes`), since none of those models has such
+    nodes: a node with a body (If, Loop, Scan) is refused, and so is a copy between host and GPU, which ONNX Runtime inserts
+    where nodes of the CPU provider and of the CUDA provider share a tensor. A node of the CPU provider without such copies is
+    allowed; it computes shapes. A graph derived without a GPU shows neither copies nor which nodes run on the CPU.
     """
     return next((obstacle for node in record.nodes if (obstacle := _obstacle(record, node))), None)
 
 
 def _obstacle(record: ModelRecord, node: Node) -> str | None:
-    """Why a node forbids capture; None where it doesn't."""
+    """Why a node prevents the capture; None if it does not."""
     kernel = record.kernel_of(node)
     if kernel.op_type in COPIES:
         return f"{node.name} ({kernel.op_type}) copies between the host and the GPU"

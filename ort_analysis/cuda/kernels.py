@@ -1,9 +1,8 @@
-"""Which operators ONNX Runtime's CUDA provider has kernels for, at which version and types, and what they keep in host memory.
+"""The operators for which ONNX Runtime's CUDA provider has kernels: versions, types, and what they keep in host memory.
 
-The table, cuda_kernels.json, was read off a session on an NVIDIA H200 (recipes/cuda_kernels/probe_kernels.py), which was asked
-about every operator that ONNX Runtime 1.31 has a schema for. What such a probe can't ask, control flow and operators on
-sequences, is from ONNX Runtime's source (core/providers/cuda/controlflow and the list of kernels in
-cuda_execution_provider.cc).
+The table, cuda_kernels.json, comes from sessions on an NVIDIA H200 (recipes/cuda_kernels/probe_kernels.py), one for every
+operator for which ONNX Runtime 1.31 has a schema. Control flow and operators on sequences can't be tried that way; they are
+from ONNX Runtime's source (core/providers/cuda/controlflow and the list of kernels in cuda_execution_provider.cc).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FROM_SOURCE: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 class CudaKernel(NamedTuple):
-    """A kernel of the CUDA provider: the places of inputs and outputs that it keeps in host memory."""
+    """A kernel of the CUDA provider: the positions of the inputs and outputs that it keeps in host memory."""
 
     host_inputs: tuple[int, ...]
     host_outputs: tuple[int, ...]
@@ -37,12 +36,12 @@ def _table() -> dict[str, Any]:
 
 
 def cuda_kernel(op_type: str, domain: str, opset: int, inputs: Sequence[str], outputs: Sequence[str]) -> CudaKernel | None:
-    """The CUDA provider's kernel for an operator; None where it has none, so that the CPU provider runs it.
+    """The CUDA provider's kernel for an operator; None if it has none, so that the CPU provider runs the node.
 
     Args:
         op_type, domain: the operator; "" is ONNX's own domain.
         opset: the version of the domain's operator set that the model imports.
-        inputs, outputs: element types by numpy's names, "" for one left out.
+        inputs, outputs: element types by numpy's names, "" for one that is missing.
     """
     if not domain and op_type in FROM_SOURCE:
         return CudaKernel(*FROM_SOURCE[op_type])

@@ -1,8 +1,8 @@
-"""Which of ONNX Runtime's optimisers to leave out, so that the CPU provider's graph is the one that a CUDA session runs.
+"""The optimisers of ONNX Runtime to switch off, so that the CPU provider's graph is the one that a CUDA session runs.
 
-ONNX Runtime assigns nodes to providers before most of its optimisers run, and many of those work on the nodes of some
-providers alone (core/optimizer/graph_transformer_utils.cc of version 1.31). On a machine without a GPU all nodes are the CPU's,
-so those have to be off that would find no node of the CPU's in a CUDA session.
+ONNX Runtime assigns nodes to providers before most of its optimisers run, and many of these work only on nodes of some
+providers (core/optimizer/graph_transformer_utils.cc of version 1.31). On a machine without a GPU all nodes belong to the CPU
+provider, so the optimisers that would find no such node in a CUDA session must be off.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from utils.lazy import onnx
 from utils.model_files import read_whole_model
 from utils.ort_sessions import CPU_ONLY_FUSIONS
 
-# A quantised operator between DequantizeLinear and QuantizeLinear: fused on the CPU; on CUDA all three run, in floating point.
+# A quantised operator between DequantizeLinear and QuantizeLinear: the CPU fuses all three, CUDA runs them in floating point.
 QDQ_FUSIONS = ("QDQSelectorActionTransformer", "QDQS8ToU8Transformer")
-# What follows a product of integers: fused where all of it is the CPU's. CUDA takes the cast and the scaling behind it.
+# Nodes after a product of integers: fused if all run on the CPU. CUDA runs the cast and the scaling after it.
 INTEGER_PRODUCT_FUSIONS = ("MatMulIntegerToFloatFusion", "DynamicQuantizeMatMulFusion")
-COVER = "/hase.indices"  # ends the name of an output that a MaxPool has only while it is optimised
-BLOCKED_LAYOUT = ("NchwcTransformer",)  # would take the float convolutions, which a CUDA session gives to the GPU
+COVER = "/hase.indices"  # suffix of an output that a MaxPool has only during optimisation
+BLOCKED_LAYOUT = ("NchwcTransformer",)  # would change the float convolutions, which run on the GPU in a CUDA session
 
 
 def cuda_optimizers(graph: onnx.GraphProto) -> tuple[str, tuple[str, ...]]:
-    """The optimisation level and the optimisers to leave out, for the model `graph`, before any optimisation.
+    """The optimisation level and the optimisers to switch off, for the graph of a model before optimisation.
 
-    Level `extended` is what CUDA's nodes get at `all` too; the CPU's nodes, of which quantised operators are most, get more.
+    At level `all`, CUDA's nodes get the optimisers of `extended`; the CPU's nodes, mostly quantised operators, get more.
     """
     disabled = (*CPU_ONLY_FUSIONS, *INTEGER_PRODUCT_FUSIONS, *QDQ_FUSIONS)
     if runs_on_whole_numbers(graph):
@@ -33,13 +33,14 @@ def cuda_optimizers(graph: onnx.GraphProto) -> tuple[str, tuple[str, ...]]:
 
 
 def runs_on_whole_numbers(graph: onnx.GraphProto) -> bool:
-    """Whether a model holds quantised operators of its own, which only the CPU provider has."""
+    """Whether a model itself contains quantised operators, which only the CPU provider has."""
     return any(node.op_type.startswith("QLinear") for node in graph.node)
 
 
 def cover_pools(loadable: Path | bytes) -> bytes:
-    """A model whose MaxPools the optimiser leaves as they are, while the CPU's quantised convolutions around them turn channels
-    last, since a CUDA session runs them on the GPU. They get an output more than it takes; `uncover_pools` takes it away."""
+    """The model with MaxPools that the optimiser does not change. It would move them to a channels-last layout together with
+    the CPU's quantised convolutions, but a CUDA session runs them on the GPU. They get a second output, which the optimiser
+    does not handle; `uncover_pools` removes it."""
     proto = read_whole_model(loadable) if isinstance(loadable, Path) else onnx.load_from_string(loadable)
     for node in proto.graph.node:
         if node.op_type == "MaxPool" and len(node.output) == 1:
@@ -48,7 +49,7 @@ def cover_pools(loadable: Path | bytes) -> bytes:
 
 
 def uncover_pools(graph: onnx.GraphProto) -> None:
-    """Takes away, in place, the outputs that `cover_pools` added."""
+    """Removes, in place, the outputs that `cover_pools` added."""
     for node in graph.node:
         if node.op_type == "MaxPool" and len(node.output) == 2 and node.output[1].endswith(COVER):
             del node.output[1]

@@ -1,9 +1,9 @@
-"""Which nodes of a graph ONNX Runtime gives to its CUDA provider, which to the CPU, and the copies it puts between the two.
+"""The provider of each node in a CUDA session, and the copies that ONNX Runtime inserts between host and GPU.
 
-For graphs that are derived on a machine without a GPU. Follows ONNX Runtime 1.31: a node goes to the CUDA provider where that
-has a kernel for it (cuda_kernels.py), but for a few it refuses (`CUDAExecutionProvider::GetCapability` in
-cuda_execution_provider.cc), and for computations on shapes, which it leaves to the CPU (`GetCpuPreferredNodes` in
-fallback_cpu_capability.cc). Copies are inserted as its `MemcpyTransformer` does (transformer_memcpy.cc).
+For graphs that are derived on a machine without a GPU. Follows ONNX Runtime 1.31: a node goes to the CUDA provider if that has
+a kernel for it (kernels.py), except for a few that it refuses (`CUDAExecutionProvider::GetCapability` in
+cuda_execution_provider.cc), and for computations on shapes, which stay on the CPU (`GetCpuPreferredNodes` in
+fallback_cpu_capability.cc). Copies are inserted as by its `MemcpyTransformer` (transformer_memcpy.cc).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ort_analysis.records.kernel_record import KernelInput
 from utils.lazy import onnx
 
 Provider = Literal["cpu", "cuda"]
-SMALL_CONSTANT = 100  # elements of a constant that does not keep a computation on shapes off the CPU
+SMALL_CONSTANT = 100  # a computation on shapes may stay on the CPU with constants of up to this many elements
 NEVER_MOVED_TO_CPU = ("float16", "bfloat16", "float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz")
-RECURRENT_ACTIVATIONS = {  # that cuDNN has, in ONNX's order, for one direction and both
+RECURRENT_ACTIVATIONS = {  # those that cuDNN has, in ONNX's order, for one direction and for both
     "LSTM": ("sigmoid", "tanh", "tanh", "sigmoid", "tanh", "tanh"), "RNN": ("tanh", "tanh"),
     "GRU": ("sigmoid", "tanh", "sigmoid", "tanh"),
 }
-PEEPHOLE = 7  # the input of an LSTM that cuDNN lacks
-ON_DEVICE = "_on_the_gpu"  # ends the name of the copy of a host tensor
+PEEPHOLE = 7  # an input of LSTM that cuDNN does not support
+ON_DEVICE = "_on_the_gpu"  # suffix of the copy of a host tensor
 ON_HOST = "_on_the_host"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the nodes of a graph run.
+    """The providers of a graph's nodes.
 
     Attributes:
         providers: of each node, in the graph's order.
@@ -46,13 +46,13 @@ class Placement:
 
 def assign_providers(proto: onnx.ModelProto, tensors: dict[str, KernelInput],
                      outside: frozenset[str] = frozenset()) -> list[Provider]:
-    """Puts copies between host and GPU into a graph, and returns the provider of each of its nodes then.
+    """Inserts copies between host and GPU into a graph, and returns the provider of each node of the result.
 
     Args:
         proto: an optimised graph, in topological order; changed in place.
         tensors: type and shape of every tensor by name; gets those of the copies.
-        outside: of a body, the tensors that it takes from the graph around it. They are no inputs of its own, and ONNX Runtime
-            brings them to where they are read without a node.
+        outside: of a body, the tensors that it takes from the graph around it. They are not inputs of the body, and ONNX
+            Runtime copies them without a node.
     """
     constants = {tensor.name for tensor in proto.graph.initializer} | outside
     placement = place(proto.graph.node, tensors, {entry.domain: entry.version for entry in proto.opset_import},
@@ -61,7 +61,7 @@ def assign_providers(proto: onnx.ModelProto, tensors: dict[str, KernelInput],
 
 
 def refuses(node: onnx.NodeProto) -> bool:
-    """Whether the CUDA provider leaves a node to the CPU although it has a kernel for its types."""
+    """Whether the CUDA provider refuses a node although it has a kernel for its types."""
     attributes = {attribute.name: attribute for attribute in node.attribute}
     if node.domain:
         return False
@@ -85,7 +85,7 @@ def refuses(node: onnx.NodeProto) -> bool:
 
 def place(nodes: Sequence[onnx.NodeProto], tensors: Mapping[str, KernelInput], opsets: Mapping[str, int],
           graph_inputs: Sequence[str]) -> Placement:
-    """Where ONNX Runtime runs each node of a graph in a CUDA session.
+    """The provider of each node of a graph in a CUDA session.
 
     Args:
         nodes: in topological order.
@@ -110,8 +110,8 @@ def place(nodes: Sequence[onnx.NodeProto], tensors: Mapping[str, KernelInput], o
 
 
 def _layout_changes(nodes: Sequence[onnx.NodeProto]) -> set[int]:
-    """Numbers of the Transposes that ONNX Runtime puts around the CPU's quantised convolutions, which work channels last: they
-    are the CPU's too, wherever the tensor goes."""
+    """The indices of the Transposes that ONNX Runtime inserts around the CPU's quantised convolutions, which work channels
+    last. They run on the CPU too, whatever reads the tensor."""
     channels_last = {number for number, node in enumerate(nodes)
                      if any(attribute.name == "channels_last" and attribute.i for attribute in node.attribute)}
     read = {name for number in channels_last for name in nodes[number].input}
@@ -121,16 +121,16 @@ def _layout_changes(nodes: Sequence[onnx.NodeProto]) -> set[int]:
 
 
 def _made_by_fusions(nodes: Sequence[onnx.NodeProto]) -> set[int]:
-    """Numbers of the nodes that ONNX Runtime puts beside a Slice in place of Gather and Range (`GatherToSliceFusion`). That is
-    after it has assigned nodes to providers, and they go where the Gather was."""
+    """The indices of the nodes that ONNX Runtime adds with a Slice when it replaces Gather and Range (`GatherToSliceFusion`).
+    It does so after the assignment to providers, and they get the provider of the Gather."""
     return {number for number, node in enumerate(nodes)
             if node.op_type == "Unsqueeze" and any(name.startswith("UnsqueezeAxesInitializer") for name in node.input)}
 
 
 def _prefer_cpu(nodes: Sequence[onnx.NodeProto], kernels: Sequence[CudaKernel | None], tensors: Mapping[str, KernelInput],
                 graph_inputs: set[str]) -> set[int]:
-    """Numbers of the nodes with CUDA kernels that stay on the CPU, since all they read is there: what a CUDA kernel gives out
-    in host memory (the sizes that Shape reads), what follows from it, small constants and inputs of the graph."""
+    """The indices of the nodes with CUDA kernels that stay on the CPU, since all their inputs are there: outputs that a CUDA
+    kernel leaves in host memory (those of Shape), what is computed from these, small constants, and inputs of the graph."""
     consumers: dict[str, list[int]] = defaultdict(list)
     for number, node in enumerate(nodes):
         for name in dict.fromkeys(node.input):
@@ -162,7 +162,7 @@ def _prefer_cpu(nodes: Sequence[onnx.NodeProto], kernels: Sequence[CudaKernel | 
 
 def _all_on_host(node: onnx.NodeProto, kernel: CudaKernel, tensors: Mapping[str, KernelInput], on_host: set[str],
                  graph_inputs: set[str]) -> bool:
-    """Whether a node reads host tensors alone, and none that its CUDA kernel wants in host memory anyway."""
+    """Whether a node reads only host tensors, and none that its CUDA kernel wants in host memory anyway."""
     for slot, name in enumerate(node.input):
         tensor = tensors.get(name)
         if not name or tensor is None:
@@ -178,16 +178,17 @@ def _all_on_host(node: onnx.NodeProto, kernel: CudaKernel, tensors: Mapping[str,
 
 def insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[str, KernelInput],
                   outside: frozenset[str] = frozenset()) -> list[Provider]:
-    """Puts MemcpyToHost and MemcpyFromHost where a tensor is needed on the other side; the nodes' providers, in the new order.
+    """Inserts MemcpyToHost and MemcpyFromHost where a tensor is needed on the other side; returns the provider of each node, in
+    the new order.
 
-    A tensor is copied once, however many read it. Constants need no copy: each side keeps its own. An input of the graph goes
-    where it is read, and is copied where both sides read it; an output of the graph is copied by the session, not by a node.
+    A tensor is copied once, however many nodes read it. Constants need no copy: each side has its own. An input of the graph is
+    placed where it is read, and copied if both sides read it. An output of the graph is copied by the session, not by a node.
 
     Args:
-        graph: changed in place: nodes are added, and read the copies.
+        graph: changed in place: copies are added, and nodes read them.
         placement: of the graph's nodes.
-        tensors: gets the copies' types and shapes.
-        outside: as of `assign_providers`.
+        tensors: gets the types and shapes of the copies.
+        outside: as in `assign_providers`.
     """
     wanted = [_wanted_sides(node, provider, kernel) for node, provider, kernel in zip(
         graph.node, placement.providers, placement.kernels, strict=True)]
@@ -215,17 +216,17 @@ def insert_copies(graph: onnx.GraphProto, placement: Placement, tensors: dict[st
 
 
 def _wanted_sides(node: onnx.NodeProto, provider: Provider, kernel: CudaKernel | None) -> tuple[Provider, ...]:
-    """On which side a node wants each of its inputs."""
+    """The side on which a node wants each of its inputs."""
     on_gpu = kernel if provider == "cuda" else None
     return tuple("cpu" if on_gpu is None or slot in on_gpu.host_inputs else "cuda" for slot in range(len(node.input)))
 
 
 def _copies(graph: onnx.GraphProto, placement: Placement, wanted: Sequence[tuple[Provider, ...]],
             tensors: dict[str, KernelInput], outside: frozenset[str]) -> dict[str, onnx.NodeProto]:
-    """The copies that a graph needs, by the name of the tensor that each copies; `tensors` gets what they make.
+    """The copies that a graph needs, by the name of the copied tensor; their outputs are added to `tensors`.
 
     Args:
-        wanted: by node, the side on which it wants each of its inputs.
+        wanted: for each node, the side on which it wants each of its inputs.
     """
     made_on: dict[str, Provider] = {}
     read_on: dict[str, set[Provider]] = defaultdict(set)

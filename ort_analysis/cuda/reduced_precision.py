@@ -1,9 +1,8 @@
-"""float16 and bfloat16 where only the CPU provider is at hand: it would cast to single precision and hide the CUDA graph.
+"""CUDA graphs of float16 and bfloat16 models on machines without a GPU. The CPU provider would cast to single precision.
 
-Such a model is optimised as if it were in single precision, and what comes out is read as it was: the fusions of the CUDA
-provider do not ask which of the types it is. In a model that mixes them, the borders between types must survive. There each
-Cast is followed by a mark, an operator that no optimiser knows anything about, and afterwards the types flow through the graph
-from its inputs, its constants and the marks.
+Such a model is converted to single precision, optimised, and given its types back: the CUDA provider's fusions are the same for
+all these types. In a model that mixes types, the borders between them must survive. So each Cast is followed by a mark, an
+operator that no optimiser handles; afterwards the types are propagated from the inputs, the constants and the marks.
 """
 
 from __future__ import annotations
@@ -24,35 +23,35 @@ from utils.model_files import read_whole_model
 
 SINGLE = "float32"
 REDUCED = ("float16", "bfloat16")
-MARK = "ThresholdedRelu"  # runs on single precision, and is in no fusion
-MARK_OPSET = 10  # the first with that operator
-ALPHAS = {"float32": 3.5e-20, "float16": 5.5e-20, "bfloat16": 7.5e-20}  # its attribute, which says what was cast to
-NEAR = 1e-3  # of the attribute: it is kept in single precision
-# Constants of the forms of Gelu that ONNX Runtime fuses: √2, 1/√2, √(2/π), that times 0.044715, 0.044715, 1.702. It compares
-# them within a tolerance for their type, which the same number in single precision would miss.
+MARK = "ThresholdedRelu"  # works on single precision, and is part of no fusion
+MARK_OPSET = 10  # the first operator set with it
+ALPHAS = {"float32": 3.5e-20, "float16": 5.5e-20, "bfloat16": 7.5e-20}  # its attribute, by the type of the cast
+NEAR = 1e-3  # tolerance for the attribute, which is stored in single precision
+# Constants in the forms of Gelu that ONNX Runtime fuses: √2, 1/√2, √(2/π), that times 0.044715, 0.044715, 1.702. It compares
+# them with a tolerance for their type; a half-precision number converted to single precision would be outside.
 LOOKED_FOR = (1.4142135, 0.70710677, 0.7978846, 0.035677407, 0.044715, 1.702)
 WITHOUT_FLOATING_INPUT = ("Constant", "ConstantOfShape", "RandomNormal", "RandomUniform", "RandomNormalLike",
                           "RandomUniformLike", "EyeLike", "Multinomial", "Bernoulli", "DequantizeLinear")
 
 
 def floating_type(element: int) -> str:
-    """`float16` of ONNX's number; "" where it is none of the types that are told apart here."""
+    """`float32`, `float16` or `bfloat16`, by ONNX's number of the type; "" for other types."""
     name = type_name(element)
     return name if name in ALPHAS else ""
 
 
 def holds_reduced(graph: onnx.GraphProto) -> bool:
-    """Whether inputs, weights or casts of a graph are of float16 or bfloat16."""
+    """Whether inputs, weights or casts of a graph have type float16 or bfloat16."""
     return bool(set(REDUCED) & floating_types(graph))
 
 
 def floating_types(graph: onnx.GraphProto) -> set[str]:
-    """Which of float32, float16 and bfloat16 a graph computes in."""
+    """Those of float32, float16 and bfloat16 that a graph computes in."""
     return {floating_type(element) for element in element_types(graph)} - {""}
 
 
 def element_types(graph: onnx.GraphProto) -> Iterator[int]:
-    """ONNX's numbers of the types of a graph's inputs, outputs, weights, constants and casts, those of bodies within it too."""
+    """ONNX's numbers of the types of a graph's inputs, outputs, weights, constants and casts, including those in bodies."""
     for value in (*graph.input, *graph.output):
         yield value.type.tensor_type.elem_type
     for tensor in graph.initializer:
@@ -69,12 +68,12 @@ def element_types(graph: onnx.GraphProto) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Reduced:
-    """A model in single precision, and what its types were.
+    """A model converted to single precision, and its former types.
 
     Attributes:
         model: serialised.
-        only: the one floating type of the model; "" where it mixes several.
-        known: the types of inputs, weights and constants by name, where it mixes several.
+        only: the model's only floating-point type; "" if it mixes several.
+        known: if it mixes several, the types of inputs, weights and constants by name.
     """
 
     model: bytes
@@ -83,21 +82,21 @@ class Reduced:
 
 
 def as_single(loadable: Path | bytes, name: str) -> Reduced:
-    """A model with float16 or bfloat16 in it, as one in single precision.
+    """Converts a model with float16 or bfloat16 to single precision.
 
     Raises:
-        UserError: it mixes types, and its operator set is too old for that, or it holds Loop, If or Scan.
+        UserError: it mixes types, and its operator set is too old for that, or it contains Loop, If or Scan.
     """
     proto = read_whole_model(loadable) if isinstance(loadable, Path) else onnx.load_from_string(loadable)
     graph = proto.graph
     types = floating_types(graph)
     only = types.pop() if len(types) == 1 else ""
     known = {} if only else _known_types(graph)
-    del graph.value_info[:]  # ORT works the types out anew
+    del graph.value_info[:]  # ORT infers the types again
     if not only:
         if any(bodies_of(node) for node in graph.node):
             raise UserError(f"{name}: mixes floating types and holds Loop, If or Scan, whose CUDA graph can't be derived "
-                            "without a GPU, since the types are told apart only outside the graphs "
+                            "without a GPU, since its types can be followed only outside the graphs "
                             "that such nodes hold; analyse it on a machine with one, or use --device cpu")
         opset = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 0)
         if opset < MARK_OPSET:
@@ -109,7 +108,7 @@ def as_single(loadable: Path | bytes, name: str) -> Reduced:
 
 
 def _widen_graph(graph: onnx.GraphProto) -> None:
-    """Puts all of a graph into single precision, and bodies within it."""
+    """Converts a graph and its bodies to single precision, in place."""
     for tensor in graph.initializer:
         _widen(tensor)
     for value in (*graph.input, *graph.output):
@@ -127,7 +126,7 @@ def _widen_graph(graph: onnx.GraphProto) -> None:
 
 
 def _widen(tensor: onnx.TensorProto) -> None:
-    """Puts a tensor into single precision; a number that stands for one that fusions look for becomes that one."""
+    """Converts a tensor to single precision; a rounded constant that fusions look for gets its exact value."""
     if floating_type(tensor.data_type) not in REDUCED:
         return
     values = onnx.numpy_helper.to_array(tensor)
@@ -139,7 +138,7 @@ def _widen(tensor: onnx.TensorProto) -> None:
 
 
 def _known_types(graph: onnx.GraphProto) -> dict[str, str]:
-    """The floating types of inputs and weights, and of what operators without a floating input make, by name."""
+    """The floating-point types of inputs, weights, and outputs of operators without floating-point inputs, by name."""
     found = {value.name: floating_type(value.type.tensor_type.elem_type) for value in graph.input}
     found |= {tensor.name: floating_type(tensor.data_type) for tensor in graph.initializer}
     for node in graph.node:
@@ -151,7 +150,7 @@ def _known_types(graph: onnx.GraphProto) -> dict[str, str]:
 
 
 def _mark_casts(graph: onnx.GraphProto) -> None:
-    """Puts a mark behind each cast to one of the floating types."""
+    """Inserts a mark after each cast to one of the floating-point types."""
     nodes = []
     for node in graph.node:
         nodes.append(node)
@@ -166,7 +165,7 @@ def _mark_casts(graph: onnx.GraphProto) -> None:
 
 
 def marked_type(node: onnx.NodeProto) -> str:
-    """What a mark says that its tensor was cast to; "" for another node."""
+    """The type that a mark stands for; "" for another node."""
     if node.op_type != MARK or node.domain:
         return ""
     alpha = next((attribute.f for attribute in node.attribute if attribute.name == "alpha"), 1.0)
@@ -174,11 +173,11 @@ def marked_type(node: onnx.NodeProto) -> str:
 
 
 def restore_types(proto: onnx.ModelProto, reduced: Reduced, tensors: Mapping[str, KernelInput]) -> dict[str, KernelInput]:
-    """The tensors of the optimised graph with the types that they have in the model; marks become the casts they stand for.
+    """The tensors of the optimised graph with their types in the model; marks become the casts that they stand for.
 
     Args:
         proto: the optimised graph, in topological order; changed in place where the model mixes types.
-        reduced: what `as_single` made of the model.
+        reduced: the result of `as_single` for the model.
         tensors: of `proto`, by name.
     """
     if reduced.only:
@@ -202,13 +201,13 @@ def _typed(tensor: KernelInput, dtype: str) -> KernelInput:
 
 
 def _marks_to_casts(graph: onnx.GraphProto, types: Mapping[str, str], tensors: Mapping[str, KernelInput]) -> None:
-    """Turns each mark into a cast, joins it with a cast from whole numbers before it, and leaves out what casts to the same
-    type, as ONNX Runtime does."""
+    """Turns each mark into a cast, joins it with a cast from integers before it, and removes casts that keep the type, as ONNX
+    Runtime does."""
     reads = Counter(name for node in graph.node for name in node.input)
     outputs = {value.name for value in graph.output}
     maker = {name: node for node in graph.node for name in node.output}
-    same: dict[str, str] = {}  # tensors of marks that change nothing, and what they stand for
-    gone: set[str] = set()  # outputs of nodes that are left out
+    same: dict[str, str] = {}  # outputs of marks that change nothing -> the tensor to use instead
+    gone: set[str] = set()  # outputs of removed nodes
     for node in graph.node:
         for slot, name in enumerate(node.input):
             node.input[slot] = same.get(name, name)
@@ -232,5 +231,5 @@ def _marks_to_casts(graph: onnx.GraphProto, types: Mapping[str, str], tensors: M
 
 
 def _casts_whole(node: onnx.NodeProto | None, tensors: Mapping[str, KernelInput]) -> bool:
-    """Whether a node casts from a type that is no floating one."""
+    """Whether a node casts from a type that is not floating-point."""
     return node is not None and node.op_type == "Cast" and tensors[node.input[0]].dtype != SINGLE

@@ -1,8 +1,8 @@
-"""What the CUDA provider runs as one node and the CPU provider does not: makes a derived graph the one that CUDA runs.
+"""Rewrites a derived graph where the CUDA provider runs one node and the CPU provider several.
 
-A graph that is derived on a machine without a GPU comes from the CPU provider (see `graph.parsing`). Two differences
-are left, which are mended here: ONNX Runtime fuses Add + Softmax for GPU providers only, and where a provider has no
-kernel for an operator that ONNX defines by others (HardSwish on the CPU), it takes the others.
+A graph that is derived on a machine without a GPU comes from the CPU provider (see `graph.parsing`). Two differences remain,
+which are corrected here. ONNX Runtime fuses Add + Softmax for GPU providers only. And if a provider has no kernel for an
+operator that ONNX defines by other operators (HardSwish on the CPU), ONNX Runtime uses these.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from ort_analysis.records.kernel_record import KernelInput
 from utils.lazy import onnx
 
 CONTRIB = "com.microsoft"
-BIASED_DTYPES = ("float16", "float32", "float64")  # that BiasSoftmax takes
-SOFTMAX_PER_AXIS = 13  # the operator set since which Softmax runs over one axis, not over all from `axis` on
+BIASED_DTYPES = ("float16", "float32", "float64")  # types that BiasSoftmax supports
+SOFTMAX_PER_AXIS = 13  # since this operator set, Softmax works on one axis, not on all axes from `axis` on
 
 
 def rewrite_for_cuda(proto: onnx.ModelProto, original: onnx.GraphProto, tensors: Mapping[str, KernelInput],
                      known_shapes: Callable[[], Mapping[str, Shape]]) -> None:
-    """Rewrites a derived graph in place; names of tensors stay, some tensors vanish.
+    """Rewrites a derived graph in place. Tensors keep their names; some are removed.
 
     Args:
         proto: the graph that the CPU provider made, nodes in execution order.
         original: the model before any optimisation.
         tensors: type and shape of every tensor of `proto`.
-        known_shapes: the shapes that a session knows while it optimises; asked only where they matter.
+        known_shapes: gives the shapes that a session knows while it optimises; called only if they matter.
     """
     restore_hard_swish(proto.graph, original)
     fuse_bias_softmax(proto, tensors, known_shapes)
 
 
 def restore_hard_swish(graph: onnx.GraphProto, original: onnx.GraphProto) -> None:
-    """Puts HardSwish back where the model has it: the CUDA provider has a kernel for it, the CPU provider takes it apart."""
+    """Restores each HardSwish of the model: the CUDA provider has a kernel for it, the CPU provider splits it."""
     wanted = {node.output[0] for node in original.node if node.op_type == "HardSwish"}
     if not wanted:
         return
@@ -68,7 +68,7 @@ def fuse_bias_softmax(proto: onnx.ModelProto, tensors: Mapping[str, KernelInput]
         known = known_shapes() if known is None else known
         left, right = (tensors[name].shape if tensors[name].constant else known.get(name) for name in add.input)
         if left is None or right is None:
-            continue  # a rank that is not known
+            continue  # the rank is unknown
         found = bias_alignment(left, right, given, opset)
         if found is not None:
             swapped, axis, inner = found
@@ -83,24 +83,24 @@ def bias_alignment(left: Sequence[int | str], right: Sequence[int | str], axis: 
                    opset: int) -> tuple[bool, int, bool] | None:
     """Whether softmax(left + right) can run as one BiasSoftmax, and how.
 
-    The bias must equal the input from the softmax's axis on. Before it, the bias either leads with the input's sizes and
-    ends in ones (inner broadcast), or leads with ones, or with nothing, and ends in the input's sizes (outer broadcast).
+    From the softmax's axis on, the bias must have the input's sizes. Before it, the bias either begins with the input's sizes
+    and ends in ones (inner broadcast), or begins with ones, or nothing, and ends in the input's sizes (outer broadcast).
 
     Args:
-        left, right: shapes of the sum's two inputs; sizes that are open are words, equal where they are the same size.
-        axis: the softmax's, None where it is left to its default.
-        opset: the operator set that the softmax follows.
+        left, right: shapes of the two summands; an open size is its name, and equal names are equal sizes.
+        axis: of the softmax; None for its default.
+        opset: operator set of the softmax.
 
     Returns:
-        Whether the bias is `left` rather than `right`; the axis, not negative; whether the broadcast is inner. None where
-        they can't be fused.
+        Whether the bias is `left` (not `right`); the axis, not negative; whether the broadcast is inner. None if they can't
+        be fused.
     """
     rank = max(len(left), len(right))
     if min(len(left), len(right)) < 1:
         return None
     place = (-1 if opset >= SOFTMAX_PER_AXIS else 1) if axis is None else axis
     place %= rank
-    whole = rank - place  # dimensions that one softmax runs over
+    whole = rank - place  # dimensions of one softmax
     if (opset >= SOFTMAX_PER_AXIS and whole != 1) or whole > min(len(left), len(right)):
         return None
     if tuple(left[-whole:]) != tuple(right[-whole:]):
@@ -122,7 +122,7 @@ def bias_alignment(left: Sequence[int | str], right: Sequence[int | str], axis: 
 
 
 def _common(first: Sequence[int | str], second: Sequence[int | str]) -> int:
-    """How many leading sizes two shapes share."""
+    """The number of leading sizes that two shapes share."""
     for count, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return count
@@ -130,13 +130,13 @@ def _common(first: Sequence[int | str], second: Sequence[int | str]) -> int:
 
 
 def _reads(graph: onnx.GraphProto) -> Counter[str]:
-    """How often each tensor is read, as an output of the graph too."""
+    """How often each tensor is read; an output of the graph counts once more."""
     return Counter([name for node in graph.node for name in node.input] + [value.name for value in graph.output])
 
 
 def _replace(graph: onnx.GraphProto, old: Sequence[onnx.NodeProto], op_type: str, domain: str, inputs: Sequence[str],
              attributes: Mapping[str, Any]) -> None:
-    """Puts one node in the place of `old`, whose last makes what it makes and gives it its name."""
+    """Replaces the nodes `old` by one node, with the name and the outputs of the last of them."""
     last = old[-1]
     made = onnx.helper.make_node(op_type, list(inputs), list(last.output), name=last.name, domain=domain, **attributes)
     places = [number for number, node in enumerate(graph.node) if any(node is one or node == one for one in old)]

@@ -1,4 +1,4 @@
-"""Lengths of sequences that a decoder's attention takes as inputs: what a run is fed with, so that all of its cache is used."""
+"""Sequence lengths for the inputs of a decoder's attention, chosen so that a run uses the whole cache."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ COUNTED = ("Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "ReduceSum", "
 
 
 def attention_lengths(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, int]:
-    """Values of the graph's inputs from which GroupQueryAttention has its lengths: as many tokens as the cache holds and one
-    more; 1 for a mask that is summed up. (It refuses a length of 0, which a mask of zeros gives.)
+    """Values for the inputs that give GroupQueryAttention its lengths: the number of tokens in the cache and one more; 1 for a
+    mask whose sum is the length. (A mask of zeros would give length 0, which the operator refuses.)
 
     Args:
-        graph: the model's.
+        graph: of the model.
         dims: sizes of its dynamic dimensions.
     """
     inputs = {value.name: value.type.tensor_type.shape.dim for value in graph.input}

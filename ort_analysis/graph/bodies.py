@@ -1,9 +1,9 @@
-"""The graphs within Loop, If and Scan: their tensors, and how often they run.
+"""The bodies of Loop, If and Scan nodes: their tensors, and how often they run.
 
-A body is analysed as a model of its own, whose inputs are the body's and the tensors that it takes from the graph around it.
-How often it runs: a Scan as often as its inputs are long; a Loop as often as its constant says, else as `--dim trips=20` or
-`--dim <node>.trips=20` says, else DEFAULT_TRIPS times, a guess. Of an If one branch runs: the one that is given (as a size, 1:
-`<node>.else`, or `else` where there is one If), else the more expensive one, a guess.
+A body is analysed as a model of its own. Its inputs are those of the body and the tensors that it takes from the graph around
+it. A Scan's body runs once per item of its inputs. A Loop's body runs as often as its constant says, else as `--dim trips=20`
+or `--dim <node>.trips=20` says, else DEFAULT_TRIPS times, which is a guess. Of an If one branch runs: the one that is given (as
+a size of 1: `<node>.else`, or `else` if there is one If), else the more expensive one, which is a guess.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ort_analysis.records.kernel_record import KernelInput
 from utils.errors import UserError
 from utils.lazy import onnx
 
-TRIPS = "trips"  # how --dim calls the number of trips of all loops whose number is not known
+TRIPS = "trips"  # the name, for --dim, of the number of trips of all loops for which the model gives none
 BRANCHES = {"then": "then_branch", "else": "else_branch"}
 DEFAULT_TRIPS = 10
-GUESS_RANGE = (0.1, 10.0)  # between which multiples of DEFAULT_TRIPS a number of trips is taken to lie: a choice
-MOST_TRIPS = 10**9  # exporters write the largest whole number where a loop ends by its condition alone
-FIRST_SCAN_OPSET = 9  # before, Scan had a batch and lengths of sequences
-PASSED_ON = ("Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape")  # operators that keep the one number they are given
+GUESS_RANGE = (0.1, 10.0)  # range of a guessed number of trips, as multiples of DEFAULT_TRIPS: a choice
+MOST_TRIPS = 10**9  # exporters write the largest integer for a loop that ends by its condition alone
+FIRST_SCAN_OPSET = 9  # older versions of Scan had a batch and sequence lengths
+PASSED_ON = ("Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape")  # operators that keep the value of a single number
 
 
 def control_flow(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[str, onnx.NodeProto]]:
-    """The nodes of a graph that hold bodies, and those within bodies, each with its name."""
+    """The nodes with bodies of a graph and of all its bodies, each with its name."""
     for node in graph.node:
         bodies = bodies_of(node)
         if bodies:
@@ -41,7 +41,7 @@ def control_flow(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[str
 
 
 def made_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
-    """The tensors that some nodes make, and those of the bodies within them, by their names there."""
+    """The names of the outputs of some nodes, and of all nodes in their bodies."""
     for node in nodes:
         yield from (out for out in node.output if out)
         for body in bodies_of(node).values():
@@ -49,7 +49,7 @@ def made_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
 
 
 def all_tensors(inferred: InferredTensors) -> Iterator[str]:
-    """The names of a graph's tensors and, with and without the name of the node that holds them, of those in bodies."""
+    """The names of a graph's tensors and of those in its bodies, the latter with and without the name of the node."""
     yield from inferred.tensors
     for node, held in inferred.held.items():
         for body in held.bodies:
@@ -58,7 +58,7 @@ def all_tensors(inferred: InferredTensors) -> Iterator[str]:
 
 
 def body_sizes(graph: onnx.GraphProto) -> set[str]:
-    """The names under which trips and branches of a graph can be given."""
+    """The names of the sizes that set trips and branches of a graph."""
     nodes = list(control_flow(graph))
     found = {f"{name}.{TRIPS}" for name, node in nodes if node.op_type == "Loop"}
     found |= {TRIPS} if found else set()
@@ -68,11 +68,11 @@ def body_sizes(graph: onnx.GraphProto) -> set[str]:
 
 
 def unused_trips(held: Mapping[str, Held], dims: Mapping[str, int]) -> list[str]:
-    """Those of the sizes that give trips, but of no loop whose trips the model leaves open.
+    """The given numbers of trips that no loop uses, since the model itself sets them.
 
     Args:
-        held: by node name, what the nodes of the main graph hold.
-        dims: the sizes given.
+        held: by node name, the bodies of the main graph.
+        dims: the given sizes.
     """
     def open_loops(held: Mapping[str, Held]) -> Iterator[str]:
         for name, inside in held.items():
@@ -94,9 +94,9 @@ def open_branches(graph: onnx.GraphProto, dims: Mapping[str, int]) -> bool:
 
 
 def steering_inputs(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, Any]:
-    """Values of the graph's inputs that say how often a Loop runs, or which branch of an If: those that `dims` give, else
-    DEFAULT_TRIPS for a Loop. A run with them does what a prediction with the same sizes tells of. Inputs of text get words that
-    the model knows (see `known_words`), those of a decoder's attention lengths (see `attention_lengths`)."""
+    """Values for the inputs that decide how often a Loop runs or which branch an If takes: those that `dims` give, else
+    DEFAULT_TRIPS for a Loop. A run with them does the work that a prediction with the same sizes assumes. Text inputs get words
+    that the model knows (see `known_words`), and inputs of a decoder's attention get lengths (see `attention_lengths`)."""
     inputs = {value.name for value in graph.input} - {tensor.name for tensor in graph.initializer}
     maker = {out: node for node in graph.node for out in node.output if out}
 
@@ -118,7 +118,7 @@ def steering_inputs(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str
 
 
 def given_branch(name: str, dims: Mapping[str, int]) -> str:
-    """The attribute of the branch that the sizes name for the If called `name`; "" where they name none."""
+    """The attribute of the branch that the given sizes choose for the If called `name`; "" if they choose none."""
     for prefix in (f"{name}.", ""):
         for branch, other in (("then", "else"), ("else", "then")):
             if prefix + branch in dims:
@@ -127,7 +127,7 @@ def given_branch(name: str, dims: Mapping[str, int]) -> str:
 
 
 def captured(graph: onnx.GraphProto) -> list[str]:
-    """The tensors that a body takes from the graphs around it, for the bodies within it too."""
+    """The tensors that a body, or a body in it, takes from the graphs around it."""
     made = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     made |= {out for node in graph.node for out in node.output}
     read = [name for node in graph.node for name in (
@@ -142,8 +142,8 @@ def body_model(body: onnx.GraphProto, given: Sequence[KernelInput], outer: onnx.
     Args:
         body: the graph.
         given: types and shapes of its inputs.
-        outer: the model around it, with the constants that it takes from there.
-        tensors: of the model around it.
+        outer: the model that contains it; constants are taken from there.
+        tensors: of `outer`.
     """
     graph = onnx.GraphProto()
     graph.CopyFrom(body)
@@ -163,7 +163,7 @@ def body_model(body: onnx.GraphProto, given: Sequence[KernelInput], outer: onnx.
 
 
 def _value_info(name: str, tensor: KernelInput) -> onnx.ValueInfoProto:
-    """The declaration of a tensor, or of a sequence or an optional of tensors, whose sizes stay open."""
+    """The declaration of a tensor, or of a sequence or an optional of tensors, with open sizes."""
     def kind(words: str) -> onnx.TypeProto:
         outer, _, inner = words.removesuffix(")").partition("(")
         if inner and outer not in ("sequence", "optional"):
@@ -179,18 +179,18 @@ def _value_info(name: str, tensor: KernelInput) -> onnx.ValueInfoProto:
 def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, KernelInput],
          values: Mapping[str, Sequence[int | float | bool]], dims: Mapping[str, int],
          infer: Callable[[onnx.ModelProto, str], InferredTensors]) -> Held | None:
-    """What a node with bodies holds; None for another node, and for a Scan older than FIRST_SCAN_OPSET.
+    """The bodies of a node; None for a node without bodies, and for a Scan older than FIRST_SCAN_OPSET.
 
     Args:
-        node: of `outer`, named.
-        outer: the model, or the body as a model, that it stands in.
+        node: a named node of `outer`.
+        outer: the model, or the body as a model, that contains the node.
         tensors: types and shapes of what the node reads and captures.
-        values: of small whole-number tensors that the graph computes.
+        values: of small integer tensors that the graph computes.
         dims: as of `tensor_shapes.infer_tensors`.
-        infer: what is known of the tensors of a body, given as a model of its own with the name of the node that holds it.
+        infer: infers the tensors of a body, from the body as a model and the name of the node that holds it.
 
     Raises:
-        UserError: a shape in a body that can't be found; the tensor is named.
+        UserError: a shape in a body can't be found; the message names the tensor.
     """
     bodies = bodies_of(node)
     opset = next((entry.version for entry in outer.opset_import if entry.domain in ("", "ai.onnx")), 1)
@@ -217,7 +217,7 @@ def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, Ker
     body = analysed("body", given)
     states = list(zip((tensor.shape for tensor in given[2:]), made(body)[1:], strict=False))
     grown = [_after(before, after, trips.count) for before, after in states]
-    if any(before != after for before, after in states) and trips.count > 1:  # taken at the middle of its trips
+    if any(before != after for before, after in states) and trips.count > 1:  # the shapes are those of the middle trip
         halfway = [_after(before, after, (trips.count - 1) // 2) for before, after in states]
         body = analysed("body", [*given[:2], *(tensor.model_copy(update={"shape": shape, "values": None})
                                                for tensor, shape in zip(given[2:], halfway, strict=True))])
@@ -226,7 +226,7 @@ def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, Ker
 
 
 def _after(before: tuple[int, ...], after: tuple[int, ...], trips: int) -> tuple[int, ...]:
-    """The shape of a state after some trips, from those before and after the first one: each trip adds as much."""
+    """The shape of a loop's state after some trips, if each trip adds as much as the first one (`before` to `after`)."""
     if len(before) != len(after):
         return after
     return tuple(max(0, one + (other - one) * trips) for one, other in zip(before, after, strict=True))
@@ -258,7 +258,7 @@ def _held_by_scan(node: onnx.NodeProto, tensors: Mapping[str, KernelInput],
 
 def trips_of(node: onnx.NodeProto, body: onnx.GraphProto, tensors: Mapping[str, KernelInput],
              values: Mapping[str, Sequence[int | float | bool]], dims: Mapping[str, int]) -> Trips:
-    """How often a Loop's body runs. A loop with a constant that data may end earlier runs at most so often."""
+    """How often a Loop's body runs. With a constant number of trips and a condition on data, the constant is the maximum."""
     limit = next(iter(node.input), "")
     known = (tensors[limit].values or values.get(limit)) if limit else None
     most = int(known[0]) if known and known[0] < MOST_TRIPS else None
@@ -273,7 +273,7 @@ def trips_of(node: onnx.NodeProto, body: onnx.GraphProto, tensors: Mapping[str, 
 
 
 def _always_goes_on(body: onnx.GraphProto) -> bool:
-    """Whether a Loop's body hands its condition on as it got it, or gives out a constant."""
+    """Whether a Loop's condition never ends it: its body returns the condition unchanged, or a constant."""
     maker = {out: node for node in body.node for out in node.output if out}
     tensor = body.output[0].name
     while tensor in maker and maker[tensor].op_type == "Identity":

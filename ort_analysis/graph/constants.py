@@ -10,8 +10,8 @@ from ort_analysis.records.kernel_record import KernelInput
 from utils.lazy import onnx
 from utils.model_files import with_values
 
-SMALL_INTS = 64  # whole-number constants up to this many elements are kept by value: shapes, axes, splits
-FLOAT_VALUES_MATTER = {"Resize", "Upsample"}  # operators whose small floating constants set the output's shape
+SMALL_INTS = 64  # the values of integer constants up to this many elements are kept: shapes, axes, splits
+FLOAT_VALUES_MATTER = {"Resize", "Upsample"}  # operators for which small floating-point constants set the output's shape
 
 
 def constant_inputs(graph: onnx.GraphProto, folder: Path) -> dict[str, KernelInput]:
@@ -21,7 +21,7 @@ def constant_inputs(graph: onnx.GraphProto, folder: Path) -> dict[str, KernelInp
 
 
 def constant_input(tensor: onnx.TensorProto, keep_floats: bool) -> KernelInput:
-    """An initializer as a constant tensor; its value is kept where it decides what the kernel does."""
+    """An initializer as a constant tensor; its values are kept if they decide what the kernel does."""
     dtype, shape = type_name(tensor.data_type), tuple(tensor.dims)
     plain = KernelInput(dtype=dtype, shape=shape, constant=True)
     if onnx.external_data_helper.uses_external_data(tensor) or dtype == "string":
@@ -33,12 +33,12 @@ def constant_input(tensor: onnx.TensorProto, keep_floats: bool) -> KernelInput:
 
 
 def small_values_by_use(graph: onnx.GraphProto) -> set[str]:
-    """Names of the tensors whose floating values set an output's shape."""
+    """The names of the tensors whose floating-point values set an output's shape."""
     return {name for node in graph.node if node.op_type in FLOAT_VALUES_MATTER for name in node.input[1:] if name}
 
 
 def index_ranges(folder: Path, graph: onnx.GraphProto) -> dict[str, tuple[int, int]]:
-    """Smallest and largest value of each large whole-number constant of `graph` (index tables)."""
+    """The smallest and the largest value of each large integer constant of `graph` (index tables)."""
     ranges = {}
     for tensor in graph.initializer:
         if tensor.data_type not in (onnx.TensorProto.INT32, onnx.TensorProto.INT64) or math.prod(tensor.dims) <= SMALL_INTS:

@@ -1,4 +1,4 @@
-"""A graph and the bodies within it as one list of nodes, each with how often it runs."""
+"""A graph and its bodies as one list of nodes, each with the number of its runs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     import onnx
 
 
-# Operations and bytes a ms, and ms a node, of a slow CPU and of a large GPU: between these lies how two branches compare. A
-# branch of fewer operations may take longer, if it moves more bytes or has more nodes. A choice.
+# Operations per ms, bytes per ms, and ms per node of a slow CPU and of a large GPU. Two branches are compared on both: a branch
+# with fewer operations may take longer if it moves more bytes or has more nodes. The figures are a choice.
 RATES = ((50e6, 5e6, 0.001), (2e10, 2e9, 0.008))
 
 
 @dataclass
 class FlatGraph:
-    """The nodes of a graph and of its bodies: those of a body follow the node that holds it.
+    """The nodes of a graph and of its bodies; the nodes of a body follow the node that holds it.
 
     Attributes:
         tensors, computed, assumed: as of `InferredTensors`; tensors that a body makes are called `<node>/<tensor>`.
-        guessed: by node name, how far the number of runs of a node's body is a guess.
-        originals: by node name, the body that the model had before it was optimised.
-        costs: of a body, what tells which of two takes longer: operations, bytes moved, and runs of nodes.
+        guessed: by node name, the range of the number of runs if it is a guess.
+        originals: by node name, the body before the model was optimised.
+        costs: of a body: operations, bytes moved, and runs of nodes. They decide which of two branches takes longer.
     """
 
     nodes: list[ParsedNode] = field(default_factory=list)
@@ -41,13 +41,13 @@ class FlatGraph:
     costs: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def add(self, other: FlatGraph) -> None:
-        """Takes over all that another one holds."""
+        """Adds everything of another one."""
         self.nodes += other.nodes
         for name in ("tensors", "computed", "assumed", "guessed", "originals"):
             getattr(self, name).update(getattr(other, name))
 
 
-# what a body's nodes and tensors become on the flavour's provider, and who runs each node: (body, its original) -> both
+# (body, the original body) -> its tensors on the flavour's provider, and the provider of each node
 Finish = Callable[[Body, "onnx.GraphProto"], tuple[Mapping[str, KernelInput], Sequence[str]]]
 
 
@@ -58,7 +58,7 @@ def flat_bodies(nodes: Sequence[onnx.NodeProto], assigned: Sequence[str], held: 
     Args:
         nodes: of the main graph, in order.
         assigned: the provider of each.
-        held: by node name, what nodes hold.
+        held: by node name, the bodies of nodes.
         original: the graph before it was optimised.
         finish: what is done to a body before its nodes are read.
     """
@@ -79,14 +79,14 @@ def flat_bodies(nodes: Sequence[onnx.NodeProto], assigned: Sequence[str], held: 
         found.originals[node.name] = bodies_of(same)[chosen]
         if guess is not None:
             found.guessed[node.name] = guess
-        for attribute in variants.keys() - {chosen}:  # its weights are loaded too
+        for attribute in variants.keys() - {chosen}:  # the weights of the other branch are loaded too
             found.tensors |= {f"{node.name}/{attribute}/{name.removeprefix(f'{node.name}/')}": tensor
                               for name, tensor in variants[attribute].tensors.items() if tensor.constant}
     return found
 
 
 def _flat_body(node: str, body: Body, original: onnx.GraphProto, trips: Trips, finish: Finish) -> FlatGraph:
-    """A body's nodes, and those of the bodies within it, as often as they run each time the node called `node` does."""
+    """The nodes of a body and of the bodies in it, with their numbers of runs per run of the node called `node`."""
     tensors, assigned = finish(body, original)
     flat = flat_bodies(body.proto.graph.node, assigned, body.inferred.held, original, finish)
 
@@ -105,7 +105,7 @@ def _flat_body(node: str, body: Body, original: onnx.GraphProto, trips: Trips, f
 
 
 def _chosen(held: Held, variants: Mapping[str, FlatGraph]) -> tuple[str, GuessedRuns | None]:
-    """Which of a node's bodies runs, and how far its number of runs is a guess; None where it is none."""
+    """The body of a node that runs, and the range of its number of runs if that is a guess (else None)."""
     trips = held.trips
     if len(variants) == 1:
         guess = GuessedRuns(taken=str(trips.count), low=trips.low, high=trips.high) if trips.low < 1.0 else None
@@ -122,7 +122,7 @@ def _chosen(held: Held, variants: Mapping[str, FlatGraph]) -> tuple[str, Guessed
 
 
 def _time_ms(costs: tuple[float, float, float], rates: tuple[float, float, float]) -> float:
-    """What a body with such costs takes where a device has such rates."""
+    """The time of a body with these costs on a device with these rates."""
     (operations, moved, runs), (operations_per_ms, bytes_per_ms, node_ms) = costs, rates
     return max(operations / operations_per_ms, moved / bytes_per_ms) + runs * node_ms
 

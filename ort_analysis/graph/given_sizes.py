@@ -14,7 +14,7 @@ class SizeNotKnown(UserError):
     """A shape depends on data, and ONNX sets it no bound.
 
     Attributes:
-        tensor: it, by the name under which its sizes can be given.
+        tensor: the name under which its sizes can be given.
     """
 
     def __init__(self, message: str, tensor: str) -> None:
@@ -27,10 +27,10 @@ class GivenSizes:
     """The sizes that the user gives to tensors of one graph whose sizes depend on data.
 
     Attributes:
-        dims: all that is given, by name.
+        dims: all given sizes, by name.
         prefix: of the names of a body's tensors.
-        selects: the graph selects boxes, whose number may stand for other sizes, too.
-        used: names of those that were asked for.
+        selects: the graph selects boxes; their number may set other sizes too.
+        used: the names of the given sizes that were used.
     """
 
     dims: Mapping[str, int]
@@ -44,11 +44,12 @@ class GivenSizes:
         return self.dims[name] if name else None
 
     def shape(self, tensor: str, shape: Shape, boxes: bool) -> tuple[int, ...] | None:
-        """A tensor's shape with the sizes that are given; None where one is still open.
+        """A tensor's shape with the given sizes; None if a size is still open.
 
         Args:
-            tensor, shape: as far as it is known; of a tensor whose rank is not known, the sizes given say it.
-            boxes: a node makes it whose first axis is the boxes that it selects.
+            tensor: its name.
+            shape: as far as it is known; if the rank is not known, the given sizes define it.
+            boxes: the tensor's first axis is the boxes that a node selects.
         """
         if shape is None:
             rank = 0
@@ -68,17 +69,18 @@ class GivenSizes:
         return None if None in sizes else tuple(size for size in sizes if size is not None)
 
     def as_many_as_boxes(self, shape: Shape) -> tuple[int, ...] | None:
-        """A shape whose open sizes are the number of boxes that the user gives; None where none is given."""
+        """A shape in which every open size is the given number of boxes; None if none is given."""
         if shape is None or (number := self._take(DETECTIONS)) is None:
             return None
         return tuple(size if isinstance(size, int) else number for size in shape)
 
     def refusal(self, name: str, tensor: str, shape: Shape) -> SizeNotKnown:
-        """Why the shape of a tensor is no use, and how to give it.
+        """The error for a shape that is not known; it says how to give the size.
 
         Args:
             name: of the model.
-            tensor, shape: as far as it is known.
+            tensor: its name.
+            shape: as far as it is known.
         """
         whole = f"{self.prefix}{tensor}"
         if shape is None:
@@ -89,9 +91,9 @@ class GivenSizes:
         options = _options(whole, [axis for axis, size in enumerate(shape) if not isinstance(size, int)])
         boxes = f", or --dim {DETECTIONS}=100 for all such sizes" if self.selects else ""
         return SizeNotKnown(f"{name}: the shape of tensor {whole} ([{sizes}]) depends on data or on an open dimension; give "
-                            f"its size, for example {options}{boxes} (benchmark/sizes_of_a_run.py tells those of a run)", whole)
+                            f"its size, for example {options}{boxes} (benchmark/sizes_of_a_run.py shows those of a run)", whole)
 
 
 def _options(tensor: str, axes: Iterable[int]) -> str:
-    """How sizes of a tensor are given to a command."""
+    """The options that give sizes of a tensor."""
     return " ".join(f"--dim {quote(f'{tensor}.{axis}=100')}" for axis in axes)

@@ -20,12 +20,12 @@ class InferredTensors:
 
     Attributes:
         tensors: type and shape by name, constants with their small values.
-        computed: values of small whole-number tensors that the graph computes from shapes and constants, by name.
+        computed: values of small integer tensors that the graph computes from shapes and constants, by name.
         providers: by node name, the provider that ORT assigned.
-        assumed: by tensor name, shapes that depend on data and were taken to be the largest possible.
-        plain: by tensor name, shapes as far as ORT infers them from shapes alone, which is what its optimisers know.
-        held: by node name, what nodes with bodies hold.
-        used: names of the sizes given that a tensor of this graph has, or of a body in it.
+        assumed: by tensor name, shapes that depend on data; the largest possible ones are assumed.
+        plain: by tensor name, shapes as far as ORT infers them from shapes alone: what its optimisers know.
+        held: by node name, the bodies of nodes.
+        used: the names of the given sizes that a tensor of this graph, or of a body in it, has.
     """
 
     tensors: dict[str, KernelInput]
@@ -39,10 +39,11 @@ class InferredTensors:
 
 @dataclass(frozen=True)
 class Trips:
-    """How often a body runs each time its node does; where that is a guess, between which multiples of it.
+    """How often a body runs per run of its node.
 
     Attributes:
-        fixed: the model itself says so, and no size that the user gives.
+        low, high: the range, as multiples of `count`, if it is a guess.
+        fixed: the model itself sets it, not a given size.
     """
 
     count: int
@@ -56,8 +57,8 @@ class Body:
     """A body as a model of its own.
 
     Attributes:
-        attribute: of the node, that holds it.
-        proto: the model.
+        attribute: of the node that holds it.
+        proto: the body as a model.
         captured: the tensors that it takes from the graph around it.
         inferred: what is known of its tensors.
     """
@@ -70,13 +71,13 @@ class Body:
 
 @dataclass(frozen=True)
 class Held:
-    """What a node with bodies holds.
+    """The bodies of a node.
 
     Attributes:
-        trips: of its body; of an If's branch, once.
-        bodies: one, of an If both.
-        chosen: the If's branch that the user named, by attribute; "" where none.
-        shapes: of the node's outputs, as they follow from the bodies.
+        trips: of the body; a branch of an If runs once.
+        bodies: one; of an If, both branches.
+        chosen: the attribute of the If's branch that the user chose; "" if none.
+        shapes: of the node's outputs, from those of the bodies.
     """
 
     trips: Trips

@@ -1,4 +1,4 @@
-"""Words that a model knows: what its inputs of text are fed with, since some operators refuse all others."""
+"""Words for the text inputs of a model. Some operators refuse words that are not in their vocabulary."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from ort_analysis.graph.parsed_nodes import attribute_value
 from utils.lazy import onnx
 
-TAUGHT = ("cats_strings", "keys_strings", "classlabels_strings", "pool_strings")  # of encoders, and n-grams
+TAUGHT = ("cats_strings", "keys_strings", "classlabels_strings", "pool_strings")  # attributes of encoders and n-gram operators
 UNKNOWN = ""
 
 
 def first_taught(attributes: Mapping[str, Any]) -> str:
-    """The first word that an operator was taught; UNKNOWN where it was taught none."""
+    """The first word of an operator's vocabulary; UNKNOWN if it has none."""
     return next((str(attributes[name][0]) for name in TAUGHT if attributes.get(name)), UNKNOWN)
 
 
 def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
-    """For each input of text that encoders read, a word for each of its columns, or one for all of them.
+    """By text input that encoders read: one word per column, or one word for all columns.
 
-    Encoders are taken to stand in the order of the columns that they read, as converters of pipelines write them.
+    The encoders are assumed to be in the order of the columns that they read, as converters of pipelines write them.
     """
     found = {}
     for value in graph.input:

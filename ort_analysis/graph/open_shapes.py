@@ -1,8 +1,8 @@
-"""Shapes that ONNX Runtime's inference leaves open, and where else they can be had.
+"""Shapes that ONNX Runtime's inference leaves open, and other ways to find them.
 
-Operators outside ONNX's own set, such as those of ai.onnx.ml, often have no shape inference, nor do some that ONNX defines by
-others (LessOrEqual): such a node is run once, alone, on zeros. A size that depends on data is the one given
-(`--dim <tensor>.<axis>=SIZE`, or by the name that the model gives it), else the largest that ONNX allows.
+Operators outside ONNX's own set, such as those of ai.onnx.ml, often have no shape inference; nor have some that ONNX defines by
+other operators (LessOrEqual). Such a node is run once, alone, on zeros. A size that depends on data is the given one
+(`--dim <tensor>.<axis>=SIZE`, or by its name in the model), else the largest that ONNX allows.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from utils.errors import UserError
 from utils.lazy import onnx
 from utils.ort_sessions import model_errors, open_session
 
-# Operators whose outputs' sizes follow from the values that they read, not from shapes alone: zeros would tell nothing.
+# The output sizes of these operators depend on values, not on shapes alone, so a run on zeros would not show them.
 SIZED_BY_VALUES = frozenset({
     "AffineGrid", "Bernoulli", "BlackmanWindow", "CenterCropPad", "Compress", "ConstantOfShape", "Crop", "DFT", "Expand",
     "HammingWindow", "HannWindow", "If", "Loop", "MelWeightMatrix", "NonMaxSuppression", "NonZero", "OneHot", "Pad", "Range",
     "Reshape", "Resize", "STFT", "Scan", "Slice", "Split", "SplitToSequence", "Squeeze", "StringSplit", "Tile", "TopK",
     "Unique", "Unsqueeze", "Upsample", "Col2Im", "MaxUnpool"})
-DETECTIONS = "detections"  # how --dim calls the boxes that all NonMaxSuppressions of a model select
-Shape = tuple[int | str, ...] | None  # a size that is not known is its name, "" where it has none; None: the rank is not known
+DETECTIONS = "detections"  # the name, for --dim, of the number of boxes that all NonMaxSuppressions of a model select
+Shape = tuple[int | str, ...] | None  # an unknown size is its name, or ""; None: the rank is unknown
 
 
 def selects_boxes(graph: onnx.GraphProto) -> bool:
@@ -36,7 +36,7 @@ def selects_boxes(graph: onnx.GraphProto) -> bool:
 
 def shapes_when_run(node: onnx.NodeProto, proto: onnx.ModelProto, tensors: Mapping[str, KernelInput],
                     name: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of a node's output tensors, by running it alone on zeros.
+    """The shapes of a node's outputs, found by running the node alone on zeros.
 
     Args:
         node: of `proto`.
@@ -67,23 +67,23 @@ def shapes_when_run(node: onnx.NodeProto, proto: onnx.ModelProto, tensors: Mappi
 
 
 def keeps_its_shape(node: onnx.NodeProto) -> bool:
-    """Whether a node gives what it reads in the same shape, though its operator need not: text of which it drops no words."""
+    """Whether a node's output has the shape of its input although its operator may change it: it drops no words of a text."""
     return node.op_type == "StringNormalizer" and not any(one.name == "stopwords" and one.strings for one in node.attribute)
 
 
 def largest_shapes(node: onnx.NodeProto, shapes: Mapping[str, Shape], tensors: Mapping[str, KernelInput],
                    values: Mapping[str, tuple[int | float | bool, ...]]) -> dict[str, tuple[int, ...]]:
-    """The largest shapes that ONNX allows the outputs of a node whose sizes depend on data; empty where it sets no bound.
+    """The largest shapes that ONNX allows for the outputs of a node whose sizes depend on data; empty if there is no bound.
 
-    NonMaxSuppression selects no more than max_output_boxes_per_class boxes of each class and image, nor more than there are;
-    NonZero, Compress and Unique no more than the input's elements (or rows, along an axis), TopK and Slice no more than the
-    input has along each axis; a Reshape keeps the number of elements.
+    NonMaxSuppression selects at most max_output_boxes_per_class boxes per class and image, and at most as many as there are.
+    NonZero, Compress and Unique return at most the elements of the input (or its rows, along an axis), TopK and Slice at most
+    the input's size along each axis. A Reshape keeps the number of elements.
 
     Args:
-        node: of ONNX's own operators.
+        node: of an operator of ONNX's own set.
         shapes: of its outputs, as far as they are known.
         tensors: type and shape of its inputs.
-        values: of small whole-number tensors.
+        values: of small integer tensors.
     """
     first = tensors.get(node.input[0]) if node.input else None
     if first is None:
@@ -115,8 +115,8 @@ def largest_shapes(node: onnx.NodeProto, shapes: Mapping[str, Shape], tensors: M
 
 def _most_boxes(node: onnx.NodeProto, tensors: Mapping[str, KernelInput],
                 values: Mapping[str, tuple[int | float | bool, ...]]) -> int:
-    """How many boxes a NonMaxSuppression selects at most."""
+    """The largest number of boxes that a NonMaxSuppression can select."""
     batch, classes, boxes = tensors[node.input[1]].shape
     limit = node.input[2] if len(node.input) > 2 else ""
-    given = (tensors[limit].values or values.get(limit)) if limit else (0,)  # ONNX: nothing is selected where it is left out
+    given = (tensors[limit].values or values.get(limit)) if limit else (0,)  # ONNX: without this input nothing is selected
     return batch * classes * (boxes if given is None else min(int(given[0]), boxes))

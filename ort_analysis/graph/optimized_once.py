@@ -1,4 +1,4 @@
-"""Optimises a model with dynamic dimensions once for all the sizes that are asked about: a session of any sizes knows none."""
+"""Optimises a model with dynamic dimensions only once for all sizes: the optimised graph does not depend on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _kept: Path | None = None  # where optimised graphs are kept, each in a folder o
 
 @contextmanager
 def optimized_once() -> Iterator[None]:
-    """Within it, optimised graphs of sessions of any sizes are kept, and taken again for the same model."""
+    """While the block runs, optimised graphs of models with dynamic dimensions are kept and used again."""
     global _kept
     if _kept is not None:
         yield
@@ -29,12 +29,12 @@ def optimized_once() -> Iterator[None]:
 
 
 def keep(model: str, save_to: Path, optimize: Callable[[], None]) -> None:
-    """Has `optimize` write a graph to `save_to` and its weights beside it, or puts there what it wrote before.
+    """Calls `optimize` to write a graph to `save_to`, or copies the graph that an earlier call wrote.
 
     Args:
-        model: names the model and how it is optimised; a file's name.
-        save_to: of the graph.
-        optimize: writes it, and `<save_to>.weights` where it has large weights.
+        model: a file name that identifies the model and how it is optimised.
+        save_to: path of the graph.
+        optimize: writes the graph, and `<save_to>.weights` if it has large weights.
     """
     if _kept is None:
         optimize()
@@ -46,7 +46,7 @@ def keep(model: str, save_to: Path, optimize: Callable[[], None]) -> None:
         return
     optimize()
     folder.mkdir()
-    shutil.copyfile(save_to, folder / save_to.name)  # the graph is changed where it lies, its weights never are
+    shutil.copyfile(save_to, folder / save_to.name)  # a copy, since the graph is changed in place; weights never are
     _link(weights, folder / weights.name)
 
 

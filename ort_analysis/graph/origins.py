@@ -1,4 +1,4 @@
-"""Which nodes of the original stand behind a node that ONNX Runtime runs."""
+"""Finds the original nodes of each node that ONNX Runtime runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ BLOCKED_SUFFIX = "_nchwc"
 class OriginFinder:
     """Maps tensors of the optimised graph to tensors of the original, and regions between them to original nodes.
 
-    ORT keeps a tensor's name through most fusions, so the original nodes of a fused node lie between its named outputs
-    and its named inputs. Where it makes tensors of its own (blocked layouts, split fusions), neighbours that are linked
-    by such tensors are taken together and share their origins.
+    Most fusions keep the names of tensors, so the original nodes of a fused node are between its named outputs and its named
+    inputs. If ORT makes new tensors (blocked layouts, split fusions), the nodes that such tensors link are taken as one group
+    and share their origins.
     """
 
     def __init__(self, original: onnx.GraphProto, nodes: tuple[ParsedNode, ...]) -> None:
@@ -39,11 +39,11 @@ class OriginFinder:
         self.alias = self._blocked_tensors(nodes)
 
     def resolve(self, tensor: str) -> str | None:
-        """The original's name of a tensor of the optimised graph; None for one that ORT made up."""
+        """The original name of a tensor of the optimised graph; None for a tensor that ORT made."""
         return tensor if tensor in self.known else self.alias.get(tensor)
 
     def _blocked_tensors(self, nodes: tuple[ParsedNode, ...]) -> dict[str, str]:
-        """The original tensor of each blocked one: from the node's name, then past what was fused into it later."""
+        """The original tensor of each tensor in a blocked layout: from the node's name, then past later fusions."""
         alias: dict[str, str] = {}
         for node in nodes:
             if node.domain != BLOCKED_DOMAIN:
@@ -64,7 +64,7 @@ class OriginFinder:
         return alias
 
     def _past(self, tensor: str, op_type: str) -> str:
-        """The output of the `op_type` node that consumes `tensor`, or `tensor` where such a node made it or none does."""
+        """The output of the `op_type` node that reads `tensor`; `tensor` itself if such a node made it, or if none reads it."""
         made_by = self.producer.get(tensor)
         if made_by is not None and made_by.op_type == op_type:
             return tensor
@@ -74,7 +74,7 @@ class OriginFinder:
     def region(self, outputs: set[str], inputs: set[str]) -> tuple[Origin, ...]:
         """The original nodes between original tensors `inputs` and `outputs`, in the original's order.
 
-        Nodes that compute from constants alone were folded into weights and are origins too.
+        Nodes that only read constants were folded into weights; they are origins too.
         """
         found: dict[int, Any] = {}
         waiting = [name for name in outputs if name not in inputs]
@@ -92,8 +92,8 @@ class OriginFinder:
                      for number, node in sorted(found.items()))
 
     def origins(self, nodes: tuple[ParsedNode, ...]) -> list[tuple[Origin, ...]]:
-        """The original nodes that each node of the optimised graph stands for."""
-        group_of = [[index] for index in range(len(nodes))]  # joined here: to import networkx takes longer than a prediction
+        """The original nodes of each node of the optimised graph."""
+        group_of = [[index] for index in range(len(nodes))]  # without networkx, whose import is slow
         maker = {name: index for index, node in enumerate(nodes) for name in node.outputs if name}
         for index, node in enumerate(nodes):
             for name in node.inputs:
@@ -113,7 +113,7 @@ class OriginFinder:
 
 
 def origins_by_node(graph: ParsedGraph) -> dict[str, tuple[Origin, ...]]:
-    """The original nodes that each node stands for, by its name; those of a body stand for nodes of that body."""
+    """The original nodes of each node, by its name; for a node in a body, nodes of that body."""
     found: dict[str, tuple[Origin, ...]] = {}
     for inside, original in {"": graph.source.graph_only.graph, **graph.bodies}.items():
         prefix = f"{inside}/" if inside else ""

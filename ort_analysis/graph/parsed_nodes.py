@@ -1,4 +1,4 @@
-"""Nodes of an optimised graph as plain data, and names that tell them apart."""
+"""Nodes of an optimised graph as plain data, with unique names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BODIES = {"If": ("then_branch", "else_branch"), "Loop": ("body",), "Scan": ("bod
 
 @dataclass(frozen=True)
 class ParsedNode:
-    """One node of the optimised graph; tensor names in order, "" where an optional one is left out.
+    """One node of the optimised graph; tensor names in order, "" for an optional one that is missing.
 
     Attributes:
         runs, inside: as of `kernel_record.Node`.
@@ -38,22 +38,22 @@ def bodies_of(node: onnx.NodeProto) -> dict[str, onnx.GraphProto]:
 
 
 def control_flow_name(node: onnx.NodeProto, inside: str = "") -> str:
-    """What an If, a Loop or a Scan is called: `Loop_<tensor that it makes>` where the file gives it no name.
+    """The name of an If, a Loop or a Scan: `Loop_<its first output>` if the file gives it none.
 
     Args:
-        node: it.
-        inside: the name of the node in whose body it stands; "" for the main graph.
+        node: the node.
+        inside: the name of the node that holds the body with it; "" for the main graph.
     """
     name = node.name or f"{node.op_type}_{next((out for out in node.output if out), '')}"
     return name if not inside or name.startswith(f"{inside}/") else f"{inside}/{name}"
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:
-    """Gives every node of `graph` a unique name, and those of bodies within it: `<node>/<node of its body>`. Names that are
-    already unique stay.
+    """Gives every node of `graph` a unique name, and every node in its bodies: `<node>/<node of its body>`. Names that are
+    unique stay.
 
-    Some are named after what they make: ReorderOutputs, since ORT deals their names out in another order each time, and
-    nodes with bodies, since their names are how trips and branches are given.
+    Some nodes are named after their outputs: ReorderOutputs, since ORT names them in another order each time, and nodes with
+    bodies, since users give trips and branches by these names.
     """
     _name_nodes(graph, "", set())
 

@@ -1,4 +1,4 @@
-"""The graph that ONNX Runtime runs, with every shape known."""
+"""The graph that ONNX Runtime runs, with all shapes."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class ParsedGraph:
 
     Attributes:
         source: the model as given.
-        derived: the flavour's provider is not on this machine; the graph comes from the CPU provider.
-        static: all sizes were fixed before ORT optimised it; else it is the graph of a session that takes any.
-        nodes: in execution order, named uniquely; those of a graph that a node holds follow that node.
+        derived: this machine lacks the flavour's provider, so the graph is derived from the CPU provider's.
+        static: all sizes were fixed before ORT optimised the model; else the session takes any sizes.
+        nodes: in execution order, with unique names; the nodes of a body follow the node that holds it.
         tensors: type and shape of every tensor by name, constants with their small values.
         inputs, outputs: the graph's own.
         opsets: operator-set versions by domain.
-        proto: the optimised graph itself, large weights left out.
-        computed: values of small whole-number tensors that it computes from shapes and constants, at the sizes given.
-        assumed: shapes of tensors, by name, that depend on data and were taken to be the largest that ONNX allows.
-        guessed: by node name, how far the number of runs of the graph that a node holds is a guess.
-        bodies: by node name, the graph that a node held before the model was optimised.
+        proto: the optimised graph itself, without large weights.
+        computed: values of small integer tensors that it computes from shapes and constants, at the given sizes.
+        assumed: by tensor name, shapes that depend on data; the largest that ONNX allows are assumed.
+        guessed: by node name, the range of the number of runs of its body if that is a guess.
+        bodies: by node name, its body before the model was optimised.
     """
 
     source: Source
@@ -69,15 +69,15 @@ class ParsedGraph:
 
 
 def _check_sizes_by_data(source: Source, used: Iterable[str], tensors: Iterable[str]) -> None:
-    """Warns of sizes that were given to tensors and change nothing.
+    """Warns of given sizes of tensors that change nothing.
 
     Args:
-        source: the model, with the sizes that were given.
-        used: names of those that a tensor of the optimised graph has.
+        source: the model, with the given sizes.
+        used: the names of the sizes that a tensor of the optimised graph has.
         tensors: of the optimised graph.
 
     Raises:
-        UserError: one is given to a tensor that neither the model nor the optimised graph has.
+        UserError: neither the model nor the optimised graph has a tensor with that name.
     """
     there = {*tensors, *made_within(source.graph_only.graph.node)}
     given = source.dims.keys() - open_dims(source.graph_only).keys()
@@ -92,9 +92,9 @@ def _check_sizes_by_data(source: Source, used: Iterable[str], tensors: Iterable[
 
 
 def optimize(source: Source, flavour: Flavour, derived: bool, save_to: Path, static: bool) -> None:
-    """Has ORT optimise `source` and save the graph to `save_to`, with weights over 1 KiB in a file beside it.
+    """Lets ORT optimise `source` and save the graph to `save_to`, with weights over 1 KiB in a second file.
 
-    Where `static`, dynamic dimensions are fixed before: what ORT then computes from them, it folds into constants.
+    With `static`, dynamic dimensions are fixed first, so that ORT folds what it computes from them into constants.
     """
     dims = source.dims if static else {}
     entries = {
@@ -112,7 +112,11 @@ def optimize(source: Source, flavour: Flavour, derived: bool, save_to: Path, sta
 
 def _optimized(path: Path, source: Source, loadable: Path | bytes, flavour: Flavour, derived: bool,
                static: bool) -> onnx.ModelProto:
-    """Leaves the optimised graph of `loadable`, which stands for the source, in `path`; that graph, its nodes named."""
+    """Writes the optimised graph of the source to `path`, and returns it with named nodes.
+
+    Args:
+        loadable: what ORT loads for the source, perhaps with other types.
+    """
     if derived and runs_on_whole_numbers(source.graph_only.graph):
         loadable = cover_pools(loadable)
     work = partial(optimize, replace(source, loadable=loadable), flavour, derived, path, static)
@@ -128,7 +132,7 @@ def _optimized(path: Path, source: Source, loadable: Path | bytes, flavour: Flav
 
 
 def _check_trips(source: Source, inferred: InferredTensors, proto: onnx.ModelProto) -> None:
-    """Warns of numbers of trips that were given and change nothing."""
+    """Warns of given numbers of trips that change nothing."""
     given = {dim: size for dim, size in source.dims.items() if dim not in open_dims(proto)}
     for unused in unused_trips(inferred.held, given):
         log.warning("%s: %s=%d changes nothing: the model itself says how often its loops run", source.name, unused,
@@ -139,11 +143,11 @@ def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mappi
                 name: str | None = None, static: bool = False) -> ParsedGraph:
     """The optimised graph of a model for `cpu` or `cuda` (`auto`: what this machine has).
 
-    A model with dynamic dimensions is optimised as a session does that takes any sizes, which keeps the computation of shapes;
-    all shapes are then those at `dims`. Where `static`, it is optimised as though it had been exported at these sizes.
+    A model with dynamic dimensions is optimised as for a session that takes any sizes, which keeps the computation of shapes;
+    then all shapes are those at `dims`. With `static`, it is optimised as if it had been exported at these sizes.
 
-    Asked for `cuda` on a machine without it, the graph comes from the CPU provider with the CUDA provider's optimisers,
-    and is marked as derived.
+    For `cuda` on a machine without it, the graph comes from the CPU provider with the optimisers of the CUDA provider, and is
+    marked as derived.
 
     Raises:
         UserError: as `read_source`, and where ORT can't load the model.
@@ -154,9 +158,9 @@ def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mappi
 
 def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
                dims: Mapping[str, int] | None = None, name: str | None = None, static: bool = False) -> ParsedGraph:
-    """Like `parse_graph`, and leaves the optimised graph in `path` (its weights beside it), nodes named as in the result.
+    """Like `parse_graph`; also writes the optimised graph to `path`, with the node names of the result.
 
-    ORT makes up other names for the nodes it inserts each time, so a graph and its description must come together.
+    ORT gives the nodes that it inserts other names each time, so a graph and its description must come from one run.
 
     Raises:
         UserError: as `read_source`, and where ORT can't load the model.
@@ -175,7 +179,7 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
     def on_provider(proto: onnx.ModelProto, tensors: dict[str, KernelInput], original: onnx.GraphProto,
                     shapes_known: Callable[[], Mapping[str, Shape]], outside: frozenset[str] = frozenset(),
                     told: Mapping[str, str] | None = None) -> tuple[dict[str, KernelInput], list[str]]:
-        """Makes a graph that of the flavour's provider; its tensors, and who runs each node."""
+        """Turns a graph into that of the flavour's provider; returns its tensors and the provider of each node."""
         if not derived:
             found = {**(told or {}), **inferred.providers}
             return tensors, [found.get(node.name, provider) for node in proto.graph.node]
@@ -206,5 +210,5 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
 
 
 def shape_text(tensor: Tensor) -> str:
-    """`float32[16,64,56,56]`, or a dash for an input left out."""
+    """`float32[16,64,56,56]`, or a dash for an input that is missing."""
     return f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]" if tensor.present else "-"

@@ -20,12 +20,12 @@ from utils.lazy import onnx
 from utils.ort_sessions import PROVIDER_NAMES, open_session
 from utils.temporary import temporary_folder
 
-# An input of shape queries, and its open dimension: a session saves the shapes only of a graph that it changed.
+# An additional input of a shape query, with an open dimension: a session saves shapes only if it changed the graph.
 FRESH = "hase.fresh"
 
 
 def shape_query(proto: onnx.ModelProto, dims: Mapping[str, int]) -> onnx.ModelProto:
-    """A copy in which every tensor is an output, the weights that lie outside the file are inputs, and `dims` are fixed."""
+    """A copy of a graph in which every tensor is an output, weights stored in other files are inputs, and `dims` are fixed."""
     query = onnx.ModelProto()
     query.CopyFrom(proto)
     graph = query.graph
@@ -49,8 +49,14 @@ def shape_query(proto: onnx.ModelProto, dims: Mapping[str, int]) -> onnx.ModelPr
 
 @dataclass(frozen=True)
 class ShapeAnswer:
-    """What ORT says of the tensors of a shape query, by name: types, shapes (None for what is no tensor, too), values of small
-    whole-number tensors; and providers by node name."""
+    """What ORT infers of a shape query.
+
+    Attributes:
+        dtypes: by tensor.
+        shapes: by tensor; None if the rank is unknown, or for a sequence or map.
+        values: of small integer tensors.
+        providers: by node name.
+    """
 
     dtypes: dict[str, str]
     shapes: dict[str, Shape]
@@ -58,19 +64,19 @@ class ShapeAnswer:
     providers: dict[str, str]
 
     def is_open(self, tensor: str) -> bool:
-        """Whether the shape of `tensor` is not wholly known."""
+        """Whether the shape of `tensor` is not completely known."""
         shape = self.shapes[tensor]
         if shape is None:
             return "(" not in self.dtypes[tensor]  # sequences and maps have none
         return any(isinstance(size, str) for size in shape)
 
     def unknown(self, besides: Mapping[str, KernelInput]) -> list[str]:
-        """The tensors, but for `besides`, whose shapes are not wholly known."""
+        """The tensors, except `besides`, whose shapes are not completely known."""
         return [tensor for tensor in self.shapes if tensor not in besides and self.is_open(tensor)]
 
 
 def ask(query: onnx.ModelProto, device: str, name: str, fold: bool) -> ShapeAnswer:
-    """Has ORT infer the shapes of a shape query; with `fold`, it also computes what follows from shapes and constants alone."""
+    """Lets ORT infer the shapes of a shape query; with `fold`, it also computes what depends on shapes and constants alone."""
     with temporary_folder() as folder:
         saved = Path(folder) / "query.onnx"
         session = open_session(query.SerializeToString(), device, optimize="basic" if fold else "none", name=name,
@@ -90,19 +96,19 @@ def ask(query: onnx.ModelProto, device: str, name: str, fold: bool) -> ShapeAnsw
 
 
 def declare_shapes(query: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> None:
-    """Declares the shapes of some outputs of a shape query, which ORT then takes for granted."""
+    """Declares the shapes of some outputs of a shape query; ORT then relies on them."""
     for value in query.graph.output:
         if value.name in shapes:
             value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, type_code(dtypes[value.name]), shapes[value.name]))
 
 
 def shapes_of_any_size(proto: onnx.ModelProto, name: str) -> dict[str, Shape]:
-    """The shapes of a graph's tensors as ORT knows them while it optimises, before any size is given: open ones are words."""
+    """The shapes of a graph's tensors as ORT knows them while it optimises, without given sizes; an open size is its name."""
     return ask(shape_query(proto, {}), "cpu", name, fold=False).shapes
 
 
 def value_type(kind: onnx.TypeProto) -> str:
-    """The element type of a tensor; for what is no tensor its type in words: `sequence(map(int64,float32))`."""
+    """The element type of a tensor; for other values the type as text: `sequence(map(int64,float32))`."""
     which = kind.WhichOneof("value")
     if which == "tensor_type":
         return type_name(kind.tensor_type.elem_type)
@@ -116,7 +122,7 @@ def value_type(kind: onnx.TypeProto) -> str:
 
 
 def shape_of(kind: onnx.TypeProto) -> Shape:
-    """The shape of a tensor's type, its unknown sizes as words; None where its rank is unknown, or it is no tensor."""
+    """The shape of a tensor's type, an unknown size as its name; None if the rank is unknown or it is not a tensor."""
     if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
         return None
     return tuple(dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else dim.dim_param
@@ -124,7 +130,7 @@ def shape_of(kind: onnx.TypeProto) -> Shape:
 
 
 def assignments(session: Any) -> Iterator[tuple[str, str]]:
-    """Pairs of node name and provider as ORT assigned them."""
+    """Pairs of a node's name and the provider that ORT assigned."""
     for part in session.get_provider_graph_assignment_info():
         for node in part.get_nodes():
             yield node.name, PROVIDER_NAMES.get(part.ep_name, part.ep_name)

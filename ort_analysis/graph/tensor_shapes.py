@@ -1,8 +1,8 @@
 """Type and shape of every tensor of an optimised graph, as ONNX Runtime itself infers them.
 
-The graph that ORT saves holds no shapes, and ONNX's own inference stops at ORT's operators. So ORT is asked for them by a shape
-query. Where shapes depend on whole numbers that the graph computes from other shapes, ORT's constant folding works these out;
-where they depend on data, they are the largest possible ones or those that the user gives.
+The graph that ORT saves has no shapes, and ONNX's own inference does not know ORT's operators. So a shape query asks ORT. If
+shapes depend on integers that the graph computes from other shapes, ORT's constant folding computes these. If they depend on
+data, they are the given ones, or the largest possible ones.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def infer_tensors(proto: onnx.ModelProto, device: str, name: str, folder: Path,
     """Type and shape of every tensor of an optimised graph, and the provider of every node, as ORT knows them.
 
     Args:
-        proto: the graph; nodes named uniquely.
+        proto: the graph; its nodes have unique names.
         device: `cpu` or `cuda`.
         name: of the model, for errors.
-        folder: where its external weights lie.
-        dims: sizes of the dimensions that are still dynamic in it, and of tensors whose sizes depend on data.
-        inside: the name of the node whose body it is; "" for a model's graph.
+        folder: of its external weights.
+        dims: sizes of its dynamic dimensions, and of tensors whose sizes depend on data.
+        inside: the name of the node whose body it is; "" for the main graph.
 
     Raises:
-        UserError: a shape that depends on data, or a rank that is not known; the tensor is named.
+        UserError: a shape depends on data without a bound, or a rank is not known; the message names the tensor.
     """
     constants = constant_inputs(proto.graph, folder)
     query = shape_query(proto, dims or {})
@@ -63,7 +63,7 @@ def infer_tensors(proto: onnx.ModelProto, device: str, name: str, folder: Path,
         told |= found | bounds
         declare_shapes(query, found | bounds, answer.dtypes)
         answer = ask(query, device, name, fold=True)
-        for tensor, shape in told.items():  # what ORT does not take for granted holds all the same
+        for tensor, shape in told.items():  # ORT does not use every declared shape
             if tensor in answer.shapes and answer.is_open(tensor):
                 answer.shapes[tensor] = shape
     tensors = constants | _known_tensors(answer, constants.keys())
@@ -75,20 +75,23 @@ def infer_tensors(proto: onnx.ModelProto, device: str, name: str, folder: Path,
 
 def _found_shapes(answer: ShapeAnswer, proto: onnx.ModelProto, constants: Mapping[str, KernelInput], name: str,
                   sizes: GivenSizes, held_by: HeldBy) -> tuple[Shapes, Shapes]:
-    """Shapes, found otherwise, of the open outputs of each node whose inputs are all known, and all that these are computed
-    from, at least one: those that are sure or given, and those that are the largest possible.
+    """Shapes that ORT leaves open, of at least one tensor: of the outputs of each node whose inputs do not depend on open
+    shapes.
 
-    A size may be a number that the graph computes from shapes that are open, too: it is known once they are.
+    A later size may be computed from these shapes, so ORT is asked again when they are known.
+
+    Returns:
+        The certain or given shapes, and the largest possible ones.
 
     Raises:
-        UserError: they can't be found; the tensor is named.
+        UserError: a shape can't be found; the message names the tensor.
     """
     waiting = set(answer.unknown(constants))
     _check_inputs(answer, proto, waiting, name)
     known = {**constants, **_known_tensors(answer, constants.keys() | waiting)}
     found: Shapes = {}
     bounds: Shapes = {}
-    open_before: set[str] = set()  # tensors that are open, or computed from such
+    open_before: set[str] = set()  # open tensors, and those computed from them
     for node in proto.graph.node:
         outputs = waiting & set(node.output)
         bodies = bodies_of(node)
@@ -109,7 +112,7 @@ def _found_shapes(answer: ShapeAnswer, proto: onnx.ModelProto, constants: Mappin
 
 
 def _check_inputs(answer: ShapeAnswer, proto: onnx.ModelProto, waiting: set[str], name: str) -> None:
-    """Refuses a graph with an input whose shape is among the open ones."""
+    """Refuses a graph with an input whose shape is open."""
     made = {out for node in proto.graph.node for out in node.output}
     for tensor in sorted(waiting - made):
         what = "rank" if answer.shapes[tensor] is None else "shape"
@@ -118,18 +121,17 @@ def _check_inputs(answer: ShapeAnswer, proto: onnx.ModelProto, waiting: set[str]
 
 
 def _known_tensors(answer: ShapeAnswer, besides: AbstractSet[str]) -> dict[str, KernelInput]:
-    """The tensors of an answer but for `besides`, whose shapes must be known."""
+    """The tensors of an answer except `besides`; their shapes must be known."""
     return {tensor: KernelInput(dtype=dtype, shape=tuple(int(size) for size in answer.shapes[tensor] or ()))
             for tensor, dtype in answer.dtypes.items() if tensor not in besides}
 
 
 def _output_shapes(node: onnx.NodeProto, outputs: set[str], answer: ShapeAnswer, known: Mapping[str, KernelInput],
                    proto: onnx.ModelProto, name: str, sizes: GivenSizes) -> tuple[Shapes, Shapes]:
-    """The shapes of a node's open `outputs`, all of whose inputs are `known`: those that are sure or given, and the largest
-    possible ones.
+    """The certain or given shapes of a node's open `outputs`, and the largest possible ones; its inputs are `known`.
 
     Raises:
-        UserError: one can't be found; the tensor is named.
+        UserError: a shape can't be found; the message names the tensor.
     """
     selects = node.op_type == "NonMaxSuppression"
     found = {out: shape for out in sorted(outputs) if (shape := sizes.shape(out, answer.shapes[out], selects)) is not None}
