@@ -1,4 +1,4 @@
-"""Makes the table of CUDA kernels, which `ort_analysis` reads, of what ONNX Runtime answered."""
+"""Makes the table of CUDA kernels, which `ort_analysis` reads, from the answers of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from utils import files
 
 
 def products(accepted: Sequence[Mapping[str, str]]) -> list[dict[str, list[str]]]:
-    """Combinations of types as few products of sets: two that differ in one variable alone become one."""
+    """Combinations of types as a few products of sets: two that differ in only one variable become one."""
     found = [{name: frozenset([kind]) for name, kind in one.items()} for one in accepted]
     for name in found[0] if found else ():
         merged: dict[tuple[tuple[str, frozenset[str]], ...], frozenset[str]] = {}
@@ -27,8 +27,8 @@ def products(accepted: Sequence[Mapping[str, str]]) -> list[dict[str, list[str]]
 
 
 def accepted_types(answer: Mapping[str, Any], schema: Any) -> list[dict[str, list[str]]]:
-    """The types that a kernel takes. Where not every combination was tried, none that was tried and refused lies in the product
-    of all that were taken; then that product is what it takes."""
+    """The types that a kernel accepts: the product of all accepted types per variable, if no combination in it was refused;
+    else the accepted combinations themselves."""
     sets: dict[str, set[str]] = defaultdict(set)
     for one in answer["cuda"]:
         for name, kind in one.items():
@@ -47,7 +47,7 @@ def union(places: Sequence[Sequence[int]]) -> list[int]:
 
 
 def table_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By domain, operator and version: what the CUDA provider's kernel takes; null where it has none for that version."""
+    """By domain, operator and version: the types that the CUDA provider's kernel accepts; null if it has none."""
     by_version = {(one.domain, one.name, one.since_version): one for one in schemas()}
     table: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
     for answer in sorted(answers, key=lambda one: (one["domain"], one["op_type"], one["version"])):
@@ -64,7 +64,7 @@ def table_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[s
 
 
 def write_table(answers_path: Path, out: Path) -> None:
-    """Writes the table, one operator a line."""
+    """Writes the table, one operator per line."""
     saved = files.read_json(answers_path)
     lines = [f'{{"ort_version": {json.dumps(saved["ort_version"])},', ' "source": "recipes/cuda_kernels/probe_kernels.py",',
              ' "kernels": {']

@@ -1,6 +1,6 @@
-"""Measures what it costs a CUDA session to leave the GPU for a node that only the CPU provider runs, over its tensor's size.
+"""Measures how much time a node that only the CPU provider runs costs a CUDA session, by the size of its tensor.
 
-Needs an NVIDIA GPU. For each size two graphs are timed in turns: `Abs → Abs`, all on the GPU, and `Abs → BitwiseNot → Abs`,
+Needs an NVIDIA GPU. For each size two graphs are timed alternately: `Abs → Abs`, all on the GPU, and `Abs → BitwiseNot → Abs`,
 where BitwiseNot runs on the CPU between a copy to the host and one back. Writes raw samples, ONNX Runtime's profile of each
 graph and the CPU node's own time:
 
@@ -60,7 +60,7 @@ def bound(session: Any, elements: int, device: str) -> Any:
 
 
 def times_us(session: Any, binding: Any) -> list[float]:
-    """Latencies of runs one after another, after three to warm up; fewer than RUNS where they are long."""
+    """Latencies of consecutive runs, after three warm-up runs; fewer than RUNS if they are long."""
     for _ in range(3):
         session.run_with_iobinding(binding)
     found: list[float] = []
@@ -86,7 +86,7 @@ def profiled(model: bytes, elements: int, folder: Path) -> list[dict[str, Any]]:
 
 
 def measure(chained: int, folder: Path) -> list[dict[str, Any]]:
-    """All sizes, `chained` times through the host in one run."""
+    """Measures all sizes, with `chained` nodes on the host in one run."""
     found = []
     for size in SIZES:
         elements = size // 4

@@ -1,14 +1,14 @@
-"""Finds which operators ONNX Runtime's CUDA provider runs, by asking it: one small graph per operator, version and types.
+"""Finds the operators that ONNX Runtime's CUDA provider runs, by trying them: one small graph per operator, version and types.
 
-Needs an NVIDIA GPU. Reads the operator schemas of the installed ONNX Runtime and writes its answers; `--table` makes of them
+Needs an NVIDIA GPU. Reads the operator schemas of the installed ONNX Runtime and writes the answers; `--table` turns them into
 the table by which `ort_analysis` assigns nodes to providers on machines without a GPU (no GPU needed, but the same version):
 
     python recipes/cuda_kernels/probe_kernels.py --out answers.json
     python recipes/cuda_kernels/probe_kernels.py --table answers.json --out ort_analysis/cuda/cuda_kernels.json
 
-Each graph is `input → Identity → operator → Identity → output`, opened without optimisation. Where the operator went says
-whether the CUDA provider has a kernel for these types. The Memcpy nodes around it say which of its inputs and outputs the
-kernel keeps in host memory. A combination that no provider runs fails to load, and is left out.
+Each graph is `input → Identity → operator → Identity → output`, opened without optimisation. The operator's provider shows
+whether the CUDA provider has a kernel for these types. The Memcpy nodes around it show which inputs and outputs the kernel
+keeps in host memory. A combination that no provider runs fails to load, and is left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from utils.processes import process_pool
 
 log = get_logger("probe")
 DOMAINS = ("", "com.microsoft", "ai.onnx.ml")
-OLDEST_OPSET = 7  # ONNX Runtime promises nothing for older ones
+OLDEST_OPSET = 7  # ONNX Runtime does not support older ones
 BATCH = 64  # graphs opened in one session, as long as all of them load
 PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]
 SKIPPED = {"Constant", "ATen", "If", "Loop", "Scan", "BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch", "Optional",
@@ -45,7 +45,7 @@ SKIPPED = {"Constant", "ATen", "If", "Loop", "Scan", "BeamSearch", "GreedySearch
 
 @dataclass
 class Found:
-    """What a session made of a probe: whether CUDA ran it, and which inputs and outputs lay in host memory."""
+    """The result of a probe: whether CUDA ran it, and which inputs and outputs were in host memory."""
 
     cuda: bool
     host_inputs: list[int] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Found:
 
 
 def read_session(model: bytes, probes: Sequence[Probe], folder: Path) -> list[Found]:
-    """Opens probes' graphs and reads what became of each; whatever ONNX Runtime raises passes."""
+    """Opens the graph of some probes and reads the result of each; exceptions of ONNX Runtime are not caught."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
@@ -87,10 +87,10 @@ def read_session(model: bytes, probes: Sequence[Probe], folder: Path) -> list[Fo
 
 
 def ask(probes: Sequence[Probe], opset: int, folder: Path) -> list[tuple[Probe, Found | str]]:
-    """What becomes of each probe; an error's text where no provider runs it. Probes that fail together are asked apart."""
+    """The result of each probe, or the error's text if no provider runs it. Probes that fail together are tried separately."""
     try:
         return list(zip(probes, read_session(graph_of(probes, opset), probes, folder), strict=True))
-    except Exception as error:  # noqa: BLE001 - ONNX Runtime raises whatever it likes for graphs that make no sense
+    except Exception as error:  # noqa: BLE001 - ONNX Runtime raises any exception for invalid graphs
         if len(probes) == 1:
             return [(probes[0], " ".join(str(error).split())[:300])]
         half = len(probes) // 2
@@ -98,7 +98,7 @@ def ask(probes: Sequence[Probe], opset: int, folder: Path) -> list[tuple[Probe, 
 
 
 def one_schema(name: str, domain: str, version: int, opset: int) -> dict[str, Any]:
-    """All that is found about one operator at one version."""
+    """All results for one operator at one version."""
     onnxruntime.set_default_logger_severity(4)
     if hasattr(onnxruntime, "preload_dlls"):
         onnxruntime.preload_dlls()
@@ -130,7 +130,7 @@ def one_schema(name: str, domain: str, version: int, opset: int) -> dict[str, An
 
 
 def versions_in_use() -> list[tuple[str, str, int, int]]:
-    """Operator, domain, version and an opset that means it, of all that opsets from OLDEST_OPSET on can name."""
+    """Operator, domain, version, and an opset that uses it, for all versions in opsets from OLDEST_OPSET on."""
     versions: dict[tuple[str, str], list[int]] = defaultdict(list)
     for schema in schemas():
         if schema.domain in DOMAINS and not schema.deprecated and schema.name not in SKIPPED:
@@ -148,7 +148,7 @@ def versions_in_use() -> list[tuple[str, str, int, int]]:
 def main() -> int:
     parser = cli.parser(__doc__, "python recipes/cuda_kernels/probe_kernels.py --out answers.json")
     parser.add_argument("--out", type=Path, required=True, help="where the answers go")
-    parser.add_argument("--table", type=Path, metavar="ANSWERS", help="make the table of answers that were written before")
+    parser.add_argument("--table", type=Path, metavar="ANSWERS", help="make the table from an earlier file of answers")
     parser.add_argument("--only", nargs="*", help="operators to ask about (default: all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="sessions opened at a time")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The graphs by which ONNX Runtime's CUDA provider is asked what it runs: one operator at one version, with given types."""
+"""The graphs that probe_kernels.py tries: one operator at one version, with given types."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from ort_analysis.records.elements import session_dtype, type_code
 from utils.lazy import onnx, onnxruntime
 
-ONNX_OPSET = 21  # of a graph whose operator is of another domain: Identity takes all element types there
-MOST_COMBINATIONS = 300  # of an operator's types that are tried exhaustively; beyond, two type variables at a time
+ONNX_OPSET = 21  # of a graph with an operator of another domain: its Identity takes all element types
+MOST_COMBINATIONS = 300  # up to this many combinations of types are all tried; beyond, two type variables at a time
 TYPES = ("float", "float16", "bfloat16", "double", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
          "bool", "string", "int4", "uint4", "float8e4m3fn", "float8e5m2")
-LEFT_OUT = {("LSTM", "P")}  # optional inputs for which the CUDA provider refuses an operator that it has a kernel for
-# Values of attributes where the type's usual value would not load.
+LEFT_OUT = {("LSTM", "P")}  # with these optional inputs the CUDA provider refuses an operator although it has a kernel
+# Values of attributes for which the usual value would not load.
 ATTRIBUTES: dict[str, dict[str, Any]] = {
     "Einsum": {"equation": "ij->ij"}, "BiasSoftmax": {"is_inner_broadcast": 1}, "LRN": {"size": 3},
     "DepthToSpace": {"blocksize": 2}, "SpaceToDepth": {"blocksize": 2}, "MatMulNBits": {"K": 32, "N": 32, "bits": 4,
@@ -38,7 +38,7 @@ class Probe:
 
     Attributes:
         inputs, outputs: of the node: the type variable (or fixed type) of each.
-        types: by type variable, as ONNX Runtime spells them (`tensor(float)`).
+        types: by type variable, in ONNX Runtime's spelling (`tensor(float)`).
     """
 
     domain: str
@@ -56,12 +56,13 @@ def schemas() -> list[Any]:
 
 
 def tensor_types(allowed: Sequence[str]) -> list[str]:
-    """The tensor types among `allowed` that are tried, the usual ones first."""
+    """The tensor types in `allowed` that are tried, the usual ones first."""
     return [f"tensor({name})" for name in TYPES if f"tensor({name})" in allowed]
 
 
 def combinations(variables: Mapping[str, Sequence[str]]) -> Iterator[dict[str, str]]:
-    """Every choice of types, or, where there are too many, every choice for each pair of variables around two usual ones."""
+    """All combinations of types; if there are too many, all combinations for each pair of variables, with two usual types for
+    the others."""
     names = list(variables)
     if not names:
         yield {}
@@ -86,7 +87,7 @@ def combinations(variables: Mapping[str, Sequence[str]]) -> Iterator[dict[str, s
 
 
 def usual_attribute(name: str, attribute: Any) -> Any:
-    """A value that a required attribute may take."""
+    """A valid value of a required attribute."""
     kind = str(attribute.type).rsplit(".", 1)[-1]
     if kind == "INT":
         return 1
@@ -106,7 +107,7 @@ def probes_of(schema: Any, with_optional: bool) -> Iterator[Probe]:
 
     Args:
         schema: as ONNX Runtime describes the operator.
-        with_optional: give it its optional inputs too.
+        with_optional: also with its optional inputs.
     """
     variables: dict[str, list[str]] = {}
     constraints = {one.type_param_str: list(one.allowed_type_strs) for one in schema.type_constraints}
@@ -148,7 +149,7 @@ def element_type(text: str) -> int:
 
 
 def graph_of(probes: Sequence[Probe], opset: int) -> bytes:
-    """A model that holds the graphs of several probes of one operator version side by side."""
+    """A model with the graphs of several probes of one operator version, not connected to each other."""
     nodes, inputs, outputs = [], [], []
     for number, probe in enumerate(probes):
         types = dict(probe.types)

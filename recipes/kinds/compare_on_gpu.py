@@ -1,11 +1,10 @@
-"""Compares the CUDA graphs that Hase derives without a GPU with those that sessions really run, node by node.
+"""Compares the CUDA graphs that Hase derives without a GPU with those of real sessions, node by node.
 
-On a machine with an NVIDIA GPU: opens a CUDA session for each model that make_models.py wrote (with its sizes fixed, and with
-its dimensions left dynamic), notes the nodes that run, each one's provider and the copies between the devices, and times the
-models, with the probe of the host read beside each (judge.py then predicts them at that pace). Derives the same graphs as a
-machine without a GPU would, and prints where the two differ. Writes into --out: on_gpu.json (latencies and probes),
-real_nodes.json.gz and differences.json. Elsewhere, with --derive-only, it derives anew from the same models and compares with
-the real_nodes.json.gz that is there, so that no GPU is needed to go on.
+On a machine with an NVIDIA GPU, opens a CUDA session for each model that make_models.py wrote (with fixed sizes, and with
+dynamic dimensions), lists its nodes with their providers and the copies between host and GPU, and times the model together with
+the host probe (judge.py predicts it at that pace). Derives the same graphs as on a machine without a GPU, and prints the
+differences. Writes into --out: on_gpu.json (latencies and host probes), real_nodes.json.gz and differences.json. With
+--derive-only no GPU is needed: the script derives the graphs again and compares them with an existing real_nodes.json.gz.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ log = get_logger("kinds")
 
 Work = Literal["real", "derived", "times"]
 REAL = "real_nodes.json.gz"
-TABLE_ROWS = 60  # of differences on the console; all are in the file
+TABLE_ROWS = 60  # of differences on the console; the file has all
 EXAMPLES = """
 python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu --jobs 8
 python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu --derive-only
@@ -49,7 +48,7 @@ python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu --derive
 
 
 def one(work: Work, model: MadeModel, folder: Path, budget_s: float) -> list[dict[str, Any]]:
-    """What a piece of work finds about one model, in this process; a failure is found, too."""
+    """Does one piece of work for one model in this process; a failure is a result too."""
     path, found = folder / model.file, []
     for way in ways_of(model):
         made: Any
@@ -61,7 +60,7 @@ def one(work: Work, model: MadeModel, folder: Path, budget_s: float) -> list[dic
                     made = derived_nodes(model, path, way)
                 else:
                     made = gpu_latency(model, path, way, budget_s)
-        except Exception as error:  # noqa: BLE001 - one model that fails in whatever way costs only itself
+        except Exception as error:  # noqa: BLE001 - whatever fails, the other models go on
             told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             made = GpuLatency(model=model.name, way=way, error=told) if work == "times" else NodeList(
                 model=model.name, way=way, error=told)
@@ -70,7 +69,7 @@ def one(work: Work, model: MadeModel, folder: Path, budget_s: float) -> list[dic
 
 
 def work_through(work: Work, models: Sequence[MadeModel], folder: Path, lines: Path, budget_s: float, limit_s: int) -> None:
-    """Does a piece of work for models one after another, a line each; one that hangs ends this process (SIGALRM)."""
+    """Does a piece of work for several models and writes one line for each. A model that hangs ends this process (SIGALRM)."""
     for model in models:
         signal.alarm(limit_s)
         found = one(work, model, folder, budget_s)
@@ -80,10 +79,10 @@ def work_through(work: Work, models: Sequence[MadeModel], folder: Path, lines: P
 
 def in_processes(work: Work, names: Sequence[str], folder: Path, scratch: Path, jobs: int, budget_s: float,
                  limit_s: int) -> list[dict[str, Any]]:
-    """Does a piece of work for models in `jobs` processes; one that dies costs the model that it died of.
+    """Does a piece of work for models in `jobs` processes. If a process dies, only the model at fault is lost.
 
     Returns:
-        Everything found, in the order of `names`.
+        All results, in the order of `names`.
     """
     def chunk(number: int) -> dict[str, list[dict[str, Any]]]:
         left, lines = list(names[number::jobs]), scratch / f"{work}{number}.jsonl"
@@ -109,20 +108,20 @@ def in_processes(work: Work, names: Sequence[str], folder: Path, scratch: Path, 
 
 
 def read_real(path: Path) -> list[NodeList]:
-    """The nodes of real sessions; `UserError` where there is no such file."""
+    """The nodes of real sessions; `UserError` if there is no such file."""
     if not path.exists():
-        raise UserError(f"{path}: no such file; run without --derive-only on a machine with an NVIDIA GPU, and bring it here")
+        raise UserError(f"{path}: no such file; run without --derive-only on a machine with an NVIDIA GPU, and copy it here")
     return [NodeList.model_validate(row) for row in json.loads(gzip.decompress(path.read_bytes()))["sessions"]]
 
 
 def compare_all(real: Sequence[NodeList], derived: Sequence[NodeList]) -> list[Compared]:
-    """Every derived graph against the session of its model that was opened alike; others are left out."""
+    """Compares each derived graph with the real session of its model of the same kind (static or dynamic), if there is one."""
     sessions = {(session.model, session.way): session for session in real}
     return [compare(sessions[graph.model, graph.way], graph) for graph in derived if (graph.model, graph.way) in sessions]
 
 
 def difference_rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
-    """The differences of all models, alike ones counted."""
+    """The differences of all models; equal ones are counted."""
     alike: Counter[tuple[Any, ...]] = Counter()
     where: dict[tuple[Any, ...], set[str]] = {}
     for model in compared:
@@ -136,7 +135,7 @@ def difference_rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
 
 
 def report(compared: Sequence[Compared], say: Callable[[str], None]) -> None:
-    """Prints what differs, and how much agrees."""
+    """Prints the differences, and how many graphs and nodes agree."""
     cli.print_table([model.columns() for model in compared if not model.agrees], "graphs that differ")
     rows = difference_rows(compared)
     say("")
@@ -152,13 +151,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the results go")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these models alone")
     parser.add_argument("--derive-only", action="store_true", help="without a GPU: compare with the real nodes in --out")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes that work beside each other (default: 2); "
-                        "models are timed by one alone")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes in parallel (default: 2); "
+                        "models are always timed one at a time")
     parser.add_argument("--budget-s", type=cli.positive, default=1.0, metavar="S", help="to time each session (default: 1)")
     parser.add_argument("--limit-s", type=int, default=60, metavar="S", help="for each model (default: 60)")
     parser.add_argument("--no-times", action="store_true", help="leave the latencies out")
     parser.add_argument("--work", choices=("real", "derived", "times"), help="used by the script itself: one piece of work")
-    parser.add_argument("--lines", type=Path, metavar="FILE", help="used by the script itself: where its lines go")
+    parser.add_argument("--lines", type=Path, metavar="FILE", help="used by the script itself: output file")
     args = parser.parse_args()
     if args.jobs < 1:
         parser.error("--jobs must be positive")
@@ -168,7 +167,7 @@ def main() -> int:
         work_through(args.work, models, args.folder, args.lines, args.budget_s, args.limit_s)
         return 0
     if not args.derive_only and not gpu_facts():
-        raise UserError("no NVIDIA GPU here; --derive-only compares with what one wrote")
+        raise UserError("no NVIDIA GPU here; --derive-only compares with files from a machine with one")
     names, folder = [model.name for model in models], args.folder.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     with temporary_folder() as scratch:
@@ -185,7 +184,7 @@ def main() -> int:
     compared = compare_all(read_real(args.out / REAL), derived)
     files.write_json(args.out / "differences.json", [model.model_dump(mode="json") for model in compared])
     if times:
-        # a model's latency is that of the session which the user opens: with dynamic dimensions, where it has any
+        # the latency is that of the session that a user opens: with dynamic dimensions, if the model has any
         latest = {row["model"]: row for row in sorted(times, key=lambda row: row["way"] == "dynamic") if row.get("latency_ms")}
         files.write_json(args.out / "on_gpu.json", {
             "gpu": gpu_facts(), "versions": versions(), "models": list(latest.values()), "sessions": times})

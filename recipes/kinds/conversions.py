@@ -1,4 +1,4 @@
-"""Models made of other models: quantised, in half precision, at another operator set, or as ONNX Runtime saved them."""
+"""Converts models: quantised, in half precision, or as ONNX Runtime saves them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from utils.lazy import onnx, onnxruntime
 from utils.ort_sessions import open_session
 
 Write = Callable[[Path], None]
-IN_SINGLE = ("Softmax", "LayerNormalization", "GlobalAveragePool", "ReduceMean", "Resize")  # what stays in float32
+IN_SINGLE = ("Softmax", "LayerNormalization", "GlobalAveragePool", "ReduceMean", "Resize")  # operators that stay in float32
 HALF_LIMIT = 65504.0  # the largest number of float16
 
 
 @contextlib.contextmanager
 def written(write: Write) -> Iterator[Path]:
-    """What `write` writes, for as long as the block runs."""
+    """The path of the model that `write` writes; it is removed when the block ends."""
     with tempfile.TemporaryDirectory(prefix="hase-kinds-") as folder:
         path = Path(folder) / "model.onnx"
         write(path)
@@ -29,7 +29,7 @@ def written(write: Write) -> Iterator[Path]:
 
 
 class RandomFeeds:
-    """What onnxruntime.quantization calibrates with: a few random batches."""
+    """Calibration data for onnxruntime.quantization: a few random batches."""
 
     def __init__(self, path: Path, batches: int = 2) -> None:
         session = open_session(path, "cpu", optimize="none")
@@ -42,7 +42,7 @@ class RandomFeeds:
 
 
 def write_static_int8(path: Path, write: Write, as_qdq: bool) -> None:
-    """Quantised to 8 bits by calibration: with QuantizeLinear and DequantizeLinear, or with operators of integers."""
+    """Quantises a model to 8 bits by calibration: with QuantizeLinear and DequantizeLinear, or with integer operators."""
     logging.disable(logging.WARNING)
     with written(write) as plain:
         prepared = plain.with_name("prepared.onnx")
@@ -55,16 +55,17 @@ def write_static_int8(path: Path, write: Write, as_qdq: bool) -> None:
 
 
 def write_dynamic_int8(path: Path, write: Write) -> None:
-    """Weights in 8 bits, activations quantised while the model runs."""
+    """Quantises a model's weights to 8 bits; activations are quantised while the model runs."""
     logging.disable(logging.WARNING)
     with written(write) as plain:
         onnxruntime.quantization.quantize_dynamic(plain, path, weight_type=onnxruntime.quantization.QuantType.QUInt8)
 
 
 def write_mixed_fp16(path: Path, write: Write, single: Sequence[str] = IN_SINGLE) -> None:
-    """In float16 between inputs and outputs in float32; operators `single` compute in float32, with casts around them.
+    """Converts a model to float16, with inputs and outputs in float32. The operators `single` compute in float32, with casts
+    around them.
 
-    Every tensor that is float32 in the model becomes float16 but for what the operators in `single` read and write.
+    Every float32 tensor becomes float16, except those that the operators in `single` read and write.
     """
     with written(write) as plain:
         proto = onnx.shape_inference.infer_shapes(onnx.load(plain))
@@ -116,7 +117,7 @@ def _half(tensor: onnx.TensorProto) -> onnx.TensorProto:
 
 
 def _with_output(node: onnx.NodeProto, old: str, new: str) -> onnx.NodeProto:
-    """The node with a tensor's name changed wherever it stands."""
+    """The node with a tensor renamed, in place."""
     for names in (node.input, node.output):
         for place, name in enumerate(names):
             if name == old:
@@ -125,6 +126,7 @@ def _with_output(node: onnx.NodeProto, old: str, new: str) -> onnx.NodeProto:
 
 
 def write_saved_by_ort(path: Path, write: Write, optimize: str, dims: dict[str, int] | None = None) -> None:
-    """The graph that ONNX Runtime's CPU provider saves: at level `all` with its own layouts, at `extended` with its fusions."""
+    """Writes the graph that ONNX Runtime's CPU provider saves: at level `all` with its own layouts, at `extended` with
+    fusions."""
     with written(write) as plain:
         open_session(plain, "cpu", optimize=optimize, dims=dims, save_to=path)

@@ -1,4 +1,4 @@
-"""How long a model takes in a CUDA session."""
+"""Times a model in a CUDA session."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from recipes.kinds.node_lists import feed_of
 from utils.ort_sessions import model_errors, open_session
 from utils.timing import summarize
 
-MOST_RUNS = 10 ** 6  # the time ends a measurement, not their number
+MOST_RUNS = 10 ** 6  # a measurement ends by time, not by the number of runs
 
 
 class GpuLatency(BaseModel):
-    """How long a model takes on the GPU, in ms: the median of `runs` runs, tensors on the device or (`io` host) not.
+    """The latency of a model on the GPU, in ms: median and 95th percentile of `runs` runs.
 
     Attributes:
-        host_probe_us: what the probe of the host took beside these runs (benchmark/measuring/quiet_host.py); None in older
-        files.
+        io: `device`: tensors stay on the device; `host`: numpy in and out.
+        host_probe_us: time of the host probe meanwhile (benchmark/measuring/quiet_host.py); None in older files.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -40,8 +40,8 @@ class GpuLatency(BaseModel):
 
 
 def gpu_latency(model: MadeModel, path: Path, way: str, budget_s: float, device: str = "cuda") -> GpuLatency:
-    """Times a CUDA session (in tests one of `cpu`) as its host is, and the host's probe beside it; with numpy arrays where its
-    outputs can't stay on the device (maps, say)."""
+    """Times a CUDA session (in tests one of `cpu`) together with the host probe. Tensors stay on the device, unless inputs or
+    outputs can't (maps, for example)."""
     probe = host_probe(device)
     session = open_session(path, device, dims=model.dims if way == "static" else None, name=model.name)
     feed = feed_of(session, model.dims, read_source(path, model.dims).steering)

@@ -1,4 +1,4 @@
-"""Graphs that no exporter of networks writes: control flow, pipelines of scikit-learn, and such, node by node."""
+"""Writes graphs node by node, of kinds that no exporter writes: control flow, pipelines of scikit-learn, and others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def node(op_type: str, inputs: Sequence[str], outputs: Sequence[str], **options:
 
 
 def write_loop(path: Path, trips: int = 12, width: int = 512) -> None:
-    """A state multiplied by one matrix as often as a constant says, every state kept."""
+    """A Loop with a constant number of trips: each multiplies a state by a matrix and keeps it."""
     body = onnx.helper.make_graph(
         [node("MatMul", ["state", "w"], ["product"]), node("Add", ["product", "b"], ["sum"]), node("Tanh", ["sum"], ["next"]),
          node("Identity", ["next"], ["kept"]), node("Identity", ["go_on"], ["go_on_out"])],
@@ -61,7 +61,7 @@ def write_loop(path: Path, trips: int = 12, width: int = 512) -> None:
 
 
 def write_loop_by_input(path: Path, width: int = 512) -> None:
-    """The same with a number of trips that is an input."""
+    """The same with a number of trips that is an input of the model."""
     body = onnx.helper.make_graph(
         [node("MatMul", ["state", "w"], ["product"]), node("Tanh", ["product"], ["next"]),
          node("Identity", ["go_on"], ["go_on_out"])],
@@ -84,7 +84,7 @@ def write_scan(path: Path, length: int = 24, width: int = 384) -> None:
 
 
 def write_if(path: Path, width: int = 768) -> None:
-    """One of two branches by an input: three products, or one."""
+    """An If by an input: one branch has three products, the other one."""
     def branch(name: str, steps: int) -> onnx.GraphProto:
         nodes, last = [], "x"
         for step in range(steps):
@@ -110,7 +110,7 @@ def write_gated_if(path: Path, width: int = 512) -> None:
 
 
 def write_nms_detector(path: Path, side: int = 128, width: int = 32, classes: int = 8) -> None:
-    """A one-stage detector: convolutions, boxes and scores of every place, NonMaxSuppression, the boxes that are left."""
+    """A one-stage detector: convolutions, boxes and scores of each position, NonMaxSuppression, the selected boxes."""
     places = (side // 8) ** 2
     conv: dict[str, Any] = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
     nodes = []
@@ -137,7 +137,7 @@ def write_nms_detector(path: Path, side: int = 128, width: int = 32, classes: in
 
 
 def write_nonzero(path: Path, width: int = 512) -> None:
-    """Rows chosen by a condition on data (NonZero), then a product over as many as there are."""
+    """Selects rows by a condition on data (NonZero), then multiplies them."""
     save(path, [node("MatMul", ["x", "gate"], ["g"]), node("Greater", ["g", "limit"], ["c"]), node("NonZero", ["c"], ["n"]),
                 node("Gather", ["n", "first"], ["rows"], axis=0), node("Gather", ["x", "rows"], ["chosen"], axis=0),
                 node("MatMul", ["chosen", "w"], ["y"])],
@@ -146,7 +146,7 @@ def write_nonzero(path: Path, width: int = 512) -> None:
 
 
 def write_group_norm_21(path: Path, width: int = 64, side: int = 64) -> None:
-    """GroupNormalization of operator set 21, which ONNX Runtime takes apart as a function."""
+    """GroupNormalization of operator set 21, which ONNX Runtime expands as a function."""
     nodes, last = [], "image"
     for number in range(3):
         nodes += [node("Conv", [last, f"w{number}"], [f"c{number}"], kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
@@ -179,7 +179,7 @@ def write_bf16(path: Path, width: int = 1024, whole: bool = False) -> None:
 
 
 def _trees(trees: int, depth: int, features: int, targets: int) -> dict[str, Any]:
-    """Full binary trees as TreeEnsembleClassifier's attributes hold them."""
+    """Full binary trees as attributes of TreeEnsembleClassifier."""
     generator = np.random.default_rng(0)
     inner, whole = 2**depth - 1, 2 ** (depth + 1) - 1
     made: dict[str, Any] = {key: [] for key in (
@@ -230,13 +230,13 @@ def write_linear_pipeline(path: Path, features: int = 64, classes: int = 10) -> 
 
 
 def write_tiny(path: Path) -> None:
-    """An addition and a ReLU of eight numbers: nothing but what a run costs."""
+    """An addition and a ReLU of eight numbers: only the cost of a run itself."""
     save(path, [node("Add", ["x", "b"], ["s"]), node("Relu", ["s"], ["y"])], [value("x", [1, 8])], [value("y", [1, 8])],
          [weight("b", 8)])
 
 
 def write_large(path: Path, width: int = 5000, layers: int = 24) -> None:
-    """Linear layers with `layers` · 4 · width² bytes of weights (2.4 GB) in a file beside the model."""
+    """Linear layers with `layers` · 4 · width² bytes of weights (2.4 GB) in a second file."""
     outside = path.with_suffix(".weights")
     generator = np.random.default_rng(0)
     nodes, constants, last = [], [], "x"

@@ -1,11 +1,11 @@
 """Asks Hase about the models of `make_models.py` as a user would, measures them here, and compares.
 
-For each model: a prediction for the shipped H200; one for this machine's CPU; two measurements on it, taken in turn, whose
-difference is the noise; and a prediction after --measure-missing. Every step is a command of its own with a time limit, so that
-one crash costs one item. Writes judgement.jsonl into the models' folder, a line a step; a second run goes on from there.
-Prints a row a model and target, and how all of it compares with what was asked of Hase. --measure-missing adds to the dataset
-of --workspace, so give a copy. What compare_on_gpu.py measured on a GPU machine goes in with --gpu: latencies, and the host's
-pace beside each model, for which the H200's predictions are then made (anew, where they were made for another).
+For each model: a prediction for the shipped H200; one for this machine's CPU; two alternating measurements on it, whose
+difference is the noise; and a prediction after --measure-missing. Every step is a separate command with a time limit, so that a
+crash affects one step. Writes judgement.jsonl into the models' folder, one line per step; a second run continues there. Prints
+one row per model and target, and a summary against the limits that Hase has to meet. --measure-missing adds to the dataset of
+--workspace, so give a copy. --gpu reads what compare_on_gpu.py measured on a GPU machine: latencies, and the host pace for each
+model. The H200's predictions are then made at that pace (again, if they were made at another).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = get_logger("kinds")
 
 H200 = "nvidia-h200"
 PREDICT, MEASURE = "inference/predict_model_latency.py", "benchmark/ort_kernel_runner.py"
-IN_USE = "it is in use by process"  # what a command says that finds the device or dataset taken
+IN_USE = "it is in use by process"  # the message of a command that finds the device or dataset in use
 WAIT_S = 2.0
 COMMANDS = """\
 python recipes/kinds/make_models.py --out out/kinds --large
@@ -49,7 +49,7 @@ python recipes/kinds/compare_on_gpu.py out/kinds --out out/kinds_on_gpu  # on th
 mkdir -p out/kinds_cpu  # a workspace without a dataset: nothing was learned of this CPU
 python recipes/kinds/judge.py out/kinds --workspace out/kinds_cpu --gpu out/kinds_on_gpu/on_gpu.json --docs docs/kinds.md"""
 STEPS: tuple[Step, ...] = ("h200", "cpu", "measured", "cpu_filled")
-ASKED_FIRST: tuple[Step, ...] = ("h200", "cpu")  # before any kernel is measured that another model may share
+ASKED_FIRST: tuple[Step, ...] = ("h200", "cpu")  # before kernels are measured that other models share
 EXAMPLES = """
 python recipes/kinds/judge.py out/kinds --workspace out/demo
 python recipes/kinds/judge.py out/kinds --workspace out/demo --only unet bert_mask --again cpu h200
@@ -59,7 +59,7 @@ python recipes/kinds/judge.py out/kinds --table-only --gpu out/kinds/on_gpu.json
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: its exit status (None: it took too long), what it printed, how many seconds it took."""
+    """The result of a command: exit status (None: it took too long), output, and length in seconds."""
 
     status: int | None
     out: str
@@ -88,7 +88,7 @@ class Ended:
 
 
 def run_in_turn(command: Sequence[str], limit_s: float) -> Ended:
-    """Like `run_limited`; waits as long for another process that measures on this device, or writes the same dataset."""
+    """Like `run_limited`, but waits up to `limit_s` while another process uses the device or the dataset."""
     until = time.monotonic() + limit_s
     while True:
         ended = run_limited(command, limit_s)
@@ -98,7 +98,7 @@ def run_in_turn(command: Sequence[str], limit_s: float) -> Ended:
 
 
 def run_limited(command: Sequence[str], limit_s: float) -> Ended:
-    """Runs a script of this repository; after `limit_s` seconds it is ended, with all that it started."""
+    """Runs a script of this repository; after `limit_s` seconds it is ended, with its child processes."""
     began = time.monotonic()
     process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                start_new_session=True)
@@ -116,7 +116,7 @@ def run_limited(command: Sequence[str], limit_s: float) -> Ended:
 
 def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s: float,
               host_pace: float | None = None) -> Found:
-    """Asks for a prediction, as step `h200` (at the host's pace, where that is known), `cpu` or `cpu_filled`."""
+    """Asks for a prediction, as step `h200` (at the host pace, if that is known), `cpu` or `cpu_filled`."""
     options = {"h200": ["--target", H200], "cpu": [], "cpu_filled": ["--measure-missing"]}[step]
     if host_pace is not None:
         options += ["--host-pace", f"{host_pace:g}"]
@@ -135,7 +135,8 @@ def predicted(model: MadeModel, path: Path, step: Step, workspace: Path, limit_s
 
 
 def measured(model: MadeModel, path: Path, rounds: int, budget_s: float, limit_s: float, workspace: Path) -> Found:
-    """Measures a model twice, `rounds` sessions of `budget_s` seconds each time, in turn, so that drift hits both alike."""
+    """Measures a model twice, `rounds` sessions of `budget_s` seconds each time, alternating, so that drift affects both
+    equally."""
     samples: tuple[list[float], list[float]] = ([], [])
     seconds = 0.0
     for turn in range(2 * rounds):
@@ -152,15 +153,15 @@ def measured(model: MadeModel, path: Path, rounds: int, budget_s: float, limit_s
 
 
 def on_gpu(path: Path | None) -> dict[str, float]:
-    """Latencies in ms by model, of what compare_on_gpu.py wrote; empty without a file."""
+    """Latencies in ms by model, from a file of compare_on_gpu.py; empty without a file."""
     if path is None:
         return {}
     return {one["model"]: one["latency_ms"] for one in files.read_json(path)["models"] if one.get("latency_ms")}
 
 
 def paces_on_gpu(path: Path | None, workspace: Path) -> dict[str, float]:
-    """The host's pace beside each model, of what compare_on_gpu.py wrote: ratios, to four digits, to the pace that the shipped
-    predictors hold for. Empty without a file; models of an older file have none."""
+    """The host pace by model, from a file of compare_on_gpu.py: its ratio, to four digits, to the pace of the shipped
+    predictors. Empty without a file, or with an older one."""
     rows = files.read_json(path)["models"] if path else []
     probes = {row["model"]: row["host_probe_us"] for row in rows if row.get("host_probe_us")}
     if not probes:
@@ -170,7 +171,7 @@ def paces_on_gpu(path: Path | None, workspace: Path) -> dict[str, float]:
 
 
 def context() -> str:
-    """This machine and what was measured with, in a sentence."""
+    """This machine and the software that measured, as a sentence."""
     here = machine("cpu")
     return (f"This CPU: {here.cores} cores of {here.cpu}, ONNX Runtime {ort_version()}. What the H200 really takes is "
             "measured by `recipes/kinds/compare_on_gpu.py`.")
@@ -185,9 +186,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="sessions of each measurement (default: 3)")
     parser.add_argument("--budget-s", type=cli.positive, default=0.7, metavar="S", help="for each session (default: 0.7)")
     parser.add_argument("--limit-s", type=cli.positive, default=300.0, metavar="S", help="for each command (default: 300)")
-    parser.add_argument("--table-only", action="store_true", help="ask nothing; print what is there")
+    parser.add_argument("--table-only", action="store_true", help="run nothing; print the results so far")
     parser.add_argument("--gpu", type=Path, metavar="FILE", help="what compare_on_gpu.py wrote")
-    parser.add_argument("--docs", type=Path, metavar="FILE", help="write the results as a page, too")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="also write the results as a page")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error("--rounds must be positive")
@@ -198,7 +199,7 @@ def main() -> int:
     there, paces = read_judgement(args.folder), paces_on_gpu(args.gpu, workspace)
 
     def is_done(model: str, step: Step) -> bool:
-        """A prediction for another pace of the host than the one that was measured beside the model is made anew."""
+        """Whether a step is done; a prediction for another host pace than the measured one is not."""
         return (model, step) in there and (step != "h200" or model not in paces or there[model, step].host_pace == paces[model])
 
     steps = [] if args.table_only else args.steps

@@ -1,4 +1,4 @@
-"""What was found about each model, a line a step, and what follows from it: the table and the summary against the bars."""
+"""The results of each step for each model, the table made from them, and the summary against the limits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PACE = "host pace"  # a column
 Step = Literal["h200", "cpu", "cpu_filled", "measured"]
 SAID: dict[Step, str] = {"h200": "nvidia-h200", "cpu": "this CPU", "cpu_filled": "this CPU, kernels measured"}
 CLASSIFICATION = "torchvision classification"
-SHORT_MS = 1.0  # models below this measure what a run costs rather than its kernels; errors are also given without them
-MOST_OFF = 0.30  # of an answer without a mark
-CLOSE = 0.15  # a marked answer within this needed no mark
+SHORT_MS = 1.0  # below this a run's own cost dominates the latency; errors are also given without such models
+MOST_OFF = 0.30  # largest error of an unmarked answer
+CLOSE = 0.15  # a marked answer with a smaller error needed no mark
 BARS = {"median": 0.08, "mape": 0.15, "close": 1 / 3}
 
 
@@ -30,15 +30,16 @@ class Found(BaseModel):
 
     Attributes:
         step: a prediction for a target (`cpu_filled`: after its missing kernels were measured), or the model's measurement.
-        outcome: `answered`; `refused`: an error for the user; `traceback`; `died`: by a signal or without a word; `too long`.
-        message: what was said where it did not answer: the last line on stderr.
-        warnings: what it warned of.
-        seconds: that the command took.
-        latency_ms, interval_ms, time_share: of a prediction, as its JSON holds them.
-        host_pace: that a prediction for a GPU was asked for, a ratio; None where none was known.
-        rough: whether it is marked as a rough estimate; None where there is no prediction.
-        operators: those that were never measured, and those that may move the answer though they were.
-        first_ms, second_ms: medians of two measurements, taken in turn.
+        outcome: `answered`; `refused`: an error for the user; `traceback`; `died`: by a signal or without a message; `too
+            long`.
+        message: if there was no answer: the last line on stderr.
+        warnings: of the command.
+        seconds: time of the command.
+        latency_ms, interval_ms, time_share: of a prediction, as in its JSON.
+        host_pace: at which a prediction for a GPU was made, a ratio; None if it was not known.
+        rough: whether the prediction is marked as a rough estimate; None without a prediction.
+        operators: those that were never measured, and measured ones that may still change the answer.
+        first_ms, second_ms: medians of two alternating measurements.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,7 +62,7 @@ class Found(BaseModel):
 
     @property
     def description(self) -> str:
-        """What the user was told."""
+        """The answer that the user got, in words."""
         if self.outcome != "answered":
             return f"{self.outcome}: {self.message}"
         operators = f" ({', '.join(dict.fromkeys(self.operators))})" if self.operators else ""
@@ -69,7 +70,7 @@ class Found(BaseModel):
 
 
 class Row(BaseModel):
-    """One model on one target: predicted against measured; errors are ratios, None where one of the two is missing."""
+    """One model on one target: predicted and measured. Errors are ratios, None if one of the two is missing."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -88,19 +89,19 @@ class Row(BaseModel):
 
     @property
     def off(self) -> float:
-        """The error's size; 0 where there is none."""
+        """The absolute error; 0 if there is none."""
         return abs(self.error or 0.0)
 
     @property
     def interval_width(self) -> float | None:
-        """Upper end less lower end over the prediction, a ratio."""
+        """The width of the prediction interval over the prediction, a ratio."""
         if self.found.interval_ms is None or not self.found.latency_ms:
             return None
         return (self.found.interval_ms[1] - self.found.interval_ms[0]) / self.found.latency_ms
 
     @property
     def held(self) -> bool | None:
-        """Whether the interval holds what was measured."""
+        """Whether the prediction interval contains the measurement."""
         if self.found.interval_ms is None or self.measured_ms is None:
             return None
         return self.found.interval_ms[0] <= self.measured_ms <= self.found.interval_ms[1]
@@ -118,7 +119,7 @@ class Row(BaseModel):
 
 
 def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows of the table; without the column PACE where no model was predicted at its host's pace."""
+    """The rows of the table; without the column PACE if no model was predicted at its host pace."""
     columns = [row.columns() for row in rows]
     if all(row.found.host_pace is None for row in rows):
         columns = [{name: value for name, value in one.items() if name != PACE} for one in columns]
@@ -131,10 +132,10 @@ def percent(ratio: float | None) -> str | None:
 
 
 def read_judgement(folder: Path) -> dict[tuple[str, Step], Found]:
-    """What was found so far, the latest of each model and step.
+    """The results so far, the latest for each model and step.
 
     Raises:
-        UserError: a line that is damaged or of another version.
+        UserError: a line is damaged or of another version.
     """
     path, found = folder / JUDGEMENT, {}
     for number, line in enumerate(files.read_lines(path), 1):
@@ -151,7 +152,7 @@ def read_judgement(folder: Path) -> dict[tuple[str, Step], Found]:
 
 def rows_of(models: Sequence[MadeModel], found: Mapping[tuple[str, Step], Found],
             on_gpu_ms: Mapping[str, float] | None = None) -> list[Row]:
-    """A row a model and target that was asked.
+    """One row per model and target that was asked for.
 
     Args:
         on_gpu_ms: latencies of the models on an NVIDIA H200 in ms, by name.
@@ -171,7 +172,7 @@ def rows_of(models: Sequence[MadeModel], found: Mapping[tuple[str, Step], Found]
 
 
 def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Each bar of the table, what was reached, and whether that is enough (None: only a report)."""
+    """Each limit, the value that was reached, and whether that is enough (None: no limit)."""
     filled = [row for row in rows if row.step == "cpu_filled" and row.error is not None]
     lines: list[dict[str, Any]] = []
 
@@ -222,7 +223,7 @@ def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _names(rows: Iterable[Row]) -> str:
-    """How many rows, and which."""
+    """The number of rows, and their names."""
     named = [f"{row.model} ({SAID[row.step]}{', ' + str(percent(row.error)) if row.error is not None else ''})" for row in rows]
     return f"{len(named)}: {', '.join(named)}" if named else "0"
 
@@ -231,7 +232,7 @@ def page(rows: Sequence[Row], command: str, context: str) -> str:
     """The documentation page: the summary first, then every model.
 
     Args:
-        command: that made the results.
+        command: the command that made the results.
         context: machine and versions, in a sentence.
     """
     opening = f"Hase was asked about {len({row.model for row in rows})} models of {len({row.kind for row in rows})} kinds. "
@@ -246,13 +247,13 @@ def page(rows: Sequence[Row], command: str, context: str) -> str:
             opening += (f"median error {statistics.median(compared):.1%}, MAPE {statistics.fmean(compared):.1%} of "
                         f"{len(compared)} that were measured. " if compared else "none was measured yet. ")
     paced = sum(row.found.host_pace is not None for row in rows)
-    words = (" *Host pace*: how many times as long as usual the GPU's host took to dispatch, measured beside the model; "
+    words = (" *Host pace*: dispatch time of the GPU's host over its usual time, measured together with the model; "
              f"{paced} predictions hold for that pace.") if paced else ""
     return "\n".join((
         "# Models of every kind", "", opening.strip(), "", context, "", "Made by:", "", "```sh", command, "```", "",
         "## Against the bars", "", table(summary(rows)), "", "## Every model", "",
-        "*Said*: an answer is unmarked, a rough estimate, or refused with a reason. *Second measurement*: how far it lay from "
-        f"the first, both taken in turn.{words}", "", table(shown(rows)), ""))
+        "*Said*: an answer is unmarked, a rough estimate, or refused with a reason. *Second measurement*: how far it was from "
+        f"the first; both alternate.{words}", "", table(shown(rows)), ""))
 
 
 def table(rows: Sequence[Mapping[str, Any]], cell: Callable[[Any], str] = cli.cell) -> str:

@@ -1,8 +1,8 @@
-"""Writes small models of every kind that people run with ONNX Runtime, to see what Hase makes of them.
+"""Writes small models of every kind that people run with ONNX Runtime, to check how Hase handles them.
 
-Networks are made here or by torchvision, with random weights that are the same each time; nothing is downloaded. Writes a file
-a model into --out, and kinds.json beside them: each one's kind, operator set and the sizes of its dynamic dimensions. A model
-that can't be made costs only itself: it is listed with the reason. A second run makes what is missing. `judge.py` goes on.
+Networks are made here or by torchvision, with random weights that are the same each time; nothing is downloaded. Writes one
+file per model into --out, and kinds.json with the kind, operator set and sizes of dynamic dimensions of each. A model that
+can't be made is listed with the reason; the others go on. A second run makes what is missing. `judge.py` is the next step.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ python recipes/kinds/make_models.py --out out/kinds --large
 
 
 def make(name: str, folder: Path) -> MadeModel | str:
-    """Makes one model in this process; what it is, or why it could not be made."""
+    """Makes one model in this process; returns its description, or why it could not be made."""
     recipe = next(one for one in recipes() if one.name == name)
     path = folder / f"{name}.onnx"
     try:
         if recipe.large:
-            recipe.write(path)  # its weights lie beside it, by name
+            recipe.write(path)  # its weights are in a second file, which it names
         else:
             with files.replacing(path) as temporary:
                 recipe.write(temporary)
         proto = onnx.load(path, load_external_data=False)
         dims = {**recipe.dims, **(sizes_of_a_run(path, recipe.dims) if recipe.sized_by_run else {})}
-    except Exception as error:  # noqa: BLE001 - whatever torch, torchvision or a quantiser stumbles on costs one model
+    except Exception as error:  # noqa: BLE001 - whatever torch, torchvision or a quantiser raises, the other models go on
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     opset = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
     return MadeModel(name=name, file=path.name, kind=recipe.kind, opset=opset, dims=dims, tiny=recipe.tiny)
 
 
 def make_all(folder: Path, only: list[str], large: bool, jobs: int) -> Manifest:
-    """Makes what is missing of the models asked for, and writes the manifest after each.
+    """Makes the requested models that are missing, and writes the manifest after each.
 
     Raises:
-        UserError: there is no recipe of a name in `only`.
+        UserError: there is no recipe with a name in `only`.
     """
     every = recipes()
     names = [recipe.name for recipe in every]
@@ -79,7 +79,7 @@ def make_all(folder: Path, only: list[str], large: bool, jobs: int) -> Manifest:
             try:
                 done = future.result()
             except BrokenProcessPool:
-                done = "its process, or one beside it, died; run the same command again to make the others"
+                done = "its process, or another one, died; run the same command again to make the others"
             if isinstance(done, MadeModel):
                 made[name] = done
             else:

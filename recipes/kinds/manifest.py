@@ -1,4 +1,4 @@
-"""The list of the models that `make_models.py` wrote, and that the other scripts of this folder read."""
+"""The list of models that `make_models.py` writes and the other scripts of this folder read."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class MadeModel(BaseModel):
     Attributes:
         name: of the model; unique.
         file: its name in the manifest's folder.
-        kind: of model, as the table groups them.
+        kind: of model; groups the table.
         opset: of ONNX's own domain.
-        dims: sizes for its dynamic dimensions by name; empty where all are fixed.
-        tiny: it takes well under a millisecond on purpose.
+        dims: sizes of its dynamic dimensions by name; empty if all are fixed.
+        tiny: it takes far less than a millisecond on purpose.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,7 +56,7 @@ class Manifest(BaseModel):
     skipped: dict[str, str] = {}
 
     def chosen(self, names: list[str]) -> list[MadeModel]:
-        """The models of these names, in the manifest's order; all where no name is given."""
+        """The models with these names, in the manifest's order; all if no name is given."""
         return [model for model in self.models if not names or model.name in names]
 
 
@@ -64,6 +64,6 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of `folder`.
 
     Raises:
-        UserError: missing, damaged, or of another version.
+        UserError: it is missing, damaged, or of another version.
     """
     return read_record(folder / MANIFEST, Manifest, MANIFEST_VERSION, f"python recipes/kinds/make_models.py --out {folder}")

@@ -1,4 +1,4 @@
-"""The nodes of a derived graph against those of a real session."""
+"""Compares the nodes of a derived graph with those of a real session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recipes.kinds.node_lists import NodeList, NodeRow
 
 
 class Difference(BaseModel):
-    """One node that is not the same in both graphs; `what` is `provider`, `operator`, `only real` or `only derived`."""
+    """One node that differs between the two graphs; `what` is `provider`, `operator`, `only real` or `only derived`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -28,14 +28,15 @@ class Difference(BaseModel):
 
 
 class Compared(BaseModel):
-    """A model's derived graph against the real one.
+    """A model's derived graph compared with the real one.
 
     Attributes:
-        way: how the session was opened.
-        nodes: of the real graph, copies left out.
-        same: of these, how many stand in the derived graph with the same operator and provider.
-        copies, derived_copies: number of MemcpyToHost and of MemcpyFromHost in each.
-        kernels, same_kernels: of the real graph as Hase analyses it there, and how many of them the derived one has.
+        way: `static` or `dynamic`, see `NodeList`.
+        nodes: number of nodes of the real graph, without copies.
+        same: number of these that the derived graph has with the same operator and provider.
+        copies, derived_copies: numbers of MemcpyToHost and of MemcpyFromHost in each.
+        kernels, same_kernels: number of kernels of the real graph as Hase analyses it there, and of those that the derived one
+            has.
         error: why nothing could be compared.
     """
 
@@ -65,7 +66,7 @@ class Compared(BaseModel):
 
 
 def compare(real: NodeList, derived: NodeList) -> Compared:
-    """The derived graph of a model against that of a real session."""
+    """Compares the derived graph of a model with that of a real session."""
     if derived.error or not real.nodes:
         error = f"derived: {derived.error}" if derived.error else f"real: {real.error}"
         return Compared(model=real.model, way=real.way, error=error)
@@ -84,10 +85,10 @@ def compare(real: NodeList, derived: NodeList) -> Compared:
 
 def match(real: Sequence[NodeRow], derived: Sequence[NodeRow]) -> tuple[
         list[tuple[NodeRow, NodeRow]], list[NodeRow], list[NodeRow]]:
-    """Pairs of nodes that belong together, the real one first; then the real and the derived nodes that are left.
+    """Pairs of matching nodes, the real one first; then the real and the derived nodes without a match.
 
-    Nodes belong together that make a tensor of the same name by the same operator; of those that make tensors of other names,
-    those of the same operator and provider, then of the same operator alone; at last those that make a tensor of the same name.
+    Two nodes match if they make a tensor of the same name with the same operator. The others are matched by operator and
+    provider, then by operator alone, and at last by the name of a tensor alone.
     """
     left = {id(node): node for node in derived}
     by_output = {name: node for node in derived for name in node.outputs if name}

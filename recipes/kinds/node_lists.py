@@ -1,4 +1,4 @@
-"""The nodes of a CUDA session as it really runs, and of the graph that Hase derives without a GPU, as plain rows."""
+"""The nodes of a real CUDA session, and of the graph that Hase derives without a GPU, as plain rows."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class NodeRow(BaseModel):
     Attributes:
         inside: name of the node whose body it belongs to; "" in the graph itself.
         inputs, outputs: names of tensors.
-        types: of the inputs, where they are known: `float32[1,64]`.
-        provider: `cpu`, `cuda`, or "" where nothing says.
-        kernel: id of its kernel, of a derived graph.
+        types: of the inputs, if they are known: `float32[1,64]`.
+        provider: `cpu`, `cuda`, or "" if unknown.
+        kernel: id of its kernel, in a derived graph.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -63,10 +63,10 @@ class NodeList(BaseModel):
     """The nodes of one model, in execution order.
 
     Attributes:
-        way: `static`: every size fixed before the graph is optimised; `dynamic`: as a session with dynamic dimensions runs.
+        way: `static`: all sizes are fixed before the graph is optimised; `dynamic`: a session with dynamic dimensions.
         opsets: versions by domain.
-        kernels: ids of the kernels as Hase analyses the model, with how often each stands there.
-        error: why there is none.
+        kernels: ids of the kernels in Hase's record of the model, with the number of nodes of each.
+        error: why there are no nodes.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -80,13 +80,13 @@ class NodeList(BaseModel):
 
 
 def ways_of(model: MadeModel) -> tuple[str, ...]:
-    """In which ways its sessions are opened."""
+    """The ways in which sessions of a model are opened, see `NodeList`."""
     return ("static", "dynamic") if model.dims else ("static",)
 
 
 def feed_of(session: onnxruntime.InferenceSession, dims: Mapping[str, int],
             steering: Mapping[str, int | bool] | None = None) -> dict[str, Any]:
-    """Inputs as the runner makes them, for a session whose dimensions may be open; `steering` ones get the value given."""
+    """Inputs like those of the runner, for a session that may have open dimensions; inputs in `steering` get that value."""
     feed = {}
     for value in session.get_inputs():
         shape = tuple(dims.get(size, 1) if isinstance(size, str) else size or 1 for size in value.shape)
@@ -98,7 +98,7 @@ def feed_of(session: onnxruntime.InferenceSession, dims: Mapping[str, int],
 
 
 def named(path: Path) -> bytes | Path:
-    """The model with a name for every node, those of bodies too; the file itself where its weights lie elsewhere."""
+    """The model with a name for every node, also in bodies; the file itself if its weights are in another file."""
     proto = onnx.load(str(path), load_external_data=False)
     if external_files(path, proto):
         return path
@@ -112,7 +112,7 @@ def named(path: Path) -> bytes | Path:
 
 
 def every_node(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[onnx.NodeProto, str]]:
-    """The nodes of a graph and of all bodies in it, each with the name of the node that it is inside of."""
+    """The nodes of a graph and of its bodies, each with the name of the node that holds its body ("" in the main graph)."""
     for node in graph.node:
         yield node, inside
         for attribute in node.attribute:
@@ -121,7 +121,7 @@ def every_node(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[onnx.
 
 
 def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList:
-    """What a CUDA session runs: its graph as ONNX Runtime saves it, each node's provider as its profile of a run tells."""
+    """The nodes of a CUDA session: its graph as ONNX Runtime saves it, with the providers in the profile of a run."""
     saved = folder / "saved.onnx"
     entries = {
         "session.record_ep_graph_assignment_info": "1",
@@ -133,7 +133,7 @@ def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList
     error, types = "", {}
     try:
         session.run(None, feed_of(session, model.dims, read_source(path, model.dims).steering))
-    except Exception as failed:  # noqa: BLE001 - a session that opens and can't run still tells its nodes
+    except Exception as failed:  # noqa: BLE001 - a session that can't run still has nodes
         error = " ".join(str(failed).split())[:300]
     for event in json.loads(Path(session.end_profiling()).read_text()):
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
@@ -154,21 +154,21 @@ def real_nodes(model: MadeModel, path: Path, way: str, folder: Path) -> NodeList
 
 
 def unnamed_providers(proto: onnx.ModelProto, saved: Path, name: str) -> dict[str, str]:
-    """The providers of nodes that ONNX Runtime made without a name, or with one twice, as for the body of a function. They get
-    names in `proto`, and a session of the graph as it stands says who runs them."""
+    """The providers of nodes that ONNX Runtime made without a unique name, as in the body of a function. They get names in
+    `proto`, and a session of that graph shows their providers."""
     before = Counter(node.name for node in proto.graph.node)
     unclear = [node for node in proto.graph.node if not node.name or before[node.name] > 1]
     if not unclear:
         return {}
     name_nodes(proto.graph)
-    onnx.save(proto, str(saved))  # beside the weights that it names
+    onnx.save(proto, str(saved))  # in the folder of its weights
     session = open_session(saved, "cuda", optimize="none", entries={"session.record_ep_graph_assignment_info": "1"}, name=name)
     found = dict(assignments(session))
     return {node.name: found.get(node.name, "") for node in unclear}
 
 
 def hases_kernels(model: MadeModel, path: Path, way: str) -> dict[str, int]:
-    """The kernels of Hase's own record of a model on CUDA; none where it can't be analysed."""
+    """The kernels in Hase's record of a model on CUDA; none if it can't be analysed."""
     try:
         record = analyze(path, "cuda", model.dims, static=way == "static")
     except UserError:
@@ -177,7 +177,7 @@ def hases_kernels(model: MadeModel, path: Path, way: str) -> dict[str, int]:
 
 
 def derived_nodes(model: MadeModel, path: Path, way: str) -> NodeList:
-    """What Hase takes a CUDA session to run, on a machine without a GPU; both branches of an If."""
+    """The nodes of the graph that Hase derives for CUDA on a machine without a GPU, with both branches of an If."""
     graph = parse_graph(path, "cuda", model.dims, static=way == "static")
     branches = [{**model.dims, f"{node.name}.{branch}": 1} for node in graph.nodes if node.op_type == "If"
                 for branch in ("then", "else")]
@@ -197,5 +197,5 @@ def derived_nodes(model: MadeModel, path: Path, way: str) -> NodeList:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that decide about graphs and times."""
+    """The versions of the packages that influence graphs and times."""
     return {name: package_version(name) for name in ("onnxruntime-gpu", "torch", "torchvision", "onnxscript", "onnx")}

@@ -1,4 +1,4 @@
-"""Every model that make_models.py makes, and how."""
+"""The models that make_models.py makes, and how it makes them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Recipe:
     Attributes:
         name, kind, dims, tiny: see `MadeModel`.
         write: writes the file at a path.
-        sized_by_run: sizes in it depend on data; the manifest gives those of a run with the inputs that measuring uses.
-        large: takes gigabytes of disk, so it is made on request.
+        sized_by_run: sizes in it depend on data; the manifest gives those of a run with the inputs for measuring.
+        large: it takes gigabytes of disk, so it is made only on request.
     """
 
     name: str
@@ -44,7 +44,7 @@ def recipes() -> list[Recipe]:
 
 
 def by(write: Callable[[Any, Path], None]) -> Write:
-    """A writer that gets the package `networks`, which is imported and seeded when a model is made and not before."""
+    """A writer that gets the package `networks`, imported and with a fixed seed only when a model is made."""
     def seeded(path: Path) -> None:
         from recipes.kinds import networks
 
@@ -56,7 +56,7 @@ def by(write: Callable[[Any, Path], None]) -> Write:
 
 
 def of(make: Callable[[Any], Any], opset: int = 17, **shapes: tuple[int, ...]) -> Write:
-    """Exports the network that `make` gets out of `networks`, with float inputs of these shapes."""
+    """A writer that exports the network that `make` takes from `networks`, with float inputs of these shapes."""
     return by(lambda n, path: n.exporting.export(make(n), n.exporting.random_inputs(shapes), path, opset))
 
 

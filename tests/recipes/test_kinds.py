@@ -182,7 +182,7 @@ def test_models_are_judged_and_a_second_run_asks_nothing(made: Path, tmp_path: P
     assert (at_its_pace["host pace"], at_its_pace["measured (ms)"]) == (1.3, 0.05)
     assert at_its_pace["predicted (ms)"] > 1.1 * row["predicted (ms)"]
     assert at_its_pace["90 % between (ms)"] != row["90 % between (ms)"]
-    assert "*Host pace*: how many times as long as usual" in (tmp_path / "kinds.md").read_text()
+    assert "*Host pace*: dispatch time of the GPU's host over its usual time" in (tmp_path / "kinds.md").read_text()
     assert read_judgement(made)["tiny_add", "h200"].host_pace == 1.3
     lines = (made / JUDGEMENT).read_text()
     assert command("judge.py", *options, "--gpu", str(paced)).returncode == 0

@@ -1,4 +1,4 @@
-"""Networks in the shape of each kind of model, small and with random weights, and their export to ONNX. Loads torch."""
+"""Small networks of each kind, with random weights, and their export to ONNX. Loads torch."""
 
 from recipes.kinds.networks import exporting, images, sequences, tables, torchvision_models, transformers
 

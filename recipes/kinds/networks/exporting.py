@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-FIRST_DYNAMO_OPSET = 18  # older operator sets come from torch's older exporter, which writes them itself
+FIRST_DYNAMO_OPSET = 18  # older operator sets need torch's older exporter
 
 torch.backends.mha.set_fastpath_enabled(False)  # its operators are not exported
 
@@ -27,7 +27,7 @@ def export(module: nn.Module, inputs: Mapping[str, Tensor], path: Path, opset: i
         inputs: in the order of the module's arguments.
         opset: below FIRST_DYNAMO_OPSET torch's older exporter is used.
         outputs: their names; by default torch's own.
-        dynamic: by input, the names of the dimensions that stay open; one name is one size.
+        dynamic: by input, names of dynamic dimensions by axis; the same name means the same size.
     """
     module = module.eval()
     names: dict[str, Any] = {"input_names": list(inputs), "output_names": list(outputs) or None, "opset_version": opset}
@@ -44,7 +44,7 @@ def export(module: nn.Module, inputs: Mapping[str, Tensor], path: Path, opset: i
                      for open_axes in (dynamic or {}).values() for name in open_axes.values()}
             each = [{axis: sizes[name] for axis, name in (dynamic or {}).get(key, {}).items()} for key in inputs]
             kinds = [one.kind for one in inspect.signature(module.forward).parameters.values()]
-            own = len(kinds) - (inspect.Parameter.VAR_POSITIONAL in kinds)  # what goes into `*past` stands together
+            own = len(kinds) - (inspect.Parameter.VAR_POSITIONAL in kinds)  # inputs for `*past` form one group
             shapes = (*each[:own], *([tuple(each[own:])] if own < len(each) else []))
             program = torch.onnx.export(module, tuple(inputs.values()), dynamo=True, verbose=False,
                                         dynamic_shapes=shapes if dynamic else None, **names)

@@ -25,7 +25,7 @@ class GroupedBlock(nn.Module):
 
 
 class UNet(nn.Module):
-    """Down by strides, up by transposed convolutions, joined at each size."""
+    """Strided convolutions down, transposed convolutions up, joined at each size."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class UNet(nn.Module):
 
 
 class DiffusionBlock(nn.Module):
-    """A residual block that a time is added to, attention over the image, attention to a text, a gated feed-forward."""
+    """A residual block with a time embedding, attention over the image, attention to a text, a gated feed-forward."""
 
     def __init__(self, width: int = 128, heads: int = 4) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def write_diffusion(path: Path, opset: int = 17) -> None:
 
 
 class StyleNet(nn.Module):
-    """Convolutions with instance norms and mirrored borders, up again by resizing."""
+    """Convolutions with instance norms and mirrored borders, then resizing."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class StyleNet(nn.Module):
 
 
 class SuperResolution(nn.Module):
-    """Convolutions at the small size, then pixels out of channels."""
+    """Convolutions at the small size, then channels become pixels."""
 
     def __init__(self, width: int = 48) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class SuperResolution(nn.Module):
 
 
 class SpatialTransformer(nn.Module):
-    """Learns an affine map of the image, samples by it, and goes on with convolutions."""
+    """Learns an affine map of the image, samples the image with it, then applies convolutions."""
 
     def __init__(self, width: int = 48) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Pyramid(nn.Module):
 
 
 class ScalarLoss(nn.Module):
-    """A network whose outputs are single numbers."""
+    """A network with scalar outputs."""
 
     def __init__(self, width: int = 48) -> None:
         super().__init__()

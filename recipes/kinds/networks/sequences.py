@@ -1,4 +1,4 @@
-"""Networks of sequences that are no transformers of words: speech, 1-D convolutions, recurrent networks."""
+"""Networks of sequences: speech, 1-D convolutions, recurrent networks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Conformer(nn.Module):
 
 
 class WhisperEncoder(nn.Module):
-    """Two 1-D convolutions over a spectrogram, places, a transformer."""
+    """Two 1-D convolutions over a spectrogram, positions, a transformer."""
 
     def __init__(self, width: int = 256, length: int = 200) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Tcn(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent network of torch's with a head over its last step."""
+    """One of torch's recurrent networks with a head on its last step."""
 
     def __init__(self, kind: str, width: int = 256, layers: int = 2, both_ways: bool = False) -> None:
         super().__init__()

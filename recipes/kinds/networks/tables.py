@@ -13,7 +13,7 @@ from recipes.kinds.networks.exporting import export
 
 
 class Recommender(nn.Module):
-    """Tables of categories, a network over numbers, the products of all pairs, a network over these (DLRM)."""
+    """DLRM: embeddings of categories, a network over numbers, the products of all pairs, a network over these."""
 
     def __init__(self, tables: int = 12, rows: int = 20000, width: int = 32) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def write_recommender(path: Path, opset: int = 17) -> None:
 
 
 class MemoryUpdate(nn.Module):
-    """Rows of a memory replaced at given places (ScatterND), then read by products."""
+    """Replaces rows of a memory at given positions (ScatterND), then multiplies the memory."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def write_memory_update(path: Path, opset: int = 17) -> None:
 
 
 class Experts(nn.Module):
-    """Each row goes by its two best of eight experts (TopK, Gather, ScatterElements); all experts are computed."""
+    """Each row uses its two best of eight experts (TopK, Gather, ScatterElements); all experts are computed."""
 
     def __init__(self, width: int = 128, experts: int = 8) -> None:
         super().__init__()

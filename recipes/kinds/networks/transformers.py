@@ -62,7 +62,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A llama-like decoder. With `cached` it takes the keys and values of earlier tokens, and gives the longer ones."""
+    """A llama-like decoder. With `cached` it takes the keys and values of earlier tokens and returns the extended ones."""
 
     def __init__(self, cached: bool, width: int = 384, layers: int = 4, heads: int = 6, kv_heads: int = 2,
                  words: int = 8000) -> None:
@@ -103,7 +103,7 @@ def write_decoder_token(path: Path, opset: int = 18) -> None:
 
 
 class EncoderLayer(nn.Module):
-    """Attention, to which `away` is added before the softmax, and a feed-forward, each with a norm after it."""
+    """Attention (with `away` added before the softmax) and a feed-forward, each followed by a norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """BERT: words, places and segments, layers of attention with a mask, a pooled output beside the sequence."""
+    """BERT: embeddings of words, positions and segments, layers of attention with a mask, a sequence and a pooled output."""
 
     def __init__(self, width: int = 384, layers: int = 4, heads: int = 6, words: int = 8000) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def write_bert(path: Path, opset: int = 18, dynamic: bool = True, batch: int = 2
 
 
 def encoder_of_vectors(width: int = 256, layers: int = 3, heads: int = 4) -> nn.Module:
-    """A transformer's encoder without embeddings, which can be quantised or made half-precise as a whole."""
+    """A transformer's encoder without embeddings, so that all of it can be quantised or converted to half precision."""
     return nn.Sequential(*(EncoderLayer(width, heads) for _ in range(layers)))
 
 
