@@ -1,9 +1,9 @@
-"""Phase 7.2: predicted against measured latency, model by model, and how far off the predictor is.
+"""Phase 7.2: compares predicted with measured latencies, model by model, and reports the predictor's errors.
 
-Reads ONNX models (files or folders) and what training learned for the target. Measures the models here, under the load that
-inference/config.yaml tells of, or beside the backgrounds of a collector's config, which it starts itself (--under-load); or,
-with --recorded, takes the measurements that the target's dataset holds. Prints a row a model and the errors, what predictions
-warn of, and writes evaluation/<target>/evaluation.csv, .json and .png. Scores; fits nothing.
+Reads ONNX models (files or folders) and what training learned for the target. Measures the models here, either under the load
+that inference/config.yaml describes, or under the backgrounds of a collector's config, which it starts itself (--under-load).
+With --recorded it takes the measurements in the target's dataset instead. Prints one row per model, the errors, and the
+warnings of predictions; writes evaluation/<target>/evaluation.csv, .json and .png. Only evaluates; fits nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from utils.timing import error_statistics
 
 log = get_logger("evaluator")
 
-TOLD_WARNINGS = 5  # on the console, those of most models first
+TOLD_WARNINGS = 5  # on the console; the most frequent ones first
 EXAMPLES = """
 python evaluator.py models/
 python evaluator.py resnet18.onnx --dim batch=1,4,16 --io host
@@ -40,7 +40,7 @@ python evaluator.py --recorded --target nvidia-h200-cuda-ort1.31-all
 
 
 def draw(evaluation: Evaluation, path: Path) -> None:
-    """The evaluation's picture."""
+    """Draws the plot of an evaluation."""
     points = [Point(c.model + (f" ({' '.join(filter(None, (f'load {c.level:g}', c.background)))})" if c.level else ""),
                     c.measured_ms, c.predicted_ms, c.held_out) for c in evaluation.comparisons]
     predicted, strict, measured = zip(*((c.predicted_ms, c.strict_ms, c.measured_ms) for c in evaluation.comparisons),
@@ -51,7 +51,7 @@ def draw(evaluation: Evaluation, path: Path) -> None:
 
 
 def write(evaluation: Evaluation, folder: Path) -> None:
-    """The CSV, the JSON and the plot of an evaluation; warnings, which are sentences, stand in the JSON alone."""
+    """Writes the CSV, the JSON and the plot of an evaluation. Warnings, which are sentences, are only in the JSON."""
     columns = [name for name in Comparison.model_fields if name != "warnings"]
     rows = [one.model_dump(include=set(columns)) for one in evaluation.comparisons]
     files.write_csv(folder / "evaluation.csv", columns, rows)
@@ -71,18 +71,19 @@ def command_line() -> argparse.ArgumentParser:
     cli.add_run_mode(parser)
     cli.add_load(parser)
     parser.add_argument("--under-load", type=Path, nargs="?", const=ROOT / "benchmark" / "config.yaml", metavar="CONFIG",
-                        help="measure at the levels and beside the backgrounds of a collector's config (without one: "
-                             "benchmark/config.yaml), which are started here; of its other keys, settle_s, source, metrics and "
-                             "window_s count")
+                        help="measure at the levels and under the backgrounds of a collector's config (default: "
+                             "benchmark/config.yaml), which are started here; of its other keys only settle_s, source, metrics "
+                             "and window_s are used")
     parser.add_argument("--probe", action="store_true",
-                        help="learn what else runs from the sharing probe, read on this GPU just before")
+                        help="learn what else runs from the sharing probe, which runs on this GPU just before")
     parser.add_argument("--patience-s", type=float, default=PATIENCE_S, metavar="S",
                         help="how long to wait, before each measurement, for the machine to be as fast as when its dataset "
                              f"was measured (default: {PATIENCE_S:g})")
     parser.add_argument("--timeout-s", type=cli.positive, default=TIMEOUT_S, metavar="S",
-                        help="give a model up whose session has not been timed after that long: once for each round "
-                             f"(default: {TIMEOUT_S:g})")
-    parser.add_argument("--rounds", type=cli.count, default=3, help="how often each model is measured, in turn (default: 3)")
+                        help="give up on a model if one of its sessions takes longer (default: "
+                             f"{TIMEOUT_S:g})")
+    parser.add_argument("--rounds", type=cli.count, default=3,
+                        help="how often each model is measured, alternating with the others (default: 3)")
     parser.add_argument("--budget-s", type=cli.positive, default=1.0, help="seconds for each model and round (default: 1)")
     parser.add_argument("--force", action="store_true",
                         help="predict although element type or ONNX Runtime version are not the predictors'")
@@ -100,7 +101,7 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     if args.recorded and (args.under_load or args.probe):
         parser.error("--recorded measures nothing: leave --under-load and --probe out")
     if args.under_load and args.metrics:
-        parser.error("--under-load: one file of metrics does not tell of several loads; leave --metrics out")
+        parser.error("--under-load: one file of metrics can't describe several loads; leave --metrics out")
 
 
 def report(evaluation: Evaluation, folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""Predicted against measured."""
+"""Compares predictions with measurements."""

@@ -1,4 +1,4 @@
-"""Predicted against measured, for one model and for many."""
+"""Compares predicted and measured latencies, for one model and for many."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ class Comparison(Frozen):
 
     Attributes:
         model: the record's name, with the sizes of dynamic dimensions.
-        level: share of time that the stressor was busy meanwhile; 0 is idle.
-        background: what the stressor was busy with, by its name in the dataset or config; "" is idle.
-        load: the metrics that the prediction was told, by DCGM field name.
-        told_by: what the prediction learned of other work from; None where it is of an idle device, or has no distribution.
-        held_out: its family is in no fit.
-        background_held_out: rows beside this background are in no fit.
-        predicted_ms, strict_ms: with measured kernels looked up, and with every kernel predicted.
-        measured_ms: what is compared with: the median of the samples, under load their mean.
+        level: share of the time for which the stressor was busy; 0 is idle.
+        background: the stressor's work, by its name in the dataset or config; "" is idle.
+        load: the metrics that the prediction used, by DCGM field name.
+        told_by: source of the load; None for an idle device, or for a prediction without distribution.
+        held_out: its group is in no fit.
+        background_held_out: measurements under this background are in no fit.
+        predicted_ms, strict_ms: with measured kernels looked up, and with all kernels predicted.
+        measured_ms: the median of the samples; under load their mean.
         error, strict_error: predicted / measured − 1, ratios.
         spread: interquartile range over the median of the samples, a ratio.
-        p50_error, p95_error: of these percentiles, likewise; None where the prediction has no distribution.
+        p50_error, p95_error: of these percentiles, likewise; None if the prediction has no distribution.
         runs: number of samples.
-        measured_share: part of predicted_ms's kernel time that was looked up, a ratio.
-        rough_estimate: whether the prediction with look-up is one.
+        measured_share: share of the looked-up kernels in the kernel time of predicted_ms, a ratio.
+        rough_estimate: whether the prediction with look-up is a rough estimate.
         interval_low_ms, interval_high_ms: of the prediction with look-up.
-        host_pace: how many times as long as usual a GPU's host took to dispatch, measured beside the model and predicted for;
-            None where it was not measured.
-        canary: how long the canary took before its measurements over its best in the dataset, a ratio: 1 is steady.
-        predicted_memory_mib, measured_memory_mib: what a run holds; measured is what opening and running took.
-        warnings: what the prediction with look-up says should be known about it.
+        host_pace: dispatch time of a GPU's host over its usual time, measured with the model and used for the prediction; None
+            if it was not measured.
+        canary: time of the canary (a reference workload) before the measurements over its best in the dataset, a ratio: 1 is
+            steady.
+        predicted_memory_mib, measured_memory_mib: memory of a run; the measured one is that of opening and running.
+        warnings: of the prediction with look-up.
     """
 
     model: str
@@ -73,8 +74,8 @@ class Comparison(Frozen):
 
 
 class Summary(Frozen):
-    """Errors of a group of comparisons, with look-up and strict; mean absolute ones of percentiles (ratios), where all of them
-    have distributions."""
+    """Errors of a group of comparisons, with look-up and strict; also mean absolute errors of percentiles (ratios), if all
+    predictions have distributions."""
 
     group: str
     level: float
@@ -92,10 +93,10 @@ class Evaluation(Frozen):
     Attributes:
         source: `measured` here and now, or `recorded` in the dataset.
         way: how the models were run, in words.
-        load: what the predictions were told: metrics, or in words `idle` or `as the probe met it`; `recorded` or `by level`
-            where each level has its own.
+        load: the load of the predictions: metrics, or `idle`, `as the probe met it`, `recorded`, or `by level` if each level
+            has its own.
         failures: models that could not be evaluated, and why.
-        warnings: what to know about the load.
+        warnings: about the load.
     """
 
     version: int = EVALUATION_VERSION
@@ -111,7 +112,7 @@ class Evaluation(Frozen):
 
 
 def compare(model: EvaluatedModel, held_out: Sequence[str], held_out_backgrounds: Sequence[str] = ()) -> Comparison | None:
-    """A case's predictions beside its samples; None where either is missing."""
+    """A model's predictions compared with its samples; None if one of the two is missing."""
     if model.failed or model.with_lookup is None or model.strict is None or not model.samples_ms:
         return None
     statistics = summarize(model.samples_ms)
@@ -138,7 +139,7 @@ def compare(model: EvaluatedModel, held_out: Sequence[str], held_out_backgrounds
 
 
 def summarise(comparisons: Sequence[Comparison]) -> tuple[Summary, ...]:
-    """Errors by level and background: of all models, and of the held-out ones and the others apart where there are both."""
+    """Errors by level and background: of all models, and if there are both, of the held-out ones and of the others."""
     groups: dict[tuple[tuple[float, str], str], list[Comparison]] = defaultdict(list)
     for one in comparisons:
         load = one.level, one.background
@@ -154,7 +155,7 @@ def summarise(comparisons: Sequence[Comparison]) -> tuple[Summary, ...]:
 
 
 def _mean_size(errors: Sequence[float | None]) -> float | None:
-    """The mean of their absolute values; None where one is missing."""
+    """The mean of their absolute values; None if one is missing."""
     known = [abs(error) for error in errors if error is not None]
     return sum(known) / len(known) if len(known) == len(errors) else None
 

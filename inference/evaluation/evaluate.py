@@ -1,4 +1,4 @@
-"""Measures models or looks them up, and predicts them."""
+"""Measures models, or reads their measurements, and predicts them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from utils.paths import ROOT, Workspace
 
 
 def name_missing(records: Mapping[str, ModelRecord], found: set[str], folder: Path, failures: Failures) -> None:
-    """Names the models that a record tells of and the dataset in `folder` does not."""
+    """Adds a failure for each model that has a record but no measurement in the dataset in `folder`."""
     for name in sorted(set(records) - found):
         failures.add(name, UserError(f"{name}: {folder} holds no good measurement of it; measure it with: "
                                      "python benchmark/collector.py"))
 
 
 def held_out_of_fits(workspace: Workspace, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Families and backgrounds that the target's dataset keeps out of every fit; none where there is no dataset."""
+    """Groups and backgrounds that the target's dataset keeps out of every fit; none if there is no dataset."""
     folder = workspace.dataset(target)
     if not header_path(folder).exists():
         return (), ()
@@ -40,25 +40,25 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
              target: str | None = None, recorded: bool = False, run_mode: RunMode | None = None,
              loads: LoadsHere | None = None, plan: MeasuringPlan | None = None, force: bool = False,
              static: bool = False) -> Evaluation:
-    """Predicts and measures `models` (or takes recorded measurements); a model that fails costs only itself.
+    """Predicts and measures `models` (or reads recorded measurements). If a model fails, the others go on.
 
     Args:
         loads: what else runs meanwhile; None: nothing.
         plan: how models are measured.
-        static: whether sizes of dynamic dimensions are fixed before ONNX Runtime optimises a model, for prediction and run.
+        static: whether dynamic dimensions are fixed before ONNX Runtime optimises a model, for prediction and run.
 
     Raises:
-        UserError: no predictors, the target is another machine's and `recorded` is off, the load is not known, or not one
-            model is left.
+        UserError: there are no predictors, the target is another machine and `recorded` is off, the load is not known, or no
+            model could be evaluated.
     """
-    paths = workspace.find_models(models)  # what was asked for comes first: a name may be mistyped
+    paths = workspace.find_models(models)  # checked first: a name may be mistyped
     fitted, run_mode, loads = fitted_for(workspace, target), run_mode or AS_USUAL, loads or LoadsHere()
     check_run_mode(run_mode, fitted.composition, fitted.target.name)
     name, device = fitted.target.name, fitted.target.flavour.device
     failures = Failures()
     if recorded:
         found = MeasuredHere(recorded_models(workspace, paths, dims or {}, fitted, run_mode, failures, static), "recorded")
-        for model in found.models:  # with the samples of a host at about its usual pace
+        for model in found.models:  # recorded samples are of a host at about its usual pace
             model.host_pace = USUAL if counts(fitted.composition, run_mode) else None
             predict_model(model, name, run_mode, workspace, force, failures)
     else:
@@ -85,7 +85,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
 
 def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
                     run_mode: RunMode, failures: Failures, static: bool) -> list[EvaluatedModel]:
-    """The models that the target's dataset holds measurements of, of those in `paths` or of all.
+    """The models in `paths`, or all models, for which the target's dataset has measurements.
 
     Raises:
         UserError: there is no dataset, or no record of a model.
@@ -98,20 +98,20 @@ def recorded_models(workspace: Workspace, paths: Sequence[Path], dims: Mapping[s
             "measure it on such a machine: python benchmark/collector.py"))
     records = recorded_records(workspace, paths, dims, fitted, failures, static)
     models = models_in_dataset(folder, records, fitted.predictors.sidecar.metrics, run_mode.label)
-    if paths:  # else all that the dataset holds is asked for
+    if paths:  # without paths, models that the dataset lacks are not asked for
         name_missing(records, {model.record.model for model in models}, folder, failures)
     return models
 
 
 def composition_facts(fitted: Fitted) -> dict[str, Any]:
-    """How kernel times became model times."""
+    """How kernel times add up to model times: the facts of the composition."""
     used = fitted.composition
     return {"label": used.label, "kind": used.kind, "alpha": used.alpha, "beta_ms": used.beta_ms, "node_ms": used.node_ms}
 
 
 def recorded_records(workspace: Workspace, paths: Sequence[Path], dims: Mapping[str, Sequence[int]], fitted: Fitted,
                      failures: Failures, static: bool) -> dict[str, ModelRecord]:
-    """Records by name: of the models in `paths`, else all that the fusion detector wrote for the target's flavour."""
+    """Records by name: of the models in `paths`, else all records of the target's flavour."""
     flavour = fitted.target.flavour
     if paths:
         models = models_of(paths, dims, flavour.device, failures, static)

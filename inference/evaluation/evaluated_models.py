@@ -1,4 +1,4 @@
-"""The models that an evaluation is about: made ready, predicted, and found in the dataset."""
+"""The models of an evaluation: analysed, predicted, and read from the dataset."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from inference.core.run_modes import RunMode
 
 log = get_logger("evaluator")
-APART_FROM = 2  # models: a process of its own takes a second; where there is one model, nothing else is lost with it
-IDLE_BELOW = 0.02  # of the time: an idle GPU's counters are not quite 0, and now and then a probe's run takes long for itself
+APART_FROM = 2  # from this many models on, each is analysed in its own process, which takes a second
+IDLE_BELOW = 0.02  # share of the time: counters of an idle GPU are not exactly 0, and a probe's run is sometimes slow by itself
 
 @dataclass
 class EvaluatedModel:
-    """One model to evaluate: its record, its file where it is to run, what else runs (by metrics, and as a probe met it), the
-    host's pace that it is predicted for (as `predict` takes it), and what was found; `failed` drops it. `probes_us`: what the
-    probe of a GPU's host took beside each session."""
+    """One model to evaluate: its record, its file if it is to run, what else runs (by metrics, and by the sharing probe), the
+    host pace for its prediction (as for `predict`), and the results. A model that `failed` is left out. `probes_us`: time of
+    the host probe during each session."""
 
     record: ModelRecord
     path: Path | None = None
@@ -62,7 +62,7 @@ class EvaluatedModel:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing else runs, as far as is known: no load was started, and probe or metrics tell of none to speak of."""
+        """Whether nothing else runs, as far as is known: no load was started, and probe or metrics show almost none."""
         if self.level or (self.co_runner is None and not self.load):
             return not self.level
         share = busy_share(self.load) if self.co_runner is None else self.co_runner.busy_share
@@ -70,17 +70,17 @@ class EvaluatedModel:
 
     @property
     def name(self) -> str:
-        """The model's, and beside what it runs."""
+        """The model's name, with the level and background under which it runs."""
         return self.record.model + (f" at {describe_load(self.level, self.background)}" if self.level else "")
 
     def next_to(self, level: float, background: str, load: Mapping[str, float], co_runner: CoRunner | None) -> EvaluatedModel:
-        """The same model, not measured yet, beside other work."""
+        """The same model, not measured yet, together with other work."""
         return EvaluatedModel(record=self.record, path=self.path, level=level, background=background, load=load,
                               co_runner=co_runner)
 
 
 class Failures(dict[str, str]):
-    """Why models failed, by name; each is told when it happens."""
+    """Why models failed, by name; each failure is logged when it happens."""
 
     def add(self, name: str, reason: UserError) -> None:
         self[name] = str(reason)
@@ -88,15 +88,20 @@ class Failures(dict[str, str]):
 
     @contextmanager
     def costing(self, name: str, model: EvaluatedModel | None = None) -> Iterator[None]:
-        """What goes wrong in this block costs one model, `model` where there is one already; a fault of Hase's own leaves its
-        traceback in the log."""
+        """A block in which an error is recorded as the failure of one model. A bug in Hase also leaves its traceback in the
+        log.
+
+        Args:
+            name: of the model.
+            model: marked as failed, if it exists already.
+        """
         try:
             yield
         except UserError as error:
             reason = error
-        except Exception as fault:  # a sweep must not end at one model; the exit code and the report name it
-            log.exception("%s: a fault of Hase's", name)
-            reason = UserError(f"{name}: {type(fault).__name__}: {fault} (a fault of Hase's; the log has its traceback)")
+        except Exception as fault:  # one model must not end the evaluation; the report and the exit code show it
+            log.exception("%s: a bug in Hase", name)
+            reason = UserError(f"{name}: {type(fault).__name__}: {fault} (a bug in Hase; the log has its traceback)")
         else:
             return
         if model:
@@ -106,10 +111,10 @@ class Failures(dict[str, str]):
 
 def models_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], device: str,
               failures: Failures, static: bool = False) -> list[EvaluatedModel]:
-    """The models of `paths` made ready: a case a combination of those of `dims` that are dynamic in the model.
+    """The models of `paths`, analysed: one per combination of the sizes in `dims` that are dynamic in the model.
 
     Raises:
-        UserError: one of `dims` is dynamic in none of the models.
+        UserError: one of `dims` is dynamic in no model.
     """
     models: list[EvaluatedModel] = []
     unused = set(dims)
@@ -133,12 +138,12 @@ def models_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], device: 
 
 
 def _analysed(device: str, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
-    """The record of a model at some sizes, or what was raised instead; for a process of its own."""
+    """The record of a model at some sizes, or the exception; runs in another process."""
     try:
         return record_of(sized[0], device, sized[1], static)
     except UserError as error:
         return error
-    except Exception:  # noqa: BLE001 - not all can be pickled; `Failures.costing` says whose fault it is
+    except Exception:  # noqa: BLE001 - not all exceptions can be pickled; `Failures.costing` reports it
         return RuntimeError(traceback.format_exc())
 
 
@@ -148,15 +153,15 @@ def _crashed(sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
 
 def models_in_dataset(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str],
                       label: str) -> list[EvaluatedModel]:
-    """A case for every model of `records`, level, background and machine that the dataset in `folder` holds a good measurement
-    of, by `label`; idle, without those that a disturbed host held up."""
+    """The good measurements by `label` in the dataset in `folder`: one entry per model of `records`, level, background and
+    machine. Idle measurements on a disturbed host are left out."""
     sessions = [session for session in model_sessions(read_journal(folder)) if "latency" in session.labels]
     if not sessions:
         return []
     rows = paced_rows(pd.DataFrame(model_rows(sessions, {})))
     held_up = set(rows.index[~rows["undisturbed"]])
     if held_up:
-        log.warning("%d latencies that a disturbed host held up are left out; the collector measures them again", len(held_up))
+        log.warning("%d latencies from a disturbed host are left out; the collector measures them again", len(held_up))
     measured: dict[tuple[str, tuple[float, str], str], list[tuple[Block, Measurement]]] = defaultdict(list)
     for place, (model, block, labels) in enumerate(sessions):
         found = labels.get(label)
@@ -173,7 +178,7 @@ def models_in_dataset(folder: Path, records: Mapping[str, ModelRecord], metrics:
 
 def predict_model(model: EvaluatedModel, target: str, run_mode: RunMode, workspace: Workspace, force: bool,
                   failures: Failures) -> None:
-    """Fills in a case's predictions: with look-up, and strict."""
+    """Adds the predictions of a model: with look-up, and strict."""
     with failures.costing(model.name, model):
         model.with_lookup, model.strict = (
             predict(model.record, target=target, strict=strict, load=model.load, run_mode=run_mode, workspace=workspace,

@@ -1,4 +1,4 @@
-"""The picture of an evaluation: predicted against measured latencies, with the worst ones named."""
+"""The plot of an evaluation: predicted over measured latencies, with the names of the worst ones."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from utils.lazy import matplotlib
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NAMED = 5  # models, those with the largest errors
+NAMED = 5  # number of models with a name: those with the largest errors
 BAND = 0.1  # a ratio
 LEAST_TICKS = 4
-TICK_STEPS = (  # within a decade, the coarsest first
+TICK_STEPS = (  # within a decade; the coarsest first
     (1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0), tuple(1 + n / 2 for n in range(18)),
     tuple(1 + n / 5 for n in range(45)), tuple(1 + n / 10 for n in range(90)))
-LABEL_POINTS = 9.0  # the distance from a point to its number, and a number's size, in points
-DIRECTIONS = 8  # around a point, in which its number may stand
-RINGS = (1.3, 2.0, 3.0, 4.0)  # how far off, in sizes of a number
-CLEARANCE = 1.0  # between a number and all else, likewise
+LABEL_POINTS = 9.0  # size of a number, and its distance from its point, in points
+DIRECTIONS = 8  # number of directions from a point to its number
+RINGS = (1.3, 2.0, 3.0, 4.0)  # distances to try, in sizes of a number
+CLEARANCE = 1.0  # free space around a number, in sizes of a number
 
 
 class Point(NamedTuple):
-    """One latency: what it is of, both figures in ms, and whether its family was in no fit."""
+    """One latency: its name, predicted and measured (ms), and whether its group was held out of all fits."""
 
     name: str
     measured_ms: float
@@ -35,17 +35,17 @@ class Point(NamedTuple):
 
     @property
     def error(self) -> float:
-        """The prediction's, a ratio."""
+        """The error of the prediction, a ratio."""
         return self.predicted_ms / self.measured_ms - 1
 
 
 def worst(points: Sequence[Point], count: int = NAMED) -> list[Point]:
-    """Those with the largest errors, the largest first."""
+    """The points with the largest errors, the largest first."""
     return sorted(points, key=lambda point: -abs(point.error))[:count]
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high` for a logarithmic axis: as few as there can be, but LEAST_TICKS of them."""
+    """Round numbers from `low` to `high` for a logarithmic axis: as few as possible, but at least LEAST_TICKS."""
     found: list[float] = []
     for steps in TICK_STEPS:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -56,7 +56,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def draw(points: Sequence[Point], title: str, path: Path) -> None:
-    """Writes the picture (a .png): both axes logarithmic, with the line of equality and a band of ±10 % around it."""
+    """Writes the plot (a .png): logarithmic axes, the line of equality, and a band of ±10 % around it."""
     matplotlib.use("Agg")
     values = [value for point in points for value in (point.measured_ms, point.predicted_ms)]
     ends = [min(values) / 1.3, max(values) * 1.3]
@@ -86,7 +86,7 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
              for number, point in enumerate(named, 1)]
     below.axis("off")
     below.text(0, 1, "\n".join(["largest errors", *lines]), transform=below.transAxes, fontsize=10, va="top", linespacing=1.4)
-    figure.canvas.draw()  # settles the layout, on which the numbers' places depend
+    figure.canvas.draw()  # fixes the layout, on which the positions of the numbers depend
     number_points(axes, named, points)
     with files.replacing(path) as temporary:
         figure.savefig(temporary, dpi=150)
@@ -94,7 +94,7 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
 
 
 def number_points(axes: Axes, named: Sequence[Point], points: Sequence[Point]) -> None:
-    """Writes 1, 2, … beside the `named` ones of `points`, each where it covers neither a point nor another number."""
+    """Writes 1, 2, … next to the `named` ones of `points`, where they cover neither points nor other numbers."""
     scale = axes.get_figure(root=True).dpi / 72  # type: ignore[union-attr]
     size = LABEL_POINTS * scale
     taken = [tuple(axes.transData.transform((point.measured_ms, point.predicted_ms))) for point in points]

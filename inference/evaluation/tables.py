@@ -10,7 +10,7 @@ from inference.evaluation.comparison import Comparison, Summary, percent
 
 
 def percentile_columns(one: Comparison, others: Sequence[Comparison]) -> dict[str, Any]:
-    """Errors of percentiles, where any of `others` has them."""
+    """The columns for errors of percentiles, if any of `others` has them."""
     if all(other.p50_error is None for other in others):
         return {}
     return {name: None if error is None else percent(error)
@@ -18,7 +18,7 @@ def percentile_columns(one: Comparison, others: Sequence[Comparison]) -> dict[st
 
 
 def load_columns(one: Comparison | Summary, others: Sequence[Comparison | Summary]) -> dict[str, Any]:
-    """The columns that tell what else ran, where any of `others` was measured under load."""
+    """The columns that show what else ran, if any of `others` was measured under load."""
     if not any(other.level for other in others):
         return {}
     background = {"background": one.background + (" (held out)" if one.background_held_out else "")}
@@ -53,7 +53,7 @@ def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
 
 
 def warned_of(comparisons: Sequence[Comparison]) -> dict[str, list[str]]:
-    """By warning, the models that predictions warn of so; what many are warned of comes first."""
+    """The models by warning of their predictions; the most frequent warning first."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for one in comparisons:
         for warning in one.warnings:

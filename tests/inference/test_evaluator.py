@@ -422,4 +422,4 @@ def test_a_fault_at_one_model_costs_only_it(workspace: Workspace, monkeypatch: p
     monkeypatch.setattr(evaluated_models, "predict", faulty)
     found = evaluate(workspace, [Path("anet_c16.onnx"), Path(f"{HELD_OUT}_c40.onnx")], target=TARGET, plan=QUICK)
     assert [one.model for one in found.comparisons] == [f"{HELD_OUT}_c40"]
-    assert "IndexError: tuple index out of range (a fault of Hase's" in found.failures["anet_c16"]
+    assert "IndexError: tuple index out of range (a bug in Hase" in found.failures["anet_c16"]
