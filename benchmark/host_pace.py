@@ -1,12 +1,11 @@
 """Phase 4.9: measures how fast this machine's host dispatches work to its GPU, in two seconds.
 
-The same GPU beside another host, or beside neighbours on it, gets its work up to 1.6 times more slowly, and small models take
-as much longer. A fixed graph of many small kernels (benchmark/measuring/quiet_host.py) is dispatched again and again; the
-median of what that takes is the host's pace. Predictors hold for one pace: the ratio to that is what a prediction takes
-(`--host-pace`).
+With another host, or with other work on the same host, the same GPU gets its work up to 1.6 times more slowly, and small models
+take that much longer. A fixed graph of many small kernels (benchmark/measuring/quiet_host.py) is dispatched again and again;
+the median time is the host pace. Predictors hold for one pace; a prediction takes the ratio to it (`--host-pace`).
 
-Writes a record: by default into the workspace (benchmark/host_pace.json), where predictions for this machine find it for ten
-minutes, until it is started anew; with --out elsewhere, for a prediction on another machine (`--machine FILE`).
+Writes a record: by default into the workspace (benchmark/host_pace.json), where predictions for this machine use it for ten
+minutes unless the machine restarts; with --out to another file, for predictions on another machine (`--machine FILE`).
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ EXAMPLES = """
 
 
 class LearnedPace(NamedTuple):
-    """What the probe takes (µs) at the pace that the predictors of a target hold for."""
+    """The time of the probe (µs) at the pace for which the predictors of a target hold."""
 
     target: str
     probe_us: float
 
 
 def learned_pace(workspace: Workspace, target: str) -> LearnedPace | None:
-    """That of the target's predictors, of the workspace or else shipped; None where there are none, or none was recorded."""
+    """The pace of a target's predictors, in the workspace or shipped; None if there are none, or none was recorded."""
     for folder in (workspace.predictors(target), SHIPPED / target):
         if (path := folder / COMPOSITION).is_file():
-            document = files.read_json(path)  # its class is training's, which comes later
+            document = files.read_json(path)  # not by its class, which belongs to training, a later folder
             found = document.get("probe_us") if isinstance(document, dict) else None
             return LearnedPace(target, float(found)) if isinstance(found, (int, float)) and found > 0 else None
     return None
 
 
 def shown(pace: MachinePace, learned: LearnedPace | None) -> dict[str, Any]:
-    """What is printed of a pace."""
+    """A pace as a row to print."""
     return {"probe_us": pace.probe_us, "spread": pace.spread, "readings": pace.readings,
             "ratio": pace.probe_us / learned.probe_us if learned else None, "target": learned.target if learned else None}
 
@@ -63,7 +62,7 @@ def main() -> int:
     parser.add_argument("--out", type=cli.out_file, metavar="FILE",
                         help="where the record goes (default: benchmark/host_pace.json of the workspace)")
     parser.add_argument("--seconds", type=cli.positive, default=SECONDS, metavar="S",
-                        help=f"that the readings take (default: {SECONDS:g})")
+                        help=f"length of the measurement (default: {SECONDS:g})")
     args = parser.parse_args()
     workspace = cli.start(args)
     check_gpu()
@@ -74,8 +73,8 @@ def main() -> int:
     if args.json:
         cli.print_json(pace.model_dump(mode="json") | row)
     else:
-        cli.print_table([row], f"the host's pace; ratio: to the pace that predictions for {row['target']} hold for"
-                        if row["target"] else "the host's pace; no predictors for this machine's GPU to compare with")
+        cli.print_table([row], f"host pace; ratio: to the pace for which the predictors of {row['target']} hold"
+                        if row["target"] else "host pace; there are no predictors for this machine's GPU to compare with")
     return 0
 
 

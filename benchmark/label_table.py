@@ -1,8 +1,8 @@
-"""Phase 4.6: what the labels of kernels add up to, beside what whole models took: how far each label is from the truth.
+"""Phase 4.6: compares the sum of kernel times with the measured latency of whole models, for each label.
 
-Reads the datasets in benchmark/dataset (by default of every target) and the kernel records of their models. For each model
-measured idle it adds up the times of its nodes' kernels, label by label, and next to that, where they were taken, the
-times from within this very model. Prints a row a model and beneath it a row a label; writes nothing.
+Reads the datasets in benchmark/dataset (by default of every target) and the kernel records of their models. For each model that
+was measured idle it adds up the kernel times of its nodes, label by label, and if available the times measured within this
+model. Prints one row per model, then one row per label; writes nothing.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 log = get_logger("labels")
 Times = dict[str, float]  # ms by kernel id
 SOURCES = {
-    "run": "the wall time of a session of its own",
+    "run": "wall time of the kernel's own session",
     "kernel_time": "ONNX Runtime's profile of the node, in a model or a carrier",
     "node_span": "from the node's start to the next one's, in the same profile",
-    "unprofiled": "the same profile, less what the run takes longer with the profiler than without",
+    "unprofiled": "the same profile, minus the time that the profiler adds to the run",
     GPU_LABEL: "CUPTI: the CUDA kernels, copies and fills on the GPU",
 }
 OVERHEAD = {  # of the framework, in a label, by execution provider
@@ -59,13 +59,13 @@ python benchmark/label_table.py --workspace out/h200 --target nvidia-h200-cuda-o
 
 
 class LabelSum(Frozen):
-    """What one label of a model's kernels adds up to.
+    """The sum of one label over the kernels of a model.
 
     Attributes:
         sum_ms: over the nodes whose kernel has the label.
-        ratio: of it to the measured latency.
-        lacking: how many nodes' kernels have not.
-        in_model_ms: the sum of what was measured in this very model; None where that is not whole.
+        ratio: of the sum to the measured latency.
+        lacking: number of nodes whose kernel lacks the label.
+        in_model_ms: the sum of the times measured within this model; None if some are missing.
     """
 
     sum_ms: float
@@ -75,10 +75,10 @@ class LabelSum(Frozen):
 
 
 class ModelLabels(Frozen):
-    """A model's idle latency (median, ms) and what the labels of its kernels add up to.
+    """A model's idle latency (median, ms) and the sums of the labels of its kernels.
 
     Attributes:
-        pace: how many times longer than usual the host beside a GPU took meanwhile (see `idle_models`).
+        pace: time of the GPU's host meanwhile over its usual time, a ratio (see `idle_models`).
     """
 
     model: str
@@ -92,7 +92,7 @@ class LabelSummary(Frozen):
     """One label over all models of a target.
 
     Attributes:
-        models: that lack it on no node; the ratios, sum over measured, are theirs (None without any).
+        models: number of models in which no node lacks it; the ratios, sum over measured, are of these (None without any).
     """
 
     label: str
@@ -105,8 +105,8 @@ class LabelSummary(Frozen):
 
 
 def label_times(table: pd.DataFrame, device: str) -> dict[str, Times]:
-    """Each label's idle times by kernel id, medians over the machines, from a kernel table; labels that nothing has are left
-    out. Kernels whose first label is still to come count with those they have."""
+    """The idle times of each label by kernel id, medians over the machines, from a kernel table; without labels that no kernel
+    has. Kernels that are only partly measured count with the labels they have."""
     good = table[(table["Level"] == 0) & table["Status"].isin(("ok", UNFINISHED))]
     found: dict[str, Times] = {}
     for label in LABELS:
@@ -123,7 +123,7 @@ def label_times(table: pd.DataFrame, device: str) -> dict[str, Times]:
 
 
 def in_model_times(blocks: Iterable[Block]) -> dict[str, dict[str, Times]]:
-    """What was measured of kernels within models on an idle device: medians (ms) by model, label and kernel id."""
+    """Times of kernels measured within models on an idle device: medians (ms) by model, label and kernel id."""
     samples: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for block in blocks:
         for m in block.measurements:
@@ -134,8 +134,8 @@ def in_model_times(blocks: Iterable[Block]) -> dict[str, dict[str, Times]]:
 
 
 def node_times(record: ModelRecord, label: str, times: Times) -> list[float | None]:
-    """Each node's time under a label (ms), as often as it runs, None where its kernel has none; a view that moves no data
-    leaves the GPU nothing to do, and a node that holds a body takes what the body's nodes take."""
+    """The time of each node under a label (ms, all its runs), None if its kernel has none. A view that moves no data takes the
+    GPU no time; the time of a node with a body is that of the body's nodes."""
     def time_of(node: Node) -> float | None:
         kernel = record.kernel_of(node)
         if is_control_flow(kernel) or (label == GPU_LABEL and not kernel.moves_data):
@@ -148,14 +148,14 @@ def node_times(record: ModelRecord, label: str, times: Times) -> list[float | No
 
 def add_up(record: ModelRecord, measured_ms: float, gpu_ms: float | None, times: Mapping[str, Times],
            within: Mapping[str, Times]) -> ModelLabels:
-    """What the labels of a model's kernels add up to.
+    """The sums of the labels of a model's kernels.
 
     Args:
-        record: the model's.
+        record: of the model.
         measured_ms: its latency.
-        gpu_ms: label `gpu` of the whole model, where it was taken.
+        gpu_ms: label `gpu` of the whole model, if it was measured.
         times: by label, the time of each kernel (ms, by id).
-        within: the same, from this model alone.
+        within: the same, measured within this model.
     """
     labels = {}
     for label in times:
@@ -168,10 +168,10 @@ def add_up(record: ModelRecord, measured_ms: float, gpu_ms: float | None, times:
 
 
 def chosen(models: Sequence[str], wanted: Sequence[str] | None, folder: Path) -> list[str]:
-    """The models that are wanted by name or its beginning; all where none is.
+    """The models whose names begin with one of `wanted`; all if none is given.
 
     Raises:
-        UserError: a name that none of them begins with.
+        UserError: no model's name begins with one of them.
     """
     for name in wanted or ():
         if not any(model.startswith(name) for model in models):
@@ -181,15 +181,15 @@ def chosen(models: Sequence[str], wanted: Sequence[str] | None, folder: Path) ->
 
 
 def model_labels(workspace: Workspace, target: str, wanted: Sequence[str] | None = None) -> list[ModelLabels]:
-    """The models of a target that were measured idle, by name; those without a kernel record are named and left out.
+    """The models of a target that were measured idle, by name. Models without a kernel record are logged and left out.
 
     Args:
-        workspace: where.
+        workspace: holds the dataset and the records.
         target: name of a dataset.
-        wanted: names of models, or beginnings of them.
+        wanted: names of models, or how they begin.
 
     Raises:
-        UserError: the dataset can't be read, a name that fits none of its models, or nothing is left.
+        UserError: the dataset can't be read, a name fits none of its models, or no model is left.
     """
     folder = workspace.dataset(target)
     header = read_header(folder)
@@ -213,7 +213,7 @@ def model_labels(workspace: Workspace, target: str, wanted: Sequence[str] | None
 
 
 def summaries(models: Sequence[ModelLabels], device: str) -> list[LabelSummary]:
-    """A summary a label of some models, at least one. `device` is the target's."""
+    """One summary per label, of at least one model. `device` is that of the target."""
     found = []
     for label in models[0].labels:
         ratios = [model.labels[label].ratio for model in models if not model.labels[label].lacking]
@@ -228,8 +228,8 @@ def model_row(found: ModelLabels, in_model: Sequence[str], with_pace: bool = Fal
 
     Args:
         found: the model.
-        in_model: the labels that some model of the table has from within it.
-        with_pace: whether to say by how much a disturbed host was slower than usual.
+        in_model: the labels that some model of the table has with times measured within it.
+        with_pace: whether to show how much slower than usual the host was.
     """
     def cell(time_ms: float | None, lacking: int = 0) -> str | None:
         if time_ms is None:
@@ -252,11 +252,11 @@ def percent(ratio: float | None) -> str | None:
 
 
 def print_tables(target: str, found: Sequence[ModelLabels], about: Sequence[LabelSummary]) -> None:
-    """The row a model, and the row a label beneath it."""
+    """Prints one row per model, then one row per label."""
     in_model = [one.label for one in about if any(model.labels[one.label].in_model_ms is not None for model in found)]
     with_pace = any(model.pace - 1 > DISTURBANCE_ADMITTED for model in found)
     cli.print_table([model_row(model, in_model, with_pace) for model in found],
-                    f"{target}: sums over a model's nodes beside its latency (and as a share of it)")
+                    f"{target}: sums over a model's nodes, and its latency (sums also as a share of it)")
     print()
     cli.print_table([{"label": one.label, "source": one.source, "framework's overhead": one.overhead,
                       "whole models": one.models, "Σ / measured: median": percent(one.median), "least": percent(one.least),
@@ -266,7 +266,7 @@ def print_tables(target: str, found: Sequence[ModelLabels], about: Sequence[Labe
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--target", help="name of a dataset in benchmark/dataset (default: all)")
-    parser.add_argument("--model", nargs="+", metavar="NAME", help="models of the dataset by name, or by how their names begin "
+    parser.add_argument("--model", nargs="+", metavar="NAME", help="models of the dataset by name, or how their names begin "
                         "(default: all)")
     args = parser.parse_args()
     workspace = cli.start(args)

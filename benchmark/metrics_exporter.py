@@ -1,17 +1,17 @@
-"""Phase 4.10: serves this machine's metrics, or a replay, to Prometheus as NVIDIA's dcgm-exporter does, where that is missing.
+"""Phase 4.10: serves this machine's metrics, or replayed ones, to Prometheus where NVIDIA's dcgm-exporter is missing.
 
-Names, labels and units are dcgm-exporter's: the old names, or with `--names new` those since its version 4.9, some of which
-have other units. The values are means over `--interval` seconds, from any source of benchmark/metrics/sources.py.
-`hase_exporter_last_sample_timestamp_seconds` is the time of the last of them. Readings that cannot be believed are never
-served; when the last sound ones are older than STALE intervals, the answer is HTTP 503 with the reason, so that Prometheus
-sees the target as down, and no old value as new.
+Names, labels and units are those of dcgm-exporter: the old names, or with `--names new` those since its version 4.9, some of
+which have other units. The values are means over `--interval` seconds, from any source of benchmark/metrics/sources.py.
+`hase_exporter_last_sample_timestamp_seconds` is the time of the latest sample. Samples that can't be right are never served. If
+the latest good sample is older than STALE intervals, the answer is HTTP 503 with the reason, so that Prometheus sees the target
+as down and does not take old values for new ones.
 
-With --probe-every the sharing probe (benchmark/sharing_probe.py) takes a reading now and then, and `hase_probe_…` tell what it
-saw: how long work waits for the other processes', which the other metrics hide, so that predictions from Prometheus err less.
-With --host-pace-every the host's pace is measured now and then (benchmark/host_pace.py), and `hase_host_probe_…` tell it: small
-models take longer beside a slow host. A reading that fails or is older than STALE of its intervals costs only itself.
+With --probe-every, the sharing probe (benchmark/sharing_probe.py) runs regularly, and `hase_probe_…` show how long work waits
+for other processes. The other metrics do not show that, so predictions from Prometheus become more accurate. With
+--host-pace-every, the host pace is measured regularly (benchmark/host_pace.py) and served as `hase_host_probe_…`: small models
+take longer on a slow host. A probe that fails, or whose latest result is older than STALE of its intervals, is left out alone.
 
-Reads nothing but the device, or a file with --source replay; writes nothing. Ctrl-C ends it.
+Reads only the device, or a file with --source replay; writes nothing. Ctrl-C ends it.
 """
 
 from __future__ import annotations
@@ -60,17 +60,21 @@ EXAMPLES = """
 """
 PORT = 9400  # dcgm-exporter's
 INTERVAL_S = 5.0
-LEAST_PROBE_EVERY_S = 1.0  # a reading of a probe keeps the device busy for up to a third of it
-PACE_S = 0.3  # how long the host's pace is measured each time
-POLL_S = 3600.0  # how often the server looks whether it is to end: it ends with the process, and a look costs CPU time
+LEAST_PROBE_EVERY_S = 1.0  # a probe keeps the device busy for up to a third of this
+PACE_S = 0.3  # length of one measurement of the host pace
+POLL_S = 3600.0  # how often the server checks for its end; rarely, since it ends with the process and a check costs CPU time
 LAST_SAMPLE = "hase_exporter_last_sample_timestamp_seconds"
 
 log = get_logger("metrics_exporter")
-_reading = threading.Lock()  # probes that are read at the same time would disturb each other
+_reading = threading.Lock()  # probes that run at the same time would disturb each other
 
 
 def told_once(error: UserError, before: str, whose: str = "") -> str:
-    """What an error says; it is told, of `whose` it is, where that is not what was said `before`."""
+    """The message of an error; logs it if it differs from the message `before`.
+
+    Args:
+        whose: what failed; begins the log line.
+    """
     if str(error) != before:
         log.warning("%s%s", whose, error)
     return str(error)
@@ -78,12 +82,12 @@ def told_once(error: UserError, before: str, whose: str = "") -> str:
 
 @dataclass
 class Sampler:
-    """Takes a sample an interval.
+    """Takes one sample per interval.
 
     Attributes:
-        means: the last sound sample; empty before the first.
-        sampled_s: when it was taken, seconds since 1970.
-        error: why there has been none since; "" while all is well.
+        means: the latest good sample; empty before the first.
+        sampled_s: its time, seconds since 1970.
+        error: why there is no newer one; "" while all is well.
     """
 
     source: MetricSource
@@ -108,12 +112,12 @@ class Sampler:
                 return
 
     def trouble(self) -> str:
-        """Why there is nothing to serve; "" where the last sample is fresh."""
+        """Why there is nothing to serve; "" if the latest sample is recent enough."""
         return stale("sound sample", self.sampled_s, self.interval_s, self.error)
 
 
 class Taken(Protocol):
-    """A reading, and when it was taken (seconds since 1970)."""
+    """A result of a probe, with its time (seconds since 1970)."""
 
     @property
     def taken_s(self) -> float: ...
@@ -124,13 +128,13 @@ R = TypeVar("R", bound=Taken)
 
 @dataclass
 class NowAndThen(ABC, Generic[R]):
-    """Takes a reading of a probe now and then; one that fails costs only itself.
+    """Runs a probe regularly; a failure affects nothing else.
 
     Attributes:
         device: `cuda` or `cpu`.
-        every_s: from one reading to the next.
-        latest: the last reading that there was; None before the first.
-        error: why there has been none since; "" while all is well.
+        every_s: period of the probe.
+        latest: the latest result; None before the first.
+        error: why there is no newer one; "" while all is well.
     """
 
     device: str
@@ -141,16 +145,16 @@ class NowAndThen(ABC, Generic[R]):
 
     @abstractmethod
     def take(self) -> R:
-        """A reading; `UserError` where there can be none now."""
+        """Runs the probe once; `UserError` if it fails."""
 
     def run(self, over: threading.Event) -> None:
-        """Reads until `over`."""
+        """Runs the probe regularly until `over`."""
         self.read()
         while not over.wait(self.every_s):
             self.read()
 
     def read(self) -> None:
-        """One reading; a failure is told where it is not the last one's."""
+        """Runs the probe once; logs a failure if it is not the same as before."""
         try:
             with _reading:
                 self.latest, self.error = self.take(), ""
@@ -158,26 +162,26 @@ class NowAndThen(ABC, Generic[R]):
             self.error = told_once(error, self.error, self.whose)
 
     def fresh(self) -> R | None:
-        """The last reading, if it is not too old to be served."""
+        """The latest result, if it is recent enough to be served."""
         latest = self.latest
         return None if latest is None or stale("reading", latest.taken_s, self.every_s, self.error) else latest
 
 
 @dataclass
 class ProbeSampler(NowAndThen[Probed]):
-    """Reads the sharing probe, one that is kept."""
+    """Runs the sharing probe, with sessions that stay open."""
 
     _probe: SharingProbe | None = None
     whose: ClassVar[str] = "the sharing probe: "
 
     def take(self) -> Probed:
-        self._probe = self._probe or SharingProbe(self.device)  # what had no memory may have some now
+        self._probe = self._probe or SharingProbe(self.device)  # if memory was full before, try again
         return Probed(summarised(self._probe.read()), time.time())
 
 
 @dataclass
 class PaceSampler(NowAndThen[HostProbed]):
-    """Measures the host's pace, with one probe that is kept."""
+    """Measures the host pace, with a session that stays open."""
 
     whose: ClassVar[str] = "the host's pace: "
 
@@ -185,9 +189,9 @@ class PaceSampler(NowAndThen[HostProbed]):
         return HostProbed(measure_pace(self.device, PACE_S).probe_us, time.time())
 
 
-@dataclass(frozen=True, eq=False)  # a registry holds it by identity
+@dataclass(frozen=True, eq=False)  # a registry keeps it by identity
 class DeviceMetrics:
-    """What Prometheus is told: a collector of `prometheus_client`."""
+    """A collector of `prometheus_client`: the metrics that Prometheus gets."""
 
     sampler: Sampler
     labels: dict[str, str]
@@ -196,14 +200,14 @@ class DeviceMetrics:
     paces: PaceSampler | None = None
 
     def collect(self) -> Iterator[Any]:
-        """The metric families of the last sample, and of the probes' last readings while they are fresh."""
+        """The metric families of the latest sample, and of recent results of the probes."""
         for name, mean in self.sampler.means.items():
             shown = new_name(name) if self.new_names else name
             family = GaugeMetricFamily(shown, f"{FIELDS[name].meaning} ({NAMES[shown].unit})",
                                        labels=list(self.labels))
             family.add_metric(list(self.labels.values()), mean.value / NAMES[shown].scale)
             yield family
-        yield GaugeMetricFamily(LAST_SAMPLE, "time of the last sound sample (s since 1970)", value=self.sampler.sampled_s)
+        yield GaugeMetricFamily(LAST_SAMPLE, "time of the latest good sample (s since 1970)", value=self.sampler.sampled_s)
         if (paced := self.paces.fresh() if self.paces else None) is not None:
             for name, value in ((pace_reading.PROBE, paced.probe_us / 1e6), (pace_reading.TAKEN, paced.taken_s)):
                 family = GaugeMetricFamily(name, pace_reading.MEANINGS[name], labels=list(self.labels))
@@ -221,9 +225,9 @@ class DeviceMetrics:
 
 def device_labels(device: str, replay: Path | None) -> dict[str, str]:
     """dcgm-exporter's labels of the device of `cuda` or `cpu`, or of a file that is replayed."""
-    if replay is not None:  # each file a device of its own
+    if replay is not None:  # each file counts as a device
         index, uuid, name, model = "0", f"replay-{replay.stem}", "replay", replay.stem
-    elif device == "cpu":  # a machine's identifier is nothing to tell the network
+    elif device == "cpu":  # a machine's identifier must not be published
         index, uuid, name, model = "", platform.node(), "cpu", machine(device).device_name
     else:
         here = machine(device)
@@ -233,12 +237,12 @@ def device_labels(device: str, replay: Path | None) -> dict[str, str]:
 
 def make_exporter(sampler: Sampler, labels: dict[str, str], host: str, port: int, new_names: bool = False,
                   probes: ProbeSampler | None = None, paces: PaceSampler | None = None) -> WSGIServer:
-    """A server that answers scrapes once `serve_forever` runs; `port` 0 takes a free one."""
+    """A server that answers scrapes once `serve_forever` runs; `port` 0 is any free one."""
     return scrape_server(DeviceMetrics(sampler, labels, new_names, probes, paces), sampler.trouble, host, port)
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Serves until a signal, or for as long as the arguments say."""
+    """Serves until a signal, or for the time that the arguments give."""
     over = set_by_signal()
     device = "cpu" if args.source == "psutil" else resolve_device("auto")
     source = open_source(device, source=args.source, dcgm_address=args.dcgm_address, replay=args.replay,
@@ -275,27 +279,29 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--port", type=cli.port, default=PORT, help=f"0: a free one (default: {PORT})")
     parser.add_argument("--host", default=LOCALHOST, metavar="ADDRESS",
-                        help=f"address to listen at; 0.0.0.0: all of this machine's (default: {LOCALHOST})")
+                        help=f"address to listen on; 0.0.0.0: all addresses of this machine (default: {LOCALHOST})")
     parser.add_argument("--interval", type=cli.positive, default=INTERVAL_S, metavar="S",
-                        help=f"seconds that each value is a mean of (default: {INTERVAL_S:g})")
-    parser.add_argument("--source", choices=SOURCES, default="auto", help="who reads the device (default: auto, which says)")
-    parser.add_argument("--names", choices=("old", "new"), default="old", help="dcgm-exporter's before 4.9, or since")
-    parser.add_argument("--dcgm-address", metavar="HOST[:PORT]", help="of a running nv-hostengine, for --source dcgm")
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="readings to play, for --source replay")
+                        help=f"each value is a mean over this many seconds (default: {INTERVAL_S:g})")
+    parser.add_argument("--source", choices=SOURCES, default="auto",
+                        help="source of the metrics (default: auto, which logs its choice)")
+    parser.add_argument("--names", choices=("old", "new"), default="old",
+                        help="names of dcgm-exporter before 4.9, or since (default: old)")
+    parser.add_argument("--dcgm-address", metavar="HOST[:PORT]", help="address of a running nv-hostengine, for --source dcgm")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="samples to replay, for --source replay")
     parser.add_argument("--replay-step", type=cli.positive, metavar="S",
-                        help="seconds from one of its readings to the next (default: as their timestamps say)")
+                        help="seconds between two samples of it (default: by their timestamps)")
     parser.add_argument("--probe-every", type=cli.positive, metavar="S",
-                        help="read the sharing probe every S seconds and serve what it saw; each time it keeps the device busy "
-                             "with a fifth of a second of tiny work, and it holds some of its memory (default: never)")
+                        help="run the sharing probe every S seconds and serve its results; it keeps the device busy with small "
+                             "work for a fifth of a second each time, and uses some of its memory (default: never)")
     parser.add_argument("--host-pace-every", type=cli.positive, metavar="S",
-                        help="measure the host's pace every S seconds and serve it; each time it dispatches tiny work to the "
-                             "GPU for a third of a second (default: never)")
+                        help="measure the host pace every S seconds and serve it; it dispatches small work to the GPU for a "
+                             "third of a second each time (default: never)")
     parser.add_argument("--duration", type=cli.positive, metavar="S", help="seconds to serve (default: until a signal)")
     args = parser.parse_args()
     for option, every_s in (("--probe-every", args.probe_every), ("--host-pace-every", args.host_pace_every)):
         if every_s and every_s < LEAST_PROBE_EVERY_S:
-            parser.error(f"{option} {every_s:g}: {LEAST_PROBE_EVERY_S:g} s at least, since each reading keeps the device busy "
-                         "for a part of a second")
+            parser.error(f"{option} {every_s:g}: {LEAST_PROBE_EVERY_S:g} s at least, since each run of the probe keeps the "
+                         "device busy for a part of a second")
         if every_s and args.source == "replay":
             parser.error(f"{option}: with --source replay there is no device to probe, only a file")
     cli.start(args)

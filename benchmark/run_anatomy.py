@@ -1,10 +1,10 @@
-"""Phase 4.5: where a run's time goes on a GPU: the host's dispatch, the GPU's work, and what the GPU stands still for.
+"""Phase 4.5: where the time of a run on a GPU goes: the host's dispatch, the GPU's work, and the GPU's idle time.
 
-Reads ONNX models (files or folders). Times each of them whole, and the host's dispatch alone, in moments in which a probe
-finds the host undisturbed; then another process traces a few runs, since one that CUPTI has looked into launches more
-slowly ever after. Prints a row a model and batch, its shares those of the latency without the tracer. The tracer slows the
-host down: what the traced run took beyond 100 % is its doing, nearly all of it in the GPU's waiting for the host, while the
-GPU's own work takes as long as ever. Writes nothing but, with --trace, the traced run.
+Reads ONNX models (files or folders). Times each whole model, and the host's dispatch alone, while a probe finds the host
+undisturbed. Then another process traces a few runs, since a process that used CUPTI launches more slowly from then on. Prints
+one row per model and batch; shares are of the latency without the tracer. The tracer slows the host down: shares above 100 %
+come from it, nearly all as time in which the GPU waits for the host, while the GPU's own work takes as long as before. Writes
+only, with --trace, the traced run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from utils.logger import get_logger
 from utils.timing import summarize
 
 log = get_logger("anatomy")
-TIMEOUT_S = 120.0  # for opening a model and for its runs, beside the time that waiting for the host may take
+TIMEOUT_S = 120.0  # for opening a model and for its runs, without the time that waiting for the host may take
 TITLES = {"kernels_us": "kernels (µs)", "copies_us": "copies (µs)", "waiting_us": "waiting for the host (µs)",
           "gaps_us": "gaps between launches (µs)", "before_us": "before the first (µs)", "after_us": "after the last (µs)"}
 EXAMPLES = """
@@ -48,7 +48,7 @@ python benchmark/run_anatomy.py --model resnet18.onnx --dim batch=1 --trace real
 @dataclass(frozen=True)
 class TracedModel:
     """A model at one size: its file, the sizes of its dynamic dimensions, whether they are fixed before ONNX Runtime optimises
-    it, and what to call it."""
+    it, and its name."""
 
     path: Path
     dims: dict[str, int]
@@ -64,10 +64,10 @@ class Measured(Frozen):
     """Where a model's time goes. Printed by `--json`, with the shares of the latency.
 
     Attributes:
-        latency_ms: of a run, untraced: the median.
-        host_ms: of the dispatch alone, without waiting for the GPU, untraced: the median.
-        disturbance: by how much other work slowed the host down meanwhile, a ratio (quiet_host).
-        traced: of one traced run, the median one.
+        latency_ms: median latency without the tracer.
+        host_ms: median time of the dispatch alone, without the tracer and without waiting for the GPU.
+        disturbance: how much other work slowed the host down meanwhile, a ratio (quiet_host).
+        traced: the traced run of median length.
     """
 
     model: str
@@ -78,7 +78,7 @@ class Measured(Frozen):
     traced: Anatomy
 
     def share(self, part_us: float) -> float:
-        """A time as a share of the latency, a ratio."""
+        """The share of a time in the latency, a ratio."""
         return part_us / (1000 * self.latency_ms)
 
 
@@ -86,7 +86,7 @@ def runs_of(paths: Sequence[Path], dims: Mapping[str, Sequence[int]], static: bo
     """Every model of `paths` at every size: a case a combination of those of `dims` that are dynamic in it.
 
     Raises:
-        UserError: a model that can't be read, or a dimension that is dynamic in none of them.
+        UserError: a model can't be read, or a dimension is dynamic in none of them.
     """
     models, unused = [], set(dims)
     for path in dict.fromkeys(paths):
@@ -103,7 +103,7 @@ def ask(worker: Worker, request: Request) -> Reply:
     """A worker's reply.
 
     Raises:
-        UserError: it is an error, or the worker failed; the message says of which model.
+        UserError: the reply is an error, or the worker failed; the message names the model.
     """
     try:
         reply = worker.ask(request)
@@ -115,10 +115,10 @@ def ask(worker: Worker, request: Request) -> Reply:
 
 
 def measure(model: TracedModel, timer: Worker, tracer: Worker, effort: Effort) -> tuple[Measured, GpuRun]:
-    """One model timed by one process and traced by another; with the traced run that counts.
+    """Times a model in one process and traces it in another; returns also the traced run of median length.
 
     Raises:
-        UserError: it can't be run.
+        UserError: the model can't be run.
     """
     request = Request(do="model", device="cuda", paths=(str(model.path),), dims=model.dims,
                       static=model.static, host=True, watch_host=True, effort=effort)
@@ -156,7 +156,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="only a GPU can be traced")
     parser.add_argument("--budget-s", type=cli.positive, default=1.0, help="undisturbed time for each timing (default: 1)")
     parser.add_argument("--trace", type=cli.out_file, metavar="FILE",
-                        help="write the traced run of the one model and size, to be opened at ui.perfetto.dev or beside a "
+                        help="write the traced run of a single model and size, to open at ui.perfetto.dev or together with a "
                         "prediction (predict_model_latency.py --beside)")
     cli.add_dim(parser)
     cli.add_static(parser)

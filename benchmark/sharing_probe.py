@@ -1,12 +1,12 @@
-"""Phase 4.8: measures on the spot how long work on the device waits for other processes, with a fifth of a second of tiny work.
+"""Phase 4.8: measures how long work on the device waits for other processes now, with a fifth of a second of small work.
 
-Live metrics say how busy a GPU is, and hide how long the other processes' bursts are, which is what one waits for when a
-GPU is shared in time slices. So for half of the time a piece of work far shorter than any burst runs back to back, and for
-the other half one of a third of a millisecond, which waits for longer: another process goes on queueing while it runs
-(beside a model in a loop, on an H200, the tiny piece waits 0.5 ms and the long one 0.8).
+Metrics show how busy a GPU is, but not how long the bursts of the other processes are. When a GPU is shared in time slices, one
+waits for these bursts. For half of the time the probe runs work that is far shorter than any burst, back to back. For the other
+half it runs work of a third of a millisecond, which waits longer, since another process goes on queueing meanwhile. (On an H200
+with a model in a loop, the tiny piece waits 0.5 ms and the long one 0.8 ms.)
 
-Reads nothing and writes nothing but, with --out, the raw reading: when each run began and how long it took. Shown are runs,
-median, 95th percentile, and `waited`: the share of the time that went into runs that had to wait.
+Reads no files; writes only, with --out, the raw result: start and latency of each run. Shows the number of runs, median, 95th
+percentile, and `waited`: the share of the time that belongs to runs that had to wait.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = get_logger("sharing_probe")
 
 
 def rows(reading: ProbeReading) -> list[dict[str, Any]]:
-    """The reading as a table, a row for each piece of work."""
+    """The result as a table, one row per piece of work."""
     found = []
     for piece, runs in (("tiny", reading.tiny), ("long", reading.long)):
         statistics = summarize(runs.latencies_ms)
@@ -49,8 +49,8 @@ def rows(reading: ProbeReading) -> list[dict[str, Any]]:
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--seconds", type=cli.positive, default=SECONDS, metavar="S",
-                        help=f"for both pieces of work together (default: {SECONDS:g})")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: the GPU where there is one")
+                        help=f"length, both pieces of work together (default: {SECONDS:g})")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: the GPU if there is one")
     parser.add_argument("--out", type=cli.out_file, metavar="FILE", help="write the raw reading as JSON")
     args = parser.parse_args()
     cli.start(args)

@@ -1,8 +1,8 @@
-"""Phase 4.11: the sizes of a model's tensors that depend on data, as they come out when it runs once on this machine's CPU.
+"""Phase 4.11: finds the sizes of a model's tensors that depend on data, by running it once on this machine's CPU.
 
-A detector's tensors are as long as there is to be seen in the image, which no analysis can know. This runs the model once, with
-the inputs that Hase measures with or with real ones (--inputs), and prints the sizes that came out as `--dim` options: a
-prediction and a measurement with them are of the same work. Reads the ONNX file; writes nothing.
+The sizes of a detector's tensors depend on what is in the image, which no analysis can know. This script runs the model once,
+with the inputs that Hase uses for measuring or with real ones (--inputs), and prints the sizes as `--dim` options. With these,
+a prediction and a measurement are of the same work. Reads the ONNX file; writes nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_inputs(path: Path) -> dict[str, np.ndarray]:
     """The arrays in a file that `numpy.savez` wrote, by name.
 
     Raises:
-        UserError: missing, or no such file.
+        UserError: the file is missing, or of another kind.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
@@ -52,7 +52,7 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--model", type=Path, required=True, help="an ONNX file; a bare name is also looked for in model_zoo")
     parser.add_argument("--inputs", type=Path, metavar="FILE",
-                        help="inputs by name, as numpy.savez writes them (default: what Hase measures with)")
+                        help="inputs by name, as numpy.savez writes them (default: those with which Hase measures)")
     cli.add_dim(parser)
     cli.add_static(parser)
     args = parser.parse_args()

@@ -1,14 +1,13 @@
 """Phase 4.2: keeps the device busy for a share of the time, so that latency under load can be measured.
 
-`--intensity` is that share: in every period the stressor works for intensity × period and sleeps through the rest. On a
-GPU it multiplies matrices or copies within the GPU's memory (torch CUDA, in bursts of about 0.5 ms); on a CPU, one
-process a logical processor does the like (numpy, one thread each, their bursts spread over the period). Or it runs an ONNX
-model in a loop (ONNX Runtime, its tensors on the device; on a CPU in one process with ONNX Runtime's own threads).
-`--queue deep` keeps a GPU's queue filled 8 ms ahead instead of waiting for each burst; a CPU has no such queue and refuses.
-It runs as its own process until its time is over, a signal ends it, or the process that started it ends; then it says what
-load was really reached, as the device's own metrics show it.
+`--intensity` is that share: in every period the stressor works for intensity × period and sleeps for the rest. On a GPU it
+multiplies matrices or copies within the GPU's memory (torch CUDA, in bursts of about 0.5 ms). On a CPU, one process per logical
+processor does the same (numpy, one thread each, with bursts spread over the period). Or it runs an ONNX model in a loop (ONNX
+Runtime, tensors on the device; on a CPU in one process with ONNX Runtime's own threads). `--queue deep` keeps a GPU's queue
+filled 8 ms ahead instead of waiting for each burst; a CPU has no such queue, so that is an error. The stressor runs until its
+time is over, a signal ends it, or its parent process ends. Then it reports the load that was reached, by the device's metrics.
 
-Reads nothing and writes nothing but its report on stdout. With --json each line is one event:
+Reads no files; writes only its report, on stdout. With --json each line is one event:
 `ready` (the load is up), `load` (every --report-every seconds), `end`.
 """
 
@@ -60,18 +59,18 @@ class Burner(ABC):
 
     @abstractmethod
     def turn(self, seconds: float) -> None:
-        """Keeps the load up for about `seconds`; `UserError` where it broke down."""
+        """Keeps the load up for about `seconds`; `UserError` if it failed."""
 
     @abstractmethod
     def busy_s(self) -> float:
-        """Seconds that the device was busy with this load so far (of a CPU: per processor)."""
+        """Seconds for which this load has kept the device busy so far (on a CPU: per processor)."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to end
         """Ends the load."""
 
 
 class GpuBurner(Burner):
-    """Bursts from this very process."""
+    """Bursts from this process."""
 
     def __init__(self, background: Background, intensity: float) -> None:
         self._bursts = bursts(cuda_work(background), intensity, background.period_ms / 1e3)
@@ -87,7 +86,7 @@ class GpuBurner(Burner):
 
 
 class CpuBurner(Burner):
-    """A process for every logical processor that this one may use; a single one for a model, which has its own threads."""
+    """One process per logical processor that this one may use; a single one for a model, which has its own threads."""
 
     def __init__(self, background: Background, intensity: float) -> None:
         os.environ.update(ONE_THREAD)  # before a worker loads numpy
@@ -118,30 +117,30 @@ class CpuBurner(Burner):
     def turn(self, seconds: float) -> None:
         time.sleep(seconds)
         if not all(worker.is_alive() for worker in self._workers):
-            raise UserError("a worker of the stressor has ended (killed for memory?): the load is not what was asked for")
+            raise UserError("a worker of the stressor has ended (killed for memory?): the load is not the requested one")
 
     def busy_s(self) -> float:
-        with contextlib.suppress(psutil.NoSuchProcess):  # `turn` tells of a worker that has ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # `turn` reports a worker that has ended
             times = [psutil.Process(worker.pid).cpu_times() for worker in self._workers]
             self._busy_s = sum(one.user + one.system for one in times) / self._cores
         return self._busy_s
 
     def close(self) -> None:
         for worker in self._workers:
-            worker.kill()  # it ignores SIGTERM, and has nothing to tidy up
+            worker.kill()  # it ignores SIGTERM, and has nothing to clean up
         for worker in self._workers:
             worker.join()
 
 
 class Meter:
-    """Measures the load from when it is made: the stressor's own share of the time (`duty`), and the device's metrics."""
+    """Measures the load since it was made: the stressor's own share of the time (`duty`), and the device's metrics."""
 
     def __init__(self, burner: Burner, source: MetricSource) -> None:
         self._burner, self._source = burner, source
         self._began, self._busy_s, self._window = time.monotonic(), burner.busy_s(), source.start()
 
     def read(self) -> dict[str, float]:
-        """Seconds, duty, and metrics by DCGM field name (none where the window is too short for them)."""
+        """Seconds, duty, and metrics by DCGM field name (none if the window is too short)."""
         seconds = time.monotonic() - self._began
         load = {"seconds": round(seconds, 3), "duty": round((self._burner.busy_s() - self._busy_s) / seconds, 4)}
         if seconds < self._source.minimum_window_s:
@@ -153,7 +152,7 @@ def background_of(args: argparse.Namespace, workspace: Workspace) -> Background:
     """The background that the arguments describe.
 
     Raises:
-        UserError: they do not fit together, or the model is nowhere.
+        UserError: they contradict each other, or there is no such model.
     """
     asked = {"name": args.kind, "kind": args.kind, "queue": args.queue, "burst_ms": args.burst_ms, "period_ms": args.period_ms,
              "model": args.model and workspace.find_model(args.model), "dims": cli.one_size_dims(args.dim)}
@@ -161,10 +160,10 @@ def background_of(args: argparse.Namespace, workspace: Workspace) -> Background:
 
 
 def run(args: argparse.Namespace, background: Background) -> dict[str, float]:
-    """Stresses the device as the arguments say until it is over, and returns the load of the whole time.
+    """Keeps the device busy as the arguments say, and returns the load over the whole time.
 
     Raises:
-        UserError: no such device, or the load broke down.
+        UserError: no such device, or the load failed.
     """
     parent = os.getppid()
     die_with_parent(signal.SIGTERM)
@@ -177,7 +176,7 @@ def run(args: argparse.Namespace, background: Background) -> dict[str, float]:
         log.info("intensity 0: nothing to do")
         return {"seconds": 0.0, "duty": 0.0}
     burner = (GpuBurner if device == "cuda" else CpuBurner)(background, args.intensity)
-    stop = set_by_signal()  # before that, a signal ends it without a report
+    stop = set_by_signal()  # until here a signal ends it without a report
     try:
         whole = Meter(burner, source)
         began = time.monotonic()
@@ -196,7 +195,7 @@ def run(args: argparse.Namespace, background: Background) -> dict[str, float]:
 
 @contextlib.contextmanager
 def reporting(args: argparse.Namespace, burner: Burner, source: MetricSource) -> Iterator[None]:
-    """Reports the load every `--report-every` seconds while the block runs, beside it: reading metrics takes a while."""
+    """Reports the load every `--report-every` seconds while the block runs, in a thread, since reading metrics takes time."""
     over = threading.Event()
 
     def report() -> None:
@@ -204,7 +203,7 @@ def reporting(args: argparse.Namespace, burner: Burner, source: MetricSource) ->
         while not over.wait(args.report_every):
             try:
                 say(args, "load", meter.read())
-            except BrokenPipeError:  # nobody listens any more
+            except BrokenPipeError:  # the reader is gone
                 return
             except UserError as error:
                 log.warning("%s", error)
@@ -239,20 +238,20 @@ def _share(text: str) -> float:
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--intensity", type=_share, required=True, metavar="0-1", help="share of the time to be busy")
-    parser.add_argument("--kind", choices=KINDS, default=COMPUTE.kind, help=f"what to be busy with (default: {COMPUTE.kind})")
+    parser.add_argument("--kind", choices=KINDS, default=COMPUTE.kind, help=f"kind of work (default: {COMPUTE.kind})")
     parser.add_argument("--queue", choices=QUEUES, default=COMPUTE.queue,
                         help="synchronised: each burst is waited for; deep: a GPU's queue is kept filled 8 ms ahead "
                              f"(default: {COMPUTE.queue})")
-    parser.add_argument("--model", type=Path, metavar="FILE", help="of kind model: the ONNX file; a bare name is also looked "
+    parser.add_argument("--model", type=Path, metavar="FILE", help="for kind model: the ONNX file; a bare name is also looked "
                                                                    "for in model_zoo")
     cli.add_dim(parser)
     parser.add_argument("--duration", type=cli.positive, metavar="S", help="seconds (default: until a signal)")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: the GPU where there is one")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: the GPU if there is one")
     parser.add_argument("--burst-ms", type=cli.positive, default=COMPUTE.burst_ms, metavar="MS",
-                        help=f"a burst on a GPU, about (default: {COMPUTE.burst_ms:g})")
+                        help=f"approximate length of a burst on a GPU (default: {COMPUTE.burst_ms:g})")
     parser.add_argument("--period-ms", type=cli.positive, default=COMPUTE.period_ms, metavar="MS",
                         help=f"a share and its pause together, {LONGEST_PERIOD_MS:g} at most (default: {COMPUTE.period_ms:g})")
-    parser.add_argument("--report-every", type=cli.positive, metavar="S", help="report the load this often while running")
+    parser.add_argument("--report-every", type=cli.positive, metavar="S", help="report the load every S seconds")
     args = parser.parse_args()
     workspace = cli.start(args)
     load = run(args, background_of(args, workspace))

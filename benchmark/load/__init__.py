@@ -1,1 +1,1 @@
-"""Work that keeps the device busy, and what a probe meets of it."""
+"""Work that keeps the device busy, and the probe that measures how long one waits for it."""

@@ -1,4 +1,4 @@
-"""What a background is: the work that keeps the device busy while something else is measured, described in one place."""
+"""Backgrounds: the work that keeps the device busy while something else is measured."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ Kind = Literal["compute", "memory", "mixed", "model"]
 Queue = Literal["synchronised", "deep"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 QUEUES: tuple[Queue, ...] = get_args(Queue)
-LONGEST_PERIOD_MS = 1000.0  # signals are heeded between two periods
+LONGEST_PERIOD_MS = 1000.0  # signals are handled between two periods
 
 
 class Background(Config):
-    """A kind of load. How much of the time it keeps the device busy is its level: 1 is steady, below it is part-time.
+    """A kind of background work. Its level is the share of time for which it keeps the device busy: 1 is all the time.
 
     Attributes:
-        name: what rows of a dataset call it.
-        kind: `compute` multiplies matrices, `memory` copies within the device's memory, `mixed` takes turns, `model` runs an
-            ONNX model in a loop, its tensors on the device.
-        queue: `synchronised` waits for each burst before the next; `deep` queues bursts up to 8 ms ahead of the GPU, which
-            part-time runs dry at the end of each period's share. A CPU has no such queue: there `deep` is an error.
-        burst_ms: about how long a burst is on a GPU, of whole products or copies, at least one. A model's burst is one run;
-            on a CPU a step is tens of microseconds.
-        period_ms: part-time: from the beginning of one share to the next. A share should hold several runs of a model; on a CPU
-            ONNX Runtime's threads also spin for a while after a run, so that a model takes more than its share.
-        model: of kind `model`, the ONNX file; a bare name is also looked for among the exported models.
-        dims: the sizes of its dynamic dimensions; of one not named the size that the file suggests, else 1.
+        name: in the rows of a dataset.
+        kind: `compute` multiplies matrices, `memory` copies within the device's memory, `mixed` alternates both, `model` runs
+            an ONNX model in a loop with its tensors on the device.
+        queue: `synchronised` waits for each burst before the next; `deep` queues bursts up to 8 ms ahead of the GPU. Below
+            level 1 the queue is empty at the end of each share. A CPU has no such queue: there `deep` is an error.
+        burst_ms: approximate length of a burst on a GPU, of whole products or copies, at least one. A model's burst is one run;
+            on a CPU a step takes tens of microseconds.
+        period_ms: below level 1, the time from the start of one share to the next. A share should hold several runs of a model;
+            on a CPU ONNX Runtime's threads also spin for a while after a run, so a model takes more than its share.
+        model: for kind `model`, the ONNX file; a bare name is also looked for among the exported models.
+        dims: the sizes of its dynamic dimensions; the default is the size that the file suggests, else 1.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -67,7 +67,7 @@ class Background(Config):
         return dims
 
     def check_on(self, device: str) -> None:
-        """`UserError` where `cpu` or `cuda` can't have it."""
+        """`UserError` if the device (`cpu` or `cuda`) can't run this background."""
         if device == "cpu" and self.queue == "deep":
             raise UserError(f"background {self.name}: queue deep: only a GPU has a queue to fill, and this is a CPU target; "
                             "leave queue out")

@@ -1,6 +1,6 @@
-"""The work that the stressor burns a device with, and the clock that cuts it to a share of the time.
+"""The work with which the stressor keeps a device busy, and the timing that limits it to a share of the time.
 
-Work goes in bursts, so that it ends close to its time: on a GPU a burst late at most.
+Work is cut into bursts, so that it ends on time: on a GPU at most one burst late.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ Step = Callable[[], object]
 
 
 class Work:
-    """Work in bursts, each over when `burst` returns."""
+    """Work in bursts; each is finished when `burst` returns."""
 
     def __init__(self, burst: Step) -> None:
         self.burst = burst
 
     def ahead_s(self) -> float:
-        """How long what is queued will still take."""
+        """How long the queued work will still take."""
         return 0.0
 
     def run_dry(self) -> None:
-        """Waits for what is queued."""
+        """Waits for the queued work."""
 
 
 class Event(Protocol):
-    """A mark in a GPU's queue, as torch's CUDA events are."""
+    """A mark in a GPU's queue, like a CUDA event of torch."""
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
@@ -56,14 +56,14 @@ class QueuedWork(Work):
 
     Args:
         launch: queues a burst.
-        mark: puts an event behind what is queued.
-        burst_s: what a burst takes an idle GPU.
+        mark: adds an event to the end of the queue.
+        burst_s: time of a burst on an idle GPU.
     """
 
     def __init__(self, launch: Step, mark: Callable[[], Event], burst_s: float) -> None:
         super().__init__(self._queue_one)
         self._launch, self._mark, self._burst_s = launch, mark, burst_s
-        self._depth = max(2, round(AHEAD_S / burst_s))  # one that runs, and one behind it
+        self._depth = max(2, round(AHEAD_S / burst_s))  # one that runs, and one that waits
         self._ends: deque[Event] = deque()  # of the bursts in the queue
 
     def _queue_one(self) -> None:
@@ -84,14 +84,14 @@ class QueuedWork(Work):
 
 
 def alternate(compute: Step, memory: Step, kind: str) -> Step:
-    """One step of `kind`; mixed takes turns."""
+    """One step of `kind`; `mixed` alternates both."""
     turns = itertools.cycle({"compute": (compute,), "memory": (memory,), "mixed": (compute, memory)}[kind])
     return lambda: next(turns)()
 
 
 def cpu_step(background: Background) -> Step:
-    """A run of its model, or a step of tens of microseconds on one core: a product that fits the cache, or a copy that does
-    not.
+    """One step on one CPU core: a run of the model, or tens of microseconds of a product that fits the cache or a copy that
+    does not.
 
     Raises:
         UserError: the model can't be run.
@@ -130,25 +130,25 @@ def cuda_work(background: Background) -> Work:
 
 
 def as_work(background: Background, launch: Step, mark: Callable[[], Event], wait: Step) -> Work:
-    """What `launch` queues, as work that keeps the background's queue.
+    """The bursts of `launch` as work with the background's kind of queue.
 
     Args:
         launch, mark: see QueuedWork.
-        wait: waits for what is queued.
+        wait: waits for the queued work.
     """
     def awaited() -> None:
         launch()
         wait()
 
-    awaited()  # the first allocates, and chooses algorithms
+    awaited()  # the first one allocates memory and chooses algorithms
     return QueuedWork(launch, mark, fastest_s(awaited)) if background.queue == "deep" else Work(awaited)
 
 
 def cuda_burst(background: Background, stream: torch.cuda.Stream) -> Step:
-    """Queues a burst of products or copies on the stream: as many as take about `burst_ms`."""
+    """A step that queues products or copies on the stream, as many as take about `burst_ms`."""
     product = torch.ones(2048, 2048, device="cuda")
     source, sink = (torch.ones(16 << 20, device="cuda") for _ in range(2))  # 64 MiB each: beyond any cache
-    stream.wait_stream(torch.cuda.current_stream())  # which fills them
+    stream.wait_stream(torch.cuda.current_stream())  # it fills the tensors
 
     def repeated(work: Step) -> Step:
         def times(count: int) -> None:
@@ -167,7 +167,7 @@ def cuda_burst(background: Background, stream: torch.cuda.Stream) -> Step:
 
 
 def model_run(background: Background, stream: int) -> Step:
-    """Queues a run of the background's model on a CUDA stream, its tensors on the GPU, through ONNX Runtime.
+    """A step that queues a run of the background's model on a CUDA stream, with its tensors on the GPU.
 
     Raises:
         UserError: the model can't be run.
@@ -181,14 +181,14 @@ def model_run(background: Background, stream: int) -> Step:
 
 
 def model_dims(background: Background) -> dict[str, int]:
-    """The sizes of the dynamic dimensions of its model: as given, else as the file suggests, else 1.
+    """The sizes of the model's dynamic dimensions: as given, else as the file suggests, else 1.
 
     Raises:
-        UserError: no ONNX model.
+        UserError: not an ONNX model.
     """
     with model_errors(str(background.model)):
         proto = onnx.load(str(background.model), load_external_data=False)
-    suggested = default_dims(proto)  # it may name dimensions that this model has not
+    suggested = default_dims(proto)  # it may name dimensions that this model does not have
     return {name: suggested.get(name, 1) for name in open_dims(proto)} | background.dims
 
 
@@ -203,10 +203,10 @@ def fastest_s(work: Step) -> float:
 
 
 def bursts(work: Work, intensity: float, period_s: float, offset_s: float = 0.0) -> Iterator[float]:
-    """Runs bursts for `intensity` of every period and sleeps through the rest, for ever; yields the seconds burnt.
+    """Runs bursts for the share `intensity` of every period and sleeps for the rest, for ever; yields the busy seconds.
 
-    Below 1 no more is queued than is over at the end of the share, and that is waited for; at 1 a queue never runs dry.
-    Periods are anchored to the monotonic clock, `offset_s` late: a late wake-up shifts no later share.
+    Below 1, only work that ends within the share is queued, and it is waited for; at 1, the queue is never empty. Periods
+    follow the monotonic clock, shifted by `offset_s`, so a late wake-up does not delay later shares.
     """
     steady = intensity >= 1.0
     beginning = math.ceil((time.monotonic() - offset_s) / period_s) * period_s + offset_s
@@ -222,20 +222,20 @@ def bursts(work: Work, intensity: float, period_s: float, offset_s: float = 0.0)
             now = time.monotonic()
         yield now - began
         beginning += period_s
-        if now > beginning + period_s:  # the machine slept or was overloaded: do not catch up
+        if now > beginning + period_s:  # after a suspend or an overload: do not catch up
             beginning = math.ceil((now - offset_s) / period_s) * period_s + offset_s
 
 
 def burn_core(background: Background, intensity: float, offset_s: float, ready: Connection) -> None:
-    """What a worker process of the CPU stressor does until its parent ends it or ends itself.
+    """The work of one process of the CPU stressor, until its parent ends.
 
-    Tells `ready` once, "" or why it can't.
+    Sends one message to `ready`: "", or why it can't work.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
     parent = multiprocessing.parent_process()
-    if parent is None or os.getppid() != parent.pid:  # killed before this process could ask to die with it
+    if parent is None or os.getppid() != parent.pid:  # the parent ended before this process asked to end with it
         return
     try:
         step = cpu_step(background)

@@ -1,4 +1,4 @@
-"""A machine's host pace as benchmark/host_pace.py measured it, and the names under which it is a metric.
+"""The record of a machine's host pace, which benchmark/host_pace.py measures, and the names of its metrics.
 
 History of the record's schema: version 1 called the device `execution_provider`.
 """
@@ -19,13 +19,13 @@ PACE_VERSION = 2
 MEASURE = "python benchmark/host_pace.py"
 PROBE, TAKEN = "hase_host_probe_seconds", "hase_host_probe_timestamp_seconds"
 MEANINGS = {
-    PROBE: "what dispatching a fixed graph to the device takes its host, the median over a while (s)",
-    TAKEN: "time of that reading (s since 1970)",
+    PROBE: "time that the host takes to dispatch a fixed graph to the device, median over a while (s)",
+    TAKEN: "time of that measurement (s since 1970)",
 }
 
 
 class HostProbed(NamedTuple):
-    """What the probe of the host took (µs), and when (seconds since 1970)."""
+    """The time of the host probe (µs), and when it was measured (seconds since 1970)."""
 
     probe_us: float
     taken_s: float
@@ -35,13 +35,13 @@ class MachinePace(Frozen):
     """How fast a machine's host dispatched when it was measured.
 
     Attributes:
-        probe_us: what the probe of the host (quiet_host) took, the median of its readings.
-        spread: of the readings, their interquartile range over the median, a ratio.
-        readings: how many there were.
-        taken: when.
-        boot_id: of the run of the operating system then.
-        device: what the probe ran on: `cuda`, or `cpu` in tests.
-        machine: the very machine.
+        probe_us: median time of the host probe (quiet_host).
+        spread: interquartile range of its times over their median, a ratio.
+        readings: number of its times.
+        taken: when it was measured.
+        boot_id: identifies the run of the operating system.
+        device: on which the probe ran: `cuda`, or `cpu` in tests.
+        machine: on which it ran.
     """
 
     version: int = PACE_VERSION
@@ -55,15 +55,15 @@ class MachinePace(Frozen):
 
     @property
     def age_s(self) -> float:
-        """Seconds since it was measured; negative where the clock was set back."""
+        """Seconds since it was measured; negative if the clock was set back."""
         return (datetime.now(UTC) - self.taken).total_seconds()
 
     @property
     def of_this_boot(self) -> bool:
-        """Whether this machine has not been started anew since."""
+        """Whether this machine has not been restarted since."""
         return self.boot_id == boot_id()
 
 
 def read_pace(path: Path) -> MachinePace:
-    """The record in `path`; `UserError` where it is missing, damaged or of another version."""
+    """The record in `path`; `UserError` if it is missing, damaged or of another version."""
     return files.read_record(path, MachinePace, PACE_VERSION, f"{MEASURE} --out {path}")

@@ -1,4 +1,4 @@
-"""The sharing probe's reading as metrics: their names, and the way from a reading's summary to samples and back."""
+"""A summary of the sharing probe as metrics: their names, and the conversion to samples and back."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from utils.errors import UserError
 LATENCY, PHASE, TAKEN = "hase_probe_latency_seconds", "hase_probe_phase_seconds", "hase_probe_timestamp_seconds"
 MEANINGS = {
     LATENCY: "latency of the sharing probe's runs; runs: all, or those that waited for other work (s)",
-    PHASE: "mean length of phases in which other work kept the device busy or left it alone (s)",
-    TAKEN: "time of the sharing probe's reading; mode: how processes share the device (s since 1970)",
+    PHASE: "mean length of phases in which other work kept the device busy or left it idle (s)",
+    TAKEN: "time of the sharing probe's measurement; mode: how processes share the device (s since 1970)",
 }
 RUNS, QUANTILE, KIND, MODE = "runs", "quantile", "phase", "mode"  # labels
 OWN_LABELS = {LATENCY: (RUNS, QUANTILE), PHASE: (KIND,), TAKEN: (MODE,)}
 ALL, WAITED, BUSY, QUIET = "all", "waited", "busy", "quiet"
-NO_GPU = "cpu"  # the mode where there is none: an empty label would be the same as no label
+NO_GPU = "cpu"  # the mode on a CPU: an empty label would be the same as no label
 AT = tuple(f"{place / (QUANTILES - 1):g}" for place in range(QUANTILES))
 
 
 class Unreadable(UserError):
-    """Samples that are no reading.
+    """Samples that give no valid summary.
 
     Attributes:
         fact: what is wrong with them.
@@ -37,7 +37,7 @@ class Unreadable(UserError):
 
 
 class Sample(NamedTuple):
-    """A value of a metric under its own labels, those of the device aside."""
+    """A value of a metric with its labels, except those of the device."""
 
     name: str
     labels: Mapping[str, str]
@@ -45,14 +45,14 @@ class Sample(NamedTuple):
 
 
 class Probed(NamedTuple):
-    """A reading in few numbers, and when it was taken (seconds since 1970)."""
+    """The summary of a measurement with the sharing probe, and its time (seconds since 1970)."""
 
     summary: ProbeSummary
     taken_s: float
 
 
 def samples_of(probed: Probed) -> Iterator[Sample]:
-    """What is served of a reading, family after family; of runs that waited nothing where none did."""
+    """The samples to serve, metric by metric. If no run waited, there are no samples of runs that waited."""
     summary = probed.summary
     for runs, latencies_ms in ((ALL, summary.latencies_ms), (WAITED, summary.waited_ms)):
         for at, latency_ms in zip(AT, latencies_ms, strict=False):
@@ -63,13 +63,13 @@ def samples_of(probed: Probed) -> Iterator[Sample]:
 
 
 def probed_of(samples: Iterable[Sample]) -> Probed:
-    """The reading that samples tell of.
+    """The summary that samples give.
 
-    Where a server keeps series for a while that are no longer served, as one that federates another does, older ones are
-    among them: runs that waited beside a reading in which none did, or a second mode of sharing. They are not looked at.
+    A server may keep series for a while after they are no longer served (as with federation). Then there may be old samples of
+    runs that waited although the summary has none, or of a second sharing mode. They are ignored.
 
     Raises:
-        Unreadable: one is missing, no number, or they contradict each other.
+        Unreadable: a sample is missing or not a number, or samples contradict each other.
     """
     found = {(sample.name, *(sample.labels.get(label, "") for label in OWN_LABELS[sample.name])): sample.value
              for sample in samples}

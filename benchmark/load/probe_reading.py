@@ -1,6 +1,6 @@
-"""What the sharing probe read (benchmark/sharing_probe.py): raw, and in the few numbers that metrics can carry.
+"""The record of one measurement with the sharing probe (benchmark/sharing_probe.py), and its summary for metrics.
 
-History of the reading's schema: version 1 called the device `execution_provider`.
+History of the record's schema: version 1 called the device `execution_provider`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 READING_VERSION = 2
-TINY_ALONE_MS = 0.1  # within which a free device runs the tiny piece, a slower one than an H200 too
-WAITED = 1.2  # a run waited that took longer than this many times what it takes alone …
-WAITED_MS = 0.1  # … and this: the shortest wait seen on an H200, beside bursts of 0.1 ms, is 0.35 ms
-ALWAYS = 0.95  # of the time: what is busy for more of it is taken to never pause
-QUANTILES = 21  # of latencies that a summary keeps, and of waits that are learned
+TINY_ALONE_MS = 0.1  # an idle device runs the tiny piece within this time, also one slower than an H200
+WAITED = 1.2  # a run waited if it took more than this times its time on an idle device, …
+WAITED_MS = 0.1  # … and this much longer. The shortest wait on an H200, with bursts of 0.1 ms, is 0.35 ms
+ALWAYS = 0.95  # share of time: work that is busy for longer counts as never pausing
+QUANTILES = 21  # of latencies in a summary, and of learned waits
 
 
 class ProbedRuns(Frozen):
     """Runs of one piece of work, back to back.
 
     Attributes:
-        starts_ms: when each began, since the reading began; ascending.
-        latencies_ms: what each took until its result was there, in the same order.
+        starts_ms: start of each run since the measurement began; ascending.
+        latencies_ms: latency of each run, in the same order.
     """
 
     starts_ms: tuple[float, ...]
@@ -47,16 +47,16 @@ class ProbedRuns(Frozen):
 
 
 class ProbeReading(Frozen):
-    """What one reading of the probe saw, raw.
+    """One measurement with the probe: raw times.
 
     Attributes:
         machine_uuid: of the device.
         device: `cpu` or `cuda`.
         sharing: how processes share the GPU; None on a CPU.
         started: UTC, ISO 8601.
-        seconds: asked for; a reading lasts longer where LEAST_RUNS of a piece do.
-        tiny: one elementwise node.
-        long: a chain of matrix products.
+        seconds: requested length; it takes longer if LEAST_RUNS of a piece do.
+        tiny: runs of one elementwise node.
+        long: runs of a chain of matrix products.
     """
 
     version: int = READING_VERSION
@@ -70,11 +70,11 @@ class ProbeReading(Frozen):
 
     @property
     def waited(self) -> dict[str, float]:
-        """By piece of work, the share of the time spent in its runs that went into those that waited.
+        """By piece of work, the share of its run time that belongs to runs that waited.
 
-        A run is compared with the shortest one. Where even the tiny piece was never as fast as on a free device, the other
-        processes left no gap, and all runs waited. The long piece's share is a lower bound: gaps too short for it hide that
-        its shortest run waited as well.
+        Runs are compared with the shortest one. If even the tiny piece was never as fast as on an idle device, the other
+        processes left no gap, and all runs waited. The long piece's share is a lower bound: if gaps are too short for it, its
+        shortest run waited as well.
         """
         left_gaps = min(self.tiny.latencies_ms) <= TINY_ALONE_MS
         return {piece: _share_over(runs.latencies_ms, waiting_from_ms(min(runs.latencies_ms))) if left_gaps else 1.0
@@ -82,12 +82,12 @@ class ProbeReading(Frozen):
 
 
 class ProbeSummary(Frozen):
-    """What a reading tells in few numbers; they are of its long piece of work.
+    """The summary of a measurement, of its long piece of work.
 
     Attributes:
         sharing: how processes share the GPU; None on a CPU.
         latencies_ms: QUANTILES of all runs, evenly spaced from the shortest to the longest.
-        waited_ms: the same of those that waited, as far as the reading itself tells; empty where none did.
+        waited_ms: the same of those that waited, as far as this measurement shows; empty if none did.
         busy_ms, quiet_ms: mean lengths of `phases_ms`.
     """
 
@@ -111,11 +111,12 @@ class ProbeSummary(Frozen):
 
 
 def summarised(reading: ProbeReading) -> ProbeSummary:
-    """A reading in few numbers.
+    """The summary of a measurement.
 
-    A run waited that is longer than those that surely did not, which are about as short as the shortest: compared with the
-    shortest itself, twice as many readings of an idle H200 have runs that waited. That all runs waited can tell only who knows
-    what they take on an idle device (`training.sharing.learned.co_runner_summarised`).
+    A run counts as waiting if it is longer than the runs that certainly did not wait, which are about as short as the shortest
+    one. (Compared with the shortest one itself, twice as many measurements of an idle H200 would have runs that waited.)
+    Whether all runs waited can be known only from their time on an idle device
+    (`training.sharing.learned.co_runner_summarised`).
     """
     latencies = np.array(reading.long.latencies_ms)
     undisturbed = latencies[latencies <= waiting_from_ms(latencies.min())]
@@ -129,11 +130,11 @@ def summarised(reading: ProbeReading) -> ProbeSummary:
 
 
 def phases_ms(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, waited: npt.ArrayLike) -> tuple[float, float]:
-    """How long other work kept the device busy and how long it left it alone, in turn: mean lengths (ms). The first is 0 where
-    no run waited, and the second where it never paused.
+    """The mean lengths (ms) of the phases in which other work kept the device busy, and of those in which it left it idle. The
+    first is 0 if no run waited, the second if the other work never paused.
 
-    Runs that waited one after another are a busy phase, the others between them a quiet one. Phases that the probe's beginning
-    or end cut are left out where whole ones are there.
+    Consecutive runs that waited are a busy phase; the runs between them are a quiet phase. Phases cut by the start or the end
+    of the measurement are left out if there are complete ones.
     """
     starts, latencies, busy = np.asarray(starts_ms, dtype=float), np.asarray(latencies_ms, dtype=float), np.asarray(waited)
     edges = np.flatnonzero(np.diff(busy.astype(int))) + 1
@@ -149,7 +150,7 @@ def phases_ms(starts_ms: npt.ArrayLike, latencies_ms: npt.ArrayLike, waited: npt
 
 
 def waiting_from_ms(alone_ms: float) -> float:
-    """What a run takes at least (ms) that waited, of a piece of work that takes `alone_ms` on a free device."""
+    """The latency (ms) above which a run waited, of work that takes `alone_ms` on an idle device."""
     return WAITED * alone_ms + WAITED_MS
 
 
@@ -158,5 +159,5 @@ def _share_over(latencies_ms: Sequence[float], limit_ms: float) -> float:
 
 
 def read_reading(path: Path) -> ProbeReading:
-    """The reading in `path`; `UserError` where it is missing, damaged or of another version."""
+    """The record in `path`; `UserError` if it is missing, damaged or of another version."""
     return files.read_record(path, ProbeReading, READING_VERSION, f"python benchmark/sharing_probe.py --out {path}")

@@ -1,4 +1,4 @@
-"""Measures how long tiny work on the device waits for other processes."""
+"""Measures how long small work on the device waits for other processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from utils.ort_sessions import model_errors, open_nodes
 from utils.sharing_mode import sharing_mode
 
 SECONDS = 0.2  # half of it for each piece; five periods of 20 ms
-LEAST_RUNS = 5  # of each piece, however long they take
+LEAST_RUNS = 5  # at least, of each piece
 WARMUP = 5
 TINY_SIDE = 64  # of the tiny piece's tensor; 16 µs on an idle H200
 LONG_SIDE = {"cpu": 192, "cuda": 2048}  # of the long piece's matrices
@@ -24,13 +24,13 @@ LONG_PRODUCTS = 6  # one after another: 0.33 ms on an H200
 
 
 class SharingProbe:
-    """Both pieces of work as open sessions, inputs and outputs on the device; kept, it can be read again and again."""
+    """Both pieces of work as open sessions with inputs and outputs on the device, for any number of measurements."""
 
     def __init__(self, device: str = "cuda") -> None:
-        """Opens and warms up the sessions on `cuda` or `cpu` (`auto`: the GPU where there is one).
+        """Opens and warms up the sessions on `cuda` or `cpu` (`auto`: the GPU if there is one).
 
         Raises:
-            UserError: there is no such device, or it has no memory left.
+            UserError: there is no such device, or its memory is full.
         """
         self._provider = resolve_device(device)
         self._machine_uuid = machine(self._provider).uuid
@@ -47,7 +47,7 @@ class SharingProbe:
         return runner
 
     def read(self, seconds: float = SECONDS) -> ProbeReading:
-        """Runs the tiny piece for half of `seconds`, then the long one, LEAST_RUNS of each at least.
+        """Runs the tiny piece for half of `seconds`, then the long one; at least LEAST_RUNS of each.
 
         Raises:
             UserError: `seconds` is not positive, or the device fails.
@@ -78,5 +78,5 @@ def _kept(device: str) -> SharingProbe:
 
 
 def probe(device: str = "cuda", seconds: float = SECONDS) -> ProbeReading:
-    """A reading by this process's own probe, which is opened on first use and then kept; see `SharingProbe`."""
+    """A measurement with this process's probe, which is opened at first use and then kept; see `SharingProbe`."""
     return _kept(resolve_device(device)).read(seconds)

@@ -1,4 +1,4 @@
-"""Keeps the device busy for a share of the time, in a process of its own (benchmark/stressor.py)."""
+"""Keeps the device busy for a share of the time, in another process (benchmark/stressor.py)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from utils.paths import ROOT, Workspace
 REPORT_SECONDS = 0.5  # how often a stressor that `stress` started reports
 READY_SECONDS = 120.0
 STOP_SECONDS = 5.0
-POLL_SECONDS = 0.2  # how soon the end of a stressor that was not ready yet is noticed
+POLL_SECONDS = 0.2  # how often a starting stressor is checked
 REPORT_PATIENCE_S = 60.0  # for the first report of a stressor that is ready
 
 
 class Stress:
-    """A stressor that runs as a process of its own. `stress` makes it."""
+    """A stressor that runs in another process. `stress` makes it."""
 
     def __init__(self, intensity: float, process: subprocess.Popen[str] | None) -> None:
         self.intensity = intensity
@@ -38,7 +38,7 @@ class Stress:
         if self._process is None or self._process.stdout is None:
             return
         for line in self._process.stdout:
-            if line.endswith("\n") and (event := json.loads(line)).pop("event") == "load":  # a kill may tear the last line
+            if line.endswith("\n") and (event := json.loads(line)).pop("event") == "load":  # a kill may cut the last line short
                 self._loads[:] = [event]
 
     def reached(self) -> dict[str, float]:
@@ -67,9 +67,9 @@ def stress(intensity: float, background: Background = COMPUTE, device: str = "au
 
     Args:
         intensity: share of the time, 0–1.
-        background: what to be busy with.
+        background: the work.
         device: `auto`, `cuda` or `cpu`.
-        workspace: whose log file it writes to, and among whose exported models a bare name is looked for.
+        workspace: for its log file, and for the models of backgrounds.
 
     Raises:
         UserError: it did not start.
@@ -91,8 +91,7 @@ def stress(intensity: float, background: Background = COMPUTE, device: str = "au
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a stressor and what it started: one that was killed as its workers began could not take them with it, and they
-    would hold its end of the pipe."""
+    """Ends a stressor and its workers. If it is killed while its workers start, they would live on and keep its pipe open."""
     process.terminate()
     try:
         process.wait(STOP_SECONDS)
@@ -105,7 +104,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def options(background: Background) -> list[str]:
-    """The background as options of this script."""
+    """The background as options of benchmark/stressor.py."""
     found = ["--kind", background.kind, "--queue", background.queue, "--burst-ms", str(background.burst_ms),
              "--period-ms", str(background.period_ms)]
     if background.model is not None:
@@ -118,7 +117,7 @@ def _wait_until_ready(process: subprocess.Popen[str]) -> None:
         raise RuntimeError("the stressor was started without a pipe")
     deadline = time.monotonic() + READY_SECONDS
     while not select.select([process.stdout], [], [], POLL_SECONDS)[0]:
-        if process.poll() is not None:  # whoever it had started may hold the pipe open
+        if process.poll() is not None:  # its workers may keep the pipe open
             raise UserError(f"the stressor ended with exit code {process.returncode}: see its message above")
         if time.monotonic() > deadline:
             raise UserError(f"the stressor was not ready within {READY_SECONDS:g} s")

@@ -1,1 +1,1 @@
-"""Metrics of a device, by DCGM's field names, whoever reads them."""
+"""Metrics of a device under DCGM's field names, from several sources."""

@@ -1,4 +1,4 @@
-"""CPU metrics from the kernel's time counters (psutil), under the names that DCGM gives them."""
+"""CPU metrics from the kernel's time counters (psutil), under DCGM's names."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ WITHIN_OTHERS = ("guest", "guest_nice")  # Linux counts these in user and nice a
 
 
 class CpuSource(MetricSource):
-    """Utilisation of all logical processors. Counters are compared, never `psutil.cpu_percent`: that keeps one global
-    last reading, so that two windows at once would cut each other short."""
+    """Utilisation of all logical processors, from differences of counters. `psutil.cpu_percent` keeps one global last reading,
+    so two windows at the same time would disturb each other."""
 
     name = "psutil"
     minimum_window_s = 0.2  # the counters tick every 10 ms
@@ -35,7 +35,7 @@ class CpuSource(MetricSource):
         return psutil.cpu_times()
 
     def _readings(self, before: Window, after: Window) -> dict[str, list[float]]:
-        # a counter can step back by a tick (iowait does); that is no time spent
+        # a counter can step back by a tick (iowait does); that counts as no time
         spent = {name: max(0.0, getattr(after.reading, name) - getattr(before.reading, name))
                  for name in after.reading._fields if name not in WITHIN_OTHERS}
         total = sum(spent.values()) or float("nan")

@@ -1,8 +1,8 @@
-"""GPU metrics from NVIDIA's DCGM, through the Python bindings that come with it (`pydcgm`; not on PyPI).
+"""GPU metrics from NVIDIA's DCGM, through its Python bindings (`pydcgm`, not on PyPI).
 
-DCGM runs within this process, or is asked over the network at an address. It reads the GPU every 0.1 s; a reading tells of the
-time before it, so a window has those whose middle lies in it. A blank reading is an error. (DCGM's own `DcgmReader` is of no
-use: it goes to localhost whatever it is told, and hides blanks.)
+DCGM runs in this process, or is asked at a network address. It reads the GPU every 0.1 s. A value describes the time before it,
+so a window gets the values whose middle lies in it. A blank value is an error. (DCGM's own `DcgmReader` can't be used: it
+always connects to localhost, and hides blanks.)
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from benchmark.metrics.source import MetricSource, Window
 from utils.errors import UserError
 from utils.fingerprint import gpu_facts
 
-BINDINGS = (  # of DCGM 4 and 3, where their packages put them
+BINDINGS = (  # folders in which the packages of DCGM 4 and 3 put them
     Path("/usr/share/datacenter-gpu-manager-4/bindings/python3"),
     Path("/usr/local/dcgm/bindings/python3"),
 )
-UPDATE_S = 0.1  # from one reading to the next; the profiled fields come no faster
-KEEP_S = 3600.0  # how long readings are kept: no window is longer
+UPDATE_S = 0.1  # between two values; profiled fields are not faster
+KEEP_S = 3600.0  # how long values are kept: no window is longer
 
 
 class DcgmMissing(UserError):
-    """DCGM is not installed here, does not answer, or knows nothing of this GPU."""
+    """DCGM is not installed here, does not answer, or does not know this GPU."""
 
 
 class MetricSample(NamedTuple):
@@ -46,13 +46,13 @@ class MetricSample(NamedTuple):
 class DcgmSource(MetricSource):
     """Metrics of the first GPU (the one that `utils.fingerprint` names)."""
 
-    minimum_window_s = 0.25  # two readings at least
+    minimum_window_s = 0.25  # at least two values
 
     def __init__(self, fields: Sequence[str] | None = None, address: str | None = None) -> None:
-        """Reads `fields`, or what is worth reading, from the DCGM at `address`, HOST or HOST:PORT, or in this process.
+        """Reads `fields`, or the useful ones, from the DCGM at `address` (HOST or HOST:PORT) or in this process.
 
         Raises:
-            DcgmMissing: DCGM is not here, does not answer, or does not know this machine's GPU.
+            DcgmMissing: DCGM is not installed, does not answer, or does not know this machine's GPU.
             UserError: it lacks a field.
         """
         self.name = f"DCGM at {address}" if address else "DCGM"
@@ -85,8 +85,8 @@ class DcgmSource(MetricSource):
         raise DcgmMissing(f"{self.name} does not know this machine's GPU {uuid}; give the address of the DCGM that watches it")
 
     def _watch(self, kind: str, fields: Sequence[str]) -> tuple[Any, Any] | None:
-        """A group of fields that DCGM reads from now on, and what collects them; None where DCGM refuses them, as it does the
-        profiled ones on a GPU without such counters, or to a user who may not read them."""
+        """A group of fields that DCGM reads from now on, and the collection of their values. None if DCGM refuses: profiled
+        fields on a GPU without such counters, or for a user who may not read them."""
         ids = [IDS[field] for field in fields]
         try:
             group = self._pydcgm.DcgmFieldGroup(self._handle, f"hase-{kind}-{os.getpid()}-{id(self)}", ids)
@@ -97,7 +97,7 @@ class DcgmSource(MetricSource):
         return group, self._helpers.DcgmFieldValueCollection(self._handle.handle, self._group.GetId())
 
     def _drain(self) -> None:
-        """Takes over what DCGM has read since the last time; a blank becomes NaN, which is no field's value."""
+        """Fetches what DCGM has read since the last call; a blank becomes NaN."""
         names = {number: field for field, number in IDS.items()}
         with self._lock:
             for group, collection in self._watched:
@@ -114,11 +114,11 @@ class DcgmSource(MetricSource):
                 collection.EmptyValues()
 
     def _read(self) -> float:
-        """Now, by the clock that DCGM uses (seconds since 1970)."""
+        """The current time on DCGM's clock (seconds since 1970)."""
         return time.time()
 
     def _readings(self, before: Window, after: Window) -> dict[str, list[float]]:
-        time.sleep(2 * UPDATE_S)  # until the reading is there that tells of the window's end
+        time.sleep(2 * UPDATE_S)  # until DCGM has the value for the window's end
         self._drain()
         found = {field: self._between(field, before.reading, after.reading) for field in (*self.fields, UTILISATION)}
         for field in self.fields:
@@ -129,7 +129,7 @@ class DcgmSource(MetricSource):
         return found
 
     def _between(self, field: str, begin_s: float, end_s: float) -> list[float]:
-        """The readings that tell of a time, given in seconds since 1970."""
+        """The values that describe a period, given in seconds since 1970."""
         with self._lock:
             return [one.value for one in self._seen.get(field, ()) if begin_s < one.time_s - UPDATE_S / 2 <= end_s]
 
@@ -138,7 +138,7 @@ def _bindings() -> Any:
     """The module pydcgm."""
     for folder in BINDINGS:
         if folder.is_dir() and str(folder) not in sys.path:
-            sys.path.append(str(folder))  # at the end: some of its modules have common names
+            sys.path.append(str(folder))  # at the end, since some of its modules have common names
     try:
         return importlib.import_module("pydcgm")
     except ImportError:

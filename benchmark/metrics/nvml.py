@@ -1,10 +1,9 @@
-"""GPU metrics from NVML: its performance counters (GPM) where the GPU has them, or what plain NVML shows.
+"""GPU metrics from NVML: from performance counters (GPM) if the GPU has them, else from plain NVML.
 
-Sources: NVML API reference, "GPM"; DCGM field identifiers. A GPM sample is a snapshot of counters, and two of them give
-the mean between; but it shows the counters as they were 0.09 to 0.17 s before (measured on an H200, driver 580), so both
-are taken a little late. Power comes from the energy counter; where there is none, and for clocks and utilisation, NVML is
-polled while a window is open. NVML's utilisation looks back by up to a second, so where there is GPM it is read only when
-asked for by name.
+Sources: NVML API reference, "GPM"; DCGM field identifiers. A GPM sample is a snapshot of counters, and two samples give the
+mean between them. It shows the counters as they were 0.09 to 0.17 s before (measured on an H200, driver 580), so both samples
+are taken a little late. Power comes from the energy counter. Without that counter, and for clocks and utilisation, NVML is
+polled while a window is open. NVML's utilisation describes up to a second before, so with GPM it is read only if it is named.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ POWER = "DCGM_FI_DEV_POWER_USAGE"
 POLLED = (*LOOKS_BACK, "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_DEV_MEM_CLOCK")
 POLL_SECONDS = 0.1
 PROBE_SECONDS = 0.12  # a little over the shortest valid GPM window
-GPM_LAG_SECONDS = 0.2  # a sample taken this late shows the moment meant, or up to 0.1 s later
+GPM_LAG_SECONDS = 0.2  # a sample taken this much later shows the wanted moment, or up to 0.1 s later
 
 
 class CountersMissing(UserError):
@@ -50,7 +49,7 @@ class CountersMissing(UserError):
 
 @dataclass
 class _Counters:
-    """Counters at one moment; what was not asked for is None."""
+    """Counters at one moment; None if not asked for."""
 
     gpm: _Late | None = None
     energy_mj: int | None = None
@@ -63,11 +62,11 @@ class NvmlSource(MetricSource):
     minimum_window_s = 0.1  # GPM's own minimum
 
     def __init__(self, fields: Sequence[str] | None = None, counters: bool = True) -> None:
-        """Reads `fields`, or what is worth reading; with GPM's `counters`, or without.
+        """Reads `fields`, or the useful ones, with GPM's `counters` or without.
 
         Raises:
-            CountersMissing: they are asked for, and this GPU has no GPM.
-            UserError: a field is not here.
+            CountersMissing: `counters` is set, and this GPU has no GPM.
+            UserError: a field can't be read here.
         """
         self.name = "NVML with GPM" if counters else "NVML"
         self._nvml = pynvml
@@ -108,7 +107,7 @@ class NvmlSource(MetricSource):
         return self._nvml.nvmlGpmSampleGet(self._device, self._nvml.nvmlGpmSampleAlloc())
 
     def _gpm_values(self, before: Any, after: Any, fields: Sequence[str]) -> dict[str, float]:
-        """Means between two samples, which are given back; a field that GPM does not answer is left out."""
+        """The means between two samples, without fields that GPM can't read; frees the samples."""
         request = self._nvml.c_nvmlGpmMetricsGet_t()
         request.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
         request.numMetrics = len(fields)
@@ -143,7 +142,7 @@ class NvmlSource(MetricSource):
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """`UserError` where the driver fails meanwhile: a GPU that was lost, say."""
+        """Turns a failure of the driver, for example a lost GPU, into a `UserError`."""
         try:
             yield
         except self._nvml.NVMLError as error:
@@ -174,7 +173,7 @@ class NvmlSource(MetricSource):
 
 
 class _Late:
-    """What `read` gives GPM_LAG_SECONDS from now, or the `failure` that it raises then."""
+    """The result of `read` in GPM_LAG_SECONDS from now, or the `failure` that it raises then."""
 
     def __init__(self, read: Callable[[], Any], failure: type[Exception]) -> None:
         self._read, self._failure, self._value = read, failure, Future[Any]()
@@ -189,12 +188,12 @@ class _Late:
             self._value.set_exception(error)
 
     def value(self) -> Any:
-        """Waits until it is there."""
+        """Waits for the result."""
         return self._value.result()
 
 
 class _Polls:
-    """Polls a device on a thread of its own until told to end."""
+    """Polls a device in a thread until `end` is called."""
 
     def __init__(self, poll: Any) -> None:
         self._poll = poll
@@ -214,6 +213,6 @@ class _Polls:
         self._thread.join()
 
     def readings(self) -> dict[str, list[float]]:
-        """What was seen, by field; nothing where the device never answered."""
+        """The values, by field; nothing for a field that the device never answered."""
         fields = self._seen[0] if self._seen else {}
         return {field: [seen[field] for seen in self._seen] for field in fields}

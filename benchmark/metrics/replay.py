@@ -1,7 +1,7 @@
-"""Metrics from a file of readings that is played again: for tests, and to look at what was seen elsewhere.
+"""Replays metrics from a file: for tests, and to reproduce the load of another machine.
 
-The file has a JSON object a line: `time_s` (seconds, ascending, from anywhere) and values by DCGM field name, old or new, each
-in the unit of its name (`benchmark/metrics/dcgm_names.py`); null stands for a blank:
+The file has one JSON object per line: `time_s` (seconds, ascending, any start) and values by DCGM field name, old or new, in
+the unit of the name (`benchmark/metrics/dcgm_names.py`); null is a blank:
 
     {"time_s": 0.0, "DCGM_FI_PROF_SM_ACTIVE": 0.41, "DCGM_FI_DEV_GPU_UTIL_RATIO": 0.97}
 """
@@ -19,23 +19,23 @@ from benchmark.metrics.source import MetricSource, Window
 from utils.errors import UserError
 
 TIME = "time_s"
-LONE_GAP_S = 1.0  # after which the only reading of a file comes
+LONE_GAP_S = 1.0  # when the only sample of a file comes
 
 
 class ReplaySource(MetricSource):
-    """Plays a file's readings, from when it is made: the first after the time that lies between the first two.
+    """Replays the samples of a file from when the source is made; the first comes after the time between the first two.
 
     Attributes:
-        times_s: when each reading comes, in seconds from when the source was made.
+        times_s: when each sample comes, in seconds since the source was made.
     """
 
     minimum_window_s = 0.0
 
     def __init__(self, path: Path, fields: Sequence[str] | None = None, step_s: float | None = None) -> None:
-        """Plays `path` as its timestamps say, or with `step_s` seconds from each reading to the next.
+        """Replays `path` by its timestamps, or with `step_s` seconds between samples.
 
         Raises:
-            UserError: no such file, a line that is no reading, or a field that the file lacks.
+            UserError: no such file, a line is not a sample, or the file lacks a field.
         """
         self.name = f"the replay of {path.name}"
         self._path = path
@@ -46,7 +46,7 @@ class ReplaySource(MetricSource):
         self._began_s = time.monotonic()
 
     def _read(self) -> None:
-        """The file is there from the beginning."""
+        """Nothing to read: the whole file was read at the start."""
 
     def _readings(self, before: Window, after: Window) -> dict[str, list[float]]:
         begin_s, end_s = before.began_s - self._began_s, after.began_s - self._began_s
@@ -61,7 +61,7 @@ class ReplaySource(MetricSource):
 
 
 def _load(path: Path) -> tuple[list[float], list[dict[str, float]]]:
-    """The readings' timestamps, and their values in the units of FIELDS by its names."""
+    """The timestamps of the samples, and their values by the names and in the units of FIELDS."""
     if not path.exists():
         raise UserError(f"{path}: no such file to replay")
     stamps_s: list[float] = []

@@ -1,7 +1,7 @@
-"""Whether readings of metrics can be believed: what is not a value, and what contradicts itself.
+"""Checks samples of metrics for values that can't be right, and for contradictions.
 
-In the field (dcgm-exporter's issues) GPUs were seen to report 4294967295, blanks, profiling fields that stay at 0 under load,
-and fields that no longer move. None of that may become a feature, so each is an `Unsound` that says which it is.
+GPUs have been seen (issues of dcgm-exporter) to report 4294967295, blanks, profiling fields that stay at 0 under load, and
+fields that no longer change. None of that may become a feature, so each raises `Unsound` with the reason.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from benchmark.metrics.dcgm_names import is_blank
 from benchmark.metrics.fields import FIELDS
 from utils.errors import UserError
 
-OVERSHOOT = 1.02  # counters and clock are read one after the other, so a busy device can seem up to this busy
-MANY = 10  # so many equal readings in a row are no accident, …
-PROFILED = tuple(field for field in FIELDS if field.startswith("DCGM_FI_PROF_"))  # … of a field that counts cycles or bytes
-AT_WORK = ("DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_SM_OCCUPANCY")  # none without the others
+OVERSHOOT = 1.02  # counters and clock are not read at the same moment, so a busy device may seem this busy
+MANY = 10  # so many equal samples in a row are no accident
+PROFILED = tuple(field for field in FIELDS if field.startswith("DCGM_FI_PROF_"))  # for a field that counts cycles or bytes
+AT_WORK = ("DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_SM_OCCUPANCY")  # all or none of them
 UTILISATION = "DCGM_FI_DEV_GPU_UTIL"
-LOOKS_BACK = (UTILISATION, "DCGM_FI_DEV_MEM_COPY_UTIL")  # read where there is no better, or if asked for
-LOOKS_BACK_S = 1.0  # at most: NVML works these two out over a sixth of a second to a second
-NOISE = {"ratio": 0.01, "bytes/s": 1e6}  # below this values are small numbers of counts, and repeat
-BUSY = 0.1  # a share of the time that is no noise
+LOOKS_BACK = (UTILISATION, "DCGM_FI_DEV_MEM_COPY_UTIL")  # read if there is nothing better, or if named
+LOOKS_BACK_S = 1.0  # at most: NVML computes these two over a sixth of a second to a second
+NOISE = {"ratio": 0.01, "bytes/s": 1e6}  # below this, values are few counts, and repeat
+BUSY = 0.1  # a share of time above the noise
 
 
 class Unsound(UserError):
-    """Readings that cannot be believed.
+    """Samples that can't be right.
 
     Attributes:
-        fact: which, and why; the message goes on with what to do where the metric's reader is on this machine.
+        fact: which, and why. The message adds what to do if this machine reads the metric.
     """
 
     def __init__(self, fact: str) -> None:
@@ -38,10 +38,10 @@ class Unsound(UserError):
 
 
 def checked(field: str, value: float) -> float:
-    """`value`, if it is one that `field` can have; a hair above the limit is the limit.
+    """`value`, if `field` can have it; a value slightly above the limit becomes the limit.
 
     Raises:
-        Unsound: blank, NaN, infinite, negative or beyond the limit.
+        Unsound: it is blank, NaN, infinite, negative or above the limit.
     """
     limit = FIELDS[field].maximum
     if is_blank(value):
@@ -52,18 +52,18 @@ def checked(field: str, value: float) -> float:
 
 
 def check_together(readings: Mapping[str, Sequence[float]], lasted_s: float = 0.0) -> None:
-    """Holds the fields' readings of one time against each other.
+    """Compares the samples of several fields from the same period.
 
     Args:
-        lasted_s: how long that time was; 0 where it was several with gaps between.
+        lasted_s: length of the period; 0 for several periods with gaps between them.
 
     Raises:
-        Unsound: a profiled field is frozen, or at 0 while others say that the GPU works.
+        Unsound: a profiled field is frozen, or is 0 while others show that the GPU works.
     """
     moved = [field for field in PROFILED if len(set(readings.get(field, ()))) > MANY / 2]
     for field in PROFILED:
         values = readings.get(field, ())
-        # several others' values, not two: an exporter may be asked more often than it reads
+        # another field must have several values: an exporter may be asked more often than it reads
         if moved and len(values) >= MANY and len(set(values)) == 1 and _would_move(field, values[0]):
             raise Unsound(f"metric {field}: frozen: {len(values)} readings of exactly {values[0]:g} {FIELDS[field].unit} "
                           f"while {moved[0]} moved; restart what reads the GPU (DCGM, its exporter)")
@@ -76,13 +76,13 @@ def check_together(readings: Mapping[str, Sequence[float]], lasted_s: float = 0.
 
 
 def _would_move(field: str, value: float) -> bool:
-    """Whether a profiled field with this value would move: it is neither noise nor saturated."""
+    """Whether a profiled field with this value is expected to change: it is neither noise nor saturated."""
     return NOISE[FIELDS[field].unit] <= value < FIELDS[field].maximum
 
 
 def _witness(readings: Mapping[str, Sequence[float]], lasted_s: float) -> str:
-    """A field by which the GPU was busy all the time; "" where none says so. Utilisation may tell of a load that was over when
-    the readings began, so they must have lasted longer."""
+    """A field that shows the GPU busy for the whole period; "" if none does. Utilisation may still include a load that ended
+    before the period, so the period must be longer than it looks back."""
     for field in AT_WORK:
         values = readings.get(field, ())
         if values and sum(values) / len(values) >= BUSY:
@@ -93,16 +93,16 @@ def _witness(readings: Mapping[str, Sequence[float]], lasted_s: float) -> str:
 
 
 class History:
-    """The means of the latest windows, held against each other as readings are: a counter gives one reading a window."""
+    """The means of the latest windows, checked like samples: a counter gives one value per window."""
 
     def __init__(self) -> None:
         self._means: dict[str, deque[float]] = {}
 
     def add(self, means: Mapping[str, float]) -> None:
-        """Adds a window's.
+        """Adds the means of a window.
 
         Raises:
-            Unsound: as `check_together` does, of the latest MANY windows.
+            Unsound: as by `check_together`, for the latest MANY windows.
         """
         for field, value in means.items():
             self._means.setdefault(field, deque(maxlen=MANY)).append(value)

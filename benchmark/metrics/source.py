@@ -1,4 +1,4 @@
-"""What every source of metrics offers."""
+"""The base class of all sources of metrics."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from utils.errors import UserError
 
 @dataclass(frozen=True)
 class Window:
-    """An open window: when it began (seconds, monotonic) and what the source read then."""
+    """An open metrics window: when it began (seconds, monotonic clock) and what the source read then."""
 
     began_s: float
     reading: Any
 
 
 class Mean(NamedTuple):
-    """A field's mean over a window in the unit of FIELDS, and of how many readings; a counter's difference is one."""
+    """The mean of a field over a window in the unit of FIELDS, and the number of samples; a counter's difference counts as
+    one."""
 
     value: float
     readings: int
 
 
 class MetricSource(ABC):
-    """Means of metrics over windows. A new source says what it can read (`available`), what it notes when a window opens and
-    when it closes (`_read`), and which readings lie between the two (`_readings`).
+    """Means of metrics over windows. A subclass gives the fields that it can read (`available`), what it reads when a window
+    opens and closes (`_read`), and the samples between the two (`_readings`).
 
     Attributes:
         name: for messages.
-        minimum_window_s: a shorter window is not valid.
-        fields: what it reads, names of FIELDS.
+        minimum_window_s: shorter windows are not valid.
+        fields: the fields that it reads, names of FIELDS.
     """
 
     name: str
     minimum_window_s: float
 
     def __init__(self, available: Sequence[str], fields: Sequence[str] | None) -> None:
-        """Reads `fields`, or all that are `available` where none is named; `UserError` for one that is not."""
+        """Reads `fields`, or all that are `available` if none is named; `UserError` for one that is not available."""
         unknown = [field for field in fields or () if field not in available]
         if unknown:
             raise UserError(f"metric {', '.join(unknown)}: {self.name} can't read it here; it has {', '.join(available)}")
@@ -50,31 +51,31 @@ class MetricSource(ABC):
 
     @abstractmethod
     def _read(self) -> Any:
-        """What the device shows now."""
+        """The device's values at this moment."""
 
     @abstractmethod
     def _readings(self, before: Window, after: Window) -> Mapping[str, Sequence[float]]:
-        """Every field's readings between two moments, in the units of FIELDS; a counter's difference gives a single one, the
-        mean. There may be further fields, to check these against where they are sound."""
+        """The samples of every field between two moments, in the units of FIELDS; a counter's difference gives one, the mean.
+        Other fields may be included; they are used to check these."""
 
     def start(self) -> Window:
         """Opens a window."""
         return Window(time.monotonic(), self._read())
 
     def stop(self, window: Window) -> dict[str, Mean]:
-        """Closes `window`: the mean of each field since it was opened, in the units of FIELDS. May take a moment, until the
-        device shows what it did up to now.
+        """Closes `window` and returns the mean of each field since it was opened, in the units of FIELDS. May wait until the
+        device reports its work up to now.
 
         Raises:
-            Unsound: readings are blank, out of their range, frozen, or at odds with another field's.
-            UserError: the window is shorter than `minimum_window_s`, or a field has no reading in it.
+            Unsound: samples are blank, out of range, frozen, or contradict those of another field.
+            UserError: the window is shorter than `minimum_window_s`, or has no sample of a field.
         """
         means = self._means(window)
         self._history.add(values(means))
         return means
 
     def _means(self, window: Window) -> dict[str, Mean]:
-        """The mean of each field from when `window` was opened until now; raises as `stop` does."""
+        """The mean of each field since `window` was opened; raises as `stop`."""
         now = time.monotonic()
         lasted_s = now - window.began_s
         if lasted_s < self.minimum_window_s:
@@ -88,10 +89,10 @@ class MetricSource(ABC):
         return {field: Mean(sum(found[field]) / len(found[field]), len(found[field])) for field in self.fields}
 
     def _sound(self, readings: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-        """Readings that the fields can have; a further field that has others is left out.
+        """The samples after a check of their values; other fields with bad samples are left out.
 
         Raises:
-            Unsound: one of `fields` has others.
+            Unsound: one of `fields` has bad samples.
         """
         found = {}
         for field, seen in readings.items():
@@ -110,5 +111,5 @@ class MetricSource(ABC):
 
 
 def values(means: Mapping[str, Mean]) -> dict[str, float]:
-    """Means without their counts."""
+    """The means alone, without the numbers of samples."""
     return {field: mean.value for field, mean in means.items()}

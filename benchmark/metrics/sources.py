@@ -1,10 +1,9 @@
-"""What else runs on the device: one interface to its metrics, whoever reads them, by DCGM field name.
+"""Opens a source of metrics. Metrics show what else runs on the device; their names are DCGM's field names.
 
-A source gives, of each field, the *mean over a window* and how many readings that rests on. `start` opens a window, `stop`
-closes it; windows may overlap. Fields, units and limits stand in one table, benchmark/metrics/fields.py. What
-benchmark/metrics/soundness.py doubts is an error and never becomes a feature. Sources (`SOURCES`): DCGM, NVML with and without
-its performance counters, psutil, and a file that is played again; and, for predictions, a Prometheus
-(inference/live/prometheus_metrics.py).
+A source returns the mean of each field over a *metrics window* and the number of samples. `start` opens a window, `stop` closes
+it; windows may overlap. benchmark/metrics/fields.py lists fields, units and limits. Samples that benchmark/metrics/soundness.py
+rejects are errors and never become features. Sources (`SOURCES`): DCGM, NVML with and without performance counters, psutil, and
+a file that is replayed; for predictions also a Prometheus (inference/live/prometheus_metrics.py).
 """
 
 from __future__ import annotations
@@ -30,19 +29,18 @@ log = get_logger("metrics")
 def open_source(device: str = "auto", fields: Sequence[str] | None = None, source: SourceName = "auto", *,
                 dcgm_address: str | None = None, replay: Path | None = None,
                 replay_step_s: float | None = None) -> MetricSource:
-    """A source on this machine for the device of `auto`, `cuda` or `cpu`.
+    """Opens a source of metrics of this machine.
 
     Args:
-        device: whose device.
-        fields: what to read, names of FIELDS; none: all it can.
-        source: which one. `auto` takes the best there is, and says in the log which and why.
-        dcgm_address: of a running nv-hostengine, HOST or HOST:PORT; none: DCGM runs within this process.
+        device: `auto`, `cuda` or `cpu`.
+        fields: names of FIELDS; None: all that the source can read.
+        source: which one. `auto` takes the best available one and logs the choice.
+        dcgm_address: of a running nv-hostengine, HOST or HOST:PORT; None: DCGM runs in this process.
         replay: the file for source `replay`.
         replay_step_s: see `benchmark.metrics.replay.ReplaySource`.
 
     Raises:
-        UserError: a source that is not here, a field that it can't read (those it can are listed), or no GPU where CUDA is
-            asked for.
+        UserError: the source is not available, it can't read a field (the message lists those it can), or there is no GPU.
     """
     if (source == "replay") != (replay is not None):
         raise UserError(f"source {source}" + (" needs a file to replay" if replay is None else f": it does not read {replay}; "
@@ -84,7 +82,7 @@ def _gpu_source(source: SourceName, fields: Sequence[str] | None, dcgm_address: 
 
 
 def _best_for_gpu(fields: Sequence[str] | None, dcgm_address: str | None) -> tuple[MetricSource, str]:
-    """The best source, and why: the DCGM pointed out, else counters (exact means of windows), else DCGM, else what all have."""
+    """The best source and the reason: DCGM at a given address, else GPM (exact means), else DCGM, else plain NVML."""
     if dcgm_address is not None:
         return _gpu_source("dcgm", fields, dcgm_address), "its address is given"
     try:

@@ -1,1 +1,1 @@
-"""What the GPU did in a run, by CUPTI."""
+"""Traces of the GPU's work in a run, by CUPTI."""

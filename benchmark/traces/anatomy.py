@@ -1,4 +1,4 @@
-"""Where the time of one traced run on a GPU went, and that run as tracks."""
+"""Splits the time of one traced run on a GPU into parts, and shows that run as a trace."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from utils.trace_events import MEASURED, Span, document, process_events
 class Anatomy(Frozen):
     """One run's time in microseconds, from its start to its end on the host; the parts named in PARTS add up to `run_us`.
 
-    A run without work on the GPU is all `after_us`.
+    In a run without work on the GPU all time is `after_us`.
 
     Attributes:
         launches: kernels, copies and fills on the GPU.
-        launching_us: what the host spent inside the calls that launched them; beside the GPU's work, and no part.
-        kernels_us, copies_us: the GPU at work: on kernels; on copies and fills.
-        waiting_us: the GPU stood still and waited for the host: the call that launched what came next ended only after what
-            came before was done.
-        gaps_us: the GPU stood still although what came next was launched already.
-        before_us, after_us: until the first work began, and since the last ended.
+        launching_us: time of the host in the calls that launched them; parallel to the GPU's work, so not a part.
+        kernels_us, copies_us: time of the GPU in kernels; in copies and fills.
+        waiting_us: the GPU was idle and waited for the host: the call that launched the next work ended after the previous
+            work.
+        gaps_us: the GPU was idle although the next work was already launched.
+        before_us, after_us: before the first work began, and after the last ended.
     """
 
     run_us: float
@@ -40,10 +40,10 @@ PARTS = ("kernels_us", "copies_us", "waiting_us", "gaps_us", "before_us", "after
 
 
 def anatomy_of(run: GpuRun) -> Anatomy:
-    """The split of a traced run. Work beside other work (on another stream) counts once, as what began first; work that
-    outlasts the run counts up to its end."""
+    """The split of a traced run. If two pieces of work overlap (on two streams), the time counts once, for the earlier one.
+    Work that continues after the run counts up to the run's end."""
     parts = dict.fromkeys(PARTS, 0.0)
-    done_us = run.start_us  # until when the run is told
+    done_us = run.start_us  # up to here the run is split
     order = sorted(zip(run.work, run.launches, strict=True), key=lambda pair: pair[0].start_us)
     for place, (work, launch) in enumerate(order):
         begins, ends = (min(max(time, done_us), run.end_us) for time in (work.start_us, work.end_us))
@@ -57,13 +57,13 @@ def anatomy_of(run: GpuRun) -> Anatomy:
 
 
 def typical_run(runs: Sequence[GpuRun]) -> GpuRun:
-    """The run of median length (the shorter of two in the middle), of at least one: one whole run, so that its parts add up."""
+    """The run of median length (of two, the shorter one): one real run, so that its parts add up."""
     return sorted(runs, key=lambda run: run.host_us)[(len(runs) - 1) // 2]
 
 
 def measured_trace(run: GpuRun) -> dict[str, Any]:
-    """A traced run in Chrome's trace-event format: the run and the calls that launched its work on the host, the work on the
-    GPU; times begin with the run."""
+    """A traced run in Chrome's trace-event format: on the host the run and its launches, on the GPU the work. Times begin with
+    the run."""
     host = [Span("run", 0.0, run.host_us),
             *(Span(launch.name, launch.start_us - run.start_us, launch.duration_us) for launch in dict.fromkeys(run.launches))]
     gpu = [Span(work.name, work.start_us - run.start_us, work.duration_us) for work in run.work]

@@ -1,8 +1,7 @@
-"""What the GPU does in each run, and when the host asked for it, as CUPTI tells it through torch's profiler: label `gpu`.
+"""Traces the GPU's work in each run and the host's launches, with CUPTI through torch's profiler: label `gpu`.
 
-CUPTI sees every kernel of the process, ONNX Runtime's too. Each kernel (or copy) on the GPU carries the number of the
-call that launched it, and each run stands in a named range on the host, so that a run's kernels are those whose launch
-lies in its range.
+CUPTI sees every kernel of the process, including ONNX Runtime's. Each kernel (or copy) on the GPU has the number of the call
+that launched it, and each run is a named range on the host. So a run's kernels are those launched in its range.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ class Launch(TimeSpan):
 
 @dataclass(frozen=True)
 class GpuRun:
-    """What one run had the GPU do, in the order of launching.
+    """The GPU's work in one run, in the order of the launches.
 
     Attributes:
-        host_us: how long its range lasted on the host.
+        host_us: length of the run's range on the host.
         work: on the GPU.
-        start_us: when its range began on the host, on the trace's clock.
-        launches: the call that launched each piece of `work`, in step with it; a graph's one call stands for all its work.
+        start_us: start of its range on the host, on the trace's clock.
+        launches: for each piece of `work`, the call that launched it; a CUDA graph has one call for all its work.
     """
 
     host_us: float
@@ -62,17 +61,17 @@ class GpuRun:
 
     @property
     def end_us(self) -> float:
-        """When its range ended on the host."""
+        """End of its range on the host."""
         return self.start_us + self.host_us
 
     @property
     def busy_us(self) -> float:
-        """The GPU's own time: the sum over its work, which one stream runs one after another."""
+        """The GPU's own time: the sum over its work, since one stream runs it sequentially."""
         return sum(one.duration_us for one in self.work)
 
     @property
     def span_us(self) -> float:
-        """From the first work's start to the last one's end; 0 where there is none."""
+        """From the start of the first work to the end of the last; 0 without work."""
         return max(one.end_us for one in self.work) - min(one.start_us for one in self.work) if self.work else 0.0
 
 
@@ -93,9 +92,9 @@ def trace(runs: Sequence[Callable[[], Any]]) -> list[GpuRun]:
 
 
 def attribute(events: Iterable[dict[str, Any]], count: int) -> list[GpuRun]:
-    """What each of `count` runs had the GPU do, from the events of a Chrome trace.
+    """The GPU's work in each of `count` runs, from the events of a Chrome trace.
 
-    A run whose range the trace lacks has no work and a host time of 0.
+    A run without a range in the trace has no work and a host time of 0.
     """
     ranges: dict[int, tuple[float, float]] = {}
     launches: dict[int, Launch] = {}
@@ -123,13 +122,13 @@ def attribute(events: Iterable[dict[str, Any]], count: int) -> list[GpuRun]:
 
 
 def _run(start_us: float, host_us: float, found: list[tuple[Launch, GpuWork]]) -> GpuRun:
-    """A run of its range and its work, each with what launched it, in any order."""
+    """A run from its range and its work, each piece with its launch, in any order."""
     found = sorted(found, key=lambda pair: pair[0].start_us)
     return GpuRun(host_us, tuple(work for _, work in found), start_us, tuple(launch for launch, _ in found))
 
 
 def split_carrier(run: GpuRun, order: Sequence[str], writer_prefix: str) -> dict[str, tuple[GpuWork, ...]] | None:
-    """What each kernel of a carrier had the GPU do, by node name.
+    """The GPU's work for each kernel of a carrier, by node name.
 
     The nodes that write a kernel's inputs show on the GPU under a name of their own, so that the work between them is the
     kernel's that stands between them.

@@ -153,7 +153,7 @@ def test_a_real_collection(workspace: Workspace) -> None:
     assert models[0].split("\t") == ["model", "nodes", "measured (ms)", "Σ run (ms)", "Σ kernel_time (ms)",
                                      "kernel_time in the model (ms)", "Σ node_span (ms)", "node_span in the model (ms)"]
     assert (len(models), len(labels)) == (2, 4)
-    assert labels[1].split("\t")[:2] == ["run", "the wall time of a session of its own"]
+    assert labels[1].split("\t")[:2] == ["run", "wall time of the kernel's own session"]
 
 
 def test_without_a_dataset(workspace: Workspace) -> None:

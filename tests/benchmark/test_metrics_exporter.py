@@ -303,7 +303,7 @@ def test_readings_are_taken_until_it_is_over() -> None:
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    (["--probe-every", "0.5"], "--probe-every 0.5: 1 s at least, since each reading keeps the device busy"),
+    (["--probe-every", "0.5"], "--probe-every 0.5: 1 s at least, since each run of the probe keeps the device busy"),
     (["--probe-every", "0"], "not a positive number"),
     (["--probe-every", "5", "--source", "replay", "--replay", "gpu.jsonl"], "with --source replay there is no device to probe"),
 ])

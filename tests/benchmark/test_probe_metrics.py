@@ -217,7 +217,7 @@ def test_a_target_whose_sharing_is_not_known_is_not_told_of_it(port: int, worksp
 
 
 def test_a_reading_that_is_old_or_not_there_or_not_wanted(port: int, model: Path, workspace: Workspace) -> None:
-    for name, more, said in (("old", {}, "the sharing probe's last reading is 1"), ("unprobed", {}, None),
+    for name, more, said in (("old", {}, "the sharing probe was last read 1"), ("unprobed", {}, None),
                              ("level_0.5", {"probe_max_age_s": None}, None)):
         load = load_of(config(port, name, **more), workspace)
         found = predicted(load, model, workspace)
