@@ -1,1 +1,1 @@
-"""What a model's record holds: kernels, what they cost, and in which order nodes run."""
+"""The record of a model: its kernels, their costs, and the order in which its nodes run."""

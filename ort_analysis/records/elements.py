@@ -1,4 +1,4 @@
-"""Names of element types: numpy's, ONNX's, and how many bytes each takes."""
+"""Element types: their names in numpy and in ONNX, and their sizes in bytes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def type_name(code: int) -> str:
 
 
 def type_code(dtype: str) -> int:
-    """ONNX's number of an element type named as in the records."""
+    """ONNX's number of an element type, given its name in the records."""
     name = {"float32": "float", "float64": "double"}.get(dtype, dtype).upper()
     return int(onnx.TensorProto.DataType.Value(name))
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy type of a tensor's `dtype`, for text that of Python's objects; `UserError` for one that numpy lacks."""
+    """The numpy type for a tensor's `dtype`; strings are Python objects. `UserError` for a type that numpy lacks."""
     if name == "string":
         return np.dtype(object)
     try:
@@ -40,6 +40,6 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def session_dtype(text: str) -> str:
-    """What a session calls `tensor(float)` as `float32`."""
+    """The element type of a session's type: `float32` for `tensor(float)`."""
     inner = text[text.find("(") + 1:text.rfind(")")] if "(" in text else text
     return {"float": "float32", "double": "float64"}.get(inner, inner)

@@ -1,6 +1,6 @@
-"""What a kernel computes and moves: floating-point operations, bytes read and written, steps that wait for each other.
+"""The costs of a kernel: floating-point operations, bytes read and written, and steps that must run one after another.
 
-They follow from operator, attributes and shapes alone, so training and prediction count alike whatever a file says.
+They follow from the operator, its attributes and shapes alone. Training and prediction compute them anew, whatever a file says.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
 
-# Operators that absorb an activation or an addition, and what they are without it.
+# Operators with a fused activation or addition, and the operator without it.
 BASE_NAMES = {"FusedConv": "Conv", "FusedGemm": "Gemm"}
 
-# Operators that only give a tensor another shape: ORT lets the output share the input's memory.
+# Operators that only change a tensor's shape: in ORT the output shares the input's memory.
 VIEW_OPS = {"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"}
 
-# Operations an element costs, where it is not one. Transcendental functions are counted as the ten or so operations
-# that polynomial implementations take; only their order matters, since such kernels are bound by memory.
+# Operations per element, where it is not one. A transcendental function counts as about ten operations, as a polynomial
+# approximation takes. Only the order of magnitude matters, because memory limits these kernels.
 ELEMENT_FLOPS = {
     "Sigmoid": 10, "Tanh": 10, "Exp": 10, "Log": 10, "Erf": 10, "Gelu": 15, "FastGelu": 15, "BiasGelu": 16,
     "QuickGelu": 12, "HardSigmoid": 3, "HardSwish": 4, "Softmax": 13, "LogSoftmax": 14, "LayerNormalization": 8,
@@ -28,22 +28,22 @@ ELEMENT_FLOPS = {
 MOVE_OPS = VIEW_OPS | {"Transpose", "Concat", "Split", "Slice", "Gather", "Expand", "Cast", "Pad", "ReorderInput",
                        "ReorderOutput", "MemcpyToHost", "MemcpyFromHost", "Shape", "Tile", "DepthToSpace", "SpaceToDepth"}
 TABLE_INPUTS = {"Gather": (0,), "GatherElements": (0,), "GatherND": (0,), "ArrayFeatureExtractor": (0,),
-                "EmbedLayerNormalization": (2, 3, 4)}  # inputs of which a kernel reads as many elements as it gives, at most
-CONTROL_FLOW = {"If", "Loop", "Scan"}  # what they compute, the nodes of their bodies do
+                "EmbedLayerNormalization": (2, 3, 4)}  # inputs of which a kernel reads at most as many elements as it outputs
+CONTROL_FLOW = {"If", "Loop", "Scan"}  # the computation is done by the nodes of their bodies
 RECURRENT_OPS = {"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"}
-# Operations that a step down a decision tree is counted as: it waits for memory. On two cores of an AMD EPYC a step took 2.8 ns
-# (64 rows, 200 trees of a scikit-learn forest).
+# A step down a decision tree counts as this many operations, because it waits for memory. Measured on two cores of an AMD
+# EPYC: 2.8 ns per step (64 rows, 200 trees of a scikit-learn forest).
 STEP_FLOPS = 100
-# For which the CUDA provider calls cuDNN or cuBLAS (its sources: a convolution's execution plan, cublasGemm… and cublasLt…);
+# Operators for which the CUDA provider calls cuDNN or cuBLAS (in its sources: execution plans, cublasGemm… and cublasLt…).
 LIBRARY_OPS = {"Conv", "FusedConv", "NhwcConv", "NhwcFusedConv", "ConvTranspose", "MatMul", "FusedMatMul", "TransposeMatMul",
                "Gemm", "FusedGemm", "Einsum", "Attention", "MultiHeadAttention"}
-LAUNCHED_INPUTS = 32  # of a Concat that a launch itself carries; for more, tables are copied from the host
+LAUNCHED_INPUTS = 32  # a Concat with more inputs copies tables from the host; up to here the launch carries them
 
 
 def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput], outputs: Sequence[Tensor]) -> int:
-    """Floating-point operations of one run, a multiply-add counted as two. Data movement counts none.
+    """Floating-point operations of one run. A multiply-add counts as two, data movement as none.
 
-    A recurrent layer multiplies each step's input and the state before it by all gates' weights, W and R of ONNX's definition:
+    In every step, a recurrent layer multiplies the input and the previous state by the weights of all gates (W and R in ONNX):
     2 · directions · steps · batch · gates · hidden · (input + hidden).
     """
     base = BASE_NAMES.get(op_type, op_type)
@@ -65,7 +65,7 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
         return 2 * math.prod(product)
     if base in ("Attention", "MultiHeadAttention"):
         return _attention_flops(base, first, second)
-    if base in RECURRENT_OPS:  # the cells' own activations, a hundredth of the products, are not counted
+    if base in RECURRENT_OPS:  # without the activations of the cells, about 1 % of the products
         return 2 * math.prod(first.shape[:2]) * sum(tensor.elements for tensor in inputs[1:3])
     if base in ("MaxPool", "AveragePool"):
         return out * math.prod(attributes.get("kernel_shape", [1]))
@@ -79,9 +79,9 @@ def flops(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelIn
 
 
 def bytes_read(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput], outputs: Sequence[Tensor]) -> int:
-    """Bytes of all inputs, each once; none where a tensor is only renamed.
+    """Bytes of all inputs, each counted once; 0 where a tensor is only renamed.
 
-    Of a table, no more than the elements gathered from it. A recurrent layer reads its state's weights (R) again at each step.
+    Of a table, at most the gathered elements count. A recurrent layer reads the weights of its state (R) again in every step.
     """
     if op_type in VIEW_OPS:
         return 0
@@ -97,19 +97,19 @@ def bytes_read(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Ker
 
 
 def bytes_written(op_type: str, outputs: Sequence[Tensor]) -> int:
-    """Bytes of all outputs; none where a tensor is only renamed."""
+    """Bytes of all outputs; 0 where a tensor is only renamed."""
     return 0 if op_type in VIEW_OPS else sum(tensor.bytes for tensor in outputs)
 
 
 def steps(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Tensor]) -> int:
-    """How many steps of a kernel wait for each other: a recurrent layer's sequence length; of all others 1."""
+    """The number of steps that must run one after another: the sequence length of a recurrent layer; 1 for other kernels."""
     if op_type not in RECURRENT_OPS or not inputs:
         return 1
     return _size(inputs[0], 1 if attributes.get("layout") else 0)
 
 
 def tree_steps(attributes: Mapping[str, Any]) -> float:
-    """How many steps a row takes down the trees of an ensemble, were they balanced."""
+    """The number of steps that one row takes down all trees of an ensemble, if the trees are balanced."""
     if "tree_roots" in attributes:  # TreeEnsemble of ai.onnx.ml 5
         trees, nodes = len(attributes["tree_roots"]), 2 * len(attributes.get("nodes_splits", ())) + 1
     else:
@@ -118,17 +118,17 @@ def tree_steps(attributes: Mapping[str, Any]) -> float:
 
 
 def calls_library(kernel: Kernel) -> bool:
-    """Whether the CUDA provider calls cuDNN or cuBLAS for its convolution or product."""
+    """Whether the CUDA provider calls cuDNN or cuBLAS for this kernel."""
     return kernel.op_type in LIBRARY_OPS
 
 
 def is_control_flow(kernel: Kernel) -> bool:
-    """Whether it is a Loop, an If or a Scan, whose body's nodes are the model's."""
+    """Whether it is a Loop, an If or a Scan. The nodes of their bodies are nodes of the model."""
     return kernel.op_type in CONTROL_FLOW and not kernel.domain
 
 
 def recosted(kernel: Kernel) -> Kernel:
-    """A kernel as read from a file, with the costs that are counted today."""
+    """A kernel read from a file, with its costs computed anew."""
     return kernel.model_copy(update={
         "flops": flops(kernel.op_type, kernel.attributes, kernel.inputs, kernel.outputs),
         "bytes_read": bytes_read(kernel.op_type, kernel.attributes, kernel.inputs, kernel.outputs),
@@ -136,11 +136,11 @@ def recosted(kernel: Kernel) -> Kernel:
 
 
 def copied_tables(kernel: Kernel) -> int:
-    """How often a kernel keeps a GPU waiting beyond its first launch.
+    """How many times a kernel makes the GPU wait after its first launch.
 
-    Four times for a Split into unequal parts or a Concat of more inputs than a launch carries, as traced on an H200: ONNX
-    Runtime copies four tables to the GPU. And for each step of a recurrent layer after its first: a step needs the state that
-    the one before it leaves, and so at least one launch of its own (not measured).
+    Four times for a Split into unequal parts, and for a Concat with more inputs than one launch can carry: ONNX Runtime then
+    copies four tables to the GPU (traced on an H200). Once for each step of a recurrent layer after the first: a step needs
+    the state of the step before it, so it needs at least one launch of its own (not measured).
     """
     if kernel.op_type in RECURRENT_OPS:
         return max(steps(kernel.op_type, kernel.attributes, kernel.inputs) - 1, 0)
@@ -149,9 +149,9 @@ def copied_tables(kernel: Kernel) -> int:
 
 
 def einsum_product(attributes: Mapping[str, Any], inputs: Sequence[Tensor]) -> tuple[int, int, int, int] | None:
-    """The products that an Einsum of two tensors amounts to, as (matrices, m, n, k): `matrices` products of m×k by k×n.
+    """The matrix products of an Einsum of two tensors as (matrices, m, n, k): `matrices` products of m×k by k×n.
 
-    None for another number of tensors, and for an equation that leaves its output or some indices open.
+    None for another number of tensors, and for an equation without an explicit output or with an ellipsis.
     """
     terms, arrow, result = str(attributes.get("equation", "")).replace(" ", "").partition("->")
     operands = terms.split(",")
@@ -171,13 +171,13 @@ def einsum_product(attributes: Mapping[str, Any], inputs: Sequence[Tensor]) -> t
 
 
 def _size(tensor: Tensor, axis: int) -> int:
-    """A dimension of a tensor; 1 where it has not that many."""
+    """One dimension of a tensor; 1 if the tensor has fewer dimensions."""
     return tensor.shape[axis] if -len(tensor.shape) <= axis < len(tensor.shape) else 1
 
 
 def _attention_flops(base: str, query: Tensor, second: Tensor) -> int:
-    """Two products over the sequence; ORT's fused Attention, whose second input is a matrix, also projects its input to query,
-    key and value. ONNX's own Attention takes query and key, and may hold its heads as a dimension of their own."""
+    """Two products over the sequence. ORT's fused Attention, whose second input is a matrix, also projects its input to query,
+    key and value. ONNX's own Attention takes query and key as inputs, and its heads may be a separate dimension."""
     *_, sequence, hidden = (1, 1, *query.shape)
     projects = base == "Attention" and len(second.shape) == 2
     other = sequence if projects or not second.present else _size(second, -2 if base == "Attention" else 1)

@@ -1,6 +1,6 @@
 """The kernel records: what `fusion_detector` writes and every later phase reads.
 
-History of the schemas: version 2 says the group of a model, the stem of its file and the runtime.
+History of the schemas: version 2 adds a model's group, the stem of its file, and the runtime.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ INDEX_VERSION = 2
 REMAKE = "python ort_analysis/fusion_detector.py"
 
 
-Count = Annotated[int, Field(ge=0, le=10**30)]  # of elements, operations, bytes: more is damage, and no floating-point number
+Count = Annotated[int, Field(ge=0, le=10**30)]  # of elements, operations or bytes; a larger number is damage, no float
 
 Runs = Annotated[float, Field(ge=0, le=1e100)]  # of a node in a run of the model
 
 
 class Tensor(Frozen):
-    """A tensor's element type (numpy's name) and shape. `dtype` "" stands for an optional input or output left out.
+    """A tensor's element type (numpy's name) and shape. `dtype` "" stands for an omitted optional input or output.
 
-    What is no tensor has its type in words as `dtype`, `sequence(map(int64,float32))`, and neither shape nor size: how much it
-    holds is not known, and the tensors that go in or come out of it are counted where they are read or written.
+    A value that is no tensor has its type as `dtype`, for example `sequence(map(int64,float32))`. It has no shape and no size,
+    because its contents are unknown; tensors that are put into it or taken out of it are counted where that happens.
     """
 
     dtype: str
@@ -42,7 +42,7 @@ class Tensor(Frozen):
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is there, and no sequence, map, optional or sparse tensor."""
+        """Whether it is present and a dense tensor, not a sequence, map, optional or sparse tensor."""
         return self.present and "(" not in self.dtype
 
     @property
@@ -59,8 +59,8 @@ class KernelInput(Tensor):
 
     Attributes:
         constant: the graph holds its value (a weight, or a shape, an axis, a scale, …).
-        values: the value itself, flat, where it is small and decides what the kernel does.
-        value_range: smallest and largest value of a large whole-number constant, such as an index table.
+        values: the flat value of a small constant that decides what the kernel does.
+        value_range: the smallest and largest value of a large integer constant, such as an index table.
     """
 
     constant: bool = False
@@ -69,16 +69,16 @@ class KernelInput(Tensor):
 
 
 class Kernel(Frozen):
-    """One fused operation with its attributes, types and shapes; complete enough to build it as a model of its own.
+    """One fused operation with its attributes, types and shapes: all that is needed to build a model of this kernel alone.
 
     Attributes:
-        id: readable and unique, `<type>_<H>x<W>_<rest>`; the same kernel in two models has one id.
-        type: canonical name of what executes, e.g. `Conv_Add_Relu`; shapes are no part of it.
+        id: readable and unique, `<type>_<H>x<W>_<rest>`. A kernel has the same id in all models.
+        type: the canonical name of the operation, e.g. `Conv_Add_Relu`, without shapes.
         op_type, domain, opset: the ONNX operator.
         attributes: by name; a tensor is `{"dtype", "shape", "values"}`.
-        flops: floating-point operations (a multiply-add is two).
-        bytes_read, bytes_written: of all inputs and outputs, each once; 0 for operations that only rename a tensor.
-        weight_bytes: the part of the inputs that is constant.
+        flops: floating-point operations; a multiply-add counts as two.
+        bytes_read, bytes_written: all inputs and all outputs, each counted once; 0 for operations that only rename a tensor.
+        weight_bytes: the constant part of the inputs.
     """
 
     id: FileName
@@ -96,22 +96,22 @@ class Kernel(Frozen):
 
     @property
     def moves_data(self) -> bool:
-        """Whether it reads or writes anything; what does not only renames a tensor, and takes next to no time."""
+        """Whether it reads or writes memory. A kernel that does not only renames a tensor and takes almost no time."""
         return self.bytes_read + self.bytes_written > 0
 
     @property
     def subgraphs(self) -> tuple[str, ...]:
-        """The attributes that hold a graph, of which the record keeps only a hash: those of If, Loop and Scan."""
+        """The attributes that hold a graph (of If, Loop and Scan). The record keeps only a hash of them."""
         return tuple(key for key, value in sorted(self.attributes.items()) if isinstance(value, dict) and "graph" in value)
 
     @property
     def activations(self) -> tuple[KernelInput, ...]:
-        """The inputs that change from run to run."""
+        """The inputs that are not constant."""
         return tuple(tensor for tensor in self.inputs if tensor.present and not tensor.constant)
 
     @property
     def dtype(self) -> str:
-        """The element type that the kernel computes in: that of its first floating input, else of its first input."""
+        """The element type of the computation: that of the first floating-point input, else of the first input."""
         first = ""
         for tensor in (*self.inputs, *self.outputs):
             if "float" in tensor.dtype:
@@ -133,11 +133,12 @@ class Node(Frozen):
     Attributes:
         name: unique in the graph; ORT's profile uses it.
         provider: the execution provider that ORT assigned, `cpu` or `cuda`.
-        inputs, outputs: tensor names; "" where an optional one is left out.
-        origins: the original nodes that this one stands for (several nodes may share them, where ORT split a fusion).
-        runs: how often it runs in a run of the model: more than once in the body of a Loop or Scan. A node that holds such a
-            body counts as often as the body runs.
-        inside: the name of the node in whose body it stands; "" in the main graph. What a body makes is called
+        inputs, outputs: tensor names; "" for an omitted optional one.
+        origins: the nodes of the exported model that were fused into this one. Where ORT split a fusion, several nodes share
+            them.
+        runs: how many times it runs in one run of the model. In the body of a Loop or Scan this may be more than one; the node
+            that holds the body has the same number.
+        inside: the name of the node whose body contains this one; "" in the main graph. Tensors made in a body are named
             `<node>/<tensor>`.
     """
 
@@ -147,16 +148,16 @@ class Node(Frozen):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     origins: tuple[Origin, ...] = ()
-    runs: Runs = Field(1.0, exclude_if=lambda runs: runs == 1.0)  # as most are: files stay as small as they were
+    runs: Runs = Field(1.0, exclude_if=lambda runs: runs == 1.0)  # omitted where it is 1, as it mostly is: files stay small
     inside: str = Field("", exclude_if=lambda inside: not inside)
 
 
 class GuessedRuns(Frozen):
-    """How far the number of runs of a body is a guess.
+    """The uncertain number of runs of a body.
 
     Attributes:
-        taken: the number of trips, or the branch, `then` or `else`, that was taken.
-        low, high: between which multiples of them its nodes run.
+        taken: the assumed number of trips, or the assumed branch, `then` or `else`.
+        low, high: the smallest and largest number of runs, as multiples of the assumed one.
     """
 
     taken: str
@@ -169,21 +170,22 @@ class ModelRecord(Frozen):
 
     Attributes:
         model: the file's stem, with the sizes of dynamic dimensions: `resnet18@batch=16,height=224,width=224`.
-        file_stem: of the model file.
-        group: names the models that are variants of this one and are held out together, such as `resnet`; the file's stem where
-            nothing is known of any. Never holds "|", which separates groups in tables.
-        sha256: of the model file (of the serialised model where there was no file).
+        file_stem: the name of the model file without its suffix.
+        group: the name of the models that are variants of each other and are held out together, e.g. `resnet`. A model
+            without known variants is its own group, named after its file. Contains no "|", which separates groups in tables.
+        sha256: the hash of the model file, or of the serialised model where there was no file.
         dims: the sizes given to dynamic dimensions.
-        derived: the flavour's provider was not there: the graph comes from another provider with the same optimisers.
-        static: the sizes in `dims` were fixed before ONNX Runtime optimised the model (or all are fixed in the file); else this
-            is the graph of a session that takes any sizes, with the computation of its shapes.
-        assumed: shapes of tensors, by name, that depend on data and were taken to be the largest that ONNX allows.
-        guessed: by node name, how far the number of runs of the body that a node holds is a guess.
+        derived: whether the flavour's device is not on this machine. The graph then comes from ORT's CPU provider, which ran
+            the same optimisers.
+        static: whether the sizes in `dims` were fixed before ONNX Runtime optimised the model, or all sizes are fixed in the
+            file. Otherwise this is the graph of a session that takes any sizes, so it contains the computation of shapes.
+        assumed: shapes of tensors, by name, that depend on data. The largest shape that ONNX allows was assumed.
+        guessed: the nodes, by name, whose body runs an uncertain number of times.
         inputs, outputs: of the graph, by tensor name.
-        weights: bytes of constants of the optimised graph.
+        weight_bytes: bytes of constants of the optimised graph.
         opsets: the model's operator-set imports.
         kernels: by id.
-        nodes: in execution order; those of a body follow the node that holds it.
+        nodes: in execution order; the nodes of a body follow the node that holds it.
     """
 
     version: int = RECORD_VERSION
@@ -217,28 +219,28 @@ class ModelRecord(Frozen):
 
     @property
     def dims_run(self) -> dict[str, int]:
-        """The sizes with which a run does what the record tells of: `dims`, and the branches that were taken by default."""
+        """The sizes for a run that does what the record describes: `dims`, and the branches that were assumed."""
         return {f"{node}.{guess.taken}": 1 for node, guess in self.guessed.items() if not guess.taken.isdigit()} | self.dims
 
     @property
     def batch(self) -> int | None:
-        """The first dimension of the first input, where it has one."""
+        """The first dimension of the first input; None for a scalar or where there is no input."""
         first = next(iter(self.inputs.values()), None)
         return first.shape[0] if first and first.shape else None
 
 
 class IndexEntry(Frozen):
-    """A kernel of the index: itself, and the models (by record name) that hold it."""
+    """A kernel of the index, and the record names of the models that contain it."""
 
     kernel: Kernel
     models: tuple[FileName, ...]
 
 
 class KernelIndex(Frozen):
-    """All kernels of one flavour's records: by type, then by id, with every shape seen.
+    """All kernels in the records of one flavour, by type and then by id.
 
     Attributes:
-        groups: of every model, by record name.
+        groups: the group of every model, by record name.
     """
 
     version: int = INDEX_VERSION
@@ -257,7 +259,7 @@ class KernelIndex(Frozen):
         return self
 
     def groups_of(self, entry: IndexEntry) -> tuple[str, ...]:
-        """The groups of the models that hold a kernel, sorted."""
+        """The groups of the models that contain a kernel, sorted."""
         return tuple(sorted({self.groups[model] for model in entry.models}))
 
     def entries(self) -> list[IndexEntry]:
@@ -268,9 +270,9 @@ class KernelIndex(Frozen):
 
 
 def record_name(stem: str, dims: dict[str, int], static: bool = True) -> str:
-    """A model's name with the sizes given to its dynamic dimensions, fit for a file's name: `resnet18@batch=16`.
+    """A model's name with the sizes given to its dynamic dimensions, usable as a file name: `resnet18@batch=16`.
 
-    Where they were not fixed before it was optimised, `resnet18@batch=16,dynamic`: another graph, with other latencies.
+    Where the sizes were not fixed before the optimisation, `resnet18@batch=16,dynamic`: another graph, with other latencies.
     """
     if not dims:
         return as_file_name(stem)
@@ -279,5 +281,5 @@ def record_name(stem: str, dims: dict[str, int], static: bool = True) -> str:
 
 
 def zeros(shape: tuple[int, ...], name: str) -> np.ndarray:
-    """A tensor of `dtype` `name` that is all zeros, or empty words."""
+    """A tensor of element type `name` filled with zeros, or with empty strings."""
     return np.full(shape, "", object) if name == "string" else np.zeros(shape, numpy_dtype(name))

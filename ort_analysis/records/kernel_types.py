@@ -13,16 +13,16 @@ from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
 from ort_analysis.records.operator_versions import canonical
 from utils.safe_names import as_file_name
 
-SUM_INPUT = {"Conv": 3}  # the input that a fused Conv adds to its result (Z of FusedConv, Sum of the NCHWc Conv)
+SUM_INPUT = {"Conv": 3}  # the input that a fused Conv adds to its result: Z of FusedConv, Sum of the NCHWc Conv
 
-# Values that mean the same as leaving the attribute out.
+# Default values: the same kernel as without the attribute.
 NEUTRAL = {"auto_pad": "NOTSET", "group": 1, "ceil_mode": 0, "storage_order": 0, "count_include_pad": 0}
 
 TYPE_LIMIT = 3  # inputs spelled out in an id
 
 
 def kernel_type(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[KernelInput]) -> str:
-    """The canonical name of what executes: operator, then an absorbed addition, then an absorbed activation."""
+    """The canonical name of an operation: the operator, then a fused addition, then a fused activation."""
     parts = [BASE_NAMES.get(op_type, op_type)]
     position = SUM_INPUT.get(parts[0])
     if position is not None and len(inputs) > position and inputs[position].present:
@@ -33,7 +33,7 @@ def kernel_type(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Ke
 
 
 def normalize(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes without those that hold a neutral value, so that one kernel has one description."""
+    """The attributes without default values, so that every kernel has exactly one description."""
     kept = {}
     for name, value in attributes.items():
         if name in NEUTRAL and value == NEUTRAL[name]:
@@ -43,20 +43,20 @@ def normalize(attributes: Mapping[str, Any]) -> dict[str, Any]:
         if name == "pads" and not any(value):
             continue
         kept[name] = value
-    if "kernel_shape" in kept:  # ids and features name the strides, so their default is spelled out
+    if "kernel_shape" in kept:  # ids and features use the strides, so the default is written out
         kept.setdefault("strides", [1] * len(kept["kernel_shape"]))
     return kept
 
 
 def spatial(inputs: Sequence[Tensor]) -> tuple[int, int]:
-    """Height and width that name a kernel: the last two dimensions of its first input (1 where it has fewer)."""
+    """Height and width for a kernel's id: the last two dimensions of its first input; 1 for a missing one."""
     shape = next((tensor.shape for tensor in inputs if tensor.present), ())
     return tuple((1, 1, *shape)[-2:])  # type: ignore[return-value]
 
 
 def kernel_id(type_name: str, op_type: str, domain: str, opset: int, attributes: Mapping[str, Any],
               inputs: Sequence[KernelInput], outputs: Sequence[Tensor]) -> str:
-    """`<type>_<H>x<W>_<input shapes>_<kernel, stride, group>_<dtype>_<hash>`: readable first, unique by the hash."""
+    """`<type>_<H>x<W>_<input shapes>_<kernel, stride, group>_<dtype>_<hash>`: readable, and unique by its hash."""
     height, width = spatial(inputs)
     shapes = ["x".join(map(str, tensor.shape)) or "scalar" for tensor in inputs if tensor.present]
     text = "-".join(shapes[:TYPE_LIMIT]) + (f"-and{len(shapes) - TYPE_LIMIT}" if len(shapes) > TYPE_LIMIT else "")
@@ -77,12 +77,13 @@ def kernel_id(type_name: str, op_type: str, domain: str, opset: int, attributes:
 
 def describe_kernel(op_type: str, domain: str, opset: int, attributes: Mapping[str, Any], inputs: Sequence[KernelInput],
                     outputs: Sequence[Tensor]) -> Kernel:
-    """The kernel of one node: named, with its operations and bytes counted.
+    """The kernel of one node, with its id, operations and bytes.
 
-    It is described as of one operator set, whatever the model's, where the operator means the same (see `operator_versions`).
+    Whatever the model's operator set, the kernel is described in one common operator set if the operator means the same there
+    (see `operator_versions`).
     """
     if BASE_NAMES.get(op_type, op_type) == "Conv":
-        attributes = {"kernel_shape": list(inputs[1].shape[2:]), **attributes}  # a model may leave it to the weights
+        attributes = {"kernel_shape": list(inputs[1].shape[2:]), **attributes}  # may be omitted: the weights say it
     opset, attributes, inputs = canonical(op_type, domain, opset, attributes, inputs, outputs)
     kept = normalize(attributes)
     name = kernel_type(op_type, kept, inputs)

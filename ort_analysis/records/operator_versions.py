@@ -1,9 +1,9 @@
-"""One description of an operator for all operator sets in which it means the same, so that a kernel has one id in all of them.
+"""Describes an operator the same way for all operator sets in which it means the same, so that its kernels have one id in all.
 
-A model's operator set says how its nodes are read, and mostly nothing changes from one to the next: types are added, or an
-optional attribute or input. A node that uses none of these is described as of REFERENCE, the operator set of the models that
-the shipped dataset was measured with; an operator that is younger, as of its first version. Where an attribute became an input,
-the input is described.
+The operator set of a model defines how its nodes are read. From one set to the next, mostly nothing changes: new element types,
+or a new optional attribute or input. A node that uses none of these is described in operator set REFERENCE, that of the models
+in the shipped dataset. An operator that is newer is described in its first version. Where an attribute became an input, the
+description has the input.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ if TYPE_CHECKING:
     from onnx.defs import OpSchema
 
 REFERENCE = 20
-# Versions that gave a node another meaning by words alone, from ONNX's changelog: scale and bias by channel, not by group;
-# half a pixel's shift; one axis, not all from `axis` on; other names of modes; an axis counted otherwise; sizes rounded up.
+# Versions in which the meaning of an operator changed although its attributes and inputs did not (from ONNX's changelog): scale
+# and bias per channel, not per group; a shift by half a pixel; one axis, not all from `axis` on; other names of modes; another
+# way to count an axis; sizes rounded up.
 REWORDED = {"GroupNormalization": (21,), "RoiAlign": (16,), "Softmax": (13,), "LogSoftmax": (13,), "Hardmax": (13,),
             "GridSample": (20,), "DFT": (20,), "Resize": (11, 13, 18, 19), "LpPool": (18,), "Upsample": (9, 10)}
-REWORDED_CEILING = {"AveragePool": (19,)}  # … for sizes that are rounded up (ceil_mode) alone
+REWORDED_CEILING = {"AveragePool": (19,)}  # only for sizes that are rounded up (ceil_mode)
 AXES = (13, "axes")
-INPUT_SINCE = {  # the version since which an attribute is the second input
+INPUT_SINCE = {  # since this version, the attribute is the second input
     "Squeeze": AXES, "Unsqueeze": AXES, "ReduceSum": AXES, "Split": (13, "split"),
     **{f"Reduce{kind}": (18, "axes")
        for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")}}
-CLIP_BY_INPUTS = 11  # the version since which Clip's bounds are inputs
-CLIP_BOUNDS = (("min", -3.4028234663852886e38), ("max", 3.4028234663852886e38))  # its attributes before, and their defaults
-SPLIT_COUNTED = 18  # the version since which a Split into equal parts says their number
+CLIP_BY_INPUTS = 11  # since this version, Clip's bounds are inputs
+CLIP_BOUNDS = (("min", -3.4028234663852886e38), ("max", 3.4028234663852886e38))  # older: attributes with these defaults
+SPLIT_COUNTED = 18  # since this version, a Split has the number of equal parts
 
 
 def canonical(op_type: str, domain: str, opset: int, attributes: Mapping[str, Any], inputs: Sequence[KernelInput],
               outputs: Sequence[Tensor]) -> tuple[int, dict[str, Any], list[KernelInput]]:
-    """The operator set, attributes and inputs that describe a node, the same for all models in which it means the same.
+    """The operator set, attributes and inputs that describe a node: the same in all models where the node means the same.
 
     Args:
-        op_type, domain, opset: as the model has them.
-        attributes: of the node, defaults among them (ORT writes them out).
+        op_type, domain, opset: as in the model.
+        attributes: of the node, with defaults, since ORT writes them out.
         inputs, outputs: of the node.
     """
     old = list(inputs)
@@ -66,7 +67,7 @@ def canonical(op_type: str, domain: str, opset: int, attributes: Mapping[str, An
 
 @functools.cache
 def _schema(op_type: str, opset: int) -> OpSchema | None:
-    """What ONNX defines an operator to be in an operator set; None where it has none of the name."""
+    """ONNX's definition of an operator in an operator set; None where there is no such operator."""
     try:
         return onnx.defs.get_schema(op_type, opset, "")
     except onnx.defs.SchemaError:
@@ -75,13 +76,13 @@ def _schema(op_type: str, opset: int) -> OpSchema | None:
 
 @functools.cache
 def _first_version(op_type: str) -> int:
-    """The first operator set that has an operator of this name."""
+    """The first operator set with an operator of this name."""
     return min(schema.since_version for schema in onnx.defs.get_all_schemas_with_history()
                if schema.name == op_type and not schema.domain)
 
 
 def _default(schema: OpSchema, name: str) -> Any:
-    """The value of an attribute that a node leaves out, as plain data; None where there is none."""
+    """The default value of an attribute as plain data; None where there is none."""
     value = schema.attributes[name].default_value
     if not value.type:
         return None
@@ -90,14 +91,14 @@ def _default(schema: OpSchema, name: str) -> Any:
 
 
 def _reworded(op_type: str, one: int, other: int, attributes: Mapping[str, Any]) -> bool:
-    """Whether between two versions an operator's words changed what such a node does."""
+    """Whether the meaning of such a node changed between two versions (see REWORDED)."""
     versions = REWORDED.get(op_type, ()) + (REWORDED_CEILING.get(op_type, ()) if attributes.get("ceil_mode") else ())
     return any(min(one, other) < version <= max(one, other) for version in versions)
 
 
 def _inputs_for_attributes(op_type: str, version: int, reference: int, attributes: Mapping[str, Any], inputs: list[KernelInput],
                            outputs: Sequence[Tensor]) -> tuple[dict[str, Any], list[KernelInput]]:
-    """Attributes and inputs of a node of an old version as a newer one has them."""
+    """The attributes and inputs of a node, translated from an old version to a newer one."""
     kept, given = dict(attributes), list(inputs)
     since, name = INPUT_SINCE.get(op_type, (0, ""))
     if version < since <= reference and kept.get(name) is not None:
@@ -116,14 +117,14 @@ def _inputs_for_attributes(op_type: str, version: int, reference: int, attribute
 
 
 def _takes(schema: OpSchema, inputs: Sequence[KernelInput]) -> bool:
-    """Whether an operator takes so many inputs of such types."""
+    """Whether an operator takes inputs of this number and these types."""
     if len(inputs) > schema.max_input:
         return False
-    places = [min(place, len(schema.inputs) - 1) for place in range(len(inputs))]  # the last one may stand for many
+    places = [min(place, len(schema.inputs) - 1) for place in range(len(inputs))]  # the last one may be variadic
     return all(not tensor.is_tensor or f"tensor({_onnx_name(tensor.dtype)})" in schema.inputs[place].types
                for place, tensor in zip(places, inputs, strict=True))
 
 
 def _onnx_name(dtype: str) -> str:
-    """An element type as ONNX's schemas spell it."""
+    """The name of an element type in ONNX's schemas."""
     return {"float32": "float", "float64": "double"}.get(dtype, dtype)

@@ -1,4 +1,4 @@
-"""Where records lie, and how they are read."""
+"""Where kernel records lie, and how they are read."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from utils.paths import Workspace
 
 
 def record_path(workspace: Workspace, flavour: Flavour, model: str) -> Path:
-    """Where the record of `model` (its name with dims) lies."""
+    """The path of a model's record; `model` is its name with sizes."""
     return workspace.kernel_records / flavour.name / f"{model}.json"
 
 
 def index_path(workspace: Workspace, flavour: Flavour) -> Path:
-    """Where the index of a flavour lies."""
+    """The path of a flavour's index."""
     return workspace.kernel_records / flavour.name / "index.json"
 
 
 def read_model_record(path: Path) -> ModelRecord:
-    """A model's record, its costs counted anew; `UserError` where it is missing, damaged or of another version."""
+    """A model's record, with its costs computed anew; `UserError` where it is missing, damaged or of another version."""
     record = files.read_record(path, ModelRecord, RECORD_VERSION, REMAKE)
     return record.model_copy(update={"kernels": {name: recosted(kernel) for name, kernel in record.kernels.items()}})
 

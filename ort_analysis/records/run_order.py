@@ -1,4 +1,4 @@
-"""In which order the nodes of a record run, those of bodies as often as they do."""
+"""The order in which the nodes of a record run. The nodes of a body appear once per trip."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ort_analysis.graph.bodies import BRANCHES
 from ort_analysis.records.kernel_record import ModelRecord
 
 TOLERANCE = 1e-6  # of sums
-MOST_RUNS = 10_000  # of nodes in one order: longer loops are cut short, and what is left out is extrapolated
+MOST_RUNS = 10_000  # of nodes in one order: longer loops are cut short, and the omitted trips are extrapolated
 
 
 def holds_bodies(record: ModelRecord) -> bool:
-    """Whether a record holds nodes of bodies."""
+    """Whether a record contains nodes of bodies."""
     return any(node.inside for node in record.nodes)
 
 
 def _children(record: ModelRecord) -> Mapping[str, list[int]]:
-    """The places of nodes by the name of the node in whose body they stand."""
+    """The positions of nodes, by the name of the node whose body contains them."""
     found: dict[str, list[int]] = defaultdict(list)
     for place, node in enumerate(record.nodes):
         found[node.inside].append(place)
@@ -27,17 +27,17 @@ def _children(record: ModelRecord) -> Mapping[str, list[int]]:
 
 
 def _body_runs(record: ModelRecord, places: Sequence[int]) -> float:
-    """How often a body with its nodes at such places runs; a node in it that holds a body itself counts that one's trips."""
+    """The number of runs of a body, given the positions of its nodes. A node in it that holds a body has that body's number."""
     return min((record.nodes[place].runs for place in places if record.nodes[place].runs), default=0.0)
 
 
 def run_order(record: ModelRecord, cut: int = 1) -> list[int]:
-    """The place in `record.nodes` of each node that runs, in order; in each trip of a body its nodes, then the node that holds
-    it, which looks whether there is another trip.
+    """The positions in `record.nodes` of the nodes that run, in order. Each trip of a body gives its nodes, and then the node
+    that holds it, which checks for another trip.
 
     Args:
-        record: the model's.
-        cut: bodies run this many times less, but once.
+        record: of the model.
+        cut: divides the number of trips of every body; at least one trip stays.
     """
     if not holds_bodies(record):
         return list(range(len(record.nodes)))
@@ -59,7 +59,7 @@ def run_order(record: ModelRecord, cut: int = 1) -> list[int]:
 
 
 def runs_in_order(record: ModelRecord, cut: int = 1) -> int:
-    """How many nodes `run_order` gives, without making it."""
+    """The length of `run_order`, without building it."""
     children = _children(record)
 
     def count(places: list[int], outer_runs: float) -> int:
@@ -77,8 +77,8 @@ def runs_in_order(record: ModelRecord, cut: int = 1) -> int:
 
 
 def shortest_cut(record: ModelRecord) -> int:
-    """By how much bodies must be cut short for an order of at most MOST_RUNS nodes, or of as few as there are; 1 for a record
-    without bodies."""
+    """The smallest `cut` that gives an order of at most MOST_RUNS nodes, or else the shortest order; 1 for a record without
+    bodies."""
     cut = 1
     if holds_bodies(record):
         while (runs := runs_in_order(record, cut)) > MOST_RUNS and runs > runs_in_order(record, 2 * cut):
@@ -87,7 +87,7 @@ def shortest_cut(record: ModelRecord) -> int:
 
 
 def _costs(record: ModelRecord) -> dict[str, float]:
-    """What nodes do, with what the bodies do that they hold, by name: operations and bytes, and one that it is a node."""
+    """The costs of nodes by name, bodies included: operations plus bytes plus 1 per node."""
     found: dict[str, float] = {}
     for node in reversed(record.nodes):  # a node comes before its body
         kernel = record.kernel_of(node)
@@ -98,10 +98,10 @@ def _costs(record: ModelRecord) -> dict[str, float]:
 
 
 def at_guess(record: ModelRecord, end: Literal["low", "high"]) -> ModelRecord:
-    """A record in which every body whose number of runs is a guess runs as rarely, or as often, as it may. Of a branch that
-    may be the cheaper one no more of its nodes are left than that one costs."""
-    factor = {"": 1.0}  # of bodies by the node that holds them; a node comes before its body
-    left: dict[str, float] = {}  # what the nodes of a branch that run may cost
+    """The record with every uncertain number of runs at its lowest or its highest. Where the other branch of an If may be
+    cheaper, only as many nodes of this branch stay as the other one costs."""
+    factor = {"": 1.0}  # of bodies, by the node that holds them; a node comes before its body
+    left: dict[str, float] = {}  # costs that the nodes of a branch may still use up
     costs = _costs(record) if record.guessed else {}
     nodes = []
     for node in record.nodes:
