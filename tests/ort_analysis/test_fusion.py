@@ -282,7 +282,7 @@ def test_a_record_read_back_and_one_of_another_version(workspace: Workspace) -> 
     path.parent.mkdir(parents=True)
     path.write_text(record.model_dump_json())
     assert read_model_record(path) == record
-    path.write_text(record.model_dump_json().replace('"version":1', '"version":99', 1))
+    path.write_text(record.model_dump_json().replace('"version":2', '"version":99', 1))
     with pytest.raises(UserError, match=r"version 99, .*python ort_analysis/fusion_detector\.py"):
         read_model_record(path)
     with pytest.raises(UserError, match="no kernel records of flavour"):
