@@ -1,8 +1,7 @@
-"""Phase 2.2: which original nodes ORT fused into each node it runs, and every kernel of the model as a record.
+"""Phase 2.2: finds the original nodes that ORT fused into each node, and describes every kernel of a model in a record.
 
-Reads ONNX files (by default all in model_zoo/models). Writes one record a model to
-ort_analysis/ort_kernel_record/<flavour>/<model>.json, and index.json beside them: every kernel of all models by type,
-with every shape seen.
+Reads ONNX files, by default all in model_zoo/models. Writes one record per model to
+ort_analysis/ort_kernel_record/<flavour>/<model>.json, and index.json next to them with every kernel of all models by type.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ python ort_analysis/fusion_detector.py --model model.onnx --device cuda --json
 
 
 def summary(record: ModelRecord) -> dict[str, Any]:
-    """A record in one row: nodes, unique kernels, GFLOP, weights, and how often each type stands in it."""
+    """One row for a record: the numbers of nodes and of different kernels, GFLOP, weights, and nodes per type."""
     counts = Counter(record.kernel_of(node).type for node in record.nodes)
     return {
         "model": record.model, "flavour": record.flavour.name, "nodes": len(record.nodes), "kernels": len(record.kernels),
@@ -48,7 +47,7 @@ def summary(record: ModelRecord) -> dict[str, Any]:
 
 
 def fusion_rows(record: ModelRecord) -> list[dict[str, Any]]:
-    """One row a node: its kernel type, id, and the original nodes in it."""
+    """One row per node: its kernel type and id, and the original nodes in it."""
     return [{"node": node.name, "type": record.kernel_of(node).type, "kernel": node.kernel_id,
              "origins": " + ".join(f"{o.op_type}({o.name})" for o in node.origins) or "(inserted by ORT)"}
             for node in record.nodes]
@@ -56,7 +55,7 @@ def fusion_rows(record: ModelRecord) -> list[dict[str, Any]]:
 
 def write_record(workspace: Workspace, path: Path, device: str, dims: dict[str, int], static: bool,
                  group: str = "") -> ModelRecord | UserError:
-    """Analyses one model and writes its record; what is wrong with the model comes back."""
+    """Analyses one model and writes its record. An error in the model is returned, not raised."""
     try:
         record = analyze(path, device, dims, static=static, group=group)
     except UserError as error:
@@ -67,8 +66,8 @@ def write_record(workspace: Workspace, path: Path, device: str, dims: dict[str, 
 
 def write_records(workspace: Workspace, work: Sequence[tuple[Path, dict[str, int]]], device: str,
                   jobs: int, static: bool = False, group: str = "") -> list[ModelRecord | UserError]:
-    """`write_record` for models and sizes of their dynamic dimensions, `jobs` at a time, in the order of `work`. Of several,
-    one that takes ONNX Runtime down costs only itself."""
+    """`write_record` for pairs of a model and its sizes, `jobs` at a time; the results are in the order of `work`. If one of
+    several models crashes ONNX Runtime, only that one fails."""
     if len(work) == 1:
         return [_write_one(workspace, device, static, group, one) for one in work]
     return each_in_a_process(partial(_write_one, workspace, device, static, group), work, jobs, _crashed, "analysing")

@@ -1,4 +1,4 @@
-"""A model's record from its parsed graph."""
+"""Makes the record of a model from its parsed graph."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 SIZE_INPUTS = {"Slice": (1, 2, 3, 4), "Range": (0, 1, 2), "ConstantOfShape": (0,), "Tile": (1,), "Pad": (1, 3),
                "Resize": (2, 3), "Upsample": (1,), "Split": (1,), "Squeeze": (1,), "Unsqueeze": (1,), "TopK": (1,),
-               "OneHot": (1,), "CenterCropPad": (1,)}  # of Reshape and Expand the outputs tell
+               "OneHot": (1,), "CenterCropPad": (1,)}  # Reshape and Expand: the output's shape has it
 
 
 def _with_value(graph: ParsedGraph, node: ParsedNode, place: int, name: str) -> KernelInput:
-    """A node's input; with its value where that sets the output's size and the graph computes it from shapes."""
+    """An input of a node; with its value if that decides the output's size and the graph computes it from shapes."""
     tensor = graph.tensors[name]
     if tensor.constant or place not in SIZE_INPUTS.get(node.op_type, ()):
         return tensor
@@ -44,7 +44,7 @@ def _with_value(graph: ParsedGraph, node: ParsedNode, place: int, name: str) -> 
 
 
 def kernel_of(graph: ParsedGraph, node: ParsedNode) -> Kernel:
-    """The kernel of a node of the optimised graph."""
+    """The kernel that a node of the optimised graph runs."""
     inputs = [_with_value(graph, node, place, name) for place, name in enumerate(node.inputs)]
     while inputs and not inputs[-1].present:
         inputs.pop()
@@ -54,7 +54,12 @@ def kernel_of(graph: ParsedGraph, node: ParsedNode) -> Kernel:
 
 
 def record_of(graph: ParsedGraph, group: str = "") -> ModelRecord:
-    """The record of a parsed model, which is of `group`; by default of the one that its file names, else of one of its own."""
+    """The record of a parsed model.
+
+    Args:
+        graph: of the model.
+        group: of the model; by default the one that its file names, else the model is its own group.
+    """
     stem = as_file_name(graph.source.name)
     origins_of = origins_by_node(graph)
     kernels = [kernel_of(graph, node) for node in graph.nodes]
@@ -89,7 +94,7 @@ def analyze(model: Path | onnx.ModelProto, device: str = "auto", dims: Mapping[s
 
 
 def build_index(flavour: Flavour, records: list[ModelRecord]) -> KernelIndex:
-    """All kernels of `records` by type, with the models that hold each."""
+    """All kernels of `records` by type, with the models that contain each."""
     models: dict[str, list[str]] = defaultdict(list)
     kernels: dict[str, Kernel] = {}
     for record in records:
@@ -103,7 +108,7 @@ def build_index(flavour: Flavour, records: list[ModelRecord]) -> KernelIndex:
 
 
 def update_index(workspace: Workspace, flavour: Flavour) -> KernelIndex:
-    """Writes the index of a flavour from all its records."""
+    """Writes the index of a flavour, made of all its records."""
     folder = workspace.kernel_records / flavour.name
     records = [read_model_record(path) for path in sorted(folder.glob("*.json")) if path.name != "index.json"]
     index = build_index(flavour, records)

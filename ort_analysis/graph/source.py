@@ -1,4 +1,4 @@
-"""An ONNX model as it was given, with the sizes of its open dimensions."""
+"""An ONNX model as the user gives it, with sizes for its dynamic dimensions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,21 @@ from utils.ort_sessions import model_errors
 from utils.safe_names import as_file_name
 
 log = get_logger("parser")
-OWN_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime makes from others
+OWN_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime derives from other names
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model as given: its graph with large weights left out, what ORT is to load, and the group that its file names ("" where
-    it names none)."""
+    """A model as the user gave it.
+
+    Attributes:
+        name: the file's stem, or the name given for a model in memory.
+        group: the group that the file names; "" where it names none.
+        graph_only: the graph, without external weights.
+        loadable: the file or the serialised model that ORT loads.
+        sha256: the hash of the file, or of the serialised model.
+        dims: the sizes of its dynamic dimensions.
+    """
 
     name: str
     group: str
@@ -41,13 +49,13 @@ class Source:
 
     @property
     def steering(self) -> dict[str, Any]:
-        """Values of its inputs that say how often a Loop runs, or which branch of an If, and words that it knows; see
-        `steering_inputs`."""
+        """Values for inputs that decide how often a Loop runs or which branch of an If, and strings that the model knows (see
+        `steering_inputs`)."""
         return steering_inputs(self.graph_only.graph, self.dims)
 
     @property
     def batch(self) -> int | None:
-        """The first dimension of the first input, where it has one."""
+        """The first dimension of the first input; None where there is none."""
         constants = {tensor.name for tensor in self.graph_only.graph.initializer}
         first = next((value for value in self.graph_only.graph.input if value.name not in constants), None)
         shape = first.type.tensor_type.shape.dim if first else ()
@@ -55,9 +63,9 @@ class Source:
 
 
 def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
-    """The dynamic dimensions of the graph's inputs by name, each with the places it stands in.
+    """The dynamic dimensions of the graph's inputs by name, each with the places where it occurs.
 
-    A dimension without a name gets one: `<input>.<axis>` is written into `proto`.
+    Writes a name into `proto` for every dimension that has none: `<input>.<axis>`.
     """
     found: dict[str, list[str]] = {}
     constants = {tensor.name for tensor in proto.graph.initializer}
@@ -74,7 +82,7 @@ def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
 
 
 def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
-    """Every combination of those of `dims` that are dynamic in the file `model`; at least one, which may be empty.
+    """All combinations of sizes, of those `dims` that are dynamic in the file `model`. At least one; it may be empty.
 
     Raises:
         UserError: it can't be read.
@@ -88,9 +96,12 @@ def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, 
 
 
 def _sizes_by_data(proto: onnx.ModelProto, names: Iterable[str]) -> set[str]:
-    """Those of some names that may stand for a size within the graph: a name that it gives it, `<tensor>.<axis>`, the boxes
-    that NonMaxSuppression selects, or trips and branches of graphs that nodes hold. What ORT takes out of a branch or a
-    function, it calls by other names, which end in the model's own."""
+    """Those of `names` that may be a size inside the graph.
+
+    Such a size has a name in the graph or is called `<tensor>.<axis>`; or it is the number of boxes that NonMaxSuppression
+    selects, the trips of a Loop, or a branch of an If. Tensors that ORT moves out of a branch or a function get longer names,
+    which end in the model's own.
+    """
     graph = proto.graph
     named = {dim.dim_param for value in (*graph.output, *graph.value_info) for dim in value.type.tensor_type.shape.dim}
     named |= body_sizes(graph)
@@ -106,13 +117,13 @@ def _sizes_by_data(proto: onnx.ModelProto, names: Iterable[str]) -> set[str]:
 
 
 def tensor_of_size(name: str) -> str:
-    """The tensor that a size named `<tensor>.<axis>` is of; "" where the name is not such a one."""
+    """The tensor in a name of the form `<tensor>.<axis>`; "" for another name."""
     tensor, _, axis = name.rpartition(".")
     return tensor if axis.isdigit() else ""
 
 
 def default_dims(proto: onnx.ModelProto) -> dict[str, int]:
-    """The sizes that the exporter stamped into a dynamic model for use where the user gives none; else nothing."""
+    """The default sizes that the exporter wrote into a dynamic model; empty where there are none."""
     for prop in proto.metadata_props:
         if prop.key == DEFAULT_DIMS_KEY:
             return {str(name): int(size) for name, size in json.loads(prop.value).items()}
@@ -120,14 +131,14 @@ def default_dims(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 def group_in(proto: onnx.ModelProto) -> str:
-    """The group that an exporter stamped into a model; "" where there is none. Of older files, the torchvision exporter stamped
-    the name of the model alone."""
+    """The group that an exporter wrote into a model; "" where there is none. Older files of the torchvision exporter have only
+    the model's name."""
     found = {prop.key: prop.value for prop in proto.metadata_props}
     return found.get(GROUP_KEY) or (group_of(found["hase.model"]) if "hase.model" in found else "")
 
 
 def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> Source:
-    """A model made ready: readable, not empty, every dynamic dimension given a size.
+    """Reads a model and checks it: it has nodes, and every dynamic dimension has a size.
 
     Raises:
         UserError: no such file, no ONNX, no nodes, weights missing, an unknown dimension, or one left open.
