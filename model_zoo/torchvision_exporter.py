@@ -3,12 +3,12 @@
 For every model × dtype × batch size × image size of the config it writes, to model_zoo/models/:
   <model>_<dtype>_b<batch>_<H>x<W>.onnx                    the model as torch exports it
   <model>_<dtype>_b<batch>_<H>x<W>.<flavour>.ort.onnx      the graph that ONNX Runtime makes of it (ORT_ENABLE_ALL)
-and, once a model and dtype, `<model>.onnx` (`<model>_fp16.onnx`) with batch, height and width left open. A model that
-works at one image size only gets an open batch alone. Open sizes have no optimised graph: the phases that read such a
-file fix its sizes first (--dim) and optimise then.
+and, for each model and dtype, `<model>.onnx` (`<model>_fp16.onnx`) with dynamic batch, height and width. A model that
+works at one image size only gets a dynamic batch alone. A dynamic file has no optimised graph: later phases give it
+sizes (--dim) and optimise it then.
 
-Each file is checked: by onnx.checker, and by a run whose outputs agree with torch's. Weights are random (they do not
-change latency), so nothing is downloaded. Finished files are kept by the next run.
+Each file is checked by onnx.checker and by a run, whose outputs must agree with torch's. Weights are random (they do not
+change the latency), so nothing is downloaded. The next run keeps finished files.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ log = get_logger("exporter")
 
 
 def export_all(workspace: Workspace, config: ZooConfig, force: bool = False) -> list[dict[str, Any]]:
-    """Writes all that the config asks for; a row a file. A model that fails costs only its own files.
+    """Writes all files that the config asks for; returns one row per file. If a model fails, the others are still exported.
 
     Raises:
-        UserError: an unknown model, or CUDA asked for where there is none.
-        OSError: the folder can't be written; nothing further would succeed.
+        UserError: an unknown model, or CUDA on a machine without it.
+        OSError: the folder can't be written.
     """
     device = resolve_device(config.device)
     if config.device == "auto" and device == "cpu":
@@ -63,7 +63,7 @@ def export_all(workspace: Workspace, config: ZooConfig, force: bool = False) -> 
 
 
 def with_options(config: ZooConfig, args: argparse.Namespace) -> ZooConfig:
-    """The config with what the command line says in its place."""
+    """The config, with the values that the command line gives instead."""
     said = {"models": args.model, "batch_sizes": args.batch_size, "image_sizes": args.image_size, "dtypes": args.dtype,
             "device": args.device, "dynamic": args.dynamic}
     return validate(config.model_dump() | {key: value for key, value in said.items() if value is not None}, ZooConfig,
@@ -79,8 +79,8 @@ def main() -> int:
     parser.add_argument("--dtype", action="append", choices=("fp32", "fp16"), help="(repeatable)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help="whose optimised graph to write")
     parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction, default=None,
-                        help="also write <model>.onnx with open sizes")
-    parser.add_argument("--force", action="store_true", help="make files anew that are there")
+                        help="also write <model>.onnx with dynamic sizes")
+    parser.add_argument("--force", action="store_true", help="export existing files again")
     args = parser.parse_args()
     workspace = cli.start(args, begins=True)
     rows = export_all(workspace, with_options(read_zoo_config(args.config), args), args.force)

@@ -1,4 +1,4 @@
-"""Runs the exporter in a process of its own: torch and ORT can die of a model, and then only that model is lost."""
+"""Runs the exporter in its own process: if a model crashes torch or ORT, only that model fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logger.get_logger("exporter")
 
 
 class ExportProcess:
-    """An Exporter in another process, started when first asked and again after it died. Use as a context manager."""
+    """An Exporter in another process, which starts at the first request, and again after a crash. Use as a context manager."""
 
     def __init__(self, workspace: Workspace, device: str, force: bool) -> None:
         self._workspace, self._made_with = workspace, (workspace, device, force)
@@ -37,7 +37,7 @@ class ExportProcess:
         self.stop()
 
     def stop(self) -> None:
-        """Ends the process, which first removes what it was writing; the next request starts another."""
+        """Ends the process, which first removes its unfinished files. The next request starts another one."""
         if self._connection is not None:
             self._connection.close()
             self._process.terminate()
@@ -51,7 +51,7 @@ class ExportProcess:
         self._ask("check_names", tuple(names))
 
     def write(self, export: Export) -> list[dict[str, Any]]:
-        """See Exporter; a process that died of it is a `UserError`, too."""
+        """See Exporter; a crash of the process raises a `UserError`, too."""
         try:
             rows: list[dict[str, Any]] = self._ask("write", export)
         except EOFError:
@@ -68,10 +68,10 @@ class ExportProcess:
         return rows
 
     def _ask(self, request: str, argument: Any) -> Any:
-        """The answer; an error there is raised here.
+        """The answer to a request. An error in the process is raised here.
 
         Raises:
-            EOFError: the process died.
+            EOFError: the process crashed.
         """
         if self._connection is None:
             context = multiprocessing.get_context("spawn")
@@ -92,7 +92,7 @@ class ExportProcess:
 
 
 def _serve(connection: Connection, made_with: tuple[Workspace, str, bool], quiet: bool) -> None:
-    """Answers requests until the other end is closed, as it is when that process dies."""
+    """Answers requests until the other end is closed, which also happens when that process ends."""
     begin_child()
     logger.configure(made_with[0].log_file, quiet=quiet)
     exporter = Exporter(*made_with)
@@ -108,7 +108,7 @@ def _serve(connection: Connection, made_with: tuple[Workspace, str, bool], quiet
         except OSError as error:
             log.debug("%s", argument, exc_info=True)
             answer = error if error.errno in cli.OS_ERROR_ADVICE else UserError(short(error))
-        except Exception as error:  # one model's failure, whatever it is, must not cost the others
+        except Exception as error:  # whatever fails for one model, the others go on
             log.debug("%s", argument, exc_info=True)
             answer = UserError(short(error))
         connection.send(answer)

@@ -1,4 +1,4 @@
-"""Writes one model as ONNX files, the plain one and ORT's optimised graph, each checked before it is put in place."""
+"""Writes a model as ONNX files, the plain one and ORT's optimised graph. Each is checked before it is put in place."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from utils.logger import get_logger
 from utils.ort_sessions import model_errors, open_session
 from utils.paths import OPTIMIZED_SUFFIX, Workspace
 
-EXPORTER_VERSION = 2  # of what is made here; files of another version are made anew
-LARGEST_FILE = 2**31 - 2**20  # bytes: protobuf's limit, less what the graph itself takes
-LIMITS = {"batch": (1, 65536), "height": (SMALLEST_IMAGE, 8192), "width": (SMALLEST_IMAGE, 8192)}  # of open dimensions
+EXPORTER_VERSION = 2  # files of another version are exported again
+LARGEST_FILE = 2**31 - 2**20  # bytes: protobuf's limit, minus room for the graph
+LIMITS = {"batch": (1, 65536), "height": (SMALLEST_IMAGE, 8192), "width": (SMALLEST_IMAGE, 8192)}  # of dynamic dimensions
 
-# Largest difference allowed between ORT's outputs and torch's float32 ones, relative to the largest of torch's. Float32
-# rounding gives 1e-7 to 4e-5. Where products are rounded to 10 bits (fp16, and TF32, which ORT's CUDA provider uses for
-# float32) it is 1e-3, and a deep model with random weights makes up to 0.06 of it. A wrong weight or layout gives about 1.
+# The largest allowed difference between ORT's outputs and torch's float32 outputs, relative to the largest output of torch.
+# Float32 rounding gives 1e-7 to 4e-5. Products rounded to 10 bits (fp16, and TF32, which ORT's CUDA provider uses for float32)
+# give 1e-3, which grows to at most 0.06 in a deep model with random weights. A wrong weight or layout gives about 1.
 TOLERANCE = {"fp32": 1e-3, "reduced": 0.1}
 
 log = get_logger("exporter")
 
 
 class ModelSource:
-    """torch models on demand. The latest is kept, since the exports of one model stand together."""
+    """torch models on demand. The last one is kept, since the exports of one model come one after another."""
 
     def __init__(self) -> None:
         self._key: Any = None
@@ -47,13 +47,13 @@ class ModelSource:
     def get(self, export: Export) -> torch.nn.Module:
         key = (export.model, export.dtype, export.size if is_sized(export.model) else None)
         if key != self._key:
-            self._model = None  # frees it before the next is made
+            self._model = None  # frees its memory before the next one is built
             self._model, self._key = build(export.model, export.dtype, export.size), key
         return self._model
 
 
 def stamp(export: Export) -> dict[str, str]:
-    """What an exported file is, as its metadata: a file with the same is kept."""
+    """The metadata of an exported file. An existing file with the same metadata is kept."""
     dims = {DEFAULT_DIMS_KEY: json.dumps(export.default_dims)} if export.batch is None else {}
     return dims | {
         GROUP_KEY: group_of(export.model),
@@ -65,7 +65,7 @@ def stamp(export: Export) -> dict[str, str]:
 
 
 def optimized_stamp(export: Export, device: str) -> dict[str, str]:
-    """What an optimised graph is, as its metadata, without the machine that made it."""
+    """The metadata of an optimised graph, without the machine that made it."""
     flavour = json.dumps(flavour_of(device).model_dump(), sort_keys=True)
     return stamp(export) | {"hase.flavour": flavour, "hase.onnxruntime": ort_version()}
 
@@ -88,7 +88,7 @@ def add_metadata(proto: onnx.ModelProto, properties: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps torch's exporter from talking: its stdout, its warnings, and its log of attempts that we handle."""
+    """Silences torch's exporter: its output, its warnings, and its log of failed attempts, which are handled here."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         before = logging.root.manager.disable
@@ -100,7 +100,7 @@ def _quiet() -> Iterator[None]:
 
 
 def trace(model: torch.nn.Module, export: Export, open_dims: Mapping[int, str]) -> onnx.ModelProto:
-    """The model as torch exports it, with the input dimensions `open_dims` (by position) left open."""
+    """The model as exported by torch, with the input dimensions `open_dims` (by position) dynamic."""
     size = weight_bytes(model)
     if size > LARGEST_FILE:
         raise UserError(f"{export.model} has {size / 1e9:.1f} GB of weights in {export.dtype}; one ONNX file holds 2 GB at most"
@@ -114,11 +114,11 @@ def trace(model: torch.nn.Module, export: Export, open_dims: Mapping[int, str]) 
                 model, (images,), dynamo=True, external_data=False, input_names=["input"], output_names=["output"],
                 dynamic_shapes=(dims,) if dims else None, verbose=False)
     finally:
-        torch._dynamo.reset()  # its caches hold every model traced
+        torch._dynamo.reset()  # its caches keep every traced model
     if program is None:
         raise RuntimeError("torch.onnx.export returned nothing")
     proto: onnx.ModelProto = program.model_proto
-    for node in proto.graph.node:  # the exporter notes where in this machine's file system each node comes from
+    for node in proto.graph.node:  # the exporter writes paths of this machine into every node
         kept = [prop for prop in node.metadata_props if prop.key != "pkg.torch.onnx.stack_trace"]
         del node.metadata_props[:]
         node.metadata_props.extend(kept)
@@ -126,22 +126,22 @@ def trace(model: torch.nn.Module, export: Export, open_dims: Mapping[int, str]) 
 
 
 def difference(found: Any, wanted: Any) -> float:
-    """The largest difference, relative to the largest wanted value; infinite where the shapes differ."""
+    """The largest difference, relative to the largest wanted value; infinite if the shapes differ."""
     if found.shape != wanted.shape:
         return float("inf")
     return float(np.abs(found.astype(np.float32) - wanted).max() / np.abs(wanted).max())
 
 
 def check_outputs(path: Path, device: str, optimize: str, images: Any, wanted: Any, dtype: str) -> float:
-    """Runs the file on `images` and returns how far its outputs are from `wanted`.
+    """Runs the file on `images` and returns the difference of its outputs from `wanted` (see `difference`).
 
     Raises:
-        UserError: it can't be run, or they are too far.
+        UserError: the file can't be run, or the difference is too large.
     """
-    name = "ORT's optimised graph" if optimize == "none" else "the exported graph"  # the path is a temporary one
+    name = "ORT's optimised graph" if optimize == "none" else "the exported graph"  # not the path, which is temporary
     session = open_session(path, device, optimize=optimize, name=name)
     options = onnxruntime.RunOptions()
-    options.log_severity_level = 4  # what goes wrong comes as an exception, too
+    options.log_severity_level = 4  # errors are raised as exceptions, too
     with model_errors(name):
         error = difference(session.run(None, {"input": images}, options)[0], wanted)
     tolerance = TOLERANCE["fp32" if dtype == "fp32" and device == "cpu" else "reduced"]
@@ -155,21 +155,21 @@ class Exporter:
 
     Args:
         workspace: where to.
-        device: `cpu` or `cuda`, whose optimised graphs to write and on which to check.
-        force: make anew what is there.
+        device: `cpu` or `cuda`: the device of the optimised graphs and of the checks.
+        force: export again what exists already.
     """
 
     def __init__(self, workspace: Workspace, device: str, force: bool) -> None:
         self.workspace, self.device, self.force = workspace, device, force
         self._models = ModelSource()
-        self._reference: tuple[Any, Any] | None = None  # of the export in hand
+        self._reference: tuple[Any, Any] | None = None  # of the current export
 
     def check_names(self, names: Iterable[str]) -> None:
         """Checks that torchvision has these models; `UserError` where it has not."""
         check_names(names)
 
     def write(self, export: Export) -> list[dict[str, Any]]:
-        """Makes the files of one export, or keeps those that are there; a row for each, for the report."""
+        """Writes the files of one export, or keeps existing ones. Returns one row per file, for the report."""
         self._reference = None
         plain = self.workspace.models / f"{export.stem}.onnx"
         kept = not self.force and is_done(plain, stamp(export))
@@ -197,7 +197,7 @@ class Exporter:
         return images, wanted
 
     def _expected(self, export: Export) -> tuple[Any, Any]:
-        """Images of the export's shape and torch's outputs for them; computed once for its two files."""
+        """Images of the export's shape and torch's outputs for them; computed once for both files."""
         if self._reference is None:
             self._reference = self._images_and_outputs(export, export.batch or 1, export.size)
         return self._reference
@@ -213,13 +213,13 @@ class Exporter:
                 return self._write_open(export, path, {0: "batch", 2: "height", 3: "width"})
             except OSError:
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever the exporter stumbles on, an open batch may still work
+            except Exception as error:  # noqa: BLE001 - whatever fails here, a dynamic batch alone may still work
                 why = short(error)
         log.info("%s: the batch alone is open, images are %dx%d (%s)", path.name, *export.size, why)
         return self._write_open(export, path, {0: "batch"})
 
     def _write_open(self, export: Export, path: Path, open_dims: Mapping[int, str]) -> float:
-        """Writes a file with open dimensions, checked at two shapes: a tracer can bake a size in unseen."""
+        """Writes a file with dynamic dimensions. It is checked at two shapes, since tracing can fix a size unnoticed."""
         proto = trace(self._models.get(export), export, open_dims)
         found = [dim.dim_param for dim in proto.graph.input[0].type.tensor_type.shape.dim]
         if any(found[axis] != name for axis, name in open_dims.items()):
@@ -230,7 +230,7 @@ class Exporter:
 
     def _save_checked(self, proto: onnx.ModelProto, export: Export, path: Path,
                       shapes: list[tuple[int, tuple[int, int]]]) -> float:
-        """Puts a plain file in place once onnx.checker and a run at each of `shapes` pass; the largest difference."""
+        """Checks a plain file by onnx.checker and by a run at each of `shapes`, then puts it in place; largest difference."""
         add_metadata(proto, stamp(export))
         with files.replacing(path) as temporary:
             onnx.save(proto, temporary)
@@ -244,21 +244,21 @@ class Exporter:
         return worst
 
     def _write_optimized(self, export: Export, plain: Path, path: Path) -> float:
-        """Puts ORT's optimised graph in place once a run of it, as it is, passes."""
+        """Checks ORT's optimised graph by a run of it as it is, then puts it in place; the difference."""
         with files.replacing(path) as temporary:
             open_session(plain, self.device, save_to=temporary, name=plain.name)
             proto = onnx.load(temporary)
             target = local_target(self.device).name
             add_metadata(proto, optimized_stamp(export, self.device) | {"hase.target": target})
             onnx.save(proto, temporary)
-            if all(node.domain in ("", "ai.onnx") for node in proto.graph.node):  # the checker knows no contrib ops
+            if all(node.domain in ("", "ai.onnx") for node in proto.graph.node):  # the checker does not know contrib operators
                 onnx.checker.check_model(str(temporary))
             del proto
             return check_outputs(temporary, self.device, "none", *self._expected(export), export.dtype)
 
 
 def short(error: BaseException) -> str:
-    """The first line of an error that says something, shortened."""
+    """The message of an error in one line of at most 200 characters."""
     cause = error.__cause__ or error
     text = " ".join(str(cause).split()) or type(cause).__name__
     return text if len(text) <= 200 else text[:200] + " …"

@@ -1,4 +1,4 @@
-"""torchvision's classification models: by name, with random weights that behave like trained ones."""
+"""torchvision's classification models by name, with random weights that behave like trained ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from utils.lazy import torch, torchvision
 
 SEED = 0
 CALIBRATION_SIZE = 224
-SMALL = 0.02  # standard deviation of what torchvision starts at zero
-CHUNK = 8  # images that torch computes at a time for a reference
+SMALL = 0.02  # standard deviation of the weights that torchvision initialises with zeros
+CHUNK = 8  # batch size of torch's reference outputs
 
-# Architectures built for one image size, and what their constructor calls it.
+# Architectures that are built for one image size, and the name of that argument.
 SIZED = {"vit": "image_size", "maxvit": "input_size"}
 
 
 def group_of(name: str) -> str:
-    """The group of a torchvision model, `resnet` for `wide_resnet50_2`: its variants, which are held out together."""
+    """The group of a torchvision model, which it shares with its variants: `resnet` for `wide_resnet50_2`."""
     match = re.match(r"[a-zA-Z]+", name.removeprefix("wide_"))
     return match.group(0).lower() if match else name
 
@@ -31,7 +31,7 @@ def check_names(names: Iterable[str]) -> None:
     """Checks that torchvision has a classification model of each name.
 
     Raises:
-        UserError: it has not; near matches are listed.
+        UserError: there is none; similar names are listed.
     """
     known = torchvision.models.list_models(module=torchvision.models)
     for name in names:
@@ -51,16 +51,16 @@ def _architecture(name: str) -> str:
 
 
 def build(name: str, dtype: str, size: tuple[int, int]) -> torch.nn.Module:
-    """The model in eval mode, without auxiliary heads, its weights random but the same every time.
+    """The model in eval mode, without auxiliary heads. Its weights are random, but the same every time.
 
-    Values do not change latency, so none are downloaded, as long as they are like trained ones. None may be all zero: a
-    bias of zeros, as layers start with, is dropped on export, and the kernel that would add it with it. Activations
-    must stay in range, or fp16 overflows and a comparison of outputs says nothing: BatchNorms are set by a random batch.
+    Weights do not change the latency, so nothing is downloaded. But they must be like trained ones: a bias of zeros, the
+    initial value of many layers, would be removed on export, together with the kernel that adds it. And activations must stay
+    in range, or fp16 overflows and outputs cannot be compared: so BatchNorms are calibrated with a random batch.
 
     Args:
         name: a torchvision classification model.
         dtype: `fp32` or `fp16`.
-        size: height and width; only models built for one size heed it.
+        size: height and width; used only by models that are built for one size.
 
     Raises:
         UserError: the model can't be built for this size.
@@ -87,10 +87,10 @@ def build(name: str, dtype: str, size: tuple[int, int]) -> torch.nn.Module:
 
 
 def _calibrate(model: torch.nn.Module, size: tuple[int, int]) -> None:
-    """Makes every BatchNorm scale its input to a root mean square of 1, as it finds it in one pass of a random batch.
+    """Sets every BatchNorm so that it scales its input to a root mean square of 1, measured with one random batch.
 
-    Means are left at 0: random images look alike to a random model, and with their mean taken away little but rounding
-    errors would be left to compare.
+    Means stay 0: to a random model all random images look alike, and without their mean little more than rounding errors would
+    remain to compare.
     """
     def scale(norm: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
         norm.running_var.copy_(inputs[0].square().mean((0, 2, 3)))  # type: ignore[operator]
@@ -109,10 +109,10 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 def reference(model: torch.nn.Module, images: np.ndarray, device: str) -> np.ndarray:
-    """torch's outputs for `images` in float32, computed a few images at a time, so that memory stays low.
+    """torch's outputs for `images` in float32, computed in small batches to save memory.
 
-    An fp16 model computes in float32 with its fp16 weights: torch's fp16 lacks operators on CPUs, and rounding then
-    counts once, not on both sides of a comparison. On a GPU it computes without TF32.
+    An fp16 model computes in float32 with its fp16 weights: on CPUs torch lacks fp16 operators, and so only one side of a
+    comparison is rounded. On a GPU, TF32 is off.
     """
     torch_device = torch.device("cuda" if device == "cuda" else "cpu")
     dtype = next(model.parameters()).dtype
@@ -122,4 +122,4 @@ def reference(model: torch.nn.Module, images: np.ndarray, device: str) -> np.nda
             chunks = (torch.from_numpy(images[first:first + CHUNK]) for first in range(0, len(images), CHUNK))
             return np.concatenate([model(chunk.to(torch_device, torch.float32)).cpu().numpy() for chunk in chunks])
     finally:
-        model.to("cpu", dtype)  # exact: the weights came from this type
+        model.to("cpu", dtype)  # exact, since the weights had this type before

@@ -1,4 +1,4 @@
-"""The exporter's config, model_zoo/config.yaml, and the files that it asks for."""
+"""The exporter's config (model_zoo/config.yaml) and the files that it asks for."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from utils.paths import ROOT
 
 CONFIG_FILE = ROOT / "model_zoo" / "config.yaml"
 SMALLEST_IMAGE = 32  # pixels a side; below, no classification model has anything left to pool
-DEFAULT_DIMS_KEY = "hase.default_dims"  # metadata of a dynamic model: the sizes to take where the user gives none
-GROUP_KEY = "hase.group"  # metadata of every model: which models are variants of one another, and held out together
+DEFAULT_DIMS_KEY = "hase.default_dims"  # metadata of a dynamic model: default sizes, used where the user gives none
+GROUP_KEY = "hase.group"  # metadata of every model: the name of its variants, which are held out together
 
 Dtype = Literal["fp32", "fp16"]
 
 
 def _image_size(value: Any) -> Any:
-    """`224` as (224, 224) and `"224x320"` as (224, 320); anything else is left for pydantic to refuse."""
+    """`224` as (224, 224), `"224x320"` as (224, 320); pydantic refuses everything else."""
     sides = str(value).lower().split("x")
     if isinstance(value, (int, str)) and len(sides) <= 2 and all(side.isdigit() for side in sides):
         return int(sides[0]), int(sides[-1])
@@ -53,7 +53,7 @@ class ZooConfig(Config):
         return self
 
     def exports(self) -> Iterator[Export]:
-        """Every file asked for, once; the files of one model stand together."""
+        """Every file that the config asks for, once; the files of one model come one after another."""
         for model in dict.fromkeys(self.models):
             for dtype in dict.fromkeys(self.dtypes):
                 if self.dynamic is True:
@@ -70,11 +70,11 @@ class Export:
     """One ONNX file to write.
 
     Attributes:
-        batch: None for the dynamic file.
-        size: height and width in pixels; of a dynamic file, those it is traced with.
-        default_batch: of a dynamic file, the batch that later phases take where the user gives none.
-        batch_alone: of a dynamic file, leave the batch open and no more, although the model may allow it.
-        names_size: of a dynamic file, whether its name tells its image size.
+        batch: the batch size; None for a dynamic file.
+        size: height and width in pixels. A dynamic file is traced with them.
+        default_batch: of a dynamic file: the batch size that later phases use by default.
+        batch_alone: of a dynamic file: only the batch is dynamic, even if the model allows more.
+        names_size: of a dynamic file: whether its name contains the image size.
     """
 
     model: str
@@ -87,7 +87,7 @@ class Export:
 
     @property
     def default_dims(self) -> dict[str, int]:
-        """The sizes that later phases give a dynamic file where the user gives none: the config's first combination."""
+        """The sizes that later phases use for a dynamic file by default: the first combination in the config."""
         return {"batch": self.default_batch, "height": self.size[0], "width": self.size[1]}
 
     @property
@@ -100,5 +100,5 @@ class Export:
 
 
 def read_zoo_config(path: Path | None = None) -> ZooConfig:
-    """The config in `path` (by default model_zoo/config.yaml); `UserError` where it does not fit."""
+    """The config in `path` (default: model_zoo/config.yaml); `UserError` where it is wrong."""
     return read_config(path or CONFIG_FILE, ZooConfig)
