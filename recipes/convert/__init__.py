@@ -1,1 +1,1 @@
-"""Rewrites files of an older Hase as this one reads them."""
+"""Converts files of older versions of Hase."""

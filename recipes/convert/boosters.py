@@ -1,4 +1,4 @@
-"""Rewrites predictors of version 1 as version 2: boosters and measured times change their form (training/kernels/saving.py)."""
+"""Converts predictors of version 1 to version 2: boosters and measured times get another form (training/kernels/saving.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from utils.errors import UserError
 
 
 class _Boosters(pickle.Unpickler):
-    """Builds xgboost's Booster and plain data alone."""
+    """Unpickles xgboost's Booster and plain data, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) != ("xgboost.core", "Booster"):
@@ -24,14 +24,14 @@ class _Boosters(pickle.Unpickler):
 
 
 def to_version_2(folder: Path, sidecar: dict[str, Any]) -> tuple[dict[str, Any], list[Path]]:
-    """Writes the files of version 2 next to those of version 1.
+    """Writes the files of version 2. Those of version 1 stay.
 
     Args:
         folder: of the predictors.
-        sidecar: the document in their `predictors.json`, of version 1.
+        sidecar: the contents of their `predictors.json`, version 1.
 
     Returns:
-        The sidecar of version 2, and the files of version 1, which it no longer names.
+        The sidecar of version 2, and the paths of the files of version 1.
 
     Raises:
         UserError: a file is missing or damaged.

@@ -1,9 +1,9 @@
-"""Rewrites files of an older Hase in place, so that this one reads them; predictions stay the same to the last bit.
+"""Converts files of older versions of Hase in place. Predictions stay the same to the last bit.
 
-Reads and writes workspaces, folders, or single JSON files: kernel records, datasets, predictors, readings of the sharing probe
-and of the host's pace. With --archive, unpacks a compressed tar of such files, converts them, and packs it again. Give
-together what belongs together, as predictors and the dataset that they were trained on: each names the other's hash. No
-other command of Hase may be at work on these files.
+Reads and writes workspaces, folders, or single JSON files: kernel records, datasets, predictors, readings of the sharing probe,
+and host paces. With --archive, it unpacks a compressed tar of such files, converts them, and packs them again. Convert a
+dataset and the predictors that were trained on it in one call, because the predictors contain the dataset's hash. No other
+command of Hase may use these files meanwhile.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ python recipes/convert/convert_files.py out/mine
 python recipes/convert/convert_files.py probe.json
 python recipes/convert/convert_files.py --archive dataset.tar.xz training/predictors
 """
-Renewed = Mapping[str, str]  # the new SHA-256 of each table that is rewritten, by its old one
-HASHES = ("dataset_sha256", "models_sha256")  # keys that hold a table's
+Renewed = Mapping[str, str]  # by the old SHA-256 of a table, its new one
+HASHES = ("dataset_sha256", "models_sha256")  # keys that have the hash of a table
 DATASET = header_path(Path()).name
 
 
 def json_files(path: Path) -> Iterator[Path]:
-    """The JSON files to look at: of a workspace its own, of another folder all, or `path` itself.
+    """The JSON files in `path`: those of a workspace, all those of another folder, or `path` itself.
 
     Raises:
         UserError: there is no such file or folder.
@@ -61,7 +61,7 @@ def json_files(path: Path) -> Iterator[Path]:
 
 
 def convert_all(paths: Iterable[Path]) -> Counter[str]:
-    """Converts all that is of an older version in some files, folders and workspaces; returns how many files of each kind.
+    """Converts all older files in some files, folders and workspaces. Returns the number of converted files of each kind.
 
     Raises:
         UserError: no such file or folder, or a damaged file.
@@ -75,17 +75,17 @@ def convert_all(paths: Iterable[Path]) -> Counter[str]:
     for path in cli.progress([path for path in found if path.name != DATASET], "converting"):
         if (kind := convert_file(path, renewed)) is not None:
             done.update([kind])
-    for folder, tables in datasets.items():  # last, so that one that is interrupted finds the same hashes again
+    for folder, tables in datasets.items():  # last: after an interruption the same hashes are computed again
         convert_dataset(folder, tables)
         done.update(["dataset"])
     return done
 
 
 def convert_file(path: Path, renewed: Renewed) -> str | None:
-    """Converts one JSON file; the kind of file, or None where there was nothing to do.
+    """Converts one JSON file. Returns its kind; None if there was nothing to convert.
 
     Raises:
-        UserError: its contents are not what its digest is of, or files that it names are damaged.
+        UserError: its digest is wrong, or files that it names are damaged.
     """
     old, indented = files.read_json(path), path.read_bytes().startswith(b"{\n")
     if not isinstance(old, dict):
@@ -104,10 +104,10 @@ def convert_file(path: Path, renewed: Renewed) -> str | None:
 
 
 def convert_document(path: Path, old: Document, kind: Kind | None) -> tuple[Document, list[Path]]:
-    """What the document in `path` becomes, and the files that it no longer names then.
+    """The new document for `path`, and the paths of files that are no longer used.
 
     Raises:
-        UserError: it lacks what such documents have, or files that it names are damaged.
+        UserError: it has not the keys of its kind, or files that it names are damaged.
     """
     new, left = dict(old), list[Path]()
     if kind is None:
@@ -126,7 +126,7 @@ def _as_json(document: Document, indented: bool) -> str:
 
 
 def pack(archive: Path, folder: Path) -> None:
-    """Writes the files of `folder` back into the archive that they came from, in its order."""
+    """Writes the files in `folder` back to the archive that they came from, in the same order."""
     with tarfile.open(archive) as before:
         members = before.getmembers()
     out = io.BytesIO()
@@ -158,7 +158,7 @@ def main() -> int:
             pack(archive, folder)
     cli.print_rows([{"kind": kind, "files": count} for kind, count in sorted(done.items())], args.json, "converted")
     if not done:
-        log.info("nothing of an older version there")
+        log.info("no files of an older version")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the lines and tables of an older dataset become."""
+"""Converts the lines and tables of an older dataset."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from model_zoo.exporting.torch_models import group_of
 from recipes.convert.documents import Document, header, reading
 from utils import files
 
-SAMPLED = "sampled:"  # what a name of column `Models` began with where no model holds the kernel; a group followed, if any
+SAMPLED = "sampled:"  # in `Models`, where no model contains the kernel; a group follows, if there is one
 
 
 def measurement(old: Document) -> Document:
-    """A measurement; it says where it was taken."""
+    """A measurement; the new one has its place."""
     context = old["context"]
     place = "alone" if old["subject"] == "model" or context == "alone" else "carrier" if context == "carrier" else "in_model"
     return {"subject": old["subject"], "id": old["id"], "label": old["label"], "context": context, "place": place} | old
@@ -31,19 +31,19 @@ def block(old: Document) -> Document:
 
 
 def groups_of(names: Iterable[str]) -> list[str]:
-    """The groups of a kernel, from the names of its models and of what seeded it."""
+    """The groups of a kernel, from the names in column `Models`."""
     return sorted({group_of(group) for name in names if (group := name.removeprefix(SAMPLED))})
 
 
 def kernel(old: Document) -> Document:
-    """A line of `kernels.jsonl`: what seeded a kernel stands apart from the models that hold it."""
+    """A line of `kernels.jsonl`; the new one has models, groups, and whether the kernel was sampled in separate fields."""
     models = [name for name in old["models"] if not name.startswith(SAMPLED)]
     return {"kernel": old["kernel"], "models": models, "groups": groups_of(old["models"]),
             "sampled": len(models) < len(old["models"])}
 
 
 def table(text: str) -> str:
-    """A table with column `Groups` at its end; all other cells stay as they are, letter for letter."""
+    """A table with a new last column `Groups`. The text of all other cells stays the same."""
     rows = csv.reader(io.StringIO(text))
     names = next(rows)
     column = names.index("Models" if "Models" in names else "Model")
@@ -55,18 +55,18 @@ def table(text: str) -> str:
 
 
 def converted_tables(folder: Path) -> dict[Path, str]:
-    """The tables of a dataset that lack column `Groups`, by their path, as they will be."""
+    """The new text of those tables of a dataset that have no column `Groups`, by path."""
     texts = {path: path.read_text(encoding="utf-8") for path in (kernel_table_path(folder), model_table_path(folder))
              if path.is_file()}
     return {path: table(text) for path, text in texts.items() if "Groups" not in text.partition("\n")[0].split(",")}
 
 
 def convert_dataset(folder: Path, tables: dict[Path, str]) -> None:
-    """Rewrites a dataset of version 1. What was interrupted can be repeated: the header, which holds the version, comes last.
+    """Converts a dataset of version 1. An interrupted conversion can be repeated: the header with the version comes last.
 
     Args:
         folder: of the dataset.
-        tables: what `converted_tables` says of it.
+        tables: the result of `converted_tables`.
     """
     models: set[str] = set()
 
@@ -77,7 +77,7 @@ def convert_dataset(folder: Path, tables: dict[Path, str]) -> None:
 
     _rewrite_lines(journal_path(folder), converted)
     _rewrite_lines(kernels_path(folder), lambda line: one if "groups" in (one := json.loads(line)) else kernel(one))
-    for path, text in tables.items():  # after what they are derived from: a table that is older than that is made anew
+    for path, text in tables.items():  # after the lines: the collector would rewrite a table that is older than those
         files.write_text(path, text)
     old = files.read_json(header_path(folder))
     old.pop(files.DIGEST, None)

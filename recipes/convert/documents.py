@@ -1,7 +1,7 @@
-"""What the JSON documents of an older Hase become: pure functions on plain data.
+"""Converts JSON documents of older versions: pure functions on plain data.
 
-Since then a device and a runtime are two things (`execution_provider` became `device`, `ort_version` became `runtime` and
-`runtime_version`, a device's model name became `device_name`), and a model's record says its group.
+What changed: `execution_provider` is now `device`, `ort_version` is `runtime` and `runtime_version`, the model name of a device
+is `device_name`, and the record of a model has its group.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from model_zoo.exporting.torch_models import group_of
 
 Document = dict[str, Any]
-SWITCH_MS = 0.2  # what sharing.json without `switch_ms` stood for: what fit_sharing fits to an H200
-SHARING_MODES = {"exclusive": "time_slices"}  # how a mode was called before
+SWITCH_MS = 0.2  # the value where an older sharing.json has no `switch_ms`: fitted to an H200
+SHARING_MODES = {"exclusive": "time_slices"}  # older names of modes
 
 
 def renamed(document: Document, names: Mapping[str, str]) -> Document:
-    """The document with some of its keys renamed; their order stays."""
+    """The document with some of its keys renamed, in the same order."""
     return {names.get(key, key): value for key, value in document.items()}
 
 
@@ -40,7 +40,7 @@ def machine(old: Document) -> Document:
 
 
 def record(old: Document) -> Document:
-    """A model's record; its group is that of the torchvision model that its name begins with."""
+    """A model's record. Its group follows from its name, as the group of a torchvision model does."""
     new = {"version": 2, "model": old["model"], "file_stem": old["model"].partition("@")[0], "group": group_of(old["model"])}
     return new | {key: value for key, value in old.items() if key not in new} | {"flavour": flavour(old["flavour"])}
 
@@ -52,7 +52,7 @@ def index(old: Document) -> Document:
 
 
 def header(old: Document) -> Document:
-    """`dataset.json`, whose `groups` of models `datasets` reads in the journal."""
+    """`dataset.json`; `datasets` adds the `groups` of the models, which it finds in the journal."""
     return old | {"version": 2, "target": target(old["target"]),
                   "machines": {uuid: machine(one) for uuid, one in old["machines"].items()}, "groups": old.get("groups", {})}
 
@@ -89,10 +89,10 @@ class Kind(NamedTuple):
     """A kind of document.
 
     Attributes:
-        name: for people.
-        marks: keys that all documents of this kind have, and none of a later kind in KINDS.
-        version: that is converted.
-        convert: gives the document that replaces it.
+        name: shown to the user.
+        marks: keys by which it is recognised. All documents of this kind have them; KINDS is searched in order.
+        version: the version that is converted.
+        convert: returns the new document.
     """
 
     name: str
@@ -115,6 +115,6 @@ KINDS = (
 
 
 def kind_of(document: Any) -> Kind | None:
-    """The kind of a document; None of one that no conversion is for."""
+    """The kind of a document; None if no document of its kind is ever converted."""
     keys = document.keys() if isinstance(document, dict) else frozenset[str]()
     return next((kind for kind in KINDS if kind.marks <= keys), None)
