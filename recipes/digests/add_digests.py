@@ -1,6 +1,6 @@
-"""Writes into JSON records, as they stand, the digest that Hase checks as it reads them.
+"""Writes the digest into JSON records that Hase checks when it reads them.
 
-For records of a Hase that wrote none yet, and for such as were changed on purpose. Reads and writes the files named.
+For records of older versions without a digest, and for records that were changed on purpose. Reads and writes the given files.
 """
 
 from __future__ import annotations

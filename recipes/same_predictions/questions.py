@@ -1,8 +1,8 @@
-"""The questions whose answers must stay the same, as the commands that a user would type, and how they are asked.
+"""The questions whose answers must stay the same, as commands that a user types, and code that asks them.
 
-A workspace for them is made of `records.tar.xz` (records of models of many kinds, for CUDA and for a CPU) and `cpu.tar.xz` (a
-small dataset of a CPU, the records of its models and what was learned of it), as `run.sh` made them. Asking needs no device and
-no model file. All commands run in one process: a process for each would take a second longer.
+Their workspace is unpacked from `records.tar.xz` (records of many kinds of models, for CUDA and for a CPU) and `cpu.tar.xz` (a
+small dataset of a CPU, the records of its models, and predictors trained on it). `run.sh` makes both. Asking needs no GPU and
+no model file. All commands run in one process, which saves a second per command.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ HERE = Path(__file__).resolve().parent
 RECORDS, CPU_WORKSPACE, ANSWERS = (HERE / name for name in ("records.tar.xz", "cpu.tar.xz", "answers.json.xz"))
 CPU_CONFIG = HERE / "training.yaml"
 TRACE, METRICS, LEARNED = "trace.json", {"cuda": "busy.json", "cpu": "busy_cpu.json"}, "learned"
-WORDS = ("warnings",)  # fields of an answer that hold sentences: these may change
-TOLERANCE = 1e-12  # a ratio: numpy's exp and log differ in the last of 16 digits between kinds of CPU (AVX2, AVX-512), so that
-# answers did by up to 3.4e-16; on one machine they are the same, whatever the number of threads
+WORDS = ("warnings",)  # fields of an answer with sentences, which may change
+TOLERANCE = 1e-12  # a ratio. Between kinds of CPU (AVX2, AVX-512), numpy's exp and log differ in the last of 16 digits, and
+# answers by up to 3.4e-16; on one machine they are always the same, with any number of threads
 
-# Models by the names of their records in records/<device>/: with sizes fixed, left open, and with sizes, trips or branches that
-# depend on data.
+# Models, by the names of their records in records/<device>/: with fixed sizes, with dynamic sizes, and with sizes, trips or
+# branches that depend on data.
 STATIC = ("resnet18@batch=1", "resnet18@batch=16", "resnet18@batch=64", "mobilenet_v3_small@batch=4", "bert_mask_static",
           "mixed_fp16_encoder", "qdq_encoder", "qoperator_mlp", "dynamic_int8_mlp", "recurrent_lstm", "unet",
           "sklearn_linear@rows=64")
@@ -43,7 +43,7 @@ BY_SIZE = ("resnet18@batch=8,dynamic", "bert_mask@batch=2,sequence=64,dynamic", 
            "recommender_dlrm@batch=64,dynamic")
 BY_DATA = ("detect_one_stage_nms", "rows_by_nonzero", "loop_constant_trips", "loop_trips_by_input@trips=20", "scan",
            "if_by_data")
-FROM_TORCHVISION = ("resnet18", "mobilenet_v3_small")  # which model_zoo exports; the others are of recipes/kinds
+FROM_TORCHVISION = ("resnet18", "mobilenet_v3_small")  # exported by model_zoo; the others come from recipes/kinds
 RECORDED = (*STATIC, *BY_SIZE, *BY_DATA)
 
 PREDICT = "inference/predict_model_latency.py --config no_prometheus.yaml --json --model records"
@@ -80,7 +80,7 @@ def questions() -> list[str]:
 
 
 def unpacked(folder: Path) -> Path:
-    """Writes into `folder` all that the questions are about; returns it."""
+    """Writes the workspace of the questions into `folder`; returns it."""
     for archive in (RECORDS, CPU_WORKSPACE):
         with tarfile.open(archive) as packed:
             packed.extractall(folder, filter="data")
@@ -95,7 +95,7 @@ def unpacked(folder: Path) -> Path:
 
 
 def made_up_reading() -> ProbeReading:
-    """What a sharing probe could read beside a background that is busy for 8 of 20 ms, in bursts of half a millisecond."""
+    """A possible reading of the sharing probe next to a background that is busy for 8 of 20 ms, in bursts of 0.5 ms."""
     draw = np.random.default_rng(0)
 
     def runs(alone_ms: float) -> ProbedRuns:
@@ -112,7 +112,7 @@ def made_up_reading() -> ProbeReading:
 
 
 def ask(question: str) -> Any:
-    """The answer of a command, run in the present folder: its JSON, and the trace that it wrote where it wrote one.
+    """The answer of a command that runs in the current folder: its JSON output and, if it wrote one, its trace.
 
     Raises:
         RuntimeError: it ended with an error.
@@ -131,7 +131,7 @@ def ask(question: str) -> Any:
 
 
 def learn_anew() -> None:
-    """Trains predictors and fits a composition on the CPU's dataset, in place of those that are there."""
+    """Trains predictors and fits a composition on the CPU's dataset; they replace the existing ones."""
     for script, *options in (["training/train_kernel_model.py", "--config", str(CPU_CONFIG)], ["training/fit_composition.py"]):
         main = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
         with (mock.patch.object(sys, "argv", [script, "--workspace", ".", "--quiet", *options]),
@@ -140,8 +140,7 @@ def learn_anew() -> None:
 
 
 def without_words(answer: Any) -> Any:
-    """The same without sentences, and with kernels in the order of their names: which of two takes longer may be decided by the
-    last digit."""
+    """The answer without sentences, and with kernels sorted by name: by time, the last digit could decide their order."""
     if isinstance(answer, dict):
         return {key: sorted((without_words(kernel) for kernel in value), key=lambda kernel: (kernel["id"], kernel["provider"]))
                 if key == "kernels" else without_words(value) for key, value in answer.items() if key not in WORDS}
@@ -149,7 +148,7 @@ def without_words(answer: Any) -> Any:
 
 
 def answers(folder: Path) -> dict[str, Any]:
-    """All questions with their answers, asked in `folder`, which `unpacked` made; last some of them after a training."""
+    """All questions with their answers, asked in `folder` (see `unpacked`); at the end, some again after a new training."""
     found = {}
     asked = questions()
     logging.disable(logging.WARNING)
@@ -163,8 +162,8 @@ def answers(folder: Path) -> dict[str, Any]:
 
 
 def differences(expected: Any, found: Any, tolerance: float, where: str = "") -> Iterator[str]:
-    """Where an answer is not what is expected: numbers that differ by more than a ratio of `tolerance`, other words, other or
-    missing entries. What is in `found` alone, a field that is new, is no difference."""
+    """The differences from the expected answer: numbers that differ by more than a ratio of `tolerance`, other strings, and
+    missing or other entries. A new field, which only `found` has, is no difference."""
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
         for key, value in expected.items():
             if key in found:

@@ -1,7 +1,7 @@
-"""Records the answers that tests/recipes/test_same_predictions.py holds predictions to, after a change on purpose.
+"""Records the answers that tests/recipes/test_same_predictions.py compares predictions with, after an intended change.
 
-Asks the questions of `questions.py` and writes answers.json.xz beside it; prints what changed. With --models, first makes the
-records of models anew; with --cpu, first packs the workspace of a CPU's dataset. `run.sh` makes both.
+Asks the questions in `questions.py`, prints what changed, and writes answers.json.xz in the same folder. With --models, it
+first makes new records of models; with --cpu, it first packs the workspace of a CPU's dataset. `run.sh` makes both.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def write_answers(answers: dict[str, Any]) -> None:
 
 
 def ask_all() -> dict[str, Any]:
-    """Every question's answer today."""
+    """The current answer to every question."""
     with tempfile.TemporaryDirectory() as folder:
         return asked.answers(asked.unpacked(Path(folder)))
 
 
 def pack(archive: Path, members: Iterable[tuple[str, bytes]]) -> None:
-    """Writes a compressed tar of files by name, the same for the same contents."""
+    """Writes files to a compressed tar, in the order of their names. The same contents give the same bytes."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:xz", preset=9) as packed:
         for name, data in sorted(members):
@@ -65,7 +65,7 @@ def pack(archive: Path, members: Iterable[tuple[str, bytes]]) -> None:
 
 
 def records_of(models: Path) -> Iterable[tuple[str, bytes]]:
-    """The records of the models that the questions are about, for both devices."""
+    """The records of the models in the questions, for both devices."""
     for device in ("cuda", "cpu"):
         for name in asked.RECORDED:
             stem, _, sizes = name.partition("@")
@@ -76,14 +76,14 @@ def records_of(models: Path) -> Iterable[tuple[str, bytes]]:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> list[str]:
-    """Where today's answers are not those recorded; a question that was not asked before is no change."""
+    """The differences between recorded and current answers; a new question is no difference."""
     return [f"{question}: {line}" for question, answer in before.items() for line in (
         asked.differences(answer, now[question], tolerance) if question in now else ["is no longer asked"])]
 
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--models", type=Path, metavar="DIR", help="first make the records anew, of the models in this folder")
+    parser.add_argument("--models", type=Path, metavar="DIR", help="first make new records, of the models in this folder")
     parser.add_argument("--list-models", action="store_true", help="print those of recipes/kinds that --models wants")
     parser.add_argument("--cpu", type=Path, metavar="DIR", help="first pack this workspace of a CPU's dataset")
     parser.add_argument("--check", action="store_true", help="record nothing; exit status 1 where an answer changed")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes anew what the recorded questions are about: models and their records, a small dataset of this machine's CPU, and what is
-# learned of it; then records the answers. Rarely needed: after a change on purpose `record.py` alone records the answers anew.
+# Makes new inputs for the recorded questions: models and their records, a small dataset of this machine's CPU, and predictors
+# trained on it. Then records the answers. Rarely needed: after an intended change, `record.py` alone records new answers.
 # Usage: recipes/same_predictions/run.sh [workspace]     Takes five minutes on two cores, after the install of requirements.txt.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
