@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from utils.frozen import Frozen
 from utils.safe_names import FileName
@@ -17,14 +15,6 @@ Status = Literal["ok", "failed", "crashed", "timeout"]
 def now() -> str:
     """The current time in UTC, ISO 8601 with microseconds."""
     return datetime.now(UTC).isoformat()
-
-
-def _place_from_context(known: dict[str, Any]) -> Place:
-    """The place of a measurement in a journal that does not name it: it follows from the context."""
-    context = known.get("context", "")
-    if known.get("subject") == "model" or context == "alone":
-        return "alone"
-    return "carrier" if context == "carrier" else "in_model"
 
 
 class Measurement(Frozen):
@@ -52,7 +42,7 @@ class Measurement(Frozen):
     id: FileName
     label: str
     context: str
-    place: Place = Field(default_factory=_place_from_context)
+    place: Place = "alone"
     samples_ms: tuple[float, ...] = ()
     quantities: dict[str, tuple[float, ...]] = {}
     launches: int | None = None

@@ -323,8 +323,8 @@ def test_gpu_columns_of_a_kernel_and_a_model() -> None:
     block = Block(
         level=0.0, key="k", background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0, attempts=1, machine="m",
         measurements=(
-            Measurement(subject="kernel", id=kernel.id, label="gpu", context="carrier", samples_ms=(0.0, 0.0, 0.0),
-                                launches=0, **common),
+            Measurement(subject="kernel", id=kernel.id, label="gpu", context="carrier", place="carrier",
+                        samples_ms=(0.0, 0.0, 0.0), launches=0, **common),
             Measurement(subject="model", id="net", label="host", context="net", samples_ms=(0.5, 0.7, 0.6), **common),
             Measurement(subject="model", id="net", label="latency", context="net", samples_ms=(1.0, 1.0), **common),
             Measurement(subject="model", id="net", label="gpu", context="net", samples_ms=(0.8,), launches=7,

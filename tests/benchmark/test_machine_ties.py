@@ -82,7 +82,8 @@ def test_a_third_machine_is_tied_by_what_the_first_two_share() -> None:
 
 def test_what_failed_or_ran_in_a_model_alone_ties_nothing() -> None:
     failed, in_model, other_label = KERNELS[:3]
-    there = [block("a", timed(failed, status="crashed"), timed(in_model, context="net"), timed(other_label, label="node_span"))]
+    there = [block("a", timed(failed, status="crashed"), timed(in_model, context="net", place="in_model"),
+                   timed(other_label, label="node_span"))]
     assert chosen(there, "b", 10) == []
 
 
@@ -92,10 +93,10 @@ def test_known_ratios() -> None:
     ratios = [0.90, 0.96, 1.00, 1.04, 1.30]
     there = [
         block("a", *(timed(kernel, 2.0) for kernel in KERNELS[:10]),
-              *(timed(kernel, 1.0, label="node_span", context="net") for kernel in KERNELS[:2])),
+              *(timed(kernel, 1.0, label="node_span", context="net", place="in_model") for kernel in KERNELS[:2])),
         block("b", *(timed(kernel, 2.0 * ratio) for kernel, ratio in zip(KERNELS, ratios, strict=False)),
-              *(timed(kernel, 1.1, label="node_span", context="othernet") for kernel in KERNELS[:2]),
-              timed(KERNELS[3], 9.0, label="node_span", context="carrier"),  # where a has it in no carrier
+              *(timed(kernel, 1.1, label="node_span", context="othernet", place="in_model") for kernel in KERNELS[:2]),
+              timed(KERNELS[3], 9.0, label="node_span", context="carrier", place="carrier"),  # where a has it in no carrier
               timed(KERNELS[9], status="crashed"),
               Measurement(subject="model", id="net", label="latency", context="net", samples_ms=(3.0,))),
         block("a", Measurement(subject="model", id="net", label="latency", context="net", samples_ms=(9.0,), disturbance=0.5)),
