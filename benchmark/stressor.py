@@ -96,11 +96,11 @@ class CpuBurner(Burner):
         self._busy_s = 0.0
         self._workers, waiting = [], []
         for number in range(processes):
-            ready, told = context.Pipe(duplex=False)
+            ready, sender = context.Pipe(duplex=False)
             worker = context.Process(target=burn_core, daemon=True,
-                                     args=(background, intensity, period_s * number / processes, told))
+                                     args=(background, intensity, period_s * number / processes, sender))
             worker.start()
-            told.close()
+            sender.close()
             self._workers.append(worker)
             waiting.append(ready)
         try:

@@ -128,8 +128,8 @@ def _of_another_user(path: Path, what: str) -> str:
 def _holder(path: Path) -> str:
     """Who holds a lock, as its file says."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {told['pid']} ({told['command']}, since {told['since']})"
+        holder = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {holder['pid']} ({holder['command']}, since {holder['since']})"
     except (OSError, ValueError, LookupError, TypeError):  # the process has the lock and has not written the file yet
         return "another process"
 

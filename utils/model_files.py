@@ -76,14 +76,14 @@ def external_files(model: Path, proto: onnx.ModelProto) -> list[Path]:
     for location in sorted({place for tensor in _tensors(proto) for place in _locations(tensor)}):
         path = model.parent / location
         try:
-            beside = (model.parent.resolve(), model.resolve().parent)  # a link's folder, and its target's
-            inside = any(path.resolve().is_relative_to(folder) for folder in beside) and not Path(location).is_absolute()
+            folders = (model.parent.resolve(), model.resolve().parent)  # a link's folder, and its target's
+            inside = any(path.resolve().is_relative_to(folder) for folder in folders) and not Path(location).is_absolute()
             there = path.exists()
         except (OSError, RuntimeError, ValueError):  # a name that no file can have, or links in a circle
             inside, there = True, False
         if not inside:
             raise UserError(f"{model}: refused: it says that its weights lie in {location[:SHOWN]!r}, outside its own folder; "
-                            "use models from sources that you trust, with their weights beside them")
+                            "use models from sources that you trust, with their weights in the same folder")
         if not there:
             raise UserError(f"{model}: its weights lie in {location[:SHOWN]}, which is missing from {model.parent}")
         check_plain_file(path, f"{model}: its weights lie in ")
@@ -120,8 +120,8 @@ def with_values(tensor: onnx.TensorProto, folder: Path) -> onnx.TensorProto:
     """
     if not _locations(tensor):
         return tensor
-    told = {entry.key: entry.value for entry in tensor.external_data}
-    path = folder / told["location"]
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    path = folder / place["location"]
     try:
         packed = _PACKED_BITS.get(onnx.TensorProto.DataType.Name(tensor.data_type))
         bits = packed or 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
@@ -131,12 +131,12 @@ def with_values(tensor: onnx.TensorProto, folder: Path) -> onnx.TensorProto:
         raise UserError(f"{path}: weight {tensor.name[:SHOWN]} has a negative size")
     needed = -(-math.prod(tensor.dims) * bits // 8)
     try:
-        offset = int(told.get("offset") or 0)
+        offset = int(place.get("offset") or 0)
         with path.open("rb") as file:
             file.seek(offset)
             content = file.read(needed)
     except ValueError:
-        raise UserError(f"{path}: weight {tensor.name[:SHOWN]} is said to begin at {told['offset'][:SHOWN]!r}, "
+        raise UserError(f"{path}: weight {tensor.name[:SHOWN]} is said to begin at {place['offset'][:SHOWN]!r}, "
                         "which is no place in a file") from None
     if len(content) < needed:
         raise UserError(f"{path}: too short for weight {tensor.name[:SHOWN]}, which takes {needed} bytes from {offset} on")

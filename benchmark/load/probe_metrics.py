@@ -77,8 +77,8 @@ def probed_of(samples: Iterable[Sample]) -> Probed:
     def values(*keys: tuple[str, ...]) -> tuple[float, ...]:
         if missing := [key for key in keys if key not in found]:
             name, *labels = missing[0]
-            told = ",".join(f'{label}="{value}"' for label, value in zip(OWN_LABELS[name], labels, strict=True))
-            raise Unreadable(f"{len(missing)} of its samples are missing, {name}{{{told}}} first")
+            shown = ",".join(f'{label}="{value}"' for label, value in zip(OWN_LABELS[name], labels, strict=True))
+            raise Unreadable(f"{len(missing)} of its samples are missing, {name}{{{shown}}} first")
         return tuple(found[key] for key in keys)
 
     taken = {key[1]: value for key, value in found.items() if key[0] == TAKEN}

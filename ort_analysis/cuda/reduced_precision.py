@@ -185,9 +185,9 @@ def restore_types(proto: onnx.ModelProto, reduced: Reduced, tensors: Mapping[str
     types = {name: dtype for name, dtype in reduced.known.items() if name in tensors}
     for node in proto.graph.node:
         floating = [name for name in node.input if name in tensors and tensors[name].dtype == SINGLE]
-        told = [types[name] for name in floating if name in types and not tensors[name].constant]
-        told = told or [types[name] for name in floating if name in types]
-        dtype = marked_type(node) or (told[0] if told else SINGLE)
+        sources = [types[name] for name in floating if name in types and not tensors[name].constant]
+        sources = sources or [types[name] for name in floating if name in types]
+        dtype = marked_type(node) or (sources[0] if sources else SINGLE)
         for name in floating:
             types.setdefault(name, dtype)  # a constant that ORT made
         for name in node.output:

@@ -178,10 +178,10 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
 
     def on_provider(proto: onnx.ModelProto, tensors: dict[str, KernelInput], original: onnx.GraphProto,
                     shapes_known: Callable[[], Mapping[str, Shape]], outside: frozenset[str] = frozenset(),
-                    told: Mapping[str, str] | None = None) -> tuple[dict[str, KernelInput], list[str]]:
+                    inner: Mapping[str, str] | None = None) -> tuple[dict[str, KernelInput], list[str]]:
         """Turns a graph into that of the flavour's provider; returns its tensors and the provider of each node."""
         if not derived:
-            found = {**(told or {}), **inferred.providers}
+            found = {**(inner or {}), **inferred.providers}
             return tensors, [found.get(node.name, provider) for node in proto.graph.node]
         rewrite_for_cuda(proto, original, tensors, shapes_known)
         tensors = restore_types(proto, reduced, tensors) if reduced else tensors

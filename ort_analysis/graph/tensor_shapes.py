@@ -48,7 +48,7 @@ def infer_tensors(proto: onnx.ModelProto, device: str, name: str, folder: Path,
     if answer.unknown(constants):
         answer = ask(query, device, name, fold=True)
     assumed: Shapes = {}
-    told: Shapes = {}
+    declared: Shapes = {}
     sizes = GivenSizes(dims or {}, f"{inside}/" if inside else "", selects_boxes(proto.graph))
 
     def infer_body(body: onnx.ModelProto, holder: str) -> InferredTensors:
@@ -60,10 +60,10 @@ def infer_tensors(proto: onnx.ModelProto, device: str, name: str, folder: Path,
     while answer.unknown(constants):
         found, bounds = _found_shapes(answer, proto, constants, name, sizes, held_by)
         assumed |= bounds
-        told |= found | bounds
+        declared |= found | bounds
         declare_shapes(query, found | bounds, answer.dtypes)
         answer = ask(query, device, name, fold=True)
-        for tensor, shape in told.items():  # ORT does not use every declared shape
+        for tensor, shape in declared.items():  # ORT does not use every declared shape
             if tensor in answer.shapes and answer.is_open(tensor):
                 answer.shapes[tensor] = shape
     tensors = constants | _known_tensors(answer, constants.keys())

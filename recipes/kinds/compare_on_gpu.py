@@ -61,9 +61,9 @@ def one(work: Work, model: MadeModel, folder: Path, budget_s: float) -> list[dic
                 else:
                     made = gpu_latency(model, path, way, budget_s)
         except Exception as error:  # noqa: BLE001 - whatever fails, the other models go on
-            told = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            made = GpuLatency(model=model.name, way=way, error=told) if work == "times" else NodeList(
-                model=model.name, way=way, error=told)
+            message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            made = GpuLatency(model=model.name, way=way, error=message) if work == "times" else NodeList(
+                model=model.name, way=way, error=message)
         found.append(made.model_dump(mode="json"))
     return found
 

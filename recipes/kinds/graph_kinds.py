@@ -247,8 +247,8 @@ def write_large(path: Path, width: int = 5000, layers: int = 24) -> None:
             data = generator.random((width, width), np.float32)
             data -= 0.5
             data *= 2.0 / np.sqrt(width)
-            for key, told in (("location", outside.name), ("offset", str(file.tell())), ("length", str(data.nbytes))):
-                tensor.external_data.add(key=key, value=told)
+            for key, text in (("location", outside.name), ("offset", str(file.tell())), ("length", str(data.nbytes))):
+                tensor.external_data.add(key=key, value=text)
             file.write(data.data)
             constants.append(tensor)
             nodes += [node("MatMul", [last, f"w{number}"], [f"p{number}"]), node("Relu", [f"p{number}"], [f"r{number}"])]

@@ -61,10 +61,10 @@ def run(main: Callable[[], int | None], kept: str = "") -> NoReturn:
         code = main() or 0
         sys.stdout.flush()
     except BaseException as error:
-        told = _report(error, stopped)
-        if told is None:
+        reported = _report(error, stopped)
+        if reported is None:
             raise
-        code = told
+        code = reported
     sys.exit(code)
 
 
