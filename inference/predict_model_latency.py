@@ -25,14 +25,16 @@ status: 0 done, 1 an error that the message explains, 2 wrong usage, 3 a rough e
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":
+    gc.disable()  # until all is imported: none of that is garbage, and looking for some takes a tenth of the time
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-import gc
 import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -223,8 +225,9 @@ def main() -> int:
     workspace.find_model(args.model)  # what is not there is told before anything is measured
     if args.machine:
         read_pace(args.machine)
-    if __name__ == "__main__":  # its modules stay to the end, so Python need not look through them then: a tenth of the time.
+    if __name__ == "__main__":  # the modules stay to the end, so Python need not look through them then either.
         gc.freeze()  # Boosters, which must still be found then, are not there yet, nor is xgboost
+        gc.enable()
     real = read_processes(args.beside, MEASURED, 2) if args.beside else []  # before the predictions: it may be no trace
     config = read_config(args.config or CONFIG_FILE, InferenceConfig)
     if args.measure_missing and config.prometheus.url is not None:
