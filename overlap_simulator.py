@@ -1,11 +1,11 @@
-"""Phase 6.2: whether ORT ran a model's kernels one after another, and what a run could take if they need not wait.
+"""Phase 6.2: whether ONNX Runtime ran a model's kernels one after another, and how fast a run could be if they overlapped.
 
-Reads a profile that ORT wrote (--profile), or runs a model under ORT's profiler (--model). Prints how much node events
-overlap and how long the device's queue stands still between them; then, from the graph, the critical path: the chain of
-kernels that no overlap could shorten, against their sum. The graph of a profile is that of the kernel record whose nodes
-it names (--record, or the first one in ort_analysis/ort_kernel_record that fits). Writes nothing.
+Reads a profile that ONNX Runtime wrote (--profile), or runs a model under its profiler (--model). Prints how much the events
+of nodes overlap and how long the device pauses between them. Then it compares the critical path, the longest chain of
+dependent kernels, with the sum of all kernels. The graph of a profile is that of the kernel record with the same node
+names (--record, or the first one in ort_analysis/ort_kernel_record that fits). Writes nothing.
 
-On CUDA a node's event is the time that the host takes to dispatch it; the GPU works through one stream, in that order.
+On CUDA the event of a node is the host's time to dispatch it; the GPU works through one stream, in that order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from utils.logger import get_logger
 
 Floats = npt.NDArray[np.float64]
 log = get_logger("overlap")
-ROUNDING_US = 1.5  # ORT writes start and duration in whole microseconds: neighbours may seem to overlap by this much
+ROUNDING_US = 1.5  # profiles hold whole microseconds, so neighbours may seem to overlap by this much
 CONTROL_FLOW = ("If", "Loop", "Scan")  # their events span those of the nodes inside
 WARMUP_RUNS = 3
 EXAMPLES = """
@@ -43,12 +43,12 @@ python overlap_simulator.py --profile onnxruntime_profile.json --record ort_anal
 
 
 class Overlap(Frozen):
-    """How the kernels of a profile lie in time; means over its runs.
+    """Whether the kernels of a profile overlapped; times are means over its runs.
 
     Attributes:
         serial: no kernel began before the one ahead of it had ended.
         busy_ms: time of a run in which at least one kernel ran.
-        overlap_ms: time that kernels spent beside others, beyond rounding.
+        overlap_ms: time in which two kernels ran at once, beyond rounding.
         gap_ms: time between kernels in which none ran.
         run_ms: the whole run.
         overlap_share, gap_share: of run_ms, ratios.
@@ -78,7 +78,7 @@ class PathNode(Frozen):
 
 
 class CriticalPath(Frozen):
-    """What the graph allows: kernels one after another take sum_ms, with everything independent side by side path_ms.
+    """What the graph allows: kernels one after another take sum_ms; if all independent ones ran at once, path_ms.
 
     Attributes:
         possible_speedup: sum_ms / path_ms; 1 where every kernel waits for the one before.
@@ -106,7 +106,7 @@ def innermost(nodes: Iterable[NodeEvent]) -> list[NodeEvent]:
 
 
 def overlap_of(runs: Sequence[ProfiledRun]) -> Overlap:
-    """Whether and how long kernels ran side by side, and how long none did; at least one run."""
+    """Whether and how long kernels ran at the same time, and how long none ran; of at least one run."""
     busy = overlapped = gaps = whole = 0.0
     overlapping: dict[str, None] = {}
     for run in runs:
@@ -152,7 +152,7 @@ def node_times_ms(runs: Sequence[ProfiledRun]) -> dict[str, float]:
 
 
 def whole_times_ms(record: ModelRecord, times_ms: Mapping[str, float]) -> dict[str, float]:
-    """Each node's time as often as it runs; a node that holds a body takes none besides its body's nodes."""
+    """Each node's time in all its runs, ms. A node with a body counts as 0, since its body's nodes count."""
     return {node.name: 0.0 if is_control_flow(record.kernel_of(node)) else node.runs * times_ms[node.name]
             for node in record.nodes if node.name in times_ms}
 
@@ -173,12 +173,12 @@ def print_report(overlap: Overlap, path: CriticalPath | None, rows: int) -> None
         "overlap_ms": overlap.overlap_ms, "overlap_%": 100 * overlap.overlap_share, "gap_ms": overlap.gap_ms,
         "gap_%": 100 * overlap.gap_share}], "one run")
     print("Kernels ran one after another." if overlap.serial else
-          f"{len(overlap.overlapping)} kernels ran beside others: {', '.join(overlap.overlapping[:5])}"
+          f"{len(overlap.overlapping)} kernels ran while another did: {', '.join(overlap.overlapping[:5])}"
           + (" …" if len(overlap.overlapping) > 5 else ""))
     if path is None:
         return
     print(f"Critical path: {len(path.path)} of {path.kernels} kernels, {path.path_ms:.4g} ms of {path.sum_ms:.4g} ms; if all "
-          f"that is independent ran side by side, kernels would take {path.possible_speedup:.3g} times less.")
+          f"independent kernels ran at once, they would take {path.possible_speedup:.3g} times less.")
     longest = sorted(path.path, key=lambda node: -node.latency_ms)[:rows]
     cli.print_table([{"node": node.node, "type": node.type, "latency_ms": node.latency_ms, "share_%": 100 * node.share}
                      for node in longest], "kernels that dominate the critical path")
@@ -197,7 +197,7 @@ def main() -> int:
     cli.add_static(parser)
     args = parser.parse_args()
     if args.model and args.record:
-        parser.error("--record goes with --profile; a model's graph is known")
+        parser.error("--record goes with --profile; the graph of a --model is known")
     workspace = cli.start(args)
     record: ModelRecord | None
     if args.model:

@@ -1,6 +1,6 @@
-"""Phase 6.1: which kernel waits for which, and what a whole run takes given the time of each.
+"""Phase 6.1: which kernel waits for which, and how long a whole run takes, given the time of each kernel.
 
-Reads kernel records (by default all of ort_analysis/ort_kernel_record). Writes one DAG a record to
+Reads kernel records (by default all of ort_analysis/ort_kernel_record). Writes one DAG per record to
 graph_model/model_DAG/<flavour>/<model>.json: its nodes in execution order and the tensors between them.
 History of the DAG file's schema: version 1 is the first.
 """
@@ -31,7 +31,7 @@ python graph_model/dag_critical_path.py --record ort_analysis/ort_kernel_record/
 
 
 def summary(dag: nx.DiGraph) -> dict[str, Any]:
-    """A DAG in one row: nodes, edges, and how many nodes its longest chain has."""
+    """A DAG as one row of a table: number of nodes and edges, and number of nodes in its longest chain."""
     depth = int(longest_path(dag, dict.fromkeys(dag, 1.0))[0])
     return {"model": dag.graph["model"], "flavour": dag.graph["flavour"], "nodes": dag.number_of_nodes(),
             "edges": dag.number_of_edges(), "longest_chain": depth}

@@ -45,8 +45,8 @@ class DagFile(Frozen):
 
 
 def dag_file(record: ModelRecord) -> DagFile:
-    """The DAG of a record, from the tensor names of its nodes. The nodes of a body wait for the node that holds it, and who
-    reads what that one makes waits for them."""
+    """The DAG of a record, from the tensor names of its nodes. The nodes of a body (of a Loop, If or Scan) wait for the node
+    that holds it, and nodes that read this node's outputs wait for its body."""
     made_by: dict[str, tuple[str, int]] = {}
     within: dict[str, list[str]] = defaultdict(list)  # the nodes of bodies by the node that holds them
     for node in record.nodes:
@@ -75,7 +75,7 @@ def dag_file(record: ModelRecord) -> DagFile:
 
 
 def dag_of(dag: DagFile) -> nx.DiGraph:
-    """A DAG file as a graph: nodes carry `kernel_id` and `type`, edges the `bytes` that pass along them."""
+    """A DAG file as a graph: nodes have the attributes `kernel_id` and `type`, edges have `bytes`."""
     graph: nx.DiGraph = nx.DiGraph(model=dag.model, flavour=dag.flavour)
     graph.add_nodes_from((node.name, {"kernel_id": node.kernel_id, "type": node.type}) for node in dag.nodes)
     for edge in dag.edges:
@@ -134,8 +134,8 @@ def calculate_latency(dag: nx.DiGraph, latency_ms: Mapping[Any, float],
     Args:
         dag: any graph without cycles.
         latency_ms: the time of each node, ≥ 0.
-        composition: `sum`: one kernel after another, as ORT's stream runs them; `critical_path`: the longest path, as
-            if whatever is independent ran at the same time.
+        composition: `sum`: one kernel after another, as ONNX Runtime's stream runs them; `critical_path`: the longest path,
+            as if all independent kernels ran at the same time.
 
     Raises:
         UserError: a node without a time, or a cycle.

@@ -1,1 +1,1 @@
-"""A run as two tracks, host and GPU, alone or beside a co-runner."""
+"""A run as two tracks, host and GPU, alone or while a co-runner shares the GPU."""

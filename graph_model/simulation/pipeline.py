@@ -18,12 +18,12 @@ class PipelineCosts(Frozen):
     Attributes:
         node_ms, view_ms, launch_ms: the host's time for a node that moves data, for one that only renames a tensor, and
             for each launch.
-        library_ms: what a node that calls cuDNN or cuBLAS for its work costs the host besides; 0 in files that do not know it.
+        library_ms: what a node that calls cuDNN or cuBLAS costs the host in addition; 0 in files that do not hold it.
         start_ms: the host's time before the first node.
-        gap_ms: how long the GPU stands still between the work of two launches.
+        gap_ms: the GPU's pause between the work of two launches.
         lead_ms: from the end of a node's dispatch to the start of its work on an idle GPU; negative, since its first
             launch comes before its dispatch ends.
-        end_ms: from the end of both tracks to the caller's knowing of it.
+        end_ms: from the end of both tracks to the moment when the caller learns of it.
     """
 
     node_ms: float
@@ -36,7 +36,7 @@ class PipelineCosts(Frozen):
     library_ms: float = 0.0
 
     def at_pace(self, pace: float) -> PipelineCosts:
-        """The costs where the host takes `pace` times as long for all it does; only the GPU's pauses stay."""
+        """The costs where the host takes `pace` times as long for everything it does. The GPU's pauses stay as they are."""
         return PipelineCosts(
             node_ms=pace * self.node_ms, view_ms=pace * self.view_ms, launch_ms=pace * self.launch_ms,
             start_ms=pace * self.start_ms, gap_ms=self.gap_ms, lead_ms=pace * self.lead_ms, end_ms=pace * self.end_ms,
@@ -69,15 +69,15 @@ def dispatched_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None =
 
 
 def pipeline_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> float:
-    """A run's latency where the host dispatches node after node and the GPU does their work in that order.
+    """The latency of a run, ms. The host dispatches node after node, and the GPU does their work in that order.
 
-    The GPU begins a node's work when the node is dispatched and the work before it is done, so that it ends with the
-    latest of: some node's dispatch and all the work from there on.
+    The GPU begins a node's work when the node is dispatched and the work before it is done. So for every node the run ends
+    no earlier than this node's dispatch plus all work from this node on; the latest of these ends is the GPU's end.
 
     Args:
         tracks: the run's.
         costs: of the target.
-        off_gpu: what nodes of the CPU provider and copies do, the host's waiting with it; None where the run has none.
+        off_gpu: what nodes of the CPU provider and copies do on the host; None where the run has no such nodes.
     """
     at = dispatched_ms(tracks, costs, off_gpu)
     if not len(at):
@@ -90,17 +90,17 @@ def pipeline_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = N
 
 
 class NodeSpan(NamedTuple):
-    """When the host dispatches a node and when the GPU works on it, in ms from the start of a run; the latter None for a node
-    that leaves the GPU nothing to do."""
+    """When the host dispatches a node and when the GPU works on it, in ms from the start of a run. `gpu` is None for a node
+    that gives the GPU no work."""
 
     host: tuple[float, float]
     gpu: tuple[float, float] | None
 
 
 def timeline(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> list[NodeSpan]:
-    """The two tracks node by node; what `pipeline_ms` gives is the end of the later one (with its gap), and costs.end_ms.
+    """The two tracks node by node. `pipeline_ms` is the end of the later one (with its last gap) plus costs.end_ms.
 
-    With a fitted lead that is longer than the first dispatch, the GPU's track begins before 0, as in that formula.
+    Where the fitted lead is longer than the first dispatch, the GPU's track begins before 0, as in that formula.
 
     Arguments are those of `pipeline_ms`.
     """
@@ -118,9 +118,9 @@ def timeline(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None
 
 
 def chrome_trace(names: Sequence[str], spans: Sequence[NodeSpan]) -> dict[str, Any]:
-    """A timeline in Chrome's trace-event format (see utils/trace_events.py): a track for the host, one for the GPU.
+    """A timeline in Chrome's trace-event format (see utils/trace_events.py): one track for the host, one for the GPU.
 
-    Times begin with the earliest span or the start of the run.
+    Time 0 is the start of the run, or of the earliest span where that is before it.
     """
     earliest = min([0.0, *(when[0] for span in spans for when in span if when is not None)])
 

@@ -1,4 +1,4 @@
-"""Runs of a model while another process uses the GPU in turn."""
+"""Simulates runs of a model while another process takes turns on the same GPU."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import numpy.typing as npt
 from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms
 from graph_model.simulation.tracks import Floats, Tracks
 
-MOST_STAGES = 48  # of a simulated run on a shared GPU: twice as many change its mean by less than 1 %, and take twice as long
-SHARED_RUNS = (200, 10)  # fewer callers leave the 95th percentile to chance
-LOOPED_RUNS = 30  # of a model in a loop, whose turns are then known
-BETWEEN_RUNS_MS = 0.02  # of a caller: what it takes between a run's end and the next one's start
+MOST_STAGES = 48  # of a simulated run on a shared GPU: twice as many change its mean by less than 1 % and take twice as long
+SHARED_RUNS = (200, 10)  # callers, and runs of each: with fewer callers the 95th percentile is left to chance
+LOOPED_RUNS = 30  # of a model in a loop: its turns repeat by then
+BETWEEN_RUNS_MS = 0.02  # a caller's time between the end of a run and the start of the next
 TINY_MS = 1e-6
 
 
 class CoRunner(NamedTuple):
-    """What else runs on a GPU that processes share in time slices, as one of them meets it.
+    """Another process on a GPU that processes share in time slices, as a model's process experiences it.
 
     Attributes:
-        busy_ms, quiet_ms: how long it has work and none, in turn; it never pauses where quiet_ms is 0.
-        waits_ms: how long another process waits for the GPU while it is busy, from many such waits; none are drawn where it
-            is empty.
+        busy_ms, quiet_ms: how long it has work, and then none, in turn; where quiet_ms is 0 it never pauses.
+        waits_ms: a sample of how long one waits for the GPU while it is busy; empty: one never waits.
     """
 
     busy_ms: float
@@ -32,18 +31,23 @@ class CoRunner(NamedTuple):
 
     @property
     def cycle_ms(self) -> float:
-        """From the beginning of one busy phase to the next."""
+        """From the start of one busy phase to the start of the next."""
         return self.busy_ms + self.quiet_ms
 
     @property
     def busy_share(self) -> float:
-        """For what share of the time it is busy; a ratio."""
+        """The share of the time in which it is busy; a ratio."""
         return self.busy_ms / self.cycle_ms
 
 
 class _Stages(NamedTuple):
-    """What a run queues on the GPU, by node or by group of nodes: when the work of each can begin at the earliest (ms from the
-    start of the run), how long it takes the GPU, and when the host is done."""
+    """What a run queues on the GPU, by node or by group of nodes.
+
+    Attributes:
+        ready_ms: the earliest start of each one's work, from the start of the run.
+        work_ms: the GPU's time for it.
+        dispatched_ms: when the host has dispatched everything.
+    """
 
     ready_ms: Floats
     work_ms: Floats
@@ -51,7 +55,7 @@ class _Stages(NamedTuple):
 
 
 def _queued(tracks: Tracks, costs: PipelineCosts) -> _Stages:
-    """The nodes that leave the GPU something to do, each by itself."""
+    """The nodes that give the GPU work, each as a stage of its own."""
     at, working = dispatched_ms(tracks, costs), tracks.launches > 0
     ready = np.maximum(at + costs.lead_ms, 0.0)  # no launch comes before its run, whatever lead was fitted
     return _Stages(ready[working], (tracks.gpu_ms + costs.gap_ms * tracks.launches)[working],
@@ -59,11 +63,11 @@ def _queued(tracks: Tracks, costs: PipelineCosts) -> _Stages:
 
 
 def _stages(tracks: Tracks, costs: PipelineCosts) -> _Stages:
-    """At most MOST_STAGES groups of neighbouring nodes. A group begins as late as its last node's dispatch demands, so that
-    the GPU's pauses within it come before it."""
+    """The nodes in at most MOST_STAGES groups of neighbours. A group begins so late that its work never waits for a dispatch:
+    the GPU's pauses within the group are moved to before it."""
     ready, work, dispatched = _queued(tracks, costs)
     done = np.cumsum(work)
-    slack = ready - (done - work)  # the start of all work that would make a node wait for its dispatch just not
+    slack = ready - (done - work)  # the latest start of all work with which no node waits for its dispatch
     begins = np.unique(np.linspace(0, len(work), min(len(work), MOST_STAGES), endpoint=False).astype(int))
     latest = np.maximum.reduceat(slack, begins) if len(work) else slack
     return _Stages(latest + (done - work)[begins], np.add.reduceat(work, begins) if len(work) else work, dispatched)
@@ -73,17 +77,17 @@ def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, co_run
                    generator: np.random.Generator, shape: tuple[int, int] = SHARED_RUNS) -> Floats:
     """Latencies (ms) of runs one after another on a GPU that another process uses too, in time slices.
 
-    The two never run side by side. The other one gets the GPU while this run has no work for it, and when it has had the
-    GPU for `slice_ms`; it then keeps it for one of its waits. The host goes on dispatching meanwhile, so that part of a wait
-    is hidden where the host is the slower track. Of an H200: see `training/fit_sharing.py`.
+    The two never run at the same time. The other process gets the GPU while this run has no work for it, and after this run
+    has had it for `slice_ms`; it then keeps it for one of its waits. The host goes on dispatching meanwhile, so part of a
+    wait is hidden where the host is the slower track. The rules were learned on an H200: see `training/fit_sharing.py`.
 
     Args:
-        tracks, costs: as `pipeline_ms` takes them.
-        slice_ms: how long a process has the GPU before another's turn.
+        tracks, costs: as of `pipeline_ms`.
+        slice_ms: how long a process keeps the GPU before another has its turn.
         co_runner: what else runs.
-        generator: draws waits, and where in its phases the other one is.
-        shape: how many callers are simulated, each on its own, and how many runs each makes; the first one of each only
-            brings it into step.
+        generator: draws the waits, and the phase in which the other process is at the start.
+        shape: number of callers, which are simulated independently, and number of runs of each. The first run of each is
+            dropped: it only brings the two processes into step.
 
     Returns:
         latencies, shape (runs − 1, callers).
@@ -108,27 +112,34 @@ def shared_runs_ms(tracks: Tracks, costs: PipelineCosts, slice_ms: float, co_run
 
 
 class _OtherMet(NamedTuple):
-    """What else runs, as many callers meet it: for each of them it begins somewhere in its phases (ms)."""
+    """The other process as many callers meet it: for each of them it is at another point (ms) of its phases at the start."""
 
     co_runner: CoRunner
     generator: np.random.Generator
     begins_ms: Floats
 
     def busy(self, when: Floats) -> npt.NDArray[np.bool_]:
-        """Whether it has work, at a time of each caller."""
+        """Whether it has work at the time `when` (ms) of each caller."""
         if not self.co_runner.quiet_ms:
             return when < np.inf
         return (self.begins_ms + when) % self.co_runner.cycle_ms < self.co_runner.busy_ms
 
     def wait(self) -> Floats:
-        """A wait of each caller, drawn."""
+        """One wait (ms) for each caller, drawn at random."""
         waits = self.co_runner.waits_ms if len(self.co_runner.waits_ms) else np.zeros(1)
         return waits[self.generator.integers(0, len(waits), len(self.begins_ms))]  # as `choice` does, in half the time
 
 
 def _worked(work: float, start: Floats, used: Floats, slice_ms: float, met: _OtherMet) -> tuple[Floats, Floats]:
-    """When the GPU has done `work` (ms) that each caller has it begin at `start`, and how much of the caller's slice is used
-    then, of which `used` was before; whenever a slice is over, the other one has its turn if it has work."""
+    """When the GPU has done `work` (ms) for each caller, and how much of the caller's slice is used up by then.
+
+    Args:
+        work: the GPU's time for it.
+        start: when it begins, of each caller.
+        used: how much of the slice was used before.
+        slice_ms: after which the other process has its turn, if it has work.
+        met: the other process.
+    """
     left, now = np.full(len(start), work), start
     while (over := used + left > slice_ms).any():
         room = slice_ms - used
@@ -139,24 +150,24 @@ def _worked(work: float, start: Floats, used: Floats, slice_ms: float, met: _Oth
 
 
 def gpu_work_ms(tracks: Tracks, costs: PipelineCosts) -> float:
-    """What a run takes the GPU, the pauses between launches with it; arguments as `pipeline_ms` takes them."""
+    """The GPU's time for a run, with the pauses between launches, ms; arguments as of `pipeline_ms`."""
     return float(_queued(tracks, costs).work_ms.sum())
 
 
 def turns_ms(tracks: Tracks, costs: PipelineCosts, longest_ms: float, away_ms: float, runs: int = LOOPED_RUNS) -> Floats:
-    """How long a model that runs in a loop has the GPU at a time, where another process has it in between.
+    """The turns on the GPU (ms) of a model that runs in a loop, while another process has the GPU in between.
 
-    A turn ends when all that was dispatched is done, as at the end of each run, or after `longest_ms`. The host goes on
-    dispatching while the other process has its turn, so that the next one is the longer for it.
+    A turn ends when everything that was dispatched is done, as at the end of each run, or after `longest_ms`. The host goes on
+    dispatching during the other process's turn, so the next turn is longer.
 
     Args:
-        tracks, costs: as `pipeline_ms` takes them.
-        longest_ms: after which the GPU is taken away; positive.
-        away_ms: the other process's turn, and the switching.
-        runs: how many are simulated after a first one, which only brings the two into step.
+        tracks, costs: as of `pipeline_ms`.
+        longest_ms: the longest turn; positive.
+        away_ms: the other process's turn, with the time for switching.
+        runs: number of runs that are simulated after a first one, which only brings the two processes into step.
 
     Returns:
-        the turns, in order; none of a model that leaves the GPU nothing to do.
+        the turns, in order; empty for a model that gives the GPU no work.
     """
     ready, work, dispatched_all = _queued(tracks, costs)
     turns: list[float] = []

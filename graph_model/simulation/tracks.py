@@ -16,8 +16,8 @@ Kinds = npt.NDArray[np.int_]  # the NodeKind of each node
 
 
 class NodeKind(IntEnum):
-    """What a node means to the host that dispatches it: it only renames a tensor, it moves data by a kernel of ONNX Runtime's
-    own, or by one that cuDNN or cuBLAS is called for."""
+    """What a node costs the host that dispatches it: it only renames a tensor (VIEW), it runs a kernel of ONNX Runtime's own
+    (OWN), or it calls cuDNN or cuBLAS (LIBRARY)."""
 
     VIEW = 0
     OWN = 1
@@ -36,7 +36,7 @@ class Tracks(NamedTuple):
 
     Attributes:
         gpu_ms: the GPU's own time.
-        launches: how many launches the node makes; one without any leaves the GPU nothing to do.
+        launches: number of kernel launches; a node without any gives the GPU no work.
         kinds: the `NodeKind`.
     """
 
@@ -46,11 +46,11 @@ class Tracks(NamedTuple):
 
 
 class OffGpu(NamedTuple):
-    """What the nodes of a run do besides giving the GPU work: those that the CPU provider runs, and copies.
+    """What the nodes of a run do on the host apart from giving the GPU work; one entry of each array per node.
 
     Attributes:
-        host_ms: how long each keeps the host busy, beyond what its dispatch costs.
-        waits: whether the host waits at a node until the GPU has done all that it was given; so does a copy to the host.
+        host_ms: how long a node keeps the host busy, in addition to its dispatch: a node of the CPU provider, or a copy.
+        waits: whether the host waits at the node until the GPU has done all its work, as at a copy to the host.
     """
 
     host_ms: Floats
