@@ -1,4 +1,4 @@
-"""What predictions hold for besides the model and the target: how it is run, what else runs, and how fast the host is."""
+"""What a prediction holds for: the target, how the model is run, what else runs, and how fast the host is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SharedGpu(NamedTuple):
-    """What else runs on the GPU, how the target's GPU turns between processes, and what the former was learned from."""
+    """How the target's GPU takes turns between processes, the co-runner on it, and the source of what is known of that."""
 
     sharing: Sharing
     co_runner: CoRunner
@@ -31,13 +31,13 @@ class Conditions(NamedTuple):
     """What a prediction holds for.
 
     Attributes:
-        fitted: what was learned of the target.
-        used: the composition, the target's own unless another was asked for.
+        fitted: what was learned for the target.
+        used: the composition; the target's own, unless another was given.
         run_mode: how the model is run.
-        strict: no measured kernel time is looked up.
-        load: metrics of what else runs, by DCGM field name; empty where nothing does.
-        shared_gpu: what else runs, where latencies next to it have a distribution; else None.
-        pace: of the host; None where it does not count.
+        strict: whether measured kernel times are not looked up.
+        load: metrics of the load, by DCGM field name; empty on an idle device.
+        shared_gpu: the co-runner, where the latency next to it has a distribution; else None.
+        pace: of the host; None where it does not matter.
     """
 
     fitted: Fitted
@@ -50,22 +50,22 @@ class Conditions(NamedTuple):
 
     @property
     def device(self) -> str:
-        """The target's: `cpu` or `cuda`."""
+        """The target's device: `cpu` or `cuda`."""
         return self.fitted.target.flavour.device
 
     @property
     def kernel_load(self) -> dict[str, float]:
-        """The load that kernels' times answer to: none where the whole run waits for its turn instead."""
+        """The load that changes kernels' times; empty where the whole run waits for its turns instead."""
         return {} if self.shared_gpu else self.load
 
     @property
     def usual_costs(self) -> PipelineCosts | None:
-        """What a run costs at the host's usual pace; None where the composition knows no two tracks."""
+        """The costs of a run at the host's usual pace; None where the composition does not simulate host and GPU."""
         return self.used.cuda_graph.costs if self.run_mode.cuda_graph and self.used.cuda_graph else self.used.costs
 
     @property
     def costs(self) -> PipelineCosts | None:
-        """What a run costs at the host's pace; None where the composition knows no two tracks."""
+        """The costs of a run at the host's pace; None where the composition does not simulate host and GPU."""
         usual = self.usual_costs
         if self.pace and self.pace.ratio is not None and usual is not None:
             return usual.at_pace(self.pace.ratio)
@@ -73,42 +73,42 @@ class Conditions(NamedTuple):
 
 
 def check_run_mode(run_mode: RunMode, used: Composition, target: str) -> None:
-    """Whether a model's run that way can be predicted.
+    """Checks that a run mode can be predicted for a target.
 
     Raises:
-        UserError: no models were run so on the target, or ONNX Runtime itself can't.
+        UserError: no models were measured in it, or ONNX Runtime does not support it.
     """
     if run_mode.cuda_graph and run_mode.io == "host":
         raise UserError("a CUDA graph reads and writes tensors at fixed places on the device: predict it with --io device")
-    for asked, fitted, what in ((run_mode.io == "host", used.host_io, "host_io"),
+    for wanted, fitted, what in ((run_mode.io == "host", used.host_io, "host_io"),
                                 (run_mode.cuda_graph, used.cuda_graph, "cuda_graph")):
-        if asked and fitted is None:
+        if wanted and fitted is None:
             raise UserError(f"{target}: no models were run so ({what}); measure some (variants in the collector's config), and "
                             f"fit again: {FIT}")
 
 
-def pace_of(asked: float | HostPace | None, fitted: Fitted, used: Composition, run_mode: RunMode,
+def pace_of(given: float | HostPace | None, fitted: Fitted, used: Composition, run_mode: RunMode,
             workspace: Workspace) -> HostPace | None:
-    """The pace of the host that predictions hold for; None where it does not count.
+    """The pace of the host for which to predict; None where it does not matter.
 
     Raises:
-        UserError: one is asked for that can't be a ratio, or of a target that has none.
+        UserError: the given pace can't be a ratio, or the target has no host pace.
     """
-    if asked is not None:
+    if given is not None:
         check_host(fitted, used)
-        asked = asked if isinstance(asked, HostPace) else given_pace(asked)
+        given = given if isinstance(given, HostPace) else given_pace(given)
     if not counts(used, run_mode):
         return None
-    return recent_pace(fitted, workspace) if asked is None else asked
+    return recent_pace(fitted, workspace) if given is None else given
 
 
 def shared_gpu_of(fitted: Fitted, used: Composition, run_mode: RunMode, load: Mapping[str, float],
                   co_runner: CoRunner | None) -> SharedGpu | None:
-    """What else runs, where latencies next to it have a distribution; None where nothing runs, or where metrics alone say what
-    does and nothing was learned of sharing.
+    """The shared GPU, where the latency next to a co-runner has a distribution. None where nothing else runs, and where nothing
+    was learned of sharing and the load is known by metrics alone.
 
     Raises:
-        UserError: a probe's reading is given, or the model is run in a way, for which nothing was learned.
+        UserError: a probe's reading is given and nothing was learned of sharing, or the run mode was not measured under load.
     """
     sharing = fitted.sharing if used.kind == "pipeline" else None
     if sharing is None:
@@ -123,18 +123,22 @@ def shared_gpu_of(fitted: Fitted, used: Composition, run_mode: RunMode, load: Ma
 
 
 def check_mode_while_shared(run_mode: RunMode) -> None:
-    """Refuses ways of running that were not measured beside other work."""
+    """Checks that a run mode was measured while the GPU was shared.
+
+    Raises:
+        UserError: it was not.
+    """
     if run_mode != AS_USUAL:
-        raise UserError(f"a model run {run_mode.description} was not measured beside other work; predict it with tensors on "
-                        "the device, node by node, or idle")
+        raise UserError(f"a model run {run_mode.description} was not measured while the GPU was shared; predict it with "
+                        "tensors on the device, node by node, or idle")
 
 
 def sharing_warning(shared_gpu: SharedGpu | None) -> tuple[str, ...]:
-    """What to know about a latency beside work that only metrics tell of; nothing where a probe does."""
+    """A warning where only metrics tell of the co-runner, although a probe would know more."""
     if shared_gpu is None or shared_gpu.told_by == "probe":
         return ()
     if not shared_gpu.sharing.probed or not shared_gpu.sharing.from_metrics:
         return ()
-    return (f"metrics alone hide how long the other work's turns are: means predicted from them erred by "
-            f"{shared_gpu.sharing.from_metrics.mean:.0%} on average, from a probe (--probe, or --probe-every of Prometheus's "
-            f"exporter, benchmark/metrics_exporter.py) by {shared_gpu.sharing.probed.mean:.0%}",)
+    return (f"metrics do not show how long the co-runner's turns are: means predicted from them erred by "
+            f"{shared_gpu.sharing.from_metrics.mean:.0%} on average, those from a probe (--probe, or --probe-every of "
+            f"Prometheus's exporter, benchmark/metrics_exporter.py) by {shared_gpu.sharing.probed.mean:.0%}",)

@@ -1,1 +1,1 @@
-"""A prediction beside a co-runner."""
+"""Predictions for a GPU that a co-runner shares."""

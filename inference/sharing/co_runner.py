@@ -1,4 +1,4 @@
-"""A model's latency while another process uses the GPU too: not a number, but a distribution."""
+"""A model's latency while another process shares the GPU: not one number, but a distribution."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SEED = 7  # of the simulated callers: the same question has the same answer
 
 
 class NotShared(UserError):
-    """Nothing is known of how a target is shared."""
+    """Nothing was learned of how a target's GPU is shared."""
 
     def __init__(self, target: str) -> None:
         super().__init__(f"{target}: nothing was learned of how it is shared, so latencies under load have no distribution; "
@@ -43,14 +43,14 @@ class NotShared(UserError):
 
 
 class UnderLoad(Frozen):
-    """What a caller sees who runs the model again and again beside another process.
+    """The latency of a model that a caller runs again and again while another process shares the GPU.
 
     Attributes:
-        mean_ms: over runs.
-        percentiles_ms: the latency that p % of the runs do not exceed, for p from 0 to 100.
-        busy_share: for what share of the time the other process has work, while this one has none; a ratio.
-        told_by: what that was learned from: a probe, metrics, a share of the time that was asked for, or another model's
-            prediction.
+        mean_ms: mean over the runs.
+        percentiles_ms: the latency that p % of the runs do not exceed, for each whole p from 0 to 100.
+        busy_share: the share of the time (a ratio) in which the other process has work.
+        told_by: the source of the load: a probe, metrics, a share of the time that the caller asked for, or the prediction of
+            another model.
     """
 
     mean_ms: float
@@ -63,19 +63,20 @@ class UnderLoad(Frozen):
         return float(np.interp(percent, np.arange(len(self.percentiles_ms)), self.percentiles_ms))
 
     def later_by(self, more_ms: float) -> UnderLoad:
-        """Every run longer by `more_ms`: what a model's nodes do off the GPU, which is not simulated beside other work."""
+        """The distribution with every run longer by `more_ms`: the part of a run that is not simulated next to the other
+        process."""
         if not more_ms:
             return self
         return self.model_copy(update={"mean_ms": self.mean_ms + more_ms,
                                        "percentiles_ms": tuple(one + more_ms for one in self.percentiles_ms)})
 
     def columns(self) -> dict[str, float]:
-        """What a table shows of it."""
+        """The columns of a table that show it, ms."""
         return {"mean (ms)": self.mean_ms} | {f"p{percent} (ms)": self.percentile_ms(percent) for percent in SHOWN_PERCENTILES}
 
 
 def under_load(tracks: Tracks, costs: PipelineCosts, sharing: Sharing, co_runner: CoRunner, told_by: LoadSource) -> UnderLoad:
-    """The distribution of a model's latency beside other work; tracks and costs as `pipeline_ms` takes them."""
+    """The distribution of a model's latency next to a co-runner; `tracks` and `costs` as of `pipeline_ms`."""
     runs = shared_runs_ms(tracks, costs, sharing.slice_ms, co_runner, np.random.default_rng(SEED))
     return UnderLoad(
         mean_ms=float(runs.mean()), percentiles_ms=tuple(np.percentile(runs, np.arange(101)).tolist()),
@@ -83,17 +84,22 @@ def under_load(tracks: Tracks, costs: PipelineCosts, sharing: Sharing, co_runner
 
 
 def check_mode_here(fitted: Fitted) -> None:
-    """Refuses a GPU of this machine that is shared in a way that was not measured; from elsewhere nobody can tell."""
+    """Refuses a GPU of this machine that is shared in a way that was not measured. Of another machine's GPU this is not known.
+
+    Raises:
+        UserError: the GPU is shared in another way.
+    """
     if is_here(fitted.target):
         check_sharing_mode(sharing_mode())
 
 
 def co_runner_of(fitted: Fitted, load: Mapping[str, float]) -> CoRunner | None:
-    """What else runs, as metrics tell; None where nothing was learned of sharing, so that kernels' times answer to the load.
+    """The co-runner as metrics show it; None where nothing was learned of sharing, and then the load changes the kernels'
+    times.
 
     Raises:
-        UserError: no metric says how busy the GPU is, or one that it can't be; or it is this machine's and shared in a way that
-            was not measured.
+        UserError: no metric says how busy the GPU is, or one has an impossible value; or the GPU is this machine's and shared
+            in a way that was not measured.
     """
     if fitted.sharing is None or not load:
         return None
@@ -101,21 +107,21 @@ def co_runner_of(fitted: Fitted, load: Mapping[str, float]) -> CoRunner | None:
     load = {field: checked(field, value) if field in BUSY_FIELDS else value for field, value in load.items()}
     share = busy_share(load)
     if share is None:
-        raise UserError(f"the load has neither {' nor '.join(BUSY_FIELDS)}, so that it doesn't say how busy the GPU is: give "
+        raise UserError(f"the load has neither {' nor '.join(BUSY_FIELDS)}, so it doesn't say how busy the GPU is: give "
                         "one of them, or a probe")
     return co_runner_guessed(share, fitted.sharing)
 
 
 def probed(fitted: Fitted, reading: ProbeReading | None = None) -> CoRunner:
-    """What else runs, as the sharing probe tells: `reading`, or without one a reading on this machine now.
+    """The co-runner as the sharing probe saw it: in `reading`, or without one, in a new reading on this machine.
 
     Raises:
-        NotShared: nothing was learned of the target's sharing.
+        NotShared: nothing was learned of how the target is shared.
         UserError: the target is a CPU, this machine is not the target, or its GPU is shared in a way that was not measured.
     """
     if fitted.target.flavour.device == "cpu":
-        raise UserError(f"{fitted.target.name}: only a GPU is shared in time slices, which is what the probe tells of; a CPU's "
-                        "load is told by metrics, so leave --probe out")
+        raise UserError(f"{fitted.target.name}: the probe measures how a GPU is shared in time slices; a CPU's "
+                        "load is described by metrics, so leave --probe out")
     if fitted.sharing is None:
         raise NotShared(fitted.target.name)
     if reading is None:
@@ -130,10 +136,10 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> CoRunner:
 
 
 def probe_of(fitted: Fitted, load: Load) -> CoRunner | None:
-    """What else runs, as the probe's reading that a Prometheus gave with the load tells it; None where it gave none.
+    """The co-runner as the probe's reading says that Prometheus gave with the load; None where it gave none.
 
     Raises:
-        NotShared: nothing was learned of the target's sharing.
+        NotShared: nothing was learned of how the target is shared.
         UserError: the GPU was shared in a way that was not measured.
     """
     if load.probe is None:

@@ -1,4 +1,4 @@
-"""A model's latency over the load."""
+"""A model's latency as a function of the load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class LoadPoint(Frozen):
-    """The latency beside a background that is busy for `busy_share` (a ratio) of the time."""
+    """The latency next to a background that is busy for `busy_share` (a ratio) of the time."""
 
     busy_share: float
     mean_ms: float
@@ -21,8 +21,7 @@ class LoadPoint(Frozen):
 
 
 class LoadCurve(Frozen):
-    """A model's latency over the load, from idle to a background that is always busy; with the idle prediction's mark and
-    warnings."""
+    """A model's latency for loads from idle to a background that is always busy, with the warnings of its prediction."""
 
     model: str
     target: str
@@ -34,8 +33,8 @@ class LoadCurve(Frozen):
 
 
 def load_curve(model: SharedModel, points: int) -> LoadCurve:
-    """The latency of a model at `points` shares of the time, evenly spaced from 0 to 1, for which a background is busy; from
-    0.95 on the background never pauses (`benchmark.load.probe_reading.ALWAYS`)."""
+    """The latency of a model for `points` loads: the background's busy share goes from 0 to 1 in even steps. From 0.95 on the
+    background never pauses (`benchmark.load.probe_reading.ALWAYS`)."""
     found = []
     for place in range(points):
         share = place / (points - 1)

@@ -1,4 +1,4 @@
-"""Two models on one GPU, each while the other runs."""
+"""Two models on one GPU, each while the other one runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class OneOfTwo(Frozen):
-    """A model's latency alone, and its distribution while the other one runs in a loop; a rough estimate where that of either
-    model alone is one."""
+    """A model's latency alone, and its distribution while the other model runs in a loop. It is a rough estimate if the
+    prediction of either model is."""
 
     model: str
     dims: dict[str, int]
@@ -24,7 +24,7 @@ class OneOfTwo(Frozen):
 
 
 class Pair(Frozen):
-    """Two models on one GPU, in the order in which they were given; with the predictions' warnings."""
+    """Two models on one GPU, in the order in which they were given, with the warnings of both predictions."""
 
     target: str
     models: tuple[OneOfTwo, OneOfTwo]
@@ -32,7 +32,7 @@ class Pair(Frozen):
 
 
 def pair(one: SharedModel, two: SharedModel) -> Pair:
-    """Two models side by side, each in a process of its own that runs it again and again without a pause."""
+    """Two models on one GPU, each in a process of its own that runs it again and again without a pause."""
     return Pair(target=one.prediction.target, models=(_of_pair(one, two), _of_pair(two, one)),
                 warnings=tuple(dict.fromkeys((*one.prediction.warnings, *two.prediction.warnings))))
 

@@ -1,4 +1,4 @@
-"""A model on a target that other work may share: its latency beside whatever that is."""
+"""A model on a GPU that other processes share: its latency next to any co-runner."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SharedModel:
-    """A model, and what is needed to put it beside other work.
+    """A model, with all that is needed to predict it next to a co-runner.
 
     Attributes:
         prediction: of the model.
         alone_ms: its latency on an idle device.
         tracks, costs: of its run.
-        sharing: how the target's GPU turns between processes.
+        sharing: how the target's GPU takes turns between processes.
         off_gpu_ms: how much longer a run takes than its tracks alone, idle or not (`ModelRun.off_gpu_ms`).
     """
 
@@ -36,21 +36,21 @@ class SharedModel:
     off_gpu_ms: float = 0.0
 
     def next_to(self, co_runner: CoRunner, told_by: LoadSource) -> UnderLoad:
-        """The distribution of its latency beside other work."""
+        """The distribution of its latency next to a co-runner."""
         return under_load(self.tracks, self.costs, self.sharing, co_runner, told_by).later_by(self.off_gpu_ms)
 
     def at_share(self, share: float, like: CoRunner | None = None) -> UnderLoad:
-        """The distribution beside a background that is busy for `share` of the time (a ratio), with waits and phases as of an
-        average kind of background, or of `like`."""
+        """The distribution next to a background that is busy for `share` of the time (a ratio). The background's waits and
+        phases are those of `like`, or of an average background among those that were measured."""
         return self.next_to(co_runner_guessed(share, self.sharing, like), "share")
 
     def in_a_loop(self, other: SharedModel) -> CoRunner:
-        """This model, run without a pause, as `other` meets it."""
+        """This model, run without a pause, as a co-runner of the model `other`."""
         return in_a_loop((self.tracks, self.costs), (other.tracks, other.costs), self.sharing)
 
 
 def shared_model_of(run: PredictedRun) -> SharedModel:
-    """A model that was predicted, ready to be put next to other work.
+    """A predicted model, ready to be put next to a co-runner.
 
     Raises:
         UserError: the GPU is this machine's and shared in a way that was not measured.

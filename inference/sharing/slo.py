@@ -1,4 +1,4 @@
-"""Whether a latency objective is met, and beside how much other work it still would be."""
+"""Whether a latency objective is met, and up to which load it still would be."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ class Slo(Frozen):
     """A latency objective, and how a prediction compares with it.
 
     Attributes:
-        limit_ms: what the percentile must not exceed.
-        percentile: which one, in per cent.
-        latency_ms: that percentile of the prediction's distribution; without one, as on an idle device, the predicted latency.
-            It is the median of a model's runs, whose spread there is not predicted, for any percentile.
-        met: latency_ms is at most limit_ms.
-        headroom_ms, headroom_percent: how far below the limit it is (of the limit); negative where it is missed.
-        could_be_ms: the upper end of the prediction's interval, between whose ends nine of ten models lay (under load: the
-            percentile by as much longer as that end is than the mean); it says how wrong the prediction may be, not how runs
-            spread.
+        limit_ms: the highest latency that is allowed.
+        percentile: of the runs, in per cent, must keep to it.
+        latency_ms: that percentile of the predicted distribution. Where there is no distribution, as on an idle device, the
+            predicted latency: the median of the runs, for any percentile, since their spread is not predicted there.
+        met: whether latency_ms is at most limit_ms.
+        headroom_ms, headroom_percent: how far latency_ms is below the limit (in per cent of the limit); negative if missed.
+        could_be_ms: the upper end of the prediction's interval, which holds nine of ten models. Under load, the percentile
+            times the ratio of that end to the mean. It says how wrong the prediction may be, not how the runs spread.
     """
 
     limit_ms: float
@@ -43,11 +42,11 @@ class Slo(Frozen):
 
 
 class SloUnderLoad(Slo):
-    """A latency objective, and the highest load that still meets it.
+    """A latency objective, and the highest load at which it is still met.
 
     Attributes:
-        highest_busy_share: for what share of the time (a ratio) a background may be busy so that it is met; None where an idle
-            device misses it already, or where `unknown_because` says why it is not known.
+        highest_busy_share: the largest share of the time (a ratio) for which a background may be busy. None where the objective
+            is missed on an idle device already, or where `unknown_because` says why the share is not known.
     """
 
     highest_busy_share: float | None = None
@@ -55,7 +54,7 @@ class SloUnderLoad(Slo):
 
 
 def check_slo(prediction: Prediction, limit_ms: float, percentile: float = PERCENTILE) -> Slo:
-    """How a prediction compares with the objective that `percentile` % of the runs take at most `limit_ms`."""
+    """Compares a prediction with the objective that `percentile` % of the runs take at most `limit_ms`."""
     shared = prediction.under_load
     latency, could_be = prediction.latency_ms, prediction.interval_ms[1]
     if shared is not None:
@@ -67,11 +66,11 @@ def check_slo(prediction: Prediction, limit_ms: float, percentile: float = PERCE
 
 def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = PERCENTILE,
                        like: CoRunner | None = None) -> float | None:
-    """For what share of the time (a ratio) a background may be busy at most so that `percentile` % of the runs still take at
-    most `limit_ms`; None where they don't on an idle device.
+    """The largest share of the time (a ratio) for which a background may be busy so that `percentile` % of the runs still take
+    at most `limit_ms`; None where they take longer on an idle device.
 
-    Found by bisection, within PRECISION, over backgrounds with waits and phases as of those that were measured, or of
-    `like`. The same runs are simulated at each share, so that percentiles grow with it; far ones come of few runs.
+    It is found by bisection, to PRECISION, over backgrounds with the waits and phases of those that were measured, or of
+    `like`. The same runs are simulated at each share, so percentiles grow with it. High percentiles rest on few runs.
     """
     def met(share: float) -> bool:
         return model.at_share(share, like).percentile_ms(percentile) <= limit_ms
@@ -89,17 +88,17 @@ def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = 
 
 def objective_of(run: PredictedRun, limit_ms: float, percentile: float = PERCENTILE,
                  like: CoRunner | None = None) -> SloUnderLoad:
-    """As `check_slo`, with the highest load that still meets it.
+    """Compares a predicted run with an objective, and finds the highest load at which it is still met.
 
     Args:
         run: of the model.
-        limit_ms, percentile: the objective.
-        like: what else runs, as a probe met it: the load that still meets it has the same waits and phases.
+        limit_ms, percentile: the objective: `percentile` % of the runs take at most `limit_ms`.
+        like: the co-runner as a probe saw it; the highest load is taken to have the same waits and phases.
     """
     prediction = run.prediction
     found = check_slo(prediction, limit_ms, percentile).model_dump()
     if prediction.way != AS_USUAL:
-        why = f"a model run {prediction.way.description} was not measured beside other work"
+        why = f"a model run {prediction.way.description} was not measured while the GPU was shared"
         return SloUnderLoad(**found, unknown_because=why)
     try:
         model = shared_model_of(run)

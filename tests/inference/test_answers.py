@@ -187,7 +187,7 @@ def test_the_highest_load_that_meets_an_objective(model: SharedModel) -> None:
 def test_a_highest_load_that_is_not_known(workspace: Workspace, tmp_path: Path, torch_models: dict[str, Path]) -> None:
     copied = predict("resnet18.onnx", target=TARGET, workspace=workspace, run_mode=RunMode(io="host"))
     found = slo_under_load(copied, "resnet18.onnx", 5.0, workspace=workspace)
-    assert found.unknown_because == "a model run with tensors on the host was not measured beside other work"
+    assert found.unknown_because == "a model run with tensors on the host was not measured while the GPU was shared"
     elsewhere = unshared(tmp_path)
     idle = predict(torch_models["resnet18"], target=TARGET, workspace=elsewhere)
     unknown = slo_under_load(idle, torch_models["resnet18"], 5.0, workspace=elsewhere)

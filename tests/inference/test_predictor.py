@@ -180,7 +180,7 @@ def test_errors_are_those_of_the_functions(folder: Path, workspace: Workspace) -
     for options, message in (
             ({"host_pace": 150.0}, "host pace 150: a ratio"),
             ({"run_mode": RunMode(io="host", cuda_graph=True)}, "predict it with --io device"),
-            ({"run_mode": RunMode(cuda_graph=True), "load": BUSY}, "was not measured beside other work"),
+            ({"run_mode": RunMode(cuda_graph=True), "load": BUSY}, "was not measured while the GPU was shared"),
             ({"dims": {"batch": 3}}, "a record's shapes are fixed"),
             ({"load": {"DCGM_FI_DEV_POWER_USAGE": 300.0}}, "doesn't say how busy")):
         with pytest.raises(UserError, match=message) as by_method:
