@@ -1,4 +1,4 @@
-"""Follows the load, line by line, until Ctrl-C."""
+"""Prints a line for each prediction of a watch, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def columns(reading: WatchLine) -> dict[str, Any]:
 
 
 def follow(watch: Watch, address: tuple[str, int] | None = None, as_json: bool = False) -> None:
-    """A line on stdout for each reading, until Ctrl-C or SIGTERM; the latest prediction is served at `address`, if any.
+    """Prints a line on stdout for each prediction of a watch, until Ctrl-C or SIGTERM, and serves the latest one at `address`,
+    if any.
 
     Raises:
-        UserError: the address can't be had.
+        UserError: the address can't be used.
     """
     over = set_by_signal()
     server = export(watch, *address) if address else None

@@ -1,4 +1,4 @@
-"""What else runs on the device while a model is to run: nothing (idle), or metrics by DCGM field name, and what a probe saw."""
+"""The load of the device at the time of a run: none (idle), or metrics by DCGM field name and the readings of probes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class InferenceConfig(Config):
     prometheus: PrometheusConfig = PrometheusConfig()
 
     def never_idle(self) -> InferenceConfig:
-        """The same, but an unusable answer is an error whatever `on_failure` says."""
+        """The same config, except that an unusable answer is an error whatever `on_failure` says."""
         return self.model_copy(update={"prometheus": self.prometheus.model_copy(update={"on_failure": "error"})})
 
 
 def read_metrics(path: Path) -> dict[str, float]:
-    """The metrics in a JSON file, `{"DCGM_FI_DEV_GPU_UTIL": 60, …}`: by DCGM field name, old or new, in the name's unit.
+    """The metrics in a JSON file, `{"DCGM_FI_DEV_GPU_UTIL": 60, …}`: by DCGM field name, old or new, in the unit of that name.
 
     Raises:
         UserError: no such file, no JSON object, or a value that is no number or that the metric can't have.
@@ -51,7 +51,7 @@ def read_metrics(path: Path) -> dict[str, float]:
             raise UserError(f"{path}: {name} is {value!r}; a finite number is expected")
         metric = NAMES[name].field if name in NAMES else name
         if metric in metrics:
-            raise UserError(f"{path}: {metric} stands there twice, under its old and its new name; leave one out")
+            raise UserError(f"{path}: {metric} is there twice, under its old and its new name; leave one out")
         try:
             metrics[metric] = checked(metric, in_unit(name, value)) if name in NAMES else float(value)
         except Unsound as error:
@@ -60,8 +60,8 @@ def read_metrics(path: Path) -> dict[str, float]:
 
 
 def fields_asked(fitted: Fitted) -> tuple[str, ...]:
-    """The metrics that Prometheus is asked for: those that the target's predictors were trained with; where it is known how the
-    target is shared, only what says how busy it is."""
+    """The metrics to ask Prometheus for: those with which the target's predictors were trained; or, where it is known how the
+    target is shared, only the one that shows how busy it is."""
     metrics = fitted.predictors.sidecar.metrics
     if fitted.sharing is None:
         return tuple(metrics)
@@ -70,13 +70,13 @@ def fields_asked(fitted: Fitted) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Load:
-    """What else runs on the device.
+    """The load of the device.
 
     Attributes:
-        metrics: by DCGM field name; empty where nothing runs.
-        notices: what to know about them.
-        probe: the sharing probe's reading, which tells more than they do; None where there is none.
-        host_probe_us: what the probe of the host took beside the device, which tells the host's pace; None likewise.
+        metrics: by DCGM field name; empty on an idle device.
+        notices: what the reader should know about them.
+        probe: the sharing probe's reading, which says more than metrics; None where there is none.
+        host_probe_us: the time of the host's probe, from which the host's pace follows; None where there is none.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -87,15 +87,17 @@ class Load:
 
 def current_load(config: InferenceConfig, metrics_file: Path | None = None, fields: Collection[str] = (),
                  probe: bool = False, pace: bool = False) -> Load:
-    """The load to predict for: that of `metrics_file`, else what the config's Prometheus says, else idle.
+    """The load to predict for: that in `metrics_file`, else what the config's Prometheus says, else idle.
 
     Args:
-        fields: those that Prometheus is asked for (`fields_asked`).
-        probe: whether it is asked for a reading of the sharing probe too: where it is known how the target is shared.
-        pace: whether it is asked for the host's pace too: where that counts.
+        config: names the Prometheus, if there is one.
+        metrics_file: read in place of Prometheus.
+        fields: the metrics to ask Prometheus for (`fields_asked`).
+        probe: whether to ask it for a reading of the sharing probe too, as where it is known how the target is shared.
+        pace: whether to ask it for the host's pace too, as where it matters.
 
     Raises:
-        UserError: the file can't be read, or Prometheus gives no metrics that can be believed and the config does not say
+        UserError: the file can't be read, or Prometheus gives no metrics that can be trusted and the config does not say
             `on_failure: idle`.
     """
     if metrics_file is not None:
@@ -104,7 +106,7 @@ def current_load(config: InferenceConfig, metrics_file: Path | None = None, fiel
         return Load()
     if not fields:
         return Load(notices=("predicted for an idle device: the predictors were trained without metrics, so Prometheus is not "
-                             "asked",))
+                             "queried",))
     try:
         return _of_prometheus(server_for(config.prometheus), fields, probe, pace)
     except PrometheusError as error:
@@ -115,7 +117,7 @@ def current_load(config: InferenceConfig, metrics_file: Path | None = None, fiel
 
 
 def _of_prometheus(server: Server, fields: Collection[str], probe: bool, pace: bool) -> Load:
-    """What a Prometheus says of the load, and of the probes that it is asked for."""
+    """The load as Prometheus reports it, with the readings of the probes that are wanted."""
     from inference.live.prometheus_metrics import PrometheusSource
     from inference.live.prometheus_pace import latest_host_probe
     from inference.live.prometheus_probe import latest_probe
@@ -123,7 +125,7 @@ def _of_prometheus(server: Server, fields: Collection[str], probe: bool, pace: b
     load = Load(values(PrometheusSource(server, fields).latest()))
     if probe:
         reading, notices = _recent(latest_probe, server, fields, "probe_max_age_s", "the sharing probe was last read",
-                                   "metrics tell what else runs")
+                                   "metrics are used instead")
         load = replace(load, probe=reading, notices=notices)
     if pace:
         probe_us, notices = _recent(latest_host_probe, server, fields, "host_pace_max_age_s",
@@ -134,13 +136,13 @@ def _of_prometheus(server: Server, fields: Collection[str], probe: bool, pace: b
 
 def _recent(latest: Callable[[Server, Collection[str]], tuple[T, float] | None], server: Server, fields: Collection[str],
             setting: str, last: str, instead: str) -> tuple[T | None, tuple[str, ...]]:
-    """A probe's last reading; or None, with a notice where it is too old.
+    """A probe's last reading; or None, with a notice if it is too old.
 
     Args:
         latest: asks a server, given the fields of the load, for the reading and its age in seconds.
-        server, fields: what `latest` takes.
-        setting: name of the config's entry that says how old a reading may be; null there: it is not asked for.
-        last, instead: what a notice says was done last, and what holds in its place.
+        server, fields: arguments of `latest`.
+        setting: the config's entry with the greatest age; where it is null, Prometheus is not asked.
+        last, instead: parts of the notice: what happened last, and what is done without the reading.
     """
     max_age_s: float | None = getattr(server.config, setting)
     if max_age_s is None or (found := latest(server, fields)) is None:

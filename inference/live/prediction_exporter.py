@@ -1,4 +1,4 @@
-"""Serves the latest prediction to Prometheus; nothing, as HTTP 503 with the reason, where the last good one is old."""
+"""Serves the latest prediction to Prometheus. Where the last good one is old, it answers HTTP 503 with the reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREDICTED, FAILED = "hase_prediction_timestamp_seconds", "hase_prediction_failed
 
 @dataclass(frozen=True, eq=False)  # a registry holds it by identity
 class PredictedLatency:
-    """What Prometheus is told of a watched prediction: a collector of `prometheus_client`."""
+    """A collector of `prometheus_client` with the metrics of a watched prediction."""
 
     watch: Watch
 
@@ -41,11 +41,11 @@ class PredictedLatency:
             return family
 
         if found.under_load:
-            family = GaugeMetricFamily(LATENCY, "predicted latency beside what else runs (s)", labels=[*labels, "quantile"])
+            family = GaugeMetricFamily(LATENCY, "predicted latency under the current load (s)", labels=[*labels, "quantile"])
             for percent in SHOWN_PERCENTILES:
                 family.add_metric([*labels.values(), f"{percent / 100:g}"], found.under_load.percentile_ms(percent) / 1e3)
             yield family
-        yield gauge(MEAN, "predicted latency beside what else runs, its mean (s)", found.latency_ms / 1e3)
+        yield gauge(MEAN, "mean predicted latency under the current load (s)", found.latency_ms / 1e3)
         yield gauge(ROUGH, "whether the prediction is a rough estimate (1) or not (0)", float(found.rough_estimate))
         if found.host_pace is not None:
             yield gauge(HOST_PACE, "how many times as long as usual the host takes to dispatch (ratio)", found.host_pace)
@@ -54,10 +54,10 @@ class PredictedLatency:
 
 
 def export(watch: Watch, host: str, port: int) -> WSGIServer:
-    """A server of what `watch` predicts, at work in a thread; `port` 0 takes a free one.
+    """Starts a server of the predictions of `watch`, in a thread; `port` 0 takes a free one.
 
     Raises:
-        UserError: the port can't be had.
+        UserError: the port can't be used.
     """
     server = scrape_server(PredictedLatency(watch), watch.trouble, host, port)
     Thread(target=server.serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""A Prometheus server, as inference/config.yaml names it: its answers, or why there is none in the user's words."""
+"""Queries the Prometheus server that inference/config.yaml names, and explains failures in the user's words."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SECRETS = ("password_env", "password_file", "token_env", "token_file")
 
 
 class PrometheusError(UserError):
-    """The server gave no metrics that a prediction could build on; the only failure that `on_failure: idle` forgives."""
+    """The server gave no metrics on which a prediction can rest. It is the only failure that `on_failure: idle` accepts."""
 
 
 class Device(Config):
-    """Whose metrics: a UUID, or an index among a host's GPUs; a CPU's by its host alone. Nothing: the only device there is."""
+    """Whose metrics to take: a UUID, or an index among a host's GPUs; for a CPU only a host. Empty: the only device."""
 
     uuid: str | None = None
     index: int | None = Field(default=None, ge=0)
@@ -37,7 +37,7 @@ class Device(Config):
 
     @property
     def labels(self) -> dict[str, str]:
-        """What it says, by dcgm-exporter's labels."""
+        """The same as labels of dcgm-exporter."""
         said = {UUID_LABEL: self.uuid, INDEX_LABEL: None if self.index is None else str(self.index), HOST_LABEL: self.host}
         return {label: value for label, value in said.items() if value is not None}
 
@@ -46,7 +46,8 @@ class Device(Config):
 
 
 class PrometheusConfig(Config):
-    """A Prometheus server that knows the device's metrics; `url` None where there is none. config.yaml says what each means."""
+    """The Prometheus server that knows the device's metrics; `url` is None where there is none. config.yaml explains each
+    entry."""
 
     url: str | None = None
     gpu: Device = Device()
@@ -68,7 +69,7 @@ class PrometheusConfig(Config):
 
     @property
     def memory_s(self) -> float:
-        """How long what was so stays in answers that still count (s): nothing of it does where no server is named."""
+        """How long past samples still matter to answers (s); 0 where no server is named."""
         return max(self.window_s + self.max_age_s, self.probe_max_age_s or 0.0) if self.url else 0.0
 
     @field_validator("gpu", mode="before")
@@ -83,7 +84,7 @@ class PrometheusConfig(Config):
     @field_validator("url")
     @classmethod
     def _plain_address(cls, value: str | None) -> str | None:
-        """The address without a last slash. No ValueError, which would print what may be a secret."""
+        """The address without a last slash. Raises no ValueError, which would print it: it may hold a secret."""
         if value is None:
             return None
         try:
@@ -94,7 +95,7 @@ class PrometheusConfig(Config):
         if not known:
             raise UserError("prometheus.url: no address of a server; http://HOST:PORT or https://HOST:PORT is expected")
         if "@" in parts.netloc or parts.query or parts.fragment:
-            raise UserError("prometheus.url: an address without user, password, ? and # is expected; who asks is told with "
+            raise UserError("prometheus.url: an address without user, password, ? and # is expected; give the user with "
                             f"prometheus.user and {', '.join(SECRETS)}")
         return value.rstrip("/")
 
@@ -118,14 +119,14 @@ class PrometheusConfig(Config):
 
 
 class Server:
-    """Asks one server over a connection that is kept. Secrets are read anew each time, since files with tokens are renewed."""
+    """Queries one server over a persistent connection. Secrets are read anew each time, since token files are renewed."""
 
     def __init__(self, config: PrometheusConfig) -> None:
         self.config = config
         self._session = requests.Session()
 
     def check(self) -> None:
-        """Whether it answers, whatever it knows.
+        """Checks that it answers, whatever it knows.
 
         Raises:
             UserError, PrometheusError: as `query`.
@@ -137,13 +138,14 @@ class Server:
 
         Raises:
             UserError: the config's secrets or certificates can't be read.
-            PrometheusError: no answer, or none of a Prometheus; it says why.
+            PrometheusError: no answer, or not a Prometheus's answer; the message says why.
         """
         response = self._get(promql)
         where, status = f"prometheus.url {self.config.url}", response.status_code
         if status in (401, 403):
-            told = "user and password" if self.config.user else "the token" if self._token_source else "that nobody is named"
-            raise PrometheusError(f"{where}: HTTP {status}: it refuses {told}; set prometheus.user and password_env or "
+            refused = ("user and password" if self.config.user else "the token" if self._token_source else
+                       "a request without user or token")
+            raise PrometheusError(f"{where}: HTTP {status}: it refuses {refused}; set prometheus.user and password_env or "
                                   "password_file, or token_env or token_file, to what it wants")
         if 300 <= status < 400:
             raise PrometheusError(f"{where}: HTTP {status}: it sends elsewhere, perhaps to a page to log in; set the address "
@@ -158,7 +160,7 @@ class Server:
                 "it speaks TLS; write https://" if plain else
                 "no JSON came back, so it is no Prometheus; set its address, with its path if it has one")) from None
         if isinstance(body, dict) and body.get("status") == "error" and "errorType" in body:
-            raise PrometheusError(f"{where}: HTTP {status}: it can't answer: {body.get('error')} (asked: {promql})")
+            raise PrometheusError(f"{where}: HTTP {status}: it can't answer: {body.get('error')} (query: {promql})")
         try:
             found, series = body["data"]["resultType"], body["data"]["result"]
         except (KeyError, TypeError):
@@ -233,7 +235,7 @@ def server_for(config: PrometheusConfig) -> Server:
 
 
 class _Header:
-    """Sets the Authorization header, or none; without it requests would take one from ~/.netrc."""
+    """Sets the Authorization header, or none; by default requests would take one from ~/.netrc."""
 
     def __init__(self, value: str | None) -> None:
         self.value = value
@@ -248,7 +250,7 @@ def _secret(what: str, variable: str | None, file: Path | None) -> str:
     """A password or a token.
 
     Raises:
-        UserError: the variable is not set, the file can't be read, or there is nothing in it.
+        UserError: the variable is not set, the file can't be read, or it is empty.
     """
     if variable is not None:
         value = os.environ.get(variable)
@@ -273,13 +275,13 @@ def _readable(path: Path, key: str) -> Path:
 
 
 def _cause(error: BaseException) -> str:
-    """What lies at the bottom of an exception of requests, in the system's words."""
+    """The root cause of an exception of requests, in the system's words."""
     while True:
         inner = getattr(error, "reason", None) or (error.args[-1] if error.args else None)
         if not isinstance(inner, BaseException):
             break
         error = inner
-    if isinstance(error.__cause__, OSError):  # of a connection that never was, urllib3 tells the rest in a text
+    if isinstance(error.__cause__, OSError):  # where no connection was made, urllib3 has the rest only as text
         error = error.__cause__
     return str(getattr(error, "verify_message", None) or getattr(error, "strerror", None) or error).strip()
 

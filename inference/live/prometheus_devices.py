@@ -1,4 +1,4 @@
-"""Whose series a Prometheus gave: those of one device, as one exporter reports it."""
+"""Selects the series of one device, as one exporter reports it, from what a Prometheus has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from benchmark.metrics.dcgm_names import HOST_LABEL, INDEX_LABEL, NAMES, PART_LABEL, PROFILE_LABEL, UUID_LABEL, names_of
 from inference.live.prometheus import FOREIGN_SERIES, PrometheusError, Server, quoted
 
-IDENTITY = (UUID_LABEL, INDEX_LABEL, HOST_LABEL, "job", "instance")  # labels that tell devices and their exporters apart
+IDENTITY = (UUID_LABEL, INDEX_LABEL, HOST_LABEL, "job", "instance")  # labels that distinguish devices and their exporters
 LISTED = 8  # how many devices a message lists
 
 
@@ -31,7 +31,7 @@ class Series:
 
     @property
     def whole(self) -> bool:
-        """Not of a MIG instance."""
+        """Whether it is of a whole GPU, not of a MIG instance."""
         return not self.labels.get(PART_LABEL)
 
     @property
@@ -40,24 +40,24 @@ class Series:
 
 
 def selector(server: Server, names: Collection[str], everyone: bool = False) -> str:
-    """PromQL for metrics of the device that is asked for, or of `everyone`."""
+    """PromQL that selects metrics of the device in the config, or of `everyone`."""
     labels = {} if everyone else asked_for(server)
-    told = [f"__name__=~{quoted('|'.join(names))}", *(f"{key}={quoted(value)}" for key, value in labels.items())]
-    return "{" + ",".join(told) + "}"
+    matchers = [f"__name__=~{quoted('|'.join(names))}", *(f"{key}={quoted(value)}" for key, value in labels.items())]
+    return "{" + ",".join(matchers) + "}"
 
 
 def asked_for(server: Server) -> dict[str, str]:
-    """What the config says of the device and its exporter, by label."""
+    """The labels of the device and exporter that the config names."""
     job = server.config.job
     return server.config.gpu.labels | ({} if job is None else {"job": job})
 
 
 def series_of(one: Mapping[str, Any], names: Collection[str]) -> Series:
-    """A series of the API's JSON, of a matrix or a vector; a sample of the latter has the time of the answer. Values are
-    strings, "NaN" too.
+    """A series from the API's JSON, of a matrix or a vector; a sample of a vector has the time of the answer. Values are
+    strings, such as "NaN".
 
     Raises:
-        PrometheusError: it is none, or of no metric in `names`.
+        PrometheusError: it is no series, or of no metric in `names`.
     """
     try:
         labels = dict(one["metric"])
@@ -71,7 +71,7 @@ def series_of(one: Mapping[str, Any], names: Collection[str]) -> Series:
 
 
 def device_name(labels: Mapping[str, str]) -> str:
-    """A device in the user's words, which tell it from others."""
+    """A device in words that distinguish it from others."""
     place = [f"{what} {labels[key]}" for key, what in ((INDEX_LABEL, "index"), (HOST_LABEL, "host")) if labels.get(key)]
     if labels.get(UUID_LABEL):
         return labels[UUID_LABEL] + (f" ({', '.join(place)})" if place else "")
@@ -84,10 +84,10 @@ def listed(what: Collection[str]) -> str:
 
 
 def of_one_device(series: Sequence[Series]) -> list[Series]:
-    """The series of the one device, without those of its parts.
+    """The series of the one device, without those of its MIG instances.
 
     Raises:
-        PrometheusError: they are of several devices, or all of parts.
+        PrometheusError: they are of several devices, or all of MIG instances.
     """
     devices = {one.device: device_name(one.labels) for one in series}
     if len(devices) > 1:
@@ -103,19 +103,21 @@ def of_one_device(series: Sequence[Series]) -> list[Series]:
 
 
 def latest_of_one_exporter(server: Server, names: Collection[str], fields: Collection[str]) -> list[Series]:
-    """The series called `names` of the one device that a server's config names, as one exporter serves them now; none where
-    there are none. What it serves no longer is gone from the answer with its next scrape, and so is all of one that is down.
+    """The series called `names` of the one device that a server's config names, as one exporter serves them now; empty where
+    there are none. What an exporter stops serving is gone from the answer after its next scrape, as is everything once it is
+    down.
 
     Args:
-        names: of metrics that an exporter of Hase's serves.
-        fields: of FIELDS, which are asked for as well: where they are another device's, it is not clear whose series are meant.
+        server: to ask.
+        names: of metrics that one of Hase's exporters serves.
+        fields: of FIELDS, queried as well: if they are of another device, it is not clear whose series are meant.
 
     Raises:
         UserError: the config's secrets or certificates can't be read.
-        PrometheusError: there is no answer, or there are several devices, exporters or only parts of a device.
+        PrometheusError: there is no answer, or there are several devices, several exporters or only MIG instances.
     """
-    asked = [*names, *(name for field in fields for name in names_of(field))]
-    answer = [series_of(one, {*names, *NAMES}) for one in server.query(selector(server, asked), "vector")]
+    queried = [*names, *(name for field in fields for name in names_of(field))]
+    answer = [series_of(one, {*names, *NAMES}) for one in server.query(selector(server, queried), "vector")]
     if not any(one.name in names for one in answer):
         return []
     found = [one for one in of_one_device(answer) if one.name in names]
@@ -126,16 +128,16 @@ def latest_of_one_exporter(server: Server, names: Collection[str], fields: Colle
 def of_one_exporter(server: Server, series: Sequence[Series]) -> tuple[list[Series], float]:
     """The series of the one exporter that is up, and the server's time (seconds since 1970).
 
-    A server that was told the metrics by another one may not know of the exporter; then only the samples' age tells.
+    A server that has its metrics from another server may not know the exporter; then only the age of the samples shows it.
 
     Raises:
-        PrometheusError: several are up, or the only one is down.
+        PrometheusError: several exporters are up, or the only one is down.
     """
     exporters = sorted({one.exporter for one in series})
-    asked = [f"up{{job={quoted(job)},instance={quoted(instance)}}}" for job, instance in exporters]
-    answer = server.query(" or ".join([*asked, "vector(time())"]), "vector")
+    queries = [f"up{{job={quoted(job)},instance={quoted(instance)}}}" for job, instance in exporters]
+    answer = server.query(" or ".join([*queries, "vector(time())"]), "vector")
     try:
-        now_s = max(float(one["value"][0]) for one in answer)  # when the server worked it out
+        now_s = max(float(one["value"][0]) for one in answer)  # the time at which the server computed it
         up = {(one["metric"].get("job", ""), one["metric"].get("instance", "")): float(one["value"][1]) == 1.0
               for one in answer if one["metric"]}  # vector(time()) has no labels
     except (KeyError, TypeError, ValueError, IndexError):
@@ -145,12 +147,16 @@ def of_one_exporter(server: Server, series: Sequence[Series]) -> tuple[list[Seri
     check_one_exporter(running, series[0])
     if up.get(running[0]) is False:
         raise PrometheusError(f"prometheus: the exporter of {device_name(series[0].labels)} can't be scraped (up is 0): "
-                              f"{_described(running)}; what is left of its samples is no load of now: mend the exporter")
+                              f"{_described(running)}; its last samples do not show the load of now: repair the exporter")
     return [one for one in series if one.exporter == running[0]], now_s
 
 
 def check_one_exporter(exporters: Collection[tuple[str, str]], one: Series) -> None:
-    """`PrometheusError` where the device of `one` has several exporters, each a job and an instance."""
+    """Checks that the device of `one` has one exporter: one pair of job and instance.
+
+    Raises:
+        PrometheusError: it has several.
+    """
     if len(exporters) > 1:
         raise PrometheusError(f"prometheus: several exporters report {device_name(one.labels)}: {_described(exporters)}; name "
                               "one's job in prometheus.job")

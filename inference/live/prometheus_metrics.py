@@ -1,8 +1,8 @@
-"""The metrics of one device as a Prometheus has them: a source like those of benchmark/metrics/sources.py.
+"""The metrics of one device from a Prometheus: a source like those of benchmark/metrics/sources.py.
 
-The raw samples of all metrics come in one query, and whether their exporter is up in a second: `avg_over_time` would answer
-with a number although the exporter is dead, frozen, or reported NaN or a blank in between. What a whole GPU does, none of its
-parts tells: series of MIG instances are never taken.
+One query fetches the raw samples of all metrics, a second one whether their exporter is up. `avg_over_time` would return a
+number even if the exporter is dead, frozen, or reported NaN or nothing for a while. Series of MIG instances are never taken:
+none of them shows what the whole GPU does.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from inference.live.prometheus_devices import (
     series_of,
 )
 
-LONG_AGO = "1h"  # how far back the reason is looked for where the window holds nothing
+LONG_AGO = "1h"  # how far back to look for the reason if the window is empty
 
 
 class PrometheusSource(MetricSource):
-    """Metrics of the device that a server's config names. A window's readings are the samples scraped while it was open.
+    """Metrics of the device that a server's config names. The samples of a window are those scraped while it was open.
 
-    `latest` and `stop` raise `PrometheusError` where there is no answer, there are several devices or only parts of one, or
-    samples are missing, too old, of a dead exporter, or not to be believed: it says which and what to do; and `UserError` where
-    the config's secrets or certificates can't be read.
+    `latest` and `stop` raise `PrometheusError` where there is no answer, there are several devices or only MIG instances of
+    one, or samples are missing, too old, of a dead exporter, or impossible; the message says which and what to do. They raise
+    `UserError` where the config's secrets or certificates can't be read.
     """
 
     name = "Prometheus"
@@ -45,7 +45,7 @@ class PrometheusSource(MetricSource):
         """Reads `fields`, names of FIELDS, under any of their names; `UserError` for one that is none."""
         super().__init__(list(FIELDS), list(fields))
         self._server = server
-        # where fields may be stuck at 0, a further one may tell
+        # a further field may show whether those stuck at 0 are right
         self._further = [UTILISATION] if UTILISATION not in self.fields and set(AT_WORK) & set(self.fields) else []
 
     def latest(self) -> dict[str, Mean]:
@@ -53,7 +53,7 @@ class PrometheusSource(MetricSource):
         return self._means(Window(time.monotonic() - self._server.config.window_s, None))
 
     def stop(self, window: Window) -> dict[str, Mean]:
-        return self._means(window)  # windows may share samples, so they are not held against each other
+        return self._means(window)  # windows may share samples, so they are not compared with each other
 
     def _means(self, window: Window) -> dict[str, Mean]:
         try:
@@ -64,7 +64,7 @@ class PrometheusSource(MetricSource):
                                   "sample any more") from None
 
     def _read(self) -> None:
-        """The server remembers."""
+        """Nothing to do at the start of a window: the server keeps the samples."""
 
     def _readings(self, before: Window, after: Window) -> dict[str, list[float]]:
         server, window_s = self._server, round(after.began_s - before.began_s, 3)
@@ -80,21 +80,21 @@ class PrometheusSource(MetricSource):
             raise _missing(missing, wanted[0], window_s)
         for one in newest.values():
             _check_age(one, now_s, server.config.max_age_s)
-        beside = [one for one in series if one.exporter == wanted[0].exporter and one.device == wanted[0].device and one.whole]
-        newest |= {field: one for field in self._further if (one := _newest(beside, field))}
-        return {field: _values(beside, one.name) for field, one in newest.items()}
+        same = [one for one in series if one.exporter == wanted[0].exporter and one.device == wanted[0].device and one.whole]
+        newest |= {field: one for field in self._further if (one := _newest(same, field))}
+        return {field: _values(same, one.name) for field, one in newest.items()}
 
 
 def _newest(series: Sequence[Series], field: str) -> Series | None:
-    """The one of a field's series that has the newest sample, of two under the old and the new name the old one."""
+    """The series of a field with the newest sample; if the old and the new name have the same, that of the old one."""
     names = names_of(field)
     return max((one for one in series if one.name in names), default=None,
                key=lambda one: (one.last_s, -names.index(one.name)))
 
 
 def _values(series: Sequence[Series], name: str) -> list[float]:
-    """All samples under a name, in the unit of FIELDS, in the order of time. A GPU that changes hands (Kubernetes' pods) has a
-    series for each, and several that share it have the same samples."""
+    """All samples under a name, in the unit of FIELDS, by time. A GPU that changes hands (Kubernetes' pods) has a series for
+    each user, and several users at once have the same samples."""
     samples = {when: value for one in series if one.name == name for when, value in one.samples}
     return [in_unit(name, samples[when]) for when in sorted(samples)]
 
@@ -108,7 +108,7 @@ def _check_age(series: Series, now_s: float, max_age_s: float) -> None:
 
 
 def _nothing(server: Server, names: Collection[str], window_s: float) -> PrometheusError:
-    """Why the window holds not one sample of the device: who was there before, and who is down."""
+    """Why the window holds no sample of the device: which devices reported before, and which targets are down."""
     seen = [one["metric"] for one in server.query(
         f"count by ({', '.join(IDENTITY)}) (last_over_time({selector(server, names, everyone=True)}[{LONG_AGO}]))", "vector")]
     same = [one for one in seen if all(one.get(label) == value for label, value in asked_for(server).items())]
@@ -119,18 +119,18 @@ def _nothing(server: Server, names: Collection[str], window_s: float) -> Prometh
                                f"less often than window_s says{down}")
     if seen:
         job = server.config.job
-        asked = ", ".join(filter(None, (str(server.config.gpu), job and f"job {job}")))
+        wanted = ", ".join(filter(None, (str(server.config.gpu), job and f"job {job}")))
         there = listed([f"{device_name(one)}, job {one.get('job', '?')}" for one in seen])
-        return PrometheusError(f"prometheus: no metrics of {asked}; there are those of {there}: set prometheus.gpu and "
+        return PrometheusError(f"prometheus: no metrics of {wanted}; there are those of {there}: set prometheus.gpu and "
                                f"prometheus.job to what is there{down}")
     return PrometheusError(f"prometheus.url {server.config.url}: HTTP 200, but it knows none of the metrics "
                            f"{', '.join(names)}: have it scrape an exporter that reports them{down}")
 
 
 def _missing(fields: Sequence[str], other: Series, window_s: float) -> PrometheusError:
-    """What to do about fields that are not there, though `other` is."""
-    told = ", ".join(" or ".join(names_of(field)) for field in fields)
-    return PrometheusError(f"prometheus: no sample of {told} within {window_s:g} s, though {device_name(other.labels)} reports "
+    """What to do about fields that are missing although `other` is there."""
+    said = ", ".join(" or ".join(names_of(field)) for field in fields)
+    return PrometheusError(f"prometheus: no sample of {said} within {window_s:g} s, though {device_name(other.labels)} reports "
                            f"{other.name}; these predictors need it: add it to the exporter's list of metrics (dcgm-exporter "
                            "leaves some out by default)")
 

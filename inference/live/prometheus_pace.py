@@ -1,4 +1,4 @@
-"""What tells the pace of a device's host, as a Prometheus has it of an exporter with --host-pace-every."""
+"""The time of a host's probe from a Prometheus, of an exporter with --host-pace-every. The host's pace follows from it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from inference.live.prometheus_devices import device_name, latest_of_one_exporte
 
 
 def latest_host_probe(server: Server, fields: Collection[str]) -> tuple[float, float] | None:
-    """What the probe of the host took (µs) beside the device that a server's config names, and how long ago that was (s); None
-    where there is no reading.
+    """The time of the host's probe (µs) for the device that a server's config names, and its age (s); None where there is none.
 
     Arguments and errors are those of `latest_of_one_exporter`; `PrometheusError` too where the samples are no reading.
     """

@@ -1,6 +1,7 @@
-"""The sharing probe's last reading as a Prometheus has it, of an exporter with --probe-every.
+"""The sharing probe's last reading from a Prometheus, of an exporter with --probe-every.
 
-One instant query is enough: waits, where nothing waited, and another mode of sharing are gone with the exporter's next scrape.
+One instant query is enough: what no longer holds, such as waits or another sharing mode, is gone after the exporter's next
+scrape.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What else runs on the device and how fast its host is, learned from wherever a command is told to look."""
+"""What else runs on the device and how fast its host is, from the sources that a command was given."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where to look.
+    """The sources.
 
     Attributes:
         predictor: for the target.
         run_mode: how the model is run.
         config: names a Prometheus, if there is one.
         metrics: a file of metrics, which is read each time; with it, Prometheus is not asked.
-        probe: a file with a reading of the sharing probe; empty: it is read on this machine; None: Prometheus may have one.
-        host: the same for the host's pace.
+        probe: a file with a reading of the sharing probe; "": read it on this machine; None: Prometheus may have one.
+        host: the source of the host's pace.
     """
 
     predictor: Predictor
@@ -44,19 +44,19 @@ class Surroundings:
 
     @property
     def change(self) -> bool:
-        """Whether anything is looked at that may change from one prediction to the next."""
+        """Whether any source may say something else at the next prediction."""
         return bool(self.asks_prometheus or self.metrics or self.probe is not None
                     or self.host.is_followed(self.predictor.fitted, self.run_mode))
 
     def fields(self) -> tuple[str, ...]:
-        """The metrics that Prometheus is asked for; none where it is not asked, or where the predictors know none."""
+        """The metrics to ask Prometheus for; none where it is not asked, or where the predictors know none."""
         return fields_asked(self.predictor.fitted) if self.asks_prometheus else ()
 
     def load(self, config: InferenceConfig | None = None) -> Load:
-        """What else runs now, by metrics and by what Prometheus says of the probes; errors as of `current_load`.
+        """The load now, by metrics and by what Prometheus says of the probes; errors as of `current_load`.
 
         Args:
-            config: in place of its own.
+            config: used in place of `self.config`.
         """
         config = config or self.config
         if not self.asks_prometheus:
@@ -66,7 +66,7 @@ class Surroundings:
                             self.host.of_prometheus(fitted, self.run_mode))
 
     def with_load(self, load: Load) -> Circumstances:
-        """All that a prediction takes of its surroundings, given the load; probes that run on this machine are read now.
+        """What a prediction needs to know of its surroundings, given the load. Probes on this machine are read now.
 
         Raises:
             UserError: a probe can't be read, or does not fit the target.
@@ -75,11 +75,11 @@ class Surroundings:
                 "host_pace": self.host.now(self.predictor.fitted, self.run_mode, load.host_probe_us)}
 
     def now(self) -> Circumstances:
-        """The same with the load of this moment, which must be known: what Prometheus does not say is not taken for idle."""
+        """The same with the load of this moment; if Prometheus does not know it, that is an error, and never idle."""
         return self.with_load(self.load(self.config.never_idle()))
 
     def _co_runner(self, load: Load) -> CoRunner | None:
-        """What else runs, as a probe met it: the one that was asked for, or else Prometheus's."""
+        """The co-runner as a probe saw it: the probe that the command was given, or Prometheus's."""
         if self.probe is None:
             return probe_of(self.predictor.fitted, load)
         return probed(self.predictor.fitted, read_reading(Path(self.probe)) if self.probe else None)

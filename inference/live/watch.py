@@ -1,4 +1,4 @@
-"""A prediction that follows the load: made anew in every interval, with a line for each, a failed one too."""
+"""Repeats a prediction as the load changes; a prediction that fails has a line too."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class WatchLine(Frozen):
 
     Attributes:
         time: local, ISO 8601.
-        busy_share: for what share of the time (a ratio) the GPU is busy; None where that is not known.
+        busy_share: the share of the time (a ratio) in which the GPU is busy; None where it is not known.
         mean_ms, p50_ms, p95_ms: of the latency; percentiles only where the prediction has a distribution.
-        slo: how that compares with the objective, where there is one.
+        slo: how the prediction compares with the objective, if there is one.
         rough_estimate: whether the prediction is one.
-        host_pace: that the prediction holds for, a ratio; None where it is not known or does not count.
-        failed: how many readings failed so far.
-        trouble: why this one did, all else then being None; "" where all is well.
+        host_pace: for which the prediction holds, a ratio; None where it is unknown or does not matter.
+        failed: number of predictions that failed so far.
+        trouble: why this one failed, with everything else None; "" where it did not.
     """
 
     time: str
@@ -50,13 +50,13 @@ class Watch:
     """Predicts again and again.
 
     Attributes:
-        predict: reads the load, and predicts; `UserError` where that fails.
-        interval_s: between two readings.
+        predict: reads the load and predicts; `UserError` where that fails.
+        interval_s: seconds between two predictions.
         limit_ms, percentile: the objective; None: there is none.
-        latest: the last prediction that there was.
-        predicted_s: when, seconds since 1970; 0 for never.
-        failed: how many readings failed.
-        error: why the last one did; "" while all is well.
+        latest: the last good prediction, if there was one.
+        predicted_s: its time, seconds since 1970; 0: there was none.
+        failed: number of predictions that failed.
+        error: why the last one failed; "" where it did not.
     """
 
     predict: Callable[[], Prediction]
@@ -69,13 +69,13 @@ class Watch:
     error: str = ""
 
     def readings(self, over: Event) -> Iterator[WatchLine]:
-        """One at once, and one after each interval, until `over`."""
+        """One line at once, and one after each interval, until `over` is set."""
         while not over.is_set():
             yield self.read()
             over.wait(self.interval_s)
 
     def read(self) -> WatchLine:
-        """The load and the prediction now; a failure is a reading that says so."""
+        """The load and the prediction now; if that fails, a line that says why."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         try:
             found = self.predict()

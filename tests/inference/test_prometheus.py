@@ -347,7 +347,7 @@ def test_users_and_certificates(exporters: dict[str, Exporter], tmp_path: Path) 
         wrong = refusal(given(password_file=tmp_path / "wrong"))
         assert "HTTP 401: it refuses user and password" in wrong
         assert "wr0ng" not in wrong
-        assert "HTTP 401: it refuses that nobody is named" in refusal(given(user=None, password_file=None))
+        assert "HTTP 401: it refuses a request without user or token" in refusal(given(user=None, password_file=None))
         assert "TLS fails: unable to get local issuer certificate" in refusal(given(ca_file=None))
         assert "TLS fails: " in refusal(given(ca_file=tmp_path / "stranger.pem"))
         nobody = refusal(given(client_cert_file=None, client_key_file=None))
