@@ -1,8 +1,8 @@
-"""Phase 7.5: a model's latency over the load: mean, p50, p95 and p99 for backgrounds from idle to always busy.
+"""Phase 7.5: a model's latency as a function of the load: mean, p50, p95 and p99, from an idle GPU to one that is always busy.
 
-Reads the model and what training learned for the target, how it is shared above all. The background's waits are as beside an
-average kind of those that were measured, and a cycle of it takes their median; what varies is for what share of the time it is
-busy, while the model is idle. Prints a table; writes it to --out and draws it to --plot.
+Reads the model and what training learned for the target, above all how its GPU is shared. Only the share of the time varies for
+which the background is busy while the model is idle; its waits are those next to an average background among those measured,
+and its cycle is their median. Prints a table; writes it to --out and draws it to --plot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = get_logger("load_curve")
 
 
 def draw(curve: LoadCurve, path: Path, slo_ms: float | None = None) -> None:
-    """The curve as a picture, with a line at `slo_ms`."""
+    """Draws the curve, with a line at `slo_ms`."""
     matplotlib.use("Agg")
     shares = [100 * point.busy_share for point in curve.points]
     figure, axes = matplotlib.pyplot.subplots(figsize=(8, 5), layout="constrained")

@@ -1,9 +1,9 @@
-"""Phase 7.4: how much memory a session on this machine really holds, against what is predicted.
+"""Phase 7.4: how much memory a session really holds on this machine, compared with the prediction.
 
 Opens each model in a process of its own with ONNX Runtime's defaults and runs it four times with made-up inputs. On a CPU,
-held is the greatest resident memory during the runs. On a GPU (--device cuda, tensors on the device) it is the memory of the
-device that is in use after them; nothing else may use the GPU meanwhile. Both less what was held before, when ONNX Runtime had
-run a tiny model. Prints a row a model; writes nothing. Linux only.
+the memory held is the largest resident memory during the runs. On a GPU (--device cuda, tensors on the device) it is the
+device's memory in use after them; nothing else may use the GPU meanwhile. What was in use after ONNX Runtime had run a tiny
+model is subtracted. Prints one row per model; writes nothing. Linux only.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ python inference/memory_error.py --model resnet50.onnx --model mobilenet_v2.onnx
 
 
 def resident_mib(peak: bool) -> float:
-    """This process's resident memory, or its peak since RESET_PEAK was written to."""
+    """This process's resident memory in MiB, or its peak since RESET_PEAK was written to."""
     key = "VmHWM:" if peak else "VmRSS:"
     return next(int(line.split()[1]) / 1024 for line in STATUS.read_text(encoding="ascii").splitlines() if line.startswith(key))
 
 
 def device_mib() -> float:
-    """The memory of the first NVIDIA GPU that is in use, by whomever."""
+    """The memory of the first NVIDIA GPU that is in use, by all processes, MiB."""
     pynvml.nvmlInit()
     return float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used) / 2**20
 
 
 def hold_on_gpu(model: Path, dims: Mapping[str, int]) -> float:
-    """What running `model` adds to the memory in use on the GPU, MiB; call it once a process."""
+    """How much running `model` adds to the memory in use on the GPU, MiB; call it once per process."""
     tiny = open_nodes([onnx.helper.make_node("MatMul", ["x", "x"], ["y"])], ["x"], [64, 64], "cuda", "tiny")
     bind(tiny, random_feed(tiny), "cuda", "device")()
     before = device_mib()
@@ -66,7 +66,7 @@ def hold_on_gpu(model: Path, dims: Mapping[str, int]) -> float:
 
 
 def hold(model: Path, dims: Mapping[str, int]) -> float:
-    """What running `model` adds to this process at its peak, MiB; call it once a process."""
+    """How much running `model` adds to this process at its peak, MiB; call it once per process."""
     shape = [4]
     tiny = open_nodes([onnx.helper.make_node("Relu", ["x"], ["y"])], ["x"], shape, "cpu", "tiny")
     tiny.run(None, {"x": np.zeros(shape, np.float32)})
@@ -80,7 +80,7 @@ def hold(model: Path, dims: Mapping[str, int]) -> float:
 
 
 def held_mib(model: Path, dims: Mapping[str, int], device: str = "cpu") -> float:
-    """What a session of `model` holds, measured in a process of its own.
+    """The memory that a session of `model` holds, MiB, measured in a process of its own.
 
     Args:
         model: an ONNX file.
@@ -88,7 +88,7 @@ def held_mib(model: Path, dims: Mapping[str, int], device: str = "cpu") -> float
         device: `cpu` or `cuda`.
 
     Raises:
-        UserError: no Linux, or the model can't be run.
+        UserError: this is not Linux, or the model can't be run.
     """
     if not RESET_PEAK.exists():
         raise UserError("resident memory is measured as Linux reports it; this system has no /proc/self/clear_refs")
@@ -121,8 +121,8 @@ def main() -> int:
     workspace = cli.start(args)
 
     sizes = cli.parse_dims(args.dim)
-    asked = [(model, dims) for model in map(workspace.find_model, args.model) for dims in own_sizes(model, sizes)]
-    rows = [row(model, dims, args.device) for model, dims in cli.progress(asked, "measuring")]
+    sized = [(model, dims) for model in map(workspace.find_model, args.model) for dims in own_sizes(model, sizes)]
+    rows = [row(model, dims, args.device) for model, dims in cli.progress(sized, "measuring")]
     if args.json:
         cli.print_json(rows)
     else:

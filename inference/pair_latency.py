@@ -1,8 +1,8 @@
-"""Phase 7.6: two models on one GPU: each one's latency while the other runs in a loop, in a process of its own on the same GPU.
+"""Phase 7.6: two models on one GPU: the latency of each while the other runs in a loop, in a process of its own.
 
-Reads both models and what training learned for the target, how it is shared above all. What each meets of the other is that
-one's predicted run: the GPU is the other's until what it dispatched is done, or for the longest turn that it may have. Prints
-a row for each model; writes nothing.
+Reads both models and what training learned for the target, above all how its GPU is shared. Each model waits for the other's
+turns, which follow from the other's predicted run: it has the GPU until all that it dispatched is done, or for the longest
+turn that a process may have. Prints one row per model; writes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> int:
     cli.add_model(parser)
     cli.add_dim(parser)
     cli.add_static(parser)
-    parser.add_argument("--beside-model", type=Path, required=True, metavar="MODEL", help="the other one, likewise")
+    parser.add_argument("--beside-model", type=Path, required=True, metavar="MODEL", help="the other model, likewise")
     parser.add_argument("--beside-dim", action="append", default=[], metavar="NAME=SIZE", help="size of its dynamic dimension")
     cli.add_target(parser)
     cli.add_trust(parser)

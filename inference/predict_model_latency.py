@@ -1,26 +1,26 @@
 """Phase 7.1: how long ONNX Runtime takes to run a model on a target, without running it there.
 
 Reads the model (any ONNX file; a bare name is also looked for in model_zoo), what training learned for the target, and
-inference/config.yaml. Prints the latency, where it comes from and which kernels dominate; with several sizes of a
-dynamic dimension a row for each, which is how to choose a batch. Writes nothing but, with --trace, the predicted timeline,
-and with --beside a real run in the same file.
+inference/config.yaml. Prints the latency, where it comes from and which kernels dominate. With several sizes of a dynamic
+dimension it prints one row per size, which helps to choose a batch. Writes nothing, except with --trace the predicted
+timeline, and with --beside a real run in the same file.
 
-Beside other work the latency is a distribution: its mean and percentiles stand in the row. --slo-ms says whether an objective
-is met, by how much, and beside how much other work it still would be. --watch predicts again and again as the load changes,
-until Ctrl-C, and --export serves the latest prediction to Prometheus; a reading that fails is a line too, and none is idle.
+While other work shares the GPU, the latency is a distribution: the row holds its mean and percentiles. --slo-ms says whether an
+objective is met, by how much, and up to which load it still would be. --watch repeats the prediction as the load changes, until
+Ctrl-C, and --export serves the latest one to Prometheus. A prediction that fails has a line too; it is never taken for idle.
 
-On a machine that is the target, --measure-missing first has the model's kernels measured that never were: the collector adds
-them to the target's dataset (as benchmark/config.yaml says, idle), and they are looked up from then on, without a training.
-Where nothing was trained yet, that begins with stated constants for how kernels add up; a training replaces them.
+On a machine that is the target, --measure-missing first measures the model's kernels that were never measured: the collector
+adds them to the target's dataset (as benchmark/config.yaml says, idle), and they are looked up from then on, without a
+training. Where nothing was trained yet, default constants say how kernels add up, until a training replaces them.
 
-How fast the host dispatches decides the latency of small models on a GPU (--host-pace, --machine; benchmark/host_pace.py).
-Where it is not known, the interval is as wide as hosts differ.
+On a GPU the latency of small models depends on how fast the host dispatches (--host-pace, --machine; benchmark/host_pace.py).
+Where that is unknown, the interval covers slow and fast hosts.
 
 An answer that rests on operators that were never measured is marked as a rough estimate (inference/core/uncertainty.py). Exit
 status: 0 done, 1 an error that the message explains, 2 wrong usage, 3 a rough estimate (with --fail-on-rough), 4 a missed
 --slo-ms.
 
---json prints a list with an object for each size, also where there is one; with --watch, an object a line.
+--json prints a list with one object per size, even for a single size; with --watch, one object per line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    gc.disable()  # until all is imported: none of that is garbage, and looking for some takes a tenth of the time
+    gc.disable()  # until everything is imported: none of it is garbage, and looking for some takes a tenth of the time
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
@@ -91,27 +91,30 @@ def options() -> argparse.ArgumentParser:
     cli.add_target(parser)
     cli.add_load(parser)
     cli.add_run_mode(parser)
-    parser.add_argument("--top", type=cli.whole, default=5, metavar="N", help="show the N dominating kernels (default: 5)")
+    parser.add_argument("--top", type=cli.whole, default=5, metavar="N",
+                        help="show the N kernels with the most time (default: 5)")
     parser.add_argument("--trace", type=cli.out_file, metavar="FILE",
-                        help="write the predicted timeline, to be opened at ui.perfetto.dev or chrome://tracing")
+                        help="write the predicted timeline, for ui.perfetto.dev or chrome://tracing")
     parser.add_argument("--measure-missing", action="store_true",
-                        help="first measure the kernels that never were; needs a machine that is the target")
+                        help="first measure the kernels that were never measured; this machine must be the target")
     parser.add_argument("--beside", type=Path, metavar="REAL",
                         help="put a real run into --trace's file too, as benchmark/run_anatomy.py --trace wrote it")
     pace_options = parser.add_mutually_exclusive_group()
     pace_options.add_argument(
         "--host-pace", type=cli.pace, metavar="RATIO|measure",
-        help="how many times as long as usual the GPU's host takes to dispatch; measure: on this machine now, which is the "
-             "target (default: as the config's Prometheus says, else as benchmark/host_pace.py wrote here not longer than ten "
-             "minutes ago; with --watch on the target, measured each time)")
+        help="how many times as long as usual the GPU's host takes to dispatch; measure: measure it now on this machine, which "
+             "must be the target (default: from the config's Prometheus, else what benchmark/host_pace.py measured here in the "
+             "last ten minutes; with --watch on the target, measured each time)")
     pace_options.add_argument("--machine", type=Path, metavar="FILE",
                               help="the machine's host pace, as benchmark/host_pace.py --out wrote it there")
-    parser.add_argument("--slo-ms", type=cli.positive, metavar="MS", help="whether the latency keeps to this, and by how much")
-    parser.add_argument("--slo-percentile", type=cli.percentile, metavar="P", help="… which percentile of it (default: 95)")
+    parser.add_argument("--slo-ms", type=cli.positive, metavar="MS",
+                        help="say whether the latency meets this limit, and by how much")
+    parser.add_argument("--slo-percentile", type=cli.percentile, metavar="P",
+                        help="the percentile of the latency that --slo-ms limits (default: 95)")
     parser.add_argument("--probe", nargs="?", const="", metavar="FILE",
-                        help="learn what else runs from the sharing probe: read on this machine now (with --watch, each time), "
-                             "which is the target, or from what benchmark/sharing_probe.py --out wrote (default: as the "
-                             "config's Prometheus says, if its exporter reads one)")
+                        help="learn what else runs from the sharing probe: read it now on this machine, which must be the "
+                             "target (with --watch, each time), or take FILE, which benchmark/sharing_probe.py --out wrote "
+                             "(default: the config's Prometheus, if its exporter reads a probe)")
     parser.add_argument("--watch", type=cli.positive, nargs="?", const=WATCH_S, metavar="S",
                         help=f"a line with the load and the prediction every S seconds (default: {WATCH_S:g}), until Ctrl-C")
     parser.add_argument("--export", type=cli.address, metavar="[ADDRESS:]PORT",
@@ -124,7 +127,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, sizes: Sequence[Any]) -> None:
-    """Ends the command with a usage error where options do not go together; `sizes`: to be predicted."""
+    """Ends the command with a usage error if options exclude each other; `sizes`: those to predict."""
     if args.trace and len(sizes) > 1:
         parser.error("--trace draws one run: give each --dim one size")
     if args.measure_missing and (args.strict or args.metrics):
@@ -136,7 +139,7 @@ def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, si
     if args.watch and (len(sizes) > 1 or args.trace or args.measure_missing):
         parser.error("--watch follows one size of one model, without --trace and --measure-missing")
     if args.probe is not None and args.measure_missing:
-        parser.error("--measure-missing: idle times are not looked up beside other work; leave --probe out")
+        parser.error("--measure-missing: idle times are not looked up while other work runs; leave --probe out")
     if args.probe and args.watch:
         parser.error("--probe FILE is one reading of what else runs; with --watch, leave FILE out")
     if args.export and not args.watch:
@@ -144,10 +147,10 @@ def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, si
 
 
 def advise_measuring(args: argparse.Namespace, found: Sequence[Prediction]) -> None:
-    """Logs the command that measures doubtful kernels, where this machine is the target and look-ups would help."""
-    doubtful = [one for one in found if one.estimated_operators or one.doubtful_operators]
-    if (not doubtful or args.strict or args.measure_missing or doubtful[0].load != "idle"
-            or doubtful[0].target not in {target.name for target in local_targets()}):
+    """Logs the command that measures uncertain kernels, if this machine is the target and it would help."""
+    uncertain = [one for one in found if one.estimated_operators or one.doubtful_operators]
+    if (not uncertain or args.strict or args.measure_missing or uncertain[0].load != "idle"
+            or uncertain[0].target not in {target.name for target in local_targets()}):
         return
     command = ["python", "inference/predict_model_latency.py", "--model", str(args.model), "--measure-missing",
                *(["--static"] if args.static else [])]
@@ -163,7 +166,7 @@ def watch(args: argparse.Namespace, surroundings: Surroundings, dims: dict[str, 
     """Follows the load until Ctrl-C.
 
     Raises:
-        UserError: nothing says what else runs, or the first prediction, for an idle device, can't be made.
+        UserError: no source says what else runs, or the first prediction, for an idle device, fails.
     """
     from inference.live.follow import follow
 
@@ -171,10 +174,10 @@ def watch(args: argparse.Namespace, surroundings: Surroundings, dims: dict[str, 
         raise UserError(f"--watch: nothing says what else runs; set prometheus.url in {args.config or CONFIG_FILE}, or "
                         "give --metrics FILE, which is read each time, or --probe on the GPU itself")
     if surroundings.asks_prometheus and not surroundings.fields():
-        raise UserError("--watch: the predictors were trained without metrics, so no load changes what they say")
+        raise UserError("--watch: the predictors were trained without metrics, so they predict the same under any load")
     predictor, run_mode = surroundings.predictor, surroundings.run_mode
     first = predictor.predict(args.model, dims=dims, static=args.static, run_mode=run_mode, **surroundings.with_load(Load()))
-    for warning in first.warnings:  # what can't be used has ended the command by now
+    for warning in first.warnings:  # whatever can't be used has ended the command by now
         log.warning("%s", warning)
     follow(predictor.watch(args.model, surroundings.now, args.watch, args.slo_ms, args.slo_percentile or PERCENTILE, dims=dims,
                            static=args.static, run_mode=run_mode), args.export, args.json)
@@ -183,7 +186,7 @@ def watch(args: argparse.Namespace, surroundings: Surroundings, dims: dict[str, 
 
 def predict_once(args: argparse.Namespace, surroundings: Surroundings,
                  sizes: Sequence[dict[str, int]]) -> tuple[list[PredictedRun], list[SloUnderLoad | None]]:
-    """The model at each size, and how it keeps to the objective, if there is one."""
+    """The predictions at each size, and how they compare with the objective, if there is one."""
     predictor = surroundings.predictor
     load = surroundings.load()
     with optimized_once():
@@ -199,7 +202,7 @@ def predict_once(args: argparse.Namespace, surroundings: Surroundings,
 
 
 def report(args: argparse.Namespace, found: Sequence[Prediction], slos: Sequence[SloUnderLoad | None]) -> int:
-    """Prints predictions; the exit status that they ask for."""
+    """Prints predictions; returns the exit status."""
     for warning in dict.fromkeys(warning for one in found for warning in one.warnings):
         log.warning("%s", warning)
     advise_measuring(args, found)
@@ -222,7 +225,7 @@ def main() -> int:
     sizes = cli.combinations(cli.parse_dims(args.dim))
     check_together(parser, args, sizes)
     workspace = cli.start(args)
-    workspace.find_model(args.model)  # what is not there is told before anything is measured
+    workspace.find_model(args.model)  # a missing model ends the command before anything is measured
     if args.machine:
         read_pace(args.machine)
     if __name__ == "__main__":  # the modules stay to the end, so Python need not look through them then either.

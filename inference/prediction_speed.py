@@ -1,7 +1,7 @@
-"""Phase 7.3: how long a prediction takes: from the shell, at first sight of a file, again, and from a kernel record.
+"""Phase 7.3: how long a prediction takes: from the shell, for a new file, for the same file again, and from a kernel record.
 
-Reads a model and what training learned for the target, as the predictor does. Where --config names a Prometheus, or --metrics a
-file, predictions beside what these tell are timed too, the load read anew each time. Prints a row a case; writes nothing.
+Reads a model and what training learned for the target, as the predictor does. If --config names a Prometheus, or with --metrics
+FILE, predictions under load are timed too, with the load read anew each time. Prints one row per case; writes nothing.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def milliseconds(work: Callable[[], Any], repeats: int) -> float:
 
 
 def from_the_shell(model: Path, workspace: Workspace, target: str, strict: bool) -> None:
-    """One prediction by the command.
+    """Makes one prediction by the command.
 
     Raises:
-        UserError: it failed; its own message.
+        UserError: it failed; with its own message.
     """
     command = [sys.executable, "inference/predict_model_latency.py", "--workspace", str(workspace.root), "--model", str(model),
                "--target", target]
@@ -67,7 +67,7 @@ def from_the_shell(model: Path, workspace: Workspace, target: str, strict: bool)
 
 
 def copies(record: ModelRecord, count: int) -> list[ModelRecord]:
-    """`count` records that share nothing but what they say, each under a name of its own, as if read from as many files."""
+    """`count` copies of a record that share no objects, each under a name of its own, as if read from as many files."""
     text = record.model_dump_json()
     return [type(record).model_validate_json(text).model_copy(update={"model": f"{record.model}_{number}"})
             for number in range(count)]
@@ -75,7 +75,8 @@ def copies(record: ModelRecord, count: int) -> list[ModelRecord]:
 
 def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
           read_load: Callable[[], Load] | None = None) -> list[dict[str, Any]]:
-    """A row a case: what is predicted from what, and the median time in ms; with `read_load`, beside the load that it reads."""
+    """One row per case: what is predicted from what, and the median time in ms; with `read_load`, also under the load that it
+    reads."""
     target, _ = choose_target(workspace, target)
     cold, cold_strict = (milliseconds(partial(from_the_shell, model, workspace, target, strict), min(repeats, SHELLS))
                          for strict in (False, True))
@@ -87,22 +88,22 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
     from_record = milliseconds(lambda: one(record, workspace=workspace), repeats)
     strict_first = milliseconds(lambda: one(record, workspace=workspace, strict=True), 1)
     strict_again = milliseconds(lambda: one(record, workspace=workspace, strict=True), repeats)
-    beside: list[tuple[str, float]] = []
+    loaded: list[tuple[str, float]] = []
     if read_load:
-        def beside_the_load() -> None:
+        def under_load() -> None:
             load = read_load()
             one(model, workspace=workspace, load=load.metrics, co_runner=probe_of(fitted_for(workspace, target), load))
 
-        beside = [("reading the load", milliseconds(read_load, repeats)),
-                  ("the same file beside the load, which is read each time", milliseconds(beside_the_load, repeats))]
+        loaded = [("reading the load", milliseconds(read_load, repeats)),
+                  ("the same file under load, which is read each time", milliseconds(under_load, repeats))]
     records = copies(record, MANY)
-    gc.collect()  # what reading the records left to be collected is no part of predicting
+    gc.collect()  # garbage from reading the records is no part of predicting
     many = milliseconds(lambda: several(records, workspace=workspace), 1)
     return [{"case": case, "median_ms": found} for case, found in (
         ("from the shell", cold), ("from the shell, --strict", cold_strict),
         ("in a running process, first prediction of all", first), ("the same file again", again),
         ("from its record", from_record), ("from its record, strict, first", strict_first),
-        ("from its record, strict, again", strict_again), *beside, (f"{MANY} records in one call, each read by itself", many))]
+        ("from its record, strict, again", strict_again), *loaded, (f"{MANY} records in one call, each read by itself", many))]
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""A prediction, as it is printed by --json."""
+"""The record of a prediction, as `--json` prints it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ PREDICTION_VERSION = 1
 
 
 class UsedComposition(Frozen):
-    """How kernel times became the model's: latency_ms = alpha · (Σ or longest path of the kernels) + beta_ms, and in
-    kind `sum_nodes` + node_ms for each node that moves data. Kind `pipeline` lets host and GPU wait for each other at the
-    costs given, and takes no alpha or beta. `assumed`: no model was ever measured on the target, so that these are defaults."""
+    """How the times of the kernels were put together to the model's.
+
+    latency_ms = alpha · (Σ or longest path of the kernels) + beta_ms; in kind `sum_nodes` plus node_ms for each node that moves
+    data. Kind `pipeline` simulates host and GPU, which wait for each other, with `costs`; it takes no alpha or beta. `assumed`:
+    no model was ever measured on the target, so the constants are defaults.
+    """
 
     label: str
     kind: Literal["sum", "sum_nodes", "critical_path", "pipeline"]
@@ -33,14 +36,13 @@ class UsedComposition(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class KernelShare:
-    """One kernel of the model: how often it runs, its time a run, and its part of the model's kernel time (a ratio).
+    """One kernel of the model: how often it runs, the time of one run, and its share of the model's kernel time (a ratio).
 
-    No pydantic class: a model has dozens, and to check each would take a fifth of a prediction's time.
+    It is no pydantic class: a model has dozens, and to check each would take a fifth of a prediction's time.
 
     Attributes:
-        launches: how many launches it takes, where the composition asks.
-        kind: what it means to a GPU's host.
-        provider: that runs it, `cuda` or `cpu`; in a CUDA session some nodes are the CPU's.
+        launches: number of GPU launches, where the composition needs it.
+        provider: the execution provider that runs it, `cuda` or `cpu`; in a CUDA session the CPU runs some nodes.
     """
 
     id: str
@@ -55,43 +57,42 @@ class KernelShare:
 
 
 class Prediction(Frozen):
-    """A model's predicted latency and where it comes from. Printed as it is by `--json`. Version 1 is the first.
+    """A model's predicted latency and what it rests on. `--json` prints it as it is. Version 1 is the first.
 
     Attributes:
         model: the record's name: the file's stem, with the sizes of dynamic dimensions.
-        target, flavour: names of what the prediction holds for, and of the graph.
+        target, flavour: names of the target that the prediction holds for, and of the graph's flavour.
         composition: how the kernels' times were put together.
         way: how the model is run.
-        latency_ms: the prediction; under a load with a distribution, its mean.
-        interval_ms: between which latencies nine of ten models lay, wider with every doubt (inference/core/uncertainty.py);
-        under load, of
-            the mean.
-        rough_estimate: the plausible error of doubtful kernels (estimated, known in other forms only, or far beyond what was
-            measured) could move the latency by more than doubt.ROUGH, sizes that depend on data were taken to be the largest
-            possible, or nodes hold graphs that are not counted.
-        estimated_operators: kernel types that were never measured, so that they are estimated from FLOPs and bytes.
-        doubtful_operators: kernel types that were measured for other ranks or element types only, or that a like operator
-            stands for.
+        latency_ms: the prediction; where `under_load` gives a distribution, its mean.
+        interval_ms: the range around latency_ms that held nine of ten models; wider with every uncertainty
+            (inference/core/uncertainty.py).
+        rough_estimate: whether the prediction is a rough estimate: uncertain kernels (estimated, measured in other forms only,
+            or far beyond what was measured) could move the latency by more than uncertainty.ROUGH; or sizes that depend on
+            data were taken to be the largest possible; or some nodes hold graphs that are not counted.
+        estimated_operators: kernel types that were never measured, so they are estimated from FLOPs and bytes.
+        doubtful_operators: kernel types that were measured for other ranks or element types only, or that a similar operator
+            stands in for.
         sum_latency_ms: α·Σ+β; the prediction itself, unless the composition uses the longest path.
         kernel_sum_ms: Σ of the kernels' times.
         critical_path_ms: the longest path, where the composition uses it.
-        load: `idle`, or the metrics of what else runs, by DCGM field name (none where only a probe told of it).
-        under_load: the latency's distribution beside what else runs; None where nothing does, or where the target's composition
-            knows no sharing and the kernels' times answer to the load.
-        host_pace: how many times as long as usual the host takes to dispatch, a ratio; None where that is not known, or does
-            not count.
-        host_pace_source: who said so; None where the host's pace does not count: on a CPU, which is its own host, and for a
-            CUDA graph that is replayed. Where it counts and is not known, the interval is as wide as hosts differ.
-        strict: no measured kernel time was looked up.
+        load: `idle`, or the metrics of the load by DCGM field name (empty where only a probe saw it).
+        under_load: the distribution of the latency while a co-runner shares the GPU. None where nothing else runs, and where
+            nothing was learned of sharing, so that the load changes the kernels' times instead.
+        host_pace: how many times as long as usual the host takes to dispatch, a ratio; None where it is not known or does not
+            matter.
+        host_pace_source: where host_pace comes from. None where it does not matter: on a CPU, which is its own host, and for a
+            CUDA graph that is replayed. Where it matters and is not known, the interval covers slow and fast hosts.
+        strict: whether no measured kernel time was looked up.
         time_share, kernel_count: by provenance: ratios of kernel_sum_ms, and numbers of nodes.
-        kernels: each once, the dominating ones first.
-        types_without_predictor: the same as estimated_operators, by its older name.
-        dims: sizes given to dynamic dimensions.
-        static: whether they were fixed before ONNX Runtime optimised the model; true where all are fixed in the file.
+        kernels: each kernel once, the ones with the most time first.
+        types_without_predictor: an older name of estimated_operators.
+        dims: the sizes given to dynamic dimensions.
+        static: whether sizes were fixed before ONNX Runtime optimised the model; true where the file fixes all of them.
         batch, items_per_second: of the first input; None where it has no dimension.
-        memory, peak_memory_mib: what a run holds at its fullest moment.
-        device_memory_mib: what the target's device has; None where that is not known.
-        fits_memory: whether the device has what a run can't do without (`Memory.least_mib`); None likewise.
+        memory, peak_memory_mib: the memory that a run holds at its peak.
+        device_memory_mib: the memory of the target's device; None where it is not known.
+        fits_memory: whether the device has as much memory as a run needs (`Memory.least_mib`); None where it is not known.
         warnings: what the reader should know.
     """
 

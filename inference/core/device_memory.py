@@ -1,4 +1,4 @@
-"""How much memory a target's device has, to say which models cannot run there."""
+"""The memory of a target's device, which shows the models that cannot run there."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def device_memory_mib(target: Target, machines: Sequence[Machine]) -> float | No
     """The memory of a target's device in MiB; None where it is not known.
 
     Args:
-        target: whose device.
-        machines: that were measured; a CPU's memory is the least of theirs.
+        target: the target.
+        machines: those that were measured; for a CPU the smallest of their memories is taken.
     """
     if target.flavour.device == "cpu":
         return min((1024 * machine.memory_gib for machine in machines), default=None)
@@ -22,7 +22,7 @@ def device_memory_mib(target: Target, machines: Sequence[Machine]) -> float | No
 
 
 def memory_warnings(needed_mib: float, there_mib: float | None) -> tuple[str, ...]:
-    """What to know about a model that needs more memory than its device has; nothing where it fits, or where nobody knows."""
+    """A warning where a model needs more memory than its device has."""
     if there_mib is None or needed_mib <= there_mib:
         return ()
     return (f"it can't run there: it needs at least {needed_mib / 1024:.4g} GiB of memory, and the device has "

@@ -1,7 +1,8 @@
-"""The host's pace that a prediction holds for: given, measured, read from a file, or not known.
+"""The host's pace that a prediction holds for: given, measured, read from a file, or unknown.
 
-A pace is a ratio: how many times as long as usual the host takes to dispatch. Usual is what the target's predictors hold for.
-It counts for a GPU whose composition has the host as a track of its own, and not for the replay of a CUDA graph.
+A pace is a ratio: how many times as long as usual the host takes to dispatch. Usual is the pace of the machines on which the
+target's models were measured. It matters on a GPU whose composition has the host as a track of its own, but not for the
+replay of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -25,29 +26,33 @@ if TYPE_CHECKING:
 
 PaceSource = Literal["given", "file", "measured", "unknown"]
 RECENT_S = 600.0  # how old the workspace's own file may be
-WATCHED_S = 0.3  # how long it is measured before each prediction of several
-LEAST, MOST = 0.1, 10.0  # ratios beyond these are no ratio: microseconds, or per cent
+WATCHED_S = 0.3  # time of a measurement before each of many predictions
+LEAST, MOST = 0.1, 10.0  # a number beyond these is no ratio, but microseconds or per cent
 _read: dict[object, MachinePace] = {}
 
 
 class HostPace(NamedTuple):
-    """A pace (a ratio; None where it is not known), and where it comes from."""
+    """A pace (a ratio; None where it is unknown), and where it comes from."""
 
     ratio: float | None
     source: PaceSource
 
 
 UNKNOWN = HostPace(None, "unknown")
-USUAL = HostPace(1.0, "given")  # what latencies in a dataset are compared at
+USUAL = HostPace(1.0, "given")  # the pace at which latencies in a dataset are compared
 
 
 def counts(used: Composition, run_mode: RunMode) -> bool:
-    """Whether the host's pace changes a latency of a model that is run that way."""
+    """Whether the host's pace changes the latency of a model that is run in a run mode."""
     return used.kind == "pipeline" and used.costs is not None and not run_mode.cuda_graph
 
 
 def given_pace(ratio: float) -> HostPace:
-    """`UserError` where a number can't be a ratio of paces."""
+    """A pace that the user gives.
+
+    Raises:
+        UserError: the number can't be a ratio of paces.
+    """
     if not LEAST <= ratio <= MOST:
         raise UserError(f"host pace {ratio:g}: a ratio to the usual pace is expected, such as 1.15, between {LEAST:g} and "
                         f"{MOST:g}; {MEASURE} prints it")
@@ -55,7 +60,11 @@ def given_pace(ratio: float) -> HostPace:
 
 
 def check_host(fitted: Fitted, used: Composition) -> None:
-    """`UserError` where no host's pace can be told to a target's composition."""
+    """Checks that a target's composition can take a host's pace into account.
+
+    Raises:
+        UserError: it can't.
+    """
     if fitted.target.flavour.device == "cpu":
         raise UserError(f"{fitted.target.name}: a CPU target's host is the target itself, so it has no host pace; leave it out")
     if used.kind != "pipeline" or used.costs is None:
@@ -64,10 +73,10 @@ def check_host(fitted: Fitted, used: Composition) -> None:
 
 
 def ratio_of(probe_us: float, fitted: Fitted) -> float:
-    """What the probe of the host took, in microseconds, as a ratio.
+    """The pace that follows from the time of the host's probe, in microseconds.
 
     Raises:
-        UserError: the probe was not read beside the models that the target's composition was fitted on, or it can't be.
+        UserError: no probe was read when the models of the target's composition were measured, or the ratio is impossible.
     """
     check_host(fitted, fitted.composition)
     usual_us = fitted.composition.probe_us
@@ -82,15 +91,15 @@ def ratio_of(probe_us: float, fitted: Fitted) -> float:
 
 
 def pace_of_file(path: Path, fitted: Fitted) -> HostPace:
-    """The pace that benchmark/host_pace.py wrote on the machine in question, however long ago.
+    """The pace in a file that benchmark/host_pace.py wrote on the machine in question, however old it is.
 
     Raises:
-        UserError: the file can't be read, or is of another kind of GPU than the target.
+        UserError: the file can't be read, or was measured with another kind of GPU than the target.
     """
     found = read_pace(path)
     ratio = ratio_of(found.probe_us, fitted)
     if (found.device, found.machine.device_name) != ("cuda", fitted.target.device_name):
-        raise UserError(f"{path}: measured beside a {found.machine.device_name}, and the target is {fitted.target.name}; "
+        raise UserError(f"{path}: measured with a {found.machine.device_name}, and the target is {fitted.target.name}; "
                         f"measure on the machine in question: {MEASURE} --out {path.name}")
     return HostPace(ratio, "file")
 
@@ -100,7 +109,7 @@ def measured_pace(fitted: Fitted, seconds: float | None = None) -> HostPace:
 
     Args:
         fitted: the target, which is this machine.
-        seconds: how long it is measured, beside whatever else does; by default as benchmark/host_pace.py does it.
+        seconds: how long to measure, whatever else runs; by default as long as benchmark/host_pace.py, alone.
 
     Raises:
         UserError: this machine is not the target, or (without `seconds`) another process measures on its GPU.
@@ -117,8 +126,8 @@ def measured_pace(fitted: Fitted, seconds: float | None = None) -> HostPace:
 
 
 def recent_pace(fitted: Fitted, workspace: Workspace) -> HostPace:
-    """What the workspace's own file says, where this machine is the target, has not been started anew since and was measured
-    not longer than RECENT_S ago; else the pace is not known."""
+    """The pace in the workspace's own file, if this machine is the target, was not rebooted since, and the pace was measured at
+    most RECENT_S ago; else UNKNOWN."""
     path = workspace.host_pace
     if not is_here(fitted.target) or fitted.composition.probe_us is None or (about := signature(path)) is None:
         return UNKNOWN
@@ -130,12 +139,12 @@ def recent_pace(fitted: Fitted, workspace: Workspace) -> HostPace:
 
 @dataclass(frozen=True)
 class PaceAsked:
-    """From where a command is to learn the host's pace.
+    """Where a command takes the host's pace from.
 
     Attributes:
-        option: the ratio itself, or that it is to be measured here; None where neither was asked for.
+        option: the ratio itself, or `measure` for a measurement on this machine; None where neither was given.
         machine: a file of benchmark/host_pace.py.
-        watched: predictions follow one another, so that it is measured each time on the target itself.
+        watched: whether many predictions follow one another, so that the pace is measured before each on the target itself.
     """
 
     option: float | Literal["measure"] | None = None
@@ -143,17 +152,17 @@ class PaceAsked:
     watched: bool = False
 
     def of_prometheus(self, fitted: Fitted, run_mode: RunMode) -> bool:
-        """Whether a Prometheus is to be asked."""
+        """Whether to ask a Prometheus for it."""
         return self.option is None and self.machine is None and not self._each_time(fitted, run_mode) and compares(fitted,
                                                                                                                    run_mode)
 
     def now(self, fitted: Fitted, run_mode: RunMode, host_probe_us: float | None = None) -> float | HostPace | None:
-        """The pace at this moment, as `inference.predict` takes it; None where nothing was asked for.
+        """The pace now, as `inference.predict` takes it; None where no source was given.
 
         Args:
             fitted: the target.
             run_mode: how the model is run.
-            host_probe_us: what a Prometheus says that the probe of the host takes.
+            host_probe_us: the time of the host's probe, from Prometheus.
 
         Raises:
             UserError: it can't be measured here, or the file can't be used.
@@ -167,14 +176,14 @@ class PaceAsked:
         return None if host_probe_us is None else HostPace(ratio_of(host_probe_us, fitted), "measured")
 
     def is_followed(self, fitted: Fitted, run_mode: RunMode) -> bool:
-        """Whether it is measured again before each of several predictions."""
+        """Whether it is measured again before each prediction."""
         return self.watched and (self.option == "measure" or self._each_time(fitted, run_mode))
 
     def _each_time(self, fitted: Fitted, run_mode: RunMode) -> bool:
-        asked = self.option is not None or self.machine is not None
-        return self.watched and not asked and is_here(fitted.target) and compares(fitted, run_mode)
+        given = self.option is not None or self.machine is not None
+        return self.watched and not given and is_here(fitted.target) and compares(fitted, run_mode)
 
 
 def compares(fitted: Fitted, run_mode: RunMode) -> bool:
-    """Whether the host's pace counts, and a reading of the probe tells it."""
+    """Whether the host's pace matters, and can be derived from the time of the host's probe."""
     return counts(fitted.composition, run_mode) and fitted.composition.probe_us is not None

@@ -1,4 +1,4 @@
-"""What a kernel brings to every model that holds it."""
+"""What each kernel contributes to the models that hold it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 class KernelInModel(NamedTuple):
-    """What a kernel brings to every model that holds it, worked out once for all of them.
+    """What a kernel contributes to every model that holds it, computed once for all of them.
 
     Attributes:
-        launches: how many launches it takes, where the composition asks.
-        kind: what it means to a GPU's host.
-        layout: what it does with buffers.
-        uncertainty: how far its time may be off, where it is doubtful.
-        on_host: in a CUDA session, whether its time is the host's and not the GPU's.
-        waits: whether the host waits for the GPU there.
+        launches: number of GPU launches, where the composition needs it.
+        kind: what it costs a GPU's host to dispatch.
+        layout: how it uses memory.
+        uncertainty: how far its time may be off, where that is more than usual.
+        on_host: whether its time is the host's and not the GPU's, in a CUDA session.
+        waits: whether the host waits for the GPU at this kernel.
     """
 
     latency_ms: float
@@ -51,11 +51,11 @@ class KernelInModel(NamedTuple):
 
     @property
     def gpu_ms(self) -> float:
-        """What it keeps the GPU busy."""
+        """The GPU's time for it."""
         return 0.0 if self.on_host else self.latency_ms
 
     def at(self, end: Literal["low", "high"], marking_only: bool) -> KernelInModel:
-        """The same kernel at one end of its plausible times; as it is where it is not doubtful."""
+        """The same kernel at one end of its plausible times; unchanged where it is not uncertain."""
         if self.uncertainty is None or (marking_only and not self.uncertainty.marks):
             return self
         time, launches = getattr(self.uncertainty.time, end), getattr(self.uncertainty.launches, end)
@@ -67,7 +67,7 @@ Placed = tuple[str, str]  # a kernel's id, and the provider that runs it: the sa
 
 
 def placed_kernels(record: ModelRecord) -> list[Placed]:
-    """The kernel and provider of each node, in order."""
+    """The kernel and the provider of each node, in order."""
     return [(node.kernel_id, node.provider) for node in record.nodes]
 
 
@@ -81,7 +81,7 @@ def runs_of_kernels(record: ModelRecord) -> dict[Placed, float]:
 
 
 def kernels_in_models(records: Sequence[ModelRecord], conditions: Conditions) -> dict[Placed, KernelInModel]:
-    """What each kernel of some models brings to them; one that several share is predicted once."""
+    """What each kernel of some models contributes; a kernel that several of them share is predicted once."""
     placed = {(node.kernel_id, node.provider): record.kernel_of(node) for record in records for node in record.nodes}
     loops = {key: kernel for key, kernel in placed.items() if is_control_flow(kernel)}
     off_gpu = {key: kernel for key, kernel in placed.items()
@@ -92,7 +92,7 @@ def kernels_in_models(records: Sequence[ModelRecord], conditions: Conditions) ->
 
 
 def _predicted(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict[Placed, KernelInModel]:
-    """The kernels that the target's predictors know."""
+    """The kernels that the target's predictors predict."""
     fitted, used, load = conditions.fitted, conditions.used, conditions.kernel_load
     times = fitted.predictors.predict(list(kernels.values()), load, used.label, conditions.strict)
     launches: Sequence[float | None] = [None] * len(kernels)
@@ -106,7 +106,7 @@ def _predicted(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict
 
 
 def _control_flow_kernel(kernel: Kernel, device: str) -> KernelInModel:
-    """What a Loop, an If or a Scan brings to a model with each trip, besides the nodes of its body."""
+    """What a Loop, If or Scan contributes with each trip, in addition to the nodes of its body."""
     on_gpu = device == "cuda"
     return KernelInModel(trip_ms(kernel, device), "predicted", 0.0, NodeKind.OWN, layout_of(kernel),
                          KernelUncertainty("control flow", Span(*RANGE), CERTAIN, False), on_host=on_gpu,
@@ -114,7 +114,7 @@ def _control_flow_kernel(kernel: Kernel, device: str) -> KernelInModel:
 
 
 def _off_gpu_kernel(kernel: Kernel, provider: str) -> KernelInModel:
-    """What a copy, or a kernel that the CPU provider runs, brings to a CUDA session."""
+    """What a copy, or a kernel of the CPU provider, contributes in a CUDA session."""
     if is_copy(kernel):
         return KernelInModel(copy_ms(kernel), "predicted", 1.0, NodeKind.OWN, layout_of(kernel),
                              on_host=on_host(kernel, provider), waits=waits_for_gpu(kernel))

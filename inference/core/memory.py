@@ -1,16 +1,16 @@
-"""What a model's session holds resident: its weights, the activations live at the fullest moment, what the arena keeps, the
-kernels' scratch, and what loading leaves behind.
+"""The memory that a model's session holds: weights, the activations alive at the peak, the arena's surplus, the kernels'
+scratch, and what loading leaves behind.
 
-Counts what ONNX Runtime's allocation plan counts: a buffer lives from the node that makes it to the last that reads it;
+It counts as ONNX Runtime's allocation plan does: a buffer lives from the node that makes it to the last node that reads it;
 a node that only renames a tensor (Reshape) shares its input's buffer; a node that may work in place takes over an input
-that nobody reads later. The arena then keeps them twice: the first run allocates tensor by tensor, later runs take one
-block planned from it, and what the first run used is not given back.
+that no later node reads. The arena then keeps the buffers twice: the first run allocates tensor by tensor, later runs use
+one block planned from it, and what the first run used is not given back.
 
-On CUDA the arena takes whole regions from the device, each twice as large as the one before, cuDNN asks it for workspaces that
-no record tells, and cuDNN and cuBLAS keep code and scratch of their own. Both were read off an H200 as two constants, from 12
-torchvision models at batches of 1 to 64, 36 cases (ONNX Runtime 1.31, cuDNN 9.19; `inference/memory_error.py --device cuda`).
-Each model left out of the fit, the median error is 13 %, 29 of 36 are within 30 %, and the worst are −41 and +135 %. On a CPU a
-page counts only once it is written, so regions cost what is used of them.
+On CUDA the arena takes whole regions from the device, each twice as large as the one before. cuDNN asks it for workspaces
+that are in no record, and cuDNN and cuBLAS keep code and scratch of their own. These are two constants, fitted on an H200 to
+12 torchvision models at batches of 1 to 64 (36 cases; ONNX Runtime 1.31, cuDNN 9.19; `inference/memory_error.py --device
+cuda`). With each model held out of the fit, the median error is 13 %, 29 of 36 are within 30 %, and the worst are −41 and
++135 %. On a CPU a page counts only once it is written, so a region costs only the part that is used.
 
 On a CPU a session's weights were copied while it was loaded (parsed, folded, reordered for blocked convolutions). The copies
 are free again, but glibc keeps what lies under its greatest mmap threshold of 32 MiB in the process, where it counts as
@@ -18,8 +18,8 @@ resident (`malloc_trim` gives it back: a session then holds its weights and abou
 of loading and differs by tens of per cent from run to run: the shares below are medians over 24 models (ONNX Runtime 1.31,
 glibc 2.36); `python inference/memory_error.py` measures them again.
 
-Left out: the process without the session (about 70 MiB with Python and ONNX Runtime), and a CUDA context (some 0.5 GiB of the
-device, the same for every model).
+Not counted: the process without the session (about 70 MiB with Python and ONNX Runtime), and a CUDA context (some 0.5 GiB of
+the device, the same for every model).
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ _NCHWC_DOMAIN = "com.microsoft.nchwc"
 ONCE_LOADED_CONV, ONCE_LOADED_INT8, ONCE_LOADED = 1.8, 1.0, 0.5
 LOADED_BASE_BYTES = 2 * MIB  # of the graph itself
 MMAPPED_BYTES = 32 * MIB  # of a weight: glibc maps those apart and gives them back (mallopt(3), M_MMAP_THRESHOLD)
-CUDA_ARENA = 3.0  # times the activations, which the arena and cuDNN's workspaces in it take besides
+CUDA_ARENA = 3.0  # times the activations: the arena's surplus, with cuDNN's workspaces in it
 CUDA_LIBRARIES_BYTES = 160 * MIB  # what cuDNN and cuBLAS keep
 CUDA_LIBRARY_USERS = ("Conv", "Pool", "MatMul", "Gemm", "Attention", "LSTM", "GRU", "RNN", "Einsum")  # in the operator's name
 
 
 class Memory(Frozen):
-    """Memory that a session holds while it runs, in MiB: of the process on a CPU, of the device on CUDA.
+    """The memory that a session holds while it runs, in MiB: of the process on a CPU, of the device on CUDA.
 
     Attributes:
         weights_mib: constants of the optimised graph.
-        activations_mib: inputs, outputs and intermediate tensors alive at the fullest moment.
-        arena_mib: what the arena keeps beside them: the intermediate tensors once more; on CUDA more, with cuDNN's workspaces.
+        activations_mib: inputs, outputs and intermediate tensors alive at the peak.
+        arena_mib: the arena's surplus: the intermediate tensors once more; on CUDA more, with cuDNN's workspaces.
         workspace_mib: the kernels' own scratch, as far as it is known: columns of transposed convolutions on a CPU, what cuDNN
             and cuBLAS keep on CUDA.
         loading_mib: what loading leaves in the heap of a CPU's process; 0 on CUDA.
-        peak_mib: all of it.
+        peak_mib: the sum of all.
     """
 
     weights_mib: float
@@ -78,7 +78,7 @@ class Memory(Frozen):
 
     @property
     def least_mib(self) -> float:
-        """What a run can't do without: the arena takes smaller regions where the device has no room for larger ones
+        """The least memory with which a run works: the arena takes smaller regions where the device has no room for larger ones
         (ONNX Runtime's bfc_arena.cc: Extend), and what loading left is free again."""
         return self.weights_mib + self.activations_mib + (self.workspace_mib or 0.0)
 
@@ -91,8 +91,8 @@ class Activations(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a kernel does with memory: bytes of each output, whether it only renames its first input, the inputs that it may
-    work in, its scratch on a CPU, and what loading its weights leaves in the heap there."""
+    """How a kernel uses memory: bytes of each output, whether it only renames its first input, the inputs in whose buffers it
+    may work, its scratch on a CPU, and what loading its weights leaves in the heap there."""
 
     output_bytes: tuple[int, ...]
     renames: bool
@@ -102,7 +102,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(kernel: Kernel) -> Layout:
-    """What a kernel does with buffers; the same in every model that holds it."""
+    """How a kernel uses memory; the same in every model that holds it."""
     in_place = IN_PLACE.get(kernel.op_type, ())
     if kernel.domain == _NCHWC_DOMAIN and kernel.op_type == "Conv":
         in_place = _NCHWC_CONV_IN_PLACE
@@ -129,12 +129,12 @@ def _column_bytes(kernel: Kernel) -> int:
 
 def peak_memory(record: ModelRecord, workspace_mib: float | None = None,
                 layouts: Mapping[str, Layout] | None = None) -> Memory:
-    """What a session of this model holds while it runs.
+    """The memory that a session of a model holds while it runs.
 
     Args:
         record: the model.
         workspace_mib: the kernels' scratch, where it was measured; by default estimated.
-        layouts: of its kernels by id, where they are known from another model; by default worked out.
+        layouts: of its kernels by id, where they are known already; by default computed.
     """
     if layouts is None:
         layouts = {name: layout_of(kernel) for name, kernel in record.kernels.items()}

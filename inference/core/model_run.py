@@ -1,4 +1,4 @@
-"""A run of a model, put together from its kernels, and how far it moves where these or the host are other than expected."""
+"""A run of a model, put together from its kernels, and how its latency moves where the kernels or the host differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Composed(NamedTuple):
-    """A model's time on an otherwise idle device, and the longest path where the composition uses it; ms."""
+    """A model's latency on an otherwise idle device, and the longest path where the composition uses it; ms."""
 
     latency_ms: float
     critical_path_ms: float | None
@@ -32,14 +32,14 @@ class Composed(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelRun:
-    """What a model's time is made of.
+    """A run of a model: its kernels, and how they are put together.
 
     Attributes:
         record: the model's.
-        known: its kernels, and others.
-        used: how their times are put together.
+        known: its kernels by id and provider; may hold others too.
+        used: the composition, which puts their times together.
         run_mode: how the model is run.
-        costs: of a run, where `used` has host and GPU as two tracks; else None.
+        costs: of a run, where `used` simulates host and GPU as two tracks; else None.
     """
 
     record: ModelRecord
@@ -49,7 +49,7 @@ class ModelRun:
     costs: PipelineCosts | None
 
     def composed(self) -> Composed:
-        """The model's time from its kernels'. On a GPU it is no shorter than what the GPU itself has to do."""
+        """The model's latency from its kernels' times. On a GPU it is at least the GPU's own time for them."""
         kernel_sum_ms, critical_path_ms = sum(
             node.runs * found.latency_ms for node, found in zip(self.record.nodes, self.nodes, strict=True)), None
         if self.used.kind == "pipeline" and self.costs is not None:
@@ -65,8 +65,8 @@ class ModelRun:
         return Composed(latency, critical_path_ms)
 
     def pipeline_ms(self, costs: PipelineCosts) -> float:
-        """The latency of host and GPU as two tracks. Where loops are too long to be followed node by node, it is extrapolated
-        from two shorter ones: each trip takes as long as the one before."""
+        """The latency of host and GPU as two tracks, ms. Where a loop has too many trips to follow node by node, the latency is
+        extrapolated from two shorter loops: each trip takes as long as the one before."""
         latency = pipeline_ms(self.tracks, costs, self.off_gpu)
         if self._cut == 1:
             return latency
@@ -77,7 +77,8 @@ class ModelRun:
         return latency + (latency - pipeline_ms(_tracks(shorter), costs, _off_gpu(shorter))) * (every - some) / (some - fewer)
 
     def off_gpu_ms(self, costs: PipelineCosts) -> float:
-        """How much longer the run takes than its tracks say: by what nodes do off the GPU, and by loops cut short in these."""
+        """How much longer the run takes than its tracks alone, ms: the time of nodes off the GPU, and of trips that `order`
+        omits."""
         return self.pipeline_ms(costs) - pipeline_ms(self.tracks, costs)
 
     @cached_property
@@ -87,7 +88,7 @@ class ModelRun:
 
     @cached_property
     def order(self) -> Sequence[int]:
-        """The place in the record of each node that runs, in order; of very long loops, a part."""
+        """The index in the record of each node that runs, in order; of very long loops only some trips."""
         return run_order(self.record, self._cut)
 
     @property
@@ -97,17 +98,17 @@ class ModelRun:
 
     @cached_property
     def tracks(self) -> Tracks:
-        """Of the nodes in `order`. Their launches are known only where there are `costs`."""
+        """The tracks of the nodes in `order`. Needs `costs`: without them no launches are known."""
         return _tracks(self.nodes_run)
 
     @cached_property
     def off_gpu(self) -> OffGpu | None:
-        """What the nodes in `order` do off the GPU; None where all of it is the GPU's."""
+        """What the nodes in `order` do off the GPU; None where all of them run on the GPU."""
         return _off_gpu(self.nodes_run)
 
     @cached_property
     def _cut(self) -> int:
-        """By how much loops are cut short in `order`."""
+        """The factor by which loops are shortened in `order`."""
         return shortest_cut(self.record)
 
     def _longest_path_ms(self) -> float:
@@ -118,22 +119,22 @@ class ModelRun:
 
 
 def kernels_span(run: ModelRun, latency: float, marking_only: bool) -> Span:
-    """By what factors a latency moves when all doubtful kernels are at the low, or at the high end of their plausible times;
-    with `marking_only`, those alone that can make it a rough estimate."""
+    """The factors by which a latency moves if all uncertain kernels are at the low end, or all at the high end, of their
+    plausible times. With `marking_only`, only kernels that may make the prediction a rough estimate count."""
     low, high = (replace(run, known={key: kernel.at(end, marking_only) for key, kernel in run.known.items()}).composed()
                  for end in ("low", "high"))
     return Span(low.latency_ms / latency, high.latency_ms / latency) if latency else CERTAIN
 
 
 def hosts_span(run: ModelRun, latency: float, usual_costs: PipelineCosts | None, pace: float | None) -> Span:
-    """By what factors a latency moves beside a faster host and beside a slower one than the one it is predicted for. Constants
-    that were fitted on no model of this machine are so far off already that hosts are among what their range holds.
+    """The factors by which a latency moves with a faster and with a slower host than the one for which it is predicted. It
+    stays CERTAIN for default constants, whose range of error covers other hosts.
 
     Args:
         run: the model's.
-        latency: its time, in ms.
+        latency: its latency, ms.
         usual_costs: of a run, at the host's usual pace.
-        pace: of the host, a ratio; None where it is not known.
+        pace: of the host, a ratio; None where it is unknown.
     """
     if usual_costs is None or not latency or run.used.assumed:
         return CERTAIN
@@ -142,7 +143,8 @@ def hosts_span(run: ModelRun, latency: float, usual_costs: PipelineCosts | None,
 
 
 def trips_span(run: ModelRun, latency: float) -> Span:
-    """By what factors a latency moves where bodies whose number of runs is a guess run as rarely, or as often, as they may."""
+    """The factors by which a latency moves if bodies whose number of runs is a guess run as rarely, or as often, as they
+    may."""
     if not run.record.guessed or not latency:
         return CERTAIN
     low, high = (replace(run, record=at_guess(run.record, end)).composed().latency_ms for end in ("low", "high"))

@@ -1,4 +1,4 @@
-"""What to know about a model's own graph: sizes, trips and branches that depend on data, and kernels of unusual sizes."""
+"""Warnings about a model's graph: sizes, trips and branches that depend on data, and kernels of unusual sizes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def model_warnings(record: ModelRecord, known: Mapping[Placed, KernelInModel], run_mode: RunMode) -> tuple[str, ...]:
-    """All that there is to know about a model.
+    """All warnings about a model's graph.
 
     Raises:
-        UserError: it is to be captured as a CUDA graph, and ONNX Runtime can't do that.
+        UserError: the model is to be captured as a CUDA graph, and ONNX Runtime can't do that.
     """
     return (*_capture_warning(record, run_mode), *_assumed_warning(record), *_uncounted_warning(record),
             *_guessed_warnings(record), *_range_warning(record, known))
 
 
 def _capture_warning(record: ModelRecord, run_mode: RunMode) -> tuple[str, ...]:
-    """What to know about a model that is to be captured as a CUDA graph; nothing where all of it runs on the GPU.
+    """A warning about a model that is to be captured as a CUDA graph, if some of its nodes run on the CPU.
 
     Raises:
         UserError: ONNX Runtime can't capture it.
@@ -41,7 +41,7 @@ def _capture_warning(record: ModelRecord, run_mode: RunMode) -> tuple[str, ...]:
 
 
 def _assumed_warning(record: ModelRecord) -> tuple[str, ...]:
-    """What to know about sizes that depend on data and were taken to be the largest possible; nothing where there are none."""
+    """A warning where sizes depend on data, so the largest possible ones were taken."""
     if not record.assumed:
         return ()
     tensor, shape = next(iter(record.assumed.items()))
@@ -52,13 +52,14 @@ def _assumed_warning(record: ModelRecord) -> tuple[str, ...]:
 
 
 def uncounted(record: ModelRecord) -> list[str]:
-    """The nodes that hold graphs of their own whose nodes are not in the record: in one of an older Hase Loops, Ifs, too."""
+    """The nodes whose bodies are not in the record, so that nothing in them is counted. Records of an older Hase lack those of
+    Loop and If too."""
     held = {node.inside for node in record.nodes}
     return [node.name for node in record.nodes if record.kernel_of(node).subgraphs and node.name not in held]
 
 
 def _uncounted_warning(record: ModelRecord) -> tuple[str, ...]:
-    """What to know about graphs within nodes; nothing where there are none."""
+    """A warning about nodes whose bodies are not counted."""
     names = uncounted(record)
     return (f"rough estimate: {len(names)} of its nodes hold graphs of their own ({', '.join(names[:3])}"
             f"{' …' if len(names) > 3 else ''}), and what runs in them is not counted: it takes longer than predicted",
@@ -66,7 +67,7 @@ def _uncounted_warning(record: ModelRecord) -> tuple[str, ...]:
 
 
 def _guessed_warnings(record: ModelRecord) -> list[str]:
-    """What to know about bodies whose number of runs is a guess."""
+    """Warnings about bodies whose number of runs is a guess."""
     warnings = []
     for name, guess in record.guessed.items():
         if guess.taken.isdigit() and guess.high == 1.0:
@@ -83,7 +84,7 @@ def _guessed_warnings(record: ModelRecord) -> list[str]:
 
 
 def _range_warning(record: ModelRecord, known: Mapping[Placed, KernelInModel]) -> tuple[str, ...]:
-    """What to know about a model's kernels that are smaller or larger than any measured; nothing where there are none."""
+    """A warning about kernels that are smaller or larger than any measured one."""
     counts = runs_of_kernels(record)
     found = [key for key in counts if (uncertainty := known[key].uncertainty) is not None and uncertainty.reason == "beyond"]
     if not found:

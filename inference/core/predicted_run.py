@@ -1,4 +1,4 @@
-"""A prediction with the run that it is of: all that further questions about the model need."""
+"""A prediction together with the run that it is of, which is all that further questions about the model need."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class PredictedRun(NamedTuple):
     Attributes:
         prediction: the answer.
         run: the model's kernels, tracks and costs.
-        alone_ms: its latency on an otherwise idle device.
-        fitted: what was learned of the target.
+        alone_ms: the latency on an otherwise idle device.
+        fitted: what was learned for the target.
     """
 
     prediction: Prediction
@@ -57,9 +57,9 @@ class KernelTimes(NamedTuple):
 
     Attributes:
         counts: how often each runs.
-        totals_ms: all its runs together.
-        sum_ms: Σ of all kernels.
-        whole_ms: the same, what shares are of; 1 for a graph that is optimised away, which has no kernels.
+        totals_ms: the time of all its runs.
+        sum_ms: the sum over all kernels.
+        whole_ms: the same, as the base of shares; 1 for an empty graph.
         shares: of whole_ms, a ratio by provenance.
         nodes: number of nodes by provenance.
     """
@@ -73,7 +73,7 @@ class KernelTimes(NamedTuple):
 
 
 class Uncertainty(NamedTuple):
-    """How far a latency may be off (as factors), whether that makes it a rough estimate, and what to know about it."""
+    """The factors by which a latency may be off, whether that makes it a rough estimate, and the warnings about it."""
 
     span: Span
     rough: bool
@@ -82,13 +82,13 @@ class Uncertainty(NamedTuple):
 
 def predicted_run(record: ModelRecord, known: Mapping[Placed, KernelInModel], conditions: Conditions,
                   warnings: Sequence[str]) -> PredictedRun:
-    """A model's run from what is known of its kernels.
+    """Predicts a model from what is known of its kernels.
 
     Args:
         record: the model's.
-        known: its kernels by id and provider, and others.
+        known: its kernels by id and provider; may hold others too.
         conditions: what the prediction holds for.
-        warnings: what is to be known first.
+        warnings: those that come first.
     """
     run = ModelRun(record, known, conditions.used, conditions.run_mode, conditions.costs)
     composed, times = run.composed(), kernel_times(record, known)
@@ -101,7 +101,7 @@ def predicted_run(record: ModelRecord, known: Mapping[Placed, KernelInModel], co
 
 
 def kernel_times(record: ModelRecord, known: Mapping[Placed, KernelInModel]) -> KernelTimes:
-    """What a model's kernels take, and how much of that is measured, predicted and estimated."""
+    """The times of a model's kernels, and how much of them is measured, predicted and estimated."""
     counts = runs_of_kernels(record)
     totals = {key: count * known[key].latency_ms for key, count in counts.items()}
     by_provenance: dict[Provenance, float] = dict.fromkeys(PROVENANCES, 0.0)
@@ -116,7 +116,7 @@ def kernel_times(record: ModelRecord, known: Mapping[Placed, KernelInModel]) -> 
 
 
 def _under_load(run: ModelRun, conditions: Conditions) -> UnderLoad | None:
-    """The latency's distribution next to what else runs; None where there is none."""
+    """The distribution of the latency next to the co-runner; None where there is no co-runner."""
     shared_gpu = conditions.shared_gpu
     if shared_gpu is None or run.costs is None:
         return None
@@ -126,7 +126,7 @@ def _under_load(run: ModelRun, conditions: Conditions) -> UnderLoad | None:
 
 def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured_share: float,
                  uncertainties: Sequence[tuple[Kernel, KernelUncertainty]], shared: UnderLoad | None) -> Uncertainty:
-    """How sure a latency is, given the part of its kernels' time that was measured (a ratio) and its doubtful kernels."""
+    """How sure a latency is, given the part of its kernels' time that was measured (a ratio) and its uncertain kernels."""
     fitted, used, pace, record = conditions.fitted, conditions.used, conditions.pace, run.record
     moved = marking = CERTAIN
     if uncertainties:
@@ -155,7 +155,7 @@ def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times
                 warnings: Sequence[str]) -> Prediction:
     record, fitted, used, pace = run.record, conditions.fitted, conditions.used, conditions.pace
     latency = shared.mean_ms if shared else composed.latency_ms
-    estimated, doubtful = (tuple(sorted({kernel.type for kernel,
+    estimated, uncertain = (tuple(sorted({kernel.type for kernel,
                                          uncertainty in uncertainties if uncertainty.reason in reasons}))
                            for reasons in (("estimated", "on the CPU"), ("stand-in", "other form")))
     memory = peak_memory(record, layouts={key[0]: run.known[key].layout for key in times.counts})
@@ -165,7 +165,7 @@ def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times
         composition=UsedComposition(label=used.label, kind=used.kind, alpha=used.alpha, beta_ms=used.beta_ms,
                                     node_ms=used.node_ms, costs=run.costs, assumed=used.assumed),
         way=run.run_mode, latency_ms=latency, interval_ms=(unsure.span.low * latency, unsure.span.high * latency),
-        rough_estimate=unsure.rough, estimated_operators=estimated, doubtful_operators=doubtful,
+        rough_estimate=unsure.rough, estimated_operators=estimated, doubtful_operators=uncertain,
         sum_latency_ms=_sum_latency_ms(used, times.sum_ms), kernel_sum_ms=times.sum_ms,
         critical_path_ms=composed.critical_path_ms,
         load=conditions.load or ({} if shared else "idle"), under_load=shared,
@@ -180,7 +180,7 @@ def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times
 
 
 def _kernel_shares(run: ModelRun, times: KernelTimes) -> tuple[KernelShare, ...]:
-    """The kernels, the dominating ones first."""
+    """The model's kernels, those with the most time first."""
     record, known = run.record, run.known
     return tuple(
         KernelShare(id=key[0], type=record.kernels[key[0]].type, count=round(times.counts[key]),
@@ -190,6 +190,6 @@ def _kernel_shares(run: ModelRun, times: KernelTimes) -> tuple[KernelShare, ...]
 
 
 def _sum_latency_ms(used: Composition, kernel_sum_ms: float) -> float | None:
-    """α·Σ+β with the α and β that were fitted for the sum; None where none were."""
+    """α·Σ+β with the α and β that were fitted for the sum, ms; None where none were fitted."""
     fits = [used] if used.kind == "sum" else [c for c in used.candidates if (c.label, c.kind) == (used.label, "sum")]
     return fits[0].alpha * kernel_sum_ms + fits[0].beta_ms if fits else None

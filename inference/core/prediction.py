@@ -1,13 +1,13 @@
-"""The latency of models on a target, from the times of their kernels: a function for each question.
+"""Predicts the latency of models on a target: one function for each question.
 
     from inference import predict
     print(predict("model.onnx", dims={"batch": 16}).latency_ms)
 
-A model's time is α·Σ+β over its kernels' times, or that over the longest path through its graph, whichever the target's
-composition says. A kernel's time is the measured one where this very kernel was measured (and nothing else runs), else
-the predicted one, else an estimate from its FLOPs and bytes; the result says how much of it is which.
+A model's time is put together from its kernels' times in the way that the target's composition says: a simulation of host and
+GPU, α·Σ+β, or α·(longest path)+β. A kernel's time is the measured one if this very kernel was measured (and nothing else
+runs), else the predicted one, else an estimate from its FLOPs and bytes. The result says how much of it is which.
 
-Each call asks a `Predictor` of its own. Who asks much of one target makes one, which also says what these functions take.
+Each call makes a `Predictor`, which documents the arguments. Keep a `Predictor` to ask many questions about one target.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def shared_model(source: Source, *, dims: Mapping[str, int] | None = None, targe
 
 def slo_under_load(prediction: Prediction, source: Source, limit_ms: float, percentile: float = PERCENTILE,
                    workspace: Workspace | None = None, force: bool = False, like: CoRunner | None = None) -> SloUnderLoad:
-    """`Predictor.objective`, of a model that was predicted before; since its run was not kept, it is put together again.
+    """`Predictor.objective` for a model that was predicted before. Its run was not kept, so it is put together again.
 
     Args:
         prediction: of `source`.

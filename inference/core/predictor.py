@@ -41,15 +41,16 @@ POINTS = 21  # of a curve over the load
 
 
 class Circumstances(TypedDict, total=False):
-    """What else runs and how fast the host is; all may be left out.
+    """What else runs and how fast the host is; every key is optional.
 
     Attributes:
-        load: metrics of what else runs on the device, by DCGM field name; None or empty: nothing does.
-        notices: what to know about the load; put first among the prediction's warnings.
-        co_runner: what else runs on the GPU, as a probe met it (`training.sharing.learned.co_runner_probed`); metrics say less.
+        load: metrics of the load on the device, by DCGM field name; None or empty: the device is idle.
+        notices: what the reader should know about the load; the prediction's first warnings.
+        co_runner: what else runs on the GPU, as a probe saw it (`training.sharing.learned.co_runner_probed`). It says more than
+            metrics do.
         host_pace: how many times as long as usual the target's host takes to dispatch, a ratio (`inference.core.host_pace`
-            measures it, or reads it from a file). None: what benchmark/host_pace.py found on this machine not long ago, where
-            it is the target; else it is not known.
+            measures it, or reads it from a file). None: the pace that benchmark/host_pace.py measured on this machine shortly
+            before, if it is the target; else it is unknown.
     """
 
     load: Mapping[str, float] | None
@@ -59,13 +60,14 @@ class Circumstances(TypedDict, total=False):
 
 
 class Options(Circumstances, total=False):
-    """What a prediction is for, besides the model and the target; all may be left out.
+    """What a prediction is for, apart from the model and the target; every key is optional.
 
     Attributes:
         dims: sizes of dynamic dimensions by name.
-        static: take a model with dynamic dimensions as exported at `dims`; else as a session that takes any sizes runs it.
-        run_mode: how the model is run, if otherwise than with its tensors on the device, node by node.
-        composition: another than the target's own.
+        static: take a model with dynamic dimensions as if it were exported with `dims`; otherwise as a session runs it that
+            takes any sizes.
+        run_mode: how the model is run; by default with its tensors on the device, node by node.
+        composition: another one than the target's own.
     """
 
     dims: Mapping[str, int] | None
@@ -75,22 +77,22 @@ class Options(Circumstances, total=False):
 
 
 class Predictor:
-    """What was learned for a target, ready to predict models with.
+    """Predicts models for one target.
 
     Attributes:
-        workspace: the folder that holds the predictors, and models by their bare names.
-        target: as it was asked for; see `fitted.target` for the one that was found.
-        strict: predict every kernel, even those that were measured.
+        workspace: the folder with the predictors, and with models that are given by their bare names.
+        target: the name that was given; `fitted.target` is the target that was found for it.
+        strict: predict every kernel, even measured ones.
         force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
     """
 
     def __init__(self, workspace: Workspace | None = None, target: str | None = None, *, strict: bool = False,
                  force: bool = False) -> None:
-        """Reads nothing yet.
+        """Makes a predictor; nothing is read yet.
 
         Args:
             workspace: by default the repository.
-            target: the target's name, or a part of it; by default this machine, or the only one that has predictors.
+            target: the target's name, or a part of it; by default this machine, or the only target with predictors.
             strict, force: see the class.
         """
         self.workspace = workspace or Workspace()
@@ -108,11 +110,11 @@ class Predictor:
         return fitted_for(self.workspace, self.target)
 
     def renew(self) -> None:
-        """Has what was learned looked at again at the next question: files that changed since are read again then."""
+        """Looks at the predictors' files again at the next question, and reads those that changed."""
         self.__dict__.pop("fitted", None)
 
     def record(self, source: Source, dims: Mapping[str, int] | None = None, static: bool = False) -> ModelRecord:
-        """The model as the target runs it; arguments and errors as of `inference.core.sources.record_of`."""
+        """The record of a model for the target; arguments and errors as of `inference.core.sources.record_of`."""
         model = self.workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
         return record_of(model, self.fitted.target.flavour.device, dims, static)
 
@@ -129,22 +131,22 @@ class Predictor:
         return self.run(source, **options).prediction
 
     def predict_many(self, sources: Iterable[Source], **options: Unpack[Options]) -> list[Prediction]:
-        """The latencies of many models in one go, in their order; a kernel that several share is predicted once.
+        """The latencies of many models, in their order. A kernel that several models share is predicted once.
 
         Arguments and errors are those of `predict`.
         """
         return [run.prediction for run in self.runs(sources, **options)]
 
     def run(self, source: Source, **options: Unpack[Options]) -> PredictedRun:
-        """As `predict`, with what the prediction was made from: `curve`, `pair` and `objective` take it in place of a model,
-        and need no second prediction."""
+        """As `predict`, together with what the prediction was made from. `curve`, `pair` and `objective` take it in place of a
+        model, and then need no second prediction."""
         return self.runs([source], **options)[0]
 
     def runs(self, sources: Iterable[Source], *, dims: Mapping[str, int] | None = None, static: bool = False,
              run_mode: RunMode = AS_USUAL, composition: Composition | None = None, load: Mapping[str, float] | None = None,
              notices: Sequence[str] = (), co_runner: CoRunner | None = None,
              host_pace: float | HostPace | None = None) -> list[PredictedRun]:
-        """As `predict_many`, with what the predictions were made from."""
+        """As `predict_many`, together with what the predictions were made from."""
         fitted = self.fitted
         used, load = composition or fitted.composition, dict(load or {})
         check_run_mode(run_mode, used, fitted.target.name)
@@ -154,7 +156,7 @@ class Predictor:
         if run_mode.cuda_graph and host_pace is not None:
             notices = (*notices, "a CUDA graph that is replayed does not wait for its host, so the host's pace changes nothing")
         if fitted.sharing is None and (unread := sorted(set(load) - set(fitted.predictors.sidecar.metrics))):
-            notices = (*notices, f"the load's {', '.join(unread)} was in no training and is not looked at")
+            notices = (*notices, f"the load's {', '.join(unread)} was in no training and is ignored")
         mismatches = [check_target(record, fitted.target, fitted.predictors.sidecar.dtypes, self.force) for record in records]
         conditions = Conditions(fitted, used, run_mode, self.strict, load,
                                 shared_gpu_of(fitted, used, run_mode, load, co_runner), pace)
@@ -165,7 +167,7 @@ class Predictor:
 
 
     def shared(self, model: Source | PredictedRun, **options: Unpack[Options]) -> SharedModel:
-        """A model that can be put next to other work on the target.
+        """A model that can be put next to co-runners on the target.
 
         Raises:
             UserError: as `predict`, or the GPU is this machine's and shared in a way that was not measured.
@@ -174,7 +176,7 @@ class Predictor:
         return shared_model_of(self._run_of(model, options))
 
     def curve(self, model: Source | PredictedRun, points: int = POINTS, **options: Unpack[Options]) -> LoadCurve:
-        """The latency of a model at `points` shares of the time, evenly spaced from 0 to 1, for which a background is busy.
+        """The latency of a model for `points` loads: the background's busy share goes from 0 to 1 in even steps.
 
         From 0.95 on the background never pauses (`benchmark.load.probe_reading.ALWAYS`). Errors as of `shared`.
         """
@@ -184,7 +186,7 @@ class Predictor:
 
     def pair(self, one: Source | PredictedRun, two: Source | PredictedRun, *, dims: Mapping[str, int] | None = None,
              two_dims: Mapping[str, int] | None = None, static: bool = False) -> Pair:
-        """Two models side by side, each in a process of its own that runs it again and again without a pause.
+        """Two models on the same GPU, each in a process of its own that runs it again and again without a pause.
 
         Args:
             one, two: the models; they may be the same.
@@ -199,27 +201,27 @@ class Predictor:
 
     def objective(self, model: Source | PredictedRun, limit_ms: float, percentile: float = PERCENTILE, *,
                   like: CoRunner | None = None, **options: Unpack[Options]) -> SloUnderLoad:
-        """Whether a model keeps to a latency objective, and the highest load at which it still does.
+        """Whether a model meets a latency objective, and up to which load it still does.
 
         Args:
             model: a model, or its run.
             limit_ms, percentile: the objective: `percentile` % of the runs take at most `limit_ms`.
-            like: what else runs, as a probe met it: the highest load is taken to have the same waits and phases.
+            like: the co-runner as a probe saw it; the highest load is taken to have the same waits and phases.
             options: see `Options`.
         """
         return objective_of(self._run_of(model, options), limit_ms, percentile, like)
 
     def watch(self, source: Source, now: Callable[[], Circumstances], interval_s: float, limit_ms: float | None = None,
               percentile: float = PERCENTILE, **options: Unpack[Options]) -> Watch:
-        """A prediction that is made again every `interval_s` seconds, with what `now` says then; see `Watch`. A training that
-        ends meanwhile is followed.
+        """Predicts a model again every `interval_s` seconds, in the circumstances of that moment. If the target is trained anew
+        meanwhile, the new predictors are used.
 
         Args:
             source: as in `predict`.
-            now: what changes, such as the load; called before each prediction. It may raise `UserError`.
-            interval_s: from one prediction to the next.
+            now: returns what changes, such as the load; called before each prediction. It may raise `UserError`.
+            interval_s: seconds between two predictions.
             limit_ms, percentile: the objective, if any.
-            options: what stays.
+            options: what stays the same.
         """
         from inference.live.watch import Watch
 
@@ -232,8 +234,8 @@ class Predictor:
 
     def measure_missing(self, source: Source, sizes: Sequence[Mapping[str, int]] = ({},), *,
                         config: CollectorConfig | None = None, static: bool = False) -> Filled:
-        """Has the kernels of a model measured that were not yet, on this machine, which is the target; predictions look them up
-        from then on. Arguments and errors as of `inference.core.missing_kernels.measure_missing`."""
+        """Measures the kernels of a model that were never measured, on this machine, which must be the target. Later
+        predictions look them up. Arguments and errors as of `inference.core.missing_kernels.measure_missing`."""
         from inference.core.missing_kernels import measure_missing
 
         filled = measure_missing(source, sizes, target=self.target, workspace=self.workspace, config=config, force=self.force,

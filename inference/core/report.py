@@ -1,4 +1,4 @@
-"""Predictions in words and tables."""
+"""Prints predictions as tables and sentences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def summary(found: Prediction) -> dict[str, Any]:
 
 
 def kernel_rows(found: Prediction, top: int) -> list[dict[str, Any]]:
-    """The `top` kernels that take most of the time, as rows of a table."""
+    """The `top` kernels with the most time, as rows of a table."""
     return [
         {"kernel": kernel.id, "type": kernel.type, "runs": kernel.count, "each (ms)": kernel.latency_ms,
          "total (ms)": kernel.total_ms, "share": f"{kernel.share:.1%}", "provenance": kernel.provenance}
@@ -39,7 +39,8 @@ def kernel_rows(found: Prediction, top: int) -> list[dict[str, Any]]:
 
 
 def print_predictions(found: Sequence[Prediction], top: int) -> None:
-    """A row a prediction on stdout, the dominating kernels where there is one, and on stderr what they hold for."""
+    """Prints one row per prediction on stdout and, if there is only one, the kernels with the most time. What the predictions
+    hold for goes to stderr."""
     first = found[0]
     used = first.composition
     base = "longest path" if used.kind == "critical_path" else "Σ"
@@ -60,7 +61,7 @@ def print_predictions(found: Sequence[Prediction], top: int) -> None:
 
 
 def verdict(found: Prediction, slo: SloUnderLoad) -> str:
-    """A line that says whether an objective is met, by how much, and beside how much other work it still would be."""
+    """A sentence that says whether an objective is met, by how much, and up to which load it still would be."""
     what = f"p{slo.percentile:g}" if found.under_load else "latency"
     could = f" (it could be {slo.could_be_ms:.4g})"
     said = (f"{found.model}: {what} {slo.latency_ms:.4g} ms{could} {'meets' if slo.met else 'misses'} the SLO of "
@@ -69,15 +70,16 @@ def verdict(found: Prediction, slo: SloUnderLoad) -> str:
         return said + f"what load still meets it is not known: {slo.unknown_because}"
     if slo.highest_busy_share is None:
         return said + f"p{slo.percentile:g} misses it on an idle device too"
-    return said + f"p{slo.percentile:g} meets it beside a background busy for up to {slo.highest_busy_share:.1%} of the time"
+    return said + (f"p{slo.percentile:g} meets it next to a background that is busy for up to {slo.highest_busy_share:.1%} "
+                   "of the time")
 
 
 def log_measured(filled: Filled) -> None:
-    """What was measured for the prediction, on stderr."""
+    """Logs what was measured for the prediction."""
     if filled.measured:
         log.info("measured %d kernels in %.1f s; %.1f s with all that goes with it", filled.measured, filled.measuring_s,
                  filled.seconds)
     else:
-        log.info("nothing to measure: every kernel was measured before, or tried")
+        log.info("nothing to measure: all kernels were measured before, or failed")
     if filled.left:
         log.warning("%d kernels could not be measured and stay predicted: %s", len(filled.left), ", ".join(filled.left))

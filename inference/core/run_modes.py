@@ -1,4 +1,4 @@
-"""How a model is to be run."""
+"""How a model is run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Io = Literal["device", "host"]
 
 
 class RunMode(Frozen):
-    """How the model is to be run.
+    """How a model is run.
 
     Attributes:
         io: `device`: tensors stay on the device (IOBinding); `host`: numpy arrays in and out.
@@ -22,7 +22,7 @@ class RunMode(Frozen):
 
     @property
     def label(self) -> str:
-        """Under which the dataset holds whole models that were run so."""
+        """The label of whole models that were measured in this mode, in the dataset."""
         return "cuda_graph" if self.cuda_graph else "host_io" if self.io == "host" else "latency"
 
     @property

@@ -1,4 +1,4 @@
-"""Predictions of one model for several sizes, put in order: a larger size does not take less time than a smaller one."""
+"""Keeps the predictions of one model at several sizes in order: a larger size takes no less time than a smaller one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from training.composition.fitted import NEARLY_ALL
 
 
 def never_falling(found: Sequence[Prediction]) -> list[Prediction]:
-    """Predictions of a model at several sizes of its dynamic dimensions, none of them shorter than one for sizes no greater.
+    """Predictions of a model at several sizes of its dynamic dimensions, none shorter than one at sizes that are no greater.
 
-    Where predictors say so, the one for the greater sizes is raised to the other's latency, and a warning says it. Predictions
-    that rest on measured kernels (NEARLY_ALL of their time) stay as they are.
+    Where the predictors say otherwise, the prediction at the greater sizes is raised to the other's latency, with a warning.
+    Predictions that rest on measured kernels (NEARLY_ALL of their time) stay as they are.
     """
     return [_raised(one, found) for one in found]
 

@@ -1,7 +1,7 @@
-"""A model's record from whatever the caller has: a file, a model in memory, a record. Files are analysed once.
+"""The record of a model, from a file, a model in memory, or a record. Each file is analysed once.
 
-What is kept in a running process knows when a file changed: its size, times of change and inode, and those of the files
-that hold its weights, are looked at on every call.
+Records are kept in the process. Every call checks whether the file, or a file with its weights, changed: by size, times of
+change and inode.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def record_of(source: Source, device: str,
     """The record of `source` in the graph flavour of `device` (`cpu` or `cuda`).
 
     Args:
-        source: an ONNX file, the JSON file of a record, a model in memory, or a record, which is taken as it is.
-        device: whose optimised graph.
+        source: an ONNX file, the JSON file of a record, a model in memory, or a record, which is returned as it is.
+        device: whose optimised graph is wanted.
         dims: sizes of dynamic dimensions by name.
         static: whether they are fixed before ONNX Runtime optimises the model.
 

@@ -1,4 +1,4 @@
-"""Which target a prediction is for, and what was learned for it; kept in a process until the files change."""
+"""Chooses the target of a prediction and reads what was learned for it, which a process keeps until the files change."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _fitted: dict[tuple[Any, ...], tuple[Predictors, Composition, Sharing | None, Un
 
 @dataclass(frozen=True)
 class Fitted:
-    """What was learned for one target, and what to know about its being chosen.
+    """What was learned for one target, and how the target was chosen.
 
     Attributes:
-        uncertainty: how far off kernels may be that nothing was learned of.
-        sharing: how the target's GPU turns between processes; None where that was not learned.
-        other_cudnn: this machine is the target's device, but has another minor version of cuDNN than was measured.
-        notices: for the reader.
+        uncertainty: how far off the times of kernels may be of which nothing was learned.
+        sharing: how the target's GPU takes turns between processes; None where that was not learned.
+        other_cudnn: whether this machine has the target's device, but another minor version of cuDNN than was measured.
+        notices: what the reader should know about the choice and the versions.
     """
 
     target: Target
@@ -50,12 +50,12 @@ class Fitted:
 
 @functools.cache
 def local_targets() -> tuple[Target, ...]:
-    """The targets that this machine is: its GPU where it has one, then its CPU."""
+    """The targets that this machine is: its GPU, if it has one, then its CPU."""
     return tuple(local_target(device) for device in (("cuda", "cpu") if has_cuda() else ("cpu",)))
 
 
 def predictor_folders(workspace: Workspace) -> dict[str, Path]:
-    """Every target that something was learned for, and where: in the workspace, or else shipped with Hase."""
+    """The folder of every target for which something was learned: in the workspace, or else shipped with Hase."""
     roots = (SHIPPED, workspace.predictors(""))
     return {path.parent.name: path.parent for root in roots for path in sorted(root.glob(f"*/{SIDECAR}"))}
 
@@ -64,10 +64,10 @@ def choose_target(workspace: Workspace, name: str | None) -> tuple[str, tuple[st
     """The target's name, and notices about the choice.
 
     Args:
-        workspace: whose predictors, beside those that are shipped.
-        name: the target's, or a part of it that only one target's name begins with or, if none does, holds (`h200`); upper case
-            or lower. Without one it is this machine, if there are predictors for it; else the only one of the workspace; else
-            the only one that is shipped.
+        workspace: its predictors are offered, and those that ship with Hase.
+        name: the target's name in upper or lower case, or a part of it: the start of one target's name only or, if it starts
+            none, a part of one target's name only (`h200`). Without a name, this machine if there are predictors for it; else
+            the only target in the workspace; else the only one that ships.
 
     Raises:
         UserError: no predictors, none or several for `name`, or several of other devices to choose from.
@@ -111,12 +111,13 @@ def _named(name: str, targets: Sequence[str], workspace: Workspace) -> str:
 
 
 def is_here(target: Target) -> bool:
-    """Whether this machine is such a device."""
+    """Whether this machine is the target."""
     return target.name in {local.name for local in local_targets()}
 
 
 def other_cudnn(sidecar: Sidecar) -> tuple[str, str] | None:
-    """The minor version of cuDNN that was measured and this machine's, where it is such a device and they differ; else None."""
+    """The minor versions of cuDNN that was measured and of this machine's, where it is the target and they differ; else
+    None."""
     if sidecar.target.flavour.device != "cuda" or not sidecar.machines or not is_here(sidecar.target):
         return None
     then, now = (minor(version) for version in (sidecar.machines[-1].versions.get("cudnn", ""), package_version(CUDNN)))
@@ -124,8 +125,8 @@ def other_cudnn(sidecar: Sidecar) -> tuple[str, str] | None:
 
 
 def version_notice(sidecar: Sidecar) -> str:
-    """What to know about the versions that predictors hold for: here, where this machine is such a device, those that differ;
-    elsewhere, those that were measured. Empty where there is nothing to tell."""
+    """A notice about the versions that the predictors hold for: those that differ here, if this machine is the target, else
+    those that were measured. Empty where there is nothing to say."""
     if differ := other_cudnn(sidecar):
         return (f"measured with cuDNN {differ[0]}, here is {differ[1]}: convolutions may run other kernels and take other "
                 "times, so the interval is widened")
@@ -166,7 +167,7 @@ def fitted_for(workspace: Workspace, name: str | None = None) -> Fitted:
 
 
 def mismatches(record: ModelRecord, target: Target, dtypes: Sequence[str]) -> list[str]:
-    """In what a record is not what the target's predictors hold for: the runtime's minor version, element types.
+    """How a record differs from what the target's predictors hold for: the runtime's minor version, element types.
 
     Arguments are those of `check_target`.
     """
@@ -190,12 +191,12 @@ def _about(path: Path) -> os.stat_result | None:
 
 
 def check_target(record: ModelRecord, target: Target, dtypes: Sequence[str], force: bool) -> list[str]:
-    """Warnings about a record that the target's predictors hold for only in part.
+    """Checks a record against what the target's predictors hold for; returns warnings about small differences.
 
     Args:
         record: the model.
-        target: the predictors'.
-        dtypes: element types of the kernels that the predictors were trained on.
+        target: the predictors' target.
+        dtypes: element types of the kernels on which the predictors were trained.
         force: warn instead of refusing.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A predicted run as a timeline that Chrome and Perfetto show: what the host dispatches when, and what the GPU works on."""
+"""A predicted run as a timeline for Chrome and Perfetto: when the host dispatches each node, and when the GPU works on it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def trace_of(predicted: PredictedRun) -> dict[str, Any]:
     """The timeline of a predicted run in Chrome's trace-event format.
 
-    With composition `pipeline` a track for the host and one for the GPU; with the others, whose sums know no host, the kernels
-    one after another, each as long as its label says. Of very long loops only a part.
+    With composition `pipeline` it has one track for the host and one for the GPU. The other compositions do not know the host,
+    so the kernels stand one after another, each as long as its label says. Of very long loops only some trips are shown.
     """
     run = predicted.run
     if run.costs is None:

@@ -1,11 +1,11 @@
 """How sure a prediction is: the interval around it, and whether it is a rough estimate.
 
-Sources of error are taken as independent, and added up in quadrature as logarithms of the factors by which each may be off:
-the errors of models that were left out of the fit, kernels that are estimated or lie beyond what was measured, another load,
-another cuDNN. So an interval widens with every doubt, never vanishes, and always holds the prediction itself.
+Sources of error are taken as independent: the errors of models that were held out of the fit, kernels that are estimated or
+lie beyond what was measured, a load, another cuDNN. Each is a factor by which the latency may be off; their logarithms are
+added in quadrature. So an interval widens with every source, never vanishes, and always holds the prediction itself.
 
-Kernels that nothing was learned of are taken as one source: all at the low end of their range together, or all at the high
-one. Where that moves the latency by more than ROUGH, the prediction is a rough estimate.
+Kernels of which nothing was learned count as one source: all of them at the low end of their range, or all at the high end.
+Where that moves the latency by more than ROUGH, the prediction is a rough estimate.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ if TYPE_CHECKING:
     from training.sharing.learned import Sharing, SharingErrors
     from utils.timing import ErrorStatistics
 
-WORTH_SAYING = 0.01  # of the latency: doubtful kernels that move it by less are not warned of
-ROUGH = 0.10  # of the latency, by which a plausible error of its doubtful kernels makes a prediction a rough estimate
-BEYOND_POWER = 0.25  # a kernel with a feature f times beyond what was measured may take f ** ±0.25 times what is predicted: a
-# choice; the roofline carries most of a time's growth, and what is learned is only its ratio to that
-FAR = 4.0  # times beyond what was measured: from here on such a kernel is doubtful, and not only less sure
-OTHER_CUDNN = 2.0  # how many times as far from the prediction an interval reaches under another cuDNN minor: a choice, not
-# measured, since no GPU was measured under two of them
+WORTH_SAYING = 0.01  # of the latency: no warning about uncertain kernels that move it by less
+ROUGH = 0.10  # of the latency: uncertain kernels that may move it by more make a prediction a rough estimate
+BEYOND_POWER = 0.25  # a kernel with a feature f times beyond what was measured may take f ** ±0.25 times the prediction: a
+# choice; the roofline explains most of a time's growth, and only its ratio to that is learned
+FAR = 4.0  # times beyond what was measured: from here on such a kernel may make the prediction a rough estimate
+OTHER_CUDNN = 2.0  # how many times as far an interval reaches under another cuDNN minor: a choice, since no GPU was measured
+# under two of them
 FORCED = 2.0  # the same for an element type or ONNX Runtime version that is not the predictors': a choice
 NORMAL_90 = 2.06  # 90 % of normal errors are within so many times their mean size: 1.645 / sqrt(2 / pi)
-UNKNOWN = 2.0  # the factor by which a prediction may be off of which no errors are known at all: a choice
+UNKNOWN = 2.0  # the factor by which a prediction may be off if no errors are known at all: a choice
 
-PACE_WORTH_SAYING = 0.05  # of the latency: a host's pace that is not known and moves it by less is not warned of
+PACE_WORTH_SAYING = 0.05  # of the latency: no warning about an unknown host's pace that moves it by less
 
 Reason = Literal["estimated", "on the CPU", "stand-in", "other form", "beyond", "control flow"]
 
 
 class Span(NamedTuple):
-    """Between which multiples of a number the truth plausibly lies."""
+    """The factors between which the truth plausibly lies, relative to a predicted number."""
 
     low: float
     high: float
 
     def widened(self, times: float) -> Span:
-        """As a span whose ends are `times` as far from 1, as logarithms."""
+        """The span with ends `times` as far from 1, as logarithms."""
         return Span(self.low ** times, self.high ** times)
 
 
 CERTAIN = Span(1.0, 1.0)
-# How many times as long as usual hosts beside one kind of GPU take to dispatch. Measured beside H200s: 1.15 to 1.6 times with
-# other hosts than those that the shipped predictors were learned on, or with neighbours on them; 0.85 times in one session.
+# How many times as long as usual hosts with one kind of GPU take to dispatch. Measured with H200s: 1.15 to 1.6 times on other
+# hosts than those of the shipped predictors, or with other users on the same host; 0.85 times in one session.
 HOSTS = Span(0.85, 1.6)
 # Where the pace is known, a model's host plausibly takes from pace ** (1 - this) to pace ** (1 + this) times as long as usual.
-# So intervals hold about nine of ten recorded latencies of H200s at any pace from 0.83 to 1.7: 87 to 96 % of 436 in five groups
-# by pace, all kernels predicted (without it 69 % where the pace is above 1.3).
+# With it, intervals hold about nine of ten recorded latencies of H200s at any pace from 0.83 to 1.7: 87 to 96 % of 436 in five
+# groups by pace, all kernels predicted (without it 69 % where the pace is above 1.3).
 PACE_POWER = 0.4
-# Around what is composed with constants that were fitted on no model of this machine. On a CPU sums of kernels' times in their
-# model erred by 3 % (models over 10 ms) to 33 % (shorter ones); on a GPU the host's pace is a guess, and decides short models.
+# For compositions with default constants, fitted on no model of this machine. On a CPU the sum of the kernels' times in a model
+# erred by 3 % (models over 10 ms) to 33 % (shorter ones); on a GPU the host's pace is a guess, and it decides short models.
 ASSUMED = {"cpu": Span(0.75, 1.3), "cuda": Span(0.5, 1.8)}
 
 
 class Shortness(NamedTuple):
-    """How far below the shortest model of a composition's fit a latency lies: what a run costs besides its nodes weighs most in
-    short models, and longer ones hardly say how much that is.
+    """How far a latency lies below the shortest model of a composition's fit. In short models the fixed cost of a run weighs
+    most, and longer ones hardly show how large it is.
 
     Attributes:
         times: how many times shorter it is; at least 1.
@@ -89,11 +89,11 @@ class Shortness(NamedTuple):
     def warnings(self) -> tuple[str, ...]:
         if not self.marks:
             return ()
-        return (f"rough estimate: {self.times:.2g} times shorter than any model that tells what a run costs",)
+        return (f"rough estimate: {self.times:.2g} times shorter than any model from which the cost of a run was learned",)
 
 
 def shortness(used: Composition, latency_ms: float) -> Shortness:
-    """How much shorter a model is than those that a composition was fitted on; 1 where it was fitted on none."""
+    """How much shorter a model is than those on which a composition was fitted; 1 where it was fitted on none."""
     shortest_ms = min((model.predicted_ms for model in used.models), default=0.0)
     return Shortness(max(1.0, shortest_ms / latency_ms) if latency_ms else 1.0)
 
@@ -102,7 +102,7 @@ class KernelUncertainty(NamedTuple):
     """How far a kernel's time and its launches may be off, and why.
 
     Attributes:
-        marks: whether it is doubtful enough to make a prediction a rough estimate, and not only less sure.
+        marks: whether that is enough to make a prediction a rough estimate, and not only to widen its interval.
     """
 
     reason: Reason
@@ -113,7 +113,7 @@ class KernelUncertainty(NamedTuple):
 
 def kernel_uncertainties(kernels: Iterable[Kernel], provenance: Iterable[str], fitted: Fitted,
                          label: str) -> dict[str, KernelUncertainty]:
-    """The kernels that are doubtful, by id. What was measured is not, nor what only renames a tensor."""
+    """The kernels that are uncertain, by id. Measured kernels are not, nor are those that only rename a tensor."""
     found, predicted = dict[str, KernelUncertainty](), []
     for kernel, origin in zip(kernels, provenance, strict=True):
         if not kernel.moves_data or origin == "measured":
@@ -135,7 +135,7 @@ def kernel_uncertainties(kernels: Iterable[Kernel], provenance: Iterable[str], f
 
 
 def joined(spans: Iterable[Span]) -> Span:
-    """Independent sources of error as one, added up in quadrature as logarithms; it holds 1."""
+    """Independent sources of error as one: their logarithms added in quadrature. The result holds 1."""
     spans = list(spans)
     low = math.sqrt(sum(math.log(min(span.low, 1.0)) ** 2 if span.low > 0 else math.inf for span in spans))
     high = math.sqrt(sum(math.log(max(span.high, 1.0)) ** 2 for span in spans))
@@ -143,17 +143,17 @@ def joined(spans: Iterable[Span]) -> Span:
 
 
 def is_rough(moved: Span) -> bool:
-    """Whether a latency that doubtful kernels may move so far is a rough estimate."""
+    """Whether a latency is a rough estimate if uncertain kernels may move it by `moved`."""
     return moved.high > 1.0 + ROUGH or moved.low < 1.0 - ROUGH
 
 
 def fitted_span(used: Composition, run_mode: RunMode, measured_share: float, device: str) -> Span:
-    """How far the models that were left out of a composition's fit were off.
+    """How far models were off that were held out of a composition's fit.
 
     Args:
         used: the composition.
         run_mode: how the model is run.
-        measured_share: of the kernels' time, a ratio.
+        measured_share: the part of the kernels' time that was measured, a ratio.
         device: `cpu` or `cuda`.
     """
     usual = _known(used.interval_for(measured_share)) or _few_models(used, device)
@@ -164,7 +164,7 @@ def fitted_span(used: Composition, run_mode: RunMode, measured_share: float, dev
 
 
 def hosts_between(pace: float | None) -> Span:
-    """Between which paces (ratios) a model's host plausibly works, where `pace` is known, or not (None)."""
+    """The plausible paces (ratios) of a model's host, if `pace` is known, or if it is not (None)."""
     if pace is None:
         return HOSTS
     ends = pace ** (1.0 - PACE_POWER), pace ** (1.0 + PACE_POWER)
@@ -172,7 +172,7 @@ def hosts_between(pace: float | None) -> Span:
 
 
 def host_warning(moved: Span) -> tuple[str, ...]:
-    """What to know about a host's pace that is not known, by which a latency may move so far; nothing where that is little."""
+    """A warning that the host's pace is unknown, if that may move the latency by more than PACE_WORTH_SAYING."""
     if moved.high <= 1.0 + PACE_WORTH_SAYING and moved.low >= 1.0 - PACE_WORTH_SAYING:
         return ()
     return (f"the host's pace is not known, so the interval holds hosts that dispatch {HOSTS.low:g} to {HOSTS.high:g} times as "
@@ -181,13 +181,13 @@ def host_warning(moved: Span) -> tuple[str, ...]:
 
 
 def load_span(sharing: Sharing, told_by: str) -> Span:
-    """How far latencies beside other work were off of models and work in no fit, by what told of it."""
+    """How far predictions under load were off, for models and co-runners that were held out, by the source of the load."""
     errors: SharingErrors | None = {"probe": sharing.probed, "prediction": sharing.paired}.get(told_by, sharing.from_metrics)
     return Span(1.0 / UNKNOWN, UNKNOWN) if errors is None else _within(NORMAL_90 * errors.mean)
 
 
 def kernels_under_load_span(predictors: Predictors, label: str) -> Span:
-    """How far kernels under load were off that were left out of the training; a model's time may be as far."""
+    """How far kernels under load were off that were held out of the training; a model's time may be off as far."""
     errors = [found.mape for found in predictors.sidecar.labels[label].errors
               if (found.type, found.rows_of) == ("all", "under load")]
     return _within(NORMAL_90 * errors[0]) if errors else Span(1.0 / UNKNOWN, UNKNOWN)
@@ -207,8 +207,8 @@ def _of_errors(errors: ErrorStatistics | None) -> Span:
 
 
 def _few_models(used: Composition, device: str) -> Span:
-    """The 90 % prediction interval of Student's t for log errors of few left-out models; as many degrees of freedom as there
-    are families of models, since those of one family err alike."""
+    """The 90 % prediction interval of Student's t for the log errors of few held-out models, with as many degrees of freedom as
+    there are groups of models, since models of one group err alike."""
     if used.assumed:
         return ASSUMED[device]
     if used.left_out == "nothing" or not used.models:
@@ -221,18 +221,18 @@ def _few_models(used: Composition, device: str) -> Span:
 
 
 def uncertainty_warnings(uncertainties: Sequence[tuple[Kernel, KernelUncertainty]], moved: Span) -> list[str]:
-    """What to know about a model's doubtful kernels, and by how much they may move its latency."""
+    """Warnings about a model's uncertain kernels, and by how much they may move its latency."""
     warnings: list[str] = []
     rough = is_rough(moved)
     if moved.high < 1.0 + WORTH_SAYING and moved.low > 1.0 - WORTH_SAYING:
-        return warnings  # the kernels' names and their provenance stand in the answer all the same
+        return warnings  # the answer names the kernels and their provenance anyway
     by = f"may move the latency by {moved.low - 1:+.0%} to {moved.high - 1:+.0%}"
     for reason, what in (("estimated", "never measured and estimated from FLOPs and bytes"),
                          ("on the CPU", "run on the CPU in a CUDA session, where nothing was measured"),
                          ("stand-in", "never measured and taken to cost what a like operator does"),
                          ("other form", "measured for other ranks or element types only")):
         if names := sorted({kernel.type for kernel, uncertainty in uncertainties if uncertainty.reason == reason}):
-            warnings.append(f"{'rough estimate: ' if rough else ''}{', '.join(names)}: {what}; doubtful kernels {by}")
+            warnings.append(f"{'rough estimate: ' if rough else ''}{', '.join(names)}: {what}; uncertain kernels {by}")
     if rough and not warnings:
         warnings.append(f"rough estimate: kernels far beyond what was measured in some size {by}")
     return warnings

@@ -224,7 +224,7 @@ def test_a_reading_that_is_old_or_not_there_or_not_wanted(port: int, model: Path
         assert load.probe is None
         assert found.under_load
         assert found.under_load.told_by == "metrics"
-        assert any("metrics alone hide" in warning and "--probe-every" in warning for warning in found.warnings)
+        assert any("metrics do not show" in warning and "--probe-every" in warning for warning in found.warnings)
         assert [said for warning in found.warnings if said and warning.startswith(said)] == ([said] if said else [])
     assert load_of(config(port, "old", probe_max_age_s=5000), workspace).probe
 

@@ -318,7 +318,7 @@ def test_what_predictions_warn_of_is_reported_once(torch_models: dict[str, Path]
         models.append(EvaluatedModel(record=record, level=0.5, with_lookup=told, strict=told, samples_ms=[1.0]))
     compared = [one for model in (*models, models[0]) if (one := compare(model, ()))]
     warned = warned_of(compared)
-    (of_metrics,) = [names for warning, names in warned.items() if "metrics alone hide" in warning]
+    (of_metrics,) = [names for warning, names in warned.items() if "metrics do not show" in warning]
     assert of_metrics == [compared[0].model, compared[1].model]
     assert models[0].with_lookup is not None
     assert compared[0].warnings == models[0].with_lookup.warnings

@@ -214,7 +214,7 @@ def test_the_command_takes_a_ratio_or_a_machines_file(made: Made, tmp_path: Path
     assert told["latency_ms"] == pytest.approx(predicted(SHORT, 1.25).latency_ms)
     refused = shell(*ask, "--machine", tmp_path / "a100.json")
     assert (refused.returncode, len(refused.stderr.splitlines())) == (1, 1)
-    assert "measured beside a NVIDIA A100" in refused.stderr
+    assert "measured with a NVIDIA A100" in refused.stderr
     assert shell(*ask, "--machine", "machine.json", "--host-pace", "1.1").returncode == 2
     row = dict(zip(*(line.split("\t") for line in shell(*ask, "--host-pace", "1.1", "--top", "0").stdout.splitlines()),
                    strict=True))

@@ -231,7 +231,7 @@ def test_a_model_shorter_than_any_of_the_fit_is_a_rough_estimate(tmp_path: Path)
     used = read_composition(SHIPPED / H200)
     shortest_ms = min(model.predicted_ms for model in used.models)
     assert tiny.rough_estimate
-    assert any("shorter than any model that tells what a run costs" in text for text in tiny.warnings)
+    assert any("shorter than any model from which the cost of a run was learned" in text for text in tiny.warnings)
     assert tiny.interval_ms[1] / tiny.latency_ms > (shortest_ms / tiny.latency_ms) ** 0.25
     assert not net.rough_estimate
     assert shortness(used, shortest_ms / 2).span == pytest.approx((2 ** -0.25, 2 ** 0.25))
