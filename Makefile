@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+export PYTHONDONTWRITEBYTECODE :=  # Python keeps what it compiled: the tests start hundreds of processes
 
 .PHONY: demo test quick check setup clean
 

@@ -40,13 +40,13 @@ from utils.fingerprint import has_cuda
 from utils.paths import ROOT, SHIPPED, Workspace
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
-FAMILIES = {"squeezenet", "mnasnet", "shufflenet", "resnet", "mobilenet", "regnet", "vgg", "alexnet"}
+FAMILIES = {"squeezenet", "mnasnet", "shufflenet", "resnet", "mobilenet", "vgg", "alexnet"}
 FURTHER = 1500  # kernels of no model
 
 
 @pytest.fixture(scope="module")
 def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    """The shipped dataset cut down to eight families and some further kernels, with predictors of few trees."""
+    """The shipped dataset cut down to seven families and some further kernels, with predictors of few trees."""
     workspace = Workspace(tmp_path_factory.mktemp("h200"))
     with tarfile.open(ROOT / "recipes" / "h200" / f"{TARGET}.tar.xz") as archive:
         archive.extractall(workspace.root, filter="data")
