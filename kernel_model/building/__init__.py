@@ -1,1 +1,1 @@
-"""A kernel, or many in a carrier, as an ONNX model."""
+"""ONNX models of one kernel, or of many kernels in a carrier."""

@@ -1,1 +1,1 @@
-"""Further shapes of kernels: drawn near those of models, and freely."""
+"""Samples kernels of further shapes: near those of models, or near none."""

@@ -1,7 +1,7 @@
-"""Kernels of no model: the operators that image models are made of, their sizes drawn from the ranges that people use.
+"""Kernels that are near no model: the operators of image models, with sizes drawn from the usual ranges.
 
-A sampled kernel near those of a model family tells little of a family unlike it: without RegNet no grouped convolution of
-24 channels a group is near anything. These kernels name no family, and nothing measured steers how they are drawn.
+A kernel sampled near one model family teaches little about different families: without RegNet, for example, there is no grouped
+convolution with 24 channels per group. These kernels belong to no family, and no measurement has an influence on their draws.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ort_analysis.records.kernel_types import describe_kernel
 
 SIDES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 16, 17, 18, 20, 24, 27, 28, 32, 35, 36, 40, 48, 55, 56, 64, 72, 75, 80, 96,
          109, 112, 128, 144, 149, 150, 160, 192, 224, 256, 288, 320)
-HALVED = (7, 14, 28, 56, 112, 224)  # an image of 224, halved again and again
+HALVED = (7, 14, 28, 56, 112, 224)  # sides of an image of 224 that is halved repeatedly
 CHANNEL_MULTIPLES, MULTIPLE_WEIGHTS = (2, 8, 16, 32, 64), (0.08, 0.34, 0.2, 0.18, 0.2)
 POWERS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 WINDOWS, WINDOW_WEIGHTS = ((1, 1), (3, 3), (5, 5), (7, 7), (1, 7), (7, 1), (1, 3), (3, 1), (2, 2), (11, 11)), (
@@ -35,7 +35,7 @@ def _log_uniform(low: float, high: float, generator: Generator) -> float:
 
 
 def channels(generator: Generator, low: float = 8, high: float = 2560) -> int:
-    """A number of channels: a power of two or a multiple of a small number, all magnitudes alike."""
+    """A number of channels: a power of two or a multiple of a small number; all orders of magnitude are equally likely."""
     size = _log_uniform(low, high, generator)
     if generator.random() < 0.25:
         return min(POWERS, key=lambda power: abs(np.log(power / size)))
@@ -44,7 +44,8 @@ def channels(generator: Generator, low: float = 8, high: float = 2560) -> int:
 
 
 def channels_at(near: int, generator: Generator) -> int:
-    """Channels of an image of that side: networks give small images many and large ones few; some draws heed nothing."""
+    """Channels for an image of side `near`. In networks, small images have many channels and large ones few; some draws ignore
+    that."""
     if generator.random() < 0.2:
         return channels(generator)
     usual = WIDTH_SIDE / max(near, 2)
@@ -52,12 +53,12 @@ def channels_at(near: int, generator: Generator) -> int:
 
 
 def side(generator: Generator) -> int:
-    """An image side, small ones as often as large ones."""
+    """A side of an image; small ones are as likely as large ones."""
     return int(generator.choice(HALVED if generator.random() < 0.4 else SIDES))
 
 
 def _float32(value: float) -> float:
-    """As a model's file holds it, so that the same kernel has one id."""
+    """A value rounded as in a model's file, so that the same kernel always has the same id."""
     return float(np.float32(value))
 
 
@@ -76,7 +77,8 @@ def _kernel(op_type: str, inputs: Sequence[KernelInput], outputs: Sequence[Seque
 
 
 def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Dense, depthwise, grouped, the first of a network, or one that cuts an image into patches; mostly with a bias."""
+    """A convolution: dense, depthwise, grouped, the first of a network, or one that cuts an image into patches; mostly with a
+    bias."""
     kind = generator.choice(["dense", "depthwise", "grouped", "first", "patches"], p=[0.52, 0.18, 0.2, 0.05, 0.05])
     height = width = side(generator)
     if generator.random() < 0.1:
@@ -114,7 +116,7 @@ def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def gemm(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A matrix product with a constant matrix: a classifier's, with a row an image, or a transformer's, a row a token."""
+    """A product with a constant matrix: of a classifier, one row per image, or of a transformer, one row per token."""
     rows = batch * (1 if generator.random() < 0.25 else int(generator.choice(ROWS)))
     depth, columns = channels(generator, 32, 4096), channels(generator, 32, 4096)
     if generator.random() < 0.1:
@@ -128,7 +130,7 @@ def gemm(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def tokens(batch: int, generator: Generator) -> tuple[int, int, int, int]:
-    """Images or windows, heads, tokens of each, and the width of a head, as attention takes them."""
+    """Sizes of an attention: images or windows, heads, tokens of each, and the width of a head."""
     windows = int(generator.choice([1, 1, 1, 4, 16, 64]))
     count = int(generator.choice([16, 32, 49, 50, 64, 65, 100, 144, 145, 196, 197, 256, 257, 400]))
     return batch * windows, int(generator.choice([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])), count, int(
@@ -136,7 +138,7 @@ def tokens(batch: int, generator: Generator) -> tuple[int, int, int, int]:
 
 
 def batched_product(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Attention's products: queries by keys (scaled, as ORT fuses it), or weights by values."""
+    """A product of attention: queries times keys (scaled, as ORT fuses it), or weights times values."""
     images, heads, count, width = tokens(batch, generator)
     lead = (images, heads)
     if generator.random() < 0.5:
@@ -148,14 +150,14 @@ def batched_product(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def softmax(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Over the keys of attention."""
+    """A softmax over the keys of attention."""
     images, heads, count, _ = tokens(batch, generator)
     shape = (images, heads, count, count)
     return _kernel("Softmax", [_tensor(dtype, *shape)], [shape], axis=-1)
 
 
 def layer_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Over the channels of tokens, or of an image whose channels come last; also with the addition before it."""
+    """A layer normalisation over the channels of tokens, or of an image with channels last; also with an addition before it."""
     near = side(generator)
     wide = channels_at(near, generator)
     shape = (batch, near, near, wide) if generator.random() < 0.5 else (batch, tokens(1, generator)[2], wide)
@@ -166,7 +168,7 @@ def layer_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def activation(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """One value in, one out; of an image or of tokens."""
+    """An elementwise operation on an image or on tokens."""
     near = side(generator)
     image = (batch, channels_at(near, generator), near, near)
     shape = image if generator.random() < 0.75 else (batch, tokens(1, generator)[2], channels(generator, 64, 5120))
@@ -184,7 +186,7 @@ def activation(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Two tensors in: of one shape, a scale for each channel of each image, or a constant for each of the last channels."""
+    """An operation on two tensors: of the same shape, with a scale per image and channel, or with a constant per channel."""
     near = side(generator)
     wide = channels_at(near, generator)
     shape: tuple[int, ...] = (batch, wide, near, near)
@@ -201,7 +203,7 @@ def arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def pool(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """The largest or the mean of a window."""
+    """A pooling: the maximum or the mean of a window."""
     near, k = side(generator), int(generator.choice([2, 3]))
     wide = channels_at(near, generator)
     pad, stride = (1 if k == 3 and generator.random() < 0.5 else 0), int(generator.choice([1, 2]))
@@ -224,7 +226,7 @@ def mean(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def norm(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """The length of each vector of attention, or a sum or an extreme along the last axis."""
+    """The length of each vector of attention, or a sum, maximum or minimum along the last axis."""
     images, heads, count, width = tokens(batch, generator)
     op = str(generator.choice(["ReduceL2", "ReduceSum", "ReduceMax"], p=[0.5, 0.25, 0.25]))
     return _kernel(op, [_tensor(dtype, images, count, heads, width), _numbers(3)], [(images, count, heads, 1)],
@@ -232,7 +234,7 @@ def norm(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def attention_sum(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Attention's products as an Einsum, with windows of an image apart or with images alone."""
+    """A product of attention as an Einsum, with or without an axis for the windows of an image."""
     images, heads, count, width = tokens(batch, generator)
     windows = int(generator.choice([1, 4, 16, 64]))
     before = (max(images // windows, 1), windows, heads) if generator.random() < 0.7 else (images, heads)
@@ -246,7 +248,7 @@ def attention_sum(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def pad(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """An image filled up to whole windows, its channels last (often nothing is missing), or a border around it."""
+    """A padding: of an image with channels last to whole windows (often by nothing), or a border around an image."""
     near, window = side(generator), int(generator.choice([7, 8]))
     wide = channels_at(near, generator)
     if generator.random() < 0.7:
@@ -260,7 +262,7 @@ def pad(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def transpose(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Channels first to last and back, heads before tokens, the windows of an image, shuffled channels."""
+    """A transpose: channels first to last and back, heads before tokens, the windows of an image, or shuffled channels."""
     near = side(generator)
     wide = channels_at(near, generator)
     images, heads, count, width = tokens(batch, generator)
@@ -286,8 +288,8 @@ def join(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def cut(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Split of an image's channels into halves, of tokens' into queries, keys and values, or of an image whose channels come
-    last where its windows are shifted, into unequal parts."""
+    """A split: of an image's channels into halves, of tokens' channels into queries, keys and values, or of an image with
+    channels last into unequal parts, as for shifted windows."""
     near = side(generator)
     wide = channels_at(near, generator)
     kind = generator.choice(["halves", "three", "shifted"], p=[0.4, 0.3, 0.3])
@@ -304,7 +306,7 @@ def cut(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def batch_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A normalisation that no convolution before it could take in."""
+    """A batch normalisation that was not fused into a convolution before it."""
     near = side(generator)
     wide = channels_at(near, generator)
     return _kernel("BatchNormalization", [_tensor(dtype, batch, wide, near, near), *[_tensor(dtype, wide, constant=True)] * 4],
@@ -312,17 +314,17 @@ def batch_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 Draw = Callable[[str, int, Generator], Kernel]
-DRAWS: dict[Draw, float] = {  # how often; convolutions' times follow their shapes least simply
+DRAWS: dict[Draw, float] = {  # weights; the times of convolutions depend on shape in the least simple way
     convolution: 0.47, gemm: 0.1, batched_product: 0.06, activation: 0.06, arithmetic: 0.05, transpose: 0.06,
     layer_norm: 0.03, softmax: 0.02, pool: 0.03, mean: 0.02, norm: 0.01, join: 0.02, cut: 0.02, pad: 0.02,
     attention_sum: 0.01, batch_norm: 0.02}
 
 
 def draw_free_kernel(batch: int, generator: Generator) -> Kernel:
-    """A kernel of no model.
+    """A kernel that is near no model.
 
     Raises:
-        ValueError: the sizes drawn leave nothing to put out.
+        ValueError: with the drawn sizes, the output is empty.
     """
     draws = list(DRAWS)
     draw = draws[int(generator.choice(len(draws), p=list(DRAWS.values())))]
