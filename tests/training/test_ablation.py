@@ -132,7 +132,7 @@ def test_every_variant_has_words_and_a_difference() -> None:
 
 
 def test_the_command(workspace: Workspace, tmp_path: Path) -> None:
-    """On a device without CUDA kernels a row for all but what needs their names, which is told."""
+    """On a device without CUDA kernels: one row for each variant that does not need their names, and a warning."""
     done = run(workspace, "ablation", "--json")
     assert done.returncode == 0, done.stderr
     table = json.loads(done.stdout)[TARGET.name]

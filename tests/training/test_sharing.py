@@ -1,6 +1,6 @@
-"""Runs beside another process on one GPU: whose turn it is, how long a run waits, and what a probe and metrics tell of it.
+"""Runs next to another process on one GPU: whose turn it is, how long a run waits, and what a probe and metrics say of it.
 
-No GPU is here: tracks are made up, and what they should give was seen on an H200 (ResNet-18 and -50 beside bursts).
+No GPU is here: tracks are made up, and what they should give was seen on an H200 (ResNet-18 and -50 next to bursts).
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ def long_runs(latencies_ms: list[float], sharing: SharingMode = "time_slices") -
 
 
 @pytest.mark.parametrize(("archive", "border_runs"), [("beside", 1), ("under-load", 0), ("beside-more", 0)])
-def test_a_summary_tells_what_its_reading_does(archive: str, border_runs: int) -> None:
-    """Readings of H200s, idle and beside everything that was measured. In one of them a run takes 0.490 ms, which is the border
-    of waiting: it cuts a quiet phase in two for the summary alone."""
+def test_a_summary_says_what_its_reading_does(archive: str, border_runs: int) -> None:
+    """Readings of H200s, idle and next to everything that was measured. In one of them a run takes 0.490 ms, which is the
+    border of waiting: it cuts a quiet phase in two for the summary alone."""
     with tarfile.open(ROOT / "recipes" / "h200" / f"{archive}-nvidia-h200.tar.xz") as opened:
         journal = opened.extractfile("benchmark/dataset/nvidia-h200-cuda-ort1.31-all/measurements.jsonl")
         assert journal is not None
@@ -284,8 +284,8 @@ def test_errors_are_of_what_is_predicted() -> None:
 
 
 def test_a_switch_is_fitted_without_the_looped_model_and_without_the_family() -> None:
-    """Beside one looped model runs were measured as with a switch of 0.1, beside the other of 0.3: each is predicted with that
-    of the other, and with its own where nothing else is left."""
+    """Runs next to one looped model were measured as with a switch of 0.1, next to the other of 0.3. Each is predicted with the
+    switch of the other, and with its own where nothing else is left."""
     models = {name: Simulated(track(gpu_ms), COSTS) for name, gpu_ms in (
         ("a", 1.0), ("b", 1.5), ("short", 0.5), ("long", 3.0))}
     learned = SHARING.model_copy(update={"longest_wait_ms": 2.4})
@@ -293,18 +293,18 @@ def test_a_switch_is_fitted_without_the_looped_model_and_without_the_family() ->
             for background in ("s", "l") for model in ("a", "b")]
     looped = {"s": "short", "l": "long"}
 
-    def beside(place: int, switch_ms: float) -> npt.NDArray[np.float64]:
+    def next_to(place: int, switch_ms: float) -> npt.NDArray[np.float64]:
         sharing = learned.model_copy(update={"switch_ms": switch_ms})
         model, other = models[runs[place].model], models[looped[runs[place].background]]
         return model.next_to(in_a_loop(other.run, model.run, sharing), sharing.slice_ms)
 
-    measured = np.array([beside(0, 0.1), beside(1, 0.1), beside(2, 0.3), beside(3, 0.3)])
+    measured = np.array([next_to(0, 0.1), next_to(1, 0.1), next_to(2, 0.3), next_to(3, 0.3)])
     pairs = Pairs(runs, measured, models, {"a": "a", "b": "b"}, looped, [learned] * 4)
     assert pairs.cases == [0, 1, 2, 3]
-    expected = [beside(0, 0.3), beside(1, 0.3), beside(2, 0.1), beside(3, 0.1)]
+    expected = [next_to(0, 0.3), next_to(1, 0.3), next_to(2, 0.1), next_to(3, 0.1)]
     assert pairs.left_out() == pytest.approx(np.array(expected))
     alone = Pairs(runs[:1], measured[:1], models, {"a": "a"}, looped, [learned])
-    assert (alone.switch_ms(), alone.left_out()[0]) == (0.1, pytest.approx(beside(0, 0.1)))
+    assert (alone.switch_ms(), alone.left_out()[0]) == (0.1, pytest.approx(next_to(0, 0.1)))
 
 
 def test_a_model_in_a_loop_as_another_meets_it() -> None:

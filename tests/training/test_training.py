@@ -85,7 +85,7 @@ def test_folds_keep_a_kernel_on_one_side(rows: TrainingSet) -> None:
 def test_cross_validation_does_not_see_the_answer(rows: TrainingSet) -> None:
     shuffled = np.random.default_rng(0).permutation(200)
     noise = {name: float(np.exp(value)) for name, value in zip(sorted(set(rows.ids)), shuffled / 40, strict=False)}
-    times = np.array([noise.get(name, 1.0) for name in rows.ids])  # nothing about a kernel tells its time
+    times = np.array([noise.get(name, 1.0) for name in rows.ids])  # nothing about a kernel predicts its time
     blind = rows.rows(np.isin(rows.ids, list(noise)))
     blind.times_ms["run"] = times[np.isin(rows.ids, list(noise))]
     left_out = cross_validate(blind, "run", [], QUICK)
@@ -247,13 +247,13 @@ def test_a_second_training_on_the_same_rows_is_kept(workspace: Workspace) -> Non
     config.write_text("folds: 3\nthreads: 1\nxgboost: {trees: 20}\nforest: {trees: 3}\n")
     command = ("training/train_kernel_model.py", "--workspace", workspace.root, "--config", config)
 
-    def told(*more: str) -> str:
+    def messages(*more: str) -> str:
         done = run_script(*command, *more)
         assert done.returncode == 0
         return done.stderr
 
-    assert "saved" in told()
-    assert "nothing changed since" in told()
-    assert "saved" in told("--force")
+    assert "saved" in messages()
+    assert "nothing changed since" in messages()
+    assert "saved" in messages("--force")
     config.write_text(config.read_text().replace("trees: 20", "trees: 25"))
-    assert "saved" in told()
+    assert "saved" in messages()
