@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from training.composition.measured_models import MeasuredModel, TimesOfModels
 from training.kernels.estimators import TimePredictor, fit_kernel_model, parallel_map, predict_kernels
@@ -14,9 +15,6 @@ from training.kernels.predictors import leaves_gpu_idle
 from utils.logger import get_logger
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from ort_analysis.records.kernel_record import Kernel
     from training.kernels.settings import TrainingConfig
     from training.kernels.training_set import TrainingSet
