@@ -95,13 +95,13 @@ def make_dataset(workspace: Workspace, records: list[ModelRecord]) -> None:
     stamps = {"started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:00:01+00:00"}
     blocks = []
     for level, metric in LEVELS.items():
-        found = [Measurement(subject="kernel", id=name, label=label, context="alone",
+        found = [Measurement(subject="kernel", id=name, label=label, context="alone", place="alone",
                                      samples_ms=(made_up_ms(kernel, metric),) * 3, **stamps)
                  for name, kernel in kernels.items() for label in DEFAULT_LABELS]
-        found += [Measurement(subject="model", id=record.model, label="latency", context="alone",
+        found += [Measurement(subject="model", id=record.model, label="latency", context="alone", place="alone",
                                       samples_ms=(0.9 * time_ms, time_ms, 1.1 * time_ms), **stamps)
                   for record in records for time_ms in [model_ms(record, metric)]]
-        found += [Measurement(subject="model", id=record.model, label="host_io", context="alone",
+        found += [Measurement(subject="model", id=record.model, label="host_io", context="alone", place="alone",
                                       samples_ms=(model_ms(record) + copies_ms(record),) * 3, **stamps)
                   for record in records if level == 0]
         blocks.append(Block(level=level, key="all", background={METRIC: metric}, during={METRIC: metric},

@@ -42,7 +42,7 @@ class Measurement(Frozen):
     id: FileName
     label: str
     context: str
-    place: Place = "alone"
+    place: Place
     samples_ms: tuple[float, ...] = ()
     quantities: dict[str, tuple[float, ...]] = {}
     launches: int | None = None

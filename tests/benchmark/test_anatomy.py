@@ -153,8 +153,10 @@ class FakeWorker(Worker):
 
 def test_one_process_times_and_another_traces() -> None:
     timer = FakeWorker(Reply(measurements=(
-        Measurement(subject="model", id="net", context="net", label="latency", samples_ms=(0.09, 0.08, 0.5), disturbance=0.02),
-        Measurement(subject="model", id="net", context="net", label="host", samples_ms=(0.04, 0.06, 0.05), disturbance=0.1))))
+        Measurement(subject="model", id="net", context="net", place="alone", label="latency",
+                    samples_ms=(0.09, 0.08, 0.5), disturbance=0.02),
+        Measurement(subject="model", id="net", context="net", place="alone", label="host",
+                    samples_ms=(0.04, 0.06, 0.05), disturbance=0.1))))
     runs = tuple(run_of(((2, 5), (10, 30)), host_us=length) for length in (300.0, 90.0, 99.0))
     tracer = FakeWorker(Reply.model_validate_json(Reply(runs=runs).model_dump_json()))  # as through the pipe
     found, run = measure(TracedModel(Path("net.onnx"), {"batch": 4}, 4), timer, tracer, EFFORT)

@@ -324,11 +324,11 @@ def test_gpu_columns_of_a_kernel_and_a_model() -> None:
         level=0.0, key="k", background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0, attempts=1, machine="m",
         measurements=(
             Measurement(subject="kernel", id=kernel.id, label="gpu", context="carrier", place="carrier",
-                        samples_ms=(0.0, 0.0, 0.0), launches=0, **common),
-            Measurement(subject="model", id="net", label="host", context="net", samples_ms=(0.5, 0.7, 0.6), **common),
-            Measurement(subject="model", id="net", label="latency", context="net", samples_ms=(1.0, 1.0), **common),
-            Measurement(subject="model", id="net", label="gpu", context="net", samples_ms=(0.8,), launches=7,
-                                **common)))
+                                samples_ms=(0.0, 0.0, 0.0),                                launches=0, **common),
+            *(Measurement(subject="model", id="net", label=label, context="net", place="alone", samples_ms=samples_ms,
+                          launches=launches, **common)
+              for label, samples_ms, launches in (("host", (0.5, 0.7, 0.6), None), ("latency", (1.0, 1.0), None),
+                                                  ("gpu", (0.8,), 7)))))
     row = kernel_rows([block], {kernel.id: DatasetKernel(kernel=kernel, models=(), groups=())}, "gpu")[0]
     assert (row["gpu_ms"], row["gpu_launches"], row["gpu_kernels"], row["Status"]) == (0.0, 0, "", "ok")
     model = model_rows(model_sessions([block]), {"net": "nets"})[0]
@@ -338,7 +338,7 @@ def test_gpu_columns_of_a_kernel_and_a_model() -> None:
 
 def timed_models(number: int, disturbance: dict[str, float]) -> Block:
     """Made-up latencies of models on a GPU, each beside a host so disturbed; a model's are its disturbance and `number`."""
-    found = tuple(Measurement(subject="model", id=name, label=label, context=name, disturbance=ratio,
+    found = tuple(Measurement(subject="model", id=name, label=label, context=name, place="alone", disturbance=ratio,
                                       samples_ms=(1.0 + ratio, 1.0 + ratio), started=str(number), ended=str(number))
                   for name, ratio in disturbance.items() for label in ("latency", "host"))
     return Block(level=0.0, key=str(number), background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0,
@@ -522,7 +522,8 @@ def test_drift() -> None:
     block = Block(level=0, key="", background={}, during={}, canary_before_ms=2.0, canary_after_ms=2.5, attempts=1,
                           machine="", measurements=())
     assert block.drift == 0.25
-    disturbed = Measurement(subject="model", id="m", label="latency", context="m", samples_ms=(2.0, 2.0, 1.0, 1.0))
+    disturbed = Measurement(subject="model", id="m", label="latency", context="m", place="alone",
+                            samples_ms=(2.0, 2.0, 1.0, 1.0))
     assert block.model_copy(update={"measurements": (disturbed,)}).drift == 0.5
 
 

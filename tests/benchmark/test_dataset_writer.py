@@ -37,10 +37,12 @@ def block_of(*kernels: Kernel, level: float = 0.0, model: str = "", status: str 
     """A made-up block of kernels, or of a model."""
     stamps = {"started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:00:01+00:00", "status": status}
     samples = () if status != "ok" else (0.5, 0.25, 1.0)
-    found = [Measurement(subject="kernel", id=kernel.id, label="run", context="alone", samples_ms=samples, **stamps)
+    found = [Measurement(subject="kernel", id=kernel.id, label="run", context="alone", place="alone", samples_ms=samples,
+                         **stamps)
              for kernel in kernels]
     if model:
-        found.append(Measurement(subject="model", id=model, label="latency", context=model, samples_ms=samples, **stamps))
+        found.append(Measurement(subject="model", id=model, label="latency", context=model, place="alone", samples_ms=samples,
+                                 **stamps))
     return Block(level=level, key="made up", background={METRIC: 1.0}, during={}, canary_before_ms=1.0, canary_after_ms=1.0,
                  attempts=1, machine=MACHINE.uuid, measurements=tuple(found))
 

@@ -13,7 +13,7 @@ from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from benchmark.label_table import add_up, in_model_times, model_labels, model_row, summaries
 from benchmark.records.blocks import Block
-from benchmark.records.measurement import Measurement, Status
+from benchmark.records.measurement import Measurement
 from benchmark.records.reading import read_kernel_table, read_model_table
 from ort_analysis.records.kernel_record import Kernel, Tensor
 from ort_analysis.records.kernel_types import describe_kernel
@@ -88,9 +88,10 @@ def view() -> Kernel:
     return describe_kernel("Reshape", "", 14, {}, [A.inputs[0]], [Tensor(dtype="float32", shape=(A.inputs[0].elements,))])
 
 
-def measurement(kernel: Kernel, label: str, context: str, *samples_ms: float, status: Status = "ok") -> Measurement:
-    return Measurement(subject="kernel", id=kernel.id, label=label, context=context, samples_ms=samples_ms, status=status,
-                       place="carrier" if context == "carrier" else "alone" if context == "alone" else "in_model")
+def measurement(kernel: Kernel, label: str, context: str, *samples_ms: float, status: str = "ok") -> Measurement:
+    place = context if context in ("alone", "carrier") else "in_model"
+    return Measurement.model_validate({"subject": "kernel", "id": kernel.id, "label": label, "context": context, "place": place,
+                                       "samples_ms": samples_ms, "status": status})
 
 
 def test_a_gpu_s_views_and_what_was_measured_in_the_model() -> None:

@@ -42,7 +42,7 @@ def block(uuid: str, *measurements: Measurement, level: float = 0.0) -> Block:
 def timed(kernel: Kernel, time_ms: float = 1.0, **changes: Any) -> Measurement:
     """Label `run` of a kernel, around `time_ms`."""
     return Measurement.model_validate({"subject": "kernel", "id": kernel.id, "label": "run", "context": "alone",
-                                       "samples_ms": (0.5 * time_ms, time_ms, 3 * time_ms), **changes})
+                                       "place": "alone", "samples_ms": (0.5 * time_ms, time_ms, 3 * time_ms), **changes})
 
 
 def chosen(there: list[Block], uuid: str, count: int) -> list[Kernel]:
@@ -98,9 +98,9 @@ def test_known_ratios() -> None:
               *(timed(kernel, 1.1, label="node_span", context="othernet", place="in_model") for kernel in KERNELS[:2]),
               timed(KERNELS[3], 9.0, label="node_span", context="carrier", place="carrier"),  # where a has it in no carrier
               timed(KERNELS[9], status="crashed"),
-              Measurement(subject="model", id="net", label="latency", context="net", samples_ms=(3.0,))),
-        block("a", Measurement(subject="model", id="net", label="latency", context="net", samples_ms=(9.0,), disturbance=0.5)),
-        block("a", Measurement(subject="model", id="net", label="latency", context="net", samples_ms=(4.0,), disturbance=0.1)),
+              Measurement(subject="model", id="net", label="latency", context="net", place="alone", samples_ms=(3.0,))),
+        *(block("a", Measurement(subject="model", id="net", label="latency", context="net", place="alone",
+                                 samples_ms=(time_ms,), disturbance=ratio)) for time_ms, ratio in ((9.0, 0.5), (4.0, 0.1))),
         block("b", timed(KERNELS[8], 50.0), level=0.5),  # under load
     ]
     rows = {(row["what"], row["label"], row["where"]): row for row in tie_rows(idle_times(there))}

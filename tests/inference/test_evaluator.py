@@ -167,7 +167,7 @@ def test_other_labels_of_a_model_are_not_its_latency(workspace: Workspace) -> No
     folder = workspace.dataset(TARGET)
     block = read_journal(folder)[0]
     name = next(m.id for m in block.measurements if m.subject == "model")
-    host = Measurement(subject="model", id=name, label="host", context=name, samples_ms=(1e-6,) * 5)
+    host = Measurement(subject="model", id=name, label="host", context=name, place="alone", samples_ms=(1e-6,) * 5)
     with_host = block.model_copy(update={"measurements": (*block.measurements, host)})
     records = {record.model: record for record in read_model_records(workspace, flavour_of("cpu"))}
     files.write_text(journal_path(workspace.root / "other"), with_host.model_dump_json() + "\n")

@@ -74,7 +74,8 @@ class PretendedPower(MetricSource):
 def time_product(product: Product, power: MetricSource) -> Measurement:
     """One product: the times of its runs, and the power and energy of the window that they took."""
     started, samples_ms = now(), list[float]()
-    given: dict[str, str] = {"subject": "product", "id": product.id, "label": "run", "context": "alone", "started": started}
+    given: dict[str, str] = {"subject": "product", "id": product.id, "label": "run", "context": "alone", "place": "alone",
+                             "started": started}
     opened = open_window(power)
     try:
         while len(samples_ms) < 5:

@@ -29,7 +29,7 @@ class Named:
 
 
 def timed(name: str) -> Measurement:
-    return Measurement(subject="made up", id=name, label="run", context="alone", samples_ms=(1.0,))
+    return Measurement(subject="made up", id=name, label="run", context="alone", place="alone", samples_ms=(1.0,))
 
 
 def bench_with(times_ms: Sequence[float], **steadiness: float) -> Bench:

@@ -1,4 +1,4 @@
-"""One measurement record: the worker makes it whole, and journals from before its newer fields still read."""
+"""One measurement record: the worker makes it whole."""
 
 from __future__ import annotations
 
@@ -21,13 +21,10 @@ from utils import files
 EFFORT = Effort(warmup=1, budget_s=0.002, least_runs=2, most_runs=4)
 
 
-@pytest.mark.parametrize(("subject", "context", "place"), [
-    ("kernel", "alone", "alone"), ("kernel", "carrier", "carrier"), ("kernel", "resnet18", "in_model"),
-    ("model", "resnet18", "alone"), ("model", "carrier", "alone")])
-def test_the_place_of_an_older_measurement_follows_from_its_context(subject: str, context: str, place: str) -> None:
-    line = f'{{"subject": "{subject}", "id": "x", "label": "run", "context": "{context}", "samples_ms": [1.5]}}'
-    found = Measurement.model_validate_json(line)
-    assert (found.place, found.samples_ms, found.quantities) == (place, (1.5,), {})
+def test_a_measurement_names_its_place() -> None:
+    """Nothing is guessed from the context."""
+    with pytest.raises(ValueError, match="place"):
+        Measurement.model_validate({"subject": "kernel", "id": "x", "label": "run", "context": "alone", "samples_ms": [1.5]})
 
 
 def test_a_block_keeps_quantities_and_the_length_of_its_windows() -> None:
