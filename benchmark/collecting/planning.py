@@ -13,11 +13,13 @@ from benchmark.records.measurement import Measurement
 from benchmark.records.tables import model_sessions
 
 
-def sessions_missing(models: Sequence[ModelItem], there: Iterable[Block], wanted: int, variants: Sequence[str]) -> list[int]:
-    """For each model, how many of the `wanted` sessions are still to be opened: none for one that failed; otherwise those count
-    that hold all variants and tell of the model and not of its host."""
+def sessions_missing(models: Sequence[ModelItem], blocks: Iterable[Block], wanted: int, variants: Sequence[str]) -> list[int]:
+    """For each model, the number of sessions that are still to be opened, out of `wanted`.
+
+    A model that failed needs none. Otherwise a session counts if it holds all variants and no other work disturbed it.
+    """
     failed, counted = set[str](), Counter[str]()
-    for session in model_sessions(there):
+    for session in model_sessions(blocks):
         if "latency" in session.labels and session.labels["latency"].status != "ok":
             failed.add(session.model)
         counted[session.model] += set(variants) <= set(session.labels) and session.undisturbed
@@ -25,33 +27,33 @@ def sessions_missing(models: Sequence[ModelItem], there: Iterable[Block], wanted
 
 
 def takes_label(measurement: Measurement, label: str) -> bool:
-    """Whether this is what a block of kernels gives: a kernel's `label`, taken alone or in a carrier."""
+    """Whether a measurement is what a block of kernels gives: a kernel's `label`, taken alone or in a carrier."""
     return (measurement.subject, measurement.label) == ("kernel", label) and measurement.place != "in_model"
 
 
-def plan(work: Work, there: Iterable[Block], block_kernels: int, first_label: str = "run", block_models: int = 1,
+def plan(work: Work, blocks: Iterable[Block], block_kernels: int, first_label: str = "run", block_models: int = 1,
          variants: Sequence[str] = (), sessions: int = 1) -> list[Planned[Item]]:
-    """The blocks still to be measured where `there` are measured.
+    """The blocks that are still to be measured, given those that exist.
 
-    A kernel is measured once it has label `first_label` (or failed to get it) from a block of kernels, a model once
-    `sessions_missing` says so. A model's second session comes after all models' first, and so on.
+    A kernel is measured once it has label `first_label` from a block of kernels, or failed to get it. A model is measured
+    once `sessions_missing` says so. Second sessions of models come after all first sessions, and so on.
     """
-    there = list(there)
-    of_kernels = in_blocks(pending(work.kernels, there, lambda m: takes_label(m, first_label)), block_kernels,
+    blocks = list(blocks)
+    of_kernels = in_blocks(pending(work.kernels, blocks, lambda m: takes_label(m, first_label)), block_kernels,
                            lambda chunk: f"{len(chunk)} kernels from {chunk[0].kernel.type}")
-    missing = sessions_missing(work.models, there, sessions, variants)
+    missing = sessions_missing(work.models, blocks, sessions, variants)
     planned: list[Planned[Item]] = []
     for turn in range(max(missing, default=0) or 1):
         models = [item for item, left in zip(work.models, missing, strict=True) if left > turn]
         of_turn: list[Planned[Item]] = [Planned(first_names(chunk), chunk) for chunk in chunks(models, block_models)]
         of_turn += of_kernels if not turn else []
-        planned += shuffled(of_turn, turn + 1)  # models and kernels in turn
+        planned += shuffled(of_turn, turn + 1)  # mixes models and kernels
     return planned
 
 
 def plan_load(config: CollectorConfig, work: Work, device: str, machine_uuid: str, level: float,
-              there: Sequence[Block]) -> list[Planned[Item]]:
-    """The blocks of `work` that a machine has still to measure at a level, as the config says.
+              blocks: Sequence[Block]) -> list[Planned[Item]]:
+    """The blocks of `work` that a machine still has to measure at a level, as the config says.
 
     Args:
         config: of the collector.
@@ -59,14 +61,14 @@ def plan_load(config: CollectorConfig, work: Work, device: str, machine_uuid: st
         device: `cpu` or `cuda`.
         machine_uuid: the machine that measures.
         level: of the load.
-        there: all blocks of this load, of every machine.
+        blocks: all blocks of this load, of every machine.
     """
     first_label = config.labels_on(device)[0]
-    own = [block for block in there if block.machine == machine_uuid]
+    own = [block for block in blocks if block.machine == machine_uuid]
     wanted = work if config.kernel_levels is None or level in config.kernel_levels else Work((), work.models, ())
-    todo = plan(wanted, own if config.each_machine else there, config.block_kernels, first_label, config.block_models,
+    todo = plan(wanted, own if config.each_machine else blocks, config.block_kernels, first_label, config.block_models,
                 () if level else config.variants_on(device), 1 if level else config.sessions)
     if config.each_machine or level:
         return todo
-    ties = choose_ties(work.kernels, there, machine_uuid, config.ties, lambda m: takes_label(m, first_label))
+    ties = choose_ties(work.kernels, blocks, machine_uuid, config.ties, lambda m: takes_label(m, first_label))
     return plan(Work(tuple(ties), (), ()), own, config.block_kernels, first_label) + todo

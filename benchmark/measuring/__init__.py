@@ -1,1 +1,1 @@
-"""The measuring loop and what keeps it steady; knows no kernels and no models."""
+"""The measuring loop, and what keeps measurements steady. It knows no kernels, no models and no runtime."""

@@ -1,7 +1,7 @@
 """Keeps the thread that runs a session off the cores of ONNX Runtime's own threads.
 
-ONNX Runtime pins each of its worker threads to a core and leaves the caller's thread to float. Now and then the system
-puts the caller on a worker's core; the two then take turns, and a whole session takes twice as long as the next one.
+ONNX Runtime pins each of its worker threads to a core and leaves the caller's thread free. Now and then the system puts the
+caller on a worker's core. The two then share it, and the whole session takes twice as long.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ THREADS = Path("/proc/self/task")
 
 
 def free_cores() -> set[int]:
-    """The cores this thread may use and no other thread of this process is pinned to; empty where that can't be told."""
+    """The cores that this thread may use and to which no other thread of this process is pinned; empty if the system does not
+    say."""
     if not hasattr(os, "sched_getaffinity") or not THREADS.is_dir():
         return set()
     allowed = os.sched_getaffinity(0)
@@ -32,7 +33,7 @@ def free_cores() -> set[int]:
 
 @contextmanager
 def off_the_workers_cores() -> Iterator[None]:
-    """While it lasts, the calling thread keeps to the cores that `free_cores` finds, where it finds any."""
+    """Keeps the calling thread on the cores that `free_cores` finds, if there are any."""
     cores = free_cores()
     if not cores:
         yield

@@ -6,8 +6,14 @@ from utils.frozen import Frozen
 
 
 class Effort(Frozen):
-    """How long to measure one thing: untimed runs first, `warmup` of them and for `warmup_s` seconds at least (threads that
-    slept take a while to spread over the processors), then for `budget_s` seconds, between the two numbers of runs."""
+    """How long to measure one thing.
+
+    Attributes:
+        warmup: untimed runs at first.
+        warmup_s: how long these last at least, in seconds: threads that slept take a while to spread over the processors.
+        budget_s: seconds of timed runs.
+        least_runs, most_runs: limits of the number of timed runs.
+    """
 
     warmup: int = 2
     warmup_s: float = 0.0

@@ -1,7 +1,7 @@
-"""Several processes prepare work for one GPU side by side, and then one at a time has it to itself to be measured.
+"""Exclusive GPU access: several processes prepare work for one GPU at the same time, but only one at a time measures, alone.
 
-Most of the time of a carrier goes into its session and into cuDNN's choices, on the host. Files in a common folder are the
-locks: whoever waits to be alone holds the turnstile, so that nobody begins to prepare before it had its turn.
+Most of a carrier's time goes into its session and into cuDNN's choices, on the host. The locks are files in a common folder.
+A process that waits for exclusive access holds the turnstile, so that no other begins to prepare before it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _locked(path: Path, how: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preparing(folder: str) -> Iterator[None]:
-    """Work on the GPU that need not be measured, beside that of others; "" stands for a process that shares with nobody."""
+    """Work on the GPU that is not measured, while others may prepare too; folder "" is for a process that shares with none."""
     if not folder:
         yield
         return
@@ -33,7 +33,7 @@ def preparing(folder: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(folder: str) -> Iterator[None]:
-    """The GPU to oneself: nobody prepares, nobody else measures."""
+    """Exclusive access to the GPU: no other process prepares or measures."""
     if not folder:
         yield
         return

@@ -65,7 +65,7 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
     Args:
         bench: what is measured with.
         blocks_of: the blocks to measure under a load (its level and the name of its background), of which the given blocks are
-            there already.
+            measured already.
         time_units: times the units of a block at a level. One that fails is a measurement that says so, and no exception.
         journal: keeps the blocks.
         loads: one after another; by default the idle device alone.
@@ -78,11 +78,11 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
     totals = Totals[U]()
     for level, background in loads:
         load = (level, background.name if background else "")
-        there = [block for block in journal.blocks if block.load == load]
-        todo = blocks_of(load, there)
+        measured = [block for block in journal.blocks if block.load == load]
+        todo = blocks_of(load, measured)
         if not todo:
             continue
-        best_ms = best_canary_ms(block for block in there if block.machine == bench.machine_uuid)
+        best_ms = best_canary_ms(block for block in measured if block.machine == bench.machine_uuid)
         with start(level, background) as stressor:
             under = Conditions(Canary(bench.canary_ms, bool(level), 0.0 if level else best_ms), stressor, *load)
             for planned in cli.progress(todo, describe_load(*load)):

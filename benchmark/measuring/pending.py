@@ -51,20 +51,20 @@ def shuffled(items: Sequence[T], seed: int = 0) -> list[T]:
     return [items[place] for place in np.random.default_rng(seed).permutation(len(items))]
 
 
-def pending(units: Iterable[U], there: Iterable[Block], counts: Counts = every) -> list[U]:
+def pending(units: Iterable[U], blocks: Iterable[Block], counts: Counts = every) -> list[U]:
     """The units that no block holds a measurement of, failed ones included."""
-    measured = {m.id for block in there for m in block.measurements if counts(m)}
+    measured = {m.id for block in blocks for m in block.measurements if counts(m)}
     return [unit for unit in units if unit.id not in measured]
 
 
-def choose_ties(units: Sequence[U], there: Iterable[Block], machine_uuid: str, count: int, counts: Counts = every) -> list[U]:
+def choose_ties(units: Sequence[U], blocks: Iterable[Block], machine_uuid: str, count: int, counts: Counts = every) -> list[U]:
     """The units to measure on a machine although others have, so that `count` of its units tie it to them.
 
     Those that most machines have measured come first, so that the same ones tie all; then the order is that of their ids'
     hashes, which is the same each time and prefers no kind of unit. One that failed on this machine is not tried again.
     """
     machines: dict[str, set[str]] = defaultdict(set)
-    for block in there:
+    for block in blocks:
         for m in block.measurements:
             if counts(m) and (m.status == "ok" or block.machine == machine_uuid):
                 machines[m.id].add(block.machine)
@@ -85,19 +85,19 @@ def in_blocks(units: Sequence[U], size: int, name: Callable[[Sequence[U]], str] 
     return [Planned(name(chunk), chunk) for chunk in chunks(shuffled(units), size)]
 
 
-def plan_blocks(units: Sequence[U], there: Sequence[Block], machine_uuid: str, *, size: int = 32, each_machine: bool = True,
+def plan_blocks(units: Sequence[U], blocks: Sequence[Block], machine_uuid: str, *, size: int = 32, each_machine: bool = True,
                 ties: int = 0, counts: Counts = every) -> list[Planned[U]]:
     """The blocks that a machine has still to measure under one load.
 
     Args:
         units: to be measured.
-        there: all blocks of this load, of every machine.
+        blocks: all blocks of this load, of every machine.
         machine_uuid: the machine that will measure.
         size: units in a block.
         each_machine: whether a unit is measured on each machine. If not, what one measured the others leave out, but for
             `ties`: so many units that they measure too.
         counts: the measurements that a unit is measured for.
     """
-    own = [block for block in there if block.machine == machine_uuid]
-    again = [] if each_machine else pending(choose_ties(units, there, machine_uuid, ties, counts), own, counts)
-    return in_blocks(again, size) + in_blocks(pending(units, own if each_machine else there, counts), size)
+    own = [block for block in blocks if block.machine == machine_uuid]
+    again = [] if each_machine else pending(choose_ties(units, blocks, machine_uuid, ties, counts), own, counts)
+    return in_blocks(again, size) + in_blocks(pending(units, own if each_machine else blocks, counts), size)

@@ -1,11 +1,12 @@
-"""Times what a GPU runs while the host beside it is undisturbed.
+"""Times a GPU's work at moments in which other work does not disturb the host.
 
-A virtual machine shares its cores with others: for tenths of a second at a time the host dispatches 1.4 to 1.7 times more
-slowly, on every core alike, and a short model with it, while the GPU's own times stay. So a model is timed in windows of
-some hundredths of a second, each between two readings of a probe, a fixed graph that is all dispatch, and the windows count
-in which the probe was about as fast as in the fastest tenth of its readings: of those so far, or of those until some earlier
-moment where they were faster, lest a disturbance that lasts be taken for usual. (The very fastest is no measure: of an
-undisturbed host too the probe now and then takes a sixth less.)
+A virtual machine shares its cores with others. For tenths of a second at a time its host dispatches 1.4 to 1.7 times more
+slowly, on every core alike. A short model becomes slower with it, although the GPU's own times stay the same.
+
+So a model is timed in slots of some hundredths of a second. Before and after each slot a probe is read: a fixed graph that
+is all dispatch. A slot counts if the probe was about as fast as in the fastest tenth of its readings: of all readings so
+far, or of those up to an earlier moment if they were faster, so that a long disturbance is not taken for the normal state.
+(The very fastest reading is no measure: on an undisturbed host, too, the probe sometimes takes a sixth less.)
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from benchmark.measuring.affinity import off_the_workers_cores
 from benchmark.measuring.effort import Effort
 from benchmark.records.labels import DISTURBANCE_ADMITTED
 
-READINGS = 3  # the shortest of which counts
-FASTEST = 10  # the part of the readings, a tenth, whose slowest one is taken for that of an undisturbed host
+READINGS = 3  # the shortest one counts
+FASTEST = 10  # a tenth of the readings: the slowest of the fastest tenth is that of an undisturbed host
 SLOT_S = 0.02
-LEAST_READINGS = 3  # of the probe by itself, however short the time
-PATIENCE = 4.0  # times the budget that is spent on waiting for enough undisturbed windows
+LEAST_READINGS = 3  # of the probe, however short the time
+PATIENCE = 4.0  # times the budget: how long to wait for enough undisturbed slots
 
 
 @dataclass
@@ -34,10 +35,10 @@ class HostProbe:
     """A probe of the host's pace.
 
     Attributes:
-        dispatch_s: dispatches a fixed graph and gives the seconds it took.
-        sorted_s: all readings so far in seconds, ascending; at first those of the first look, one at least.
-        good_s: what a dispatch takes while the host is undisturbed: the slowest of the fastest tenth of the readings, as small
-            as that ever was since the first look.
+        dispatch_s: dispatches a fixed graph and returns the seconds it took.
+        sorted_s: all readings so far in seconds, ascending; at first those of the first look, at least one.
+        good_s: what a dispatch takes on an undisturbed host: the slowest of the fastest tenth of the readings, and the
+            smallest such value since the first look.
     """
 
     dispatch_s: Callable[[], float]
@@ -59,7 +60,7 @@ class HostProbe:
 
 
 def first_look(dispatch_s: Callable[[], float], seconds: float) -> HostProbe:
-    """A probe that was read for `seconds`, once at least, to learn what is usual."""
+    """A probe that has been read for `seconds`, at least once, so that it knows what is normal."""
     first, until = [shortest_s(dispatch_s)], time.monotonic() + seconds
     while time.monotonic() < until:
         first.append(shortest_s(dispatch_s))
@@ -80,8 +81,13 @@ class TimeSlot:
 
 
 class Timed(NamedTuple):
-    """Samples in ms; how disturbed the host was beside the worst of them: the probe's reading over a good one, less 1; and the
-    median reading beside them, in microseconds."""
+    """Samples of one function, and the state of the host meanwhile.
+
+    Attributes:
+        samples_ms: one per run.
+        disturbance: of the worst slot: the probe's reading over a good one, minus 1.
+        probe_us: the probe's median reading, in microseconds.
+    """
 
     samples_ms: tuple[float, ...]
     disturbance: float
@@ -89,13 +95,13 @@ class Timed(NamedTuple):
 
 
 def quiet_samples_ms(probe: HostProbe, timed: Mapping[str, Callable[[], float]], effort: Effort) -> dict[str, Timed]:
-    """Samples of several functions, their windows in turn, from the moments in which the host was least disturbed.
+    """Samples of several functions, in alternating slots, from the moments in which the host was least disturbed.
 
     Args:
         probe: of the host.
-        timed: by label, what runs once and gives the seconds it took.
-        effort: undisturbed time and runs wanted of each; where PATIENCE ends first, the least disturbed windows make up for
-            what is missing.
+        timed: functions by label; each runs once and returns the seconds it took.
+        effort: undisturbed time and runs wanted of each. If PATIENCE ends first, the least disturbed slots fill up what is
+            missing.
     """
     slots: dict[str, list[TimeSlot]] = {label: [] for label in timed}
     with off_the_workers_cores():
@@ -110,12 +116,11 @@ def quiet_samples_ms(probe: HostProbe, timed: Mapping[str, Callable[[], float]],
 
 
 def all_samples_ms(probe: HostProbe, run_s: Callable[[], float], effort: Effort) -> Timed:
-    """Samples of one function with the host as it is: all windows count, disturbed ones too, and the probe's median reading is
-    that beside all of them.
+    """Samples of one function with the host as it is: disturbed slots count too, and the probe's median is that of all slots.
 
     Args:
         probe: of the host.
-        run_s: runs once and gives the seconds it took.
+        run_s: runs once and returns the seconds it took.
         effort: time and runs wanted.
     """
     slots: list[TimeSlot] = []
@@ -127,21 +132,24 @@ def all_samples_ms(probe: HostProbe, run_s: Callable[[], float], effort: Effort)
 
 
 def readings_s(probe: HostProbe, seconds: float) -> list[float]:
-    """What the probe takes over a while, in seconds. Each is as beside a model, the slower of the readings before and after a
-    window; in the window the probe itself keeps the host at work. The probe remembers none of them."""
+    """What the probe takes over a while, in seconds. The probe does not remember these readings.
+
+    Each value is taken as during a model's runs: the slower one of the readings before and after a slot, in which the probe
+    itself keeps the host at work.
+    """
     found = [shortest_s(probe.dispatch_s)]
     with off_the_workers_cores():
         until = time.monotonic() + seconds
         while time.monotonic() < until or len(found) <= LEAST_READINGS:
-            window_ends = time.monotonic() + SLOT_S
-            while time.monotonic() < window_ends:
+            slot_ends = time.monotonic() + SLOT_S
+            while time.monotonic() < slot_ends:
                 probe.dispatch_s()
             found.append(shortest_s(probe.dispatch_s))
     return [max(both) for both in itertools.pairwise(found)]
 
 
 def _least_disturbed(slots: list[TimeSlot], probe: HostProbe, effort: Effort) -> Timed:
-    """The samples of all undisturbed windows, in order, and of as few others as make up for missing runs."""
+    """The samples of all undisturbed slots, in order, and of as few others as are needed for the least number of runs."""
     counted = [slot for slot in slots if _is_quiet(slot, probe)]
     for slot in sorted((w for w in slots if not _is_quiet(w, probe)), key=lambda slot: slot.probe_s):
         if sum(len(one.samples_ms) for one in counted) >= effort.least_runs:
@@ -169,7 +177,7 @@ def _is_quiet(slot: TimeSlot, probe: HostProbe) -> bool:
 
 
 def _enough(slots: list[TimeSlot], probe: HostProbe, effort: Effort, late: bool) -> bool:
-    """Whether the windows that count, all of them when it is late, hold the runs and the time that are wanted."""
+    """Whether the slots that count (all of them if it is late) hold the runs and the time that are wanted."""
     samples = [sample for slot in slots if late or _is_quiet(slot, probe) for sample in slot.samples_ms]
     if late or len(samples) < effort.least_runs:
         return len(samples) >= effort.least_runs

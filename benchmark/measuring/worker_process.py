@@ -36,11 +36,11 @@ class WorkerFailed(Exception):
 
 
 class WorkerProcess(Generic[Q, R]):
-    """A worker process, started when it is first asked or told to prepare. Use as a context manager: it never outlives the
-    block.
+    """A worker process. It starts at the first request, or when it is asked to prepare. Use as a context manager: it ends with
+    the block.
 
     Args:
-        module: what it runs, as `python -m` does. It reads a request per line and writes a reply per line.
+        module: what it runs, as `python -m` does. It reads one request per line and writes one reply per line.
         reply: the class of a reply.
         timeout_s: for one request.
     """
