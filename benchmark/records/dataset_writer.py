@@ -1,7 +1,7 @@
-"""The files of a dataset as the collector, their only writer, keeps them: header, kernels, journal, and the tables from it.
+"""The files of a dataset: header, kernels, journal, and the tables made from it. The collector is their only writer.
 
-Rows that are there stay where nothing new is known of their kernels: those of other kernels are added, which takes a dataset
-of 60,000 kernels a tenth of a second, where writing its tables anew takes ten.
+Existing rows stay if nothing new is known of their kernels, and rows of other kernels are added. For a dataset of 60,000
+kernels this takes a tenth of a second; writing its tables anew takes ten.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from benchmark.records.tables import kernel_columns, kernel_rows, model_columns,
 from utils import files
 from utils.errors import UserError
 
-TABLES_EVERY_S = 30.0  # at least; and never more than a tenth of the time goes into writing them
+TABLES_EVERY_S = 30.0  # at least; writing them never takes more than a tenth of the time
 
 
 class DatasetWriter(Journal):
-    """A dataset that grows by blocks, and whose tables are brought up to the journal now and then.
+    """A dataset that grows by blocks. Its tables are brought up to date now and then.
 
     Attributes:
-        header: joined with what was there.
+        header: joined with the existing one.
         blocks: the journal's, in order.
     """
 
     def __init__(self, folder: Path, header: DatasetHeader, described: Sequence[DatasetKernel]) -> None:
-        """Writes the header and the kernels, joined with what is there.
+        """Writes the header and the kernels, joined with the existing ones.
 
         Args:
-            folder: of the dataset, which may be empty.
+            folder: of the dataset; it may be empty.
             header: the target, what is measured of it, and this machine.
-            described: the kernels that will be measured; what they say replaces what is there of them.
+            described: the kernels that will be measured; these descriptions replace existing ones.
 
         Raises:
-            UserError: what is there is damaged, of another target, or was collected with other metrics, labels or held-out
-                families, or beside another background of the same name.
+            UserError: the existing dataset is damaged, of another target, or was collected with other metrics, labels or
+                held-out groups, or with another background of the same name.
         """
         self.folder, self.header = folder, _joined(folder, header)
         tables_hold = _tables_hold(folder, self.header)
@@ -61,7 +61,7 @@ class DatasetWriter(Journal):
         self._tables_due_s = time.monotonic() + TABLES_EVERY_S
 
     def append(self, block: Block) -> None:
-        """Adds a block to the journal; writes the tables where that is due."""
+        """Adds a block to the journal, and writes the tables if that is due."""
         append_block(journal_path(self.folder), block)
         super().append(block)
         if time.monotonic() > self._tables_due_s:
@@ -70,30 +70,31 @@ class DatasetWriter(Journal):
             self._tables_due_s = time.monotonic() + max(TABLES_EVERY_S, 9 * (time.monotonic() - began_s))
 
     def write_tables(self) -> None:
-        """Brings the tables up to the journal: adds the rows of new blocks where no older block tells of their kernels."""
-        told, new = self.blocks[:self._tabled], self.blocks[self._tabled:]
-        if told and not new:
+        """Brings the tables up to date. If no older block holds kernels of the new ones, rows are added; otherwise all are
+        written."""
+        tabled, new = self.blocks[:self._tabled], self.blocks[self._tabled:]
+        if tabled and not new:
             return
-        if told and _kernels_in(told).isdisjoint(_kernels_in(new)):
+        if tabled and _kernels_in(tabled).isdisjoint(_kernels_in(new)):
             _write_rows(self.folder, self.header, new, add=True)
         else:
             write_tables(self.folder, self.header, self.blocks)
         self._tabled = len(self.blocks)
 
     def count_rows(self) -> tuple[int, int]:
-        """The numbers of rows of the kernel and the model table."""
+        """The numbers of rows of the kernel table and of the model table."""
         kernels = {(m.id, block.load, block.machine) for block in self.blocks for m in block.measurements
                    if m.subject == "kernel"}
         return len(kernels), sum("latency" in session.labels for session in model_sessions(self.blocks))
 
 
 def write_tables(folder: Path, header: DatasetHeader, blocks: Sequence[Block]) -> None:
-    """Derives both CSV tables from the whole journal."""
+    """Makes both CSV tables from the whole journal."""
     _write_rows(folder, header, blocks, add=False)
 
 
 def _write_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block], add: bool) -> None:
-    """Writes the rows of some blocks to both tables, or adds them."""
+    """Writes the rows of some blocks to both tables, or adds them to what they hold."""
     write = files.add_to_csv if add else files.write_csv
     described = {entry.kernel.id: entry for entry in read_kernels(folder, _kernels_in(blocks))}
     write(kernel_table_path(folder), kernel_columns(header.metrics, header.labels),
@@ -127,7 +128,7 @@ def _joined(folder: Path, header: DatasetHeader) -> DatasetHeader:
 
 
 def _describe(folder: Path, described: Iterable[DatasetKernel]) -> set[str]:
-    """Joins kernels with those that are there; returns the ids of those that are new or that say something else now."""
+    """Joins kernels with the existing ones; returns the ids of those that are new or whose description changed."""
     there = kernel_lines(folder)
     lines = {entry.kernel.id: entry.model_dump_json() for entry in described}
     changed = {name for name, line in lines.items() if there.get(name) != line}
@@ -137,8 +138,8 @@ def _describe(folder: Path, described: Iterable[DatasetKernel]) -> set[str]:
 
 
 def _tables_hold(folder: Path, header: DatasetHeader) -> bool:
-    """Whether both tables are there, have the columns of today, and are no older than what they are derived from: a collector
-    that was killed may have left them behind."""
+    """Whether both tables exist, have today's columns, and are no older than their sources: a collector that was killed may
+    have left old ones."""
     columns = {kernel_table_path(folder): kernel_columns(header.metrics, header.labels),
                model_table_path(folder): model_columns(header.metrics, header.labels)}
     sources = [journal_path(folder), kernels_path(folder)]
@@ -154,5 +155,5 @@ def _first_line(path: Path) -> str:
 
 
 def _kernels_in(blocks: Iterable[Block]) -> set[str]:
-    """The ids of the kernels that some blocks tell of."""
+    """The ids of the kernels that were measured in some blocks."""
     return {m.id for block in blocks for m in block.measurements if m.subject == "kernel"}

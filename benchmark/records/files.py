@@ -1,4 +1,4 @@
-"""The files of a dataset: where they lie, and how they are read."""
+"""The files of a dataset: their paths, and how they are read."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class DatasetHeader(Frozen):
     target: Target
     metrics: tuple[str, ...]
     machines: dict[str, Machine]
-    held_out: tuple[str, ...] = ()  # model families measured for evaluation only: in no fit
+    held_out: tuple[str, ...] = ()  # groups of models measured for evaluation only: they are in no fit
     groups: dict[str, FileName] = {}  # of the whole models that were measured, by record name
-    labels: tuple[str, ...] = DEFAULT_LABELS  # that every kernel is to have, the first above all
-    backgrounds: dict[str, Background] = {}  # blocks under load that name none are of the first
+    labels: tuple[str, ...] = DEFAULT_LABELS  # of every kernel; without the first one it counts as not measured
+    backgrounds: dict[str, Background] = {}  # a block under load that names none is of the first
     held_out_backgrounds: tuple[str, ...] = ()  # measured for evaluation only: their rows are in no fit
 
 
@@ -81,7 +81,7 @@ def journal_path(folder: Path) -> Path:
 
 
 def kernels_path(folder: Path) -> Path:
-    """`kernels.jsonl`: a DatasetKernel for every id in the table, one a line."""
+    """`kernels.jsonl`: one DatasetKernel per line, for every id in the table."""
     return folder / "kernels.jsonl"
 
 
@@ -110,10 +110,10 @@ def read_header(folder: Path) -> DatasetHeader:
 
 
 def read_journal(folder: Path) -> list[Block]:
-    """Every finished block, in the order measured; one under load that names no background is of the dataset's first.
+    """Every finished block, in the order measured. A block under load that names no background is of the dataset's first one.
 
     Raises:
-        UserError: a line that is no block of this version.
+        UserError: a line is no block of this version.
     """
     backgrounds = read_header(folder).backgrounds if header_path(folder).exists() else {}
     unnamed = {"background_name": next(iter(backgrounds), "")}
@@ -122,10 +122,10 @@ def read_journal(folder: Path) -> list[Block]:
 
 
 def kernel_lines(folder: Path) -> dict[str, str]:
-    """The lines of `kernels.jsonl` as they stand, by kernel id.
+    """The lines of `kernels.jsonl` as text, by kernel id.
 
     Raises:
-        UserError: a line that describes no kernel.
+        UserError: a line describes no kernel.
     """
     try:
         return {str(from_json(line)["kernel"]["id"]): line for line in files.read_lines(kernels_path(folder))}
@@ -134,11 +134,12 @@ def kernel_lines(folder: Path) -> dict[str, str]:
 
 
 def read_kernels(folder: Path, ids: Collection[str] | None = None) -> list[DatasetKernel]:
-    """Every kernel of the dataset, with the models that hold it, or those of some ids, which is faster than all. Operations and
-    bytes are counted anew, so that what is learned fits what will be predicted.
+    """Every kernel of the dataset with the models that hold it, or only those with some ids, which is faster.
+
+    Operations and bytes are counted anew, so that training counts them in the same way as prediction.
 
     Raises:
-        UserError: a line that is none.
+        UserError: a line describes no kernel.
     """
     try:
         found = [DatasetKernel.model_validate_json(line) for name, line in kernel_lines(folder).items()

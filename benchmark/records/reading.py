@@ -1,4 +1,4 @@
-"""The dataset's tables, checked."""
+"""Reads a dataset's tables and checks them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 def means_add_up(level: float, device: str) -> bool:
-    """Whether kernels' times under a load are to be their means: on a CPU.
+    """Whether a kernel's time under a load is its mean and not its median: on a CPU.
 
-    There the load takes a part of each kernel's time, and the median of short runs sees nothing of a load that comes and
-    goes. On a GPU a kernel run alone now and then waits for a whole time slice of the other process, which a model waits
-    for once, not once a kernel: means of kernels do not add up, medians err less.
+    There the load takes a part of each kernel's time, and the median of short runs does not show a load that comes and goes.
+    On a GPU, a kernel that runs alone sometimes waits for a whole time slice of the other process. A model waits for that
+    once, not once per kernel: means of kernels do not add up, and medians err less.
     """
     return level > 0 and device == "cpu"
 
@@ -48,13 +48,13 @@ def read_table(path: Path) -> pd.DataFrame:
     if missing:
         raise UserError(f"{path}: column {', '.join(missing)} missing; make the dataset anew: {COLLECT}")
     if pd.to_numeric(table["Level"], errors="coerce").isna().any():
-        raise UserError(f"{path}: column Level holds what is no number; make the dataset anew: {COLLECT}")
+        raise UserError(f"{path}: column Level holds a value that is no number; make the dataset anew: {COLLECT}")
     ok = table[table["Status"] == "ok"]
     others = ("run_median_ms", "median_ms", *(f"{label}_ms" for label in LABELS))
     for column in ["Latency_ms", *(name for name in others if name in table.columns)]:
         values = pd.to_numeric(ok[column], errors="coerce")
-        required = ok[column].notna()  # a label may not have been taken …
-        if column == "Latency_ms":  # … but where runs were counted, their figure is there
+        required = ok[column].notna()  # a label need not have been taken …
+        if column == "Latency_ms":  # … but if runs were counted, their figure must be there
             required |= ok["Runs"] > 0 if "Runs" in ok.columns else True
         too_small = values < 0 if column == f"{GPU_LABEL}_ms" else values <= 0  # some kernels leave the GPU nothing to do
         bad = ok[too_small | np.isinf(values) | (values.isna() & required)]
@@ -76,8 +76,11 @@ def read_model_table(workspace: Workspace, target: str) -> pd.DataFrame:
 
 
 def run_ms(table: pd.DataFrame, device: str) -> npt.NDArray[np.float64]:
-    """Label `run` of each row of a kernel table: the median where it is there, since the mean follows single disturbed runs,
-    but the mean for levels at which means add up (see `means_add_up`); NaN where the label was not taken."""
+    """Label `run` of each row of a kernel table; NaN if the label was not taken.
+
+    It is the median, because single disturbed runs change the mean; but the mean at levels where means add up
+    (`means_add_up`).
+    """
     mean = table["Latency_ms"].to_numpy(dtype=float)
     if "run_median_ms" not in table.columns:
         return mean
@@ -87,5 +90,5 @@ def run_ms(table: pd.DataFrame, device: str) -> npt.NDArray[np.float64]:
 
 
 def idle_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a model table that were measured, on an idle device."""
+    """The rows of a model table that were measured successfully on an idle device."""
     return table[(table["Status"] == "ok") & (table["Level"] == 0)]

@@ -19,11 +19,11 @@ from ort_analysis.records.kernel_record import Kernel
 from utils.errors import UserError
 from utils.timing import summarize
 
-UNFINISHED = "unfinished"  # status of a kernel whose first label was not (yet) taken, only others
+UNFINISHED = "unfinished"  # status of a kernel that has labels, but not (yet) the first
 
 
 def input_shape(kernel: Kernel) -> str:
-    """The shapes of a kernel's inputs as text, `16x64x56x56;64x64x3x3`; an input left out is an empty part."""
+    """The shapes of a kernel's inputs as text, `16x64x56x56;64x64x3x3`; an omitted input is an empty part."""
     return ";".join("x".join(map(str, tensor.shape)) for tensor in kernel.inputs)
 
 
@@ -33,7 +33,8 @@ KERNEL_COLUMNS = ("Level", "Background", "Machine", "Context", "Models", "Canary
 
 
 def kernel_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS) -> list[str]:
-    """The columns of `kernel_latency.csv`: the user's first, then the other labels, medians, windows and provenance."""
+    """The columns of `kernel_latency.csv`: first those of every dataset, then other labels, medians, windows and where a row is
+    from."""
     metrics = list(metrics)
     return [
         "Kernel_ID", "OpType", "Input_Shape", *metrics, "Latency_ms",
@@ -57,7 +58,7 @@ def _metrics(block: Block) -> dict[str, float]:
 
 
 def typical(samples: Sequence[float], level: float, device: str) -> float:
-    """The figure of a label's samples: their median, or their mean where `means_add_up`."""
+    """The figure for a label's samples: their median, or their mean if `means_add_up`."""
     return float(np.mean(samples) if means_add_up(level, device) else np.median(samples))
 
 
@@ -119,7 +120,7 @@ def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
 
 
 class ModelSession(NamedTuple):
-    """What one block measured of a whole model in sessions opened for it: its measurements by label."""
+    """What one block measured of a whole model in the sessions opened for it: its measurements by label."""
 
     model: str
     block: Block
@@ -127,7 +128,7 @@ class ModelSession(NamedTuple):
 
     @property
     def undisturbed(self) -> bool:
-        """Whether there is a latency, and it tells of the model alone."""
+        """Whether there is a latency, and no busy host changed it."""
         latency, host = self.labels.get("latency"), self.labels.get("host")
         if latency is None or latency.status != "ok":
             return False
@@ -137,7 +138,7 @@ class ModelSession(NamedTuple):
 
 
 def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
-    """Every time that a block measured a whole model, in order."""
+    """Every session in which a block measured a whole model, in order."""
     found = []
     for block in blocks:
         labels: dict[str, dict[str, Measurement]] = defaultdict(dict)
@@ -149,8 +150,8 @@ def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
 
 
 def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> list[dict[str, Any]]:
-    """A row for each session that timed a model: statistics of its whole latency, the medians of its other labels, and its
-    group, from `groups` by the model's name."""
+    """One row per session that timed a model: statistics of its latency, the medians of its other labels, and its group
+    (from `groups`, by the model's name)."""
     rows = []
     for model, block, labels in sessions:
         if "latency" not in labels:
