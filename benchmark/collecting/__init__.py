@@ -1,1 +1,1 @@
-"""What the collector measures, in which order, and how it asks for it."""
+"""What the collector measures, in which order, and how it times it."""

@@ -1,4 +1,4 @@
-"""Measures what is missing of a dataset."""
+"""Measures what a dataset still lacks."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from utils.logger import get_logger
 from utils.paths import Workspace
 
 log = get_logger("collector")
-# Where somebody waits for a few kernels; their blocks stand between canaries as all do, and are measured again if these part.
-QUICK_WINDOW_S = 0.2  # of metrics: training takes their median over all idle blocks
-QUICK_BLOCK = 64  # kernels: those of most models
+# For a user who waits for a few kernels. As always, a block whose canaries differ is measured again.
+QUICK_WINDOW_S = 0.2  # of metrics; training takes their median over all idle blocks
+QUICK_BLOCK = 64  # kernels: as many as most models have
 QUICK_PATIENCE_S = 3.0
 
 
 def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
-    """Measures all that is still missing and returns the totals. A dataset that is there keeps its labels, where `config` names
-    none.
+    """Measures everything that is still missing and returns the totals.
+
+    If `config` names no labels, an existing dataset keeps its own.
 
     Raises:
-        UserError: nothing to measure, a metric that is not there, a dataset of another target, or one that another process
-            writes, or another process measures on this device.
+        UserError: there is nothing to measure; a metric is missing; the dataset is of another target; another process writes
+            the dataset or measures on this device.
     """
     device = resolve_device(config.device)
     if config.device == "auto" and device == "cpu":
@@ -54,22 +55,21 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
 
 def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequence[DatasetKernel],
                     crew: Crew) -> dict[str, Any]:
-    """Measures those of some kernels that no machine of this target has, idle, and returns the totals.
+    """Measures kernels that no machine of this target has measured on an idle device, and returns the totals.
 
-    Somebody waits for them: windows and patience are no longer, and blocks no smaller, than QUICK_… says.
+    A user waits for them: windows and patience are at most, and blocks at least, as QUICK_… says.
 
-    A dataset that is there keeps its labels, all of which the kernels get, its metrics and its held-out families; where there
-    is none, one begins as `config` says.
+    An existing dataset keeps its labels (the kernels get all of them), its metrics and its held-out groups. If there is
+    none, one begins as `config` says.
 
     Args:
-        workspace: whose dataset; it holds the built kernels.
-        config: its labels are those that are needed.
-        kernels: with the models that hold them; what the dataset says of their owners already stays.
+        workspace: holds the dataset and the built kernels.
+        config: its labels are the ones that are needed.
+        kernels: with the models that hold them. Models that the dataset names already are kept.
         crew: for the device and the labels of `config`.
 
     Raises:
-        UserError: a metric that is not there, or a dataset without the labels that are needed, or one that another process
-            writes.
+        UserError: a metric is missing; the dataset lacks a label that is needed; another process writes the dataset.
     """
     target = local_target(resolve_device(config.device))
     with sole_writer(workspace.dataset(target.name)):
@@ -78,14 +78,16 @@ def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequ
 
 def collect_in_models(workspace: Workspace, config: CollectorConfig, models: Sequence[ModelItem],
                       kernels: Sequence[DatasetKernel], crew: Crew) -> dict[str, Any]:
-    """Measures kernels in models that hold them, idle, as ONNX Runtime's profile tells them apart: in the order and with the
-    caches that they really have. Nothing is noted down of the models themselves.
+    """Measures kernels inside models that hold them, on an idle device, and returns the totals.
+
+    ONNX Runtime's profile gives the time of each kernel, in the order and with the caches that it really has. The models
+    themselves are not recorded.
 
     Args:
         models: with the kernels that are measured in each (`only`).
         kernels: these, with the models that hold them.
 
-    The other arguments, the totals and the errors are those of `collect_kernels`.
+    The other arguments and the errors are those of `collect_kernels`.
     """
     target = local_target(resolve_device(config.device))
     with sole_writer(workspace.dataset(target.name)):
@@ -96,10 +98,10 @@ def collect_in_models(workspace: Workspace, config: CollectorConfig, models: Seq
 
 def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
            kernels: Sequence[DatasetKernel]) -> tuple[CollectorConfig, Target, Work]:
-    """What `collect_kernels` measures of `target`, and how.
+    """The config and the work of `collect_kernels`.
 
     Raises:
-        UserError: the dataset was collected without the labels that are needed.
+        UserError: the dataset was collected without a label that is needed.
     """
     folder, built = workspace.dataset(target.name), workspace.kernel_onnx / target.flavour.name
     config = config.model_copy(update={
@@ -119,7 +121,7 @@ def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
 
 def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, work: Work, crew: Crew,
                  planned: Sequence[Planned[Item]] | None = None) -> dict[str, Any]:
-    """Measures what of `work` is still missing in the dataset of `target`, which this machine is, and returns the totals.
+    """Measures the part of `work` that the dataset of `target`, which this machine is, still lacks; returns the totals.
 
     With `planned`, exactly these blocks are measured.
     """
@@ -147,10 +149,10 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
 
 def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, here: Machine, metrics: Sequence[str],
                  work: Work) -> DatasetWriter:
-    """The dataset of a target, joined with what is there.
+    """Opens the dataset of a target, or begins one.
 
     Raises:
-        UserError: a background that the device can't have, or whose model is not there; or see `DatasetWriter`.
+        UserError: the device can't have a background, or a background's model is missing; also see `DatasetWriter`.
     """
     device, folder = target.flavour.device, workspace.dataset(target.name)
     backgrounds = config.backgrounds_on(device)
@@ -168,7 +170,7 @@ def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, 
 
 
 def start_loads(config: CollectorConfig, device: str, workspace: Workspace, crew: Crew) -> Start:
-    """What starts each of the config's loads, once all processes of the crew are ready."""
+    """A function that starts a load of the config as soon as all processes of the crew are ready."""
     @contextmanager
     def start(level: float, background: Background | None) -> Iterator[Stress]:
         crew.wait()

@@ -90,19 +90,23 @@ class CollectorConfig(Config):
         return names
 
     def open_source(self, device: str) -> MetricSource:
-        """The source of metrics for `cpu` or `cuda`; `UserError` where it is not here or lacks one of the metrics."""
+        """The source of metrics for `cpu` or `cuda`.
+
+        Raises:
+            UserError: this machine does not have it, or it lacks one of the metrics.
+        """
         return open_source(device, self.metrics, self.source, dcgm_address=self.dcgm_address, replay=self.replay,
                            replay_step_s=self.replay_step_s)
 
     def loads(self) -> list[tuple[float, Background | None]]:
-        """What to measure under, in turn: each level with every background, an idle one with None."""
+        """What to measure under, one after another: each level with every background, and idle levels with None."""
         return [(level, background) for level in self.levels for background in (self.stress.backgrounds if level else (None,))]
 
     def backgrounds_on(self, device: str) -> dict[str, Background]:
-        """The backgrounds by name; none where only idle levels are measured.
+        """The backgrounds by name; none if only idle levels are measured.
 
         Raises:
-            UserError: one that `cpu` or `cuda` can't have.
+            UserError: `cpu` or `cuda` can't have one of them.
         """
         if not any(self.levels):
             return {}
@@ -123,7 +127,7 @@ class CollectorConfig(Config):
         return self.variants
 
     def labels_on(self, device: str) -> tuple[str, ...]:
-        """The labels that every kernel gets on `cpu` or `cuda`, the first above all.
+        """The labels that every kernel gets on `cpu` or `cuda`; a kernel without the first one counts as not measured.
 
         Raises:
             UserError: `gpu` is asked for on a CPU, or `unprofiled` on a GPU.

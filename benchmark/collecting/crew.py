@@ -1,6 +1,6 @@
-"""The processes that measure, started before there is anything to measure.
+"""The processes that measure. They start before there is anything to measure.
 
-What they load takes a GPU's worker seconds (CUDA, torch, CUPTI), and meanwhile their caller can look for its work.
+A GPU's worker takes seconds to load CUDA, torch and CUPTI. Meanwhile its caller can look for work.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from utils.locks import measuring
 
 
 class Crew(NamedTuple):
-    """`worker` takes every label but `gpu`, which is the tracers'."""
+    """The worker takes every label but `gpu`, which is for the tracers."""
 
     worker: Worker
     tracers: Tracers
 
     def wait(self) -> None:
-        """Waits until all are prepared, lest one that loads disturbs what another measures."""
+        """Waits until all processes are ready, because one that still loads would disturb what another measures."""
         self.worker.wait()
         self.tracers.wait()
 
 
 @contextmanager
 def start_crew(config: CollectorConfig, device: str, labels: Sequence[str]) -> Iterator[Crew]:
-    """The processes for some labels on `cpu` or `cuda`; none outlives the block.
+    """Starts the processes for some labels on `cpu` or `cuda`; they end with the block.
 
     Raises:
         UserError: another process measures on this device.

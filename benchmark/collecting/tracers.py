@@ -1,6 +1,6 @@
-"""The processes that take label `gpu`: several prepare carriers side by side, and take turns on the GPU.
+"""The processes that take label `gpu`. They prepare carriers at the same time, and measure on the GPU one at a time.
 
-They are not the one that times whole runs, since a process that CUPTI has looked into launches more slowly ever after.
+They are separate from the process that times whole runs: once CUPTI has traced a process, it launches kernels more slowly.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ R = TypeVar("R")
 
 
 class Tracers:
-    """`count` workers. Use as a context manager: none outlives the block.
+    """`count` workers. Use as a context manager: they end with the block.
 
     Attributes:
-        turns: the folder of their locks; "" where one is alone.
+        turns: the folder of their locks; "" for a single worker.
     """
 
     def __init__(self, count: int, timeout_s: float) -> None:
@@ -39,7 +39,7 @@ class Tracers:
         for _ in range(self.count):
             self._workers.append(self._stack.enter_context(Worker(self._timeout_s)))
             self._idle.put(self._workers[-1])
-        # Threads that stay: a process ends with the thread that started it.
+        # These threads stay alive: a process ends with the thread that started it.
         self._threads = self._stack.enter_context(ThreadPoolExecutor(self.count))
         return self
 
@@ -52,12 +52,12 @@ class Tracers:
             worker.prepare(request)
 
     def wait(self) -> None:
-        """Waits until all are prepared."""
+        """Waits until all are ready."""
         for worker in self._workers:
             worker.wait()
 
     def each(self, tasks: Sequence[Callable[[Worker], R]]) -> list[R]:
-        """What each task gives, in order; as many at a time as there are workers, each with one to itself."""
+        """The results of the tasks, in order. As many run at a time as there are workers; each has a worker to itself."""
         def with_worker(task: Callable[[Worker], R]) -> R:
             worker = self._idle.get()
             try:

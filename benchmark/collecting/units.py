@@ -27,7 +27,7 @@ log = get_logger("collector")
 
 @dataclass(frozen=True)
 class OrtUnits:
-    """Times kernels and models of one target at one level (see `time_units`)."""
+    """Times kernels and models of one target at one level."""
 
     config: CollectorConfig
     target: Target
@@ -74,7 +74,7 @@ class OrtUnits:
         return measurements_of(reply, status, "kernel", item.id, "run", "alone", "alone")
 
     def time_carrier(self, items: Sequence[KernelItem], labels: tuple[str, ...], worker: Worker) -> list[Measurement]:
-        """Some labels of a group, in a carrier. A group that fails is halved until the one kernel at fault is alone."""
+        """Some labels of a group of kernels, in a carrier. A group that fails is halved until the kernel at fault is alone."""
         reply, status = ask(worker, Request(
             do="carrier", device=self.device, paths=tuple(str(item.path) for item in items), labels=labels,
             effort=self.config.kernel.effort(), provider_options=self.target.provider_options,
@@ -85,7 +85,7 @@ class OrtUnits:
         return measurements_of(reply, status, "kernel", items[0].id, labels[0], "carrier", "carrier")
 
     def trace_kernels(self, items: Sequence[KernelItem]) -> list[Measurement]:
-        """Label `gpu` of some kernels, in carriers that the tracers share out."""
+        """Label `gpu` of some kernels, in carriers that the tracers share."""
         tracers = self.crew.tracers
         share = -(-len(items) // tracers.count)
         groups = [group for part in chunks(items, max(share, 1))
@@ -94,7 +94,7 @@ class OrtUnits:
         return [m for part in tracers.each(tasks) for m in part]
 
     def time_model(self, item: ModelItem) -> list[Measurement]:
-        """A whole model and, where the config says so, its kernels in it."""
+        """A whole model and, if the config says so, its kernels in it."""
         in_model = self.in_model_labels if item.labels and self.config.model_labels else ()
         request = self._of_model(item, "model", in_model).model_copy(update={
             "host": GPU_LABEL in self.labels and not self.level, "host_io": "host_io" in self.variants,
@@ -113,7 +113,7 @@ class OrtUnits:
         return found
 
     def time_kernels_in(self, item: ModelItem) -> list[Measurement]:
-        """The in-model labels of those of a model's kernels that are asked for; none where it can't be profiled."""
+        """The in-model labels of the requested kernels of a model; none if it can't be profiled."""
         reply, status = ask(self.crew.worker, self._of_model(item, "model_labels", self.in_model_labels))
         if status != "ok":
             log.warning("%s: its kernels can't be measured in it: %s (%s)", item.id, reply.error, status)
@@ -139,7 +139,7 @@ def ask(worker: Worker, request: Request) -> tuple[Reply, Status]:
 
 def measurements_of(reply: Reply, status: Status, subject: str, name: str, label: str, context: str,
                     place: Place) -> list[Measurement]:
-    """The measurements of a reply; of one that failed, a single measurement that says so, with the other arguments."""
+    """The measurements of a reply; for a failure, a single measurement that says so, made from the other arguments."""
     if status == "ok":
         return list(reply.measurements)
     log.warning("%s: %s (%s)", name, reply.error, status)
@@ -167,11 +167,11 @@ def _canary_ms(worker: Worker, device: str, loaded: bool) -> tuple[float, ...]:
 
 
 def _probe(config: CollectorConfig, device: str, worker: Worker) -> ProbeReading | None:
-    """How long tiny work waits for what else runs; None on a CPU, where the config says so, and where it has no load to
-    compare an idle device with.
+    """How long tiny work waits for other work on the GPU. None on a CPU, if the config turns the probe off, and if only idle
+    levels are measured, so that there is nothing to compare.
 
     Raises:
-        UserError: not even the probe runs.
+        UserError: the probe itself does not run.
     """
     if device == "cpu" or not config.probe_s or not any(config.levels):
         return None

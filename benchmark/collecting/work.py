@@ -17,8 +17,8 @@ from utils.fingerprint import Target
 from utils.paths import Workspace, model_files
 from utils.safe_names import as_file_name
 
-CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # memory that the kernels of one carrier may take
-CARRIER_WEIGHTS = 1 << 30  # bytes of weights of one carrier: they lie in its file, which may not reach 2 GiB
+CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # largest memory of one carrier's kernels
+CARRIER_WEIGHTS = 1 << 30  # largest bytes of weights in one carrier: they are in its file, which must stay below 2 GiB
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,12 @@ class KernelItem:
 
 @dataclass(frozen=True)
 class ModelItem:
-    """A model to measure, and whether its kernels are measured in it; with `only`, nothing but these kernels, by id."""
+    """A model to measure.
+
+    Attributes:
+        labels: whether its kernels are measured in it.
+        only: if not empty, only these kernels are measured, by id, and not the model itself.
+    """
 
     path: Path
     record_path: Path
@@ -61,10 +66,10 @@ class Work:
 
 
 def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> Work:
-    """The kernels and models of the target's flavour. Kernels that only held-out families hold are left out.
+    """The kernels and models of the target's flavour, without the kernels that only held-out groups hold.
 
     Raises:
-        UserError: no kernels were built, or a record's model file is gone.
+        UserError: no kernels were built, or the model file of a record is missing.
     """
     folder = workspace.kernel_onnx / target.flavour.name
     index = read_index(index_path(workspace, target.flavour))
@@ -103,8 +108,8 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
 
 
 def carriers(items: Sequence[KernelItem], device: str, in_parallel: int = 1) -> Iterator[list[KernelItem]]:
-    """Groups of kernels for one carrier each: one operator-set version a domain, and so little memory that `in_parallel` of
-    them fit."""
+    """Groups of kernels, each for one carrier: one operator-set version per domain, and small enough that `side_by_side` of
+    them fit into memory at a time."""
     group: list[KernelItem] = []
     used, weights, opsets = 0, 0, dict[str, int]()
     for item in items:
