@@ -1,4 +1,4 @@
-"""What the collector asks of its worker process and what it gets back: one JSON object a line, both ways."""
+"""What a client asks of a worker process, and what it gets back: one JSON object per line, both ways."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class Request(Frozen):
     """One piece of work.
 
     Attributes:
-        do: `alone` times a built kernel in its own session; `carrier` times several one after another in one graph;
-            `model` times a whole model and profiles its kernels, `model_labels` only profiles them; `model_gpu`
-            traces a whole model on the GPU for its label `gpu`, `model_trace` for the runs themselves; `model_graph` times it
-            as a CUDA graph; `canary` times a fixed piece of work; `sharing_probe` reads how long tiny work waits for other
-            processes, for `effort.budget_s` seconds; `prepare` loads what the others need, so that none waits for it;
-            `session` times a whole model as the evaluator does.
+        do: `alone` times a built kernel in its own session; `carrier` times several one after another in one graph; `model`
+            times a whole model and profiles its kernels, `model_labels` only profiles them; `model_gpu` traces a whole model
+            on the GPU for its label `gpu`, `model_trace` for the runs themselves; `model_graph` times it as a CUDA graph;
+            `canary` times a fixed piece of work; `sharing_probe` reads for `effort.budget_s` seconds how long tiny work
+            waits for other processes; `prepare` loads what the others need, so that none waits for it; `session` times a
+            whole model as the evaluator does.
         paths: the files of the kernels, or of the model.
         record: for a model whose kernels get labels, its record.
         dims: for a model, the sizes of its dynamic dimensions.
         static: for a model, whether they are fixed before ONNX Runtime optimises it.
-        labels: which labels of its kernels a carrier or a model gives, of IN_MODEL_LABELS and (a carrier) `gpu`;
-            to prepare, `gpu` if it will be asked for; for a session, how it is run: `latency`, `host_io` or `cuda_graph`.
+        labels: for a carrier or a model, the labels of its kernels, of IN_MODEL_LABELS and (carrier only) `gpu`;
+            for `prepare`, `gpu` if it will be asked for; for a session, how it is run: `latency`, `host_io` or `cuda_graph`.
         host: for a model on a GPU, whether the host's dispatch is timed too.
         host_io: for a model, whether runs with numpy arrays in and out are timed too.
-        watch_host: for a model on an idle GPU: only what was timed while the host was undisturbed counts.
-        turns: the folder through which workers take turns on the GPU (see gpu_turns.py); "" for one that is alone.
+        watch_host: for a model on an idle GPU, whether only runs on an undisturbed host count.
+        turns: the folder of the locks for exclusive GPU access; "" for a worker that shares the GPU with none.
     """
 
     do: Literal["alone", "carrier", "model", "model_labels", "model_gpu", "model_trace", "model_graph", "canary",
@@ -52,7 +52,7 @@ class Request(Frozen):
 
     @property
     def model_name(self) -> str:
-        """What the model of a request is called, in its record too."""
+        """The name of a request's model, which its record bears too."""
         return record_name(Path(self.paths[0]).stem, self.dims, self.static)
 
 

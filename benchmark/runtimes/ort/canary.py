@@ -1,9 +1,9 @@
 """The canary as an ONNX Runtime session.
 
-It multiplies two matrices, and then transposes and negates the product several times, so that it is slow both when
-arithmetic is and when threads are slow to pass data to each other. The second matters on virtual machines: where the
-host puts two virtual processors decides whether they share a cache, and memory-bound models differ by half between the
-two states, while a product alone shows nothing.
+It multiplies two matrices, and then transposes and negates the product several times. So it is slow when arithmetic is slow,
+and also when threads are slow to pass data to each other. The second matters on virtual machines: it depends on the host
+whether two virtual processors share a cache. Memory-bound models differ by half between the two states, while a matrix
+product alone shows nothing.
 """
 
 from __future__ import annotations

@@ -15,18 +15,22 @@ SECONDS = 2.0
 
 
 def check_gpu() -> None:
-    """`UserError` where this machine has no GPU whose host could be measured."""
+    """Checks that this machine has a GPU.
+
+    Raises:
+        UserError: it has none.
+    """
     if not has_cuda():
         raise UserError("the host's pace is that of dispatching work to a GPU: measuring it needs a GPU, and this machine has "
                         "none that the driver can talk to; a CPU target's host is the target itself, so it needs no pace")
 
 
 def measure_pace(device: str = "cuda", seconds: float = SECONDS) -> MachinePace:
-    """The pace of this machine's host now.
+    """The current pace of this machine's host.
 
     Args:
         device: `cuda`; `cpu` in tests.
-        seconds: that the readings take; opening the probe takes longer the first time.
+        seconds: duration of the readings; opening the probe takes longer the first time.
 
     Raises:
         UserError: there is no GPU.

@@ -15,7 +15,7 @@ FIRST_LOOK_S = 0.3  # how long a new probe is read at first
 
 @cache
 def host_probe(device: str) -> HostProbe:
-    """The probe of this process, after a first look at what is usual. `device` is `cuda`, or `cpu` in tests."""
+    """The host probe of this process, which has learned what is normal. `device` is `cuda`, or `cpu` in tests."""
     nodes = [onnx.helper.make_node("Relu", [f"x{place}"], [f"x{place + 1}"]) for place in range(PROBE_NODES)]
     session = open_nodes(nodes, ["x0"], [1, 16, 14, 14], device, "probe")
     return first_look(dispatcher(session, device_binding(session, random_feed(session), device)), FIRST_LOOK_S)

@@ -1,4 +1,4 @@
-"""Runs a whole model under ONNX Runtime's profiler, with nodes that can be told apart."""
+"""Runs a whole model under ONNX Runtime's profiler, with a name for each node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ModelProfile(NamedTuple):
     """Profiled runs of a model, and the graph that ran; the nodes of both have the same names.
 
     Attributes:
-        plain_ms: what runs of the same session without the profiler took; empty where they were not asked for.
+        plain_ms: times of runs of the same session without the profiler; empty if they were not asked for.
     """
 
     runs: list[ProfiledRun]
@@ -29,14 +29,14 @@ class ModelProfile(NamedTuple):
 
 
 def plain_runs_ms(run: Callable[[], Any], profiled: list[bool]) -> list[float]:
-    """What runs take once their session's profiling has ended (ms): as many as counted while it was on."""
+    """Times of runs after their session's profiling has ended (ms): as many as counted while it was on."""
     with off_the_workers_cores():
         run()
         return [1000 * timer(run)() for _ in range(sum(profiled))]
 
 
 def profile_runs(run: Callable[[], Any], effort: Effort) -> list[bool]:
-    """Runs a profiled session as `effort` says; for each run, whether it counts (warm-up does not)."""
+    """Runs a profiled session as `effort` says; returns for each run whether it counts (warm-up does not)."""
     with off_the_workers_cores():
         warmed, one_run_s = warm_up(run, effort.warmup + 1, effort.warmup_s)
         counted = effort.runs(one_run_s)
@@ -46,7 +46,7 @@ def profile_runs(run: Callable[[], Any], effort: Effort) -> list[bool]:
 
 
 def counted_runs(profile: str, counted: list[bool]) -> list[ProfiledRun]:
-    """The runs that count, from the profile that ORT wrote; its file is removed."""
+    """The runs that count, from the profile that ORT wrote. Its file is removed."""
     path = Path(profile)
     runs = [run for run, keep in zip(read_profile(path), counted, strict=True) if keep]
     path.unlink()
@@ -54,7 +54,7 @@ def counted_runs(profile: str, counted: list[bool]) -> list[ProfiledRun]:
 
 
 def steering_of(graph: ParsedGraph) -> dict[str, int | bool]:
-    """Values of a model's inputs with which its Loops and Ifs run what the graph tells of."""
+    """Values of a model's inputs with which its Loops and Ifs run as the graph assumes."""
     taken = {f"{node}.{guess.taken}": 1 for node, guess in graph.guessed.items() if guess.taken in BRANCHES}
     return steering_inputs(graph.source.graph_only.graph, taken | graph.source.dims)
 

@@ -1,7 +1,7 @@
 """ONNX Runtime's profile of a session as runs of timed nodes.
 
-ORT writes whole microseconds, cut off: half a microsecond is added to every duration, so that the mean over many runs is
-right. Node events are named `<node>_kernel_time`; each run ends with a `model_run` event.
+ORT writes whole microseconds and cuts off the rest. Half a microsecond is added to every duration, so that the mean over
+many runs is right. Node events are named `<node>_kernel_time`; each run ends with a `model_run` event.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NodeEvent(TimeSpan):
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """The nodes of one run in the order they started, and when the whole run began and ended (microseconds)."""
+    """The nodes of one run in the order they started, and the start and end of the whole run (microseconds)."""
 
     start_us: float
     end_us: float
@@ -68,14 +68,13 @@ def read_profile(path: Path) -> list[ProfiledRun]:
 
 
 def kernel_times_ms(runs: list[ProfiledRun]) -> dict[str, list[float]]:
-    """Label `kernel_time`: every node's own duration in each run, in milliseconds; of a node that runs more than once in a run,
-    the mean."""
+    """Label `kernel_time`: every node's own duration in each run, in ms; the mean if a node runs more than once per run."""
     return _mean_by_run([[(node.node, node.duration_us / 1000) for node in run.nodes] for run in runs])
 
 
 def node_spans_ms(runs: list[ProfiledRun]) -> dict[str, list[float]]:
-    """Label `node_span`: from one node's start to the next one's (to the run's end for the last), in milliseconds; of a
-    node that runs more than once in a run, the mean."""
+    """Label `node_span`: from one node's start to the next one's, in ms; for the last node, to the run's end. The mean if a
+    node runs more than once per run."""
     spans = []
     for run in runs:
         ends = [node.start_us for node in run.nodes[1:]] + [run.end_us]

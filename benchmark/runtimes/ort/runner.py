@@ -50,10 +50,10 @@ class Timing(Frozen):
 
 
 def warm_up(run_once: Callable[[], Any], runs: int, seconds: float = 0.0) -> tuple[int, float]:
-    """Runs untimed, `runs` times and for `seconds` at least.
+    """Runs untimed, `runs` times and for at least `seconds`.
 
     Returns:
-        How often it ran, and what the last run took, in seconds (0 where none was).
+        How often it ran, and the seconds that the last run took (0 if there was none).
     """
     began, done, last_s = time.perf_counter(), 0, 0.0
     while done < runs or time.perf_counter() - began < seconds:
@@ -65,7 +65,7 @@ def warm_up(run_once: Callable[[], Any], runs: int, seconds: float = 0.0) -> tup
 
 
 def timer(run_once: Callable[[], Any]) -> Callable[[], float]:
-    """A function that runs once and gives the seconds that took."""
+    """A function that runs once and returns the seconds that took."""
     def run_s() -> float:
         start = time.perf_counter()
         run_once()
@@ -90,7 +90,7 @@ class Runner:
         return timer(self.run_once)()
 
     def warm_up(self, runs: int, seconds: float = 0.0) -> float:
-        """See `warm_up`; what the last run took, in seconds (0 where none was).
+        """Runs untimed, see `warm_up`; returns the seconds that the last run took (0 if there was none).
 
         Raises:
             UserError: the model fails while running.
@@ -128,10 +128,11 @@ class Runner:
 
 def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] | None = None,
                 steering: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
-    """A value for every input of a session: random floats, zeros for whole numbers. `dims` gives the sizes that it leaves open.
+    """A value for every input of a session: random floats, zeros for whole numbers. `dims` gives the sizes that the session
+    leaves open.
 
-    Zeros, since whole-number inputs of a whole model are indices or masks, of which 0 is always one. But `steering` inputs,
-    which say how often a Loop runs or which branch of an If, get the value given (see `steering_inputs`), as do inputs of text.
+    Whole-number inputs of a model are indices or masks, and 0 is always a valid one. `steering` inputs, which decide how
+    often a Loop runs or which branch of an If, get the given value (see `steering_inputs`); so do inputs of text.
     """
     feed = {}
     for value in session.get_inputs():
@@ -145,8 +146,8 @@ def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] |
 
 def bind(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], device: str,
          io: str) -> Callable[[], Any]:
-    """A function that runs the session once: inputs and outputs on the device (`device`), or as numpy arrays (`host`).
-    Inputs of text are always arrays: ORT binds none."""
+    """A function that runs the session once, with inputs and outputs on the device (`device`) or as numpy arrays (`host`).
+    Inputs of text are always arrays, because ORT can't bind them."""
     if io == "host" or any(array.dtype == object for array in feed.values()):
         fed = dict(feed)
         return lambda: session.run(None, fed)
@@ -156,7 +157,7 @@ def bind(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], 
 
 def device_binding(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], device: str,
                    outputs_on: str | None = None) -> onnxruntime.IOBinding:
-    """A session's inputs on `device`, its outputs to be left there, or on the device that `outputs_on` names."""
+    """Binds a session's inputs on `device`, and its outputs there or on the device that `outputs_on` names."""
     binding = session.io_binding()
     for name, array in feed.items():
         binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0))
@@ -173,7 +174,7 @@ def queue_run(session: onnxruntime.InferenceSession, binding: onnxruntime.IOBind
 
 
 def dispatcher(session: onnxruntime.InferenceSession, binding: onnxruntime.IOBinding) -> Callable[[], float]:
-    """A function that dispatches one run to an idle GPU, without waiting for it, and gives the seconds that took."""
+    """A function that dispatches one run to an idle GPU, without waiting for it, and returns the seconds that took."""
     run_s = timer(queue_run(session, binding))
 
     def dispatch_s() -> float:
@@ -186,22 +187,22 @@ def dispatcher(session: onnxruntime.InferenceSession, binding: onnxruntime.IOBin
 def open_runner(model: Path, device: str = "auto", *, dims: Mapping[str, int] | None = None, io: str = "device",
                 cuda_graph: bool = False, profile_prefix: Path | None = None,
                 provider_options: Mapping[str, str] | None = None, static: bool = False) -> Runner:
-    """A file made ready to run: optimised as ORT does by default, or as it stands where it is a built kernel.
+    """Opens a file to be run: optimised as ORT does by default, or unchanged if it is a built kernel.
 
-    Where an input says which branch of an If runs, and `dims` do not, it is the one that a prediction counts.
+    If an input decides which branch of an If runs, and `dims` do not, the branch is the one that a prediction counts.
 
     Args:
         model: the ONNX file.
         device: `auto`, `cpu` or `cuda`.
         dims: sizes of dynamic dimensions.
         io: `device` or `host`.
-        cuda_graph: whether its first run is captured, and then replayed.
-        profile_prefix: turns ORT's profiler on.
+        cuda_graph: whether its first run is captured and then replayed.
+        profile_prefix: where ORT's profiler writes; None leaves it off.
         provider_options: options of the CUDA provider.
         static: whether `dims` are fixed before ONNX Runtime optimises the model; else its session takes any sizes.
 
     Raises:
-        UserError: as `read_source`, or ORT can't load it, or a CUDA graph is asked for where there can be none.
+        UserError: as `read_source`; ORT can't load it; a CUDA graph is asked for where there can be none.
     """
     device = resolve_device(device)
     if cuda_graph and (device != "cuda" or io == "host"):
@@ -212,7 +213,7 @@ def open_runner(model: Path, device: str = "auto", *, dims: Mapping[str, int] | 
     kernel = kernel_in(source.graph_only, str(model))
     session = open_session(source.loadable, device, optimize="none" if kernel else "all", dims=source.dims if static else {},
                            profile_prefix=profile_prefix, provider_options=options, name=str(model))
-    if not kernel and open_branches(source.graph_only.graph, source.dims):  # what a prediction counts is what runs
+    if not kernel and open_branches(source.graph_only.graph, source.dims):  # run what a prediction counts
         source = replace(source, dims=analyze(model, device, dims, static=static).dims_run)
     feed = dummy_inputs(kernel) if kernel else random_feed(session, source.dims, source.steering)
     return Runner(session=session, name=model.stem, device=device, io=io,

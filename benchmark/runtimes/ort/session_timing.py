@@ -1,4 +1,4 @@
-"""Times a session as a user opens it, with the memory that it takes: what the evaluator asks of its worker."""
+"""Times a session as a user opens it, and the memory that it takes, for the evaluator."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from benchmark.runtimes.protocol import Reply, Request
 
 
 def time_session(request: Request) -> Reply:
-    """A whole model's runs, timed as the request's one label says (`latency`, `host_io` with numpy arrays in and out, or
-    `cuda_graph`), and what opening and running it took in memory."""
+    """Times a whole model's runs as the request's one label says, and the memory that opening and running it took.
+
+    The label is `latency`, `host_io` (numpy arrays in and out) or `cuda_graph`.
+    """
     (label,) = request.labels or ("latency",)
     path, device, effort = Path(request.paths[0]), request.device, request.effort
-    probe = host_probe(device) if request.watch_host else None  # first: its session is no part of the model's memory
+    # opened first, so that its session does not count as the model's memory
+    probe = host_probe(device) if request.watch_host else None
     before_mib = memory_in_use_mib(device)
     runner = open_runner(path, device, dims=request.dims, io="host" if label == "host_io" else "device",
                          cuda_graph=label == "cuda_graph", static=request.static)
@@ -36,10 +39,10 @@ def time_session(request: Request) -> Reply:
 
 
 def memory_in_use_mib(device: str) -> float:
-    """Memory that this process holds on the CPU, or that the first GPU has given out, in MiB."""
+    """Memory that this process holds on the CPU, or that all processes hold on the first GPU, in MiB."""
     if device == "cuda":
         pynvml.nvmlInit()
         return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used / 2**20
-    with suppress(OSError, AttributeError):  # no malloc_trim here: memory figures are rough
+    with suppress(OSError, AttributeError):  # without malloc_trim, memory figures are rough
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what earlier models left, or it hides what this one takes
     return psutil.Process().memory_info().rss / 2**20

@@ -1,4 +1,4 @@
-"""Inputs of any size from one block of GPU memory, so that opening a carrier copies next to nothing to the GPU."""
+"""Inputs of any size from one block of GPU memory, so that opening a carrier copies almost nothing to the GPU."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LEAST_BYTES = 4 * RANDOM_BYTES
 
 
 class SharedMemory:
-    """A block of random numbers on the GPU for each floating type; it grows as inputs ask for more."""
+    """A block of random numbers on the GPU for each floating type. It grows as inputs need more."""
 
     def __init__(self) -> None:
         self._blocks: dict[str, Any] = {}
 
     def address(self, dtype: str, size: int) -> int:
-        """Where at least `size` bytes of random numbers of type `dtype` lie on the GPU. Needs torch with CUDA."""
+        """The address on the GPU of at least `size` bytes of random numbers of type `dtype`. Needs torch with CUDA."""
         block = self._blocks.get(dtype)
         if block is None or block.numel() * block.element_size() < size:
             self._blocks.pop(dtype, None)
@@ -36,8 +36,8 @@ class SharedMemory:
         return int(block.data_ptr())
 
     def bind(self, session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray]) -> Callable[[], Any]:
-        """A function that runs the session once. Inputs that `feed` lacks are read from the block, all from its start."""
-        # the outputs of a carrier are shapes: on the GPU each would cost a copy that no kernel made
+        """A function that runs the session once. Inputs that `feed` lacks are read from the start of the block."""
+        # a carrier's outputs are shapes: on the GPU, each would cost a copy that belongs to no kernel
         binding = device_binding(session, feed, "cuda", outputs_on="cpu")
         shared = {value.name: (session_dtype(value.type), list(value.shape)) for value in session.get_inputs()
                   if value.name not in feed}

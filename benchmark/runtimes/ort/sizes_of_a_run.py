@@ -1,4 +1,4 @@
-"""The sizes that depend on data, as one run gives them (benchmark/sizes_of_a_run.py)."""
+"""The sizes that depend on data, taken from one run (benchmark/sizes_of_a_run.py)."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def shapes_of_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, n
             continue
         names = made.get(event["name"].removesuffix(SUFFIX), [])
         shapes = [tuple(shape) for kind in event["args"]["output_type_shape"] for shape in kind.values()]
-        if len(names) == len(shapes):  # an event tells nothing of sequences
+        if len(names) == len(shapes):  # an event says nothing of sequences
             for name, shape in zip(names, shapes, strict=True):
                 found[name] = max(found.get(name, shape), shape, key=math.prod)
     return found
 
 
 def _tensors_by_node(graph: onnx.GraphProto, prefix: str = "") -> dict[str, list[str]]:
-    """What each node of a graph makes, and of the bodies within it, by the node's name."""
+    """The tensors that each node of a graph makes, and those of its bodies, by the node's name."""
     found = {}
     for node in graph.node:
         found[node.name] = [prefix + out for out in node.output if out]
@@ -90,11 +90,11 @@ def sizes_of_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np
             unknown = {error.tensor: ()}
         if not unknown:
             return sizes
-        told: dict[str, int] = {}
+        found_now: dict[str, int] = {}
         for tensor, shape in unknown.items():
             found = {f"{tensor}.{axis}": size for axis, size in enumerate(real.get(tensor, ()))}
             other = {name: found[name] for name, size in zip(found, shape, strict=False) if found[name] != size}
-            told |= other if other.keys() - sizes.keys() else found  # most axes are known
-        if not told.keys() - sizes.keys():
+            found_now |= other if other.keys() - sizes.keys() else found  # most axes are known
+        if not found_now.keys() - sizes.keys():
             raise UserError(f"{model}: the sizes of {', '.join(unknown)} depend on data, and nothing of them was made in a run")
-        sizes |= told
+        sizes |= found_now

@@ -1,8 +1,8 @@
-"""Label `unprofiled`: what nodes take in a model without what ONNX Runtime's profiler adds to them.
+"""Label `unprofiled`: the time of nodes in a model, without what ONNX Runtime's profiler adds.
 
-The profiler adds 2 to 9 microseconds to each node's time (the more inputs and outputs it writes down, the more), which is most
-of what a small node takes. How much is known only of a whole run: the same session is also run without the profiler. What the
-nodes' times exceed that by is taken off each of them in equal parts, so that a model's nodes add up to its latency.
+The profiler adds 2 to 9 microseconds to each node's time (more for more inputs and outputs), which is most of the time of a
+small node. Its share is known only for a whole run: the same session is also run without the profiler. The difference is
+taken off the nodes' times in equal parts, so that a model's nodes add up to its latency.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from statistics import median
 from benchmark.runtimes.ort.profile import ProfiledRun, kernel_times_ms
 from ort_analysis.records.kernel_costs import CONTROL_FLOW
 
-LEAST_SHARE = 0.1  # of a node's profiled time, which is left of it at least
-HALVINGS = 50  # of the range in which the profiler's part lies: more than a double can tell apart
+LEAST_SHARE = 0.1  # least share of a node's profiled time that is left
+HALVINGS = 50  # of the range in which the profiler's part lies: more than a double can resolve
 
 
 def unprofiled_ms(runs: Sequence[ProfiledRun], nodes_ms: float) -> dict[str, list[float]]:
-    """What each node takes without the profiler, in each profiled run (ms). Nodes that hold bodies are left out: their times
+    """The time of each node without the profiler, in each profiled run (ms). Nodes that hold bodies are omitted: their times
     are those of the bodies.
 
     Args:
         runs: of one session.
-        nodes_ms: what all nodes but those that hold bodies take together in a run without the profiler.
+        nodes_ms: the time of all nodes but those that hold bodies, together, in a run without the profiler.
     """
     holders = {event.node for run in runs for event in run.nodes if event.op_type in CONTROL_FLOW}
     times = {node: found for node, found in kernel_times_ms(list(runs)).items() if node not in holders}
@@ -35,12 +35,12 @@ def unprofiled_ms(runs: Sequence[ProfiledRun], nodes_ms: float) -> dict[str, lis
 
 
 def profiler_ms(times_ms: Mapping[str, float], executed: Mapping[str, float], nodes_ms: float) -> float:
-    """What the profiler adds to each execution of a node (ms): without it they add up to `nodes_ms`. Never less than 0.
+    """What the profiler adds to each execution of a node (ms), never less than 0: without it the nodes add up to `nodes_ms`.
 
     Args:
         times_ms: of an execution of each node, profiled.
-        executed: how often each runs in a run of the model.
-        nodes_ms: as of `unprofiled_ms`.
+        executed: how often each node runs in a run of the model.
+        nodes_ms: as for `unprofiled_ms`.
     """
     low, high = 0.0, max(times_ms.values(), default=0.0)
     for _ in range(HALVINGS):
@@ -51,5 +51,5 @@ def profiler_ms(times_ms: Mapping[str, float], executed: Mapping[str, float], no
 
 
 def without(time_ms: float, added_ms: float) -> float:
-    """A profiled time less what the profiler added, of which a part is always left."""
+    """A profiled time without the profiler's part; at least LEAST_SHARE of it is left."""
     return max(time_ms - added_ms, LEAST_SHARE * time_ms)

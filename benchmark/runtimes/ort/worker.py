@@ -1,7 +1,7 @@
 """The process that runs kernels and models for the collector, so that one that crashes or hangs takes nothing with it.
 
 Reads one Request a line on standard input, writes one Reply a line on standard output, and ends when its input does.
-Started by the collector; by hand:
+The collector starts it. To start it manually:
 echo '{"do": "canary", "device": "cpu", "effort": {}}' | python -m benchmark.runtimes.ort.worker
 """
 
@@ -76,9 +76,9 @@ def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str], context: str, pla
 
     Args:
         runs: the runs that count.
-        ids: the kernel's id by node name; nodes not in it are left out.
+        ids: the kernel's id by node name; other nodes are omitted.
         context, place: where they ran, as in a Measurement.
-        nodes_ms: what all nodes take together without the profiler (see `unprofiled_ms`); None leaves that label out.
+        nodes_ms: the time of all nodes together without the profiler (see `unprofiled_ms`); None omits that label.
     """
     found, by_label = [], {"kernel_time": kernel_times_ms(runs), "node_span": node_spans_ms(runs)}
     if nodes_ms is not None:
@@ -101,10 +101,10 @@ def shared_memory() -> SharedMemory:
 
 
 def time_carrier(request: Request) -> Reply:
-    """Several kernels one after another in one graph: their in-model-like labels, and `gpu` where it is asked for.
+    """Several kernels one after another in one graph: their in-model labels and, if asked for, `gpu`.
 
     Raises:
-        UserError: the GPU's work can't be told apart by kernel; fewer kernels in a carrier can.
+        UserError: the GPU's work can't be assigned to kernels; with fewer kernels in a carrier it can.
     """
     kernels = [built_kernel(Path(path)) for path in request.paths]
     on_gpu = request.device == "cuda"
@@ -133,17 +133,17 @@ def gpu_measurements(traced: Sequence[GpuRun], executed: Sequence[str], ids: Map
         ids: the kernels' ids by node name.
 
     Raises:
-        UserError: the work can't be told apart by kernel.
+        UserError: the work can't be assigned to kernels.
     """
     order = [name for name in executed if name in ids or name.startswith(WRITER)]
     by_node = [split_carrier(run, order, WRITER) for run in traced]
-    told_apart = [work for work in by_node if work is not None]
-    if len(told_apart) < len(traced):
-        raise UserError("carrier: what the GPU did can't be told apart by kernel")
+    split = [work for work in by_node if work is not None]
+    if len(split) < len(traced):
+        raise UserError("carrier: the GPU's work can't be assigned to kernels")
     return [Measurement(subject="kernel", id=ids[name], label=GPU_LABEL, context="carrier", place="carrier",
-                        samples_ms=tuple(round(sum(one.duration_us for one in work[name]) / 1000, 6) for work in told_apart),
-                        launches=len(told_apart[0][name]), cuda_kernels=tuple(one.name for one in told_apart[0][name]))
-            for name in (told_apart[0] if told_apart else ())]
+                        samples_ms=tuple(round(sum(one.duration_us for one in work[name]) / 1000, 6) for work in split),
+                        launches=len(split[0][name]), cuda_kernels=tuple(one.name for one in split[0][name]))
+            for name in (split[0] if split else ())]
 
 
 def time_model(request: Request) -> Reply:
@@ -179,10 +179,10 @@ def beside_the_probe(model: str, timed: Mapping[str, Callable[[], float]], reque
 
 
 def time_model_as_graph(request: Request) -> Reply:
-    """A whole model captured once as a CUDA graph and then replayed; tensors on the device.
+    """A whole model, captured once as a CUDA graph and then replayed; tensors on the device.
 
     Raises:
-        UserError: ONNX Runtime can't capture it (see ort_analysis.cuda.capture), or can't load or run it.
+        UserError: ONNX Runtime can't capture it (see ort_analysis.cuda.capture), load it or run it.
     """
     runner = open_runner(Path(request.paths[0]), "cuda", dims=request.dims, cuda_graph=True,
                          provider_options=request.provider_options, static=request.static)
@@ -196,7 +196,7 @@ def time_model_as_graph(request: Request) -> Reply:
 
 def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float]], runs: int, effort: Effort,
               between: Callable[[], list[Measurement]]) -> list[Measurement]:
-    """Runs of a model in two halves, before and after something else, so that a drift of the machine's speed meets both."""
+    """Runs of a model in two halves, before and after something else, so that a drift of the machine's speed affects both."""
     samples: dict[str, list[float]] = {label: [] for label in timed}
     meanwhile: list[Measurement] = []
     for second in (False, True):
@@ -223,19 +223,19 @@ def trace_model(request: Request) -> Reply:
 
 
 def time_model_on_gpu(request: Request) -> Reply:
-    """Label `gpu` of a whole model: the GPU's own time of a run, and how many launches it takes."""
+    """Label `gpu` of a whole model: the GPU's own time per run, and the number of launches."""
     traced = traced_runs(request)
     return Reply(measurements=(of_model(request.model_name, GPU_LABEL, launches=len(traced[0].work),
                                         samples_ms=tuple(round(run.busy_us / 1000, 6) for run in traced)),))
 
 
 def model_labels(path: Path, request: Request) -> list[Measurement]:
-    """The in-model labels of a model's kernels, in half the time that its whole latency takes. Nodes that hold bodies get none:
-    their times are those of the bodies.
+    """The in-model labels of a model's kernels, in half the time of its whole latency. Nodes that hold bodies get none: their
+    times are those of the bodies.
 
     Args:
         path: the model.
-        request: how, and the model's record.
+        request: how to run it, and the model's record.
 
     Raises:
         UserError: the graph is not the one that the record describes.
@@ -248,7 +248,7 @@ def model_labels(path: Path, request: Request) -> list[Measurement]:
         raise UserError(f"{path}: ORT's graph is not the one in its record; make the record anew: "
                         "python ort_analysis/fusion_detector.py")
     ran = {event.node for run in runs for event in run.nodes}
-    idle = {kernel for name, kernel in ids.items() if name not in ran}  # in a body that did not run: they are measured alone
+    idle = {kernel for name, kernel in ids.items() if name not in ran}  # their body did not run: they are measured alone
     bodies_ms = sum(node.runs * trip_ms(kernel, request.device) for node in record.nodes
                     if is_control_flow(kernel := record.kernel_of(node)))
     return labels_of(runs, {node.name: ids[node.name] for node in graph.nodes
@@ -259,21 +259,21 @@ def model_labels(path: Path, request: Request) -> list[Measurement]:
 def time_kernels_in_model(request: Request) -> Reply:
     """The in-model labels of a model's kernels alone.
 
-    Of a kernel that several nodes run, the nodes' shortest samples are averaged, their second shortest, and so on: its median
-    is then the mean of its nodes' medians, so that times their number it is what they take together, and what held up one of
-    them in some run does not count.
+    If several nodes run a kernel, the nodes' shortest samples are averaged, then their second shortest, and so on. The
+    kernel's median is then the mean of its nodes' medians: multiplied by their number it is what they take together, and a
+    disturbance of one node in some run does not count.
     """
     path, record = Path(request.paths[0]), read_model_record(Path(request.record))
     count = Counter(node.kernel_id for node in record.nodes)
     found = []
     for m in model_labels(path, request):
-        by_node = np.array(m.samples_ms).reshape(count[m.id], -1)  # `labels_of` joins them node by node
+        by_node = np.array(m.samples_ms).reshape(count[m.id], -1)  # `labels_of` appends one node's samples to another's
         found.append(m.model_copy(update={"samples_ms": tuple(np.sort(by_node, axis=1).mean(axis=0).round(6).tolist())}))
     return Reply(measurements=tuple(m for m in found if m.label in request.labels))
 
 
 def prepare(request: Request) -> Reply:
-    """Loads ONNX Runtime and has it run something on the device; for label `gpu` loads torch and CUPTI too, by tracing it."""
+    """Loads ONNX Runtime and runs something on the device; for label `gpu` also loads torch and CUPTI, by tracing it."""
     runner = canary(request.device)
     runner.warm_up(1)
     if GPU_LABEL in request.labels:
@@ -281,7 +281,7 @@ def prepare(request: Request) -> Reply:
     return Reply()
 
 
-WORK: dict[str, Callable[[Request], Reply]] = {  # each gives the reply but for its times
+WORK: dict[str, Callable[[Request], Reply]] = {  # each returns the reply, without its times
     "alone": time_alone, "carrier": time_carrier, "model": time_model, "model_labels": time_kernels_in_model,
     "model_gpu": time_model_on_gpu, "session": time_session,
     "model_trace": trace_model, "model_graph": time_model_as_graph, "canary": time_canary, "sharing_probe": probe_sharing,
@@ -289,7 +289,7 @@ WORK: dict[str, Callable[[Request], Reply]] = {  # each gives the reply but for 
 
 
 def answer(request: Request) -> Reply:
-    """Does one piece of work, and stamps its measurements. What is wrong with the unit itself is the reply's error."""
+    """Does one piece of work, and stamps its measurements. An error of the unit itself is the reply's error."""
     started = now()
     try:
         reply = WORK[request.do](request)
@@ -300,8 +300,8 @@ def answer(request: Request) -> Reply:
 
 
 def main() -> None:
-    die_with_parent()  # a kernel that hangs never comes to read the end of the input
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")  # a line of its own, whatever a library prints on stdout
+    die_with_parent()  # a worker with a kernel that hangs would never read the end of its input
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")  # so that what a library prints on stdout is not in the replies
     os.dup2(2, 1)
     for line in sys.stdin:
         reply = answer(Request.model_validate_json(line))
