@@ -1,16 +1,16 @@
 """Phase 4.3: the dataset: every kernel and every model, at every level and kind of load, with the device's metrics.
 
-Reads kernel_model/kernel_onnx/<flavour> (each kernel is timed alone, and among others in a carrier), the models' records
-and files (each model is timed whole and its kernels in it), and benchmark/config.yaml. Writes
-benchmark/dataset/<target>/: measurements.jsonl as it goes, and kernel_latency.csv and model_latency.csv from it.
+Reads kernel_model/kernel_onnx/<flavour> (each kernel is timed alone, and among others in a carrier), the models' records and
+files (each model is timed whole, and its kernels in it), and benchmark/config.yaml. Writes benchmark/dataset/<target>/:
+measurements.jsonl while it runs, and from it kernel_latency.csv and model_latency.csv.
 
-Levels are the outermost loop, and backgrounds (what the stressor is busy with) the next. Work goes in blocks: a window of
-metrics with the stressor alone, a canary, the block's runs with a second window around them, the canary again; a block whose
-canaries part is measured again. A block is written as one line, so a run that is killed resumes with no row lost or doubled:
-start the same command again.
+The outer loop goes over levels, the next one over backgrounds (what the stressor does). Kernels and models are measured in
+blocks: first a window of metrics with the stressor alone, then a canary, then the block's runs with a second window around
+them, then the canary again. If the two canaries differ, the block is measured again. Each block is written as one line, so a
+run that is killed loses no row and doubles none: start the same command again, and it resumes.
 
-Several machines of one target may share the work (`each_machine: false`): what one measured, the others leave out, but for
-the `ties`, a few of its kernels that they measure too. benchmark/machine_ties.py says what these tell.
+Several machines of one target may share the work (`each_machine: false`). Then a machine omits what others measured, except
+for a few kernels, the `ties`, which it measures too. benchmark/machine_ties.py compares them.
 """
 
 from __future__ import annotations

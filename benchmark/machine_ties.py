@@ -1,10 +1,10 @@
 """Phase 4.7: how much machines of one target disagree, by the kernels and models that two of them measured.
 
-Reads the datasets in benchmark/dataset (by default of every target). Prints each dataset's machines, and for each pair of
-them how the idle times of the one stand to those of the other, label by label. Writes nothing.
+Reads the datasets in benchmark/dataset (by default of every target). Prints the machines of each dataset, and for each pair
+of machines the ratio of the idle times of the second to those of the first, label by label. Writes nothing.
 
 The collector has several machines measure some of the same kernels (`ties` in benchmark/config.yaml), or all of them
-(`each_machine: true`). Times are compared where both were taken in the same way: alone, in a carrier, or in models.
+(`each_machine: true`). Times are compared if both were taken in the same place: alone, in a carrier, or in models.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ python benchmark/machine_ties.py --target nvidia-h200-cuda-ort1.31-all --workspa
 
 
 def idle_times(blocks: Sequence[Block]) -> dict[str, Times]:
-    """The median of each idle measurement that went well, by machine: kernels' times by label and by where they were taken,
-    and models' latencies, where these tell of the model and not of its host."""
+    """The median of each idle measurement that succeeded, by machine: kernels by label and place, and models' latencies if no
+    other work disturbed their host."""
     idle = [block for block in blocks if not block.level]
     kernels = (unit._replace(kind=("kernels", *unit.kind[1:])) for unit in idle_units(idle) if unit.kind[0] == "kernel")
     models = (TimedUnit(session.block.machine, ("models", "latency", "whole"), session.model,
@@ -46,7 +46,7 @@ def idle_times(blocks: Sequence[Block]) -> dict[str, Times]:
 
 
 def machine_rows(header: DatasetHeader, times: Mapping[str, Times]) -> list[dict[str, Any]]:
-    """A row for each machine of a dataset: what it is, and how many kernels and models it timed idle."""
+    """One row per machine of a dataset: what it is, and how many kernels and models it timed on an idle device."""
     return [{"machine": uuid, "device": machine.device_name, "driver": machine.driver, **{
         subject: len({name for what, by_id in times.get(uuid, {}).items() if what[0] == subject for name in by_id})
         for subject in ("kernels", "models")}} for uuid, machine in header.machines.items()]

@@ -1,7 +1,7 @@
-"""Phase 4.4: how far a second measurement is from the first: no predictor can err less than the machine itself does.
+"""Phase 4.4: how much a second measurement differs from the first. No predictor can be more accurate than that.
 
-Reads the dataset of this machine and its kernels and models; measures a random sample of them once more, at each level
-and beside each background that was collected, and compares medians. Prints the difference; writes nothing.
+Reads the dataset of this machine with its kernels and models. Measures a random sample of them again, at each level and
+background of the dataset, and compares medians. Prints the difference; writes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from utils.fingerprint import local_target, machine, resolve_device
 from utils.paths import ROOT, Workspace
 from utils.timing import error_statistics
 
-SHORT_MS = 0.02  # kernels that take less are left out of the second row: their times are mostly overhead
+SHORT_MS = 0.02  # shorter kernels are not in the second row: their times are mostly overhead
 EXAMPLES = """
 python benchmark/repeatability.py
 python benchmark/repeatability.py --workspace out/demo --config recipes/demo/collector.yaml --count 200
@@ -44,7 +44,8 @@ python benchmark/repeatability.py --workspace out/demo --config recipes/demo/col
 
 
 def differences(first_ms: dict[str, float], second_ms: dict[str, float], least_ms: float = 0.0) -> dict[str, Any]:
-    """Statistics of |second − first| / first over what both have, of `least_ms` and more; no figures where none is left."""
+    """Statistics of |second − first| / first over what both hold and takes `least_ms` or more; None for each figure if there is
+    nothing such."""
     both = [name for name in second_ms if first_ms.get(name, 0.0) > max(least_ms, 0.0)]
     if not both:
         return {"count": 0, "mean_%": None, "median_%": None, "within_10_%": None}
@@ -54,7 +55,7 @@ def differences(first_ms: dict[str, float], second_ms: dict[str, float], least_m
 
 
 def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> list[dict[str, Any]]:
-    """A row a level and background for kernels (label `run`), for those of 20 µs and more, and for whole models.
+    """One row per level and background for kernels (label `run`), one for kernels of 20 µs and more, and one for whole models.
 
     Raises:
         UserError: there is no dataset of this machine.
@@ -87,7 +88,7 @@ def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> li
 
 
 def compared(first: Sequence[Block], second: Sequence[Block]) -> list[dict[str, Any]]:
-    """The differences of kernels, of those of SHORT_MS and more, and of whole models."""
+    """The differences of kernels, of kernels of SHORT_MS and more, and of whole models."""
     first_ms, second_ms = medians(first), medians(second)
     return [{"what": f"{what}s of 20 µs and more" if least_ms else f"{what}s",
              **differences(first_ms[what], second_ms[what], least_ms)}
