@@ -1,7 +1,7 @@
-"""Measures the kernels of a model that never were, on a machine that is the target, so that its latency rests on them.
+"""Measures kernels of a model that were never measured, on a machine that is the target, so that its prediction rests on them.
 
-The collector measures them and writes the target's dataset; then they are looked up with what was learned before, which holds
-as it did. The next training learns from them too.
+The collector measures them and writes the target's dataset. They are then looked up; what was learned before stays as it is.
+The next training learns from them too.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Filled:
     """What was measured for a prediction.
 
     Attributes:
-        measured: number of kernels that were measured now, well or not.
-        measuring_s: that this took, in seconds.
-        seconds: the same with building them, waiting for the processes that measure, and noting it all down.
-        left: ids of the kernels that have no measured time nonetheless.
+        measured: number of kernels that were measured now, including those that failed.
+        measuring_s: seconds that measuring took.
+        seconds: the same, plus building the kernels, waiting for the processes that measure, and writing the results.
+        left: ids of the kernels that still have no measured time.
     """
 
     measured: int
@@ -62,13 +62,13 @@ class Filled:
 
 
 def looked_up(composition: Composition) -> tuple[str, ...]:
-    """What a composition looks up of each kernel: its label, and in a pipeline the launches too."""
+    """The labels that a composition looks up of each kernel: its own, and in a pipeline the launches too."""
     return ON_GPU if composition.kind == "pipeline" else (composition.label,)
 
 
 def missing_kernels(fitted: Fitted, records: Sequence[ModelRecord]) -> dict[str, Kernel]:
-    """The kernels of some models, by id, of which the target's composition has to predict something. Of a node that holds
-    a body the body's kernels are, and not its own."""
+    """The kernels of some models, by id, of which the target's composition has to predict something. For a node that holds a
+    body, the body's kernels count, and not its own."""
     measured = fitted.predictors.measured
     return {name: kernel for record in records for name, kernel in record.kernels.items()
             if not is_control_flow(kernel) and any(label not in measured.get(name, {}) and not leaves_gpu_idle(kernel, label)
@@ -76,7 +76,7 @@ def missing_kernels(fitted: Fitted, records: Sequence[ModelRecord]) -> dict[str,
 
 
 def build(kernels: Mapping[str, Kernel], folder: Path) -> set[str]:
-    """Builds the kernels that are not in `folder` yet; returns the ids of those that are there then."""
+    """Builds the kernels that `folder` lacks; returns the ids of those that it then holds."""
     there = set()
     for name, kernel in kernels.items():
         if not (folder / f"{name}.onnx").exists():
@@ -92,24 +92,25 @@ def build(kernels: Mapping[str, Kernel], folder: Path) -> set[str]:
 def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), *, target: str | None = None,
                     workspace: Workspace | None = None, config: CollectorConfig | None = None, force: bool = False,
                     static: bool = False) -> Filled:
-    """Has the kernels of a model measured that no machine of the target has measured idle; `predict` then looks them up.
+    """Measures the kernels of a model that no machine of the target has measured on an idle device; `predict` then looks them
+    up.
 
     Args:
-        source: as `predict` takes it.
+        source: as for `predict`.
         sizes: of its dynamic dimensions by name, each combination that will be predicted.
         target: name of the target; by default as `predict` chooses it.
-        workspace: the folder that holds dataset and predictors; by default the repository. Predictors that come with Hase are
-            copied into it, and a dataset that is not there begins.
-        config: how to measure; by default benchmark/config.yaml. Its device, levels and labels are not looked at, and where
-            there is a dataset, that one's metrics and held-out families hold.
-        force, static: as in `predict`.
+        workspace: the folder that holds dataset and predictors; by default the repository. Predictors that come with Hase
+            are copied into it. If there is no dataset, one begins.
+        config: how to measure; by default benchmark/config.yaml. Its device, levels and labels are ignored, and an existing
+            dataset keeps its metrics and held-out groups.
+        force, static: as for `predict`.
 
     Raises:
         UserError: this machine is not the target, the model can't be used, or the dataset lacks the label that is needed.
     """
     workspace = workspace or Workspace()
     if isinstance(source, (str, Path)):
-        workspace.find_model(Path(source))  # a mistyped name is told of before anything starts
+        workspace.find_model(Path(source))  # reports a mistyped name before anything starts
     fitted = nothing_learned(workspace, target) or fitted_for(workspace, target)
     name, flavour = fitted.target.name, fitted.target.flavour
     if fitted.target not in local_targets():
@@ -120,7 +121,7 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
         "device": flavour.device,
         "labels": (*DEFAULT_LABELS, fitted.composition.label) if begins and fitted.composition.assumed and on_cpu else
                   (fitted.composition.label,)})
-    with start_crew(config, flavour.device, config.labels) as crew:  # it gets ready while the model is analysed
+    with start_crew(config, flavour.device, config.labels) as crew:  # it starts up while the model is analysed
         records = _records(source, sizes, fitted, workspace, force, static)
         missing = missing_kernels(fitted, records)
         if not missing:
@@ -140,10 +141,10 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
 
 
 def nothing_learned(workspace: Workspace, target: str | None) -> Fitted | None:
-    """What a machine without predictors begins with: stated constants (training/composition/default_composition.py), nothing
-    written.
+    """What a machine without predictors begins with: fixed constants (training/composition/default_composition.py). Writes
+    nothing.
 
-    None where there are predictors for `target`, or, without a name, for this machine; and where it is not this machine.
+    None if there are predictors for `target` or, without a name, for this machine; and if this machine is not the target.
 
     Raises:
         UserError: this machine is a GPU, and no composition of one comes with Hase.
@@ -162,7 +163,7 @@ def nothing_learned(workspace: Workspace, target: str | None) -> Fitted | None:
 
 def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted, workspace: Workspace,
              force: bool, static: bool) -> list[ModelRecord]:
-    """The model's record at each of some sizes, checked; errors as of `measure_missing`."""
+    """The model's record at each size, checked; errors as for `measure_missing`."""
     flavour = fitted.target.flavour
     model = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
     records = [record_of(model, flavour.device, dims, static) for dims in sizes]
@@ -176,7 +177,7 @@ def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted,
 
 def _measure(kernels: Sequence[DatasetKernel], fitted: Fitted, workspace: Workspace, config: CollectorConfig,
              crew: Crew) -> tuple[int, float]:
-    """Has built kernels measured and looked up; returns how many were measured, and the seconds that this took."""
+    """Measures built kernels, and looks them up from now on; returns how many were measured, and the seconds that took."""
     totals = collect_kernels(workspace, config, kernels, crew)
     _note_down(fitted, workspace)
     return totals["measured_kernels"], totals["measuring_s"]
@@ -184,9 +185,10 @@ def _measure(kernels: Sequence[DatasetKernel], fitted: Fitted, workspace: Worksp
 
 def _measure_in_model(source: Source, records: Sequence[ModelRecord], missing: Mapping[str, Kernel], fitted: Fitted,
                       workspace: Workspace, config: CollectorConfig, crew: Crew) -> tuple[int, float]:
-    """Has kernels measured in the model itself, at each of its sizes; returns as `_measure`.
+    """Measures kernels in the model itself, at each of its sizes; returns the same as `_measure`.
 
-    Nothing is measured where there is only a record of the model. What can't be measured so is left out, with a warning.
+    Nothing is measured if there is only a record of the model. Kernels that can't be measured in it are omitted, with a
+    warning.
     """
     if isinstance(source, ModelRecord) or (isinstance(source, (str, Path)) and Path(source).suffix == ".json"):
         return 0, 0.0
@@ -215,6 +217,6 @@ def _note_down(fitted: Fitted, workspace: Workspace) -> None:
             save_default(folder, fitted.predictors)
         elif fitted.predictors.folder != folder:
             log.warning("%s: what comes with Hase for %s is copied here and added to; a training in this workspace would "
-                        "replace it by what its own dataset tells", folder, name)
+                        "replace it by what its own dataset gives", folder, name)
             copy_predictors(fitted.predictors.folder, folder)
         renew_measured(folder, measured_times(workspace, name))

@@ -1,4 +1,4 @@
-"""Models measured on this machine, beside whatever runs there, or beside loads that are started for it."""
+"""Measures models on this machine, idle or while its device is shared with other work, which may be started for it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ log = get_logger("evaluator")
 
 WARMUP = 3
 LEAST_RUNS, MOST_RUNS = 10, 500  # of a session on an idle GPU
-STEADY = 0.10  # how much slower than its best the canary may be before a measurement
+STEADY = 0.10  # how much slower than at its best the canary may be before a measurement
 PATIENCE_S = 15.0  # how long to wait for that
 TIMEOUT_S = 600.0
 
@@ -55,10 +55,10 @@ class MeasuringPlan:
     """How models are measured here.
 
     Attributes:
-        rounds: how often each model is, in turn.
-        budget_s: for each model and round.
-        patience_s: how long to wait, before each on an idle device, for the machine to be as fast as its dataset knows it.
-        timeout_s: after which a model whose session has not answered is given up.
+        rounds: how often each model is measured.
+        budget_s: seconds for each model and round.
+        patience_s: how long to wait on an idle device, before each model, until the machine is as fast as in its dataset.
+        timeout_s: seconds after which a model whose session does not answer is given up.
     """
 
     rounds: int = 3
@@ -69,13 +69,13 @@ class MeasuringPlan:
 
 @dataclass(frozen=True)
 class LoadsHere:
-    """What else runs on this machine meanwhile, and what tells of it.
+    """What else runs on this machine meanwhile, and how it is read.
 
     Attributes:
-        config, metrics_file: where metrics are read from, as `inference.live.load.current_load` does; neither: nothing runs.
-        under_load: whose levels and backgrounds are started, one after another; where `config` names no Prometheus, its source
-            of metrics tells of them.
-        probe: whether the sharing probe tells, read here before each.
+        config, metrics_file: where metrics are read from, as in `inference.live.load.current_load`; neither: nothing runs.
+        under_load: its levels and backgrounds are started, one after another. If `config` names no Prometheus, its source of
+            metrics is read.
+        probe: whether the sharing probe is read before each.
     """
 
     config: InferenceConfig = field(default_factory=InferenceConfig)
@@ -84,12 +84,12 @@ class LoadsHere:
     probe: bool = False
 
     def check(self, fitted: Fitted, run_mode: RunMode, workspace: Workspace) -> None:
-        """Whether all loads can be had on a target that is this machine, and a Prometheus that is to tell of them answers,
-        before the first is measured.
+        """Checks, before anything is measured, that this machine can have all loads, and that a Prometheus that will be read
+        answers.
 
         Raises:
-            UserError: one can't, it does not (whatever `on_failure` says: a load that was started is never taken for idle), or
-                nothing is known of models run that way beside other work.
+            UserError: it can't, or it does not answer (whatever `on_failure` says: a started load is never taken for idle),
+                or nothing is known of models run that way while the GPU is shared.
         """
         device = fitted.target.flavour.device
         if self.metrics_file:
@@ -108,16 +108,16 @@ class LoadsHere:
             for background in self.under_load.backgrounds_on(device).values():
                 if background.model:
                     workspace.find_model(background.model)
-            if self.config.prometheus.url is not None:  # else each level would find out, after its wait
+            if self.config.prometheus.url is not None:  # or each level would fail, after its wait
                 server_for(self.config.prometheus).check()
 
     def each(self) -> list[tuple[float, Background | None]]:
-        """Levels and backgrounds in turn; a single idle one where no loads are started."""
+        """Levels and backgrounds, one after another; a single idle one if no loads are started."""
         return self.under_load.loads() if self.under_load else [(0.0, None)]
 
     @contextmanager
     def running(self, level: float, background: Background | None, device: str, workspace: Workspace) -> Iterator[Stress]:
-        """One of them while a block runs; it is up when the block begins, and no metrics from before it are left."""
+        """Runs one of them during a block. When the block begins, the load is up, and no metrics from before it are left."""
         with stress(level, background or COMPUTE, device, workspace=workspace) as stressor:
             if self.under_load:
                 settle_s = self.under_load.stress.settle_s + self.config.prometheus.memory_s
@@ -126,17 +126,17 @@ class LoadsHere:
             yield stressor
 
     def source(self, device: str) -> MetricSource | None:
-        """What reads this machine's metrics where loads are started and no Prometheus tells of them; else None."""
+        """What reads this machine's metrics, if loads are started and no Prometheus is read; else None."""
         return self.under_load.open_source(device) if self.under_load and self.config.prometheus.url is None else None
 
     def now(self, fitted: Fitted, level: float, source: MetricSource | None) -> tuple[Load, CoRunner | None]:
-        """What else runs at this moment: by metrics, and as a probe met it.
+        """What else runs at this moment: by metrics, and by a probe.
 
         Args:
             source: see `source`.
 
         Raises:
-            UserError: metrics or probe can't be read; a load that was started is never taken for idle.
+            UserError: metrics or probe can't be read; a started load is never taken for idle.
         """
         if self.under_load and source:
             load = Load(values(source.window(self.under_load.window_s)) if level else {})
@@ -148,12 +148,12 @@ class LoadsHere:
 
 @dataclass
 class MeasuredHere:
-    """What `measure_all` found.
+    """The result of `measure_all`.
 
     Attributes:
         models: with their predictions and samples.
-        load: the metrics that were read; in words where there are none, or several loads.
-        notices: what to know about it.
+        load: the metrics that were read; a word if there are none, or several loads.
+        notices: what the user should know about it.
     """
 
     models: list[EvaluatedModel] = field(default_factory=list)
@@ -163,13 +163,13 @@ class MeasuredHere:
 
 def measure_all(ready: Sequence[EvaluatedModel], fitted: Fitted, run_mode: RunMode, loads: LoadsHere, plan: MeasuringPlan,
                 workspace: Workspace, force: bool, failures: Failures) -> MeasuredHere:
-    """Predicts and measures models beside each of `loads`; one of several that fails costs only itself, even where it takes
-    the process down that runs it, which is not this one.
+    """Predicts and measures models under each of `loads`. Models run in a process of their own: one that fails, or takes that
+    process down, costs only itself.
 
     What else runs is read first, before models of this process are part of it.
 
     Raises:
-        UserError: what else runs is not known, where no load is started; or another process measures on this device.
+        UserError: no load is started, and what else runs is not known; or another process measures on this device.
     """
     with measuring(fitted.target.flavour.device), Worker(plan.timeout_s, fitted.target.flavour.runtime) as worker:
         return _measure_all(ready, worker, fitted, run_mode, loads, plan, workspace, force, failures)
@@ -211,13 +211,13 @@ def _measure_all(ready: Sequence[EvaluatedModel], worker: Worker, fitted: Fitted
 
 def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, run_mode: RunMode, plan: MeasuringPlan,
                  best_canary_ms: float, failures: Failures) -> None:
-    """Times every case as planned, all cases in each round, so that drift hits all alike.
+    """Times every model as planned. Each round goes over all models, so that drift affects all alike.
 
-    Before each it waits a while for the machine to be as fast as it was when the dataset was measured, by the canary.
+    Before each model it waits a while until the machine is as fast as when the dataset was measured, by the canary.
 
     Args:
-        worker: the process that runs them; where a model takes it down, or hangs, that costs this model alone.
-        best_canary_ms: the canary then; 0 where that is not known, or where the device is not idle: no waiting.
+        worker: the process that runs them. A model that takes it down, or hangs, costs this model alone.
+        best_canary_ms: the canary's time in the dataset; 0 if it is not known, or if the device is not idle: no waiting.
     """
     loaded = False
     for model in cli.progress([model for _ in range(plan.rounds) for model in models], "measuring"):
@@ -225,7 +225,7 @@ def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, 
             continue
         with failures.costing(model.name, model):
             try:
-                if not loaded:  # a process's first session loads the runtime, whose time and memory are no model's
+                if not loaded:  # a process's first session loads the runtime: this time and memory are not the model's
                     time_session(model, worker, device, run_mode, 0.0, watch_host=False)
                     loaded = True
                 canary = Canary(partial(worker.canary_ms, device), best_ms=best_canary_ms)
@@ -247,8 +247,8 @@ def measure_here(models: Sequence[EvaluatedModel], worker: Worker, device: str, 
 
 
 def at_measured_pace(model: EvaluatedModel, fitted: Fitted, run_mode: RunMode) -> bool:
-    """Sets the pace of the host that a case is predicted for to what was measured beside it; false where none was, or where it
-    does not count."""
+    """Sets the host pace that a model is predicted for to the one that was measured with it. False if none was measured, or if
+    the pace does not matter."""
     if model.failed or not model.probes_us or not compares(fitted, run_mode):
         return False
     model.host_pace = HostPace(ratio_of(median(model.probes_us), fitted), "measured")
@@ -257,7 +257,8 @@ def at_measured_pace(model: EvaluatedModel, fitted: Fitted, run_mode: RunMode) -
 
 def time_session(model: EvaluatedModel, worker: Worker, device: str, run_mode: RunMode, budget_s: float,
                  watch_host: bool) -> Reply:
-    """One session's samples of a case (with `watch_host`, those of moments in which the host was undisturbed) and its memory.
+    """One session's samples of a model, and its memory. With `watch_host`, only moments in which the host was undisturbed
+    count.
 
     Raises:
         UserError: there is no file, or ONNX Runtime can't load or run it.
