@@ -212,7 +212,7 @@ def test_rows_say_what_was_measured(collected: Collected) -> None:
     assert (good["Runs"] >= 3).all()
     assert good[[f"{metric}_during" for metric in METRICS]].notna().any().all()
     for block in read_journal(collected.folder):
-        assert (block.stress["duty"] > 0.02) is (block.level > 0.0)  # little, where the machine is busy
+        assert (block.stress["duty"] > 0.0) is (block.level > 0.0)  # very little, if the machine is busy
     described = {entry.kernel.id: entry for entry in read_kernels(collected.folder)}
     for _, row in good.iterrows():
         entry = described[row["Kernel_ID"]]
@@ -689,7 +689,7 @@ def test_every_background_is_used_at_each_level(under_load: Workspace) -> None:
         assert bool(block.background_name) == (block.level > 0)
         assert set(block.background) == set(METRICS)  # alone, beside the window of the runs
         assert block.during == {} or set(block.during) == set(METRICS)
-        assert (block.stress["duty"] > 0.02) is (block.level > 0)
+        assert (block.stress["duty"] > 0.0) is (block.level > 0)
         assert all(m.samples_ms for m in block.measurements)
     header = read_header(folder)
     assert list(header.backgrounds) == ["products", "net"]
