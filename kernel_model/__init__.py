@@ -1,1 +1,1 @@
-"""Phase 3: each kernel as an ONNX model."""
+"""Phase 3: every kernel as an ONNX model of its own."""

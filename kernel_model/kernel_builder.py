@@ -1,8 +1,8 @@
-"""Phase 3.1: builds each kernel as an ONNX model, which ONNX Runtime can load.
+"""Phase 3.1: every kernel as an ONNX model of its own, which ONNX Runtime loads as it stands.
 
-Reads a model's record, an index, or one kernel's JSON (default: the index of every flavour in ort_analysis/ort_kernel_record).
-Writes kernel_model/kernel_onnx/<flavour>/<kernel id>.onnx, with the kernel's description in the metadata. Weights above 64 KiB
-are in one shared file of random numbers in the same folder, so that the file of a kernel has only a few KiB.
+Reads a model's record, the index, or one kernel's JSON (by default the index of every flavour in
+ort_analysis/ort_kernel_record). Writes kernel_model/kernel_onnx/<flavour>/<kernel id>.onnx, each with its description in
+its metadata. Weights above 64 KiB lie in one shared file of random numbers beside them, so a kernel takes a few KiB.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ python kernel_model/kernel_builder.py --kernel one_kernel.json --check
 
 
 def build_all(source: Path, workspace: Workspace, check: bool, force: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    """Builds the kernels of one file that `read_kernels` reads.
+    """Builds the kernels in one of the files that `read_kernels` reads: a row for each that is there then, and the ids of those
+    that can't be built.
 
     Args:
         source: the file.
-        workspace: to write to.
-        check: also run each kernel once on dummy inputs.
-        force: build kernels again that exist already.
-
-    Returns:
-        One row per kernel that exists now, and the ids of the kernels that can't be built.
+        workspace: where to.
+        check: also run each once on dummy inputs.
+        force: build again what is there already.
 
     Raises:
         UserError: the file can't be read.
@@ -72,7 +70,7 @@ def main() -> int:
     parser.add_argument("--record", "--kernel", type=Path, action="append", dest="sources", metavar="JSON",
                         help="a model's record, an index, or one kernel's JSON (repeatable; default: every index)")
     parser.add_argument("--check", action="store_true", help="also run each kernel once on dummy inputs")
-    parser.add_argument("--force", action="store_true", help="build kernels again that exist already")
+    parser.add_argument("--force", action="store_true", help="build again what is there already")
     args = parser.parse_args()
     workspace = cli.start(args)
     with sole_writer(workspace.kernel_onnx):

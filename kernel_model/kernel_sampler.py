@@ -1,12 +1,11 @@
-"""Phase 3.2: samples kernels of further shapes, so that predictors learn how time depends on shape.
+"""Phase 3.2: further kernels around those of the models, so that predictors learn how time follows shape.
 
-Reads the index of every flavour in ort_analysis/ort_kernel_record. Draws kernels of the index at random (the seeds) and changes
-their sizes: batch, channels, height, width, window and stride, or rows, columns and depth of a product. ONNX Runtime decides
-which are valid and what their outputs are; the others are counted. With --free, also draws kernels that are near no model. With
---errors, reads the errors that training wrote in place of the index, and draws near the kernels with the largest errors.
-
-Writes the kernels to kernel_model/kernel_onnx/<flavour>/, next to those of the models. Its file sampled.json says which
-families have the seed of each kernel.
+Reads the index of every flavour in ort_analysis/ort_kernel_record. Draws kernels of the index at random and changes
+their sizes: batch, channels, height and width, kernel and stride, or rows, columns and depth of a product. ONNX Runtime
+says which are valid and what they put out; the others are counted. With --free, draws kernels of no model besides. With
+--errors, reads what training wrote instead of the index, and draws near those kernels that it predicted worst when it left
+them out. Writes all to kernel_model/kernel_onnx/<flavour>/ beside the models' own, and to sampled.json there which families
+hold the kernel that seeded each.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ from utils.processes import process_pool
 
 log = get_logger("sampler")
 MOST_MIB = 256
-FREE: Families = ()  # the families of a kernel without a seed
-NEAR_SPREAD = 0.5  # of the sizes around a kernel with a large error; it is 1 around kernels of models
-TRIES = 20  # at most this many draws per wanted kernel
+FREE: Families = ()  # no model's kernel seeded this one
+NEAR_SPREAD = 0.5  # of the sizes around a kernel that is predicted badly; around those of models 1
+TRIES = 20  # draws for each kernel asked for, at most
 EXAMPLES = """
 python kernel_model/kernel_sampler.py --count 1000 --batch-sizes 1,2,4,8,16
 python kernel_model/kernel_sampler.py --count 5000 --most-gflop 200 --without vgg --seed 7
@@ -53,8 +52,8 @@ python kernel_model/kernel_sampler.py --errors training/kernel_errors/nvidia-h20
 
 
 Draw = tuple[list[KernelInput], dict[str, Any]]
-Drawn = tuple[Kernel, Families]  # a kernel, and the families that have its seed
-Sampled = tuple[dict[str, Drawn], Counter[str]]  # new kernels by id, and the number of refused draws by reason
+Drawn = tuple[Kernel, Families]  # a kernel, and the families that hold the one that seeded it
+Sampled = tuple[dict[str, Drawn], Counter[str]]  # new kernels by id, and how many draws were refused and why
 
 
 def footprint_mib(kernel: Kernel) -> float:
@@ -67,17 +66,10 @@ def _families(names: Iterable[str], without: Collection[str]) -> Families:
 
 def sample(entries: Sequence[Drawn], count: int, generator: np.random.Generator, batches: Sequence[int],
            most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (), there: Collection[str] = ()) -> Sampled:
-    """Up to `count` new kernels, drawn near kernels of models. A type is drawn in proportion to the square root of its number
-    of kernels.
+    """Up to `count` new kernels by id, each with the families that seeded it, and how many draws were refused and why.
 
-    Args:
-        entries: the kernels of models, with the models' families.
-        count: of new kernels.
-        generator: of random numbers.
-        batches: batch sizes to draw from.
-        most_gflop, most_mib: of a kernel.
-        without: families whose kernels are no seeds.
-        there: ids of kernels that were sampled before.
+    `entries` are kernels of models, with the models' groups. A type is drawn as often as the square root of its number of
+    kernels says; kernels of the families in `without` seed nothing, and the ids in `there` were sampled before.
     """
     seeds: dict[str, list[Drawn]] = {}
     for kernel, groups in entries:
@@ -98,7 +90,7 @@ def sample(entries: Sequence[Drawn], count: int, generator: np.random.Generator,
 
 
 def near_batch(kernel: Kernel, batches: Sequence[int], generator: np.random.Generator) -> int:
-    """One of `batches` within a factor of two of the kernel's first dimension, or that dimension where there is none."""
+    """One of `batches` within a factor of two of the kernel's own first dimension, or that dimension where none is."""
     own = next((tensor.shape[0] for tensor in kernel.activations if tensor.shape), 1)
     return int(generator.choice([batch for batch in batches if own <= 2 * batch and batch <= 2 * own] or [own]))
 
@@ -106,10 +98,10 @@ def near_batch(kernel: Kernel, batches: Sequence[int], generator: np.random.Gene
 def sample_again(errors: KernelErrors, count: int, generator: np.random.Generator, batches: Sequence[int],
                  most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (),
                  there: Collection[str] = ()) -> Sampled:
-    """Up to `count` new kernels near those with the largest errors, which may be sampled ones; else as `sample`.
+    """Up to `count` new kernels by id, near those that are predicted worst, sampled ones among them; else as `sample`.
 
-    Seeds are drawn in proportion to `draw_weights`. A new kernel has the families of its seed: FREE where the seed has none.
-    Kernels of families that are held out of the training, or in `without`, are no seeds.
+    A kernel is drawn from as often as its `draw_weights` says. Its families go with what it seeds: FREE where it is of no
+    model; families held out of the training, or in `without`, seed nothing.
     """
     held_out = {*errors.held_out, *without}
     seeds = [error for error in errors.kernels if not error.families or set(error.families) - held_out]
@@ -126,13 +118,13 @@ def sample_again(errors: KernelErrors, count: int, generator: np.random.Generato
 
 def sample_free(count: int, generator: np.random.Generator, batches: Sequence[int], most_gflop: float,
                 most_mib: float = MOST_MIB, there: Collection[str] = ()) -> Sampled:
-    """Up to `count` new kernels without a seed; else as `sample`."""
+    """Up to `count` new kernels of no model by id, each with FREE, and how many draws were refused and why."""
     return collect_draws(lambda: (draw_free_kernel(int(generator.choice(batches)), generator), FREE), count, most_gflop,
                          most_mib, there)
 
 
 def collect_draws(draw: Callable[[], Drawn], count: int, most_gflop: float, most_mib: float, known: Collection[str]) -> Sampled:
-    """Draws until there are `count` new kernels that are not too large, or `count` · TRIES draws were made."""
+    """Draws until `count` new kernels that are small enough are found; them by id, and how many were refused and why."""
     found: dict[str, Drawn] = {}
     refused: Counter[str] = Counter()
     for _ in cli.progress(range(count * TRIES), "sampling"):
@@ -141,7 +133,7 @@ def collect_draws(draw: Callable[[], Drawn], count: int, most_gflop: float, most
         try:
             drawn, families = draw()
         except (UserError, ValueError, IndexError, KeyError, ZeroDivisionError) as error:
-            log.debug("%s", error)  # random sizes often do not fit together
+            log.debug("%s", error)  # sizes that do not fit together are what drawing at random gives
             refused["sizes do not fit"] += 1
             continue
         if drawn.flops > most_gflop * 1e9 or footprint_mib(drawn) > most_mib:
@@ -158,7 +150,7 @@ Sampler = Callable[[int, np.random.Generator], Sampled]
 
 def draw_and_build(sampler: Sampler, count: int, generator: np.random.Generator,
                    folder: Path) -> tuple[Seeds, Counter[str]]:
-    """Samples and builds `count` kernels; returns the families of their seeds by kernel id, and refused draws by reason."""
+    """Samples and builds `count` kernels; the families that seeded each by id, and how many draws were refused and why."""
     found, refused = sampler(count, generator)
     for kernel, _ in cli.progress(list(found.values()), "building"):
         kernel_build(kernel, folder)
@@ -167,7 +159,7 @@ def draw_and_build(sampler: Sampler, count: int, generator: np.random.Generator,
 
 def sample_in_parallel(sampler: Sampler, count: int, seed: Sequence[int], folder: Path, jobs: int) -> tuple[Seeds,
                                                                                                             Counter[str]]:
-    """`draw_and_build` in `jobs` processes with different random numbers; kernels that several of them find count once."""
+    """`draw_and_build` in `jobs` processes, each with a seed of its own; what several found counts once."""
     if jobs == 1:
         return draw_and_build(sampler, count, np.random.default_rng(seed), folder)
     seeds: Seeds = {}
@@ -184,13 +176,13 @@ def sample_in_parallel(sampler: Sampler, count: int, seed: Sequence[int], folder
 
 
 def indexed(path: Path) -> tuple[str, list[Drawn]]:
-    """The name of an index's flavour, and its kernels with the families of the models that have them."""
+    """The name of an index's flavour, and its kernels with the groups of the models that hold them."""
     index = read_index(path)
     return index.flavour.name, [(entry.kernel, index.groups_of(entry)) for entry in index.entries()]
 
 
 class Step(NamedTuple):
-    """One kind of draw, `sampled` (near a seed) or `free`; the function that draws, and how many kernels are wanted."""
+    """One kind of draw: `sampled` (around kernels that exist) or `free`; what draws, and how many kernels are wanted."""
 
     kind: str
     sampler: Sampler
@@ -199,11 +191,11 @@ class Step(NamedTuple):
 
 def steps_of(args: argparse.Namespace, errors: KernelErrors | None, entries: Sequence[Drawn], folder: Path,
              seeds: Seeds) -> list[Step]:
-    """The draws for one flavour.
+    """What to draw for one flavour.
 
     Args:
         args: of the command.
-        errors: of a training, whose kernels are the seeds; None: those of the index are.
+        errors: of the training; None where kernels of the index are drawn from.
         entries: the kernels of the index.
         folder: of the built kernels.
         seeds: of the kernels that were sampled before.
@@ -220,7 +212,7 @@ def steps_of(args: argparse.Namespace, errors: KernelErrors | None, entries: Seq
 
 
 def sample_flavour(folder: Path, seeds: Seeds, steps: Iterable[Step], seed: int, jobs: int) -> dict[str, Any]:
-    """Draws and builds kernels into the folder of a flavour, and adds them to `seeds` and its file. Returns a row to print.
+    """Draws and builds kernels into the folder of a flavour, adds them to `seeds` and its file; a row for the table.
 
     Args:
         folder: of the built kernels.
@@ -247,21 +239,21 @@ def sample_flavour(folder: Path, seeds: Seeds, steps: Iterable[Step], seed: int,
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The command's own options."""
     parser.add_argument("--count", type=cli.whole, default=1000,
-                        help="kernels near those of models, including those of earlier calls (default: 1000)")
+                        help="kernels around those of models, those of earlier calls too (default: 1000)")
     parser.add_argument("--free", type=cli.whole, default=0, metavar="N",
-                        help="kernels near no model, of usual sizes, including those of earlier calls (default: 0)")
+                        help="kernels of no model, sizes drawn from the usual ranges, those of earlier calls too (default: 0)")
     parser.add_argument("--errors", type=Path, metavar="FILE",
-                        help="a file in training/kernel_errors: draw --count further kernels, not including those of earlier "
-                             "calls, near the kernels with the largest errors")
+                        help="what training wrote to training/kernel_errors: --count further kernels, those of earlier calls "
+                             "not counted, around those that are predicted worst")
     parser.add_argument("--batch-sizes", type=cli.counts, default="1,2,4,8,16", metavar="N,…",
                         help="batch sizes to draw from")
     parser.add_argument("--most-gflop", type=cli.positive, default=2.0, help="largest kernel, in 10^9 operations (default: 2)")
     parser.add_argument("--most-mib", type=cli.positive, default=MOST_MIB,
-                        help=f"largest kernel, in MiB that it reads and writes (default: {MOST_MIB})")
+                        help=f"largest kernel, all that it reads and writes (default: {MOST_MIB})")
     parser.add_argument("--without", action="append", default=[], metavar="FAMILY",
-                        help="a model family whose kernels are not drawn from (repeatable), e.g. vgg")
+                        help="a model family whose kernels seed nothing (repeatable), e.g. vgg")
     parser.add_argument("--seed", type=cli.whole, default=0)
-    parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="processes that draw in parallel (default: 1)")
+    parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="processes that draw side by side (default: 1)")
 
 
 def main() -> int:

@@ -13,19 +13,17 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from ort_analysis.graph.analysis import analyze, update_index
+from ort_analysis.graph.analysis import update_index
+from ort_analysis.graph.recording import write_records
 from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import index_path, record_path
-from utils import cli, files
+from ort_analysis.records.reading import index_path
+from utils import cli
 from utils.errors import UserError
 from utils.locks import sole_writer
 from utils.logger import get_logger
-from utils.paths import Workspace, model_files
-from utils.processes import CRASHED, each_in_a_process
+from utils.paths import model_files
 
 log = get_logger("fusion")
 EXAMPLES = """
@@ -51,35 +49,6 @@ def fusion_rows(record: ModelRecord) -> list[dict[str, Any]]:
     return [{"node": node.name, "type": record.kernel_of(node).type, "kernel": node.kernel_id,
              "origins": " + ".join(f"{o.op_type}({o.name})" for o in node.origins) or "(inserted by ORT)"}
             for node in record.nodes]
-
-
-def write_record(workspace: Workspace, path: Path, device: str, dims: dict[str, int], static: bool,
-                 group: str = "") -> ModelRecord | UserError:
-    """Analyses one model and writes its record. An error in the model is returned, not raised."""
-    try:
-        record = analyze(path, device, dims, static=static, group=group)
-    except UserError as error:
-        return error
-    files.write_json(record_path(workspace, record.flavour, record.model), record)
-    return record
-
-
-def write_records(workspace: Workspace, work: Sequence[tuple[Path, dict[str, int]]], device: str,
-                  jobs: int, static: bool = False, group: str = "") -> list[ModelRecord | UserError]:
-    """`write_record` for pairs of a model and its sizes, `jobs` at a time; the results are in the order of `work`. If one of
-    several models crashes ONNX Runtime, only that one fails."""
-    if len(work) == 1:
-        return [_write_one(workspace, device, static, group, one) for one in work]
-    return each_in_a_process(partial(_write_one, workspace, device, static, group), work, jobs, _crashed, "analysing")
-
-
-def _write_one(workspace: Workspace, device: str, static: bool, group: str,
-               one: tuple[Path, dict[str, int]]) -> ModelRecord | UserError:
-    return write_record(workspace, one[0], device, one[1], static, group)
-
-
-def _crashed(one: tuple[Path, dict[str, int]]) -> ModelRecord | UserError:
-    return UserError(f"{one[0]}: {CRASHED}")
 
 
 def main() -> int:

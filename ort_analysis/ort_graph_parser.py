@@ -28,7 +28,7 @@ python ort_analysis/ort_graph_parser.py --model model.onnx --device cuda --json
 
 
 def node_rows(graph: ParsedGraph) -> list[dict[str, Any]]:
-    """One row per node: number, name, operator, provider, shapes of inputs and outputs, attributes."""
+    """One row a node: number, name, operator, provider, shapes of inputs and outputs, attributes."""
     return [
         {"#": number, "node": node.name, "op_type": (f"{node.domain}." if node.domain else "") + node.op_type,
          "provider": node.provider, "inputs": " ".join(shape_text(graph.tensors[i]) for i in node.inputs),

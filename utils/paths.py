@@ -27,7 +27,7 @@ class Workspace:
 
     @property
     def models(self) -> Path:
-        """Exported models and ORT's optimised graphs. Written by torchvision_exporter; read by every later phase."""
+        """Exported models and ORT's optimised graphs. Written by the exporters of model_zoo; read by every later phase."""
         return self.root / "model_zoo" / "models"
 
     @property

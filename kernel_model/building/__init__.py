@@ -1,1 +1,1 @@
-"""ONNX models of one kernel, or of many kernels in a carrier."""
+"""A kernel, or many in a carrier, as an ONNX model."""

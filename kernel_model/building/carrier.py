@@ -1,8 +1,9 @@
-"""A carrier: one graph with many kernels, one after another, so that caches are in the same state as inside a model.
+"""A carrier: many kernels one after another in one graph, so that each meets the caches as it does inside a model.
 
-A kernel that runs alone in a loop has its weights in the cache and pays for a whole session run. In a carrier, its inputs were
-just written by the operator before it, its weights were last used in the previous run, and ORT's profile gives its own time.
-Before each kernel, an `Abs` writes every floating-point input; after it, a `Shape` uses each output without reading its data.
+A kernel run alone in a loop finds its weights in the cache and pays for a whole session run. In a carrier its inputs
+were just written by the operator before it, its weights were last used a whole run ago, and ORT's profile gives its own
+time. Each kernel stands between an `Abs` for every floating input and a `Shape` that uses up its outputs without
+reading them.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from ort_analysis.records.elements import type_code
 from ort_analysis.records.kernel_record import Kernel
 from utils.lazy import onnx
 
-WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16"}}  # types that Abs supports
+WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16"}}  # types that Abs takes
 
-WRITER = "abs_"  # prefix of the names of the nodes that write a kernel's inputs
+WRITER = "abs_"  # how the names of the nodes that write a kernel's inputs begin
 
 
 def node_name(position: int) -> str:
-    """The name of the node of the carrier's kernel number `position`."""
+    """The name of the carrier's kernel number `position`."""
     return f"kernel_{position}"
 
 
 def carrier_bytes(kernel: Kernel) -> int:
-    """Bytes of memory that a kernel takes in a carrier: its tensors, and its inputs once more as inputs of the graph."""
+    """Memory that a kernel takes in a carrier: its tensors, and its inputs a second time as the graph's."""
     activations = sum(tensor.bytes for tensor in kernel.activations)
     return kernel.weight_bytes + 2 * activations + sum(tensor.bytes for tensor in kernel.outputs)
 
@@ -53,7 +54,7 @@ class _Graph:
         self.values: dict[str, np.ndarray] = {}
 
     def add(self, number: int, kernel: Kernel) -> None:
-        """Adds a kernel, the nodes that write its inputs, and the nodes that use its outputs."""
+        """Adds a kernel between the nodes that write its inputs and those that use up its outputs."""
         names = [self._add_input(number, kernel, position) if tensor.present else ""
                  for position, tensor in enumerate(kernel.inputs)]
         outputs = [f"k{number}_y{position}" if tensor.present else "" for position, tensor in enumerate(kernel.outputs)]
@@ -66,7 +67,7 @@ class _Graph:
                 self.outputs.append(onnx.helper.make_tensor_value_info(shape, type_code("int64"), [rank]))
 
     def _add_input(self, number: int, kernel: Kernel, position: int) -> str:
-        """Adds what input `position` of a kernel reads: a constant, an `Abs`, or an input of the graph. Returns its name."""
+        """What input `position` of a kernel reads: a constant, what an `Abs` wrote, or an input of the graph; its name."""
         name, tensor = f"k{number}_x{position}", kernel.inputs[position]
         if tensor.constant:
             value = dummy_tensor(kernel, position, number)
@@ -85,17 +86,17 @@ class _Graph:
 
 def build_carrier(kernels: Sequence[Kernel], device: str,
                   with_floats: bool = True) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
-    """The carrier of `kernels`, in order, and values for its inputs by name.
+    """The carrier of `kernels`, in order, and values for its inputs.
 
-    The node of kernel i is called `node_name(i)`.
+    Node number i is called `node_name(i)`. Opsets are those of the first kernel of each domain.
 
     Args:
-        kernels: of one operator-set version per domain.
-        device: `cpu` or `cuda`: decides which types an `Abs` can write.
-        with_floats: whether to return values for the inputs of `Abs` too, for which any numbers will do.
+        kernels: what to carry.
+        device: `cpu` or `cuda`: whose `Abs` writes the inputs.
+        with_floats: whether there are values for inputs that an `Abs` reads too; any numbers will do for them.
 
     Raises:
-        UserError: a kernel can't be built.
+        UserError: a kernel that can't be built.
     """
     carrier = _Graph(device, with_floats)
     opsets: dict[str, int] = {"": 20}

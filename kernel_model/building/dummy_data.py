@@ -1,4 +1,4 @@
-"""Dummy tensors that an operator accepts: indices in range, no NaN, no denormal numbers."""
+"""Tensors of a kind that an operator accepts: indices in range, no NaN, nothing denormal."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ POOL_ELEMENTS = 1 << 22
 
 @functools.cache
 def _pool() -> np.ndarray:
-    """Random numbers in [-1, 1) with an absolute value of at least 1e-3, from which tensors are cut; repeated once."""
+    """Random numbers in [-1, 1), none of them smaller than 1e-3 in size, that tensors are cut from; twice in a row."""
     values = np.random.default_rng(0).uniform(1e-3, 1.0, POOL_ELEMENTS).astype(np.float32)
     values[1::2] *= -1
     return np.tile(values, 2)
 
 
 def random_floats(shape: tuple[int, ...], dtype: str, offset: int = 0, positive: bool = False) -> np.ndarray:
-    """Random numbers in [-1, 1), or in (0, 1) if `positive`; always the same for the same arguments."""
+    """Random numbers in [-1, 1), or (0, 1) when `positive`; the same for the same arguments."""
     count = int(np.prod(shape, dtype=np.int64))
     start = offset % POOL_ELEMENTS
     values = np.resize(_pool()[start:start + min(max(count, 1), POOL_ELEMENTS)], count).reshape(shape)
@@ -44,7 +44,7 @@ def index_limit(kernel: Kernel, position: int) -> int | None:
 
 
 def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
-    """A value for input `position` of `kernel`: the recorded one if there is one, else random numbers that it accepts."""
+    """A value for input `position` of `kernel`: the recorded one where there is one, else random and acceptable."""
     tensor: KernelInput = kernel.inputs[position]
     if tensor.dtype == "string":
         return np.full(tensor.shape, first_taught(kernel.attributes), object)
@@ -79,7 +79,7 @@ def output_name(position: int) -> str:
 
 
 def dummy_inputs(kernel: Kernel, seed: int = 0) -> dict[str, np.ndarray]:
-    """A value for every input that is no constant, by its name in the built model.
+    """A value for every input that changes from run to run, by its name in the built model.
 
     Raises:
         UserError: an element type that numpy lacks.

@@ -1,4 +1,4 @@
-"""Builds a kernel as an ONNX model, and reads such models."""
+"""A kernel as an ONNX model of its own."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ IR_VERSION = 10
 
 
 def kernel_node(kernel: Kernel, inputs: list[str], outputs: list[str], name: str) -> onnx.NodeProto:
-    """The kernel's node, with these names of tensors.
+    """The kernel's node with the given tensor names.
 
     Raises:
-        UserError: the kernel has a subgraph, of which records keep only a hash, or an input or output that is no tensor.
+        UserError: the kernel holds a subgraph, of which records keep only a hash, or takes or gives what is no tensor.
     """
     node = onnx.helper.make_node(kernel.op_type, inputs, outputs, name=name, domain=kernel.domain)
     if kernel.subgraphs:
@@ -48,19 +48,18 @@ def kernel_node(kernel: Kernel, inputs: list[str], outputs: list[str], name: str
 
 
 def shareable(tensor: KernelInput) -> bool:
-    """Whether a tensor is a constant of arbitrary value that is large enough to be kept outside the model's file."""
+    """Whether a constant's value does not matter and it is large enough to lie outside the model's file."""
     return tensor.constant and tensor.bytes > INLINE_BYTES and tensor.dtype in SHARED_TYPES
 
 
 def build_model(kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None,
                 shared: Callable[[str, KernelInput], onnx.TensorProto] | None = None) -> onnx.ModelProto:
-    """The kernel as a model of one node, with inputs `x<i>`, constants, and outputs `y<i>`.
+    """The kernel as a model: one node, typed inputs `x<i>`, constants inside, outputs `y<i>`.
 
     Args:
-        kernel: to build.
-        weights: values of constant inputs by position; random numbers for the others.
-        shared: returns a large weight that is kept in another file, given its name and description; None: all weights are part
-            of the model.
+        kernel: what to build.
+        weights: values of constant inputs by position; random ones where not given.
+        shared: makes a large weight that lies elsewhere, from its name and description; else weights lie inside.
     """
     names = [input_name(i) if tensor.present else "" for i, tensor in enumerate(kernel.inputs)]
     outs = [output_name(i) if tensor.present else "" for i, tensor in enumerate(kernel.outputs)]
@@ -87,7 +86,7 @@ def onnx_prop(key: str, value: str) -> onnx.StringStringEntryProto:
 
 
 def shared_weight(folder: Path, name: str, tensor: KernelInput) -> onnx.TensorProto:
-    """A weight in the shared file of random numbers of its type in `folder`; the file is made larger if needed."""
+    """A weight that lies in the file of random numbers of its type in `folder`, which grows as needed."""
     shared = folder / f"random_{tensor.dtype}.bin"
     if not shared.exists() or shared.stat().st_size < tensor.bytes:
         files.write_bytes(shared, random_floats((tensor.elements,), tensor.dtype).tobytes())
@@ -102,9 +101,9 @@ def kernel_build(kernel: Kernel, folder: Path, weights: Mapping[int, np.ndarray]
     """Writes `kernel` to `<folder>/<kernel id>.onnx` and returns the path.
 
     Args:
-        kernel: to build.
-        folder: to write to; made if missing.
-        weights: values of constant inputs by position, which are then written into the file.
+        kernel: what to build.
+        folder: where; made if missing.
+        weights: values of constant inputs by position (then they are written into the file).
 
     Raises:
         UserError: the kernel can't be built alone, or a tensor's type has no numpy counterpart.
@@ -120,7 +119,7 @@ def built_kernel(path: Path) -> Kernel:
     """The description of the kernel in a file that `kernel_build` wrote.
 
     Raises:
-        UserError: the file is missing, is no ONNX model, or is no kernel that Hase built.
+        UserError: no ONNX, or no kernel of Hase's.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file")
@@ -133,10 +132,10 @@ def built_kernel(path: Path) -> Kernel:
 
 
 def kernel_in(model: onnx.ModelProto, name: str) -> Kernel | None:
-    """The kernel that is described in a built model's metadata; None for any other model.
+    """The kernel that a built model describes in its metadata; None for any other model.
 
     Raises:
-        UserError: the description is damaged; the message has the model's `name`.
+        UserError: the description is damaged; `name` says whose.
     """
     found = [prop.value for prop in model.metadata_props if prop.key == KERNEL_KEY]
     try:
@@ -150,7 +149,7 @@ def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
     """Runs a built kernel once on dummy inputs.
 
     Raises:
-        UserError: it can't be loaded or run, or its output has NaN.
+        UserError: it does not load or run, or gives NaN.
     """
     session = open_session(path, device, optimize="none")
     with model_errors(str(path)):
@@ -160,10 +159,10 @@ def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
 
 
 def read_kernels(path: Path) -> tuple[Flavour | None, list[Kernel]]:
-    """The kernels in a model's record, an index, or a single kernel's JSON, and their flavour (None for a single kernel).
+    """The kernels in a model's record, an index, or a single kernel's JSON, with their flavour (None for the last).
 
     Raises:
-        UserError: there is no such file, or it is none of the three.
+        UserError: no such file, or none of the three.
     """
     data = files.read_json(path)
     if isinstance(data, dict) and "nodes" in data:
@@ -180,7 +179,7 @@ def read_kernels(path: Path) -> tuple[Flavour | None, list[Kernel]]:
 
 
 def default_sources(workspace: Workspace) -> list[Path]:
-    """The index files of all flavours that were analysed; `UserError` where there is none."""
+    """The index of every flavour that was analysed; `UserError` where there is none."""
     found = sorted(workspace.kernel_records.glob("*/index.json"))
     if not found:
         raise UserError(f"{workspace.kernel_records}: no kernel records; make them with: "

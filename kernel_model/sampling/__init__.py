@@ -1,1 +1,1 @@
-"""Samples kernels of further shapes: near those of models, or near none."""
+"""Further shapes of kernels: drawn near those of models, and freely."""

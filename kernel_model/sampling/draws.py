@@ -1,4 +1,4 @@
-"""Draws kernels with sizes near those of a given kernel."""
+"""Draws a further shape near that of a kernel."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from utils.errors import UserError
 from utils.ort_sessions import open_session
 
 Draw = tuple[list[KernelInput], dict[str, Any]]
-BLOCK = 16  # ORT's widest block, of which the channels of a blocked tensor are a multiple
+BLOCK = 16  # channels of a blocked tensor come in multiples of ORT's widest block
 SIDES = np.array([4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224])
-# Operators whose one output has the shape of the first input. No session is needed to know it, and the CPU provider can't open
+# Operators with one output, of the first input's shape: no session is needed to know it, nor could the CPU provider open
 # one for all of them.
 LIKE_FIRST_INPUT = {"Relu", "Sigmoid", "HardSigmoid", "HardSwish", "Clip", "Gelu", "QuickGelu", "BiasGelu", "FastGelu", "Tanh",
                     "Softmax", "BiasSoftmax", "Sqrt", "Erf", "Neg", "Abs", "Exp", "Log"}
 
 
 def scaled(size: int, generator: np.random.Generator, multiple: int = 1, spread: float = 1.0) -> int:
-    """`size` times a random factor between 2^−spread and 2^spread, rounded to a multiple of `multiple`, at least `multiple`."""
+    """`size` times a random factor between 2^−spread and 2^spread, a multiple of `multiple`, at least that."""
     wanted = size * 2.0 ** generator.uniform(-spread, spread)
     return max(multiple, round(wanted / multiple) * multiple)
 
 
 def side(size: int, generator: np.random.Generator, spread: float = 1.0) -> int:
-    """A usual side of an image near `size`: between a little less than 2^−spread and 2^spread times `size`."""
+    """A usual image side near `size`: from a little less than 2^−spread of it to 2^spread times."""
     near = SIDES[(size * 0.9 * 2.0**-spread <= SIDES) & (size * 2.0**spread >= SIDES)]
     return int(generator.choice(near)) if near.size else size
 
@@ -41,7 +41,7 @@ def channel_multiple(kernel: Kernel) -> int:
 
 
 def axis_multiple(kernel: Kernel, size: int) -> int:
-    """The number that must divide a new size of an axis, so that blocks stay whole and sizes fit vectors as before."""
+    """What a new size of an axis is a multiple of: blocks stay whole, and sizes of whole vectors stay so."""
     return channel_multiple(kernel) if size % 8 == 0 or kernel.op_type == "ReorderInput" else 1
 
 
@@ -121,9 +121,9 @@ def draw_matmul(kernel: Kernel, batch: int, generator: np.random.Generator, spre
 
 
 def draw_axes(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
-    """Any other operator, with every axis scaled: by the same factor for all inputs of the same size there. Sizes of 1 stay.
+    """Any other operator: every axis is scaled, the same for all inputs that have one size there; sizes of 1 stay.
 
-    Inputs are aligned at their last axis, as for broadcasting. The axis that an operator joins or splits keeps its size.
+    Inputs are aligned at their last axis, as broadcasting does. The axis that an operator joins or splits stays.
     """
     inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
     tensors = [tensor for tensor in inputs if tensor.present and tensor.values is None]
@@ -149,7 +149,7 @@ def draw_axes(kernel: Kernel, batch: int, generator: np.random.Generator, spread
         if tensor.present and tensor.values is None:
             offset = rank - len(tensor.shape)
             inputs[position] = resize(tensor, [new[offset + axis, size] for axis, size in enumerate(tensor.shape)])
-    if "channels" in attributes and image:  # ReorderOutput: the number of channels without padding
+    if "channels" in attributes and image:  # ReorderOutput: how many of the blocked channels are real
         attributes["channels"] = inputs[0].shape[1]
     return inputs, attributes
 
@@ -159,7 +159,7 @@ DRAWS: dict[str, Callable[[Kernel, int, np.random.Generator, float], Draw]] = {
 
 
 def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The outputs of the changed kernel, inferred by ORT.
+    """What ORT says the changed kernel puts out.
 
     Raises:
         UserError: the sizes do not fit together.
@@ -167,7 +167,7 @@ def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dic
     if kernel.op_type in LIKE_FIRST_INPUT:
         return (Tensor(dtype=kernel.outputs[0].dtype, shape=inputs[0].shape),)
     free = tuple(tensor.model_copy(update={"constant": False}) if shareable(tensor) else tensor for tensor in inputs)
-    model = build_model(kernel.model_copy(update={"inputs": free, "attributes": attributes}))  # without large weights
+    model = build_model(kernel.model_copy(update={"inputs": free, "attributes": attributes}))  # no large weight is made
     for output in model.graph.output:
         output.ClearField("type")
     session = open_session(model.SerializeToString(), "cpu", optimize="none", name=kernel.id)
@@ -180,10 +180,10 @@ def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dic
 
 
 def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Kernel:
-    """A kernel of the same type, each size at most about 2^spread times larger or smaller.
+    """A kernel of the same type with other sizes: at most about 2^spread times larger or smaller each.
 
     Raises:
-        UserError: the drawn sizes do not fit together.
+        UserError: the sizes drawn do not fit together.
     """
     base = BASE_NAMES.get(kernel.op_type, kernel.op_type)
     inputs, attributes = DRAWS.get(base, draw_axes)(kernel, batch, generator, spread)

@@ -1,7 +1,7 @@
-"""Kernels that are near no model: the operators of image models, with sizes drawn from the usual ranges.
+"""Kernels of no model: the operators that image models are made of, their sizes drawn from the ranges that people use.
 
-A kernel sampled near one model family teaches little about different families: without RegNet, for example, there is no grouped
-convolution with 24 channels per group. These kernels belong to no family, and no measurement has an influence on their draws.
+A sampled kernel near those of a model family tells little of a family unlike it: without RegNet no grouped convolution of
+24 channels a group is near anything. These kernels name no family, and nothing measured steers how they are drawn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ort_analysis.records.kernel_types import describe_kernel
 
 SIDES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 16, 17, 18, 20, 24, 27, 28, 32, 35, 36, 40, 48, 55, 56, 64, 72, 75, 80, 96,
          109, 112, 128, 144, 149, 150, 160, 192, 224, 256, 288, 320)
-HALVED = (7, 14, 28, 56, 112, 224)  # sides of an image of 224 that is halved repeatedly
+HALVED = (7, 14, 28, 56, 112, 224)  # an image of 224, halved again and again
 CHANNEL_MULTIPLES, MULTIPLE_WEIGHTS = (2, 8, 16, 32, 64), (0.08, 0.34, 0.2, 0.18, 0.2)
 POWERS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 WINDOWS, WINDOW_WEIGHTS = ((1, 1), (3, 3), (5, 5), (7, 7), (1, 7), (7, 1), (1, 3), (3, 1), (2, 2), (11, 11)), (
@@ -35,7 +35,7 @@ def _log_uniform(low: float, high: float, generator: Generator) -> float:
 
 
 def channels(generator: Generator, low: float = 8, high: float = 2560) -> int:
-    """A number of channels: a power of two or a multiple of a small number; all orders of magnitude are equally likely."""
+    """A number of channels: a power of two or a multiple of a small number, all magnitudes alike."""
     size = _log_uniform(low, high, generator)
     if generator.random() < 0.25:
         return min(POWERS, key=lambda power: abs(np.log(power / size)))
@@ -44,8 +44,7 @@ def channels(generator: Generator, low: float = 8, high: float = 2560) -> int:
 
 
 def channels_at(near: int, generator: Generator) -> int:
-    """Channels for an image of side `near`. In networks, small images have many channels and large ones few; some draws ignore
-    that."""
+    """Channels of an image of that side: networks give small images many and large ones few; some draws heed nothing."""
     if generator.random() < 0.2:
         return channels(generator)
     usual = WIDTH_SIDE / max(near, 2)
@@ -53,12 +52,12 @@ def channels_at(near: int, generator: Generator) -> int:
 
 
 def side(generator: Generator) -> int:
-    """A side of an image; small ones are as likely as large ones."""
+    """An image side, small ones as often as large ones."""
     return int(generator.choice(HALVED if generator.random() < 0.4 else SIDES))
 
 
 def _float32(value: float) -> float:
-    """A value rounded as in a model's file, so that the same kernel always has the same id."""
+    """As a model's file holds it, so that the same kernel has one id."""
     return float(np.float32(value))
 
 
@@ -77,8 +76,7 @@ def _kernel(op_type: str, inputs: Sequence[KernelInput], outputs: Sequence[Seque
 
 
 def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A convolution: dense, depthwise, grouped, the first of a network, or one that cuts an image into patches; mostly with a
-    bias."""
+    """Dense, depthwise, grouped, the first of a network, or one that cuts an image into patches; mostly with a bias."""
     kind = generator.choice(["dense", "depthwise", "grouped", "first", "patches"], p=[0.52, 0.18, 0.2, 0.05, 0.05])
     height = width = side(generator)
     if generator.random() < 0.1:
@@ -116,7 +114,7 @@ def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def gemm(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A product with a constant matrix: of a classifier, one row per image, or of a transformer, one row per token."""
+    """A matrix product with a constant matrix: a classifier's, with a row an image, or a transformer's, a row a token."""
     rows = batch * (1 if generator.random() < 0.25 else int(generator.choice(ROWS)))
     depth, columns = channels(generator, 32, 4096), channels(generator, 32, 4096)
     if generator.random() < 0.1:
@@ -130,7 +128,7 @@ def gemm(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def tokens(batch: int, generator: Generator) -> tuple[int, int, int, int]:
-    """Sizes of an attention: images or windows, heads, tokens of each, and the width of a head."""
+    """Images or windows, heads, tokens of each, and the width of a head, as attention takes them."""
     windows = int(generator.choice([1, 1, 1, 4, 16, 64]))
     count = int(generator.choice([16, 32, 49, 50, 64, 65, 100, 144, 145, 196, 197, 256, 257, 400]))
     return batch * windows, int(generator.choice([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])), count, int(
@@ -138,7 +136,7 @@ def tokens(batch: int, generator: Generator) -> tuple[int, int, int, int]:
 
 
 def batched_product(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A product of attention: queries times keys (scaled, as ORT fuses it), or weights times values."""
+    """Attention's products: queries by keys (scaled, as ORT fuses it), or weights by values."""
     images, heads, count, width = tokens(batch, generator)
     lead = (images, heads)
     if generator.random() < 0.5:
@@ -150,14 +148,14 @@ def batched_product(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def softmax(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A softmax over the keys of attention."""
+    """Over the keys of attention."""
     images, heads, count, _ = tokens(batch, generator)
     shape = (images, heads, count, count)
     return _kernel("Softmax", [_tensor(dtype, *shape)], [shape], axis=-1)
 
 
 def layer_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A layer normalisation over the channels of tokens, or of an image with channels last; also with an addition before it."""
+    """Over the channels of tokens, or of an image whose channels come last; also with the addition before it."""
     near = side(generator)
     wide = channels_at(near, generator)
     shape = (batch, near, near, wide) if generator.random() < 0.5 else (batch, tokens(1, generator)[2], wide)
@@ -168,7 +166,7 @@ def layer_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def activation(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """An elementwise operation on an image or on tokens."""
+    """One value in, one out; of an image or of tokens."""
     near = side(generator)
     image = (batch, channels_at(near, generator), near, near)
     shape = image if generator.random() < 0.75 else (batch, tokens(1, generator)[2], channels(generator, 64, 5120))
@@ -186,7 +184,7 @@ def activation(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """An operation on two tensors: of the same shape, with a scale per image and channel, or with a constant per channel."""
+    """Two tensors in: of one shape, a scale for each channel of each image, or a constant for each of the last channels."""
     near = side(generator)
     wide = channels_at(near, generator)
     shape: tuple[int, ...] = (batch, wide, near, near)
@@ -203,7 +201,7 @@ def arithmetic(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def pool(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A pooling: the maximum or the mean of a window."""
+    """The largest or the mean of a window."""
     near, k = side(generator), int(generator.choice([2, 3]))
     wide = channels_at(near, generator)
     pad, stride = (1 if k == 3 and generator.random() < 0.5 else 0), int(generator.choice([1, 2]))
@@ -226,7 +224,7 @@ def mean(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def norm(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """The length of each vector of attention, or a sum, maximum or minimum along the last axis."""
+    """The length of each vector of attention, or a sum or an extreme along the last axis."""
     images, heads, count, width = tokens(batch, generator)
     op = str(generator.choice(["ReduceL2", "ReduceSum", "ReduceMax"], p=[0.5, 0.25, 0.25]))
     return _kernel(op, [_tensor(dtype, images, count, heads, width), _numbers(3)], [(images, count, heads, 1)],
@@ -234,7 +232,7 @@ def norm(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def attention_sum(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A product of attention as an Einsum, with or without an axis for the windows of an image."""
+    """Attention's products as an Einsum, with windows of an image apart or with images alone."""
     images, heads, count, width = tokens(batch, generator)
     windows = int(generator.choice([1, 4, 16, 64]))
     before = (max(images // windows, 1), windows, heads) if generator.random() < 0.7 else (images, heads)
@@ -248,7 +246,7 @@ def attention_sum(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def pad(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A padding: of an image with channels last to whole windows (often by nothing), or a border around an image."""
+    """An image filled up to whole windows, its channels last (often nothing is missing), or a border around it."""
     near, window = side(generator), int(generator.choice([7, 8]))
     wide = channels_at(near, generator)
     if generator.random() < 0.7:
@@ -262,7 +260,7 @@ def pad(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def transpose(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A transpose: channels first to last and back, heads before tokens, the windows of an image, or shuffled channels."""
+    """Channels first to last and back, heads before tokens, the windows of an image, shuffled channels."""
     near = side(generator)
     wide = channels_at(near, generator)
     images, heads, count, width = tokens(batch, generator)
@@ -288,8 +286,8 @@ def join(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def cut(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A split: of an image's channels into halves, of tokens' channels into queries, keys and values, or of an image with
-    channels last into unequal parts, as for shifted windows."""
+    """Split of an image's channels into halves, of tokens' into queries, keys and values, or of an image whose channels come
+    last where its windows are shifted, into unequal parts."""
     near = side(generator)
     wide = channels_at(near, generator)
     kind = generator.choice(["halves", "three", "shifted"], p=[0.4, 0.3, 0.3])
@@ -306,7 +304,7 @@ def cut(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def batch_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """A batch normalisation that was not fused into a convolution before it."""
+    """A normalisation that no convolution before it could take in."""
     near = side(generator)
     wide = channels_at(near, generator)
     return _kernel("BatchNormalization", [_tensor(dtype, batch, wide, near, near), *[_tensor(dtype, wide, constant=True)] * 4],
@@ -314,17 +312,17 @@ def batch_norm(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 Draw = Callable[[str, int, Generator], Kernel]
-DRAWS: dict[Draw, float] = {  # weights; the times of convolutions depend on shape in the least simple way
+DRAWS: dict[Draw, float] = {  # how often; convolutions' times follow their shapes least simply
     convolution: 0.47, gemm: 0.1, batched_product: 0.06, activation: 0.06, arithmetic: 0.05, transpose: 0.06,
     layer_norm: 0.03, softmax: 0.02, pool: 0.03, mean: 0.02, norm: 0.01, join: 0.02, cut: 0.02, pad: 0.02,
     attention_sum: 0.01, batch_norm: 0.02}
 
 
 def draw_free_kernel(batch: int, generator: Generator) -> Kernel:
-    """A kernel that is near no model.
+    """A kernel of no model.
 
     Raises:
-        ValueError: with the drawn sizes, the output is empty.
+        ValueError: the sizes drawn leave nothing to put out.
     """
     draws = list(DRAWS)
     draw = draws[int(generator.choice(len(draws), p=list(DRAWS.values())))]

@@ -1,9 +1,9 @@
-"""The errors of a target's predictors on held-out kernels, and which kernels are worth sampling near.
+"""How far off a target's predictors are on each kernel that they did not see, and which kernels that makes worth a neighbour.
 
-Training writes the errors while it cross-validates, one JSON document per target (see `Workspace.kernel_errors`); the sampler
-reads them. Kernels that only held-out families have are not in training and so not in the document either. It names the
-held-out families, so that the sampler does not draw near their kernels. History of the schema: version 2 names the target's
-runtime.
+Training writes it as it cross-validates: one JSON document a target (see `Workspace.kernel_errors`). The sampler reads it.
+Kernels that only held-out families hold are in no training, so they are not in it either; the families held out are named
+there all the same, and seed nothing. History of the schema: version 2
+names the target's runtime.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from utils.errors import UserError
 from utils.fingerprint import Target
 
 ERRORS_VERSION = 2
-MOST_LOG_ERROR = 0.5  # larger errors count as this one in draw_weights: 65 % too long, or 39 % too short
-LONG = 0.95  # quantile of the times; longer times count as this one (0.3 ms on an H200)
+MOST_LOG_ERROR = 0.5  # that counts in draw_weights: 65 % too long, or 39 % too short
+LONG = 0.95  # quantile of the times beyond which a longer one counts no more: on an H200 0.3 ms
 REMAKE = "python training/train_kernel_model.py --force"
 
 
 class KernelError(Frozen):
-    """A kernel's measured time, and the time predicted by a training without the kernel.
+    """A kernel's time, and what predictors that saw none of its rows make of it.
 
     Attributes:
-        kernel: its full description, since sampled kernels are in no index.
-        families: the model families that have it, or near whose shapes it was sampled, sorted; empty if it is near no model.
-        measured_ms: on an idle device; the median over the machines that measured it.
-        predicted_ms: for an idle device.
+        kernel: whole, since no index holds those that were sampled.
+        families: the model families that hold it, or near whose shapes it was sampled, sorted; none for a kernel of no model.
+        measured_ms: idle; the median over the machines that measured it.
+        predicted_ms: for the idle device.
     """
 
     kernel: Kernel
@@ -51,11 +51,11 @@ class KernelErrors(Frozen):
     """The errors of a target's kernels.
 
     Attributes:
-        target: of the predictors.
-        label: of the times.
-        held_out: model families that are not in training.
-        dataset_sha256: of the kernel table that was cross-validated.
-        kernels: all kernels with an idle time under the label.
+        target: whose predictors.
+        label: whose times.
+        held_out: model families that are in no fit.
+        dataset_sha256: of the kernel table that they were cross-validated on.
+        kernels: every kernel with an idle time under the label, by id.
     """
 
     version: int = ERRORS_VERSION
@@ -67,7 +67,7 @@ class KernelErrors(Frozen):
 
 
 def write_errors(path: Path, errors: KernelErrors) -> None:
-    """Writes the file that `read_errors` reads; omits default values, which halves the file."""
+    """Writes what `read_errors` reads; what is as by default is left out, which halves it."""
     document = errors.model_dump(mode="json", exclude_defaults=True) | {"version": errors.version}
     files.write_text(path, json.dumps(document, separators=(",", ":")) + "\n")
 
@@ -80,12 +80,11 @@ def read_errors(path: Path) -> KernelErrors:
 
 
 def draw_weights(errors: Sequence[KernelError]) -> npt.NDArray[np.float64]:
-    """The share of draws for which each kernel is the seed; all zero where there is no error.
+    """How often each kernel is to seed another, as shares of 1; all zero where nothing errs.
 
-    The weight is the squared log error times the measured time, both limited so that neither outliers nor a few huge kernels
-    take all draws. It was tested by choosing 3,000 kernels of the H200's dataset for training: this weight lowered the mean
-    error of kernels, and the time-weighted error of the models' kernels, as much as the best of ten weights, and more than a
-    random choice.
+    The squared log error times the measured time, each up to a limit: so that no outlier takes all, nor the few giants that
+    no model holds. Where 3,000 kernels of the H200's dataset were picked from the rest of it, this lowered the plain error of
+    kernels, and the time-weighted one of those of models, as far as any of ten weights tried, and further than chance.
     """
     if not errors:
         return np.zeros(0)

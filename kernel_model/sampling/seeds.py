@@ -1,4 +1,4 @@
-"""The families of the seeds of sampled kernels: the model kernels near which they were drawn."""
+"""Which families seeded the sampled kernels of a folder."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from utils.errors import UserError
 
 Families = tuple[str, ...]  # sorted names of model families
 Seeds = dict[str, Families]  # by kernel id
-SEED_FILE = "sampled.json"  # in the folder of the sampled kernels
+SEED_FILE = "sampled.json"  # beside the sampled kernels
 
 
 def read_seeds(folder: Path) -> Seeds:
-    """The families that have the seed of each sampled kernel in a folder, by kernel id; empty where none were sampled.
+    """The families that hold the kernel that seeded each sampled kernel of a folder, by id; empty where none were sampled.
 
     Raises:
-        UserError: an earlier version, which kept one family per kernel, wrote the file.
+        UserError: an earlier version wrote the file: it knew one family alone.
     """
     path = folder / SEED_FILE
     found = files.read_json(path) if path.exists() else {}

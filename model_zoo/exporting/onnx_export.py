@@ -87,7 +87,7 @@ def add_metadata(proto: onnx.ModelProto, properties: Mapping[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silences torch's exporter: its output, its warnings, and its log of failed attempts, which are handled here."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -109,7 +109,7 @@ def trace(model: torch.nn.Module, export: Export, open_dims: Mapping[int, str]) 
     images = torch.zeros(export.batch or 2, 3, *export.size, dtype=dtype)  # a traced batch of 1 would stay 1
     dims = {axis: torch.export.Dim(name, min=LIMITS[name][0], max=LIMITS[name][1]) for axis, name in open_dims.items()}
     try:
-        with _quiet():
+        with quiet():
             program = torch.onnx.export(
                 model, (images,), dynamo=True, external_data=False, input_names=["input"], output_names=["output"],
                 dynamic_shapes=(dims,) if dims else None, verbose=False)
@@ -117,8 +117,12 @@ def trace(model: torch.nn.Module, export: Export, open_dims: Mapping[int, str]) 
         torch._dynamo.reset()  # its caches keep every traced model
     if program is None:
         raise RuntimeError("torch.onnx.export returned nothing")
-    proto: onnx.ModelProto = program.model_proto
-    for node in proto.graph.node:  # the exporter writes paths of this machine into every node
+    return without_paths(program.model_proto)
+
+
+def without_paths(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """`proto` without the paths of this machine that torch's exporter writes into every node."""
+    for node in proto.graph.node:
         kept = [prop for prop in node.metadata_props if prop.key != "pkg.torch.onnx.stack_trace"]
         del node.metadata_props[:]
         node.metadata_props.extend(kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -78,29 +78,34 @@ def build(name: str, dtype: str, size: tuple[int, int]) -> torch.nn.Module:
         model = torchvision.models.get_model(name, weights=None, **options)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"{name} can't be built for {size[0]}x{size[1]}: {error}") from None
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if not parameter.any():
-                parameter.normal_(std=SMALL)
-        _calibrate(model, size if is_sized(name) else (CALIBRATION_SIZE, CALIBRATION_SIZE))
-    return model.eval().half() if dtype == "fp16" else model.eval()
+    image_size = size if is_sized(name) else (CALIBRATION_SIZE, CALIBRATION_SIZE)
+    make_like_trained(model, lambda: (torch.randn(2, 3, *image_size),))
+    return model.half() if dtype == "fp16" else model
 
 
-def _calibrate(model: torch.nn.Module, size: tuple[int, int]) -> None:
-    """Sets every BatchNorm so that it scales its input to a root mean square of 1, measured with one random batch.
+def make_like_trained(model: torch.nn.Module, draw_inputs: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+    """Puts a model with random weights in evaluation mode, and gives it weights like trained ones: none is all zero, and every
+    BatchNorm scales its input to a root mean square of 1, measured with one run on what `draw_inputs` returns.
 
     Means stay 0: to a random model all random images look alike, and without their mean little more than rounding errors would
     remain to compare.
     """
     def scale(norm: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
-        norm.running_var.copy_(inputs[0].square().mean((0, 2, 3)))  # type: ignore[operator]
+        axes = [axis for axis in range(inputs[0].dim()) if axis != 1]
+        norm.running_var.copy_(inputs[0].square().mean(axes))  # type: ignore[operator]
 
-    norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
-    hooks = [norm.register_forward_pre_hook(scale) for norm in norms]
-    if norms:
-        model.eval()(torch.randn(2, 3, *size))
-    for hook in hooks:
-        hook.remove()
+    model.eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(std=SMALL)
+        norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+                 and module.running_var is not None]
+        hooks = [norm.register_forward_pre_hook(scale) for norm in norms]
+        if norms:
+            model(*draw_inputs())
+        for hook in hooks:
+            hook.remove()
 
 
 def weight_bytes(model: torch.nn.Module) -> int:

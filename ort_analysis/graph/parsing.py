@@ -165,13 +165,13 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
     Raises:
         UserError: as `read_source`, and where ORT can't load the model.
     """
-    device = resolve_device(device) if device == "auto" else device
-    flavour = flavour_of(device)
-    derived = device == "cuda" and not has_cuda()
+    provider = resolve_device(device) if device == "auto" else device
+    flavour = flavour_of(provider)
+    derived = provider == "cuda" and not has_cuda()
     source = read_source(model, dims, name)
     reduced = as_single(source.loadable, source.name) if derived and holds_reduced(source.graph_only.graph) else None
     proto = _optimized(path, source, reduced.model if reduced else source.loadable, flavour, derived, static)
-    inferred = infer_tensors(proto, "cpu" if derived else device, source.name, path.parent, source.dims)
+    inferred = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent, source.dims)
     _check_trips(source, inferred, proto)
     _check_sizes_by_data(source, inferred.used, all_tensors(inferred))
     tensors, original, fixed = inferred.tensors, source.graph_only.graph, static or not source.dims
@@ -182,7 +182,7 @@ def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
         """Turns a graph into that of the flavour's provider; returns its tensors and the provider of each node."""
         if not derived:
             found = {**(inner or {}), **inferred.providers}
-            return tensors, [found.get(node.name, device) for node in proto.graph.node]
+            return tensors, [found.get(node.name, provider) for node in proto.graph.node]
         rewrite_for_cuda(proto, original, tensors, shapes_known)
         tensors = restore_types(proto, reduced, tensors) if reduced else tensors
         return tensors, [*assign_providers(proto, tensors, outside)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ from kernel_model.building.dummy_data import dummy_inputs
 from kernel_model.building.kernel_models import build_model
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.graph.parsing import parse_graph
+from ort_analysis.graph.recording import write_record
+from ort_analysis.records.kernel_record import ModelRecord
+from ort_analysis.records.reading import read_model_record, record_path
 from training.kernels.features import KERNEL_FEATURES, kernel_features
 from utils import cli
 from utils.errors import UserError
+from utils.paths import Workspace
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 ML = "ai.onnx.ml"
@@ -33,6 +38,19 @@ def graph(nodes: list[onnx.NodeProto], inputs: list[Any], outputs: list[Any], co
 
 def value(name: str, *shape: int | str, kind: int = FLOAT) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, kind, shape)
+
+
+def test_a_record_holds_infinite_values(tmp_path: Path) -> None:
+    """A MaxPool with unequal borders is exported as a Pad with -Infinity and a MaxPool without borders."""
+    constants = [helper.make_tensor("borders", INT64, [4], [0, 1, 0, 1]), helper.make_tensor("least", FLOAT, [], [-math.inf])]
+    pad = helper.make_node("Pad", ["x", "borders", "least"], ["y"])
+    onnx.save(graph([pad], [value("x", 2, 3)], [value("y", 2, 5)], constants), tmp_path / "pad.onnx")
+    workspace = Workspace(tmp_path)
+    record = write_record(workspace, tmp_path / "pad.onnx", "cpu", {}, static=False)
+    assert isinstance(record, ModelRecord)
+    read = read_model_record(record_path(workspace, record.flavour, record.model))
+    assert read == record
+    assert [one.values for kernel in read.kernels.values() for one in kernel.inputs][-1] == (-math.inf,)
 
 
 def absolute_maximum() -> onnx.ModelProto:

@@ -10,8 +10,8 @@ import pytest
 
 from inference.evaluation import evaluated_models as evaluation_cases
 from inference.evaluation.evaluated_models import Failures, models_of
-from ort_analysis import fusion_detector
-from ort_analysis.fusion_detector import write_records
+from ort_analysis.graph import recording
+from ort_analysis.graph.recording import write_records
 from ort_analysis.records.kernel_record import ModelRecord
 from tests.conftest import small_model
 from utils.errors import UserError
@@ -40,7 +40,7 @@ def analyzed_or_dead(workspace: Workspace, device: str, static: bool, group: str
     """Analyses a model, and dies at those that are called so."""
     if one[0].stem == "dies":
         os.kill(os.getpid(), signal.SIGABRT)
-    return fusion_detector.write_record(workspace, one[0], device, one[1], static, group)
+    return recording.write_record(workspace, one[0], device, one[1], static, group)
 
 
 def recorded_or_dead(device: str, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
@@ -55,7 +55,7 @@ def test_folder_runs_survive_a_crash(workspace: Workspace, monkeypatch: pytest.M
     paths = [workspace.root / f"{name}.onnx" for name in ("a", "b", "dies", "z")]
     for path in paths:
         path.write_bytes(small_model().SerializeToString())
-    monkeypatch.setattr(fusion_detector, "_write_one", analyzed_or_dead)
+    monkeypatch.setattr(recording, "_write_one", analyzed_or_dead)
     found = write_records(workspace, [(path, {}) for path in paths], "cpu", 1)
     assert [isinstance(one, ModelRecord) for one in found] == [True, True, False, True]
     assert "takes ONNX Runtime down" in str(found[2])

@@ -1,0 +1,125 @@
+"""What the exporters of networks have in common: their options, several models at a time, and the table of what was written."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from model_zoo.exporting.collections import network_source
+from model_zoo.exporting.network_export import network_stamp, stem_of, write_network
+from model_zoo.exporting.onnx_export import is_done, short
+from model_zoo.exporting.pool_config import POOL_FILE, Collection, read_pool
+from utils import cli
+from utils.fingerprint import resolve_device
+from utils.lazy import torch
+from utils.logger import get_logger
+from utils.paths import Workspace
+from utils.processes import each_in_a_process
+
+log = get_logger("exporter")
+
+
+@dataclass(frozen=True)
+class NetworkExport:
+    """One network to write in one or two data types."""
+
+    name: str
+    family: str
+    dtypes: tuple[str, ...]
+
+
+def _row(export: NetworkExport, path: Path, status: str, difference: float | None = None, error: str = "") -> dict[str, Any]:
+    mb = round(path.stat().st_size / 1e6, 2) if status != "failed" else None
+    return {"model": export.name, "file": str(path), "status": status, "mb": mb, "difference": difference, "error": error}
+
+
+def export_network(folder: Path, collection: Collection, device: str, force: bool, jobs: int,
+                   export: NetworkExport) -> list[dict[str, Any]]:
+    """Writes the files of one network that are missing, in this process; a row for each. One that can't be written says why."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+    rows, network = [], None
+    for dtype in export.dtypes:
+        path = folder / f"{stem_of(export.name, dtype)}.onnx"
+        if not force and is_done(path, network_stamp(export.name, collection, export.family, dtype)):
+            rows.append(_row(export, path, "kept"))
+            continue
+        try:
+            network = network or network_source(collection).build_network(export.name, export.family)
+            rows.append(_row(export, path, "written", write_network(network, dtype, path, device)))
+        except Exception as error:  # whatever a library stumbles on costs one model
+            log.debug("%s", path.name, exc_info=True)
+            rows.append(_row(export, path, "failed", error=short(error)))
+    return rows
+
+
+def _crashed(folder: Path, export: NetworkExport) -> list[dict[str, Any]]:
+    path = folder / f"{stem_of(export.name, export.dtypes[0])}.onnx"
+    for left in folder.glob(f".{export.name}*.tmp.onnx"):
+        left.unlink(missing_ok=True)
+    return [_row(export, path, "failed", error="the exporting process died, most likely for lack of memory")]
+
+
+def export_networks(workspace: Workspace, collection: Collection, families: Mapping[str, str], dtypes: Sequence[str],
+                    device: str, jobs: int, force: bool = False) -> list[dict[str, Any]]:
+    """Writes `<name>.onnx` and `<name>_fp16.onnx` of each network to the models' folder; a row a file. One that fails costs
+    only itself.
+
+    Args:
+        families: the family of each network by its name.
+        dtypes: `fp32`, `fp16` or both.
+        device: `auto`, `cpu` or `cuda`: where the files are checked.
+        jobs: networks at a time, each in a process of its own.
+        force: make files anew that are there.
+
+    Raises:
+        UserError: an unknown name, a package that is not installed, or CUDA asked for where there is none.
+    """
+    checked_on = resolve_device(device)
+    network_source(collection).check_names(families)
+    workspace.models.mkdir(parents=True, exist_ok=True)
+    exports = [NetworkExport(name, family, tuple(dict.fromkeys(dtypes))) for name, family in families.items()]
+    task = partial(export_network, workspace.models, collection, checked_on, force, jobs)
+    done = each_in_a_process(task, exports, jobs, partial(_crashed, workspace.models), "exporting")
+    rows = [row for part in done for row in part]
+    for row in rows:
+        if row["status"] == "failed":
+            log.error("%s: %s", Path(row["file"]).name, row["error"])
+    return rows
+
+
+def network_parser(doc: str | None, examples: str) -> argparse.ArgumentParser:
+    """The options that all exporters of networks share."""
+    parser = cli.parser(doc, examples)
+    parser.add_argument("--pool", type=Path, default=POOL_FILE, metavar="FILE",
+                        help="which models, where none are named (default: model_zoo/pool.yaml)")
+    parser.add_argument("--model", action="append", default=[], metavar="NAME", help="this one (repeatable)")
+    parser.add_argument("--dtype", action="append", choices=("fp32", "fp16"), help="(repeatable; default: fp32)")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="cpu",
+                        help="where the files are checked (default: cpu)")
+    parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="models at a time (default: 1)")
+    parser.add_argument("--force", action="store_true", help="make files anew that are there")
+    return parser
+
+
+def export_as_asked(args: argparse.Namespace, collections: Sequence[Collection]) -> int:
+    """Exports what the options say, and reports it; the exit code."""
+    workspace, pool = cli.start(args, begins=True), read_pool(args.pool)
+    rows: list[dict[str, Any]] = []
+    for collection in collections:
+        rows += export_networks(workspace, collection, pool.chosen(collection, args.model), args.dtype or ["fp32"], args.device,
+                                args.jobs, args.force)
+    if args.json:
+        cli.print_json(rows)
+    else:
+        shown = ("model", "file", "status", "mb", "difference")
+        cli.print_table([{key: row[key] for key in shown} | {"file": Path(row["file"]).name} for row in rows], "models")
+    failed = [Path(row["file"]).stem for row in rows if row["status"] == "failed"]
+    counts = {status: sum(row["status"] == status for row in rows) for status in ("written", "kept", "failed")}
+    log.info("%s in %s%s", ", ".join(f"{count} {status}" for status, count in counts.items() if count), workspace.models,
+             f"; failed: {', '.join(failed)}" if failed else "")
+    return 1 if failed else 0

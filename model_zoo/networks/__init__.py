@@ -1,0 +1,1 @@
+"""The networks of each collection, with random weights."""

@@ -1,0 +1,78 @@
+"""Analyses the exported models of the pool at the sizes that they are measured at.
+
+As ort_analysis/fusion_detector.py does at sizes that are the same for all models. Each file says at which sizes of its dynamic
+dimensions it is measured (model_zoo/exporting/network.py); a detector is taken with the number of boxes that it finds in random
+images. Files that other exporters wrote are left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import json
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+from model_zoo.exporting.metadata import read_metadata
+from model_zoo.exporting.network_export import COLLECTION_KEY, DATA_SIZED_KEY, POOL_SIZES_KEY
+from ort_analysis.graph.analysis import update_index
+from ort_analysis.graph.recording import write_records
+from utils import cli
+from utils.errors import UserError
+from utils.locks import sole_writer
+from utils.logger import get_logger
+from utils.paths import ROOT, model_files
+
+log = get_logger("pool")
+EXAMPLES = """
+python recipes/h200/pool_records.py --workspace out/pool --device cuda --jobs 8
+"""
+
+
+def sizes_of(path: Path) -> list[dict[str, int]] | UserError:
+    """The sizes of a file's dynamic dimensions that it is analysed at, one after another; none for one that is not of the pool.
+    An error where sizes in it depend on data, and a run does not tell them."""
+    metadata = read_metadata(path)
+    if COLLECTION_KEY not in metadata:
+        return []
+    every = {dim: tuple(sizes) for dim, sizes in json.loads(metadata[POOL_SIZES_KEY]).items()}
+    if DATA_SIZED_KEY not in metadata:
+        return cli.combinations(every)
+    command = [sys.executable, "benchmark/sizes_of_a_run.py", "--model", str(path.resolve()), "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        return UserError(f"{path.name}: {done.stderr.strip().splitlines()[-1]}")
+    return [json.loads(done.stdout)]
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="whose graphs (default: auto)")
+    parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="models at a time (default: 1)")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    paths = model_files([workspace.models])
+    with ThreadPoolExecutor(args.jobs) as pool:
+        found = list(pool.map(sizes_of, paths))
+    work = [(path, sizes) for path, every in zip(paths, found, strict=True) if not isinstance(every, UserError)
+            for sizes in every]
+    if not work:
+        raise UserError(f"{workspace.models}: no models of the pool; export them with: python model_zoo/timm_exporter.py")
+    with sole_writer(workspace.kernel_records):
+        done = write_records(workspace, work, args.device, args.jobs, static=True)
+        flavours = {one.flavour.name: one.flavour for one in done if not isinstance(one, UserError)}
+        for flavour in flavours.values():
+            update_index(workspace, flavour)
+    failed = [one for one in (*found, *done) if isinstance(one, UserError)]
+    for error in failed:
+        log.error("%s", error)
+    log.info("%d records written, %d models and sizes failed", sum(not isinstance(one, UserError) for one in done), len(failed))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
