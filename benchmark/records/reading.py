@@ -55,7 +55,7 @@ def read_table(path: Path) -> pd.DataFrame:
         values = pd.to_numeric(ok[column], errors="coerce")
         required = ok[column].notna()  # a label need not have been taken …
         if column == "Latency_ms":  # … but if runs were counted, their figure must be there
-            required |= ok["Runs"] > 0 if "Runs" in ok.columns else True
+            required |= pd.to_numeric(ok["Runs"], errors="coerce") > 0 if "Runs" in ok.columns else True
         too_small = values < 0 if column == f"{GPU_LABEL}_ms" else values <= 0  # some kernels leave the GPU nothing to do
         bad = ok[too_small | np.isinf(values) | (values.isna() & required)]
         if len(bad):
