@@ -24,11 +24,12 @@ from benchmark.runtimes.ort.profile import NodeEvent, ProfiledRun, kernel_times_
 from graph_model.dag.dag import build_dag, calculate_latency, longest_path, record_paths
 from ort_analysis.graph.analysis import record_of
 from ort_analysis.records.kernel_costs import is_control_flow
-from ort_analysis.records.kernel_record import REMAKE, Frozen, ModelRecord
+from ort_analysis.records.kernel_record import REMAKE, ModelRecord
 from ort_analysis.records.reading import read_model_record
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import resolve_device
+from utils.frozen import Frozen
 from utils.logger import get_logger
 
 Floats = npt.NDArray[np.float64]

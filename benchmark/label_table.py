@@ -26,10 +26,11 @@ from benchmark.records.labels import COLLECT, DISTURBANCE_ADMITTED, GPU_LABEL, L
 from benchmark.records.reading import read_kernel_table, read_model_table, run_ms
 from benchmark.records.tables import UNFINISHED
 from ort_analysis.records.kernel_costs import is_control_flow
-from ort_analysis.records.kernel_record import REMAKE, Frozen, ModelRecord, Node
+from ort_analysis.records.kernel_record import REMAKE, ModelRecord, Node
 from ort_analysis.records.reading import read_model_record, record_path
 from utils import cli
 from utils.errors import UserError
+from utils.frozen import Frozen
 from utils.logger import get_logger
 from utils.paths import Workspace
 

@@ -26,10 +26,11 @@ from benchmark.runtimes.worker_client import Worker, WorkerFailed
 from benchmark.traces.anatomy import PARTS, Anatomy, anatomy_of, measured_trace, typical_run
 from benchmark.traces.gpu_trace import GpuRun
 from ort_analysis.graph.source import own_sizes, read_source
-from ort_analysis.records.kernel_record import Frozen, record_name
+from ort_analysis.records.kernel_record import record_name
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
+from utils.frozen import Frozen
 from utils.locks import measuring
 from utils.logger import get_logger
 from utils.timing import summarize

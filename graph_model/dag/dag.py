@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ort_analysis.records.kernel_record import Frozen, ModelRecord
+from ort_analysis.records.kernel_record import ModelRecord
 from utils import files
 from utils.errors import UserError
+from utils.frozen import Frozen
 from utils.lazy import networkx as nx
 from utils.paths import Workspace
 from utils.safe_names import FileName

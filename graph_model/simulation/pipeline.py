@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from graph_model.simulation.tracks import Floats, OffGpu, Tracks
-from ort_analysis.records.kernel_record import Frozen
+from utils.frozen import Frozen
 from utils.trace_events import PREDICTED, Span, document, process_events
 
 

@@ -10,7 +10,7 @@ from inference.core.host_pace import PaceSource
 from inference.core.memory import Memory
 from inference.core.run_modes import AS_USUAL, RunMode
 from inference.sharing.co_runner import UnderLoad
-from ort_analysis.records.kernel_record import Frozen
+from utils.frozen import Frozen
 
 Provenance = Literal["measured", "predicted", "estimated"]
 PROVENANCES: tuple[Provenance, ...] = ("measured", "predicted", "estimated")

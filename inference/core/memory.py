@@ -30,7 +30,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ort_analysis.records.kernel_record import Frozen, Kernel, ModelRecord, Node
+from ort_analysis.records.kernel_record import Kernel, ModelRecord, Node
+from utils.frozen import Frozen
 
 MIB = 2**20
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ort_analysis.records.kernel_record import Frozen
+from utils.frozen import Frozen
 
 Io = Literal["device", "host"]
 

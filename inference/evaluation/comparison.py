@@ -8,7 +8,7 @@ from typing import Any
 
 from inference.evaluation.evaluated_models import EvaluatedModel
 from inference.sharing.co_runner import LoadSource
-from ort_analysis.records.kernel_record import Frozen
+from utils.frozen import Frozen
 from utils.timing import ErrorStatistics, error_statistics, summarize
 
 EVALUATION_VERSION = 1

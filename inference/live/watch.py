@@ -10,9 +10,9 @@ from threading import Event
 
 from inference.core.answers import Prediction
 from inference.sharing.slo import PERCENTILE, Slo, check_slo
-from ort_analysis.records.kernel_record import Frozen
 from training.sharing.learned import busy_share
 from utils.errors import UserError
+from utils.frozen import Frozen
 from utils.logger import get_logger
 from utils.scrape_server import stale
 

@@ -12,7 +12,6 @@ from graph_model.simulation.pipeline import PipelineCosts
 from graph_model.simulation.sharing import CoRunner, shared_runs_ms
 from graph_model.simulation.tracks import Tracks
 from inference.core.targets import Fitted, is_here, local_targets
-from ort_analysis.records.kernel_record import Frozen
 from training.sharing.learned import (
     BUSY_FIELDS,
     FIT,
@@ -23,6 +22,7 @@ from training.sharing.learned import (
     co_runner_summarised,
 )
 from utils.errors import UserError
+from utils.frozen import Frozen
 from utils.sharing_mode import check_sharing_mode, sharing_mode
 
 if TYPE_CHECKING:

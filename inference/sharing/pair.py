@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from inference.sharing.co_runner import UnderLoad
-from ort_analysis.records.kernel_record import Frozen
+from utils.frozen import Frozen
 
 if TYPE_CHECKING:
     from inference.sharing.shared_models import SharedModel

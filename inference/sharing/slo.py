@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from inference.core.run_modes import AS_USUAL
 from inference.sharing.co_runner import NotShared
 from inference.sharing.shared_models import SharedModel, shared_model_of
-from ort_analysis.records.kernel_record import Frozen
+from utils.frozen import Frozen
 
 if TYPE_CHECKING:
     from graph_model.simulation.sharing import CoRunner

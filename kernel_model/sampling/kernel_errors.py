@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_record import Frozen, Kernel
+from ort_analysis.records.kernel_record import Kernel
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Target
+from utils.frozen import Frozen
 
 ERRORS_VERSION = 2
 MOST_LOG_ERROR = 0.5  # that counts in draw_weights: 65 % too long, or 39 % too short

@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from graph_model.simulation.pipeline import PipelineCosts
 from ort_analysis.records.kernel_costs import is_control_flow
-from ort_analysis.records.kernel_record import Frozen, ModelRecord
+from ort_analysis.records.kernel_record import ModelRecord
 from utils import files
 from utils.errors import UserError
+from utils.frozen import Frozen
 from utils.paths import COMPOSITION, SIDECAR
 from utils.timing import ErrorStatistics
 

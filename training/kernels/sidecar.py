@@ -6,13 +6,13 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from ort_analysis.records.kernel_record import Frozen
 from training.kernels.features import SCHEMAS
 from training.kernels.roofline import Roofline
 from training.kernels.schema import FeatureSchema
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Machine, Target, package_version
+from utils.frozen import Frozen
 from utils.paths import SIDECAR
 from utils.safe_names import FileName
 

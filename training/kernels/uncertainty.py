@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_record import Frozen, Kernel
+from ort_analysis.records.kernel_record import Kernel
 from training.kernels.estimators import LEAST_LAUNCHES, table_counts
 from training.kernels.features import CONVOLUTIONS
 from training.kernels.roofline import fit_roofline
 from training.kernels.settings import LAUNCHES
 from utils import files
+from utils.frozen import Frozen
 from utils.paths import Workspace
 
 if TYPE_CHECKING:

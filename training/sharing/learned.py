@@ -19,8 +19,8 @@ from benchmark.load.probe_reading import ALWAYS, ProbeReading, ProbeSummary, pha
 from graph_model.simulation.pipeline import PipelineCosts
 from graph_model.simulation.sharing import CoRunner, gpu_work_ms, turns_ms
 from graph_model.simulation.tracks import Tracks
-from ort_analysis.records.kernel_record import Frozen
 from utils import files
+from utils.frozen import Frozen
 from utils.sharing_mode import check_sharing_mode
 
 SHARING_VERSION = 3
