@@ -137,7 +137,7 @@ def test_the_command(workspace: Workspace, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     table = json.loads(done.stdout)[TARGET.name]
     assert [row["variant"] for row in table] == [name for name in VARIANTS if name != "two-stages"]
-    assert "two-stages: left out" in done.stderr
+    assert "two-stages omitted" in done.stderr
     assert METRIC in load(workspace, TARGET.name).rows.metrics
     missing = run(workspace, "ablation", "--target", "none-such")
     assert (missing.returncode, len(missing.stderr.splitlines())) == (1, 1)
