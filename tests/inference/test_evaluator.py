@@ -332,7 +332,7 @@ def test_loads_of_the_evaluator_that_do_not_fit(workspace: Workspace, tmp_path: 
         assert shell(workspace, *options).returncode == 2
     done = shell(workspace, "anet_c8.onnx", "--probe")
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
-    assert "only a GPU is shared in time slices" in done.stderr
+    assert "how a GPU is shared in time slices" in done.stderr
 
 
 def loads_of(text: str, folder: Path, **more: object) -> LoadsHere:
