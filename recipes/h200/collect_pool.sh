@@ -25,10 +25,11 @@ export_half() {
 
 mkdir -p "$out"
 step export_timm hase model_zoo/timm_exporter.py --json --jobs $((jobs + 1)) &
-step export_transformers hase model_zoo/transformers_exporter.py --json --jobs $((jobs * 2 / 3)) &
+step export_transformers hase model_zoo/transformers_exporter.py --json --dtype fp32 --dtype fp16 --jobs $((jobs * 2 / 3)) &
 for collection in torchvision other random; do
   step "export_$collection" hase model_zoo/network_exporter.py --collection "$collection" --json --jobs $((jobs / 4)) &
 done
+step export_half export_half &
 wait
 step records hase recipes/h200/pool_records.py --device cuda --jobs $((jobs * 3 / 2))
 first=$(find "$out/ort_analysis/ort_kernel_record" -name '*.json' ! -name index.json | sort | head -1)
