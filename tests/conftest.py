@@ -15,6 +15,7 @@ import pytest
 import schedule
 from filelock import FileLock
 from onnx import TensorProto, helper, numpy_helper
+from xdist.scheduler import LoadScopeScheduling
 
 from kernel_model.building.kernel_models import kernel_build
 from model_zoo.exporting.torch_models import group_of
@@ -35,16 +36,28 @@ TESTS = Path(__file__).resolve().parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is slow, and gives each test its group and its place (schedule.py)."""
+    """Marks what is slow, and gives each test its place (schedule.py)."""
     places = {}
     for item in items:
         file = item.path.relative_to(TESTS).as_posix()
-        group = schedule.group_of(file)
-        item.add_marker(pytest.mark.xdist_group(group))
         if schedule.is_slow(file, getattr(item, "originalname", item.name), getattr(item, "fixturenames", [])):
             item.add_marker(pytest.mark.slow)
-        places[item] = schedule.position(group)
+        places[item] = schedule.position(schedule.group_of(file))
     items.sort(key=lambda item: places[item])
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """One worker runs a group (schedule.py) from beginning to end.
+
+    The marker `xdist_group` would say the same, but xdist 3.8 puts it into an attribute that pytest 9.2 no longer reads.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return schedule.group_of(nodeid.partition("::")[0].removeprefix(f"{TESTS.name}/"))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    return GroupScheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
