@@ -4,8 +4,8 @@ Reads the index of every flavour in ort_analysis/ort_kernel_record. Draws kernel
 their sizes: batch, channels, height and width, kernel and stride, or rows, columns and depth of a product. ONNX Runtime
 says which are valid and what they put out; the others are counted. With --free, draws kernels of no model besides. With
 --errors, reads what training wrote instead of the index, and draws near those kernels that it predicted worst when it left
-them out. Writes all to kernel_model/kernel_onnx/<flavour>/ beside the models' own, and to sampled.json there which families
-hold the kernel that seeded each.
+them out. Writes them to kernel_model/kernel_onnx/<flavour>/, next to the kernels of models, and to sampled.json there which
+families hold the kernel that each was drawn from.
 """
 
 from __future__ import annotations

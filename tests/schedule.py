@@ -45,6 +45,8 @@ SLOW_TESTS = {  # by file
     "benchmark/test_gpu_access.py": ["test_one_is_alone_and_nobody_starves"],
     "benchmark/test_label_table.py": ["test_a_real_collection"],
     "benchmark/test_machine_ties.py": ["test_exactly_the_ties_are_measured_here_too"],
+    "benchmark/test_metric_sources.py": [
+        "test_dcgm_stuck_at_zero_is_found_out_by_utilisation_that_nobody_asked_for"],
     "benchmark/test_runner.py": ["test_every_kind_of_work_gives_a_reply"],
     "benchmark/test_sharing_probe.py": ["test_beside_a_real_load", "test_the_long_piece_stays_finite", "test_the_script"],
     "benchmark/test_unprofiled.py": ["test_a_collector_goes_on_with_its_labels"],
@@ -53,7 +55,8 @@ SLOW_TESTS = {  # by file
     "inference/test_answers.py": ["test_a_watch_needs_something_to_follow"],
     "inference/test_uncertainty.py": ["test_a_recurrent_layer_is_a_rough_estimate"],
     "inference/test_host_pace.py": [
-        "test_prometheus_tells_the_pace", "test_the_command_takes_a_ratio_or_a_machines_file",
+        "test_a_pace_that_is_old_or_not_there_or_none", "test_prometheus_tells_the_pace",
+        "test_the_command_takes_a_ratio_or_a_machines_file",
         "test_the_evaluator_predicts_at_the_pace_beside_each_model", "test_the_hosts_costs_are_taken_at_the_pace"],
     "inference/test_memory.py": ["test_it_is_what_onnx_runtime_holds", "test_the_error_is_measured_in_a_process_of_its_own"],
     "inference/test_predictor.py": ["test_methods_say_what_the_functions_say", "test_files_are_read_once"],

@@ -134,7 +134,7 @@ def check_mode_while_shared(run_mode: RunMode) -> None:
 
 
 def sharing_warning(shared_gpu: SharedGpu | None) -> tuple[str, ...]:
-    """A warning where only metrics tell of the co-runner, although a probe would know more."""
+    """A warning if the co-runner is known by metrics only, although a probe would show more."""
     if shared_gpu is None or shared_gpu.told_by == "probe":
         return ()
     if not shared_gpu.sharing.probed or not shared_gpu.sharing.from_metrics:

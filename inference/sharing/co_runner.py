@@ -39,7 +39,7 @@ class NotShared(UserError):
 
     def __init__(self, target: str) -> None:
         super().__init__(f"{target}: nothing was learned of how it is shared, so latencies under load have no distribution; "
-                         f"measure models beside other work, then: {FIT}")
+                         f"measure models while the GPU is shared, then: {FIT}")
 
 
 class UnderLoad(Frozen):

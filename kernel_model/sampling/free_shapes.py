@@ -1,7 +1,7 @@
 """Kernels of no model: the operators that image models are made of, their sizes drawn from the ranges that people use.
 
-A sampled kernel near those of a model family tells little of a family unlike it: without RegNet no grouped convolution of
-24 channels a group is near anything. These kernels name no family, and nothing measured steers how they are drawn.
+A sampled kernel close to those of one model family says little about a family unlike it: without RegNet no grouped convolution
+of 24 channels per group is near anything. These kernels name no family, and nothing measured steers how they are drawn.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from utils.errors import UserError
 
 Families = tuple[str, ...]  # sorted names of model families
 Seeds = dict[str, Families]  # by kernel id
-SEED_FILE = "sampled.json"  # beside the sampled kernels
+SEED_FILE = "sampled.json"  # in the folder of the sampled kernels
 
 
 def read_seeds(folder: Path) -> Seeds:

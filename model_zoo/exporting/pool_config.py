@@ -1,4 +1,4 @@
-"""The models that are learned from beside torchvision's classification models: model_zoo/pool.yaml."""
+"""The models to learn from, besides torchvision's classification models: model_zoo/pool.yaml."""
 
 from __future__ import annotations
 

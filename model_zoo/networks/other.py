@@ -19,7 +19,7 @@ COLLECTION = "other"
 
 
 class Recommender(nn.Module):
-    """Embedding tables beside a network of numbers; products of all pairs where `crossed`; a network over all of it."""
+    """Embedding tables next to a network for numbers; products of all pairs if `crossed`; a network over all of these."""
 
     def __init__(self, tables: int, rows: int, width: int, crossed: bool) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The live path on this machine's GPU, at five levels of two kinds of load that it starts: predictions against latencies measured
-# in the same minute, in three parts. from_metrics: exporter and Prometheus tell of the load; from_probe: a probe on the spot does;
-# from_exported_probe: the exporter probes too, beside the models as well, and Prometheus tells what it saw. Needs `prometheus` and
-# predictors for this GPU: as shipped, an H200's. A quarter of an hour. Usage: recipes/h200/live.sh [workspace [part]...]
+# in the same minute. It has three parts, named after the source of the load. from_metrics: the exporter's metrics in Prometheus;
+# from_probe: a probe on the spot; from_exported_probe: the exporter's own probes in Prometheus, taken while the models run, too.
+# Needs `prometheus` and predictors for this GPU: as shipped, an H200's. A quarter of an hour. Usage: recipes/h200/live.sh [workspace [part]...]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-out/live}

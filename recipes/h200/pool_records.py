@@ -34,8 +34,10 @@ python recipes/h200/pool_records.py --workspace out/pool --device cuda --jobs 8
 
 
 def sizes_of(path: Path) -> list[dict[str, int]] | UserError:
-    """The sizes of a file's dynamic dimensions that it is analysed at, one after another; none for one that is not of the pool.
-    An error where sizes in it depend on data, and a run does not tell them."""
+    """The sizes of its dynamic dimensions at which a file is analysed, one after another; none if it is not of the pool.
+
+    An error if sizes in it depend on data and a run does not show them.
+    """
     metadata = read_metadata(path)
     if COLLECTION_KEY not in metadata:
         return []

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The dataset of this machine's GPU: models, their kernels and further shapes, measured. Started again, it goes on.
-# Usage: recipes/h200/run.sh [workspace]     About an hour on a GPU with 16 cores beside it.
+# Usage: recipes/h200/run.sh [workspace]     About an hour on a machine with a GPU and 16 cores.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-out/gpu_dataset}
