@@ -22,6 +22,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from model_zoo.exporting.export_process import ExportProcess
+from model_zoo.exporting.export_report import report
 from model_zoo.exporting.zoo_config import CONFIG_FILE, ZooConfig, read_zoo_config
 from utils import cli
 from utils.config import validate
@@ -84,16 +85,7 @@ def main() -> int:
     args = parser.parse_args()
     workspace = cli.start(args, begins=True)
     rows = export_all(workspace, with_options(read_zoo_config(args.config), args), args.force)
-    if args.json:
-        cli.print_json(rows)
-    else:
-        shown = ("model", "file", "status", "mb", "difference")
-        cli.print_table([{key: row[key] for key in shown} | {"file": Path(row["file"]).name} for row in rows], "models")
-    failed = [Path(row["file"]).stem for row in rows if row["status"] == "failed"]
-    counts = {status: sum(row["status"] == status for row in rows) for status in ("written", "kept", "failed")}
-    log.info("%s in %s%s", ", ".join(f"{count} {status}" for status, count in counts.items() if count), workspace.models,
-             f"; failed: {', '.join(failed)}" if failed else "")
-    return 1 if failed else 0
+    return report(rows, workspace.models, args.json)
 
 
 if __name__ == "__main__":

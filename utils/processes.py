@@ -31,6 +31,11 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, by)
 
 
+def exit_cause(code: int) -> str:
+    """Why a child process ended, from its exit code: the name of the signal that killed it, or the code."""
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
 def begin_child(temporary: Path | None = None) -> None:
     """To be called first in a child process: it then ends cleanly at SIGTERM and with its parent. Ctrl-C reaches both; the
     parent handles it.

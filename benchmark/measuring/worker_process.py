@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pydantic import BaseModel
 
 from benchmark.records.measurement import Status
 from utils.paths import ROOT
+from utils.processes import exit_cause
 from utils.temporary import temporary_folder
 
 Q = TypeVar("Q", bound=BaseModel)
@@ -120,8 +120,7 @@ class WorkerProcess(Generic[Q, R]):
         if not line.endswith(b"\n"):  # it ended, perhaps in the middle of a line
             code = self._process.wait()
             self.stop()
-            cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            raise WorkerFailed("crashed", f"the process that ran it ended with {cause}", -code if code < 0 else None)
+            raise WorkerFailed("crashed", f"the process that ran it ended with {exit_cause(code)}", -code if code < 0 else None)
         return self._reply.model_validate_json(line)
 
 

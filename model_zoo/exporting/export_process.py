@@ -15,7 +15,7 @@ from model_zoo.exporting.zoo_config import Export
 from utils import cli, logger
 from utils.errors import UserError
 from utils.paths import Workspace
-from utils.processes import begin_child
+from utils.processes import begin_child, exit_cause
 
 STOP_SECONDS = 10.0
 
@@ -63,8 +63,7 @@ class ExportProcess:
             if code == -signal.SIGKILL:
                 raise UserError("the exporting process was killed, most likely for lack of memory: "
                                 "try a smaller batch or image size") from None
-            cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            raise UserError(f"torch or ONNX Runtime crashed over it ({cause})") from None
+            raise UserError(f"torch or ONNX Runtime crashed over it ({exit_cause(code)})") from None
         return rows
 
     def _ask(self, request: str, argument: Any) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from model_zoo.exporting.collections import network_source
+from model_zoo.exporting.export_report import report
 from model_zoo.exporting.network_export import network_stamp, stem_of, write_network
 from model_zoo.exporting.onnx_export import is_done, short
 from model_zoo.exporting.pool_config import POOL_FILE, Collection, read_pool
@@ -113,13 +114,4 @@ def export_as_asked(args: argparse.Namespace, collections: Sequence[Collection])
     for collection in collections:
         rows += export_networks(workspace, collection, pool.chosen(collection, args.model), args.dtype or ["fp32"], args.device,
                                 args.jobs, args.force)
-    if args.json:
-        cli.print_json(rows)
-    else:
-        shown = ("model", "file", "status", "mb", "difference")
-        cli.print_table([{key: row[key] for key in shown} | {"file": Path(row["file"]).name} for row in rows], "models")
-    failed = [Path(row["file"]).stem for row in rows if row["status"] == "failed"]
-    counts = {status: sum(row["status"] == status for row in rows) for status in ("written", "kept", "failed")}
-    log.info("%s in %s%s", ", ".join(f"{count} {status}" for status, count in counts.items() if count), workspace.models,
-             f"; failed: {', '.join(failed)}" if failed else "")
-    return 1 if failed else 0
+    return report(rows, workspace.models, args.json)
