@@ -19,6 +19,7 @@ from benchmark.records.measurement import Measurement
 from benchmark.records.tables import model_rows, model_sessions
 from inference.core.prediction import predict
 from inference.core.sources import record_of
+from ort_analysis.graph.recording import crashed
 from ort_analysis.graph.source import own_sizes
 from ort_analysis.records.kernel_record import ModelRecord
 from training.sharing.learned import busy_share
@@ -27,7 +28,7 @@ from utils.errors import UserError
 from utils.lazy import pandas as pd
 from utils.logger import get_logger
 from utils.paths import Workspace
-from utils.processes import CRASHED, each_in_a_process
+from utils.processes import each_in_a_process
 
 if TYPE_CHECKING:
     from graph_model.simulation.sharing import CoRunner
@@ -124,7 +125,7 @@ def models_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], device: 
             sizes = own_sizes(path, dims)
             unused -= set(sizes[0])
             sized += [(path, size) for size in sizes]
-    apart = each_in_a_process(partial(_analysed, device, static), sized, 1, _crashed, "analysing") if (
+    apart = each_in_a_process(partial(_analysed, device, static), sized, 1, crashed, "analysing") if (
         len(sized) >= APART_FROM) else None
     for number, (path, size) in enumerate(sized if apart else cli.progress(sized, "analysing")):
         with failures.costing(path.name):
@@ -145,10 +146,6 @@ def _analysed(device: str, static: bool, sized: tuple[Path, dict[str, int]]) -> 
         return error
     except Exception:  # noqa: BLE001 - not all exceptions can be pickled; `Failures.costing` reports it
         return RuntimeError(traceback.format_exc())
-
-
-def _crashed(sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
-    return UserError(f"{sized[0]}: {CRASHED}")
 
 
 def models_in_dataset(folder: Path, records: Mapping[str, ModelRecord], metrics: Sequence[str],

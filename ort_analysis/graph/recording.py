@@ -32,7 +32,7 @@ def write_records(workspace: Workspace, work: Sequence[tuple[Path, dict[str, int
     several models crashes ONNX Runtime, only that one fails."""
     if len(work) == 1:
         return [_write_one(workspace, device, static, group, one) for one in work]
-    return each_in_a_process(partial(_write_one, workspace, device, static, group), work, jobs, _crashed, "analysing")
+    return each_in_a_process(partial(_write_one, workspace, device, static, group), work, jobs, crashed, "analysing")
 
 
 def _write_one(workspace: Workspace, device: str, static: bool, group: str,
@@ -40,5 +40,6 @@ def _write_one(workspace: Workspace, device: str, static: bool, group: str,
     return write_record(workspace, one[0], device, one[1], static, group)
 
 
-def _crashed(one: tuple[Path, dict[str, int]]) -> ModelRecord | UserError:
+def crashed(one: tuple[Path, dict[str, int]]) -> UserError:
+    """The error of a model that took its process down."""
     return UserError(f"{one[0]}: {CRASHED}")
