@@ -29,6 +29,7 @@ from ort_analysis.graph.source import own_sizes
 from ort_analysis.records.elements import numpy_dtype, session_dtype
 from utils import cli
 from utils.errors import UserError
+from utils.fingerprint import gpu_facts
 from utils.lazy import onnx
 from utils.ort_sessions import open_nodes, open_session
 from utils.paths import ROOT
@@ -48,9 +49,9 @@ def resident_mib(peak: bool) -> float:
 
 
 def device_mib() -> float:
-    """The memory of the first NVIDIA GPU that is in use, by all processes, MiB."""
+    """The memory of the NVIDIA GPU that is in use, by all processes, MiB."""
     pynvml.nvmlInit()
-    return float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used) / 2**20
+    return float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(gpu_facts()["uuid"])).used) / 2**20
 
 
 def hold_on_gpu(model: Path, dims: Mapping[str, int]) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import psutil
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -23,6 +23,7 @@ from utils.safe_names import FileNamePart
 
 CUDNN = "nvidia-cudnn-cu13"  # the package that brings it
 WITHOUT_GPU = "HASE_WITHOUT_GPU"  # in the environment: act like a machine without a GPU
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"  # in the environment: the GPUs that CUDA may use, by index or UUID
 MACHINE_ID = Path("/etc/machine-id")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux makes a new one at each start
 SharingMode = Literal["time_slices", "mps", "mig"]  # how processes share a GPU; a CPU's target says the first
@@ -119,15 +120,18 @@ def _nvml_there() -> bool:
 
 @functools.cache
 def gpu_facts() -> dict[str, str]:
-    """Name, uuid, driver and clocks of the first NVIDIA GPU; empty where there is none, or where WITHOUT_GPU is set."""
+    """Name, uuid, driver and clocks of the NVIDIA GPU that CUDA takes first; empty where there is none, or where WITHOUT_GPU is
+    set."""
     if os.environ.get(WITHOUT_GPU):
         return {}
     if "pynvml" not in sys.modules and not _nvml_there():
         return {}
     try:
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        handle = _first_visible_gpu()
     except pynvml.NVMLError:
+        return {}
+    if handle is None:
         return {}
     clocks = [pynvml.nvmlDeviceGetMaxClockInfo(handle, kind) for kind in (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM)]
     return {
@@ -136,6 +140,22 @@ def gpu_facts() -> dict[str, str]:
         "driver": pynvml.nvmlSystemGetDriverVersion(),
         "clocks": f"SM {clocks[0]} MHz, memory {clocks[1]} MHz at most",
     }
+
+
+def _first_visible_gpu() -> Any:
+    """NVML's handle of the first GPU that VISIBLE_GPUS leaves to CUDA, None if none. NVML ignores the variable.
+
+    Raises:
+        NVMLError: there is no such GPU.
+    """
+    first = os.environ.get(VISIBLE_GPUS, "0").split(",")[0].strip()
+    if first.isdecimal():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(first))
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        if first and pynvml.nvmlDeviceGetUUID(handle).startswith(first):  # CUDA takes shortened names, too
+            return handle
+    return pynvml.nvmlDeviceGetHandleByUUID(first) if first.startswith("MIG-") else None
 
 
 def driver_fails(whose: str, error: Exception) -> UserError:

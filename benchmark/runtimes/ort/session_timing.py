@@ -14,6 +14,7 @@ from benchmark.records.measurement import Measurement
 from benchmark.runtimes.ort.host_probe import host_probe
 from benchmark.runtimes.ort.runner import open_runner
 from benchmark.runtimes.protocol import Reply, Request
+from utils.fingerprint import gpu_facts
 
 
 def time_session(request: Request) -> Reply:
@@ -39,10 +40,10 @@ def time_session(request: Request) -> Reply:
 
 
 def memory_in_use_mib(device: str) -> float:
-    """Memory that this process holds on the CPU, or that all processes hold on the first GPU, in MiB."""
+    """Memory that this process holds on the CPU, or that all processes hold on the GPU, in MiB."""
     if device == "cuda":
         pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used / 2**20
+        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(gpu_facts()["uuid"])).used / 2**20
     with suppress(OSError, AttributeError):  # without malloc_trim, memory figures are rough
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what earlier models left, or it hides what this one takes
     return psutil.Process().memory_info().rss / 2**20
