@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -77,8 +77,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "mobilebert": Architecture({"num_hidden_layers": 2 * LAYERS, "vocab_size": WORDS}, (_WORDS, _MASK, _KINDS)),
     "squeezebert": Architecture({**_TEXT, "embedding_size": 768}, (_WORDS, _MASK, _KINDS)),
     "funnel": Architecture({"block_sizes": [2, 2, 2], "num_decoder_layers": 1, "vocab_size": WORDS, "d_model": 512, "n_head": 8,
-                            "d_head": 64, "d_inner": 2048}, (_WORDS, _MASK),
-                           model_class="FunnelModel"),
+                            "d_head": 64, "d_inner": 2048},  # torch's exporter fixes the length, as its pooling halves it
+                           tuple(replace(one, shape=("batch", 256)) for one in (_WORDS, _MASK)), {"batch": (1, 8)},
+                           "FunnelModel"),
     "xlnet": Architecture({"d_model": 768, "n_layer": LAYERS, "n_head": 12, "d_inner": 3072, "vocab_size": WORDS},
                           (_WORDS, _MASK), options={"use_mems": False}),
     "bart": Architecture({"d_model": 512, "encoder_layers": LAYERS, "decoder_layers": LAYERS, "encoder_attention_heads": 8,
