@@ -62,6 +62,8 @@ def main() -> int:
     parser.add_argument("--group", default="", metavar="NAME",
                         help="the group of these models: variants of one another, held out together (default: the one that the "
                              "exporter wrote into the file, else each model is a group of its own)")
+    parser.add_argument("--collection", default="", metavar="NAME",
+                        help="where these models' architectures come from (default: what the exporter wrote into the file)")
     parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="models analysed at a time (default: 1)")
     args = parser.parse_args()
     workspace = cli.start(args)
@@ -71,7 +73,8 @@ def main() -> int:
     sizes = cli.parse_dims(args.dim)
     work = [(path, dims) for path in paths for dims in cli.combinations(sizes)]
     with sole_writer(workspace.kernel_records):
-        done = write_records(workspace, work, args.device, args.jobs, args.static, args.group)
+        done = write_records(workspace, work, args.device, args.jobs, args.static, args.group,
+                             args.collection)
         records = [record for record in done if isinstance(record, ModelRecord)]
         indexes = [update_index(workspace, flavour) for flavour in {one.flavour.name: one.flavour for one in records}.values()]
     failed = [path.name for (path, _), found in zip(work, done, strict=True) if isinstance(found, UserError)]

@@ -197,10 +197,10 @@ def endless(path: Path) -> None:
 
 def build_workspace(workspace: Workspace, models: Mapping[str, onnx.ModelProto]) -> Flavour:
     """Models as files with their CPU records, index and kernels, as the first three phases write them. What stands in front of
-    the first "_" of a name is the model's group."""
+    the first "_" of a name is the model's group; their collection is `made up`."""
     for name, proto in models.items():
         files.write_bytes(workspace.models / f"{name}.onnx", proto.SerializeToString())
-        record = analyze(workspace.models / f"{name}.onnx", "cpu", group=name.split("_")[0])
+        record = analyze(workspace.models / f"{name}.onnx", "cpu", group=name.split("_")[0], collection="made up")
         files.write_json(record_path(workspace, record.flavour, record.model), record)
     flavour = flavour_of("cpu")
     for kernel in update_index(workspace, flavour).all_kernels():

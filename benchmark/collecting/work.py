@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmark.records.files import DatasetKernel
@@ -58,11 +58,18 @@ Item = KernelItem | ModelItem
 
 @dataclass(frozen=True)
 class Work:
-    """Everything to measure for one flavour."""
+    """Everything to measure for one flavour.
+
+    Attributes:
+        described: the kernels, with the models that hold them.
+        groups, collections: of these models and of those to measure, by record name.
+    """
 
     kernels: tuple[KernelItem, ...]
     models: tuple[ModelItem, ...]
     described: tuple[DatasetKernel, ...]
+    groups: Mapping[str, str] = field(default_factory=dict)
+    collections: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> Work:
@@ -104,7 +111,7 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
                             "model_zoo/torchvision_exporter.py, or remove the record")
         models_found.append(ModelItem(model_path, record_path(workspace, target.flavour, record.model), record,
                                       labels=record.group not in held_out))
-    return Work(tuple(items), tuple(models_found), tuple(described))
+    return Work(tuple(items), tuple(models_found), tuple(described), index.groups, index.collections)
 
 
 def carriers(items: Sequence[KernelItem], device: str, in_parallel: int = 1) -> Iterator[list[KernelItem]]:

@@ -104,7 +104,7 @@ def _write_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block], ad
 
 
 def _joined(folder: Path, header: DatasetHeader) -> DatasetHeader:
-    """The header with the machines, the backgrounds and the models' groups that are there already."""
+    """The header with the machines, the backgrounds, and the models' groups and collections that are there already."""
     if not header_path(folder).exists():
         return header
     there = read_header(folder)
@@ -123,6 +123,7 @@ def _joined(folder: Path, header: DatasetHeader) -> DatasetHeader:
                             "as it was, or use another --workspace")
     return header.model_copy(update={
         "machines": there.machines | header.machines, "groups": there.groups | header.groups,
+        "collections": there.collections | header.collections,
         "backgrounds": there.backgrounds | header.backgrounds,
         "held_out_backgrounds": tuple(dict.fromkeys((*there.held_out_backgrounds, *header.held_out_backgrounds)))})
 

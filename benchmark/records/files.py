@@ -59,14 +59,18 @@ class DatasetKernel(Frozen):
 
 
 class DatasetHeader(Frozen):
-    """`dataset.json`: what all rows of a dataset have in common, the machines by uuid, and the backgrounds by name."""
+    """`dataset.json`: what all rows of a dataset have in common, the machines by uuid, and the backgrounds by name.
+
+    History: `collections` came later; older files leave it out.
+    """
 
     version: int = DATASET_VERSION
     target: Target
     metrics: tuple[str, ...]
     machines: dict[str, Machine]
     held_out: tuple[str, ...] = ()  # groups of models measured for evaluation only: they are in no fit
-    groups: dict[str, FileName] = {}  # of the whole models that were measured, by record name
+    groups: dict[str, FileName] = {}  # of the models that hold kernels or were measured, by record name
+    collections: dict[str, FileName] = {}  # of those among them that have one
     labels: tuple[str, ...] = DEFAULT_LABELS  # of every kernel; without the first one it counts as not measured
     backgrounds: dict[str, Background] = {}  # a block under load that names none is of the first
     held_out_backgrounds: tuple[str, ...] = ()  # measured for evaluation only: their rows are in no fit

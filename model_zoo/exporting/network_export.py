@@ -14,7 +14,7 @@ import numpy as np
 from model_zoo.exporting.network import Network, outputs_of
 from model_zoo.exporting.onnx_export import LARGEST_FILE, add_metadata, difference, quiet, without_paths
 from model_zoo.exporting.torch_models import weight_bytes
-from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY, GROUP_KEY
+from model_zoo.exporting.zoo_config import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import package_version
@@ -22,7 +22,6 @@ from utils.lazy import onnx, torch
 from utils.ort_sessions import model_errors, open_session
 
 EXPORTER_VERSION = 1  # of what is made here; files of another version are made anew
-COLLECTION_KEY = "hase.collection"  # metadata: where the architecture comes from
 DATA_SIZED_KEY = "hase.data_sized"  # metadata: sizes in the graph depend on data
 POOL_SIZES_KEY = "hase.pool_sizes"  # metadata: the sizes of each dynamic dimension at which the pool is measured
 MOST_OF_A_DIMENSION = 65536

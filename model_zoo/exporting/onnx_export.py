@@ -16,7 +16,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from model_zoo.exporting.torch_models import SEED, build, check_names, group_of, is_sized, reference, weight_bytes
-from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY, GROUP_KEY, SMALLEST_IMAGE, Export
+from model_zoo.exporting.zoo_config import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY, SMALLEST_IMAGE, Export
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import flavour_of, local_target, ort_version, package_version
@@ -56,7 +56,7 @@ def stamp(export: Export) -> dict[str, str]:
     """The metadata of an exported file. An existing file with the same metadata is kept."""
     dims = {DEFAULT_DIMS_KEY: json.dumps(export.default_dims)} if export.batch is None else {}
     return dims | {
-        GROUP_KEY: group_of(export.model),
+        GROUP_KEY: group_of(export.model), COLLECTION_KEY: "torchvision",
         "hase.exporter": str(EXPORTER_VERSION), "hase.model": export.model, "hase.dtype": export.dtype,
         "hase.batch": ("alone open" if export.batch_alone else "open") if export.batch is None else str(export.batch),
         "hase.size": "x".join(map(str, export.size)),

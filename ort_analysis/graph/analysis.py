@@ -53,14 +53,15 @@ def kernel_of(graph: ParsedGraph, node: ParsedNode) -> Kernel:
     return describe_kernel(node.op_type, node.domain, opset, node.attributes, inputs, outputs)
 
 
-def record_of(graph: ParsedGraph, group: str = "") -> ModelRecord:
+def record_of(graph: ParsedGraph, group: str = "", collection: str = "") -> ModelRecord:
     """The record of a parsed model.
 
     Args:
         graph: of the model.
         group: of the model; by default the one that its file names, else the model is its own group.
+        collection: of the model; by default the one that its file names, if any.
     """
-    stem = as_file_name(graph.source.name)
+    stem, collection = as_file_name(graph.source.name), collection or graph.source.collection
     origins_of = origins_by_node(graph)
     kernels = [kernel_of(graph, node) for node in graph.nodes]
     nodes = tuple(
@@ -73,9 +74,9 @@ def record_of(graph: ParsedGraph, group: str = "") -> ModelRecord:
 
     return ModelRecord(
         model=record_name(graph.source.name, graph.source.dims, graph.static), file_stem=stem,
-        group=as_file_name(group or graph.source.group or stem).replace("|", "_"), sha256=graph.source.sha256,
-        dims=graph.source.dims, flavour=graph.flavour, derived=graph.derived, static=graph.static, assumed=graph.assumed,
-        guessed=graph.guessed,
+        group=as_file_name(group or graph.source.group or stem).replace("|", "_"),
+        collection=as_file_name(collection) if collection else "", sha256=graph.source.sha256, dims=graph.source.dims,
+        flavour=graph.flavour, derived=graph.derived, static=graph.static, assumed=graph.assumed, guessed=graph.guessed,
         inputs=tensors(graph.inputs), outputs=tensors(graph.outputs),
         weight_bytes=sum(tensor.bytes for tensor in graph.tensors.values() if tensor.constant),
         opsets=graph.opsets, kernels={kernel.id: kernel for kernel in kernels}, nodes=nodes,
@@ -83,14 +84,14 @@ def record_of(graph: ParsedGraph, group: str = "") -> ModelRecord:
 
 
 def analyze(model: Path | onnx.ModelProto, device: str = "auto", dims: Mapping[str, int] | None = None,
-            name: str | None = None, static: bool = False, group: str = "") -> ModelRecord:
+            name: str | None = None, static: bool = False, group: str = "", collection: str = "") -> ModelRecord:
     """The kernels of a model as `cpu` or `cuda` runs it (`auto`: what this machine has); arguments as of `parse_graph` and
     `record_of`.
 
     Raises:
         UserError: as `parsing.parse_graph`.
     """
-    return record_of(parse_graph(model, device, dims, name, static), group)
+    return record_of(parse_graph(model, device, dims, name, static), group, collection)
 
 
 def build_index(flavour: Flavour, records: list[ModelRecord]) -> KernelIndex:
@@ -104,7 +105,8 @@ def build_index(flavour: Flavour, records: list[ModelRecord]) -> KernelIndex:
     index: dict[str, dict[str, IndexEntry]] = {}
     for kernel in sorted(kernels.values(), key=lambda k: (k.type, k.id)):
         index.setdefault(kernel.type, {})[kernel.id] = IndexEntry(kernel=kernel, models=tuple(models[kernel.id]))
-    return KernelIndex(flavour=flavour, groups={record.model: record.group for record in records}, kernels=index)
+    return KernelIndex(flavour=flavour, groups={record.model: record.group for record in records}, kernels=index,
+                       collections={record.model: record.collection for record in records if record.collection})
 
 
 def update_index(workspace: Workspace, flavour: Flavour) -> KernelIndex:

@@ -16,10 +16,10 @@ from utils.processes import CRASHED, each_in_a_process
 
 
 def write_record(workspace: Workspace, path: Path, device: str, dims: dict[str, int], static: bool,
-                 group: str = "") -> ModelRecord | UserError:
+                 group: str = "", collection: str = "") -> ModelRecord | UserError:
     """Analyses one model and writes its record. An error in the model is returned, not raised."""
     try:
-        record = analyze(path, device, dims, static=static, group=group)
+        record = analyze(path, device, dims, static=static, group=group, collection=collection)
     except UserError as error:
         return error
     files.write_json(record_path(workspace, record.flavour, record.model), record)
@@ -27,17 +27,18 @@ def write_record(workspace: Workspace, path: Path, device: str, dims: dict[str, 
 
 
 def write_records(workspace: Workspace, work: Sequence[tuple[Path, dict[str, int]]], device: str,
-                  jobs: int, static: bool = False, group: str = "") -> list[ModelRecord | UserError]:
+                  jobs: int, static: bool = False, group: str = "", collection: str = "") -> list[ModelRecord | UserError]:
     """`write_record` for pairs of a model and its sizes, `jobs` at a time; the results are in the order of `work`. If one of
     several models crashes ONNX Runtime, only that one fails."""
     if len(work) == 1:
-        return [_write_one(workspace, device, static, group, one) for one in work]
-    return each_in_a_process(partial(_write_one, workspace, device, static, group), work, jobs, crashed, "analysing")
+        return [_write_one(workspace, device, static, group, collection, one) for one in work]
+    write = partial(_write_one, workspace, device, static, group, collection)
+    return each_in_a_process(write, work, jobs, crashed, "analysing")
 
 
-def _write_one(workspace: Workspace, device: str, static: bool, group: str,
+def _write_one(workspace: Workspace, device: str, static: bool, group: str, collection: str,
                one: tuple[Path, dict[str, int]]) -> ModelRecord | UserError:
-    return write_record(workspace, one[0], device, one[1], static, group)
+    return write_record(workspace, one[0], device, one[1], static, group, collection)
 
 
 def crashed(one: tuple[Path, dict[str, int]]) -> UserError:

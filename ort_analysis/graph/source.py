@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from model_zoo.exporting.torch_models import group_of
-from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY, GROUP_KEY
+from model_zoo.exporting.zoo_config import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
 from ort_analysis.graph.bodies import body_sizes, made_within, steering_inputs
 from ort_analysis.graph.open_shapes import DETECTIONS, selects_boxes
 from utils import cli, files
@@ -33,7 +33,7 @@ class Source:
 
     Attributes:
         name: the file's stem, or the name given for a model in memory.
-        group: the group that the file names; "" where it names none.
+        group, collection: those that the file names; "" where it names none.
         graph_only: the graph, without external weights.
         loadable: the file or the serialised model that ORT loads.
         sha256: the hash of the file, or of the serialised model.
@@ -42,6 +42,7 @@ class Source:
 
     name: str
     group: str
+    collection: str
     graph_only: onnx.ModelProto
     loadable: Path | bytes
     sha256: str
@@ -130,11 +131,12 @@ def default_dims(proto: onnx.ModelProto) -> dict[str, int]:
     return {}
 
 
-def group_in(proto: onnx.ModelProto) -> str:
-    """The group that an exporter wrote into a model; "" where there is none. Older files of the torchvision exporter have only
-    the model's name."""
+def origin_in(proto: onnx.ModelProto) -> tuple[str, str]:
+    """The group and the collection that an exporter wrote into a model; "" where there is none. Older files of the torchvision
+    exporter have only the model's name."""
     found = {prop.key: prop.value for prop in proto.metadata_props}
-    return found.get(GROUP_KEY) or (group_of(found["hase.model"]) if "hase.model" in found else "")
+    group = found.get(GROUP_KEY) or (group_of(found["hase.model"]) if "hase.model" in found else "")
+    return group, found.get(COLLECTION_KEY) or ("torchvision" if "hase.torchvision" in found else "")
 
 
 def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> Source:
@@ -183,4 +185,6 @@ def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = 
         loadable = whole.SerializeToString()
     else:
         loadable = proto.SerializeToString() if renamed else unnamed_before
-    return Source(name=name or stem, group=group_in(proto), graph_only=proto, loadable=loadable, sha256=digest, dims=given)
+    group, collection = origin_in(proto)
+    return Source(name=name or stem, group=group, collection=collection, graph_only=proto, loadable=loadable, sha256=digest,
+                  dims=given)

@@ -1,6 +1,7 @@
 """The kernel records: what `fusion_detector` writes and every later phase reads.
 
-History of the schemas: version 2 adds a model's group, the stem of its file, and the runtime.
+History of the schemas: version 2 adds a model's group, the stem of its file, and the runtime. Collections came later; older
+files leave them out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pydantic import Field, model_validator
 from ort_analysis.records.elements import DTYPE_BYTES, numpy_dtype
 from utils.fingerprint import Flavour
 from utils.frozen import Frozen
-from utils.safe_names import FileName, as_file_name
+from utils.safe_names import FileName, FileNamePart, as_file_name
 
 RECORD_VERSION = 2
 INDEX_VERSION = 2
@@ -173,6 +174,8 @@ class ModelRecord(Frozen):
         file_stem: the name of the model file without its suffix.
         group: the name of the models that are variants of each other and are held out together, e.g. `resnet`. A model
             without known variants is its own group, named after its file. Contains no "|", which separates groups in tables.
+        collection: where its architecture comes from, e.g. `timm`; "" where that is not known. Several collections may have a
+            group of one name.
         sha256: the hash of the model file, or of the serialised model where there was no file.
         dims: the sizes given to dynamic dimensions.
         derived: whether the flavour's device is not on this machine. The graph then comes from ORT's CPU provider, which ran
@@ -192,6 +195,7 @@ class ModelRecord(Frozen):
     model: FileName
     file_stem: FileName
     group: FileName
+    collection: FileNamePart = Field("", exclude_if=lambda collection: not collection)
     sha256: str
     dims: dict[str, int]
     flavour: Flavour
@@ -241,11 +245,13 @@ class KernelIndex(Frozen):
 
     Attributes:
         groups: the group of every model, by record name.
+        collections: the collection of every model that has one, by record name.
     """
 
     version: int = INDEX_VERSION
     flavour: Flavour
     groups: dict[str, FileName]
+    collections: dict[str, FileName] = Field({}, exclude_if=lambda collections: not collections)
     kernels: dict[str, dict[str, IndexEntry]]
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 from model_zoo.exporting.metadata import read_metadata
-from model_zoo.exporting.network_export import COLLECTION_KEY, DATA_SIZED_KEY, POOL_SIZES_KEY
+from model_zoo.exporting.network_export import DATA_SIZED_KEY, POOL_SIZES_KEY
 from ort_analysis.graph.analysis import update_index
 from ort_analysis.graph.recording import write_records
 from utils import cli
@@ -39,7 +39,7 @@ def sizes_of(path: Path) -> list[dict[str, int]] | UserError:
     An error if sizes in it depend on data and a run does not show them.
     """
     metadata = read_metadata(path)
-    if COLLECTION_KEY not in metadata:
+    if POOL_SIZES_KEY not in metadata:
         return []
     every = {dim: tuple(sizes) for dim, sizes in json.loads(metadata[POOL_SIZES_KEY]).items()}
     if DATA_SIZED_KEY not in metadata:

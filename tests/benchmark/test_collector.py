@@ -214,6 +214,9 @@ def test_rows_say_what_was_measured(collected: Collected) -> None:
     for block in read_journal(collected.folder):
         assert (block.stress["duty"] > 0.0) is (block.level > 0.0)  # very little, if the machine is busy
     described = {entry.kernel.id: entry for entry in read_kernels(collected.folder)}
+    header = read_header(collected.folder)
+    assert {model for entry in described.values() for model in entry.models} <= header.groups.keys()
+    assert header.collections == dict.fromkeys(header.groups, "made up")
     for _, row in good.iterrows():
         entry = described[row["Kernel_ID"]]
         assert row["OpType"] == entry.kernel.type

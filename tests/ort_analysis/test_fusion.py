@@ -15,7 +15,7 @@ from command import run_script
 from conftest import TORCH_BATCH, TORCH_MODELS, small_model, torch_model
 from onnx import TensorProto, helper, numpy_helper
 
-from model_zoo.exporting.zoo_config import GROUP_KEY
+from model_zoo.exporting.zoo_config import COLLECTION_KEY, GROUP_KEY
 from ort_analysis.graph.analysis import analyze, build_index
 from ort_analysis.records.kernel_record import Kernel, ModelRecord
 from ort_analysis.records.reading import index_path, read_index, read_model_record, read_model_records, record_path
@@ -181,24 +181,29 @@ def test_half_precision_is_another_kernel() -> None:
     assert {tensor.dtype for tensor in record.inputs.values()} == {"float16"}
 
 
-def test_a_model_is_of_the_group_that_its_file_names(tmp_path: Path) -> None:
+def test_a_model_is_of_the_group_and_collection_that_its_file_names(tmp_path: Path) -> None:
     """Or of the one that is asked for; else it is a group of its own."""
     plain, stamped, older = small_model(), small_model(), small_model()
-    helper.set_model_props(stamped, {GROUP_KEY: "wide|nets"})
-    helper.set_model_props(older, {"hase.model": "wide_resnet50_2"})  # as the exporter stamped files before groups
+    helper.set_model_props(stamped, {GROUP_KEY: "wide|nets", COLLECTION_KEY: "timm"})
+    # as the torchvision exporter stamped files before groups:
+    helper.set_model_props(older, {"hase.model": "wide_resnet50_2", "hase.torchvision": "0.26"})
     paths = [tmp_path / f"net{number}@b.onnx" for number in range(3)]
     for path, proto in zip(paths, (plain, stamped, older), strict=True):
         onnx.save(proto, path)
     records = [analyze(path, "cpu") for path in paths]
     assert [record.group for record in records] == ["net0@b", "wide_nets", "resnet"]  # "|" separates groups in tables
+    assert [record.collection for record in records] == ["", "timm", "torchvision"]
     assert [record.file_stem for record in records] == ["net0@b", "net1@b", "net2@b"]
-    assert analyze(paths[0], "cpu", group="mine").group == "mine"
+    asked = analyze(paths[1], "cpu", group="mine", collection="ours")
+    assert (asked.group, asked.collection) == ("mine", "ours")
     subprocess.run([sys.executable, "ort_analysis/fusion_detector.py", "--model", str(paths[1]), "--device", "cpu",
-                    "--group", "asked", "--workspace", str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+                    "--group", "asked", "--collection", "asked too", "--workspace", str(tmp_path)],
+                   cwd=ROOT, check=True, capture_output=True)
     workspace = Workspace(tmp_path)
     [record] = read_model_records(workspace, records[0].flavour)
     index = read_index(index_path(workspace, records[0].flavour))
-    assert record.group == "asked"
+    assert (record.group, record.collection) == ("asked", "asked too")
+    assert index.collections == {record.model: "asked too"}
     assert {index.groups_of(entry) for entry in index.entries()} == {("asked",)}
 
 
