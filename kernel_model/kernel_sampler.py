@@ -26,7 +26,8 @@ import numpy as np
 
 from kernel_model.building.kernel_models import default_sources, kernel_build
 from kernel_model.sampling.draws import draw_kernel
-from kernel_model.sampling.free_shapes import draw_free_kernel
+from kernel_model.sampling.float_types import FLOAT_TYPES, on_cuda
+from kernel_model.sampling.free_shapes.table import draw_free_kernel
 from kernel_model.sampling.kernel_errors import KernelErrors, draw_weights, read_errors
 from kernel_model.sampling.seeds import SEED_FILE, Families, Seeds, read_seeds
 from ort_analysis.records.kernel_costs import VIEW_OPS
@@ -40,12 +41,14 @@ from utils.processes import process_pool
 
 log = get_logger("sampler")
 MOST_MIB = 256
+NEVER_SEEDS = VIEW_OPS | {"MemcpyToHost", "MemcpyFromHost"}  # take no time, or are measured apart
 FREE: Families = ()  # no model's kernel seeded this one
 NEAR_SPREAD = 0.5  # of the sizes around a kernel that is predicted badly; around those of models 1
 TRIES = 20  # draws for each kernel asked for, at most
 EXAMPLES = """
 python kernel_model/kernel_sampler.py --count 1000 --batch-sizes 1,2,4,8,16
 python kernel_model/kernel_sampler.py --count 5000 --most-gflop 200 --without vgg --seed 7
+python kernel_model/kernel_sampler.py --count 40000 --dtypes float32,float16
 python kernel_model/kernel_sampler.py --count 0 --free 20000 --most-gflop 300 --jobs 8
 python kernel_model/kernel_sampler.py --errors training/kernel_errors/nvidia-h200-cuda-ort1.31-all.json --count 3000
 """
@@ -57,7 +60,8 @@ Sampled = tuple[dict[str, Drawn], Counter[str]]  # new kernels by id, and how ma
 
 
 def footprint_mib(kernel: Kernel) -> float:
-    return float(kernel.bytes_read + kernel.bytes_written) / 2**20
+    """Memory for what a kernel reads and writes, and for its constants, of which it may read only a part."""
+    return float(max(kernel.bytes_read, kernel.weight_bytes) + kernel.bytes_written) / 2**20
 
 
 def _families(names: Iterable[str], without: Collection[str]) -> Families:
@@ -65,16 +69,18 @@ def _families(names: Iterable[str], without: Collection[str]) -> Families:
 
 
 def sample(entries: Sequence[Drawn], count: int, generator: np.random.Generator, batches: Sequence[int],
-           most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (), there: Collection[str] = ()) -> Sampled:
+           most_gflop: float, most_mib: float = MOST_MIB, without: Sequence[str] = (), there: Collection[str] = (),
+           dtypes: Sequence[str] = ()) -> Sampled:
     """Up to `count` new kernels by id, each with the families that seeded it, and how many draws were refused and why.
 
-    `entries` are kernels of models, with the models' groups. A type is drawn as often as the square root of its number of
+    `entries` are kernels of models, with the models' groups. Each kernel is drawn in one of the floating types `dtypes`, or in
+    its seed's own where there are none. A type is drawn as often as the square root of its number of
     kernels says; kernels of the families in `without` seed nothing, and the ids in `there` were sampled before.
     """
     seeds: dict[str, list[Drawn]] = {}
     for kernel, groups in entries:
         families = _families(groups, without)
-        if families and kernel.op_type not in VIEW_OPS and not kernel.subgraphs:
+        if families and kernel.op_type not in NEVER_SEEDS and not kernel.subgraphs:
             seeds.setdefault(kernel.type, []).append((kernel, families))
     types = sorted(seeds)
     weights = np.sqrt([len(seeds[name]) for name in types])
@@ -83,7 +89,8 @@ def sample(entries: Sequence[Drawn], count: int, generator: np.random.Generator,
         batch = int(generator.choice(batches))
         of_type = seeds[str(generator.choice(types, p=weights / weights.sum()))]
         kernel, families = of_type[int(generator.integers(len(of_type)))]
-        return draw_kernel(kernel, batch, generator), families
+        dtype = str(generator.choice(dtypes)) if dtypes else ""
+        return draw_kernel(kernel, batch, generator, dtype=dtype), families
 
     known = {kernel.id for kernel, _ in entries} | set(there)
     return collect_draws(draw, count if seeds else 0, most_gflop, most_mib, known)
@@ -176,9 +183,14 @@ def sample_in_parallel(sampler: Sampler, count: int, seed: Sequence[int], folder
 
 
 def indexed(path: Path) -> tuple[str, list[Drawn]]:
-    """The name of an index's flavour, and its kernels with the groups of the models that hold them."""
+    """The name of an index's flavour, and its kernels with the groups of the models that hold them.
+
+    A kernel that the CUDA provider lacks is left out in a flavour of CUDA: the CPU provider runs it.
+    """
     index = read_index(path)
-    return index.flavour.name, [(entry.kernel, index.groups_of(entry)) for entry in index.entries()]
+    cuda = index.flavour.device == "cuda"
+    return index.flavour.name, [(entry.kernel, index.groups_of(entry)) for entry in index.entries()
+                                if not cuda or on_cuda(entry.kernel)]
 
 
 class Step(NamedTuple):
@@ -206,7 +218,7 @@ def steps_of(args: argparse.Namespace, errors: KernelErrors | None, entries: Seq
         return [Step("sampled", partial(sample_again, errors, without=args.without, there=built, **limits), args.count)]
     limits["there"] = frozenset(seeds)
     free = sum(seeded_by == FREE for seeded_by in seeds.values())
-    near = partial(sample, entries, without=args.without, **limits)
+    near = partial(sample, entries, without=args.without, dtypes=args.dtypes, **limits)
     return [Step("sampled", near, args.count - (len(seeds) - free)),
             Step("free", partial(sample_free, **limits), args.free - free)]
 
@@ -236,6 +248,14 @@ def sample_flavour(folder: Path, seeds: Seeds, steps: Iterable[Step], seed: int,
     return row | {f"refused: {why}": number for why, number in sorted(refusals.items())}
 
 
+def float_type_names(text: str) -> tuple[str, ...]:
+    """The types of a list like `float32,float16`; `ArgumentTypeError` for another type."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if unknown := [name for name in names if name not in FLOAT_TYPES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(FLOAT_TYPES)}")
+    return names
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The command's own options."""
     parser.add_argument("--count", type=cli.whole, default=1000,
@@ -252,6 +272,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help=f"largest kernel, all that it reads and writes (default: {MOST_MIB})")
     parser.add_argument("--without", action="append", default=[], metavar="FAMILY",
                         help="a model family whose kernels seed nothing (repeatable), e.g. vgg")
+    parser.add_argument("--dtypes", type=float_type_names, default=(), metavar="TYPE,…",
+                        help="floating types to draw the kernels around those of models in, e.g. float32,float16: a kernel of "
+                             "a model in single precision is then drawn in half precision too (default: its own)")
     parser.add_argument("--seed", type=cli.whole, default=0)
     parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="processes that draw side by side (default: 1)")
 
@@ -262,6 +285,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.count + args.free < 1:
         parser.error("--count and --free can't both be 0")
+    if args.errors and args.dtypes:
+        parser.error("--errors and --dtypes don't go together: a kernel that is predicted badly is drawn in its own type")
     if args.errors and args.free:
         parser.error("--errors and --free don't go together: call the sampler once for each")
     workspace = cli.start(args)

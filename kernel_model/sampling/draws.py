@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kernel_model.building.kernel_models import build_model, shareable
+from kernel_model.sampling.float_types import float_types, in_float_type
 from ort_analysis.records.elements import session_dtype
 from ort_analysis.records.kernel_costs import BASE_NAMES
 from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
@@ -21,7 +22,8 @@ SIDES = np.array([4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40, 48,
 # Operators with one output, of the first input's shape: no session is needed to know it, nor could the CPU provider open
 # one for all of them.
 LIKE_FIRST_INPUT = {"Relu", "Sigmoid", "HardSigmoid", "HardSwish", "Clip", "Gelu", "QuickGelu", "BiasGelu", "FastGelu", "Tanh",
-                    "Softmax", "BiasSoftmax", "Sqrt", "Erf", "Neg", "Abs", "Exp", "Log"}
+                    "Softmax", "BiasSoftmax", "LogSoftmax", "Sqrt", "Reciprocal",
+                    "Elu", "LeakyRelu", "Softplus", "Erf", "Neg", "Abs", "Exp", "Log"}
 
 
 def scaled(size: int, generator: np.random.Generator, multiple: int = 1, spread: float = 1.0) -> int:
@@ -154,8 +156,74 @@ def draw_axes(kernel: Kernel, batch: int, generator: np.random.Generator, spread
     return inputs, attributes
 
 
+def draw_other_conv(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
+    """A convolution of a signal or a video, or a transposed one: other channels and sizes, the same window."""
+    inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
+    x, w = inputs[0].shape, inputs[1].shape
+    group = int(attributes.get("group", 1))
+    transposed = kernel.op_type == "ConvTranspose"
+    cin = x[1] if x[1] < 8 else scaled(x[1], generator, 8, spread)
+    other = scaled(w[1] if transposed else w[0], generator, 8, spread)
+    if group > 1 and group in (x[1], w[0]):  # depthwise
+        cin = group = other = scaled(group, generator, 8, spread)
+        attributes["group"] = group
+    elif group > 1:
+        cin, other = (max(1, round(size / group)) * group for size in (cin, other))
+    inner = [scaled(size, generator, spread=spread) if len(x) == 3 else side(size, generator, spread) for size in x[2:]]
+    if x[-1] == x[-2] and len(x) > 3:
+        inner[-2] = inner[-1]
+    inputs[0] = resize(inputs[0], (batch, cin, *inner))
+    inputs[1] = resize(inputs[1], (cin, other // group, *w[2:]) if transposed else (other, cin // group, *w[2:]))
+    if len(inputs) > 2 and inputs[2].present:
+        inputs[2] = resize(inputs[2], (other,))
+    return inputs[:3], attributes  # what a fused Conv adds has the size of its output
+
+
+def draw_any_conv(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
+    """A convolution of a signal, an image or a video."""
+    image = len(kernel.inputs[0].shape) == 4 and kernel.op_type != "ConvTranspose"
+    return (draw_conv if image else draw_other_conv)(kernel, batch, generator, spread)
+
+
+def draw_recurrent(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
+    """A recurrent layer with other steps, rows, and widths before and after it."""
+    inputs, attributes = list(kernel.inputs), dict(kernel.attributes)
+    (steps, _, wide), hidden = inputs[0].shape, inputs[2].shape[2]
+    gates = inputs[2].shape[1] // hidden
+    same = wide == hidden
+    steps, hidden = scaled(steps, generator, spread=spread), scaled(hidden, generator, 8, spread)
+    wide = hidden if same else scaled(wide, generator, 8 if wide % 8 == 0 else 1, spread)
+    ways = inputs[1].shape[0]
+    shapes = {0: (steps, batch, wide), 1: (ways, gates * hidden, wide), 2: (ways, gates * hidden, hidden),
+              3: (ways, 2 * gates * hidden), 4: (batch,), 5: (ways, batch, hidden), 6: (ways, batch, hidden),
+              7: (ways, 3 * hidden)}
+    inputs = [resize(tensor, shapes[position]) if tensor.present else tensor for position, tensor in enumerate(inputs)]
+    return inputs, attributes | {"hidden_size": hidden}
+
+
+def draw_channel_norm(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
+    """A normalisation of channels, which are the second axis: its scales follow them."""
+    drawn, attributes = draw_axes(kernel.model_copy(update={"inputs": kernel.inputs[:1]}), batch, generator, spread)
+    first = resize(drawn[0], (batch, *drawn[0].shape[1:]))
+    return [first, *(resize(tensor, first.shape[1:2]) for tensor in kernel.inputs[1:])], attributes
+
+
+def draw_repeat(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
+    """An Expand whose wanted sizes follow those drawn, along the axes that are not repeated."""
+    old, wanted = kernel.inputs[0].shape, kernel.inputs[1]
+    drawn, attributes = draw_axes(kernel.model_copy(update={"inputs": kernel.inputs[:1]}), batch, generator, spread)
+    if wanted.values is None:
+        return [drawn[0], wanted], attributes
+    offset = len(wanted.values) - len(old)
+    sizes = tuple(drawn[0].shape[axis - offset] if axis >= offset and size != 1 and size == old[axis - offset] else size
+                  for axis, size in enumerate(wanted.values))
+    return [drawn[0], wanted.model_copy(update={"values": sizes})], attributes
+
+
 DRAWS: dict[str, Callable[[Kernel, int, np.random.Generator, float], Draw]] = {
-    "Conv": draw_conv, "Gemm": draw_gemm, "MatMul": draw_matmul, "FusedMatMul": draw_matmul}
+    "Conv": draw_any_conv, "ConvTranspose": draw_other_conv, "Gemm": draw_gemm, "MatMul": draw_matmul,
+    "FusedMatMul": draw_matmul, "LSTM": draw_recurrent, "GRU": draw_recurrent, "RNN": draw_recurrent,
+    "BatchNormalization": draw_channel_norm, "InstanceNormalization": draw_channel_norm, "Expand": draw_repeat}
 
 
 def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -179,13 +247,26 @@ def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dic
     return tuple(found.get(f"y{position}", Tensor(dtype="")) for position in range(len(kernel.outputs)))
 
 
-def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Kernel:
+def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0, dtype: str = "") -> Kernel:
     """A kernel of the same type with other sizes: at most about 2^spread times larger or smaller each.
 
+    Args:
+        kernel: the seed.
+        batch: size of the first axis.
+        generator: of random numbers.
+        spread: how far sizes lie from the seed's.
+        dtype: floating type to draw in, one of FLOAT_TYPES; "" for the seed's own. A seed without floating tensors keeps its
+            types.
+
     Raises:
-        UserError: the sizes drawn do not fit together.
+        UserError: the sizes drawn do not fit together, or there is no such kernel in `dtype`.
     """
-    base = BASE_NAMES.get(kernel.op_type, kernel.op_type)
-    inputs, attributes = DRAWS.get(base, draw_axes)(kernel, batch, generator, spread)
-    outputs = infer_outputs(kernel, inputs, attributes)
-    return describe_kernel(kernel.op_type, kernel.domain, kernel.opset, attributes, inputs, outputs)
+    own = float_types(kernel)
+    # The CPU provider, which says what a kernel puts out, lacks many operators in half precision.
+    seed = in_float_type(kernel, "float32") if own == {"float16"} else kernel
+    base = BASE_NAMES.get(seed.op_type, seed.op_type)
+    inputs, attributes = DRAWS.get(base, draw_axes)(seed, batch, generator, spread)
+    outputs = infer_outputs(seed, inputs, attributes)
+    drawn = describe_kernel(seed.op_type, seed.domain, seed.opset, attributes, inputs, outputs)
+    wanted = dtype if dtype and own else next(iter(own)) if len(own) == 1 else ""
+    return in_float_type(drawn, wanted) if wanted else drawn

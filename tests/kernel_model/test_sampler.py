@@ -13,12 +13,16 @@ import numpy as np
 import pytest
 from conftest import TORCH_MODELS, build_workspace, small_model
 
+from kernel_model.building.dummy_data import dummy_inputs
 from kernel_model.building.kernel_models import build_model, built_kernel, check_kernel
 from kernel_model.kernel_sampler import FREE, MOST_MIB, Drawn, footprint_mib, sample, sample_free
 from kernel_model.sampling.draws import draw_kernel
+from kernel_model.sampling.float_types import FLOAT_TYPES, in_float_type, on_cuda
+from kernel_model.sampling.free_shapes.table import DRAWS
 from kernel_model.sampling.seeds import SEED_FILE, read_seeds
 from ort_analysis.graph.analysis import analyze, build_index
-from ort_analysis.records.kernel_record import Kernel, ModelRecord
+from ort_analysis.records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
+from ort_analysis.records.kernel_types import describe_kernel
 from ort_analysis.records.reading import index_path, read_index
 from utils import files
 from utils.errors import UserError
@@ -118,7 +122,7 @@ def test_free_kernels_are_what_onnx_runtime_makes_of_them() -> None:
     assert {families for _, families in found.values()} == {FREE}
     checked = 0
     for kernel, _ in found.values():
-        if kernel.dtype != "float32":  # the CPU provider lacks many operators in half precision
+        if kernel.dtype != "float32" or kernel.op_type == "BiasSoftmax":  # what the CPU provider lacks
             continue
         model = build_model(kernel)
         for output in model.graph.output:
@@ -129,6 +133,105 @@ def test_free_kernels_are_what_onnx_runtime_makes_of_them() -> None:
     assert checked > 100
 
 
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_every_free_draw_is_one_that_the_cuda_provider_runs(dtype: str) -> None:
+    """Each draw comes up, in both types; ORT's table of CUDA kernels takes its types, and its sizes are what ONNX infers."""
+    generator = np.random.default_rng(1)
+    seen = set()
+    for draw, weight in DRAWS:
+        for _ in range(4):
+            kernel = draw(dtype, 2, generator)
+            if not all(output.elements for output in kernel.outputs):
+                continue
+            assert weight > 0
+            assert on_cuda(kernel), kernel.id
+            assert describe_again(kernel).id == kernel.id
+            seen.add(kernel.op_type)
+    assert len(seen) > 70
+    assert seen >= {"LSTM", "GRU", "ConvTranspose", "InstanceNormalization", "SkipSimplifiedLayerNormalization", "BiasSoftmax",
+                    "ScatterND", "GatherElements", "Resize", "CumSum", "IsNaN", "Where", "Einsum", "Reciprocal", "Elu"}
+
+
+def describe_again(kernel: Kernel) -> Kernel:
+    return describe_kernel(kernel.op_type, kernel.domain, kernel.opset, kernel.attributes, kernel.inputs, kernel.outputs)
+
+
+def test_free_draws_run() -> None:
+    """One small kernel of each draw gives the shapes that it describes and no NaN, where the CPU provider has the operator."""
+    generator = np.random.default_rng(4)
+    run = 0
+    for draw, _ in DRAWS:
+        for _ in range(40):
+            kernel = draw("float32", 1, generator)
+            if footprint_mib(kernel) < 2 and kernel.flops < 1e8 and all(output.elements for output in kernel.outputs):
+                break
+        else:
+            continue
+        if kernel.op_type == "BiasSoftmax":  # the CPU provider lacks it
+            continue
+        session = open_session(build_model(kernel).SerializeToString(), "cpu", optimize="none", name=kernel.id)
+        outputs = session.run(None, dummy_inputs(kernel))
+        assert [output.shape for output in outputs] == [output.shape for output in kernel.outputs], kernel.id
+        assert not any(output.dtype.kind == "f" and np.isnan(output).any() for output in outputs), kernel.id
+        run += 1
+    assert run > 0.9 * len(DRAWS)
+
+
+def test_kernels_of_models_are_drawn_in_half_precision_too() -> None:
+    """A twin has half the bytes, constants that its type holds, and the id of a kernel that is described so at once."""
+    lowest = KernelInput(dtype="float32", shape=(), constant=True, values=(-3.4028234663852886e38,))
+    mask = KernelInput(dtype="bool", shape=(1, 1, 16, 16))
+    scores = KernelInput(dtype="float32", shape=(1, 4, 16, 16))
+    where = describe_kernel("Where", "", 20, {}, [mask, scores, lowest], [Tensor(dtype="float32", shape=(1, 4, 16, 16))])
+    twin = in_float_type(where, "float16")
+    assert twin.inputs[2].values == (-65504.0,)
+    assert [tensor.dtype for tensor in (*twin.inputs, *twin.outputs)] == ["bool", "float16", "float16", "float16"]
+    assert twin.bytes_written * 2 == where.bytes_written
+    assert in_float_type(twin, "float16") is twin
+    assert in_float_type(in_float_type(twin, "float32"), "float16").id == twin.id
+    cast = describe_kernel("Cast", "", 20, {"to": 1, "saturate": 1}, [mask], [Tensor(dtype="float32", shape=(1, 1, 16, 16))])
+    assert in_float_type(cast, "float16").attributes["to"] == 10
+    resize = draw_of("Resize", "float32")
+    halved = in_float_type(resize, "float16")
+    assert halved.inputs[0].dtype == "float16"
+    assert all(t.dtype != "float16" for t in halved.inputs[1:])
+    with pytest.raises(UserError, match="CUDA provider has no GridSample in float16"):
+        in_float_type(draw_of("GridSample", "float32"), "float16")
+
+    entries = entries_of(analyze(small_model(channels=64, side=56), "cpu"))
+    found, _ = sample(entries, 40, np.random.default_rng(0), [1, 2], 2.0, dtypes=FLOAT_TYPES)
+    assert {kernel.dtype for kernel, _ in found.values()} == {"float32", "float16"}
+    assert all(kernel.id == name == describe_again(kernel).id for name, (kernel, _) in found.items())
+    only, _ = sample(entries, 20, np.random.default_rng(0), [1, 2], 2.0, dtypes=["float16"])
+    assert {kernel.dtype for kernel, _ in only.values()} == {"float16"}
+
+
+def draw_of(op_type: str, dtype: str) -> Kernel:
+    """A free kernel of an operator."""
+    generator = np.random.default_rng(0)
+    return next(kernel for draw, _ in DRAWS for _ in range(8) if (kernel := draw(dtype, 2, generator)).op_type == op_type)
+
+
+@pytest.mark.parametrize("op_type", ["LSTM", "GRU", "ConvTranspose", "InstanceNormalization", "BatchNormalization", "Expand"])
+def test_kernels_whose_sizes_hang_together_are_drawn_near(op_type: str) -> None:
+    seed, generator = draw_of(op_type, "float32"), np.random.default_rng(2)
+    drawn = [draw_kernel(seed, 4, generator) for _ in range(10)]
+    assert len({kernel.id for kernel in drawn}) > 5
+    assert all(kernel.type == seed.type and all(output.elements for output in kernel.outputs) for kernel in drawn)
+
+
+def test_signals_and_videos_are_drawn_near() -> None:
+    generator = np.random.default_rng(2)
+    for rank in (3, 5):
+        window, pads = [3] * (rank - 2), [1] * 2 * (rank - 2)
+        x = KernelInput(dtype="float32", shape=(1, 16, *[12] * (rank - 2)))
+        w = KernelInput(dtype="float32", shape=(16, 1, *window), constant=True)
+        seed = describe_kernel("Conv", "", 20, {"group": 16, "pads": pads, "strides": [1] * (rank - 2)}, [x, w],
+                               [Tensor(dtype="float32", shape=x.shape)])
+        drawn = draw_kernel(seed, 4, generator)
+        assert drawn.inputs[0].shape[:2] == (4, drawn.attributes["group"]) == drawn.outputs[0].shape[:2]
+
+
 def test_free_kernels_are_described_as_those_of_models_are(torch_models: dict[str, Path]) -> None:
     """Attributes by name and inputs by rank are those of models' kernels, so that a kernel found in both has one id."""
     def form(kernel: Kernel) -> Any:
@@ -137,7 +240,7 @@ def test_free_kernels_are_described_as_those_of_models_are(torch_models: dict[st
 
     models = [analyze(torch_models[name], "cuda") for name in TORCH_MODELS]
     known = {form(kernel) for model in models for kernel in model.kernels.values()}
-    free = {form(kernel) for kernel, _ in sample_free(400, np.random.default_rng(0), [1, 4], 1.0)[0].values()}
+    free = {form(kernel) for kernel, _ in sample_free(2000, np.random.default_rng(0), [1, 4], 1.0)[0].values()}
     assert {name for name, *_ in known & free} >= {"Conv", "Relu", "Add", "Gemm", "ReduceMean"}
 
 

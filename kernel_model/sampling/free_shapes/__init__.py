@@ -1,0 +1,1 @@
+"""Kernels of no model, one file for each class of operators."""

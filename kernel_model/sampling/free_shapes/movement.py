@@ -1,0 +1,189 @@
+"""Operators that move numbers and change none."""
+
+from __future__ import annotations
+
+from kernel_model.sampling.free_shapes.sizes import (
+    Generator,
+    Sizes,
+    channels_at,
+    kernel,
+    numbers,
+    pick,
+    scalar,
+    side,
+    tensor,
+    tokens,
+)
+from ort_analysis.records.kernel_record import Kernel
+
+FAR = 2**63 - 1  # the end of a Slice that goes on to the end
+ORDERS = (  # the axes of tensors as `Sizes` names them, and how models permute them
+    ("Btx", "021"), ("bcl", "021"), ("tbx", "102"), ("bx", "10"), ("bcss", "0231"), ("bssc", "0312"), ("bthd", "0213"),
+    ("bhtd", "0213"), ("bhtd", "0132"), ("htbd", "1023"), ("bhtd", "2013"), ("bcss", "0321"), ("btkhd", "20314"),
+    ("bnhwd", "01324"), ("bwtkd", "03142"), ("btkhd", "03214"), ("bkthd", "01342"), ("bcfss", "02341"), ("btthk", "03241"),
+    ("bfssc", "04123"), ("bcknw", "01243"), ("bhtkd", "01432"), ("bthww", "02134"), ("bktdt", "10243"), ("bkcss", "02134"),
+    ("bnwnwc", "013245"), ("bcnwnw", "013524"), ("bhtkhd", "301425"), ("bcnwnw", "024351"), ("bnwnwc", "013425"),
+    ("bnwnwc", "024135"), ("bcwnwn", "012435"), ("bxkkww", "012354"), ("bkhkhx", "052413"), ("bkkxww", "014253"),
+    ("bkhhnwwc", "01425367"), ("bknhwhwc", "01352467"))
+
+
+def transpose(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Channels first to last and back, heads before tokens, the windows of an image, shuffled channels."""
+    near = side(generator)
+    wide = channels_at(near, generator)
+    images, heads, count, width = tokens(batch, generator)
+    window = pick([7, 8], generator)
+    tiles = max(near // window, 1)
+    groups = pick([2, 3, 4], generator)
+    shape, order = [
+        ((batch, wide, near, near), (0, 2, 3, 1)), ((batch, near, near, wide), (0, 3, 1, 2)),
+        ((batch, wide, count), (0, 2, 1)), ((batch, count, wide), (1, 0, 2)), ((images, count, heads, width), (0, 2, 1, 3)),
+        ((images, heads, count, width), (0, 1, 3, 2)), ((count, images * heads, width), (1, 0, 2)),
+        ((images, count, 3, heads, width), (2, 0, 3, 1, 4)), ((batch, groups, wide, near, near), (0, 2, 1, 3, 4)),
+        ((batch, tiles, window, tiles, window, wide), (0, 1, 3, 2, 4, 5)),
+    ][int(generator.integers(10))]
+    return kernel("Transpose", [tensor(dtype, *shape)], [[shape[axis] for axis in order]], perm=list(order))
+
+
+def any_order(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Any permutation that models have, of two to eight axes."""
+    letters, digits = ORDERS[int(generator.integers(len(ORDERS)))]
+    shape, order = Sizes(batch, generator).shape(letters), [int(digit) for digit in digits]
+    return kernel("Transpose", [tensor(dtype, *shape)], [[shape[axis] for axis in order]], perm=order)
+
+
+def join(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Concat of images along their channels."""
+    near = side(generator)
+    parts = [max(channels_at(near, generator) // 2, 8) for _ in range(int(generator.integers(2, 9)))]
+    return kernel("Concat", [tensor(dtype, batch, part, near, near) for part in parts], [(batch, sum(parts), near, near)],
+                  axis=1)
+
+
+def join_any(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Concat along any axis: halves of heads, a class token, a cache, shifted windows, parts of a video."""
+    letters, axis, equal = [("bhtd", -1, True), ("bhtd", -2, False), ("bssc", 2, False), ("bssc", 1, False), ("btx", 1, False),
+                            ("btx", 2, True), ("bcfss", 1, False), ("bfssc", 3, False), ("rx", -1, False), ("bx", -1, True),
+                            ("bcss", 2, False), ("bt1hd", 2, True)][int(generator.integers(12))]
+    shape = Sizes(batch, generator).shape(letters)
+    count = pick([2, 2, 2, 3, 4, 6], generator)
+    place = axis % len(shape)
+    parts = [shape[place]] * count if equal else [pick([1, 1, 3, shape[place]], generator) for _ in range(count - 1)] + [
+        shape[place]]
+    shapes = [(*shape[:place], part, *shape[place + 1:]) for part in parts]
+    first = bool(letters == "btx" and parts[0] == 1 and generator.random() < 0.7)
+    inputs = [tensor(dtype, *sizes, constant=first and position == 0) for position, sizes in enumerate(shapes)]
+    return kernel("Concat", inputs, [(*shape[:place], sum(parts), *shape[place + 1:])], axis=axis)
+
+
+def cut(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Split of an image's channels into halves, of tokens' into queries, keys and values, or of an image whose channels come
+    last where its windows are shifted, into unequal parts."""
+    near = side(generator)
+    wide = channels_at(near, generator)
+    kind = generator.choice(["halves", "three", "shifted"], p=[0.4, 0.3, 0.3])
+    if kind == "halves":
+        half = max(wide // 2, 8)
+        return kernel("Split", [tensor(dtype, batch, 2 * half, near, near)], [(batch, half, near, near)] * 2, axis=1,
+                      num_outputs=2)
+    if kind == "three":
+        images, _, count, _ = tokens(batch, generator)
+        return kernel("Split", [tensor(dtype, images, count, 3 * wide)], [(images, count, wide)] * 3, axis=2, num_outputs=3)
+    axis, last = pick([1, 2], generator), min(pick([3, 4], generator), near - 1)
+    parts = [(batch, *((part, near) if axis == 1 else (near, part)), wide) for part in (near - last, last)]
+    return kernel("Split", [tensor(dtype, batch, near, near, wide), numbers(near - last, last)], parts, axis=axis)
+
+
+def cut_any(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Split along any axis: queries, keys and values apart, halves of heads, groups of channels, gates."""
+    letters, axis = [("btkhd", 2), ("kbhtd", 0), ("bhtd", 3), ("btx", 2), ("bcss", 1), ("bkcss", 1), ("bcl", 1), ("rx", 1),
+                     ("bx", 1), ("bssc", 3), ("bcfss", 1)][int(generator.integers(11))]
+    sizes = Sizes(batch, generator)
+    count = pick([2, 2, 3, 4, 8], generator)
+    parts = [1] * count if letters[axis] == "k" else [max(sizes[letters[axis]] // count, 1)] * count
+    if generator.random() < 0.3 and parts[0] > 1:
+        parts[0] += parts[0] // 2
+    shapes = [tuple(part if place == axis else sizes[letter] for place, letter in enumerate(letters)) for part in parts]
+    whole = (*shapes[0][:axis], sum(parts), *shapes[0][axis + 1:])
+    if len(set(parts)) == 1 and letters[axis] != "k":
+        return kernel("Split", [tensor(dtype, *whole)], shapes, axis=axis, num_outputs=count)
+    return kernel("Split", [tensor(dtype, *whole), numbers(*parts)], shapes, axis=axis)
+
+
+def part(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Slice: one token, one of several parts, all but the first, every second pixel, a rolled window."""
+    letters, axis = [("btx", 1), ("bcss", 1), ("bcss", 2), ("bssc", 1), ("bssc", 2), ("bfssc", 2), ("bhtt", 2), ("bhtt", 3),
+                     ("btx", 2), ("bt", 1), ("rx", 1), ("bcl", 2)][int(generator.integers(12))]
+    shape = Sizes(batch, generator).shape(letters)
+    size = shape[axis]
+    start, end, step = [(0, 1, 1), (-1, FAR, 1), (1, FAR, 1), (0, -1, 1), (0, FAR, 2), (1, FAR, 2), (size // 2, FAR, 1),
+                        (0, max(size // 2, 1), 1)][int(generator.integers(8))]
+    out = (*shape[:axis], len(range(size)[slice(start, end, step)]), *shape[axis + 1:])
+    inputs = [tensor(dtype, *shape), numbers(start), numbers(end), numbers(axis)]
+    return kernel("Slice", [*inputs, numbers(step)] if step > 1 or generator.random() < 0.6 else inputs, [out])
+
+
+def pad(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """An image filled up to whole windows, its channels last (often nothing is missing), or a border around it."""
+    near, window = side(generator), pick([7, 8], generator)
+    wide = channels_at(near, generator)
+    if generator.random() < 0.7:
+        missing = -near % window
+        shape, before, after = (batch, near, near, wide), (0, 0, 0, 0), (0, missing, missing, 0)
+    else:
+        border = int(generator.integers(1, 4))
+        shape, before, after = (batch, wide, near, near), (0, 0, border, border), (0, 0, border, border)
+    return kernel("Pad", [tensor(dtype, *shape), numbers(*before, *after)],
+                  [[sum(sizes) for sizes in zip(shape, before, after, strict=True)]], mode="constant")
+
+
+def pad_any(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """A border of a signal, an image, a video or tokens: of zeros, mirrored or repeated; or one more row."""
+    letters, axes = [("bcss", (2, 3)), ("bcl", (2,)), ("bhtt", (2,)), ("bhtd", (3,)), ("bfssc", (2, 3)), ("rx", (1,)),
+                     ("btx", (1,)), ("btx", (2,))][int(generator.integers(8))]
+    mode = str(generator.choice(["constant", "reflect", "edge"], p=[0.6, 0.25, 0.15]))
+    if letters not in ("bcss", "bcl"):
+        mode = "constant"
+    shape = Sizes(batch, generator).shape(letters)
+    wide = min(pick([1, 1, 2, 3, 15], generator), min(shape[axis] for axis in axes) - (mode == "reflect"))
+    before = [wide if axis in axes and generator.random() < 0.6 else 0 for axis in range(len(shape))]
+    after = [wide if axis in axes else 0 for axis in range(len(shape))]
+    value = [scalar(dtype, 0.0)] if mode == "constant" and generator.random() < 0.5 else []
+    return kernel("Pad", [tensor(dtype, *shape), numbers(*before, *after), *value],
+                  [[sum(sizes) for sizes in zip(shape, before, after, strict=True)]], mode=mode)
+
+
+def repeat(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Expand or Tile: heads that share keys, a token for each image, a row for each column."""
+    letters, axis, often = [("bk1td", 2, "h"), ("1tx", 0, "b"), ("bt1x", 2, "w"), ("b1tt", 1, "h"), ("bc11", 2, "s"),
+                            ("b1x", 1, "t"), ("bk1hd", 2, "h")][int(generator.integers(7))]
+    sizes = Sizes(batch, generator)
+    shape, count = sizes.shape(letters), sizes[often]
+    out = tuple(count if place == axis else size for place, size in enumerate(shape))
+    if generator.random() < 0.6:
+        wanted = numbers(*out) if generator.random() < 0.5 else numbers(*(
+            count if place == axis else 1 for place in range(len(shape))))
+        return kernel("Expand", [tensor(dtype, *shape), wanted], [out])
+    if generator.random() < 0.4:
+        shape, axis, count = sizes.shape("bssc"), 0, pick([1, 4, 16, 64], generator)
+        out = (shape[0] * count, *shape[1:])
+    times = numbers(*(count if place == axis else 1 for place in range(len(shape))))
+    return kernel("Tile", [tensor(dtype, *shape), times], [out])
+
+
+def blocks(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """DepthToSpace and SpaceToDepth: blocks of pixels for channels."""
+    near, block = side(generator), pick([2, 2, 2, 4], generator)
+    wide = channels_at(near, generator) if generator.random() < 0.7 else 3
+    small, large = (batch, wide * block * block, near, near), (batch, wide, near * block, near * block)
+    if generator.random() < 0.7:
+        return kernel("DepthToSpace", [tensor(dtype, *small)], [large], blocksize=block,
+                      mode=str(generator.choice(["CRD", "DCR"], p=[0.8, 0.2])))
+    return kernel("SpaceToDepth", [tensor(dtype, *large)], [small], blocksize=block)
+
+
+def triangle(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Trilu: one half of each matrix."""
+    shape = Sizes(batch, generator).shape(str(generator.choice(["tt", "b1tt", "bhtt"])))
+    return kernel("Trilu", [tensor(dtype, *shape), scalar("int64", pick([0, 1], generator))], [shape],
+                  upper=int(generator.integers(2)))

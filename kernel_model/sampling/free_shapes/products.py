@@ -1,0 +1,93 @@
+"""Matrix products: of layers, of attention, and sums of products."""
+
+from __future__ import annotations
+
+from kernel_model.sampling.free_shapes.sizes import (
+    CONTRIB,
+    Generator,
+    Sizes,
+    as_float32,
+    channels,
+    kernel,
+    pick,
+    tensor,
+    tokens,
+)
+from ort_analysis.records.kernel_record import Kernel
+
+ROWS = (16, 49, 50, 64, 144, 196, 197, 256, 784, 3136)  # tokens of an image, or pixels
+SUMS = (  # equation, operands by the letters of `Sizes`, and whether the second is a weight
+    ("ibnd,jbnd->bnij", "tbhd", "lbhd", "bhtl", False), ("bnij,jbnd->ibnd", "bhtl", "lbhd", "tbhd", False),
+    ("ibh,hnd->ibnd", "tbx", "xhd", "tbhd", True), ("ibnd,hnd->ibh", "tbhd", "xhd", "tbx", True),
+    ("byhwc,hkc->byhwk", "bhssd", "std", "bhsst", True), ("byhwc,wkc->byhwk", "bhssd", "std", "bhsst", True),
+    ("bhid,bhjd->bhij", "bhtd", "bhld", "bhtl", False), ("bijk,jkd->bijd", "bswd", "wdx", "bswx", True))
+
+
+def gemm(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """A matrix product with a constant matrix: a classifier's, with a row an image, or a transformer's, a row a token."""
+    rows = batch * (1 if generator.random() < 0.25 else pick(ROWS, generator))
+    depth, columns = channels(generator, 32, 4096), channels(generator, 32, 4096)
+    if generator.random() < 0.1:
+        columns = pick([1, 2, 10, 1000], generator)
+    transposed = generator.random() < 0.4
+    inputs = [tensor(dtype, rows, depth),
+              tensor(dtype, *((columns, depth) if transposed else (depth, columns)), constant=True)]
+    if generator.random() < 0.85:
+        inputs.append(tensor(dtype, columns, constant=True))
+    return kernel("Gemm", inputs, [(rows, columns)], alpha=1.0, beta=1.0, transA=0, transB=int(transposed))
+
+
+def layer_product(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Tokens, or an image whose channels come last, by a constant matrix, without a bias."""
+    sizes = Sizes(batch, generator)
+    lead = sizes.shape(str(generator.choice(["bt", "bss", "bnw", "r"], p=[0.6, 0.2, 0.1, 0.1])))
+    depth, columns = channels(generator, 32, 5120), channels(generator, 32, 5120)
+    if generator.random() < 0.04:
+        columns = sizes["v"]
+    return kernel("MatMul", [tensor(dtype, *lead, depth), tensor(dtype, depth, columns, constant=True)], [(*lead, columns)])
+
+
+def batched_product(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Attention's products: queries by keys (scaled, as ORT fuses it), or weights by values; of three to five dimensions.
+
+    Some have as many keys as another image has, share keys among heads, or take one query, as a decoder does.
+    """
+    images, heads, count, width = tokens(batch, generator)
+    lead = [(images, heads), (images * heads,), (images, heads, pick([2, 4, 16], generator))][int(generator.choice(
+        3, p=[0.75, 0.13, 0.12]))]
+    keys = count if generator.random() < 0.6 else tokens(batch, generator)[2] + pick([0, 1], generator)
+    queries = 1 if generator.random() < 0.08 else count
+    shared = (lead[0], *[1] * (len(lead) - 1)) if len(lead) == 2 and generator.random() < 0.08 else lead
+    if generator.random() < 0.5:
+        turned = generator.random() < 0.35
+        return kernel("FusedMatMul", [tensor(dtype, *lead, queries, width),
+                                      tensor(dtype, *shared, *((keys, width) if turned else (width, keys)))],
+                      [(*lead, queries, keys)], CONTRIB, alpha=as_float32(width ** -0.5),
+                      transA=0, transB=int(turned), transBatchA=0, transBatchB=0)
+    if generator.random() < 0.2:
+        return kernel("FusedMatMul", [tensor(dtype, *lead, keys, queries), tensor(dtype, *shared, keys, width)],
+                      [(*lead, queries, width)], CONTRIB, alpha=1.0, transA=1, transB=0, transBatchA=0, transBatchB=0)
+    return kernel("MatMul", [tensor(dtype, *lead, queries, keys), tensor(dtype, *shared, keys, width)],
+                  [(*lead, queries, width)])
+
+
+def attention_sum(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """Attention's products as an Einsum, with windows of an image apart or with images alone."""
+    images, heads, count, width = tokens(batch, generator)
+    windows = pick([1, 4, 16, 64], generator)
+    before = (max(images // windows, 1), windows, heads) if generator.random() < 0.7 else (images, heads)
+    letters = "B G H" if len(before) == 3 else "B H"
+    queries, weights = (*before, count, width), (*before, count, count)
+    if generator.random() < 0.5:
+        equation, operands, result = f"{letters} I D, {letters} J D -> {letters} I J", (queries, queries), weights
+    else:
+        equation, operands, result = f"{letters} I J, {letters} J D -> {letters} I D", (weights, queries), queries
+    return kernel("Einsum", [tensor(dtype, *shape) for shape in operands], [result], equation=equation)
+
+
+def sum_of_products(dtype: str, batch: int, generator: Generator) -> Kernel:
+    """An Einsum as language models and vision transformers write it."""
+    sizes = Sizes(batch, generator)
+    equation, left, right, result, constant = SUMS[int(generator.integers(len(SUMS)))]
+    return kernel("Einsum", [tensor(dtype, *sizes.shape(left)), tensor(dtype, *sizes.shape(right), constant=constant)],
+                  [sizes.shape(result)], equation=equation)

@@ -1,0 +1,63 @@
+"""Kernels of no model: the operators that networks are made of, their sizes drawn from the ranges that people use.
+
+A sampled kernel close to those of one model family says little about a family unlike it: without RegNet no grouped convolution
+of 24 channels per group is near anything. These kernels name no family, and nothing measured steers how they are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kernel_model.sampling.free_shapes import (
+    convolutions,
+    elementwise,
+    gathers,
+    movement,
+    normalisations,
+    products,
+    recurrent,
+    reductions,
+)
+from kernel_model.sampling.free_shapes.sizes import Generator
+from ort_analysis.records.kernel_record import Kernel
+
+FLOATS = ("float32", "float16")
+SEEDED = {"Relu", "Sigmoid", "Gelu", "QuickGelu", "HardSwish", "HardSigmoid", "Clip"}  # well known from image models
+Draw = Callable[[str, int, Generator], Kernel]
+# Convolutions are drawn most often: their times follow their shapes least simply.
+DRAWS: tuple[tuple[Draw, float], ...] = (  # how often, relative to each other
+    (convolutions.convolution, 100), (convolutions.signal_convolution, 30), (convolutions.video_convolution, 40),
+    (convolutions.transposed_convolution, 22), (convolutions.pool, 20), (convolutions.global_pool, 14),
+    (products.gemm, 16), (products.layer_product, 16), (products.batched_product, 40), (products.attention_sum, 4),
+    (products.sum_of_products, 22),
+    (normalisations.layer_norm, 62), (normalisations.instance_norm, 22), (normalisations.batch_norm, 14),
+    (normalisations.softmax, 40), (normalisations.biased_softmax, 18),
+    (reductions.mean, 6), (reductions.norm, 4), (reductions.reduction, 80), (reductions.largest_place, 22),
+    (reductions.running_sum, 20), (reductions.largest, 18),
+    (gathers.embedding, 16), (gathers.taken, 20), (gathers.taken_elements, 18), (gathers.taken_slices, 18),
+    (gathers.put_slices, 22), (gathers.put_elements, 22), (gathers.resize, 24), (gathers.sampled_image, 8),
+    (movement.transpose, 14), (movement.any_order, 36), (movement.join, 6), (movement.join_any, 20), (movement.cut, 5),
+    (movement.cut_any, 22), (movement.part, 22), (movement.pad, 5), (movement.pad_any, 20), (movement.repeat, 26),
+    (movement.blocks, 20), (movement.triangle, 12),
+    (recurrent.recurrent, 56),
+    (elementwise.activation, 8), (elementwise.arithmetic, 8), (elementwise.power, 12), (elementwise.several, 16),
+    (elementwise.slopes, 14), (elementwise.biased_gelu, 24), (elementwise.choice, 18), (elementwise.on_masks, 30),
+    (elementwise.cast, 26),
+    *((draw, 5 if name in SEEDED else 9) for name, draw in elementwise.UNARY.items()),
+    *((draw, 20 if name in ("Add", "Mul") else 12) for name, draw in elementwise.BINARY.items()))
+CHANCES = np.array([weight for _, weight in DRAWS]) / sum(weight for _, weight in DRAWS)
+
+
+def draw_free_kernel(batch: int, generator: Generator) -> Kernel:
+    """A kernel of no model.
+
+    Raises:
+        ValueError: the sizes drawn leave nothing to put out.
+    """
+    draw, _ = DRAWS[int(generator.choice(len(DRAWS), p=CHANCES))]
+    kernel = draw(str(generator.choice(FLOATS)), batch, generator)
+    if not all(output.elements for output in kernel.outputs):
+        raise ValueError(f"{kernel.id}: no output")
+    return kernel
