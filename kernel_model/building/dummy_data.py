@@ -12,7 +12,9 @@ from ort_analysis.graph.known_words import first_taught
 from ort_analysis.records.elements import numpy_dtype
 from ort_analysis.records.kernel_record import Kernel, KernelInput
 
-INDEX_INPUTS = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "EmbedLayerNormalization": 0}
+INDEX_INPUTS = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1,
+                "EmbedLayerNormalization": 0}
+BY_SEVERAL_AXES = {"GatherND", "ScatterND"}  # the last axis of the indices has one for each of the first axes of the data
 SHAPE_INPUTS = {"Reshape": 1, "Expand": 1}  # inputs that hold the output's shape
 POSITIVE_OPS = {"Sqrt", "Log", "Pow", "Div", "Reciprocal", "Mod", "BatchNormalization"}
 POOL_ELEMENTS = 1 << 22
@@ -39,6 +41,9 @@ def index_limit(kernel: Kernel, position: int) -> int | None:
     if INDEX_INPUTS.get(kernel.op_type) != position:
         return None
     data = kernel.inputs[2 if kernel.op_type == "EmbedLayerNormalization" else 0].shape
+    if kernel.op_type in BY_SEVERAL_AXES and data:
+        first = int(kernel.attributes.get("batch_dims", 0))
+        return max(1, min(data[first:first + kernel.inputs[1].shape[-1]], default=1))
     axis = int(kernel.attributes.get("axis", 0)) if kernel.op_type != "EmbedLayerNormalization" else 0
     return max(1, data[axis]) if data else 1
 
@@ -57,12 +62,14 @@ def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
         return random_floats(tensor.shape, tensor.dtype, seed * 7919 + position * 104729, positive)
     if dtype == np.bool_:
         return generator.integers(0, 2, tensor.shape).astype(dtype)
+    limit = index_limit(kernel, position)
     if tensor.value_range is not None:
         low, high = tensor.value_range
-        return generator.integers(low, high + 1, tensor.shape).astype(dtype)
+        if limit is not None:  # of a kernel drawn near another, which may be larger
+            low, high = max(low, -limit), min(max(high, low), limit - 1)
+        return generator.integers(min(low, high), high + 1, tensor.shape).astype(dtype)
     if SHAPE_INPUTS.get(kernel.op_type) == position:
         return np.asarray(kernel.outputs[0].shape, dtype)
-    limit = index_limit(kernel, position)
     if limit is not None:
         return generator.integers(0, limit, tensor.shape).astype(dtype)
     return np.ones(tensor.shape, dtype)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import TORCH_MODELS, build_workspace, small_model
 
-from kernel_model.building.dummy_data import dummy_inputs
+from kernel_model.building.dummy_data import dummy_inputs, dummy_tensor
 from kernel_model.building.kernel_models import build_model, built_kernel, check_kernel
 from kernel_model.kernel_sampler import FREE, MOST_MIB, Drawn, footprint_mib, sample, sample_free
 from kernel_model.sampling.draws import draw_kernel
@@ -204,6 +204,17 @@ def test_kernels_of_models_are_drawn_in_half_precision_too() -> None:
     assert all(kernel.id == name == describe_again(kernel).id for name, (kernel, _) in found.items())
     only, _ = sample(entries, 20, np.random.default_rng(0), [1, 2], 2.0, dtypes=["float16"])
     assert {kernel.dtype for kernel, _ in only.values()} == {"float16"}
+
+
+def test_indices_of_a_smaller_kernel_stay_in_range() -> None:
+    """Whatever the kernel that it was drawn near; one limit for each axis that indices go along."""
+    x = KernelInput(dtype="float32", shape=(128, 64, 5))
+    places = KernelInput(dtype="int64", shape=(1000, 2))
+    kernel = describe_kernel("GatherND", "", 20, {"batch_dims": 0}, [x, places], [Tensor(dtype="float32", shape=(1000, 5))])
+    assert dummy_inputs(kernel)["x1"].max() == 63
+    table = KernelInput(dtype="int64", shape=(500,), constant=True, value_range=(0, 1022))
+    kernel = describe_kernel("Gather", "", 20, {"axis": 1}, [x, table], [Tensor(dtype="float32", shape=(128, 500, 5))])
+    assert dummy_tensor(kernel, 1).max() == 63
 
 
 def draw_of(op_type: str, dtype: str) -> Kernel:
