@@ -42,8 +42,8 @@ class Workspace:
         return self.root / "kernel_model" / "kernel_onnx"
 
     def dataset(self, target: str) -> Path:
-        """Measurements of one target. Written by collector and predict_model_latency --measure-missing; read by machine_ties,
-        label_table, repeatability, training, the predictor and evaluator."""
+        """Measurements of one target. Written by collector, merge_datasets and predict_model_latency --measure-missing; read by
+        machine_ties, label_table, repeatability, training, the predictor and evaluator."""
         return self.root / "benchmark" / "dataset" / target
 
     @property

@@ -52,11 +52,11 @@ class DatasetWriter(Journal):
             UserError: the existing dataset is damaged, of another target, or was collected with other metrics, labels or
                 held-out groups, or with another background of the same name.
         """
-        self.folder, self.header = folder, _joined(folder, header)
+        self.folder, self.header = folder, joined_header(folder, header)
         tables_hold = _tables_hold(folder, self.header)
         files.write_json(header_path(folder), self.header)
         super().__init__(read_journal(folder))
-        changed = _describe(folder, described)
+        changed = add_descriptions(folder, described)
         self._tabled = len(self.blocks) if tables_hold and changed.isdisjoint(_kernels_in(self.blocks)) else 0
         self._tables_due_s = time.monotonic() + TABLES_EVERY_S
 
@@ -103,8 +103,12 @@ def _write_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block], ad
           model_rows(model_sessions(blocks), header.groups))
 
 
-def _joined(folder: Path, header: DatasetHeader) -> DatasetHeader:
-    """The header with the machines, the backgrounds, and the models' groups and collections that are there already."""
+def joined_header(folder: Path, header: DatasetHeader) -> DatasetHeader:
+    """The header with the machines, the backgrounds, and the models' groups and collections that are there already.
+
+    Raises:
+        UserError: the existing one is of another target, or has other metrics, labels, held-out groups or backgrounds.
+    """
     if not header_path(folder).exists():
         return header
     there = read_header(folder)
@@ -128,7 +132,7 @@ def _joined(folder: Path, header: DatasetHeader) -> DatasetHeader:
         "held_out_backgrounds": tuple(dict.fromkeys((*there.held_out_backgrounds, *header.held_out_backgrounds)))})
 
 
-def _describe(folder: Path, described: Iterable[DatasetKernel]) -> set[str]:
+def add_descriptions(folder: Path, described: Iterable[DatasetKernel]) -> set[str]:
     """Joins kernels with the existing ones; returns the ids of those that are new or whose description changed."""
     there = kernel_lines(folder)
     lines = {entry.kernel.id: entry.model_dump_json() for entry in described}

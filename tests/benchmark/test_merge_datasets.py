@@ -1,0 +1,114 @@
+"""Joining what several machines measured of one target: nothing is lost or doubled, and what does not agree is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from made_up_dataset import MACHINE, METRIC, TARGET, chain, conv, gemm, relu
+
+from benchmark.records.blocks import Block
+from benchmark.records.dataset_writer import DatasetWriter
+from benchmark.records.files import (
+    DatasetHeader,
+    DatasetKernel,
+    kernel_table_path,
+    read_header,
+    read_journal,
+    read_kernels,
+)
+from benchmark.records.joining import merge_dataset
+from benchmark.records.measurement import Measurement
+from benchmark.records.reading import read_kernel_table
+from ort_analysis.records.kernel_record import ModelRecord
+from ort_analysis.records.reading import index_path, read_index, read_model_record, record_path
+from utils import files
+from utils.errors import UserError
+from utils.paths import ROOT, Workspace
+
+OTHER = MACHINE.model_copy(update={"uuid": "1"})
+SHARED = conv()
+
+
+def collect(root: Path, *records: ModelRecord, uuid: str = "0", labels: tuple[str, ...] = ("run",)) -> Workspace:
+    """A workspace with a dataset of these models, whose kernels a machine measured, and with their records."""
+    workspace = Workspace(root)
+    machine = MACHINE.model_copy(update={"uuid": uuid})
+    header = DatasetHeader(target=TARGET, metrics=(METRIC,), machines={uuid: machine}, labels=labels,
+                           groups={record.model: record.group for record in records},
+                           collections={record.model: record.collection for record in records if record.collection})
+    kernels = {name: kernel for record in records for name, kernel in record.kernels.items()}
+    writer = DatasetWriter(workspace.dataset(TARGET.name), header,
+                           [DatasetKernel.held_by(kernel, records) for kernel in kernels.values()])
+    found = [Measurement(subject="kernel", id=name, label="run", context="alone", place="alone",
+                         samples_ms=(0.5 + float(uuid), 0.25 + float(uuid)), started="2026-01-01", ended="2026-01-02")
+             for name in kernels]
+    writer.append(Block(level=0.0, key="k", background={METRIC: 1.0}, during={}, canary_before_ms=1.0, canary_after_ms=1.0,
+                        attempts=1, machine=uuid, measurements=tuple(found)))
+    writer.write_tables()
+    for record in records:
+        files.write_json(record_path(workspace, record.flavour, record.model), record)
+    return workspace
+
+
+def test_two_machines_become_one_dataset(tmp_path: Path) -> None:
+    """Blocks, kernels with all their owners, origins of models, records and their index; a second merge changes nothing."""
+    old = collect(tmp_path / "old", chain("resnet_a", [SHARED, relu()]))
+    new = collect(tmp_path / "new", chain("vit_b", [SHARED, gemm()]).model_copy(update={"collection": "timm"}), uuid="1")
+    command = [sys.executable, "benchmark/merge_datasets.py", "--from", str(old.root), "--from", str(new.root), "--collection",
+               "torchvision", "--workspace", str(tmp_path / "all"), "--json"]
+    said = [json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout) for _ in range(2)]
+    assert [row["blocks_added"] for row in said[0]] == [1, 1]
+    assert [(row["blocks_added"], row["blocks_there"], row["records_added"]) for row in said[1]] == [(0, 1, 0)] * 2
+    whole = Workspace(tmp_path / "all")
+    header = read_header(whole.dataset(TARGET.name))
+    assert header.machines.keys() == {"0", "1"}
+    assert header.groups == {"resnet_a": "resnet", "vit_b": "vit"}
+    assert header.collections == {"resnet_a": "torchvision", "vit_b": "timm"}
+    owners = {entry.kernel.id: (entry.models, entry.groups) for entry in read_kernels(whole.dataset(TARGET.name))}
+    assert owners == {SHARED.id: (("resnet_a", "vit_b"), ("resnet", "vit")), relu().id: (("resnet_a",), ("resnet",)),
+                      gemm().id: (("vit_b",), ("vit",))}
+    table = read_kernel_table(whole, TARGET.name)
+    times = {(row["Kernel_ID"], str(row["Machine"])): row["Latency_ms"] for _, row in table.iterrows()}
+    assert times == {(name, uuid): 0.375 + float(uuid) for uuid, names in (("0", (SHARED.id, relu().id)),
+                                                                          ("1", (SHARED.id, gemm().id))) for name in names}
+    record = read_model_record(record_path(whole, TARGET.flavour, "resnet_a"))
+    assert record.collection == "torchvision"
+    index = read_index(index_path(whole, TARGET.flavour))
+    assert (index.groups, index.collections) == (header.groups, header.collections)
+    assert index.kernels["Conv"][SHARED.id].models == ("resnet_a", "vit_b")
+
+
+def test_right_origins_replace_wrong_ones(tmp_path: Path) -> None:
+    """In the header, the records and the groups of the kernels."""
+    source = collect(tmp_path / "old", chain("dinov2@batch=1", [SHARED]).model_copy(update={"file_stem": "dinov2"}))
+    origins = tmp_path / "origins.json"
+    files.write_json(origins, {"dinov2": {"group": "vit", "collection": "transformers"}})
+    subprocess.run([sys.executable, "benchmark/merge_datasets.py", "--from", str(source.root), "--origins", str(origins),
+                    "--workspace", str(tmp_path / "all")], cwd=ROOT, check=True, capture_output=True)
+    whole = Workspace(tmp_path / "all")
+    header = read_header(whole.dataset(TARGET.name))
+    record = read_model_record(record_path(whole, TARGET.flavour, "dinov2@batch=1"))
+    assert (record.group, record.collection) == ("vit", "transformers")
+    assert (header.groups, header.collections) == ({"dinov2@batch=1": "vit"}, {"dinov2@batch=1": "transformers"})
+    assert [entry.groups for entry in read_kernels(whole.dataset(TARGET.name))] == [("vit",)]
+    assert ",vit" in kernel_table_path(whole.dataset(TARGET.name)).read_text()
+
+
+def test_what_does_not_agree_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    into = collect(tmp_path / "into", chain("resnet_a", [SHARED]))
+    before = {path: path.read_bytes() for path in sorted(into.root.rglob("*.*")) if path.is_file()}
+    for name, record, labels, said in (
+            ("labels", chain("vit_b", [SHARED]), ("gpu",), "another labels"),
+            ("group", chain("resnet_a", [SHARED]).model_copy(update={"group": "vit"}), ("run",), "the group of resnet_a"),
+            ("graph", chain("resnet_a", [SHARED, relu()]), ("run",), "another graph")):
+        source = collect(tmp_path / name, record, labels=labels, uuid="1")
+        with pytest.raises(UserError, match=said):
+            merge_dataset(source, into, TARGET.name, {}, "")
+        assert {path: path.read_bytes() for path in before} == before
+    with pytest.raises(UserError, match="into itself"):
+        merge_dataset(into, into, TARGET.name, {}, "")
+    assert len(read_journal(into.dataset(TARGET.name))) == 1
