@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 from ort_analysis.records.kernel_record import IndexEntry, KernelIndex, ModelRecord
-from ort_analysis.records.reading import index_path, read_index, read_model_records, record_path
+from ort_analysis.records.reading import index_path, read_index, read_model_record, record_path, record_paths
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Flavour
@@ -37,8 +37,7 @@ def joined_by_name(there: Mapping[str, V], new: Mapping[str, V], what: str) -> d
 
 def records_in(workspace: Workspace, flavour: Flavour) -> list[ModelRecord]:
     """All records of a flavour, sorted by name; none where there are none."""
-    folder = workspace.kernel_records / flavour.name
-    return read_model_records(workspace, flavour) if any(path.name != "index.json" for path in folder.glob("*.json")) else []
+    return [read_model_record(path) for path in record_paths(workspace, flavour)]
 
 
 def index_in(workspace: Workspace, flavour: Flavour) -> KernelIndex | None:

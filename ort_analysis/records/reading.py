@@ -33,14 +33,19 @@ def read_index(path: Path) -> KernelIndex:
     return files.read_record(path, KernelIndex, INDEX_VERSION, REMAKE)
 
 
+def record_paths(workspace: Workspace, flavour: Flavour) -> list[Path]:
+    """The records of a flavour, sorted by name; empty where there is none."""
+    return sorted(path for path in (workspace.kernel_records / flavour.name).glob("*.json") if path.name != "index.json")
+
+
 def read_model_records(workspace: Workspace, flavour: Flavour) -> list[ModelRecord]:
     """All records of a flavour, sorted by name.
 
     Raises:
         UserError: there is none, or one can't be read.
     """
-    folder = workspace.kernel_records / flavour.name
-    paths = sorted(path for path in folder.glob("*.json") if path.name != "index.json")
+    paths = record_paths(workspace, flavour)
     if not paths:
-        raise UserError(f"{folder}: no kernel records of flavour {flavour.name}; make them with: {REMAKE}")
+        raise UserError(f"{workspace.kernel_records / flavour.name}: no kernel records of flavour {flavour.name}; make them "
+                        f"with: {REMAKE}")
     return [read_model_record(path) for path in paths]

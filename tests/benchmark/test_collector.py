@@ -53,7 +53,7 @@ from kernel_model.building.kernel_models import KERNEL_KEY, build_model, kernel_
 from kernel_model.sampling.seeds import SEED_FILE
 from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
 from ort_analysis.records.kernel_types import describe_kernel
-from ort_analysis.records.reading import index_path, read_index, read_model_records
+from ort_analysis.records.reading import index_path, read_index, read_model_records, record_path
 from training.kernels.training_set import read_training_set
 from utils import files
 from utils.config import read_config
@@ -500,6 +500,18 @@ def test_a_damaged_file_of_a_models_kernel_is_still_a_row(workspace: Workspace) 
     path.write_bytes(b"no model")
     work = find_work(workspace, local_target("cpu"), ())
     assert path.stem in {item.kernel.id for item in work.kernels}
+
+
+def test_an_index_alone_gives_kernels_without_models(workspace: Workspace) -> None:
+    """As where the records of a model stay on another machine, and its kernels alone are measured on this one."""
+    flavour = build_workspace(workspace, {"anet_b1": small_model()})
+    both = find_work(workspace, local_target("cpu"), ())
+    record_path(workspace, flavour, "anet_b1").unlink()
+    alone = find_work(workspace, local_target("cpu"), ())
+    assert [model.id for model in both.models] == ["anet_b1"]
+    assert alone.models == ()
+    assert alone.kernels == both.kernels
+    assert alone.described == both.described
 
 
 # blocks ------------------------------------------------------------------------------------------------------------------
