@@ -11,6 +11,9 @@ run that is killed loses no row and doubles none: start the same command again, 
 
 Several machines of one target may share the work (`each_machine: false`). Then a machine omits what others measured, except
 for a few kernels, the `ties`, which it measures too. benchmark/machine_ties.py compares them.
+
+With --minutes, the collector stops in time, and the most useful measurements come first: the models and their kernels, then
+those of the sampled kernels that are least like any that was measured (kernel_model/sampling/usefulness.py).
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ log = get_logger("collector")
 EXAMPLES = """
 python benchmark/collector.py
 python benchmark/collector.py --config my.yaml --workspace out/demo
+python benchmark/collector.py --minutes 15
 """
 
 
@@ -39,9 +43,11 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--config", type=Path, default=ROOT / "benchmark" / "config.yaml",
                         help="default: benchmark/config.yaml")
+    parser.add_argument("--minutes", type=cli.positive, metavar="N",
+                        help="begin nothing more after N minutes, and measure what is most useful first (default: no limit)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    result = collect(workspace, read_config(args.config, CollectorConfig))
+    result = collect(workspace, read_config(args.config, CollectorConfig), args.minutes)
     if args.json:
         cli.print_json(result)
     else:

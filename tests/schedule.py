@@ -11,7 +11,8 @@ LIMIT_S = 2.0  # a test that takes longer, its fixtures included, belongs to the
 MEASURING = "measuring"  # the group of:
 MEASURING_FILES = (
     "benchmark/test_collector.py", "benchmark/test_stressor.py", "benchmark/test_machine_ties.py",
-    "benchmark/test_unprofiled.py", "benchmark/test_runner.py", "benchmark/test_label_table.py", "benchmark/test_quiet_host.py",
+    "benchmark/test_unprofiled.py", "benchmark/test_useful_first.py", "benchmark/test_runner.py",
+    "benchmark/test_label_table.py", "benchmark/test_quiet_host.py",
     "benchmark/test_sharing_probe.py", "benchmark/test_anatomy.py", "benchmark/test_metrics.py", "benchmark/test_gpu_access.py",
     "inference/test_evaluator.py", "inference/test_missing_kernels.py", "inference/test_no_training.py", "test_stopping.py")
 LONGEST_FIRST = (  # files and groups
@@ -49,6 +50,7 @@ SLOW_TESTS = {  # by file
         "test_dcgm_stuck_at_zero_is_found_out_by_utilisation_that_nobody_asked_for"],
     "benchmark/test_runner.py": ["test_every_kind_of_work_gives_a_reply"],
     "benchmark/test_sharing_probe.py": ["test_beside_a_real_load", "test_the_long_piece_stays_finite", "test_the_script"],
+    "benchmark/test_useful_first.py": ["test_a_collector_stops_in_time_and_the_next_one_goes_on"],
     "benchmark/test_unprofiled.py": ["test_a_collector_goes_on_with_its_labels"],
     "graph_model/test_dag.py": ["test_a_hundred_thousand_nodes_in_linear_time"],
     "graph_model/test_overlap.py": ["test_the_command_profiles_a_model"],

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import Crew, start_crew
-from benchmark.collecting.planning import plan_load
+from benchmark.collecting.planning import plan_by_usefulness, plan_load
 from benchmark.collecting.units import OrtUnits, open_bench
 from benchmark.collecting.work import Item, KernelItem, ModelItem, Work, find_work
 from benchmark.load.backgrounds import Background
@@ -19,6 +21,7 @@ from benchmark.records.blocks import Block
 from benchmark.records.dataset_writer import DatasetWriter
 from benchmark.records.files import DatasetHeader, DatasetKernel, header_path, read_header, read_kernels
 from benchmark.records.measurement import Measurement
+from kernel_model.sampling.kernel_errors import KernelError, read_errors
 from utils.errors import UserError
 from utils.fingerprint import Machine, Target, local_target, machine, resolve_device
 from utils.locks import sole_writer
@@ -32,15 +35,17 @@ QUICK_BLOCK = 64  # kernels: as many as most models have
 QUICK_PATIENCE_S = 3.0
 
 
-def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
+def collect(workspace: Workspace, config: CollectorConfig, minutes: float | None = None) -> dict[str, Any]:
     """Measures everything that is still missing and returns the totals.
 
-    If `config` names no labels, an existing dataset keeps its own.
+    If `config` names no labels, an existing dataset keeps its own. With `minutes`, the models and their kernels come first,
+    then the most useful of the sampled kernels, and no block begins when that time is over.
 
     Raises:
         UserError: there is nothing to measure; a metric is missing; the dataset is of another target; another process writes
             the dataset or measures on this device.
     """
+    stop_at_s = math.inf if minutes is None else time.monotonic() + 60 * minutes
     device = resolve_device(config.device)
     if config.device == "auto" and device == "cpu":
         log.info("no NVIDIA GPU here: measuring the CPU")
@@ -50,7 +55,7 @@ def collect(workspace: Workspace, config: CollectorConfig) -> dict[str, Any]:
     work = find_work(workspace, target, config.held_out)
     with (sole_writer(workspace.dataset(target.name)),
           start_crew(config, device, config.labels_on(device)) as crew):
-        return collect_work(workspace, config, target, work, crew)
+        return collect_work(workspace, config, target, work, crew, stop_at_s=stop_at_s)
 
 
 def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequence[DatasetKernel],
@@ -120,10 +125,11 @@ def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
 
 
 def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, work: Work, crew: Crew,
-                 planned: Sequence[Planned[Item]] | None = None) -> dict[str, Any]:
+                 planned: Sequence[Planned[Item]] | None = None, stop_at_s: float = math.inf) -> dict[str, Any]:
     """Measures the part of `work` that the dataset of `target`, which this machine is, still lacks; returns the totals.
 
-    With `planned`, exactly these blocks are measured.
+    With `planned`, exactly these blocks are measured. With `stop_at_s`, a time of `time.monotonic`, no block begins after it,
+    and the most useful blocks come first.
     """
     device = target.flavour.device
     here, source = machine(device), config.open_source(device)
@@ -131,20 +137,31 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
     writer = open_dataset(workspace, config, target, here, source.fields, work)
 
     def blocks_of(load: tuple[float, str], there: Sequence[Block]) -> Sequence[Planned[Item]]:
-        return plan_load(config, work, device, here.uuid, load[0], there) if planned is None else planned
+        if planned is not None:
+            return planned
+        if math.isinf(stop_at_s):
+            return plan_load(config, work, device, here.uuid, load[0], there)
+        return plan_by_usefulness(config, work, device, here.uuid, load[0], there, known_errors(workspace, target))
 
     def time_units(items: Sequence[Item], level: float) -> list[Measurement]:
         return OrtUnits(config, target, crew, level).time(items)
 
-    totals = measure_loads(bench, blocks_of, time_units, writer, config.loads(), start_loads(config, device, workspace, crew))
+    totals = measure_loads(bench, blocks_of, time_units, writer, config.loads(), start_loads(config, device, workspace, crew),
+                           stop_at_s)
     writer.write_tables()
     kernel_rows, model_rows = writer.count_rows()
     kernels = {item.id for item in totals.units if isinstance(item, KernelItem)} | {
         m.id for block in totals.blocks for m in block.measurements if m.subject == "kernel"}
     return {"target": target.name, "dataset": str(writer.folder), "measured_kernels": len(kernels),
             "measuring_s": round(totals.measuring_s, 1), "kernel_rows": kernel_rows, "model_rows": model_rows,
-            "unsteady_blocks": totals.unsteady_blocks,
+            "unsteady_blocks": totals.unsteady_blocks, "left": totals.left,
             "failed": sorted({m.id for block in writer.blocks for m in block.measurements if m.status != "ok"})}
+
+
+def known_errors(workspace: Workspace, target: Target) -> tuple[KernelError, ...]:
+    """The errors of a target's predictors on kernels that they did not see; none if nothing was trained yet."""
+    path = workspace.kernel_errors(target.name)
+    return read_errors(path).kernels if path.is_file() else ()
 
 
 def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, here: Machine, metrics: Sequence[str],

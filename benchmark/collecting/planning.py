@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from benchmark.collecting.config import CollectorConfig
-from benchmark.collecting.work import Item, ModelItem, Work
+from benchmark.collecting.work import Item, KernelItem, ModelItem, Work
 from benchmark.measuring.pending import Planned, choose_ties, chunks, first_names, in_blocks, pending, shuffled
 from benchmark.records.blocks import Block
+from benchmark.records.labels import IN_MODEL_LABELS
 from benchmark.records.measurement import Measurement
 from benchmark.records.tables import model_sessions
+from kernel_model.sampling.kernel_errors import KernelError
+from kernel_model.sampling.usefulness import useful_kernels
 
 
 def sessions_missing(models: Sequence[ModelItem], blocks: Iterable[Block], wanted: int, variants: Sequence[str]) -> list[int]:
@@ -31,6 +36,10 @@ def takes_label(measurement: Measurement, label: str) -> bool:
     return (measurement.subject, measurement.label) == ("kernel", label) and measurement.place != "in_model"
 
 
+def _block_name(kernels: Sequence[KernelItem]) -> str:
+    return f"{len(kernels)} kernels from {kernels[0].kernel.type}"
+
+
 def plan(work: Work, blocks: Iterable[Block], block_kernels: int, first_label: str = "run", block_models: int = 1,
          variants: Sequence[str] = (), sessions: int = 1) -> list[Planned[Item]]:
     """The blocks that are still to be measured, given those that exist.
@@ -39,8 +48,7 @@ def plan(work: Work, blocks: Iterable[Block], block_kernels: int, first_label: s
     once `sessions_missing` says so. Second sessions of models come after all first sessions, and so on.
     """
     blocks = list(blocks)
-    of_kernels = in_blocks(pending(work.kernels, blocks, lambda m: takes_label(m, first_label)), block_kernels,
-                           lambda chunk: f"{len(chunk)} kernels from {chunk[0].kernel.type}")
+    of_kernels = in_blocks(pending(work.kernels, blocks, lambda m: takes_label(m, first_label)), block_kernels, _block_name)
     missing = sessions_missing(work.models, blocks, sessions, variants)
     planned: list[Planned[Item]] = []
     for turn in range(max(missing, default=0) or 1):
@@ -72,3 +80,31 @@ def plan_load(config: CollectorConfig, work: Work, device: str, machine_uuid: st
         return todo
     ties = choose_ties(work.kernels, blocks, machine_uuid, config.ties, lambda m: takes_label(m, first_label))
     return plan(Work(tuple(ties), (), ()), own, config.block_kernels, first_label) + todo
+
+
+def plan_by_usefulness(config: CollectorConfig, work: Work, device: str, machine_uuid: str, level: float,
+                       blocks: Sequence[Block], errors: Sequence[KernelError] = ()) -> list[Planned[Item]]:
+    """As `plan_load`, for a collector that may have to stop before it is done: the models and their kernels come first, in
+    mixed order, then the sampled kernels, the most useful ones first.
+
+    A kernel of a model is not measured in a block of kernels if the model gives its time.
+
+    Args:
+        errors: what a training wrote of the kernels that it held out; none before the first training.
+    """
+    first_label = config.labels_on(device)[0]
+    counted = [block for block in blocks if not config.each_machine or block.machine == machine_uuid]
+    missing = sessions_missing(work.models, counted, 1, () if level else config.variants_on(device))
+    models = [item for item, left in zip(work.models, missing, strict=True) if left]
+    from_models = {name for item in models for name in item.record.kernels
+                   if config.model_labels and item.labels and first_label in IN_MODEL_LABELS}
+    sampled = {entry.kernel.id for entry in work.described if entry.sampled}
+    todo = pending(work.kernels, counted, lambda m: (m.subject, m.label) == ("kernel", first_label))
+    own = [item for item in todo if item.id not in sampled | from_models]
+    samples = {item.id: item for item in todo if item.id in sampled}
+    known = [item.kernel for item in work.kernels if item.id not in samples]
+    ordered = useful_kernels([item.kernel for item in samples.values()], known, len(samples), np.random.default_rng(0), errors)
+    of_kernels = in_blocks(own, config.block_kernels, _block_name)
+    first: list[Planned[Item]] = [Planned(first_names(chunk), chunk) for chunk in chunks(models, config.block_models)]
+    return shuffled([*first, *of_kernels]) + [Planned(_block_name(chunk), chunk) for chunk in chunks(
+        [samples[kernel.id] for kernel in ordered], config.block_kernels)]

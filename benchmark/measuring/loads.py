@@ -5,6 +5,7 @@ It knows units only by their ids. What they are, and how one is timed, its calle
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -34,12 +35,14 @@ Start = Callable[[float, Background | None], AbstractContextManager[Stress]]
 
 @dataclass
 class Totals(Generic[U]):
-    """What was measured: the units, the blocks, how many of these were unsteady, and the seconds that measuring took."""
+    """What was measured: the units, the blocks, how many of these were unsteady, the seconds that measuring took, and how many
+    units were left because the time was over."""
 
     units: list[U] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     unsteady_blocks: int = 0
     measuring_s: float = 0.0
+    left: int = 0
 
 
 @contextmanager
@@ -57,7 +60,7 @@ def started(level: float, background: Background | None, device: str, workspace:
 
 def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence[Block]], Sequence[Planned[U]]],
                   time_units: Callable[[Sequence[U], float], Iterable[Measurement]], journal: Journal,
-                  loads: Iterable[StressLevel] = IDLE, start: Start | None = None) -> Totals[U]:
+                  loads: Iterable[StressLevel] = IDLE, start: Start | None = None, stop_at_s: float = math.inf) -> Totals[U]:
     """Measures under each load what `blocks_of` says, and adds every block to the journal.
 
     To resume after a kill is to call it again: `blocks_of` plans what the journal does not hold (see `plan_blocks`).
@@ -70,6 +73,7 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
         journal: keeps the blocks.
         loads: one after another; by default the idle device alone.
         start: starts one of them; by default `started`.
+        stop_at_s: the time (of `time.monotonic`) after which no block begins. What is left, a later call measures.
 
     Raises:
         UserError: metrics, probe or canary can't be read, or a load can't be had.
@@ -85,7 +89,7 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
         best_ms = best_canary_ms(block for block in measured if block.machine == bench.machine_uuid)
         with start(level, background) as stressor:
             under = Conditions(Canary(bench.canary_ms, bool(level), 0.0 if level else best_ms), stressor, *load)
-            for planned in cli.progress(todo, describe_load(*load)):
+            for planned in cli.progress(_until(stop_at_s, todo, totals), _described(load, stop_at_s), len(todo)):
                 began_s = time.monotonic()
                 block = measure_block(bench, planned.key, partial(time_units, planned.units, level), under)
                 totals.measuring_s += time.monotonic() - began_s
@@ -97,3 +101,19 @@ def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence
         log.warning("%d blocks kept although the machine was unsteady by more than %.0f %%", totals.unsteady_blocks,
                     100 * bench.steadiness.drift)
     return totals
+
+
+def _until(stop_at_s: float, todo: Sequence[Planned[U]], totals: Totals[U]) -> Iterator[Planned[U]]:
+    """The blocks to measure, one after another until the time is over; counts the units of those that are left."""
+    for place, planned in enumerate(todo):
+        if time.monotonic() >= stop_at_s:
+            totals.left += sum(len(block.units) for block in todo[place:])
+            return
+        yield planned
+
+
+def _described(load: tuple[float, str], stop_at_s: float) -> str:
+    """The text of the progress bar."""
+    if math.isinf(stop_at_s):
+        return describe_load(*load)
+    return f"{describe_load(*load)}, for {max(stop_at_s - time.monotonic(), 0.0):.0f} s at most"

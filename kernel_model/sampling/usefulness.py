@@ -21,6 +21,7 @@ from kernel_model.sampling.kernel_errors import MOST_LOG_ERROR, KernelError
 from ort_analysis.records.kernel_record import Kernel, Tensor
 
 AXES = 4  # of a tensor's shape, the last ones
+SIZES = 3 * AXES + 4  # numbers in a position
 FAR = 1.0  # the distance of a kernel of whose kind nothing was measured: one doubling of one size
 LEAST_WEIGHT = 0.05  # of a kernel near those that are predicted perfectly, where 1 is the weight of the worst
 NEAREST = 3  # measured kernels that say how well the neighbourhood is predicted
@@ -64,7 +65,7 @@ class Points:
     def of(cls, kernels: Sequence[Kernel]) -> Points:
         """The points of some kernels, in their order."""
         return cls([kind_of(kernel) for kernel in kernels],
-                   np.array([position(kernel) for kernel in kernels], dtype=float).reshape(len(kernels), -1))
+                   np.array([position(kernel) for kernel in kernels], dtype=float).reshape(len(kernels), SIZES))
 
     def __len__(self) -> int:
         return len(self.kinds)

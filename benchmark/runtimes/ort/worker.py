@@ -160,7 +160,7 @@ def time_model(request: Request) -> Reply:
         timed["host_io"] = timer(bind(runner.session, runner.feed, device, "host"))
 
     def in_model() -> list[Measurement]:
-        return model_labels(path, request) if request.labels else []
+        return [m for m in model_labels(path, request) if m.label in request.labels] if request.labels else []
 
     if request.watch_host:
         return Reply(measurements=(*beside_the_probe(name, timed, request), *in_model()))

@@ -1,0 +1,138 @@
+"""A collector that may have to stop before it is done: models first, then the most useful kernels, and no block too late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from conftest import build_workspace, small_model
+
+from benchmark.collecting.collect import collect
+from benchmark.collecting.config import CollectorConfig
+from benchmark.collecting.planning import plan_by_usefulness
+from benchmark.collecting.work import Item, find_work
+from benchmark.load.stress import Stress
+from benchmark.measuring.bench import Bench
+from benchmark.measuring.loads import measure_loads
+from benchmark.measuring.pending import Planned
+from benchmark.records.blocks import Block
+from benchmark.records.files import read_journal
+from benchmark.records.journal import Journal
+from benchmark.records.measurement import Measurement, now
+from kernel_model.building.kernel_models import kernel_build
+from kernel_model.sampling.draws import draw_kernel
+from kernel_model.sampling.kernel_errors import KernelError
+from kernel_model.sampling.seeds import SEED_FILE
+from ort_analysis.records.kernel_record import Kernel
+from ort_analysis.records.reading import index_path, read_index
+from training.kernels.training_set import read_training_set
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import local_target, machine
+from utils.paths import Workspace
+
+TARGET = local_target("cpu")
+CONFIG = CollectorConfig.model_validate({
+    "device": "cpu", "labels": ["kernel_time"], "variants": [], "levels": [0.0], "window_s": 0.2, "patience_s": 0,
+    "attempts": 1, "kernel": {"warmup": 1, "budget_s": 0.005, "least_runs": 3, "most_runs": 5}, "block_kernels": 2,
+    "canary_drift": 100.0, "model": {"warmup": 1, "budget_s": 0.02, "least_runs": 4, "most_runs": 6}, "timeout_s": 60})
+
+
+class Named(NamedTuple):
+    """Something to measure."""
+
+    id: str
+
+
+def convolutions(kernels: Sequence[Kernel], count: int) -> list[Kernel]:
+    """Further convolutions near those of the models."""
+    generator, found = np.random.default_rng(0), dict[str, Kernel]()
+    seed = next(kernel for kernel in kernels if kernel.op_type == "Conv")
+    while len(found) < count:
+        try:
+            drawn = draw_kernel(seed, int(generator.choice([1, 2])), generator)
+        except UserError:
+            continue
+        found[drawn.id] = drawn
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, list[Kernel]]:
+    """A workspace with two models and six sampled convolutions."""
+    workspace = Workspace(tmp_path_factory.mktemp("sampled"))
+    flavour = build_workspace(workspace, {"a_net": small_model(), "b_net": small_model(channels=16)})
+    drawn = convolutions(read_index(index_path(workspace, flavour)).all_kernels(), 6)
+    for kernel in drawn:
+        kernel_build(kernel, workspace.kernel_onnx / flavour.name)
+    files.write_json(workspace.kernel_onnx / flavour.name / SEED_FILE, {kernel.id: ["a"] for kernel in drawn})
+    return workspace, drawn
+
+
+def ids(planned: Sequence[Planned[Item]]) -> list[str]:
+    return [item.id for block in planned for item in block.units]
+
+
+def test_models_come_first_and_give_the_times_of_their_kernels(sampled: tuple[Workspace, list[Kernel]]) -> None:
+    workspace, drawn = sampled
+    work = find_work(workspace, TARGET, ())
+    planned = ids(plan_by_usefulness(CONFIG, work, "cpu", "here", 0.0, []))
+    assert set(planned[:2]) == {"a_net", "b_net"}
+    assert set(planned[2:]) == {kernel.id for kernel in drawn}
+    alone = ids(plan_by_usefulness(CONFIG.model_copy(update={"model_labels": False}), work, "cpu", "here", 0.0, []))
+    assert set(alone[-6:]) == {kernel.id for kernel in drawn}, "samples still come last"
+    assert set(alone) == {*(item.id for item in work.kernels), *(item.id for item in work.models)}
+
+
+def test_errors_of_the_last_training_change_the_order(sampled: tuple[Workspace, list[Kernel]]) -> None:
+    workspace, drawn = sampled
+    work = find_work(workspace, TARGET, ())
+
+    def first(bad: Kernel) -> str:
+        errors = [KernelError(kernel=kernel, families=(), measured_ms=1.0, predicted_ms=5.0 if kernel == bad else 1.0)
+                  for kernel in drawn]
+        return ids(plan_by_usefulness(CONFIG, work, "cpu", "here", 0.0, [], errors))[2]
+
+    assert len({first(kernel) for kernel in drawn}) > 1
+
+
+def test_no_block_begins_when_the_time_is_over() -> None:
+    bench = Bench("cpu", "here", lambda loaded: [1.0])
+    todo = [Planned(f"block {place}", [Named(f"k{place}")]) for place in range(3)]
+
+    @contextmanager
+    def start(level: float, background: object) -> Iterator[Stress]:
+        yield Stress(0.0, None)
+
+    def blocks_of(load: tuple[float, str], there: Sequence[Block]) -> Sequence[Planned[Named]]:
+        return todo
+
+    def time_units(units: Sequence[Named], level: float) -> list[Measurement]:
+        return [Measurement(subject="kernel", id=unit.id, label="run", context="alone", place="alone", started=now(),
+                            ended=now(), samples_ms=(1.0,)) for unit in units]
+
+    journal = Journal()
+    totals = measure_loads(bench, blocks_of, time_units, journal, start=start, stop_at_s=0.0)
+    assert (totals.left, journal.blocks) == (3, [])
+    totals = measure_loads(bench, blocks_of, time_units, journal, start=start)
+    assert (totals.left, len(journal.blocks)) == (0, 3)
+
+
+def test_a_collector_stops_in_time_and_the_next_one_goes_on(sampled: tuple[Workspace, list[Kernel]]) -> None:
+    workspace, drawn = sampled
+    none = collect(workspace, CONFIG, minutes=1e-6)
+    assert none["left"] == 8
+    assert none["measured_kernels"] == 0
+    done = collect(workspace, CONFIG, minutes=5.0)
+    assert (done["left"], done["failed"]) == (0, [])
+    blocks = read_journal(Path(done["dataset"]))
+    assert [block.measurements[0].subject for block in blocks] == ["model", "model", "kernel", "kernel", "kernel"]
+    rows = read_training_set(workspace, TARGET.name)
+    own = {kernel.id for kernel in read_index(index_path(workspace, TARGET.flavour)).all_kernels() if kernel.moves_data}
+    assert own | {kernel.id for kernel in drawn} <= set(rows.ids.tolist())
+    here = machine("cpu").uuid
+    assert plan_by_usefulness(CONFIG, find_work(workspace, TARGET, ()), "cpu", here, 0.0, blocks) == [], "nothing is left"
