@@ -16,8 +16,8 @@ COLLECTION_OF = {"anet": "timm", "bnet": "transformers", "cnet": "transformers",
 
 def test_a_kernel_is_of_every_collection_that_holds_it_or_has_a_family_near_it() -> None:
     """Where two collections have a family of one name, a kernel sampled near it is of both, and one of a model of its own."""
-    header = DatasetHeader.model_construct(
-        groups={"vit_a": "vit", "vit_b": "vit", "bert": "bert", "mine": "mine"},
+    header = DatasetHeader(
+        target=TARGET, metrics=(), machines={}, groups={"vit_a": "vit", "vit_b": "vit", "bert": "bert", "mine": "mine"},
         collections={"vit_a": "timm", "vit_b": "transformers", "bert": "transformers"})
     assert header.families == {"timm": {"vit"}, "transformers": {"vit", "bert"}}
 
