@@ -71,6 +71,7 @@ SLOW_TESTS = {  # by file
         "test_models_are_judged_and_a_second_run_asks_nothing", "test_without_a_gpu_the_comparison_says_what_to_do",
         "test_mixed_half_precision_computes_the_same"],
     "training/test_predictor_files.py": ["test_sklearn_is_hidden_only_while_a_command_imports_xgboost"],
+    "training/test_transfer.py": ["test_the_command_keeps_a_copy_of_the_other_predictors"],
     "utils/test_locks.py": ["test_every_script_asks_before_it_writes_or_measures"],
     "utils/test_processes.py": ["test_folder_runs_survive_a_crash", "test_one_that_crashes_costs_only_itself"],
 }

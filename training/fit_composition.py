@@ -30,11 +30,12 @@ from training.composition.fitting import best, error_range_of
 from training.composition.left_out import predict_out_of_fold
 from training.composition.measured_models import left_out_groups, measured_models, models_sha256, tracks_of
 from training.composition.run_modes import fit_graph_replay, fit_host_io
-from training.kernels.predictors import ON_GPU
+from training.kernels.predictors import ON_GPU, read_predictors
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import TRAIN, read_sidecar
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from training.kernels.training_set import measured_times, read_training_set
+from training.kernels.transfer import learner
 from utils import cli, files
 from utils.config import read_config
 from utils.errors import UserError
@@ -63,7 +64,9 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     left_out, groups = left_out_groups(models)
     if left_out == "nothing":
         log.warning("%s: one model measured; α is fitted on it, β is 0, and there is no cross-validation", target)
-    times = {label: predict_out_of_fold(rows, models, groups, left_out, label, about.own_types, config)
+    predictors = read_predictors(workspace.predictors(target))
+    times = {label: predict_out_of_fold(rows, models, groups, left_out, label, about.own_types, config,
+                                        learner(predictors.kernel_model(label), label, about.own_types, config))
              for label, about in cli.progress(list(sidecar.labels.items()), f"composing {target}")}
     tried = try_lines(models, times, None if left_out == "nothing" else groups)
     tracks: list[MeasuredTracks] = []

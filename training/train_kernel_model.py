@@ -4,6 +4,9 @@ Reads training/config.yaml and the datasets in benchmark/dataset (default: of ev
 training/predictors/<target>/ the boosters of each label, a sidecar that describes them, and the measured times for look-up.
 Also writes training/kernel_errors/<target>.json, the error of each kernel when it is held out, for kernel_sampler.py --errors.
 
+With --start-from, what another target's predictors say is corrected, where that lowers the error
+(training/kernels/transfer.py).
+
 XGBoost learns log(time / roofline), once for all kernel types together and once per type with enough kernels. Cross-validation
 chooses between the two for each type. The errors of a random forest and of the bare roofline are printed for comparison.
 """
@@ -30,6 +33,7 @@ from training.kernels.label_training import Trained, train_label
 from training.kernels.saving import save_predictors
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import Sidecar, TypeErrors, installed_packages, read_sidecar, schema_of, sidecar_path
+from training.kernels.starting import StartFrom
 from training.kernels.targets import Show, add_options, for_each_target
 from training.kernels.training_set import TrainingSet, measured_times, read_training_set
 from training.kernels.uncertainty import save_uncertainty
@@ -45,6 +49,7 @@ HEAD_COLUMNS = ("batch", "channels", "height", "width", "out_channels", "kernel_
 EXAMPLES = """
 python training/train_kernel_model.py
 python training/train_kernel_model.py --target h200-cuda-ort1.31-all --json
+python training/train_kernel_model.py --workspace out/a100 --start-from nvidia-h200-cuda-ort1.31-all
 """
 
 
@@ -119,9 +124,15 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     add_options(parser, "name of a dataset in benchmark/dataset (default: all)")
     parser.add_argument("--force", action="store_true", help="train again although nothing changed since the last time")
+    parser.add_argument("--start-from", metavar="TARGET",
+                        help="correct the predictors of another target, which come with Hase or are in this workspace, where "
+                             "that lowers the error (default: as the settings say, none)")
     args = parser.parse_args()
     workspace = cli.start(args)
     config = read_config(args.config, TrainingConfig)
+    if args.start_from:
+        config = config.model_copy(update={"start_from": args.start_from})
+    start = StartFrom.named(workspace, config.start_from) if config.start_from else None
 
     def train(target: str, show: Show) -> dict[str, Any]:
         rows = read_training_set(workspace, target)
@@ -129,7 +140,8 @@ def main() -> int:
         show(head(rows, next(iter(rows.times_ms))), f"{target}: the first rows as numbers")
         sidecar = None if args.force else kept_sidecar(workspace, rows, config)
         if sidecar is None:
-            trained = [train_label(rows, label, config) for label in cli.progress(list(rows.times_ms), f"training {target}")]
+            trained = [train_label(rows, label, config, start and start.of(target, label))
+                       for label in cli.progress(list(rows.times_ms), f"training {target}")]
             sidecar = save(workspace, rows, trained, config)
             log.info("saved %s", sidecar_path(workspace.predictors(target)))
         else:

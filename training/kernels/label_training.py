@@ -15,6 +15,7 @@ from training.kernels.settings import LAUNCHES, TrainingConfig
 from training.kernels.sidecar import TypeErrors
 from training.kernels.targets import CONFIG
 from training.kernels.training_set import TrainingSet
+from training.kernels.transfer import OtherPredictors, Transferred, as_ratios, fit_transferred
 from utils.errors import UserError
 from utils.lazy import pandas as pd
 from utils.logger import get_logger
@@ -34,7 +35,7 @@ class Trained:
     """
 
     label: str
-    model: KernelModel
+    model: KernelModel | Transferred
     errors: tuple[TypeErrors, ...]
     times_ms: dict[str, tuple[float, float]]
 
@@ -47,6 +48,10 @@ class LeftOut:
     own: Floats
     forest: Floats
     roofline: Floats
+
+    def from_ratios(self, there_ms: Floats, plain: LeftOut) -> LeftOut:
+        """The times that predicted ratios to the times of another device give; what is for comparison is taken from `plain`."""
+        return LeftOut(self.shared * there_ms, self.own * there_ms, plain.forest, plain.roofline)
 
     def shipped(self, rows: TrainingSet, own: Sequence[str]) -> Floats:
         """The times by the predictors that are saved if the types in `own` get predictors of their own."""
@@ -124,8 +129,19 @@ def idle_times(rows: TrainingSet, label: str, predicted: Floats) -> dict[str, tu
             for name, measured, guess in both.groupby(rows.ids[rows.idle]).median().itertuples()}
 
 
-def train_label(rows: TrainingSet, label: str, config: TrainingConfig) -> Trained:
+@dataclass(frozen=True)
+class Chosen:
+    """What cross-validation says of one way to learn: its predictions, the types with predictors of their own, its errors."""
+
+    left_out: LeftOut
+    own: list[str]
+    errors: tuple[TypeErrors, ...]
+
+
+def train_label(rows: TrainingSet, label: str, config: TrainingConfig, other: OtherPredictors | None = None) -> Trained:
     """The predictors of one label, chosen by cross-validation and trained on all of its rows, with their errors.
+
+    With the predictors of another target, those that correct them are trained too, and kept if they err less.
 
     Raises:
         UserError: there are fewer kernels than folds.
@@ -140,12 +156,23 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig) -> Traine
         counts[name] = counts.get(name, 0) + 1
     which = config.booster(label).own_predictors
     candidates = [name for name, count in counts.items() if which != "none" and count >= config.own_min_kernels]
-    left_out = cross_validate(rows, label, candidates, config)
-    own = choose_own(rows, label, left_out, candidates) if which == "better" else candidates
+
+    def chosen(left_out: LeftOut) -> Chosen:
+        own = choose_own(rows, label, left_out, candidates) if which == "better" else candidates
+        return Chosen(left_out, own, type_errors(rows, label, left_out, own, config.short_ms))
+
+    best, start = chosen(cross_validate(rows, label, candidates, config)), None
+    if other is not None:
+        ratios, there_ms = as_ratios(rows, label, other.model)
+        corrected = chosen(cross_validate(ratios, label, candidates, config).from_ratios(there_ms, best.left_out))
+        log.info("%s: starting from %s, kernels that were held out are predicted with an error of %.1f %% (without: %.1f %%)",
+                 label, other.target, 100 * corrected.errors[0].mape, 100 * best.errors[0].mape)
+        if corrected.errors[0].mape < best.errors[0].mape:
+            best, start = corrected, other
+    own, errors = best.own, best.errors
     log.info("%s: %d rows of %d kernels; predictors of their own: %s", label, len(rows), len(kernels), ", ".join(own) or "none")
-    errors = type_errors(rows, label, left_out, own, config.short_ms)
     if errors[0].forest_mape < errors[0].mape:
         log.info("%s: the random forest has a smaller error on held-out kernels (%.1f %%, boosters %.1f %%), but is not saved, "
                  "since it is a hundred times as large", label, 100 * errors[0].forest_mape, 100 * errors[0].mape)
-    return Trained(label, fit_kernel_model(rows, label, own, config), errors,
-                   idle_times(rows, label, left_out.shipped(rows, own)))
+    model = fit_transferred(rows, label, own, config, start) if start else fit_kernel_model(rows, label, own, config)
+    return Trained(label, model, errors, idle_times(rows, label, best.left_out.shipped(rows, own)))

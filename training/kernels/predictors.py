@@ -20,8 +20,17 @@ from training.kernels.estimators import SHARED, KernelModel, predict_kernels
 from training.kernels.measured_times import MeasuredTimes
 from training.kernels.schema import FeatureSchema
 from training.kernels.settings import LAUNCHES
-from training.kernels.sidecar import TRAIN, Sidecar, read_checked, read_sidecar, schema_of
+from training.kernels.sidecar import (
+    TRAIN,
+    LabelPredictors,
+    OtherDevice,
+    Sidecar,
+    read_checked,
+    read_sidecar,
+    schema_of,
+)
 from training.kernels.stand_ins import StandIn, stand_in
+from training.kernels.transfer import CORRECTION_FEATURES, OtherPredictors, Transferred
 from utils import files
 from utils.errors import UserError
 from utils.logger import get_logger
@@ -79,14 +88,14 @@ class Predictors:
         folder: of the files.
         sidecar: what it says of them.
         measured: idle times (ms) by kernel id and label.
-        pickles: the bytes of each label's boosters, checked when they are read.
+        pickles: the bytes of the files with boosters, by file name, checked when they are read.
     """
 
     folder: Path
     sidecar: Sidecar
     measured: Mapping[str, dict[str, float]]
     pickles: Mapping[str, bytes]
-    _models: dict[str, KernelModel] = field(default_factory=dict, repr=False)
+    _models: dict[str, KernelModel | Transferred] = field(default_factory=dict, repr=False)
     _features: dict[str, list[float]] = field(default_factory=dict, repr=False)
     _times: dict[tuple[Any, ...], dict[str, tuple[float, str]]] = field(default_factory=dict, repr=False)
 
@@ -99,7 +108,7 @@ class Predictors:
     def labels(self) -> tuple[str, ...]:
         return tuple(self.sidecar.labels)
 
-    def kernel_model(self, label: str) -> KernelModel:
+    def kernel_model(self, label: str) -> KernelModel | Transferred:
         """The predictors of a label.
 
         Raises:
@@ -108,15 +117,23 @@ class Predictors:
         if label not in self.sidecar.labels:
             raise UserError(f"label {label}: not measured on {self.sidecar.target.name} (there: {', '.join(self.labels)})")
         if label not in self._models:
-            about = self.sidecar.labels[label]
-            boosters: Mapping[str, xgboost.Booster] = {}
-            if about.file is not None:
-                boosters = SavedBoosters(self.pickles[label], self.folder / about.file)
-            if about.file and (absent := sorted({SHARED, *about.predictor_of.values()} - set(boosters))):
-                raise UserError(f"{self.folder / about.file}: predictor {absent[0]} is missing; train again: {TRAIN}")
-            self._models[label] = KernelModel(self.schema, about.roofline, about.type_codes, about.predictor_of,
-                                              boosters, tuple(self.sidecar.idle_load.values()))
+            about, idle_load = self.sidecar.labels[label], tuple(self.sidecar.idle_load.values())
+            if about.start:
+                there = self._model(about.start, self.schema, about.start.idle_load)
+                self._models[label] = Transferred(OtherPredictors(about.start.target, there),
+                                                  self._model(about, CORRECTION_FEATURES, idle_load))
+            else:
+                self._models[label] = self._model(about, self.schema, idle_load)
         return self._models[label]
+
+    def _model(self, about: LabelPredictors | OtherDevice, schema: FeatureSchema, idle_load: Sequence[float]) -> KernelModel:
+        """The predictors in one file; errors as of `kernel_model`."""
+        boosters: Mapping[str, xgboost.Booster] = {}
+        if about.file is not None:
+            boosters = SavedBoosters(self.pickles[about.file], self.folder / about.file)
+        if about.file and (absent := sorted({SHARED, *about.predictor_of.values()} - set(boosters))):
+            raise UserError(f"{self.folder / about.file}: predictor {absent[0]} is missing; train again: {TRAIN}")
+        return KernelModel(schema, about.roofline, about.type_codes, about.predictor_of, boosters, idle_load)
 
     def load_vector(self, load: Mapping[str, float]) -> tuple[float, ...]:
         """The load as numbers in the order of the sidecar's metrics; an empty mapping means an idle device.
@@ -232,8 +249,9 @@ def read_predictors(folder: Path) -> Predictors:
         UserError: there are none, they are of another version, or a file is missing or damaged.
     """
     sidecar = read_sidecar(folder)
-    for about in sidecar.labels.values():
-        if about.file and not (folder / about.file).is_file():
-            read_checked(folder / about.file, about.sha256)
-    return Predictors(folder, sidecar, read_measured(folder, sidecar), CheckedFiles({
-        label: (folder / about.file, about.sha256) for label, about in sidecar.labels.items() if about.file}))
+    parts = [part for about in sidecar.labels.values() for part in (about, about.start) if part and part.file]
+    files_of = {str(part.file): (folder / str(part.file), part.sha256) for part in parts}
+    for path, sha256 in files_of.values():
+        if not path.is_file():
+            read_checked(path, sha256)
+    return Predictors(folder, sidecar, read_measured(folder, sidecar), CheckedFiles(files_of))

@@ -5,6 +5,7 @@ In training/predictors/<target>/:
 - `<label>-<hash>.pkl`: the boosters of one label, as a pickle of bytes by name. Each is a booster as XGBoost saves it (UBJSON),
   compressed by zlib, so that a prediction opens only those that its model needs. What no prediction reads (gain, cover and base
   weight of each node) is zero, which makes the file half as large.
+- `other_<label>-<hash>.pkl`: the boosters of another device that a label's predictors correct, where they do.
 - `measured-<hash>.json.gz`: idle times by kernel and label, for look-up. Has one line per kernel, sorted, so that a look-up
   reads one line. Also renewed without a training, after kernels were measured for one model
   (inference/core/missing_kernels.py).
@@ -28,6 +29,7 @@ from training.kernels.measured_times import MeasuredTimes
 from training.kernels.predictors import read_measured
 from training.kernels.sidecar import (
     LabelPredictors,
+    OtherDevice,
     Sidecar,
     TypeErrors,
     installed_packages,
@@ -36,6 +38,7 @@ from training.kernels.sidecar import (
     sidecar_path,
     write_sidecar,
 )
+from training.kernels.transfer import Transferred
 from utils import files
 from utils.logger import get_logger
 
@@ -46,7 +49,7 @@ log = get_logger("predictors")
 TIMES_COMPRESSION = 6  # of gzip, for measured times: somebody waits while they are renewed
 
 
-def save_predictors(folder: Path, models: Mapping[str, KernelModel], errors: Mapping[str, Sequence[TypeErrors]],
+def save_predictors(folder: Path, models: Mapping[str, KernelModel | Transferred], errors: Mapping[str, Sequence[TypeErrors]],
                     measured: Mapping[str, Mapping[str, float]], about: Mapping[str, Any]) -> Sidecar:
     """Saves a target's predictors. The sidecar is written last: until then, the old predictors stay valid.
 
@@ -57,18 +60,33 @@ def save_predictors(folder: Path, models: Mapping[str, KernelModel], errors: Map
         about: the other fields of the sidecar.
     """
     labels = {}
-    for label, model in models.items():
-        used = {name: model.boosters[name] for name in sorted({SHARED, *model.predictor_of.values()})}
-        name, digest = write_boosters(folder, label, used)
+    for label, trained in models.items():
+        model = trained.correction if isinstance(trained, Transferred) else trained
+        name, digest = write_boosters(folder, label, used_boosters(model))
         labels[label] = LabelPredictors(
             file=name, sha256=digest, roofline=model.roofline, type_codes=dict(model.type_codes),
-            predictor_of=dict(model.predictor_of), errors=tuple(errors[label]))
+            predictor_of=dict(model.predictor_of), errors=tuple(errors[label]),
+            start=_save_other(folder, label, trained) if isinstance(trained, Transferred) else None)
     name, digest = write_measured(folder, measured)
     schema = next(iter(models.values())).schema
     sidecar = Sidecar(**schema_fields(schema), packages=installed_packages(), measured=name, measured_sha256=digest,
                       labels=labels, **about)
     write_sidecar(folder, sidecar)
     return sidecar
+
+
+def _save_other(folder: Path, label: str, trained: Transferred) -> OtherDevice:
+    """Writes the other device's boosters, which a label's predictors correct."""
+    other = trained.other
+    name, digest = write_boosters(folder, f"other_{label}", used_boosters(other))
+    return OtherDevice(target=trained.start.target, file=name, sha256=digest, roofline=other.roofline,
+                       type_codes=dict(other.type_codes), predictor_of=dict(other.predictor_of),
+                       idle_load=tuple(other.idle_load))
+
+
+def used_boosters(model: KernelModel) -> dict[str, xgboost.Booster]:
+    """The boosters that a model's predictions may read, by name."""
+    return {name: model.boosters[name] for name in sorted({SHARED, *model.predictor_of.values()})}
 
 
 def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) -> Sidecar:

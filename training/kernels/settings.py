@@ -42,6 +42,7 @@ class TrainingConfig(Config):
     own_min_kernels: int = Field(60, ge=2)
     short_ms: float = Field(0.02, ge=0.0)
     threads: int = Field(0, ge=0)
+    start_from: str | None = None
     xgboost: XgboostSettings = XgboostSettings()
     xgboost_gpu: XgboostSettings = XgboostSettings(depth=9, objective="squarederror", own_predictors="all")
     forest: ForestSettings = ForestSettings()

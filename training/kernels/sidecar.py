@@ -42,8 +42,22 @@ class TypeErrors(Frozen):
     roofline_mape: float
 
 
+class OtherDevice(Frozen):
+    """The predictors of another target that a label's predictors correct (training/kernels/transfer.py). They read the same
+    features, and are copied, since that target may be trained again."""
+
+    target: str
+    file: FileName
+    sha256: str
+    roofline: Roofline
+    type_codes: dict[str, float]
+    predictor_of: dict[str, str]
+    idle_load: tuple[float, ...]
+
+
 class LabelPredictors(Frozen):
-    """The predictors of one label. Without a `file` nothing was trained, and there is only the roofline."""
+    """The predictors of one label. Without a `file` nothing was trained, and there is only the roofline. With `start`, they
+    predict the ratio to the times of another device, and `roofline` is that of the ratios."""
 
     file: FileName | None
     sha256: str
@@ -51,6 +65,7 @@ class LabelPredictors(Frozen):
     type_codes: dict[str, float]
     predictor_of: dict[str, str]
     errors: tuple[TypeErrors, ...]
+    start: OtherDevice | None = None
 
     @property
     def own_types(self) -> list[str]:
@@ -178,7 +193,8 @@ def read_checked(path: Path, sha256: str) -> bytes:
 def write_sidecar(folder: Path, sidecar: Sidecar) -> None:
     """Writes the sidecar, then removes the files that only the previous sidecar names."""
     files.write_json(sidecar_path(folder), sidecar)
-    kept = {sidecar.measured, *(about.file for about in sidecar.labels.values())}
+    kept = {sidecar.measured, *(about.file for about in sidecar.labels.values()),
+            *(about.start.file for about in sidecar.labels.values() if about.start)}
     for old in [*folder.glob("*-*.pkl"), *folder.glob("measured-*.json.gz")]:
         if old.name not in kept:
             old.unlink()

@@ -1,0 +1,157 @@
+"""Predictors that start from those of another device, here of a made-up one whose times follow a formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from command import printed, run_script
+from made_up_dataset import TARGET, conv, draw_kernels, relu, write_dataset, write_workspace
+
+from training.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
+from training.kernels.features import KERNEL_FEATURES
+from training.kernels.label_training import train_label
+from training.kernels.predictors import read_predictors
+from training.kernels.saving import copy_predictors
+from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
+from training.kernels.sidecar import read_sidecar
+from training.kernels.starting import StartFrom
+from training.kernels.training_set import TrainingSet, read_training_set
+from training.kernels.transfer import CORRECTION_FEATURES, OtherPredictors, Transferred, as_ratios, fit_transferred, learner
+from utils.errors import UserError
+from utils.paths import Workspace
+
+QUICK = TrainingConfig(folds=3, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=120, learning_rate=0.1, bins=64),
+                       forest=ForestSettings(trees=5))
+NEW = [conv(channels=40, side=20, out=56), conv(channels=20, side=24, out=40, window=5), relu(channels=40, side=20)]
+SLOWER = 2.5
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> TrainingSet:
+    """The rows of the other device: 400 kernels, idle."""
+    workspace = Workspace(tmp_path_factory.mktemp("there"))
+    write_dataset(workspace, {kernel.id: kernel for kernel in draw_kernels(400)}, {}, {}, {0.0: 0.0})
+    return read_training_set(workspace, TARGET.name)
+
+
+@pytest.fixture(scope="module")
+def start(there: TrainingSet) -> OtherPredictors:
+    return OtherPredictors("there", fit_kernel_model(there, "run", (), QUICK))
+
+
+def few(rows: TrainingSet, count: int = 40, times: float = SLOWER) -> TrainingSet:
+    """Some kernels of a device that is slower than the other one by a factor."""
+    chosen = np.isin(np.arange(len(rows)), np.random.default_rng(0).permutation(len(rows))[:count])
+    return replace(rows.rows(chosen), times_ms={"run": times * rows.times_ms["run"][chosen]})
+
+
+def times_of(model: KernelModel | Transferred) -> npt.NDArray[np.float64]:
+    return predict_kernels(model, NEW, KERNEL_FEATURES.matrix(NEW), [0.0])
+
+
+def test_a_correction_learns_the_ratio_to_the_other_device(there: TrainingSet, start: OtherPredictors) -> None:
+    rows = few(there)
+    ratios, there_ms = as_ratios(rows, "run", start.model)
+    assert ratios.times_ms["run"] * there_ms == pytest.approx(rows.times_ms["run"])
+    assert np.median(ratios.times_ms["run"]) == pytest.approx(SLOWER, rel=0.05)
+    assert ratios.schema is CORRECTION_FEATURES
+    assert ratios.features.shape[1] == len(CORRECTION_FEATURES.names) == len(KERNEL_FEATURES.names) + 1
+    assert not ratios.flops.any()
+
+
+def test_few_kernels_are_enough_where_devices_are_alike(there: TrainingSet, start: OtherPredictors) -> None:
+    rows = few(there)
+    expected = SLOWER * times_of(start.model)
+    corrected = times_of(fit_transferred(rows, "run", (), QUICK, start))
+    alone = times_of(fit_kernel_model(rows, "run", (), QUICK))
+    assert corrected == pytest.approx(expected, rel=0.12)
+    assert np.abs(corrected / expected - 1).mean() < np.abs(alone / expected - 1).mean() / 2
+
+
+def test_a_type_that_was_measured_there_alone_is_as_much_slower(there: TrainingSet, start: OtherPredictors) -> None:
+    rows = few(there.rows(there.types != "Relu"))
+    model = fit_transferred(rows, "run", (), QUICK, start)
+    assert "Relu" not in model.predictor_of
+    assert times_of(model)[2] == pytest.approx(SLOWER * times_of(start.model)[2], rel=0.05)
+    assert model.roofline.floor_ms == pytest.approx(SLOWER * start.model.roofline.floor_ms, rel=0.05)
+
+
+def test_a_fused_type_starts_from_its_first_operation(there: TrainingSet, start: OtherPredictors) -> None:
+    rows = few(there)
+    fused = replace(rows, types=np.array([f"{name}_Relu" if name == "Conv" else name for name in rows.types]))
+    assert as_ratios(fused, "run", start.model)[1] == pytest.approx(as_ratios(rows, "run", start.model)[1])
+
+
+def test_cross_validation_decides(there: TrainingSet, start: OtherPredictors) -> None:
+    rows = few(there, 90)
+    trained = train_label(rows, "run", QUICK, start)
+    alone = train_label(rows, "run", QUICK)
+    assert isinstance(trained.model, Transferred)
+    assert trained.errors[0].mape < 0.7 * alone.errors[0].mape
+    assert trained.errors[0].roofline_mape == alone.errors[0].roofline_mape, "for comparison, of this device"
+    measured, predicted = np.array(list(trained.times_ms.values())).T
+    assert np.median(predicted / measured) == pytest.approx(1.0, abs=0.05)
+    shuffled = replace(there, times_ms={"run": np.random.default_rng(1).permutation(there.times_ms["run"])})
+    nonsense = OtherPredictors("nonsense", fit_kernel_model(shuffled, "run", (), QUICK))
+    assert isinstance(train_label(rows, "run", QUICK, nonsense).model, KernelModel)
+
+
+def test_held_out_models_start_from_the_other_device_too(there: TrainingSet, start: OtherPredictors) -> None:
+    rows = few(there)
+    learn = learner(fit_transferred(rows, "run", (), QUICK, start), "run", (), QUICK)
+    assert learn is not None
+    assert learn(rows).start is start
+    assert learner(start.model, "run", (), QUICK) is None
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """A dataset, and predictors of another target, trained by the command."""
+    workspace = Workspace(tmp_path_factory.mktemp("transfer"))
+    write_workspace(workspace)
+    settings = "folds: 2\nthreads: 1\nxgboost: {trees: 60}\nforest: {trees: 3}\n"
+    (workspace.root / "training.yaml").write_text(settings, encoding="utf-8")
+    printed("training/train_kernel_model.py", "--workspace", str(workspace.root), "--config",
+            str(workspace.root / "training.yaml"))
+    copy_predictors(workspace.predictors(TARGET.name), workspace.predictors("elsewhere"))
+    return workspace
+
+
+def command(workspace: Workspace, *options: str) -> tuple[str, ...]:
+    return ("training/train_kernel_model.py", "--workspace", str(workspace.root), "--target", TARGET.name, "--config",
+            str(workspace.root / "training.yaml"), *options)
+
+
+def test_the_command_keeps_a_copy_of_the_other_predictors(workspace: Workspace, tmp_path: Path) -> None:
+    printed(*command(workspace, "--start-from", "elsewhere"))
+    folder = workspace.predictors(TARGET.name)
+    about = read_sidecar(folder).labels["run"]
+    assert about.start is not None
+    assert about.start.target == "elsewhere"
+    predictors = read_predictors(folder)
+    model = predictors.kernel_model("run")
+    assert isinstance(model, Transferred)
+    elsewhere = read_predictors(workspace.predictors("elsewhere")).predict(NEW, {}, "run", strict=True).latency_ms
+    found = predictors.predict(NEW, {}, "run", strict=True).latency_ms
+    assert found == pytest.approx(elsewhere, rel=0.15), "the same device, so the correction is small"
+    for path in workspace.predictors("elsewhere").iterdir():
+        path.unlink()
+    assert read_predictors(folder).predict(NEW, {}, "run", strict=True).latency_ms == found
+    (folder / about.start.file).unlink()
+    with pytest.raises(UserError, match=r"other_run-.* missing"):
+        read_predictors(folder)
+
+
+def test_a_target_to_start_from_that_is_not_there(workspace: Workspace) -> None:
+    refused = run_script(*command(workspace, "--start-from", "nowhere"))
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: --start-from nowhere: no predictors of that target")
+    shipped = StartFrom.named(workspace, "nvidia-h200-cuda-ort1.31-all")
+    assert shipped.of(shipped.target, "gpu") is None, "it can't start from itself"
+    found = shipped.of(TARGET.name, "run")
+    assert found is not None
+    assert (found.target, found.model) == (shipped.target, shipped.predictors.kernel_model("gpu"))
