@@ -23,6 +23,7 @@ from utils.locks import try_lock
 PREFIX = "hase-temp-"
 UNLOCKED_PREFIX = "hase-new-"  # of a folder that is made but not locked yet: empty, and renamed at once
 UNLOCKED_S = 3600.0  # an older one of these was left by a killed process
+LONGEST_STEM = 200  # bytes of a file name that its temporary file repeats, so that this does not get too long
 _TRIES = 50  # a thread or process may still write into a folder that is being removed
 _PAUSE_S = 0.005
 _present: set[Path] = set()
@@ -51,7 +52,8 @@ def temporary_folder() -> Iterator[Path]:
 @contextmanager
 def temporary_file(path: Path) -> Iterator[Path]:
     """A path for a new file in the folder of `path`, with its suffix; the file is removed when the block ends."""
-    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.tmp{path.suffix}")
+    begins = path.stem.encode()[:LONGEST_STEM].decode("utf-8", "ignore")
+    temporary = path.with_name(f".{begins}.{secrets.token_hex(4)}.tmp{path.suffix}")
     _present.add(temporary)
     try:
         yield temporary

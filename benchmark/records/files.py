@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from functools import cached_property
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -74,6 +75,20 @@ class DatasetHeader(Frozen):
     labels: tuple[str, ...] = DEFAULT_LABELS  # of every kernel; without the first one it counts as not measured
     backgrounds: dict[str, Background] = {}  # a block under load that names none is of the first
     held_out_backgrounds: tuple[str, ...] = ()  # measured for evaluation only: their rows are in no fit
+
+    @cached_property
+    def families(self) -> dict[str, frozenset[str]]:
+        """The groups of the models of each collection."""
+        found: dict[str, set[str]] = {}
+        for model, collection in self.collections.items():
+            found.setdefault(collection, set()).update({self.groups[model]} if model in self.groups else ())
+        return {collection: frozenset(groups) for collection, groups in found.items()}
+
+    def collections_of(self, described: DatasetKernel) -> frozenset[str]:
+        """The collections of the models that hold a kernel, and those with a group near whose shapes it was sampled."""
+        near = set(described.groups) if described.sampled else set()
+        return frozenset({self.collections[model] for model in described.models if model in self.collections} | {
+            collection for collection, groups in self.families.items() if groups & near})
 
 
 def header_path(folder: Path) -> Path:

@@ -1,5 +1,5 @@
 """Networks of the kinds that image and text collections lack: recommenders, recurrent ones, U-Nets, super-resolution,
-convolutions over sequences and volumes. Each kind comes in a few sizes."""
+convolutions over sequences and volumes, and those of on_host.py. Each kind comes in a few sizes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from model_zoo.exporting.network import Network, NetworkInput
 from model_zoo.exporting.torch_models import SEED, make_like_trained
+from model_zoo.networks import on_host
 from utils.errors import UserError
 
 COLLECTION = "other"
@@ -138,15 +139,26 @@ class VolumeConvs(nn.Module):
 
 @dataclass(frozen=True)
 class Made:
-    """A network of this file: what builds it, what it takes, and its sizes (see `Network`)."""
+    """A network of this file: what builds it, what it takes, and its sizes (see `Network`).
+
+    Attributes:
+        chooses: it chooses tokens, boxes or ids, so that its outputs can't be compared with torch's.
+        traced: as of `Network`.
+    """
 
     build: Callable[[], nn.Module]
     inputs: tuple[NetworkInput, ...]
     sizes: Mapping[str, tuple[int, ...]]
+    chooses: bool = False
+    traced: bool = False
 
 
-def _image(size: int) -> tuple[NetworkInput, ...]:
-    return (NetworkInput("image", ("batch", 3, size, size)),)
+def _image(size: int, batch: int | str = "batch") -> tuple[NetworkInput, ...]:
+    return (NetworkInput("image", (batch, 3, size, size)),)
+
+
+def _samples(count: int) -> tuple[NetworkInput, ...]:
+    return (NetworkInput("samples", ("batch", count)),)
 
 
 def _tables(count: int, rows: int) -> tuple[NetworkInput, ...]:
@@ -155,6 +167,21 @@ def _tables(count: int, rows: int) -> tuple[NetworkInput, ...]:
 
 def _vectors(width: int) -> tuple[NetworkInput, ...]:
     return (NetworkInput("vectors", ("batch", "steps", width)),)
+
+
+def _ids(columns: int) -> tuple[NetworkInput, ...]:
+    return (NetworkInput("ids", ("batch", columns), "indices", 20000),)
+
+
+def _decoder(width: int, words: int, trips: int, batches: tuple[int, ...], drawn: bool = False) -> Made:
+    return Made(lambda: on_host.LoopDecoder(width, words, trips, drawn), (NetworkInput("vectors", ("batch", 64, width)),),
+                {"batch": batches}, chooses=True, traced=True)
+
+
+def _beams(width: int, words: int, beams: int) -> Made:
+    inputs = (NetworkInput("token", (beams,), "indices", words), NetworkInput("state", (beams, width)),
+              NetworkInput("score", (beams,)))
+    return Made(lambda: on_host.BeamStep(width, words, beams), inputs, {}, chooses=True, traced=True)
 
 
 _BATCH = {"batch": (1, 8)}
@@ -179,6 +206,26 @@ NETWORKS: Mapping[str, Made] = {
     "sequence_strided_256": Made(lambda: SequenceConvs(256, 5, True), (NetworkInput("features", ("batch", 40, 1000)),), _BATCH),
     "volume_16": Made(lambda: VolumeConvs(16, 4, False), (NetworkInput("volume", ("batch", 1, 64, 64, 64)),), _BATCH),
     "volume_24_instance": Made(lambda: VolumeConvs(24, 3, True), (NetworkInput("volume", ("batch", 1, 32, 48, 48)),), _BATCH),
+    "greedy_256": _decoder(256, 8000, 12, (1,)),
+    "drawn_256": _decoder(256, 8000, 12, (1, 4), drawn=True),
+    "drawn_512": _decoder(512, 32000, 24, (1,), drawn=True),
+    "beam_256": _beams(256, 8000, 5),
+    "beam_768": _beams(768, 32000, 10),
+    "ctc_256": Made(lambda: on_host.CtcDecoder(256, 64), (NetworkInput("features", ("batch", 80, 800)),), {"batch": (8,)},
+                    chooses=True, traced=True),
+    "one_stage_16": Made(lambda: on_host.OneStageDetector(16, 20, 100), _image(416, 1), {}, chooses=True, traced=True),
+    "one_stage_48": Made(lambda: on_host.OneStageDetector(48, 80, 300), _image(640, 1), {}, chooses=True, traced=True),
+    "points_32": Made(lambda: on_host.PointCloud(32, 16, 64), (NetworkInput("points", (2048, 3)),), {}, chooses=True,
+                      traced=True),
+    "spectrum_400": Made(lambda: on_host.SpectrumConvs(400, 256), _samples(16000), {"batch": (1, 4)}, traced=True),
+    "spectrum_1024": Made(lambda: on_host.SpectrumConvs(1024, 512), _samples(32000), {"batch": (1,)}, traced=True),
+    "fold_32": Made(lambda: on_host.FoldedPatches(32, 4), _image(128), _BATCH),
+    "fold_96": Made(lambda: on_host.FoldedPatches(96, 3), _image(192), {"batch": (1,)}),
+    "hashed_16": Made(lambda: on_host.HashedRecommender(16, 10000, 32, False), _ids(16), {"batch": (4096,)}, traced=True),
+    "distinct_16": Made(lambda: on_host.HashedRecommender(16, 20000, 32, True), _ids(16), {"batch": (64, 4096)}, chooses=True,
+                        traced=True),
+    "polar_32": Made(lambda: on_host.PolarConvs(32), _image(256), _BATCH),
+    "polar_64": Made(lambda: on_host.PolarConvs(64), _image(512), {"batch": (1,)}),
 }
 
 
@@ -194,6 +241,6 @@ def build_network(name: str, family: str) -> Network:
     made = NETWORKS[name]
     torch.manual_seed(SEED)
     network = Network(name, COLLECTION, family, made.build(), made.inputs, made.sizes,
-                      traced="steps" in made.sizes)
+                      data_sized=made.chooses, traced=made.traced or "steps" in made.sizes)
     make_like_trained(network.module, network.example)
     return network

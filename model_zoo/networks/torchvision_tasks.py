@@ -20,20 +20,37 @@ CLASSES = 21
 
 @dataclass(frozen=True)
 class Task:
-    """How one model is built: its input, what its constructor is given, and whether it is a detector."""
+    """How one model is built: its input, what its constructor is given, whether it is a detector, and torchvision's name of it
+    where that differs."""
 
     shape: tuple[int | str, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     detects: bool = False
+    architecture: str = ""
 
 
 _NO_WEIGHTS = {"weights": None, "weights_backbone": None}
+
+
+def _detector(size: int, architecture: str = "", **thresholds: float) -> Task:
+    """A detector of images of one size. With a threshold of 0 it finds boxes although its weights are random."""
+    options = {**_NO_WEIGHTS, "num_classes": CLASSES, "min_size": size, "max_size": size, **thresholds}
+    return Task((1, 3, size, size), options, True, architecture)
+
+
 TASKS: Mapping[str, Task] = {
     "fcn_resnet50": Task(("batch", 3, 224, 224), {**_NO_WEIGHTS, "num_classes": CLASSES}),
     "lraspp_mobilenet_v3_large": Task(("batch", 3, 320, 320), {**_NO_WEIGHTS, "num_classes": CLASSES}),
-    "retinanet_resnet50_fpn": Task((1, 3, 320, 320), {**_NO_WEIGHTS, "min_size": 320, "max_size": 320}, True),
+    "retinanet_resnet50_fpn": _detector(320, score_thresh=0.0),
+    "retinanet_resnet50_fpn_480": _detector(480, "retinanet_resnet50_fpn", score_thresh=0.0),
+    "retinanet_resnet50_fpn_640": _detector(640, "retinanet_resnet50_fpn", score_thresh=0.0),
     "ssdlite320_mobilenet_v3_large": Task((1, 3, 320, 320), _NO_WEIGHTS, True),
-    "fasterrcnn_mobilenet_v3_large_fpn": Task((1, 3, 320, 320), {**_NO_WEIGHTS, "min_size": 320, "max_size": 320}, True),
+    "ssd300_vgg16": Task((1, 3, 300, 300), {**_NO_WEIGHTS, "num_classes": CLASSES}, True),
+    "fasterrcnn_mobilenet_v3_large_fpn": _detector(320, box_score_thresh=0.0),
+    "fasterrcnn_mobilenet_v3_large_fpn_480": _detector(480, "fasterrcnn_mobilenet_v3_large_fpn", box_score_thresh=0.0),
+    "fasterrcnn_resnet50_fpn_480": _detector(480, "fasterrcnn_resnet50_fpn", box_score_thresh=0.0),
+    "fcos_resnet50_fpn_320": _detector(320, "fcos_resnet50_fpn", score_thresh=0.0),
+    "fcos_resnet50_fpn_512": _detector(512, "fcos_resnet50_fpn", score_thresh=0.0),
     "r3d_18": Task(("batch", 3, 8, 112, 112), {"weights": None}),
     "mc3_18": Task(("batch", 3, 8, 112, 112), {"weights": None}),
     "s3d": Task(("batch", 3, 16, 224, 224), {"weights": None}),
@@ -65,7 +82,7 @@ def build_network(name: str, family: str) -> Network:
     """One of TASKS, in float32. A detector takes one image, and what it finds in it depends on the data."""
     task = TASKS[name]
     torch.manual_seed(SEED)
-    module = torchvision.models.get_model(name, **task.options)
+    module = torchvision.models.get_model(task.architecture or name, **task.options)
     sizes = {"batch": (1, 4)} if "batch" in task.shape else {}
     inputs = (NetworkInput("input", task.shape),)
     network = Network(name, COLLECTION, family, FirstOutput(module, task.detects), inputs, sizes,

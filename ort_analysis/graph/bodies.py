@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ort_analysis.graph.attention_lengths import attention_lengths
+from ort_analysis.graph.given_sizes import SizeNotKnown
 from ort_analysis.graph.inferred import Body, Held, InferredTensors, Trips
 from ort_analysis.graph.known_words import known_words
 from ort_analysis.graph.parsed_nodes import bodies_of, control_flow_name
@@ -205,8 +206,8 @@ def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, Ker
         return [body.inferred.tensors[value.name].shape for value in body.proto.graph.output]
 
     if node.op_type == "If":
-        both = tuple(analysed(attribute, ()) for attribute in sorted(bodies, reverse=True))
         chosen = given_branch(node.name, dims)
+        both = tuple(_branches(sorted(bodies, reverse=True), chosen, analysed))
         larger = max(both, key=lambda body: (body.attribute == chosen, sum(
             body.inferred.tensors[value.name].elements for value in body.proto.graph.output)))
         return Held(Trips(1), both, chosen, dict(zip(node.output, made(larger), strict=False)))
@@ -223,6 +224,22 @@ def hold(node: onnx.NodeProto, outer: onnx.ModelProto, tensors: Mapping[str, Ker
                                                for tensor, shape in zip(given[2:], halfway, strict=True))])
     kept = [(trips.count, *shape) for shape in made(body)[1 + len(states):]]
     return Held(trips, (body,), "", dict(zip(node.output, [*grown, *kept], strict=False)))
+
+
+def _branches(attributes: Sequence[str], chosen: str,
+              analysed: Callable[[str, Sequence[KernelInput]], Body]) -> Iterator[Body]:
+    """The branches of an If, analysed. If the user chose one, the other may have sizes that nobody can know: it never ran, and
+    is then left out.
+
+    Raises:
+        SizeNotKnown: a size in a branch that may run depends on data.
+    """
+    for attribute in attributes:
+        try:
+            yield analysed(attribute, ())
+        except SizeNotKnown:
+            if not chosen or attribute == chosen:
+                raise
 
 
 def _after(before: tuple[int, ...], after: tuple[int, ...], trips: int) -> tuple[int, ...]:

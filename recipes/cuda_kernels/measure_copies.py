@@ -1,10 +1,13 @@
-"""Measures how much time a node that only the CPU provider runs costs a CUDA session, by the size of its tensor.
+"""Measures what copies between host and GPU cost a CUDA session, by the size of their tensor, and what it costs the host to
+wait for the GPU at nodes whose output sizes depend on data.
 
-Needs an NVIDIA GPU. For each size two graphs are timed alternately: `Abs → Abs`, all on the GPU, and `Abs → BitwiseNot → Abs`,
-where BitwiseNot runs on the CPU between a copy to the host and one back. Writes raw samples, ONNX Runtime's profile of each
-graph and the CPU node's own time:
+Needs an NVIDIA GPU. ONNX Runtime inserts copies around nodes that only its CPU provider runs (here BitwiseNot). For each size
+it times graphs alternately: `Abs → Abs` on the GPU; `BitwiseNot` alone in a session on the CPU; `Abs → BitwiseNot` with its
+output on the host, which copies to the host; `BitwiseNot → Abs` with its input there, which copies to the GPU; and
+`Abs → (BitwiseNot → Abs)` once and four times. Then it times one, four and eight nodes that wait for the GPU, side by side.
+Writes raw samples next to the target's dataset, where training reads them (or to --out):
 
-    python recipes/cuda_kernels/measure_copies.py --out copies.json
+    python recipes/cuda_kernels/measure_copies.py --workspace out/pool
 """
 
 from __future__ import annotations
@@ -15,105 +18,161 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import json
-import tempfile
+import argparse
 import time
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from benchmark.measuring.affinity import off_the_workers_cores
+from benchmark.records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path
 from utils import cli, files
-from utils.fingerprint import machine
+from utils.errors import UserError
+from utils.fingerprint import has_cuda, local_target, machine
 from utils.lazy import onnx, onnxruntime
 from utils.ort_sessions import open_session
 
-SIZES = (4, 64, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304, 16777216, 67108864, 268435456)  # bytes
-ROUNDS = 5
+SIZES = tuple(4 << power for power in (0, 4, 8, 10, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 24, 26))  # bytes; to 256 MiB
+WAITING_ELEMENTS = (256, 4096, 65536)
+WAITING = ("NonZero", "Compress", "NonMaxSuppression")
+BESIDE = (1, 4, 8)  # nodes that wait, in one graph
+ROUNDS = 3
 RUNS = 30
-LONGEST_S = 1.0  # of one graph at one size, in each round
-EXAMPLES = "python recipes/cuda_kernels/measure_copies.py --out copies.json"
+LONGEST_S = 0.1  # of one graph at one size, in each round
+LEAST_RUNS = 3
+EXAMPLES = """
+python recipes/cuda_kernels/measure_copies.py --workspace out/pool
+python recipes/cuda_kernels/measure_copies.py --out copies.json --device cpu   # a try without a GPU: nothing is copied
+"""
+Side = Literal["cpu", "cuda"]
 
 
-def graph_of(elements: int, through_host: bool, chained: int) -> bytes:
-    """`Abs → (BitwiseNot → Abs) × chained`, or the same without the CPU's nodes, on int32 tensors of `elements`."""
-    nodes, tensor = [onnx.helper.make_node("Abs", ["x"], ["a0"], name="abs0")], "a0"
-    for number in range(chained):
-        if through_host:
-            nodes.append(onnx.helper.make_node("BitwiseNot", [tensor], [f"b{number}"], name=f"not{number}"))
-            tensor = f"b{number}"
-        nodes.append(onnx.helper.make_node("Abs", [tensor], [f"a{number + 1}"], name=f"abs{number + 1}"))
-        tensor = f"a{number + 1}"
-    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT32, [elements]) for name in ("x", tensor)]
-    graph = onnx.helper.make_graph(nodes, "copies", values[:1], values[1:])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+class Timed(NamedTuple):
+    """A graph to time: the model, the device of its session, and where its inputs and outputs are."""
+
+    model: bytes
+    device: Side
+    inputs_on: Side
+    outputs_on: Side
+
+
+def chain(operators: Sequence[str], elements: int) -> bytes:
+    """A graph of operators of one input, one after another, on int32 tensors."""
+    names = [f"t{place}" for place in range(len(operators) + 1)]
+    nodes = [onnx.helper.make_node(op, [names[place]], [names[place + 1]], f"n{place}") for place, op in enumerate(operators)]
+    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT32, [elements]) for name in (names[0], names[-1])]
+    return _model(nodes, values[:1], values[1:], [])
+
+
+def graphs_of(elements: int, gpu: Side) -> dict[str, Timed]:
+    """The graphs that are timed at one size, by the names of `CopyTimes`."""
+    def timed(device: Side, inputs_on: Side, outputs_on: Side, *operators: str) -> Timed:
+        return Timed(chain(operators, elements), device, inputs_on, outputs_on)
+
+    return {"gpu": timed(gpu, gpu, gpu, "Abs", "Abs"), "one": timed(gpu, gpu, gpu, "Abs"),
+            "cpu": timed("cpu", "cpu", "cpu", "BitwiseNot"),
+            "to_host": timed(gpu, gpu, "cpu", "Abs", "BitwiseNot"), "to_gpu": timed(gpu, "cpu", gpu, "BitwiseNot", "Abs"),
+            "through_one": timed(gpu, gpu, gpu, "Abs", "BitwiseNot", "Abs"),
+            "through_four": timed(gpu, gpu, gpu, "Abs", *["BitwiseNot", "Abs"] * 4)}
+
+
+def waiting_graph(operator: str, elements: int, count: int, gpu: Side) -> Timed:
+    """`count` nodes of an operator whose output size depends on data, all of which read the same inputs."""
+    kind, helper = onnx.TensorProto, onnx.helper
+    boxes = elements // 16
+    shapes = {"NonZero": {"x": (kind.FLOAT, [elements])},
+              "Compress": {"x": (kind.FLOAT, [elements]), "kept": (kind.BOOL, [elements])},
+              "NonMaxSuppression": {"boxes": (kind.FLOAT, [1, boxes, 4]), "scores": (kind.FLOAT, [1, 1, boxes])}}
+    limits = [onnx.numpy_helper.from_array(np.array(100, np.int64), "most"),
+              onnx.numpy_helper.from_array(np.array(0.5, np.float32), "overlap")] if operator == "NonMaxSuppression" else []
+    inputs = [helper.make_tensor_value_info(name, *what) for name, what in shapes[operator].items()]
+    names = [*shapes[operator], *(one.name for one in limits)]
+    outs = [f"y{number}" for number in range(count)]
+    nodes = [helper.make_node(operator, names, [out], f"n{out}") for out in outs]
+    outputs = [helper.make_tensor_value_info(out, kind.FLOAT if operator == "Compress" else kind.INT64, None) for out in outs]
+    return Timed(_model(nodes, inputs, outputs, limits), gpu, gpu, gpu)
+
+
+def _model(nodes: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], constants: Sequence[Any]) -> bytes:
+    graph = onnx.helper.make_graph(nodes, "copies", inputs, outputs, constants)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
     return bytes(model.SerializeToString())
 
 
-def bound(session: Any, elements: int, device: str) -> Any:
-    """An IOBinding with input and output on `device`."""
-    binding = session.io_binding()
-    values = np.arange(elements, dtype=np.int32)
-    binding.bind_ortvalue_input("x", onnxruntime.OrtValue.ortvalue_from_numpy(values, device, 0))
-    binding.bind_ortvalue_output(session.get_outputs()[0].name,
-                                 onnxruntime.OrtValue.ortvalue_from_shape_and_type([elements], np.int32, device, 0))
-    return binding
+def runner(timed: Timed) -> Callable[[], Any]:
+    """A function that runs a graph once, with inputs and outputs where it says."""
+    session = open_session(timed.model, timed.device, optimize="none", name="copies")
+    binding, generator = session.io_binding(), np.random.default_rng(0)
+    for value in session.get_inputs():
+        if "int32" in value.type:
+            array = np.arange(value.shape[0], dtype=np.int32)
+        else:
+            array = generator.standard_normal(value.shape, np.float32)
+            array = array > 0 if "bool" in value.type else array
+        binding.bind_ortvalue_input(value.name, onnxruntime.OrtValue.ortvalue_from_numpy(array, timed.inputs_on, 0))
+    for value in session.get_outputs():
+        binding.bind_output(value.name, timed.outputs_on)
+    return lambda: session.run_with_iobinding(binding)
 
 
-def times_us(session: Any, binding: Any) -> list[float]:
-    """Latencies of consecutive runs, after three warm-up runs; fewer than RUNS if they are long."""
-    for _ in range(3):
-        session.run_with_iobinding(binding)
+def times_ms(run: Callable[[], Any]) -> list[float]:
+    """Latencies of consecutive runs, after two warm-up runs; fewer than RUNS if they are long."""
+    for _ in range(2):
+        run()
     found: list[float] = []
     end = time.perf_counter() + LONGEST_S
-    while len(found) < RUNS and (time.perf_counter() < end or len(found) < 3):
+    while len(found) < RUNS and (time.perf_counter() < end or len(found) < LEAST_RUNS):
         begin = time.perf_counter()
-        session.run_with_iobinding(binding)
-        found.append(round(1e6 * (time.perf_counter() - begin), 2))
+        run()
+        found.append(round(1e3 * (time.perf_counter() - begin), 5))
     return found
 
 
-def profiled(model: bytes, elements: int, folder: Path) -> list[dict[str, Any]]:
-    """Node events of the last of six runs under ONNX Runtime's profiler: name, start and duration in microseconds."""
-    session = open_session(model, "cuda", optimize="none", name="copies", profile_prefix=folder / f"p{elements}")
-    binding = bound(session, elements, "cuda")
-    for _ in range(6):
-        session.run_with_iobinding(binding)
-    events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-    nodes = [event for event in events if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")]
-    last = nodes[-len(nodes) // 6:]
-    return [{"name": event["name"], "ts": event["ts"], "dur": event["dur"], "provider": event["args"].get("provider")}
-            for event in last]
-
-
-def measure(chained: int, folder: Path) -> list[dict[str, Any]]:
-    """Measures all sizes, with `chained` nodes on the host in one run."""
-    found = []
-    for size in SIZES:
-        elements = size // 4
-        models = {"gpu": graph_of(elements, False, chained), "host": graph_of(elements, True, chained)}
-        sessions = {name: open_session(model, "cuda", optimize="none", name=name) for name, model in models.items()}
-        sessions["cpu"] = open_session(models["host"], "cpu", optimize="none", name="cpu")
-        bindings = {name: bound(session, elements, "cpu" if name == "cpu" else "cuda") for name, session in sessions.items()}
-        samples: dict[str, list[list[float]]] = {name: [] for name in sessions}
+def samples_ms(graphs: Mapping[str, Timed]) -> dict[str, tuple[float, ...]]:
+    """Samples of each graph by name; the graphs take turns."""
+    runs = {name: runner(timed) for name, timed in graphs.items()}
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    with off_the_workers_cores():
         for _ in range(ROUNDS):
-            for name, session in sessions.items():
-                samples[name].append(times_us(session, bindings[name]))
-        found.append({"bytes": size, "chained": chained, "samples_us": samples,
-                      "profile": profiled(models["host"], elements, folder)})
-    return found
+            for name, run in runs.items():
+                found[name] += times_ms(run)
+    return {name: tuple(samples) for name, samples in found.items()}
+
+
+def measure(gpu: Side, sizes: Sequence[int]) -> tuple[tuple[CopyTimes, ...], tuple[WaitTimes, ...]]:
+    """Measures all sizes, then the nodes that wait."""
+    copies = tuple(CopyTimes(bytes=size, samples_ms=samples_ms(graphs_of(size // 4, gpu)))
+                   for size in cli.progress(sizes, "copies"))
+    waits = tuple(WaitTimes(operator=operator, elements=elements, samples_ms=samples_ms(
+        {str(count): waiting_graph(operator, elements, count, gpu) for count in BESIDE}))
+        for operator in WAITING for elements in WAITING_ELEMENTS)
+    return copies, waits
+
+
+def row(one: CopyTimes) -> dict[str, Any]:
+    return {"bytes": one.bytes, **{name: round(1e3 * min(samples), 1) for name, samples in one.samples_ms.items()}}
+
+
+def options() -> argparse.ArgumentParser:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--out", type=Path, help="where the samples go (default: next to the target's dataset)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
+                        help="cpu: all on the CPU, to try the command without a GPU (default: cuda)")
+    parser.add_argument("--most-mib", type=cli.positive, default=256.0, help="largest tensor (default: 256)")
+    return parser
 
 
 def main() -> int:
-    parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--out", type=Path, required=True, help="where the samples go")
-    args = parser.parse_args()
-    cli.start(args)
-    with tempfile.TemporaryDirectory(prefix="hase-") as folder:
-        found = [one for chained in (1, 4) for one in measure(chained, Path(folder))]
-    files.write_json(args.out, {"machine": machine("cuda").model_dump(mode="json"), "sizes": found})
-    rows = [{"bytes": one["bytes"], "chained": one["chained"],
-             **{name: min(min(part) for part in parts) for name, parts in one["samples_us"].items()}} for one in found]
-    cli.print_table(rows, "shortest run, microseconds")
+    args = options().parse_args()
+    workspace = cli.start(args)
+    if args.device == "cuda" and not has_cuda():
+        raise UserError("copies between host and GPU need a GPU, and no NVIDIA GPU that the driver can talk to is here")
+    copies, waits = measure(args.device, [size for size in SIZES if size <= args.most_mib * 2**20])
+    target = local_target(args.device)
+    found = MeasuredCopies(target=target.name, machine=machine(args.device), copies=copies, waits=waits)
+    files.write_json(args.out or copies_path(workspace.dataset(target.name)), found)
+    cli.print_table([row(one) for one in copies], "shortest run, microseconds")
     return 0
 
 

@@ -42,13 +42,17 @@ def sizes_of(path: Path) -> list[dict[str, int]] | UserError:
     if POOL_SIZES_KEY not in metadata:
         return []
     every = {dim: tuple(sizes) for dim, sizes in json.loads(metadata[POOL_SIZES_KEY]).items()}
-    if DATA_SIZED_KEY not in metadata:
-        return cli.combinations(every)
-    command = [sys.executable, "benchmark/sizes_of_a_run.py", "--model", str(path.resolve()), "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        return UserError(f"{path.name}: {done.stderr.strip().splitlines()[-1]}")
-    return [json.loads(done.stdout)]
+    found = cli.combinations(every)
+    if DATA_SIZED_KEY in metadata:
+        for sizes in found:
+            options = [f"--dim={name}={size}" for name, size in sizes.items()]
+            command = [sys.executable, "benchmark/sizes_of_a_run.py", "--model", str(path.resolve()), "--static", "--json",
+                       *options]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            if done.returncode:
+                return UserError(f"{path.name}: {done.stderr.strip().splitlines()[-1]}")
+            sizes |= json.loads(done.stdout)
+    return found
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from command import run_script
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmark.runtimes.ort.runner import open_runner
-from benchmark.runtimes.ort.sizes_of_a_run import shapes_of_a_run, sizes_of_a_run
+from benchmark.runtimes.ort.sizes_of_a_run import see_a_run, sizes_of_a_run
 from benchmark.sizes_of_a_run import read_inputs
 from ort_analysis.graph.analysis import analyze
 from recipes.kinds.make_models import make
@@ -48,7 +48,7 @@ def test_the_sizes_of_a_run_are_those_of_the_analysis(tmp_path: Path) -> None:
     passed = int((inputs["x"] > 0).sum())
     sizes = sizes_of_a_run(path, {"then": 1}, inputs)
     assert sizes == {"some.0": passed, "pick/where.1": passed, "z.0": passed}
-    real = shapes_of_a_run(path, {}, inputs)
+    real = see_a_run(path, {}, inputs).shapes
     for device in ("cpu", "cuda"):
         record = analyze(path, device, {"then": 1, **sizes})
         assert record.assumed == {}
@@ -78,3 +78,37 @@ def test_the_manifest_gives_the_sizes_that_measuring_sees(tmp_path: Path) -> Non
     assert not isinstance(made, str)
     assert made.dims
     assert analyze(tmp_path / made.file, "cpu", made.dims).assumed == {}
+
+
+def chooser() -> onnx.ModelProto:
+    """As many ones as x has positive numbers where there are more than four of them, else as many zeros as negative ones."""
+    node = helper.make_node
+    value = {sign: numpy_helper.from_array(np.array([sign], np.float32)) for sign in (0.0, 1.0)}
+    then = helper.make_graph([node("ConstantOfShape", ["above"], ["ones"], value=value[1.0]), node("Exp", ["ones"], ["many"])],
+                             "then", [], [helper.ValueInfoProto(name="many")])
+    other = helper.make_graph([node("ConstantOfShape", ["below"], ["few"], value=value[0.0])], "else", [],
+                              [helper.ValueInfoProto(name="few")])
+    nodes = [one for name, op in (("above", "Greater"), ("below", "Less")) for one in (
+        node(op, ["x", "zero"], [f"{name}_mask"]), node("Cast", [f"{name}_mask"], [f"{name}_ones"], to=TensorProto.INT64),
+        node("ReduceSum", [f"{name}_ones"], [name]))]
+    nodes += [node("Greater", ["above", "four"], ["flag"]),
+              node("If", ["flag"], ["y"], name="pick", then_branch=then, else_branch=other)]
+    constants = [numpy_helper.from_array(np.zeros((), np.float32), "zero"), numpy_helper.from_array(np.array([4]), "four")]
+    graph = helper.make_graph(nodes, "chooser", [helper.make_tensor_value_info("x", FLOAT, [64])],
+                              [helper.ValueInfoProto(name="y")], constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+
+
+@pytest.mark.parametrize(("above", "branch", "sizes"), [(40, "then", {"pick/ones.0": 40}), (3, "else", {"pick/few.0": 61})])
+def test_the_branch_that_ran_is_taken_and_the_other_needs_no_sizes(tmp_path: Path, above: int, branch: str,
+                                                                  sizes: dict[str, int]) -> None:
+    path = tmp_path / "chooser.onnx"
+    onnx.save(chooser(), path)
+    x = np.where(np.arange(64) < above, 1.0, -1.0).astype(np.float32)
+    found = sizes_of_a_run(path, {}, {"x": x})
+    assert found == {f"pick.{branch}": 1, **sizes}
+    for device in ("cpu", "cuda"):
+        record = analyze(path, device, found)
+        assert (record.assumed, record.guessed) == ({}, {})
+        ran = [record.kernel_of(node).op_type for node in record.nodes if node.inside == "pick"]
+        assert ran == (["ConstantOfShape", "Exp"] if branch == "then" else ["ConstantOfShape"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import onnx
@@ -9,11 +10,15 @@ import pytest
 from command import run_script
 from onnx import helper
 
+from benchmark.collecting.work import find_work
 from model_zoo.exporting.network import Network, NetworkInput
-from model_zoo.exporting.network_export import DATA_SIZED_KEY, write_network
+from model_zoo.exporting.network_export import COLLECTION_KEY, DATA_SIZED_KEY, POOL_SIZES_KEY, write_network
 from model_zoo.networks.other import NormedConv
-from ort_analysis.records.reading import read_model_records
-from utils.fingerprint import flavour_of
+from ort_analysis.graph.analysis import analyze
+from ort_analysis.records.reading import read_model_records, record_path
+from recipes.cuda_kernels.measure_copies import WAITING, WAITING_ELEMENTS, measure
+from utils import files
+from utils.fingerprint import flavour_of, local_target
 from utils.paths import ROOT, Workspace
 
 
@@ -43,6 +48,49 @@ def test_models_are_analysed_at_their_own_sizes(workspace: Workspace) -> None:
     records = read_model_records(workspace, flavour_of("cpu"))
     assert [(record.model, record.group, record.dims) for record in records] == [
         ("conv@batch=1", "convs", {"batch": 1}), ("conv@batch=4", "convs", {"batch": 4})]
+
+
+def test_sizes_by_data_are_those_of_a_run_at_each_size(workspace: Workspace) -> None:
+    """Half of the numbers that NonZero sees are positive; the file names two batch sizes."""
+    for path in workspace.models.glob("*.onnx"):
+        path.unlink()
+    nodes = [helper.make_node("Relu", ["x"], ["above"]), helper.make_node("NonZero", ["above"], ["y"])]
+    graph = helper.make_graph(nodes, "places", [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["batch", 64])],
+                              [helper.make_tensor_value_info("y", onnx.TensorProto.INT64, [2, None])])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    helper.set_model_props(model, {COLLECTION_KEY: "other", DATA_SIZED_KEY: "yes", POOL_SIZES_KEY: '{"batch": [1, 4]}'})
+    onnx.save(model, workspace.models / "places.onnx")
+    done = run_script("recipes/h200/pool_records.py", "--workspace", workspace.root, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    records = read_model_records(workspace, flavour_of("cpu"))
+    assert [record.dims["batch"] for record in records] == [1, 4]
+    for record in records:
+        assert record.assumed == {}
+        assert 0 < record.outputs["y"].shape[1] < 64 * record.dims["batch"]
+
+
+def test_kernels_of_the_host_are_listed_apart_and_measured_without_models(tmp_path: Path) -> None:
+    workspace, into = Workspace(tmp_path), Workspace(tmp_path / "host")
+    nodes = [helper.make_node(op, [f"t{place}"], [f"t{place + 1}"]) for place, op in enumerate(("Relu", "Sinh", "Sigmoid"))]
+    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1000]) for name in ("t0", "t3")]
+    graph = helper.make_graph(nodes, "sines", values[:1], values[1:])
+    record = analyze(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), "cuda")
+    files.write_json(record_path(workspace, record.flavour, record.model), record)
+    done = run_script("recipes/h200/host_kernels.py", "--workspace", workspace.root, "--into", into.root)
+    assert done.returncode == 0, done.stderr
+    assert run_script("kernel_model/kernel_builder.py", "--workspace", into.root).returncode == 0
+    work = find_work(into, local_target("cpu"), ())
+    assert [(item.kernel.op_type, work.described[0].models) for item in work.kernels] == [("Sinh", (record.model,))]
+    assert work.models == ()
+
+
+def test_copies_are_measured_over_size() -> None:
+    """On a CPU, where nothing is copied, as far as that goes."""
+    copies, waits = measure("cpu", [4, 1 << 20])
+    assert [one.bytes for one in copies] == [4, 1 << 20]
+    assert {name: len(samples) > 2 for name, samples in copies[1].samples_ms.items()} == dict.fromkeys(
+        ("one", "gpu", "cpu", "to_host", "to_gpu", "through_one", "through_four"), True)
+    assert {(one.operator, one.elements) for one in waits} == set(itertools.product(WAITING, WAITING_ELEMENTS))
 
 
 def test_the_recipe_names_models_of_the_pool() -> None:

@@ -24,6 +24,7 @@ from utils.config import Config, read_config
 from utils.errors import UserError
 from utils.fingerprint import RUNTIMES, Flavour, Target, flavour_of, has_cuda, local_target, resolve_device, slug
 from utils.paths import ROOT, Workspace, model_files
+from utils.safe_names import as_file_name
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
 
@@ -43,6 +44,13 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path) -> None:
         write_half()
     assert files.read_json(path) == {"old": 1}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_with_the_longest_name_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / f"{as_file_name('x' * 300)}.json"
+    files.write_json(path, {"a": 1})
+    assert files.read_json(path) == {"a": 1}
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_temporary_file_keeps_its_suffix_and_is_no_model(workspace: Workspace) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmark.records.labels import GPU_LABEL
-from training.composition.left_out import Fold, by_model, folds_of
+from training.composition.left_out import Fold, HeldOutKind, by_model, folds_of
 from training.kernels.estimators import parallel_map
 from training.kernels.predictors import leaves_gpu_idle
 from training.kernels.settings import TrainingConfig
@@ -50,8 +50,8 @@ def kernel_class(kernel_type: str, depthwise: bool) -> str:
 
 
 def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str],
-                        config: TrainingConfig) -> dict[str, dict[str, float]]:
-    """For each model, the GPU times (ms) of its kernels by id, predicted by forests trained without the model's family."""
+                        left_out: HeldOutKind, config: TrainingConfig) -> dict[str, dict[str, float]]:
+    """For each model, the GPU times (ms) of its kernels by id, predicted by forests trained without the model's group."""
     rows = rows.rows(rows.idle & np.isfinite(rows.times_ms[GPU_LABEL]))
     depthwise = rows.schema.index("depthwise")
     classes = np.array([kernel_class(name, bool(flag)) for name, flag in zip(
@@ -78,5 +78,5 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
             times |= dict(zip(mine, found.tolist(), strict=True))
         return by_model(fold, times)
 
-    folds = folds_of(rows, models, groups, "family", config.folds)
+    folds = folds_of(rows, models, groups, left_out, config.folds)
     return {name: times for part in parallel_map(one_fold, folds, config.workers) for name, times in part.items()}

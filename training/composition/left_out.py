@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from training.kernels.training_set import TrainingSet
 
 log = get_logger("composition")
+HeldOutKind = Literal["family", "collection", "model", "nothing"]  # what a group of models is that is held out together
 LEAST_KERNELS = 20  # to learn from when a group is held out; predictions by fewer would mean nothing
 
 
@@ -40,21 +41,26 @@ class Fold:
     seen: npt.NDArray[np.bool_]
 
 
-def folds_of(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: str,
+def owners_of(rows: TrainingSet, left_out: HeldOutKind) -> tuple[frozenset[str], ...]:
+    """The groups that each row of the training set belongs to, so that it is held out with each of them; none where the groups
+    are single models, whose kernels are held out by their ids."""
+    return {"family": rows.groups, "collection": rows.collections}.get(left_out, (frozenset(),) * len(rows))
+
+
+def folds_of(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: HeldOutKind,
              most: int) -> list[Fold]:
     """At most `most` folds, so that every group is held out once; where there are more groups, several share a fold.
 
-    Where families are held out, kernels that were sampled near a family's shapes are held out too.
+    Where families or collections are held out, kernels that were sampled near the shapes of one are held out with it.
     """
-    names = sorted(set(groups))
+    names, owners = sorted(set(groups)), owners_of(rows, left_out)
     found = []
     for fold in range(min(most, len(names))):
         out = frozenset(name for place, name in enumerate(names) if place % most == fold)
         held = tuple(model for model, group in zip(models, groups, strict=True) if group in out)
         kernels = {kernel.id: kernel for model in held for kernel in model.record.kernels.values()}
         seen = ~np.isin(rows.ids, list(kernels))
-        if left_out == "family":
-            seen &= np.array([not (families & out) for families in rows.groups])
+        seen &= np.array([not (of_row & out) for of_row in owners], dtype=bool)
         found.append(Fold(out, held, kernels, seen))
     return found
 
@@ -64,8 +70,8 @@ def by_model(fold: Fold, times_ms: Mapping[str, float]) -> dict[str, dict[str, f
     return {model.record.model: {name: times_ms[name] for name in model.record.kernels} for model in fold.models}
 
 
-def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: str, label: str,
-                        own: Sequence[str], config: TrainingConfig,
+def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: HeldOutKind,
+                        label: str, own: Sequence[str], config: TrainingConfig,
                         learn: Callable[[TrainingSet], TimePredictor] | None = None) -> dict[str, dict[str, float]]:
     """For each model, the idle times (ms) of its kernels by id, predicted by a training without them (see `folds_of`).
 
@@ -98,10 +104,12 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
 
 
 def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:
-    """Errors of the kernels of all models, in per cent: mean, median, and mean weighted by time. Each kernel counts once per
-    group."""
+    """Errors of the kernels of all models, in per cent: mean, median, and mean weighted by time; none where no kernel was
+    measured. Each kernel counts once per group."""
     pairs = {(kernel, round(time, 9)): (time, measured[kernel][label]) for times in out_of_fold.values()
              for kernel, time in times.items() if time and label in measured.get(kernel, {})}
+    if not pairs:
+        return {}
     predicted, times = np.array(list(pairs.values())).T
     errors = np.abs(predicted / times - 1)
     return {"MAPE_%": 100 * float(errors.mean()), "median_%": 100 * float(np.median(errors)),

@@ -48,6 +48,11 @@ class MeasuredModel:
     cuda_graph_ms: float = math.nan
     pace: float = 1.0
 
+    @property
+    def collection(self) -> str:
+        """Where its architecture comes from; "" where that is not known."""
+        return self.record.collection
+
 
 def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list[MeasuredModel]:
     """The models of the dataset that a composition may be fitted to: measured idle, with a record, of no held-out family, and

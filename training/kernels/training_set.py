@@ -40,6 +40,8 @@ class TrainingSet:
         sha256: of the kernel table, so that one can see what was learned from it.
         ids, types: of the kernel of each row.
         groups: of each row, the model families that have its kernel (or near whose shapes it was sampled).
+        collections: of each row, those of the models that have its kernel, and those with a family near whose shapes it was
+            sampled.
         backgrounds: name of the background of each row; "" for none.
         idle: mask of the rows without background.
         schema: of the features.
@@ -57,6 +59,7 @@ class TrainingSet:
     ids: npt.NDArray[np.str_]
     types: npt.NDArray[np.str_]
     groups: tuple[frozenset[str], ...]
+    collections: tuple[frozenset[str], ...]
     backgrounds: npt.NDArray[np.str_]
     idle: npt.NDArray[np.bool_]
     schema: FeatureSchema
@@ -77,7 +80,8 @@ class TrainingSet:
         return replace(
             self, ids=self.ids[mask], types=self.types[mask], idle=self.idle[mask], features=self.features[mask],
             backgrounds=self.backgrounds[mask],
-            groups=tuple(names for names, kept in zip(self.groups, mask, strict=True) if kept), load=self.load[mask],
+            groups=tuple(names for names, kept in zip(self.groups, mask, strict=True) if kept),
+            collections=tuple(names for names, kept in zip(self.collections, mask, strict=True) if kept), load=self.load[mask],
             times_ms={label: times[mask] for label, times in self.times_ms.items()}, flops=self.flops[mask],
             bytes_moved=self.bytes_moved[mask])
 
@@ -91,7 +95,8 @@ def read_training_set(workspace: Workspace, target: str, schema: FeatureSchema =
     folder = workspace.dataset(target)
     header = read_header(folder)
     table = read_kernel_table(workspace, target)
-    kernels = {described.kernel.id: described.kernel for described in read_kernels(folder)}
+    described = {one.kernel.id: one for one in read_kernels(folder)}
+    kernels = {name: one.kernel for name, one in described.items()}
     table = _measured(table)
     excluded = table["Background"].isin(header.held_out_backgrounds)
     if header.held_out_backgrounds:
@@ -113,7 +118,9 @@ def read_training_set(workspace: Workspace, target: str, schema: FeatureSchema =
     if not len(table):
         raise UserError(f"{kernel_table_path(folder)}: no measured kernel to learn from; measure with: "
                         f"{COLLECT}")
-    return _arrays(header, files.sha256(kernel_table_path(folder)), table, owners, kernels, schema)
+    of_kernel = {name: header.collections_of(described[name]) for name in set(table["Kernel_ID"])}
+    collections = tuple(of_kernel[name] for name in table["Kernel_ID"])
+    return _arrays(header, files.sha256(kernel_table_path(folder)), table, owners, collections, kernels, schema)
 
 
 def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, float]]:
@@ -147,7 +154,7 @@ def _measured(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: list[frozenset[str]],
-            kernels: dict[str, Kernel], schema: FeatureSchema) -> TrainingSet:
+            collections: tuple[frozenset[str], ...], kernels: dict[str, Kernel], schema: FeatureSchema) -> TrainingSet:
     ids = table["Kernel_ID"].to_numpy(dtype=str)
     described = sorted(set(ids))
     row_of = {name: row for row, name in enumerate(described)}
@@ -164,6 +171,7 @@ def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: lis
     load[idle] = list(idle_load.values())
     return TrainingSet(
         header=header, sha256=sha256, ids=ids, types=np.array([kernels[name].type for name in ids]), groups=tuple(owners),
+        collections=collections,
         backgrounds=table["Background"].fillna("").to_numpy(dtype=str), idle=idle,
         schema=schema, features=schema.matrix(kernels[name] for name in described)[[row_of[name] for name in ids]],
         load=load, metrics=metrics, idle_load=idle_load, times_ms=_times(table, header.target.flavour.device),

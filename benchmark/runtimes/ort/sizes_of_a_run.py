@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from benchmark.runtimes.ort.profile import SUFFIX
 from benchmark.runtimes.ort.runner import random_feed
 from ort_analysis.graph.analysis import analyze
+from ort_analysis.graph.bodies import BRANCHES, body_sizes, given_branch
 from ort_analysis.graph.given_sizes import SizeNotKnown
 from ort_analysis.graph.parsed_nodes import bodies_of, name_nodes
 from ort_analysis.graph.parsing import optimize
@@ -24,10 +26,23 @@ from utils.temporary import temporary_folder
 if TYPE_CHECKING:
     import numpy as np
 
-def shapes_of_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndarray] | None = None,
-                    static: bool = False) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor that a model's nodes make when it runs once on this CPU, by name; those of a body are called
-    `<node>/<tensor>`, and of those that it makes more than once the largest counts.
+
+class SeenRun(NamedTuple):
+    """What one run of a model showed.
+
+    Attributes:
+        shapes: of the tensors that its nodes made, by name; those of a body are called `<node>/<tensor>`, and of those that
+            were made more than once the largest counts.
+        branches: of each If that ran, which branch ran more often: `<node>.then` or `<node>.else`.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    branches: list[str]
+
+
+def see_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndarray] | None = None,
+              static: bool = False) -> SeenRun:
+    """Runs a model once on this CPU.
 
     Args:
         model: the ONNX file.
@@ -49,18 +64,39 @@ def shapes_of_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, n
         feed = random_feed(session, source.dims, source.steering) | dict(inputs or {})
         with model_errors(str(model)):
             session.run(None, feed)
-        events = files.read_json(Path(session.end_profiling()))
+        events = [event for event in files.read_json(Path(session.end_profiling()))
+                  if event.get("cat") == "Node" and event["name"].endswith(SUFFIX)]
     made = _tensors_by_node(proto.graph)
     found: dict[str, tuple[int, ...]] = {}
+    ran: Counter[str] = Counter()
     for event in events:
-        if event.get("cat") != "Node" or not event["name"].endswith(SUFFIX):
-            continue
-        names = made.get(event["name"].removesuffix(SUFFIX), [])
+        name = event["name"].removesuffix(SUFFIX)
+        ran[name] += 1
+        names = made.get(name, [])
         shapes = [tuple(shape) for kind in event["args"]["output_type_shape"] for shape in kind.values()]
         if len(names) == len(shapes):  # an event says nothing of sequences
-            for name, shape in zip(names, shapes, strict=True):
-                found[name] = max(found.get(name, shape), shape, key=math.prod)
-    return found
+            for tensor, shape in zip(names, shapes, strict=True):
+                found[tensor] = max(found.get(tensor, shape), shape, key=math.prod)
+    return SeenRun(found, [name for name in _branches(proto.graph, ran) if name in body_sizes(source.graph_only.graph)])
+
+
+def _branches(graph: onnx.GraphProto, ran: Mapping[str, int]) -> Iterator[str]:
+    """The branch that each If of a graph took most often, and those of Ifs in its bodies; nothing for an If that never ran.
+
+    Args:
+        graph: its nodes have unique names.
+        ran: how often each node ran, by name; a branch without nodes runs as often as its If takes no other.
+    """
+    for node in graph.node:
+        bodies = bodies_of(node)
+        if node.op_type == "If" and ran.get(node.name, 0):
+            counts = {branch: max((ran.get(inner.name, 0) for inner in bodies[attribute].node), default=None)
+                      for branch, attribute in BRANCHES.items()}
+            times = {branch: ran[node.name] - sum(count or 0 for count in counts.values()) if count is None else count
+                     for branch, count in counts.items()}
+            yield f"{node.name}.{max(times, key=lambda branch: times[branch])}"
+        for body in bodies.values():
+            yield from _branches(body, ran)
 
 
 def _tensors_by_node(graph: onnx.GraphProto, prefix: str = "") -> dict[str, list[str]]:
@@ -76,23 +112,27 @@ def _tensors_by_node(graph: onnx.GraphProto, prefix: str = "") -> dict[str, list
 def sizes_of_a_run(model: Path, dims: Mapping[str, int], inputs: Mapping[str, np.ndarray] | None = None,
                    static: bool = False) -> dict[str, int]:
     """The sizes that depend on data, as they come out when a model runs once on this CPU, by the names under which they can be
-    given: `<tensor>.<axis>`. Arguments as of `shapes_of_a_run`.
+    given: `<tensor>.<axis>`. Where the branch of an If depends on data, the one that ran is given too: `<node>.then` or
+    `<node>.else`, as 1. Arguments as of `see_a_run`.
 
     Raises:
-        UserError: as `shapes_of_a_run`, or where the model can't be analysed even with these sizes.
+        UserError: as `see_a_run`, or where the model can't be analysed even with these sizes.
     """
-    real = shapes_of_a_run(model, dims, inputs, static)
+    seen = see_a_run(model, dims, inputs, static)
+    branches = [name for name in seen.branches if not given_branch(name.rpartition(".")[0], dims)]
     sizes: dict[str, int] = {}
     while True:
         try:
-            unknown: dict[str, tuple[int, ...]] = dict(analyze(model, "cpu", {**dims, **sizes}, static=static).assumed)
+            record = analyze(model, "cpu", {**dims, **sizes}, static=static)
         except SizeNotKnown as error:
-            unknown = {error.tensor: ()}
-        if not unknown:
-            return sizes
-        found_now: dict[str, int] = {}
+            unknown: dict[str, tuple[int, ...]] = {error.tensor: ()}
+        else:
+            unknown = dict(record.assumed)
+            if not unknown and not (record.guessed and set(branches) - set(sizes)):
+                return sizes
+        found_now = dict.fromkeys(branches, 1)
         for tensor, shape in unknown.items():
-            found = {f"{tensor}.{axis}": size for axis, size in enumerate(real.get(tensor, ()))}
+            found = {f"{tensor}.{axis}": size for axis, size in enumerate(seen.shapes.get(tensor, ()))}
             other = {name: found[name] for name, size in zip(found, shape, strict=False) if found[name] != size}
             found_now |= other if other.keys() - sizes.keys() else found  # most axes are known
         if not found_now.keys() - sizes.keys():

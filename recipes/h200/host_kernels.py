@@ -1,0 +1,78 @@
+"""Lists the kernels that the CPU provider runs in CUDA sessions, so that they can be measured on the GPU machine's host.
+
+Reads the records of CUDA graphs in the workspace. Writes an index of those kernels as the host's own CPU flavour into another
+workspace, --into. There `kernel_builder.py`, `kernel_sampler.py` and `collector.py` treat them like any CPU's kernels:
+
+    python recipes/h200/host_kernels.py --workspace out/pool --into out/pool/host
+    python kernel_model/kernel_builder.py --workspace out/pool/host
+    python benchmark/collector.py --workspace out/pool/host --config recipes/h200/collect_host_kernels.yaml
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from collections.abc import Sequence
+
+from ort_analysis.graph.analysis import build_index
+from ort_analysis.records.kernel_costs import is_control_flow
+from ort_analysis.records.kernel_record import KernelIndex, ModelRecord
+from ort_analysis.records.reading import index_path, read_model_record
+from training.composition.off_gpu import is_copy, reads_shape
+from utils import cli, files
+from utils.errors import UserError
+from utils.fingerprint import Flavour, flavour_of
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+log = get_logger("host")
+EXAMPLES = "python recipes/h200/host_kernels.py --workspace out/pool --into out/pool/host"
+
+
+def on_host(record: ModelRecord) -> ModelRecord:
+    """The same record with those kernels alone that the CPU provider runs and that take time."""
+    placed = {node.kernel_id for node in record.nodes if node.provider == "cpu"}
+    kernels = {name: kernel for name, kernel in record.kernels.items() if name in placed and kernel.moves_data
+               and not is_copy(kernel) and not is_control_flow(kernel) and not reads_shape(kernel)}
+    return record.model_copy(update={"kernels": kernels, "nodes": ()})
+
+
+def host_index(records: Sequence[ModelRecord], flavour: Flavour) -> KernelIndex:
+    """The index of the CPU provider's kernels in some CUDA graphs, as kernels of `flavour`."""
+    held = [one for one in map(on_host, records) if one.kernels]
+    return build_index(flavour, held)
+
+
+def cuda_records(workspace: Workspace) -> list[ModelRecord]:
+    """The records of CUDA graphs in a workspace.
+
+    Raises:
+        UserError: there are none.
+    """
+    folders = sorted(workspace.kernel_records.glob("cuda-*"))
+    records = [read_model_record(path) for folder in folders for path in sorted(folder.glob("*.json"))
+               if path.name != "index.json"]
+    if not records:
+        raise UserError(f"{workspace.kernel_records}: no records of CUDA graphs; make them with: "
+                        "python recipes/h200/pool_records.py")
+    return records
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--into", type=Path, required=True, metavar="DIR", help="the workspace of the host's kernels")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    flavour, into = flavour_of("cpu"), Workspace(args.into)
+    index = host_index(cuda_records(workspace), flavour)
+    files.write_json(index_path(into, flavour), index)
+    log.info("%d kernels of %d models", len(index.entries()), len(index.groups))
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
