@@ -13,7 +13,7 @@ from benchmark.runtimes.ort.control_flow import loop_waits
 from ort_analysis.cuda.capture import COPIES
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import Kernel
-from training.kernels.uncertainty import operator_class
+from training.kernels.operator_classes import operator_class
 
 TO_HOST_BYTES_PER_MS = 54e6  # 16 MiB to 256 MiB: 53 to 54 GB/s
 TO_GPU_BYTES_PER_MS = 12.4e6  # 1 MiB to 16 MiB: 12.3 to 12.5 GB/s; larger ones 8 to 9

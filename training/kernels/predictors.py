@@ -16,6 +16,7 @@ import numpy.typing as npt
 from benchmark.records.labels import GPU_LABEL
 from ort_analysis.records.kernel_record import Kernel
 from training.kernels.boosters import SavedBoosters
+from training.kernels.class_boosters import ANY
 from training.kernels.estimators import SHARED, KernelModel, predict_kernels
 from training.kernels.measured_times import MeasuredTimes
 from training.kernels.schema import FeatureSchema
@@ -209,9 +210,14 @@ class Predictors:
         return kernel if found is None else found.kernel
 
     def stand_in(self, kernel: Kernel, label: str) -> StandIn | None:
-        """The stand-in of a GPU kernel whose type was never measured; None where the type was measured, or there is none."""
+        """The stand-in of a GPU kernel whose type was never measured; None where the type was measured, or there is none, or
+        classes of operators were learned, which tell more."""
         known = self.sidecar.labels[label].predictor_of
-        return None if label not in ON_GPU or kernel.type in known else stand_in(kernel, known)
+        if label not in ON_GPU or kernel.type in known:
+            return None
+        model = self.kernel_model(label)
+        boosters = (model.other if isinstance(model, Transferred) else model).boosters
+        return None if ANY in boosters else stand_in(kernel, known)
 
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:
