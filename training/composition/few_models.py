@@ -68,7 +68,7 @@ def _line(label: str, predicted_ms: Floats, known_ms: Floats, latency: Floats, g
 
 
 def fit_pace(models: Sequence[MeasuredTracks], costs: PipelineCosts) -> float:
-    """How many times as long as `costs` say the host takes, by the latencies of some models: the mean relative error is least."""
+    """How many times as long as `costs` say the host takes: the pace with the least mean error of some models' latencies."""
     latency = np.array([model.latency_ms for model in models])
 
     def error(pace: float) -> float:
