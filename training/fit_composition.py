@@ -28,6 +28,7 @@ from training.composition.candidates import try_lines, try_pipeline
 from training.composition.few_models import try_few_models
 from training.composition.fitted import Composition, FittedModel, composition_path, read_composition
 from training.composition.fitting import best, error_range_of
+from training.composition.held_out import calibrated_interval
 from training.composition.left_out import predict_out_of_fold
 from training.composition.measured_models import left_out_groups, measured_models, models_sha256, tracks_of
 from training.composition.run_modes import fit_graph_replay, fit_host_io
@@ -77,11 +78,13 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_mo
         tried += try_pipeline(models, tracks, times, looked_up, groups)
     used, predicted, with_measured = tried[best([one.candidate for one in tried])]
     measured = np.array([model.latency_ms for model in models])
+    calibrated = calibrated_interval(rows, models, times, measured_times(workspace, target), sidecar, config) if (
+        used.kind == "pipeline" and left_out == "family") else None
     interval = error_range_of(predicted, measured, groups) if left_out == "family" else None
     interval_measured = error_range_of(with_measured, measured, groups) if interval and with_measured is not None else None
     probe_us = usual_probe_us(read_model_table(workspace, target))
     return Composition(
-        **used.formula(), left_out=left_out, interval=interval, interval_measured=interval_measured,
+        **used.formula(), left_out=left_out, interval=interval, interval_measured=interval_measured, calibrated=calibrated,
         host_io=fit_host_io(models, predicted, groups),
         cuda_graph=fit_graph_replay(models, tracks, groups) if used.kind == "pipeline" else None,
         probe_us=probe_us if math.isfinite(probe_us) else None, dataset_sha256=rows.sha256,

@@ -54,3 +54,12 @@ def class_of_operator(op: str) -> OperatorClass:
         if op in names:
             return kind  # type: ignore[return-value]
     return "reduction" if op.startswith(("Reduce", "Arg", "Global")) or "Pool" in op or op == "CumSum" else "other"
+
+
+def form_of(kernel: Kernel) -> str:
+    """Element type and rank of a kernel, such as `float32 of rank 4`; for a product the type alone, since its rank matters
+    little."""
+    if operator_class(kernel) == "product":
+        return kernel.dtype
+    first = next((tensor for tensor in kernel.inputs if tensor.dtype), None)
+    return f"{kernel.dtype} of rank {len(first.shape) if first else 0}"

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ort_analysis.records.kernel_record import Kernel
-from training.kernels.operator_classes import OperatorClass, operator_class
+from training.kernels.operator_classes import OperatorClass, form_of, operator_class
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out
 from training.kernels.settings import LAUNCHES, TrainingConfig
 from utils import files
@@ -103,15 +103,6 @@ class Uncertainty(Frozen):
 
 
 NOTHING_LEARNED = Uncertainty(dataset_sha256="", ranges={})
-
-
-def form_of(kernel: Kernel) -> str:
-    """Element type and rank of a kernel, such as `float32 of rank 4`; for a product the type alone, since its rank matters
-    little."""
-    if operator_class(kernel) == "product":
-        return kernel.dtype
-    first = next((tensor for tensor in kernel.inputs if tensor.dtype), None)
-    return f"{kernel.dtype} of rank {len(first.shape) if first else 0}"
 
 
 def learn_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel], config: TrainingConfig) -> Uncertainty:
