@@ -50,18 +50,23 @@ def _own_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
 
 
 def dispatched_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> Floats:
-    """When the host has dispatched each node, in ms from the start of the run; arguments as of `pipeline_ms`."""
+    """When the host has dispatched each node, in ms from the start of the run; arguments as of `pipeline_ms`.
+
+    Where the host waits, the GPU's work on a node begins no earlier than the node's dispatch. `lead_ms` alone may say
+    otherwise: it is fitted to whole runs, and also makes up for what the GPU's times have too much.
+    """
     own = _own_ms(tracks, costs)
     if off_gpu is None:
         return costs.start_ms + np.cumsum(own)
+    leads = np.maximum(costs.lead_ms, -own)
     own = own + off_gpu.host_ms
     work = tracks.gpu_ms + costs.gap_ms * tracks.launches
     at, host, gpu = np.empty(len(own)), costs.start_ms, -np.inf
-    for place, (takes, gives, count, waits) in enumerate(zip(own.tolist(), work.tolist(), tracks.launches.tolist(),
-                                                             off_gpu.waits.tolist(), strict=True)):
+    for place, (takes, lead, gives, count, waits) in enumerate(zip(
+            own.tolist(), leads.tolist(), work.tolist(), tracks.launches.tolist(), off_gpu.waits.tolist(), strict=True)):
         host += takes
         if count > 0:
-            gpu = max(gpu, host + costs.lead_ms) + gives
+            gpu = max(gpu, host + lead) + gives
         if waits:
             host = max(host, gpu)
         at[place] = host

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
+from benchmark.records.labels import UNPROFILED
 from benchmark.runtimes.ort.control_flow import RANGE, trip_ms
 from graph_model.simulation.tracks import NodeKind, node_kind
 from inference.core.answers import Provenance
@@ -12,16 +14,7 @@ from inference.core.memory import Layout, layout_of
 from inference.core.uncertainty import CERTAIN, KernelUncertainty, Span, kernel_uncertainties
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import Kernel, ModelRecord
-from training.composition.off_gpu import (
-    copy_ms,
-    host_kernel_ms,
-    host_range,
-    is_copy,
-    is_off_gpu,
-    on_host,
-    reads_shape,
-    waits_for_gpu,
-)
+from training.composition.off_gpu import host_range, is_copy, is_off_gpu, on_host, takes_no_time, waits_for_gpu, waits_inside
 from training.kernels.settings import LAUNCHES
 
 if TYPE_CHECKING:
@@ -38,6 +31,7 @@ class KernelInModel(NamedTuple):
         uncertainty: how far its time may be off, where that is more than usual.
         on_host: whether its time is the host's and not the GPU's, in a CUDA session.
         waits: whether the host waits for the GPU at this kernel.
+        host_ms: how long it keeps the host busy besides, where its time is the GPU's.
     """
 
     latency_ms: float
@@ -48,6 +42,7 @@ class KernelInModel(NamedTuple):
     uncertainty: KernelUncertainty | None = None
     on_host: bool = False
     waits: bool = False
+    host_ms: float = 0.0
 
     @property
     def gpu_ms(self) -> float:
@@ -87,7 +82,7 @@ def kernels_in_models(records: Sequence[ModelRecord], conditions: Conditions) ->
     off_gpu = {key: kernel for key, kernel in placed.items()
                if conditions.device == "cuda" and is_off_gpu(kernel, key[1]) and key not in loops}
     known = _predicted({key: kernel for key, kernel in placed.items() if key not in off_gpu and key not in loops}, conditions)
-    known |= {key: _off_gpu_kernel(kernel, key[1]) for key, kernel in off_gpu.items()}
+    known |= _off_gpu_kernels(off_gpu, conditions)
     return known | {key: _control_flow_kernel(kernel, conditions.device) for key, kernel in loops.items()}
 
 
@@ -99,8 +94,10 @@ def _predicted(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict
     if used.kind == "pipeline":
         launches = fitted.predictors.predict(list(kernels.values()), load, LAUNCHES, conditions.strict).latency_ms
     uncertainties = kernel_uncertainties(kernels.values(), times.provenance, fitted, used.label)
+    on_gpu, host = conditions.device == "cuda", fitted.host
     return {key: KernelInModel(time_ms, cast("Provenance", provenance), count, node_kind(kernel), layout_of(kernel),
-                               uncertainties.get(kernel.id))
+                               uncertainties.get(kernel.id), waits=on_gpu and waits_inside(kernel),
+                               host_ms=host.wait_ms(kernel) if on_gpu else 0.0)
             for (key, kernel), time_ms, provenance, count in zip(
                 kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
 
@@ -113,12 +110,23 @@ def _control_flow_kernel(kernel: Kernel, device: str) -> KernelInModel:
                          waits=on_gpu and waits_for_gpu(kernel))
 
 
-def _off_gpu_kernel(kernel: Kernel, provider: str) -> KernelInModel:
-    """What a copy, or a kernel of the CPU provider, contributes in a CUDA session."""
-    if is_copy(kernel):
-        return KernelInModel(copy_ms(kernel), "predicted", 1.0, NodeKind.OWN, layout_of(kernel),
-                             on_host=on_host(kernel, provider), waits=waits_for_gpu(kernel))
-    guessed = kernel.moves_data and not reads_shape(kernel)
-    uncertainty = KernelUncertainty("on the CPU", Span(*host_range(kernel)), CERTAIN, True) if guessed else None
-    return KernelInModel(host_kernel_ms(kernel), "estimated" if uncertainty else "measured", 0.0,
-                         node_kind(kernel, on_gpu=False), layout_of(kernel), uncertainty, on_host=True)
+def _off_gpu_kernels(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict[Placed, KernelInModel]:
+    """What copies, and kernels of the CPU provider, contribute in a CUDA session."""
+    host = conditions.fitted.host
+    found = {key: KernelInModel(host.copy_ms(kernel), "predicted", 1.0, NodeKind.OWN, layout_of(kernel),
+                                on_host=on_host(kernel, key[1]), waits=waits_for_gpu(kernel))
+             for key, kernel in kernels.items() if is_copy(kernel)}
+    on_cpu = {key: kernel for key, kernel in kernels.items() if key not in found}
+    times = host.kernel_times(list(on_cpu.values()), conditions.strict)
+    learned: dict[str, KernelUncertainty] = {}
+    if host.kernels is not None:
+        learned = kernel_uncertainties(on_cpu.values(), [time.provenance for time in times],
+                                       replace(conditions.fitted, predictors=host.kernels, uncertainty=host.uncertainty),
+                                       UNPROFILED)
+    for (key, kernel), time in zip(on_cpu.items(), times, strict=True):
+        uncertainty = None if takes_no_time(kernel) else learned.get(kernel.id)
+        if time.provenance == "estimated":
+            uncertainty = KernelUncertainty("on the CPU", Span(*host_range(kernel)), CERTAIN, True)
+        found[key] = KernelInModel(time.time_ms, cast("Provenance", time.provenance), 0.0, node_kind(kernel, on_gpu=False),
+                                   layout_of(kernel), uncertainty, on_host=True)
+    return found

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ort_analysis.records.kernel_record import ModelRecord
 from training.composition.fitted import Composition, read_composition
+from training.composition.host_side import NOTHING_MEASURED, HostSide, read_host_side
 from training.kernels.predictors import Predictors, read_predictors
 from training.kernels.uncertainty import Uncertainty, read_uncertainty
 from training.sharing.learned import Sharing, read_sharing
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 MAKE_PREDICTORS = (
     "python benchmark/collector.py", "python training/train_kernel_model.py", "python training/fit_composition.py")
 FLOATING = ("float16", "bfloat16", "float32", "float64")
-_fitted: dict[tuple[Any, ...], tuple[Predictors, Composition, Sharing | None, Uncertainty]] = {}
+_fitted: dict[tuple[Any, ...], tuple[Predictors, Composition, HostSide, Sharing | None, Uncertainty]] = {}
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Fitted:
 
     Attributes:
         uncertainty: how far off the times of kernels may be of which nothing was learned.
+        host: the host's side of a CUDA session.
         sharing: how the target's GPU takes turns between processes; None where that was not learned.
         other_cudnn: whether this machine has the target's device, but another minor version of cuDNN than was measured.
         notices: what the reader should know about the choice and the versions.
@@ -43,6 +45,7 @@ class Fitted:
     predictors: Predictors
     composition: Composition
     uncertainty: Uncertainty
+    host: HostSide = NOTHING_MEASURED
     sharing: Sharing | None = None
     other_cudnn: bool = False
     notices: tuple[str, ...] = ()
@@ -154,15 +157,16 @@ def fitted_for(workspace: Workspace, name: str | None = None) -> Fitted:
     there = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))  # not what is just being written
     key = (str(folder), *((entry.name, about.st_size, about.st_mtime_ns) for entry in there if (about := _about(entry))))
 
-    def load() -> tuple[Predictors, Composition, Sharing | None, Uncertainty]:
+    def load() -> tuple[Predictors, Composition, HostSide, Sharing | None, Uncertainty]:
         predictors = read_predictors(folder)
         composition = read_composition(folder, predictors.sidecar.dataset_sha256)
-        return predictors, composition, read_sharing(folder), read_uncertainty(folder)
+        return predictors, composition, read_host_side(folder), read_sharing(folder), read_uncertainty(folder)
 
-    predictors, composition, sharing, uncertainty = cached(_fitted, key, load, limit=4)
+    predictors, composition, host, sharing, uncertainty = cached(_fitted, key, load, limit=4)
     sidecar = predictors.sidecar
     versions = version_notice(sidecar)
-    return Fitted(sidecar.target, predictors, composition, uncertainty, sharing, other_cudnn=other_cudnn(sidecar) is not None,
+    return Fitted(sidecar.target, predictors, composition, uncertainty, host, sharing,
+                  other_cudnn=other_cudnn(sidecar) is not None,
                   notices=(*notices, versions) if versions else notices)
 
 

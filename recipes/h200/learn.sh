@@ -8,6 +8,12 @@ target=nvidia-h200-cuda-ort1.31-all
 mkdir -p "$out"
 tar xJf "recipes/h200/$target.tar.xz" -C "$out"
 python training/train_kernel_model.py --workspace "$out" --target "$target"
+host=()
+if [[ -d $out/host ]]; then # what its CPU runs in CUDA sessions
+  python training/train_kernel_model.py --workspace "$out/host"
+  host=(--host "$out/host")
+fi
+python training/fit_host.py --workspace "$out" --target "$target" "${host[@]}"
 python training/fit_composition.py --workspace "$out" --target "$target"
 others=()
 for name in beside under-load beside-more; do
@@ -17,6 +23,6 @@ for name in beside under-load beside-more; do
 done
 python training/fit_sharing.py --workspace "$out" --target "$target" "${others[@]}"
 mkdir -p "training/shipped/$target"
-rm -f "training/shipped/$target"/*
-cp "$out/training/predictors/$target"/* "training/shipped/$target/"
+rm -rf "training/shipped/$target"/*
+cp -r "$out/training/predictors/$target"/* "training/shipped/$target/"
 python training/leave_families_out.py --workspace "$out" --target "$target"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from command import run_script
 from onnx import TensorProto, helper
 
+from benchmark.records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path
 from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms, pipeline_ms, timeline
 from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks
 from inference import Predictor, predict
@@ -13,7 +15,19 @@ from inference.core.answers import Prediction
 from inference.core.timeline import trace_of
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.records.kernel_record import ModelRecord
-from training.composition.off_gpu import HOST_RANGE, TO_GPU_BYTES_PER_MS, TO_HOST_BYTES_PER_MS
+from ort_analysis.records.reading import record_path
+from training.composition.fit_copies import GPU_NODE_MS, HOST_NODE_MS, Step, fit_copies, simulated_ms
+from training.composition.fit_pipeline import latencies_ms
+from training.composition.fitted import read_composition
+from training.composition.host_costs import DEFAULT_COSTS, CopyCurve
+from training.composition.host_side import HostSide, read_host_side
+from training.composition.measured_models import MeasuredModel, tracks
+from training.composition.off_gpu import HOST_RANGE
+from training.kernels.saving import copy_predictors
+from training.kernels.training_set import measured_times
+from utils import files
+from utils.fingerprint import local_target, machine
+from utils.paths import SHIPPED, SIDECAR, Workspace
 
 TARGET = "nvidia-h200"
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.001, launch_ms=0.004, start_ms=0.03, gap_ms=0.001, lead_ms=-0.003, end_ms=0.005)
@@ -51,7 +65,7 @@ def test_the_host_waits_for_the_gpu_at_a_copy_to_it() -> None:
 def test_a_node_of_the_cpu_adds_its_copies_and_its_own_guessed_time() -> None:
     size = 1 << 24
     gpu, mixed = predicted(chain("Relu", "Sigmoid", size=size)), predicted(chain("Relu", "Sinh", "Sigmoid", size=size))
-    copies_ms = 4 * size / TO_HOST_BYTES_PER_MS + 4 * size / TO_GPU_BYTES_PER_MS
+    copies_ms = DEFAULT_COSTS.to_host.at(4 * size) + DEFAULT_COSTS.to_gpu.at(4 * size)
     (sinh,) = (kernel for kernel in mixed.kernels if kernel.type == "Sinh")
     assert (sinh.provider, sinh.provenance) == ("cpu", "estimated")
     assert mixed.latency_ms == pytest.approx(gpu.latency_ms + copies_ms + sinh.latency_ms, rel=0.01)
@@ -84,3 +98,110 @@ def test_reading_a_shape_takes_no_time_and_is_no_guess() -> None:
     (shape,) = found.kernels
     assert (shape.type, shape.latency_ms, shape.provenance) == ("Shape", 0.0, "measured")
     assert found.estimated_operators == ()
+
+
+def test_what_copies_cost_follows_from_graphs_with_and_without_them() -> None:
+    """Latencies are simulated with known curves; to the GPU a copy of 4 KiB takes 3 µs, of 4 MiB 400 µs."""
+    to_host, to_gpu = {4: 0.008, 4096: 0.009, 1 << 22: 0.09}, {4: 0.003, 4096: 0.003, 1 << 22: 0.4}
+    on_cpu, on_gpu = {4: HOST_NODE_MS, 4096: 0.002, 1 << 22: 0.05}, {4: GPU_NODE_MS, 4096: GPU_NODE_MS, 1 << 22: 0.02}
+
+    def times(size: int) -> CopyTimes:
+        gpu, cpu = Step(on_gpu[size], 1.0), Step(host_ms=on_cpu[size])
+        down, up = Step(to_host[size], 1.0, waits=True), Step(0.0, 1.0, to_gpu[size])
+        graphs = {"one": [gpu], "gpu": [gpu, gpu], "to_host": [gpu, down, cpu], "to_gpu": [cpu, up, gpu]}
+        return CopyTimes(bytes=size, samples_ms={"cpu": (0.002 + on_cpu[size],), **{
+            name: (simulated_ms(steps, COSTS),) * 3 for name, steps in graphs.items()}})
+
+    waiting = [Step(0.004, 3.0, 0.007, waits=True)]
+    waits = WaitTimes(operator="NonZero", elements=64, samples_ms={
+        str(count): (simulated_ms(waiting * count, COSTS),) for count in (1, 4, 8)})
+    measured = MeasuredCopies(target=TARGET, machine=machine("cpu"), copies=tuple(map(times, to_host)), waits=(waits,))
+    found = fit_copies(measured, lambda one: (0.004, 3.0), COSTS)
+    assert found.to_host.ms == pytest.approx(tuple(to_host.values()), abs=1e-4)
+    assert found.to_gpu.ms == pytest.approx(tuple(to_gpu.values()), abs=1e-4)
+    assert found.wait_ms == pytest.approx(0.007, abs=1e-6)
+    assert found.to_gpu.at(1 << 23) == pytest.approx(2 * found.to_gpu.ms[-1])
+    with pytest.raises(ValueError, match="ascend"):
+        CopyCurve(bytes=(4, 2), ms=(0.1, 0.2))
+
+
+@pytest.fixture(scope="module")
+def with_host(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """The H200's predictors, beside those of Sinh and Unique as this machine's CPU ran them, and made-up costs of copies."""
+    workspace = Workspace(tmp_path_factory.mktemp("gpu"))
+    host = Workspace(workspace.root / "host")
+    [target] = [path.parent.name for path in SHIPPED.glob(f"*{TARGET}*/{SIDECAR}")]
+    copy_predictors(SHIPPED / target, workspace.predictors(target))
+    for size in range(1, 25):
+        record = chain("Relu", "Sinh" if size % 2 else "Unique", "Sigmoid", size=4096 * size)
+        files.write_json(record_path(workspace, record.flavour, f"{record.model}{size}"),
+                         record.model_copy(update={"model": f"{record.model}{size}"}))
+    write_copies(workspace, target)
+    (workspace.root / "training.yaml").write_text("folds: 2\nthreads: 1\nxgboost: {trees: 30, depth: 3}\nforest: {trees: 5}\n")
+    for command in (["recipes/h200/host_kernels.py", "--workspace", workspace.root, "--into", host.root],
+                    ["kernel_model/kernel_builder.py", "--workspace", host.root],
+                    ["benchmark/collector.py", "--workspace", host.root, "--config", "recipes/h200/collect_host_kernels.yaml"],
+                    ["training/train_kernel_model.py", "--workspace", host.root, "--config", workspace.root / "training.yaml"],
+                    ["training/fit_host.py", "--workspace", workspace.root, "--host", host.root]):
+        done = run_script(*command)
+        assert done.returncode == 0, done.stderr
+    return workspace
+
+
+def write_copies(workspace: Workspace, target: str) -> None:
+    """Copies to the host that take 20 µs, and to the GPU that take 5 µs, at any size up to 1 MiB."""
+    gpu, cpu = Step(GPU_NODE_MS, 1.0), Step(host_ms=HOST_NODE_MS)
+    graphs = {"one": [gpu], "gpu": [gpu, gpu], "to_host": [gpu, Step(0.02, 1.0, waits=True), cpu],
+              "to_gpu": [cpu, Step(0.0, 1.0, 0.005), gpu]}
+    costs = read_composition(SHIPPED / target).costs
+    assert costs is not None
+    samples = {"cpu": (0.003,), **{name: (simulated_ms(steps, costs),) for name, steps in graphs.items()}}
+    copies = tuple(CopyTimes(bytes=size, samples_ms=samples) for size in (4, 1 << 20))
+    files.write_json(copies_path(workspace.dataset(target)),
+                     MeasuredCopies(target=target, machine=machine("cpu"), copies=copies, waits=()))
+
+
+def test_kernels_of_the_host_are_measured_and_learned(with_host: Workspace) -> None:
+    measured, other, unknown = (chain("Relu", op, "Sigmoid", size=size) for op, size in (
+        ("Sinh", 4096 * 7), ("Sinh", 50_000), ("Cosh", 50_000)))
+    found = [predict(record, target=TARGET, workspace=with_host) for record in (measured, other, unknown)]
+    origins = [next(kernel.provenance for kernel in one.kernels if kernel.type in ("Sinh", "Cosh")) for one in found]
+    assert origins == ["measured", "predicted", "estimated"]
+    assert [one.rough_estimate for one in found[::2]] == [False, True]
+    [row] = [one for one in measured_times(Workspace(with_host.root / "host"), local_target("cpu").name).items()
+             if one[0] in measured.kernels]
+    sinh = next(kernel for kernel in found[0].kernels if kernel.type == "Sinh")
+    assert sinh.latency_ms == row[1]["unprofiled"]
+
+
+def test_copies_take_what_was_measured_and_the_composition_knows_it_too(with_host: Workspace) -> None:
+    record = chain("Relu", "Sinh", "Sigmoid", size=4096 * 7)
+    found = predict(record, target=TARGET, workspace=with_host)
+    copies = {kernel.type: kernel.latency_ms for kernel in found.kernels if "Memcpy" in kernel.type}
+    assert copies == pytest.approx({"MemcpyToHost": 0.02, "MemcpyFromHost": 0.005}, abs=2e-4)
+    [target] = [path.name for path in with_host.predictors("").iterdir() if path.is_dir()]
+    host = read_host_side(with_host.predictors(target))
+    model = MeasuredModel(record, "sines", latency_ms=1.0, off_gpu=host.off_gpu(record, strict=False))
+    times = {label: {kernel.type: next((one.latency_ms if label == "gpu" else one.launches) or 0.0
+                                       for one in found.kernels if one.id == kernel.id) for kernel in record.kernels.values()}
+             for label in ("gpu", "launches")}
+    by_id = {label: {kernel.id: times[label][kernel.type] for kernel in record.kernels.values()} for label in times}
+    fitted = tracks(model, by_id["gpu"], by_id["launches"])
+    assert found.composition.costs is not None
+    assert latencies_ms([fitted], found.composition.costs)[0] == pytest.approx(found.latency_ms, rel=1e-3)
+    shares = fitted.off_gpu.host_ms if fitted.off_gpu else None
+    assert shares is not None
+    assert shares[[node.provider == "cpu" for node in record.nodes].index(True)] > 0
+
+
+def test_the_host_waits_inside_a_node_whose_output_size_depends_on_data() -> None:
+    nodes = [helper.make_node("Relu", ["x"], ["above"]), helper.make_node("NonZero", ["above"], ["y"])]
+    graph = helper.make_graph(nodes, "places", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1 << 20])],
+                              [helper.make_tensor_value_info("y", TensorProto.INT64, [1, 1 << 19])])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    run = Predictor(target=TARGET).run(model).run
+    assert run.off_gpu is not None
+    assert run.off_gpu.waits.tolist() == [False, True]
+    alone = HostSide().off_gpu(run.record)
+    assert alone is not None
+    assert alone.run.waits.tolist() == [False, True]

@@ -18,6 +18,7 @@ from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import REMAKE, ModelRecord
 from ort_analysis.records.reading import read_model_record, record_path
 from training.composition.fit_pipeline import MeasuredTracks
+from training.composition.host_side import NodesOffGpu, read_host_side
 from training.kernels.predictors import ON_GPU
 from training.kernels.sidecar import Sidecar
 from utils import files
@@ -38,6 +39,7 @@ class MeasuredModel:
         host_ms: the host's time of a run.
         host_io_ms, cuda_graph_ms: latency with numpy arrays in and out, and as a CUDA graph.
         pace: how many times as long as usual the host took meanwhile, a ratio.
+        off_gpu: its nodes that are no GPU kernels; None where there are none, and on a CPU.
     """
 
     record: ModelRecord
@@ -47,6 +49,7 @@ class MeasuredModel:
     host_io_ms: float = math.nan
     cuda_graph_ms: float = math.nan
     pace: float = 1.0
+    off_gpu: NodesOffGpu | None = None
 
     @property
     def collection(self) -> str:
@@ -62,6 +65,7 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
         UserError: there is none.
     """
     found = []
+    host = read_host_side(workspace.predictors(target)) if sidecar.target.flavour.device == "cuda" else None
     for name, times in idle_models(read_model_table(workspace, target)).iterrows():
         path = record_path(workspace, sidecar.target.flavour, str(name))
         if not path.is_file():
@@ -73,8 +77,10 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
         if any(is_control_flow(kernel) for kernel in record.kernels.values()):
             log.info("%s: not used, since it has Loop, If or Scan, whose own costs are constants and not fitted", name)
             continue
-        found.append(MeasuredModel(record, record.group, *(float(times[column]) for column in (
-            "median_ms", "host_ms", "host_io_ms", "cuda_graph_ms", "pace"))))
+        latency_ms, host_ms, host_io_ms, cuda_graph_ms, pace = (float(times[column]) for column in (
+            "median_ms", "host_ms", "host_io_ms", "cuda_graph_ms", "pace"))
+        found.append(MeasuredModel(record, record.group, latency_ms, host_ms, host_io_ms, cuda_graph_ms, pace,
+                                   host.off_gpu(record) if host else None))
     if not found:
         raise UserError(f"{target}: no idle latency of a model to fit a composition to; measure models with: {COLLECT}")
     return found
@@ -101,9 +107,14 @@ def known_times(out_of_fold: Mapping[str, TimesOfModels], measured: TimesOfModel
 def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[str, float]) -> MeasuredTracks:
     """A model's two tracks, from the GPU times (ms) and launches of its kernels by id."""
     kernels = [model.record.kernel_of(node) for node in model.record.nodes]
-    of_run = Tracks(np.array([gpu_ms[kernel.id] for kernel in kernels]), np.array([launches[kernel.id] for kernel in kernels]),
-                    np.array([node_kind(kernel) for kernel in kernels], dtype=int))
-    return MeasuredTracks(of_run, host_ms=model.host_ms, latency_ms=model.latency_ms, pace=model.pace)
+    off = model.off_gpu
+    gpu, count = ([times[kernel.id] for kernel in kernels] for times in (gpu_ms, launches))
+    there = [False] * len(kernels) if off is None else off.off.tolist()
+    kinds = [node_kind(kernel, on_gpu=not out) for kernel, out in zip(kernels, there, strict=True)]
+    of_run = Tracks(np.array(gpu) if off is None else np.where(off.off, off.gpu_ms, gpu),
+                    np.array(count) if off is None else np.where(off.off, off.launches, count), np.array(kinds, dtype=int))
+    return MeasuredTracks(of_run, host_ms=model.host_ms, latency_ms=model.latency_ms, pace=model.pace,
+                          off_gpu=None if off is None else off.run)
 
 
 def tracks_of(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels]) -> list[MeasuredTracks]:

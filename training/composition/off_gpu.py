@@ -1,10 +1,8 @@
 """The nodes of a CUDA session that are not GPU kernels: copies between host and GPU, and the nodes that the CPU provider runs.
 
-Copies were measured once on an NVIDIA H200 (recipes/cuda_kernels/measure_copies.py, ONNX Runtime 1.31.1, Intel Xeon host). A
-copy to the host is part of the GPU's stream, writes to pinned memory, and the host waits for it. A copy to the GPU reads
-pageable memory, which keeps the host busy. Besides, either costs as much as a node with one launch.
-
-The CPU provider's kernels were not measured on such a host: their times are guessed, and marked as estimated everywhere.
+Also those GPU kernels at which the host waits, since the size of their output depends on data. What all of these cost was
+measured for some targets (host_side.py). Where the CPU provider's kernels were not, their times are guessed here, and marked as
+estimated everywhere.
 """
 
 from __future__ import annotations
@@ -13,19 +11,18 @@ from benchmark.runtimes.ort.control_flow import loop_waits
 from ort_analysis.cuda.capture import COPIES
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import Kernel
-from training.kernels.operator_classes import operator_class
+from training.kernels.uncertainty import operator_class
 
-TO_HOST_BYTES_PER_MS = 54e6  # 16 MiB to 256 MiB: 53 to 54 GB/s
-TO_GPU_BYTES_PER_MS = 12.4e6  # 1 MiB to 16 MiB: 12.3 to 12.5 GB/s; larger ones 8 to 9
 HOST_KERNEL_MS = 0.001  # of a kernel that does next to nothing; a guess, like the two rates
 HOST_FLOPS_PER_MS = 150e6
 HOST_BYTES_PER_MS = 10e6
 HOST_RANGE = (0.2, 6.0)  # plausible range of a CPU kernel's time, as multiples of the guess; a choice
+WAITING = ("NonZero", "NonMaxSuppression", "Compress")  # of ONNX Runtime 1.31: their kernels copy a size to the host
 SERIAL_RANGE = (0.2, 30.0)  # the same for kernels of serial steps (recurrent ones) and of unknown operators
 
 
 def host_range(kernel: Kernel) -> tuple[float, float]:
-    """The plausible range of a kernel's time, as multiples of `host_kernel_ms`."""
+    """The plausible range of a kernel's time, as multiples of `guessed_ms`."""
     return SERIAL_RANGE if operator_class(kernel) in ("recurrent", "other") else HOST_RANGE
 
 
@@ -56,20 +53,24 @@ def on_host(kernel: Kernel, provider: str) -> bool:
     return is_control_flow(kernel) or (is_off_gpu(kernel, provider) and not to_host(kernel))
 
 
+def waits_inside(kernel: Kernel) -> bool:
+    """Whether a GPU kernel reads from the GPU how large its output is, so that the host waits."""
+    return kernel.op_type in WAITING and not kernel.domain
+
+
 def waits_for_gpu(kernel: Kernel) -> bool:
-    """Whether the host waits at a kernel until the GPU has finished all its work."""
+    """Whether the host waits at a node off the GPU until the GPU has finished all its work."""
     return to_host(kernel) or loop_waits(kernel)
 
 
-def copy_ms(kernel: Kernel) -> float:
-    """How long a copy moves data (ms). A copy to the host is on the GPU's track, a copy to the GPU on the host's."""
-    return kernel.bytes_written / (TO_HOST_BYTES_PER_MS if to_host(kernel) else TO_GPU_BYTES_PER_MS)
+def takes_no_time(kernel: Kernel) -> bool:
+    """Whether a kernel of the CPU provider only renames a tensor or reads its shape."""
+    return not kernel.moves_data or reads_shape(kernel)
 
 
-def host_kernel_ms(kernel: Kernel) -> float:
-    """A guess at how long the CPU provider takes for a kernel of a CUDA session (ms); 0 for one that only renames a tensor or
-    reads its shape."""
-    if not kernel.moves_data or reads_shape(kernel):
+def guessed_ms(kernel: Kernel) -> float:
+    """A guess at how long the CPU provider takes for a kernel of a CUDA session (ms)."""
+    if takes_no_time(kernel):
         return 0.0
     bytes_moved = kernel.bytes_read + kernel.bytes_written
     return HOST_KERNEL_MS + max(kernel.flops / HOST_FLOPS_PER_MS, bytes_moved / HOST_BYTES_PER_MS)

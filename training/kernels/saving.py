@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training.kernels.boosters import pack_booster
-from training.kernels.class_boosters import is_class
 from training.kernels.estimators import SHARED, KernelModel
 from training.kernels.measured_times import MeasuredTimes
 from training.kernels.predictors import read_measured
@@ -87,8 +86,7 @@ def _save_other(folder: Path, label: str, trained: Transferred) -> OtherDevice:
 
 def used_boosters(model: KernelModel) -> dict[str, xgboost.Booster]:
     """The boosters that a model's predictions may read, by name."""
-    of_classes = filter(is_class, model.boosters)
-    return {name: model.boosters[name] for name in sorted({SHARED, *model.predictor_of.values(), *of_classes})}
+    return {name: model.boosters[name] for name in sorted({SHARED, *model.predictor_of.values()})}
 
 
 def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) -> Sidecar:
@@ -112,10 +110,14 @@ def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) ->
 
 
 def copy_predictors(source: Path, folder: Path) -> None:
-    """Copies all that was learned for a target, its composition too. The sidecar is copied last, which makes the copy valid."""
+    """Copies all that was learned for a target, its composition and its host's kernels too. The sidecar is copied last, which
+    makes the copy valid."""
     there = [path for path in source.iterdir() if not path.name.startswith(".")]  # without locks and unfinished files
     for path in sorted(there, key=lambda path: (path == sidecar_path(source), path)):
-        files.write_bytes(folder / path.name, path.read_bytes())
+        if path.is_dir():
+            copy_predictors(path, folder / path.name)
+        else:
+            files.write_bytes(folder / path.name, path.read_bytes())
 
 
 def write_boosters(folder: Path, label: str, boosters: Mapping[str, xgboost.Booster]) -> tuple[str, str]:

@@ -1,0 +1,110 @@
+"""What copies cost, from the latencies of small graphs with and without them (benchmark/records/copies.py).
+
+Each graph is simulated like a model, and the copy's time is what makes the simulated difference of two graphs the measured one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmark.records.copies import CopyTimes, MeasuredCopies, WaitTimes
+from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
+from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks
+from training.composition.host_costs import CopyCurve, HostCosts
+
+HOST_NODE_MS = 0.001  # of the CPU provider's node on the smallest tensor, which a session's own time hides
+GPU_NODE_MS = 0.002  # of an elementwise kernel on a small tensor, which the host's dispatch hides (median of an H200's)
+HALVINGS = 60  # of the range in which a time lies
+
+
+class Step(NamedTuple):
+    """A node of a simulated run: the GPU's time and launches, the host's own time, and whether the host waits for the GPU."""
+
+    gpu_ms: float = 0.0
+    launches: float = 0.0
+    host_ms: float = 0.0
+    waits: bool = False
+
+
+def simulated_ms(steps: Sequence[Step], costs: PipelineCosts) -> float:
+    """The latency of a run."""
+    gpu, launches, host, waits = (np.array(column) for column in zip(*steps, strict=True))
+    tracks = Tracks(gpu, launches, np.full(len(steps), NodeKind.OWN, dtype=int))
+    return pipeline_ms(tracks, costs, OffGpu(host, waits.astype(bool)))
+
+
+def solve(wanted_ms: float, simulate: Callable[[float], float]) -> float:
+    """The time (ms, at least 0) at which an ascending `simulate` gives `wanted_ms`."""
+    low, high = 0.0, max(wanted_ms, 1e-6)
+    while simulate(high) < wanted_ms and high < 1e9:
+        high *= 2.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if simulate(middle) < wanted_ms else (low, middle)
+    return low
+
+
+def copy_times_ms(found: CopyTimes, smallest: CopyTimes, costs: PipelineCosts) -> tuple[float, float]:
+    """The time of a copy to the host and of one to the GPU, ms.
+
+    Args:
+        found: what was measured at one size.
+        smallest: the same at the smallest size.
+        costs: of a run.
+    """
+    taken = {name: median(samples) for name, samples in found.samples_ms.items()}
+    node_ms = max(taken["cpu"] - median(smallest.samples_ms["cpu"]), 0.0) + HOST_NODE_MS
+    second = taken["gpu"] - taken["one"]
+    on_gpu = Step(second if second > 1.5 * (costs.node_ms + costs.launch_ms) else GPU_NODE_MS, 1.0)
+    on_cpu, one_ms = Step(host_ms=node_ms), simulated_ms([on_gpu], costs)
+
+    def to_host(time_ms: float) -> float:
+        return simulated_ms([on_gpu, Step(time_ms, 1.0, waits=True), on_cpu], costs) - one_ms
+
+    def to_gpu(time_ms: float) -> float:
+        return simulated_ms([on_cpu, Step(0.0, 1.0, host_ms=time_ms), on_gpu], costs) - one_ms
+
+    return solve(taken["to_host"] - taken["one"], to_host), solve(taken["to_gpu"] - taken["one"], to_gpu)
+
+
+def rising(values: Sequence[float]) -> tuple[float, ...]:
+    """The values, each at least as large as the one before: a larger copy takes no less time."""
+    return tuple(accumulate(values, max))
+
+
+def wait_ms(waits: Sequence[WaitTimes], predict: Callable[[WaitTimes], tuple[float, float]], costs: PipelineCosts) -> float:
+    """The host's time at a node that waits for the GPU, ms: the median over what was measured, 0 without any.
+
+    Args:
+        waits: what was measured.
+        predict: the GPU's time (ms) and the launches of a node.
+        costs: of a run.
+    """
+    found = []
+    for one in waits:
+        few, many = min(map(int, one.samples_ms)), max(map(int, one.samples_ms))
+        each_ms = (median(one.samples_ms[str(many)]) - median(one.samples_ms[str(few)])) / (many - few)
+        found.append(solve(each_ms, partial(_each_ms, Step(*predict(one), waits=True), (few, many), costs)))
+    return median(found) if found else 0.0
+
+
+def _each_ms(step: Step, counts: tuple[int, int], costs: PipelineCosts, host_ms: float) -> float:
+    """How much longer a run is with each further node that waits, between two numbers of such nodes."""
+    less, more = (simulated_ms([step._replace(host_ms=host_ms)] * count, costs) for count in counts)
+    return (more - less) / (counts[1] - counts[0])
+
+
+def fit_copies(measured: MeasuredCopies, predict: Callable[[WaitTimes], tuple[float, float]],
+               costs: PipelineCosts) -> HostCosts:
+    """What copies cost, and waiting; arguments as of `wait_ms`."""
+    copies = sorted(measured.copies, key=lambda one: one.bytes)
+    to_host, to_gpu = zip(*(copy_times_ms(one, copies[0], costs) for one in copies), strict=True)
+    sizes = tuple(one.bytes for one in copies)
+    return HostCosts(to_host=CopyCurve(bytes=sizes, ms=rising(to_host)), to_gpu=CopyCurve(bytes=sizes, ms=rising(to_gpu)),
+                     wait_ms=wait_ms(measured.waits, predict, costs))

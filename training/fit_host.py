@@ -1,0 +1,141 @@
+"""Phase 5.8: learns the host's side of CUDA sessions: copies, waiting for the GPU, and kernels that the CPU provider runs.
+
+Reads, of each GPU target with predictors, the copies measured next to its dataset (recipes/cuda_kernels/measure_copies.py).
+With --host, reads the predictors of the CPU of a machine with that GPU in another workspace, where `train_kernel_model.py`
+made them of the kernels that recipes/h200/host_kernels.py listed. Writes host.json and the folder `host` next to the target's
+predictors. Run it after training/train_kernel_model.py and before training/fit_composition.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from typing import Any
+
+from benchmark.records.copies import MEASURE, WaitTimes, read_copies
+from graph_model.simulation.pipeline import PipelineCosts
+from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
+from ort_analysis.records.kernel_types import describe_kernel
+from training.composition.default_composition import shipped_costs
+from training.composition.fit_copies import fit_copies
+from training.composition.fitted import composition_path, read_composition
+from training.composition.host_costs import FILE, HostCosts
+from training.composition.host_side import host_folder
+from training.kernels.predictors import ON_GPU, Predictors, read_predictors
+from training.kernels.saving import copy_predictors
+from training.kernels.sidecar import TRAIN, read_sidecar
+from training.kernels.targets import trained_targets
+from utils import cli, files
+from utils.errors import UserError
+from utils.locks import sole_writer
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+log = get_logger("host")
+EXAMPLES = """
+python training/fit_host.py --workspace out/h200
+python training/fit_host.py --workspace out/h200 --host out/h200/host
+"""
+
+
+def waiting_kernel(one: WaitTimes) -> Kernel:
+    """The kernel that was timed (recipes/cuda_kernels/measure_copies.py has the graphs)."""
+    def tensor(dtype: str, *shape: int, **values: Any) -> KernelInput:
+        return KernelInput(dtype=dtype, shape=shape, constant=bool(values), **values)
+
+    x, boxes = tensor("float32", one.elements), one.elements // 16
+    inputs = {"NonZero": [x], "Compress": [x, tensor("bool", one.elements)], "NonMaxSuppression": [
+        tensor("float32", 1, boxes, 4), tensor("float32", 1, 1, boxes), tensor("int64", values=(100,)),
+        tensor("float32", values=(0.5,))]}[one.operator]
+    half = one.elements // 2
+    output = {"NonZero": Tensor(dtype="int64", shape=(1, one.elements)), "Compress": Tensor(dtype="float32", shape=(half,)),
+              "NonMaxSuppression": Tensor(dtype="int64", shape=(min(boxes, 100), 3))}[one.operator]
+    return describe_kernel(one.operator, "", 18, {}, inputs, [output])
+
+
+def fit_costs(workspace: Workspace, target: str, predictors: Predictors) -> HostCosts | None:
+    """What copies and waiting cost; None where no copies were measured.
+
+    Raises:
+        UserError: a file can't be read.
+    """
+    measured = read_copies(workspace.dataset(target))
+    if measured is None:
+        log.warning("%s: no copies were measured, so defaults are used; measure them on that machine with: %s", target, MEASURE)
+        return None
+
+    def predict(one: WaitTimes) -> tuple[float, float]:
+        gpu_ms, launches = (predictors.predict([waiting_kernel(one)], {}, label).latency_ms[0] for label in ON_GPU)
+        return gpu_ms, launches
+
+    return fit_copies(measured, predict, costs_of(workspace.predictors(target)))
+
+
+def costs_of(folder: Path) -> PipelineCosts:
+    """The costs of a run on a target; those that come with Hase where none were fitted yet."""
+    if composition_path(folder).is_file():
+        try:
+            found = read_composition(folder).costs
+        except UserError:  # of other predictors: it is fitted anew after this
+            found = None
+        if found is not None:
+            return found
+    return shipped_costs()
+
+
+def host_predictors(workspace: Workspace) -> Path:
+    """The folder of the predictors of the only CPU target in a workspace.
+
+    Raises:
+        UserError: there is none, or more than one.
+    """
+    found = [name for name in trained_targets(workspace)
+             if read_sidecar(workspace.predictors(name)).target.flavour.device == "cpu"]
+    if len(found) != 1:
+        raise UserError(f"{workspace.root}: {len(found)} CPU targets with predictors ({', '.join(found) or 'none'}); exactly "
+                        f"one must be there: {TRAIN} --workspace {workspace.root}")
+    return workspace.predictors(found[0])
+
+
+def row(target: str, costs: HostCosts | None, kernels: bool) -> dict[str, Any]:
+    """One row of the table."""
+    found: dict[str, Any] = {"target": target, "copies": "measured" if costs else "defaults",
+                             "CPU kernels": "learned" if kernels else "guessed"}
+    if costs:
+        found |= {f"{name} of {size >> 10} KiB (µs)": 1000 * getattr(costs, name).at(size)
+                  for name in ("to_host", "to_gpu") for size in (1 << 10, 1 << 20)}
+        found["waiting inside a node (µs)"] = 1000 * costs.wait_ms
+    return found
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--target", metavar="NAME", help="name of a target in training/predictors (default: all GPUs)")
+    parser.add_argument("--host", type=Path, metavar="DIR", help="the workspace with the predictors of the host's kernels")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    names = [args.target] if args.target else trained_targets(workspace)
+    targets = [name for name in names if set(ON_GPU) <= set(read_sidecar(workspace.predictors(name)).labels)]
+    if not targets:
+        raise UserError(f"{workspace.predictors('')}: no target with label gpu ({', '.join(names)})")
+    learned = host_predictors(Workspace(args.host)) if args.host else None
+    rows = []
+    with sole_writer(workspace.predictors("")):
+        for target in targets:
+            folder = workspace.predictors(target)
+            costs = fit_costs(workspace, target, read_predictors(folder))
+            if costs:
+                files.write_json(folder / FILE, costs)
+            if learned:
+                copy_predictors(learned, host_folder(folder))
+            rows.append(row(target, costs, learned is not None))
+    cli.print_rows(rows, args.json, "the host's side of CUDA sessions")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
