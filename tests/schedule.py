@@ -14,7 +14,8 @@ MEASURING_FILES = (
     "benchmark/test_unprofiled.py", "benchmark/test_useful_first.py", "benchmark/test_runner.py",
     "benchmark/test_label_table.py", "benchmark/test_quiet_host.py",
     "benchmark/test_sharing_probe.py", "benchmark/test_anatomy.py", "benchmark/test_metrics.py", "benchmark/test_gpu_access.py",
-    "inference/test_evaluator.py", "inference/test_missing_kernels.py", "inference/test_no_training.py", "test_stopping.py")
+    "inference/test_evaluator.py", "inference/test_missing_kernels.py", "inference/test_no_training.py",
+    "recipes/test_this_device.py", "test_stopping.py")
 LONGEST_FIRST = (  # files and groups
     MEASURING, "recipes/test_gpu_dataset.py", "test_readme.py", "inference/test_prometheus.py", "model_zoo/test_exporter.py",
     "inference/test_memory.py", "inference/test_answers.py", "benchmark/test_probe_metrics.py", "test_light_install.py")
@@ -72,6 +73,7 @@ SLOW_TESTS = {  # by file
         "test_models_are_judged_and_a_second_run_asks_nothing", "test_without_a_gpu_the_comparison_says_what_to_do",
         "test_mixed_half_precision_computes_the_same"],
     "training/test_predictor_files.py": ["test_sklearn_is_hidden_only_while_a_command_imports_xgboost"],
+    "recipes/test_this_device.py": ["test_the_command_is_stopped_and_goes_on"],
     "training/test_transfer.py": ["test_the_command_keeps_a_copy_of_the_other_predictors"],
     "utils/test_locks.py": ["test_every_script_asks_before_it_writes_or_measures"],
     "utils/test_processes.py": ["test_folder_runs_survive_a_crash", "test_one_that_crashes_costs_only_itself"],

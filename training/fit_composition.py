@@ -5,7 +5,8 @@ training/predictors/<target>/composition.json. Run it after training/train_kerne
 
 Every label is tried as a sum and as a longest path, and a GPU's host and GPU as two tracks. Each family of models is held out
 in turn: its kernels are predicted by a training without the family, and its latencies by an α and β fitted without it. The
-candidate with the smallest error on the held-out models becomes the target's composition.
+candidate with the smallest error on the held-out models becomes the target's composition. With --few-models, constants are
+fitted to kernels as measured (training/composition/few_models.py).
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import numpy as np
 from benchmark.records.host_pace import usual_probe_us
 from benchmark.records.reading import read_model_table
 from training.composition.candidates import try_lines, try_pipeline
-from training.composition.fit_pipeline import MeasuredTracks
+from training.composition.few_models import try_few_models
 from training.composition.fitted import Composition, FittedModel, composition_path, read_composition
 from training.composition.fitting import best, error_range_of
+from training.composition.held_out import calibrated_interval
 from training.composition.left_out import predict_out_of_fold
 from training.composition.measured_models import left_out_groups, measured_models, models_sha256, tracks_of
 from training.composition.run_modes import fit_graph_replay, fit_host_io
@@ -47,11 +49,12 @@ log = get_logger("composition")
 EXAMPLES = """
 python training/fit_composition.py
 python training/fit_composition.py --target h200-cuda-ort1.31-all --json
+python training/fit_composition.py --few-models
 """
 
 
-def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Composition:
-    """The composition of a target, from its dataset and predictors.
+def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_models: bool = False) -> Composition:
+    """The composition of a target, from its dataset and predictors; with `few_models`, as of try_few_models.
 
     Raises:
         UserError: no predictors, no dataset, no measured models, or predictors of another state of the dataset.
@@ -68,18 +71,20 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig) -> Com
     times = {label: predict_out_of_fold(rows, models, groups, left_out, label, about.own_types, config,
                                         learner(predictors.kernel_model(label), label, about.own_types, config))
              for label, about in cli.progress(list(sidecar.labels.items()), f"composing {target}")}
-    tried = try_lines(models, times, None if left_out == "nothing" else groups)
-    tracks: list[MeasuredTracks] = []
-    if set(ON_GPU) <= set(times) and left_out != "nothing":
-        tracks = tracks_of(models, times)
-        tried += try_pipeline(models, tracks, times, measured_times(workspace, target), groups)
+    looked_up, held_out = measured_times(workspace, target), None if left_out == "nothing" else groups
+    tracks = tracks_of(models, times) if set(ON_GPU) <= set(times) else []
+    tried = try_few_models(models, times, looked_up, held_out) if few_models else try_lines(models, times, held_out)
+    if tracks and held_out and not few_models:
+        tried += try_pipeline(models, tracks, times, looked_up, groups)
     used, predicted, with_measured = tried[best([one.candidate for one in tried])]
     measured = np.array([model.latency_ms for model in models])
+    calibrated = calibrated_interval(rows, models, times, measured_times(workspace, target), sidecar, config) if (
+        used.kind == "pipeline" and left_out == "family") else None
     interval = error_range_of(predicted, measured, groups) if left_out == "family" else None
     interval_measured = error_range_of(with_measured, measured, groups) if interval and with_measured is not None else None
     probe_us = usual_probe_us(read_model_table(workspace, target))
     return Composition(
-        **used.formula(), left_out=left_out, interval=interval, interval_measured=interval_measured,
+        **used.formula(), left_out=left_out, interval=interval, interval_measured=interval_measured, calibrated=calibrated,
         host_io=fit_host_io(models, predicted, groups),
         cuda_graph=fit_graph_replay(models, tracks, groups) if used.kind == "pipeline" else None,
         probe_us=probe_us if math.isfinite(probe_us) else None, dataset_sha256=rows.sha256,
@@ -120,15 +125,18 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     add_options(parser)
     parser.add_argument("--force", action="store_true", help="fit again although nothing changed since the last time")
+    parser.add_argument("--few-models", action="store_true",
+                        help="for a handful of models whose kernels were measured: fit fewer constants, and to kernels as "
+                             "measured")
     args = parser.parse_args()
     workspace = cli.start(args)
     config = read_config(args.config, TrainingConfig)
 
     def fit(target: str, show: Show) -> dict[str, Any]:
         path = composition_path(workspace.predictors(target))
-        composition = None if args.force else kept_composition(workspace, target)
+        composition = None if args.force or args.few_models else kept_composition(workspace, target)
         if composition is None:
-            composition = fit_target(workspace, target, config)
+            composition = fit_target(workspace, target, config, args.few_models)
             files.write_json(path, composition)
             log.info("saved %s", path)
         else:

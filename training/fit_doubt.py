@@ -15,9 +15,12 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from typing import Any
 
 from benchmark.records.files import collected_targets
+from training.kernels.settings import TrainingConfig
+from training.kernels.targets import CONFIG
 from training.kernels.training_set import read_training_set
 from training.kernels.uncertainty import Uncertainty, save_uncertainty
 from utils import cli
+from utils.config import read_config
 from utils.logger import get_logger
 
 log = get_logger("training")
@@ -37,12 +40,14 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--target", help="name of a dataset in benchmark/dataset (default: all)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write into this folder (default: the target's predictors)")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="settings (default: training/config.yaml)")
     args = parser.parse_args()
     workspace = cli.start(args)
+    config = read_config(args.config, TrainingConfig)
     rows = []
     for target in [args.target] if args.target else collected_targets(workspace):
         folder = args.out or workspace.predictors(target)
-        rows += table(target, save_uncertainty(workspace, read_training_set(workspace, target), folder))
+        rows += table(target, save_uncertainty(workspace, read_training_set(workspace, target), folder, config))
         log.info("saved %s", folder)
     cli.print_rows(rows, args.json, "true over estimated time of operators that were never measured")
     return 0

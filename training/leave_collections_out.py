@@ -7,6 +7,7 @@ its models in the fit of the composition. Writes nothing and prints, for each co
 - whole models: with all kernels predicted, with the kernels that other collections share looked up, and with all as measured;
   at the host's usual pace, and at the pace measured with each model (the usual one where none was recorded);
 - single kernels;
+- 90 % prediction intervals: how many models lie in theirs, and how wide they are, by what a prediction rests on;
 - the baselines on the same split: a line over the sum of kernel times, the roofline, and nn-Meter's random forests.
 """
 
@@ -20,7 +21,8 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from training.composition.held_out_errors import gpu_targets, hold_out, kernel_table, model_table
+from training.composition.held_out import gpu_targets, hold_out
+from training.composition.held_out_errors import interval_table, kernel_table, model_table
 from training.kernels.settings import TrainingConfig
 from training.kernels.targets import Show, add_options, for_each_target
 from utils import cli
@@ -46,7 +48,10 @@ def main() -> int:
         models, kernels = model_table(held_out, config, not args.without_forests), kernel_table(held_out)
         show(models, f"{target}: whole models, each collection held out in turn")
         show(kernels, f"{target}: the GPU's time of their kernels, each collection held out")
-        return {"models": models, "kernels": kernels[0], "kernels_of": kernels}
+        intervals = interval_table(held_out)
+        if intervals:
+            show(intervals, f"{target}: 90 % intervals, calibrated without the collection that they are for")
+        return {"models": models, "kernels": kernels[0], "kernels_of": kernels, "intervals": intervals}
 
     results = for_each_target([args.target] if args.target else gpu_targets(workspace), judge, args.json)
     if args.json:

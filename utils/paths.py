@@ -51,6 +51,11 @@ class Workspace:
         """The latest measurement of this machine's host pace. Written by host_pace; read by the predictor."""
         return self.root / "benchmark" / "host_pace.json"
 
+    @property
+    def this_device(self) -> Path:
+        """The time that was used to measure this device. Written and read by recipes/this_device."""
+        return self.root / "benchmark" / "this_device" / "spent.json"
+
     def model_dag(self, flavour: str) -> Path:
         """DAG files of one flavour. Written by dag_critical_path; read by people: overlap_simulator builds its own graphs
         from kernel records."""

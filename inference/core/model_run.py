@@ -12,8 +12,9 @@ import numpy as np
 from graph_model.simulation.pipeline import pipeline_ms
 from graph_model.simulation.tracks import OffGpu, Tracks
 from inference.core.kernels_in_model import KernelInModel, Placed, placed_kernels
-from inference.core.uncertainty import CERTAIN, Span, hosts_between
+from inference.core.uncertainty import BEYOND_POWER, CALIBRATED, CERTAIN, Span, hosts_between
 from ort_analysis.records.run_order import at_guess, run_order, runs_in_order, shortest_cut
+from training.composition.error_sources import KNOWN, Sources, Stranger, sources
 from training.composition.fitted import copied_mib, host_io_ms, latency_ms, working_nodes
 
 if TYPE_CHECKING:
@@ -124,6 +125,28 @@ def kernels_span(run: ModelRun, latency: float, marking_only: bool) -> Span:
     low, high = (replace(run, known={key: kernel.at(end, marking_only) for key, kernel in run.known.items()}).composed()
                  for end in ("low", "high"))
     return Span(low.latency_ms / latency, high.latency_ms / latency) if latency else CERTAIN
+
+
+def sources_of(run: ModelRun, latency: float) -> Sources:
+    """What the error of a latency (ms) on a GPU may come from."""
+    return sources(((node.runs * found.gpu_ms, _stranger(found))
+                    for node, found in zip(run.record.nodes, run.nodes, strict=True)), latency)
+
+
+def _stranger(kernel: KernelInModel) -> Stranger | None:
+    """How a kernel differs from those that were learned from; None where it was measured."""
+    if kernel.provenance == "measured":
+        return None
+    if kernel.uncertainty is None or kernel.uncertainty.reason not in CALIBRATED:
+        return KNOWN
+    how = CALIBRATED[kernel.uncertainty.reason]
+    return Stranger(how, kernel.uncertainty.time.high ** (1.0 / BEYOND_POWER) if how == "beyond" else 1.0)
+
+
+def without_calibrated(run: ModelRun) -> ModelRun:
+    """The run without the uncertainties of kernels that a calibrated interval covers."""
+    return replace(run, known={key: kernel._replace(uncertainty=None) if kernel.uncertainty and (
+        kernel.uncertainty.reason in CALIBRATED) else kernel for key, kernel in run.known.items()})
 
 
 def hosts_span(run: ModelRun, latency: float, usual_costs: PipelineCosts | None, pace: float | None) -> Span:

@@ -10,8 +10,17 @@ from inference.core.device_memory import device_memory_mib, memory_warnings
 from inference.core.host_pace import UNKNOWN
 from inference.core.kernels_in_model import KernelInModel, Placed, runs_of_kernels
 from inference.core.memory import peak_memory
-from inference.core.model_run import Composed, ModelRun, hosts_span, kernels_span, trips_span
+from inference.core.model_run import (
+    Composed,
+    ModelRun,
+    hosts_span,
+    kernels_span,
+    sources_of,
+    trips_span,
+    without_calibrated,
+)
 from inference.core.model_warnings import uncounted
+from inference.core.run_modes import AS_USUAL
 from inference.core.targets import Fitted, mismatches
 from inference.core.uncertainty import (
     CERTAIN,
@@ -134,7 +143,11 @@ def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured
     trips = trips_span(run, latency)
     hosts = hosts_span(run, latency, conditions.usual_costs, pace.ratio) if pace else CERTAIN
     short = shortness(used, latency)
-    spans = [fitted_span(used, conditions.run_mode, measured_share, conditions.device), moved, trips, hosts, short.span]
+    fit = fitted_span(used, conditions.run_mode, measured_share, conditions.device)
+    if used.calibrated and conditions.run_mode == AS_USUAL:
+        fit = Span(*used.calibrated.ends(sources_of(run, latency)))
+        moved = kernels_span(without_calibrated(run), latency, False) if uncertainties else CERTAIN
+    spans = [fit, moved, trips, hosts, short.span]
     if conditions.shared_gpu and shared:
         spans.append(load_span(conditions.shared_gpu.sharing, conditions.shared_gpu.told_by))
     elif conditions.load:

@@ -1,7 +1,8 @@
 """How sure a prediction is: the interval around it, and whether it is a rough estimate.
 
 Sources of error are taken as independent: the errors of models that were held out of the fit, kernels that are estimated or
-lie beyond what was measured, a load, another cuDNN. Each is a factor by which the latency may be off; their logarithms are
+lie beyond what was measured, a load, another cuDNN. Where the target has a calibrated interval, it takes the place of the first
+three. Each is a factor by which the latency may be off; their logarithms are
 added in quadrature. So an interval widens with every source, never vanishes, and always holds the prediction itself.
 
 Kernels of which nothing was learned count as one source: all of them at the low end of their range, or all at the high end.
@@ -15,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ort_analysis.records.kernel_record import Kernel
+from training.composition import fit_pipeline
+from training.composition.error_sources import Strangeness
 from training.kernels.settings import LAUNCHES
 from utils.lazy import scipy
 
@@ -40,6 +43,9 @@ UNKNOWN = 2.0  # the factor by which a prediction may be off if no errors are kn
 PACE_WORTH_SAYING = 0.05  # of the latency: no warning about an unknown host's pace that moves it by less
 
 Reason = Literal["estimated", "on the CPU", "stand-in", "other form", "beyond", "control flow"]
+# The reasons that a calibrated interval (training/composition/intervals.py) covers, and as what.
+CALIBRATED: dict[Reason, Strangeness] = {
+    "estimated": "unmeasured", "stand-in": "unmeasured", "other form": "other form", "beyond": "beyond"}
 
 
 class Span(NamedTuple):
@@ -54,9 +60,7 @@ class Span(NamedTuple):
 
 
 CERTAIN = Span(1.0, 1.0)
-# How many times as long as usual hosts with one kind of GPU take to dispatch. Measured with H200s: 1.15 to 1.6 times on other
-# hosts than those of the shipped predictors, or with other users on the same host; 0.85 times in one session.
-HOSTS = Span(0.85, 1.6)
+HOSTS = Span(*fit_pipeline.HOSTS)  # how many times as long as usual a host may take to dispatch
 # Where the pace is known, a model's host plausibly takes from pace ** (1 - this) to pace ** (1 + this) times as long as usual.
 # With it, intervals hold about nine of ten recorded latencies of H200s at any pace from 0.83 to 1.7: 87 to 96 % of 436 in five
 # groups by pace, all kernels predicted (without it 69 % where the pace is above 1.3).

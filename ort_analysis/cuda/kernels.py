@@ -53,6 +53,11 @@ def cuda_kernel(op_type: str, domain: str, opset: int, inputs: Sequence[str], ou
     return CudaKernel(tuple(kernel["host_inputs"]), tuple(kernel["host_outputs"]))
 
 
+def cuda_operators() -> frozenset[str]:
+    """The names of all operators of ONNX and of ONNX Runtime that the CUDA provider has a kernel for."""
+    return frozenset(name for operators in _table()["kernels"].values() for name in operators)
+
+
 def _takes(kernel: Mapping[str, Any], types: Mapping[str, Sequence[str]], inputs: Sequence[str],
            outputs: Sequence[str]) -> bool:
     """Whether a kernel takes tensors of these types; a variadic operator's last input stands for all that follow."""

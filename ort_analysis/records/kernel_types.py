@@ -32,6 +32,11 @@ def kernel_type(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Ke
     return "_".join(parts)
 
 
+def operator_of(type_name: str) -> str:
+    """The operator in a name that `kernel_type` made, without what is fused into it. No operator's name has an underscore."""
+    return type_name.partition("_")[0]
+
+
 def normalize(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes without default values, so that every kernel has exactly one description."""
     kept = {}

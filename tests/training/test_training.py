@@ -13,6 +13,7 @@ from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, rel
 
 from benchmark.records.files import kernel_table_path
 from training.kernels import estimators
+from training.kernels.estimators import SHARED
 from training.kernels.label_training import LeftOut, cross_validate, train_label, type_errors
 from training.kernels.roofline import fit_roofline
 from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
@@ -124,8 +125,10 @@ def test_a_launch_for_each_table() -> None:
     assert roofline.bound_ms(nothing, nothing, tables) == pytest.approx([0.00108, 0.0054])
 
 
-def test_an_unknown_type_gets_the_scaled_roofline(rows: TrainingSet) -> None:
+def test_an_unknown_type_of_old_predictors_gets_the_scaled_roofline(rows: TrainingSet) -> None:
+    """Those that were saved before classes of operators were learned."""
     model = estimators.fit_kernel_model(rows.rows(rows.types == "Conv"), "run", [], QUICK)
+    model = replace(model, boosters={SHARED: model.boosters[SHARED]})
     flops, moved = np.array([float(gemm().flops)]), np.array([1e5])
     time_ms = model.predict_ms(["Gemm"], np.zeros((1, rows.features.shape[1])), np.zeros((1, 1)), flops, moved)
     bound = model.roofline.bound_ms(flops, moved)

@@ -4,6 +4,7 @@
 differ in a model (caches, layouts). β is the cost of a run besides its kernels. γ is the cost of a node besides its kernel: the
 host's dispatch, or, if negative, what the profiler added to a label. The fit minimises relative errors, so that short models
 count as much as long ones; α is positive and β not negative. History of the schema: version 2 has the groups of the models.
+`calibrated` came later; older files leave it out.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from graph_model.simulation.pipeline import PipelineCosts
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import ModelRecord
+from training.composition.intervals import CalibratedInterval
 from utils import files
 from utils.errors import UserError
 from utils.frozen import Frozen
@@ -28,7 +31,6 @@ COMPOSITION_VERSION = 2
 FIT = "python training/fit_composition.py"
 Kind = Literal["sum", "sum_nodes", "critical_path", "pipeline"]
 KINDS: tuple[Kind, ...] = ("sum", "sum_nodes", "critical_path")  # the kinds that are a line over Σ or the longest path
-COVERAGE = 0.9  # of a prediction interval
 NEARLY_ALL = 0.95  # share of the kernel time that is measured; from here on, errors are as with all kernels measured
 LEAST_SHARE = 0.1  # of α·Σ, below which a negative γ never takes a latency
 Floats = npt.NDArray[np.float64]
@@ -133,6 +135,8 @@ class Composition(Formula):
         models: of the fit.
         interval: of predictions with all kernels predicted; None where too few models were held out.
         interval_measured: of predictions with all kernels measured; None where it is not known.
+        calibrated: an interval that follows from what a prediction rests on; where it is there, it takes the place of the other
+            two. None where too few families were held out, and for kinds other than `pipeline`.
         host_io: what runs with numpy arrays take longer; None where no models were run that way.
         cuda_graph: costs of models captured as CUDA graphs; None likewise.
         assumed: whether no model was ever measured on this machine, so that label, kind and constants are defaults
@@ -150,6 +154,7 @@ class Composition(Formula):
     models: tuple[FittedModel, ...]
     interval: ErrorRange | None = None
     interval_measured: ErrorRange | None = None
+    calibrated: CalibratedInterval | None = Field(None, exclude_if=lambda calibrated: calibrated is None)
     host_io: HostIo | None = None
     cuda_graph: GraphReplay | None = None
     assumed: bool = False

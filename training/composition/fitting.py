@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from training.composition.fitted import COVERAGE, Candidate, ErrorRange, Kind, Line, latency_ms
+from training.composition.fitted import Candidate, ErrorRange, Kind, Line, latency_ms
+from training.composition.intervals import COVERAGE
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

@@ -6,8 +6,7 @@ split serves the baselines: a line over the sum of kernel times, the roofline, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,122 +14,22 @@ import numpy.typing as npt
 
 from benchmark.records.labels import GPU_LABEL
 from training.baselines import nn_meter
-from training.composition.fit_pipeline import LeftOut, MeasuredTracks, can_fit, left_out_ms
+from training.composition.error_sources import Sources
 from training.composition.fitting import leave_out
-from training.composition.left_out import HeldOutKind, kernel_errors, owners_of, predict_out_of_fold
-from training.composition.measured_models import (
-    MeasuredModel,
-    TimesOfModels,
-    known_times,
-    measured_models,
-    tracks_of,
-)
+from training.composition.held_out import PLURAL, HeldOut
+from training.composition.intervals import Case, for_any_host, intervals_without_own
+from training.composition.left_out import kernel_errors
+from training.composition.measured_models import MeasuredModel, TimesOfModels
 from training.composition.run_modes import fit_graph_replay, fit_host_io
-from training.kernels.predictors import ON_GPU
 from training.kernels.roofline import fit_roofline
 from training.kernels.settings import TrainingConfig
-from training.kernels.sidecar import read_sidecar
-from training.kernels.targets import trained_targets
-from training.kernels.training_set import TrainingSet, measured_times, read_training_set
-from utils import cli
-from utils.errors import UserError
-from utils.paths import Workspace
+from training.kernels.training_set import TrainingSet
 from utils.timing import ErrorStatistics, error_statistics
 
 Floats = npt.NDArray[np.float64]
+SOME = 0.02  # share of the latency (or the same times a logarithm) from which a source of error is counted
+HOST_BOUND = 0.25  # share of the latency in which the GPU waits, from which the host counts as the slower track
 ALL = "all"  # in column `of`: the models of all collections
-PLURAL = {"family": "families", "collection": "collections"}
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """Predictions of a target's measured models, each made without the model's group.
-
-    Attributes:
-        left_out: what a group is.
-        models: the measured models.
-        groups: the group of each, held out together.
-        rows: of the training set.
-        measured: measured times by kernel id and label.
-        strict, known: times by label, model and kernel id: all predicted; and as measured where they were.
-        strict_tracks: the tracks of each model from `strict`.
-        predicted, looked_up, as_measured: latencies (ms): all kernels predicted; those that other groups share looked up; all
-            as measured.
-    """
-
-    left_out: HeldOutKind
-    models: list[MeasuredModel]
-    groups: list[str]
-    rows: TrainingSet
-    measured: dict[str, dict[str, float]]
-    strict: dict[str, dict[str, dict[str, float]]]
-    known: dict[str, TimesOfModels]
-    strict_tracks: list[MeasuredTracks]
-    predicted: LeftOut
-    looked_up: LeftOut
-    as_measured: LeftOut
-
-    @property
-    def latency_ms(self) -> Floats:
-        """The measured latency of each model."""
-        return np.array([model.latency_ms for model in self.models])
-
-    @property
-    def collections(self) -> list[str]:
-        """The collection of each model."""
-        return [model.collection for model in self.models]
-
-
-def gpu_targets(workspace: Workspace) -> list[str]:
-    """The targets whose predictors have label `gpu`.
-
-    Raises:
-        UserError: there is none.
-    """
-    names = [name for name in trained_targets(workspace) if set(ON_GPU) <= set(read_sidecar(workspace.predictors(name)).labels)]
-    if not names:
-        raise UserError(f"{workspace.predictors('')}: no target has label gpu; the others are judged by "
-                        "python training/fit_composition.py")
-    return names
-
-
-def hold_out(workspace: Workspace, target: str, config: TrainingConfig, left_out: HeldOutKind) -> HeldOut:
-    """Holds out each group of a GPU target in turn, several in a fold where there are more than `config.folds`.
-
-    Raises:
-        UserError: no dataset or predictors, only one group, or none of what a GPU's two tracks need.
-    """
-    sidecar = read_sidecar(workspace.predictors(target))
-    rows = read_training_set(workspace, target)
-    models = measured_models(workspace, target, sidecar)
-    groups = [model.group if left_out == "family" else model.collection for model in models]
-    if len(set(groups)) < 2 or not set(ON_GPU) <= set(sidecar.labels):
-        raise UserError(f"{target}: needs models of two {PLURAL[left_out]} at least, and kernels with label {GPU_LABEL}")
-    measured = measured_times(workspace, target)
-    strict = {label: predict_out_of_fold(rows, models, groups, left_out, label, sidecar.labels[label].own_types, config)
-              for label in cli.progress(ON_GPU, f"leaving {PLURAL[left_out]} out")}
-    shared = {label: shared_times(strict[label], rows, label, models, groups, left_out) for label in ON_GPU}
-    strict_tracks, known = tracks_of(models, strict), known_times(strict, measured)
-    if not can_fit(strict_tracks):
-        raise UserError(f"{target}: too few models with the host's time; measure more (label {GPU_LABEL})")
-    predicted, looked_up, as_measured = (left_out_ms(tracks, groups) for tracks in (
-        strict_tracks, tracks_of(models, shared), tracks_of(models, known)))
-    return HeldOut(left_out, models, groups, rows, measured, strict, known, strict_tracks, predicted, looked_up, as_measured)
-
-
-def shared_times(out_of_fold: TimesOfModels, rows: TrainingSet, label: str, models: Sequence[MeasuredModel],
-                 groups: Sequence[str], left_out: HeldOutKind) -> dict[str, dict[str, float]]:
-    """The out-of-fold times by model and kernel id, where kernels that another group has too, or that were sampled near no
-    model, have their measured times."""
-    times = {str(name): (float(time), owners) for name, time, owners, idle in zip(
-        rows.ids, rows.times_ms[label], owners_of(rows, left_out), rows.idle, strict=True) if idle and np.isfinite(time)}
-    found: dict[str, dict[str, float]] = {}
-    for model, group in zip(models, groups, strict=True):
-        name = model.record.model
-        found[name] = {
-            kernel: times[kernel][0] if time and kernel in times and times[kernel][1] != {group} else time
-            for kernel, time in out_of_fold[name].items()}
-    return found
 
 
 def parts_of(collections: Sequence[str]) -> dict[str, npt.NDArray[np.bool_]]:
@@ -213,3 +112,43 @@ def kernel_table(held_out: HeldOut) -> list[dict[str, Any]]:
         if found := kernel_errors(times, held_out.measured, GPU_LABEL):
             table.append({"of": part} | found)
     return table
+
+
+CONDITIONS: dict[str, Callable[[Sources], bool]] = {  # groups of predictions by what they rest on
+    "all kernels known": lambda sources: sources.unmeasured + sources.other_form + sources.beyond == 0.0,
+    "operators never measured": lambda sources: sources.unmeasured > SOME,
+    "other forms than measured": lambda sources: sources.other_form > SOME,
+    "sizes beyond those measured": lambda sources: sources.beyond > SOME,
+    "the host is the slower track": lambda sources: sources.host > HOST_BOUND,
+}
+
+
+def interval_table(held_out: HeldOut) -> list[dict[str, Any]]:
+    """How many models lie in their 90 % interval, calibrated on the other collections (or families), and how wide it is: the
+    median of its upper over its lower end, less one. Over all, for each collection, and by what a prediction rests on; families
+    count as often as they have models."""
+    predicted, measured = (held_out.cases(kernels) for kernels in ("predicted", "measured"))
+    both = [*predicted, *measured]
+    found = intervals_without_own(both)
+    if not found:
+        return []
+    table = []
+    for kernels, cases, latencies, ends in (("predicted", predicted, held_out.predicted, found[:len(predicted)]),
+                                            ("as measured", measured, held_out.as_measured, found[len(predicted):])):
+        for pace in ("measured", "unknown"):
+            hosts = zip(latencies.fastest_ms, latencies.usual_ms, latencies.slowest_ms, strict=True)
+            spans = ends if pace == "measured" else [for_any_host(one, *of) for one, of in zip(ends, hosts, strict=True)]
+            centre = latencies.paced_ms if pace == "measured" else latencies.usual_ms
+            ratios = held_out.latency_ms / centre
+            inside = np.array([low <= ratio <= high for (low, high), ratio in zip(spans, ratios, strict=True)])
+            width = np.array([high / low - 1.0 for low, high in spans])
+            for part, mask in _interval_parts(cases, held_out.collections).items():
+                if mask.any():
+                    table.append({"kernels": kernels, "host's pace": pace, "of": part, "models": int(mask.sum()),
+                                  "held_%": 100 * float(inside[mask].mean()), "width_%": 100 * float(np.median(width[mask]))})
+    return table
+
+
+def _interval_parts(cases: Sequence[Case], collections: Sequence[str]) -> dict[str, npt.NDArray[np.bool_]]:
+    return parts_of(collections) | {
+        name: np.array([holds(case.sources) for case in cases]) for name, holds in CONDITIONS.items()}

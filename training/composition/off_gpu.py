@@ -11,7 +11,7 @@ from benchmark.runtimes.ort.control_flow import loop_waits
 from ort_analysis.cuda.capture import COPIES
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import Kernel
-from training.kernels.uncertainty import operator_class
+from training.kernels.operator_classes import operator_class
 
 HOST_KERNEL_MS = 0.001  # of a kernel that does next to nothing; a guess, like the two rates
 HOST_FLOPS_PER_MS = 150e6

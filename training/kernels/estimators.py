@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmark.records.labels import GPU_LABEL
+from training.kernels.class_boosters import ANY, ClassBoosters, WithClasses, class_name, class_rows
 from training.kernels.roofline import Roofline, fit_roofline
 from training.kernels.schema import FeatureSchema
 from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
@@ -47,7 +49,8 @@ class KernelModel:
         roofline: of the label.
         type_codes: kernel types as numbers, in the order of their median log(time / roofline).
         predictor_of: for each kernel type, the name of its booster.
-        boosters: by name, always with the shared one; they predict log(time / roofline).
+        boosters: by name, always with the shared one, and those of classes of operators (see `class_boosters`), if learned, for
+            types that were never measured; they predict log(time / roofline).
         idle_load: the load of an idle device.
     """
 
@@ -62,8 +65,8 @@ class KernelModel:
                    bytes_moved: Floats) -> Floats:
         """The time (ms) of each row, by the predictor of its kernel type.
 
-        A type without a predictor gets the scaled roofline. Under load, it is multiplied by the slowdown that the shared
-        predictor gives for such a kernel.
+        A type without a predictor gets that of its class of operators, or the scaled roofline where classes were not learned.
+        Under load, it is multiplied by the slowdown that the shared predictor gives for such a kernel.
 
         Args:
             types: kernel type of each row.
@@ -76,10 +79,11 @@ class KernelModel:
         log_ratio = np.full(len(types), np.log(self.roofline.scale))
         rows_of: dict[str, list[int]] = {}
         for row, name in enumerate(types):
-            rows_of.setdefault(self.predictor_of.get(name, ""), []).append(row)
+            rows_of.setdefault(self.predictor_of.get(name) or self._class_predictor(name), []).append(row)
         for predictor, rows in rows_of.items():
             if predictor:
                 log_ratio[rows] = self.boosters[predictor].inplace_predict(matrix[rows])
+            if types[rows[0]] in self.predictor_of:
                 continue
             idle = matrix[rows]
             idle[:, idle.shape[1] - len(self.idle_load):] = self.idle_load
@@ -87,6 +91,10 @@ class KernelModel:
                 shared = self.boosters[SHARED]
                 log_ratio[rows] += shared.inplace_predict(matrix[rows]) - shared.inplace_predict(idle)
         return self.roofline.bound_ms(flops, bytes_moved, table_counts(self.schema, features)) * np.exp(log_ratio)
+
+    def _class_predictor(self, kernel_type: str) -> str:
+        """The booster of a type's class, that of all classes where its own was not measured, or "" where none was learned."""
+        return next((name for name in (class_name(kernel_type), ANY) if name in self.boosters), "")
 
 
 def table_counts(schema: FeatureSchema, features: Floats) -> Floats:
@@ -120,17 +128,17 @@ def assign_folds(ids: Iterable[str], types: Iterable[str], folds: int, seed: int
     return np.array([fold[str(name)] for name in ids], dtype=np.int64)
 
 
-def train_booster(matrix: npt.NDArray[np.float32], log_ratios: Floats, settings: XgboostSettings,
-                  seed: int) -> xgboost.Booster:
-    """A booster trained on log(time / roofline). It uses one thread, since several trainings run in parallel, and XGBoost's own
-    threads stall on busy cores."""
+def train_booster(matrix: npt.NDArray[np.float32], log_ratios: Floats, settings: XgboostSettings, seed: int,
+                  weights: Floats | None = None) -> xgboost.Booster:
+    """A booster trained on log(time / roofline), with `weights` of the rows where they are given. It uses one thread, since
+    several trainings run in parallel, and XGBoost's own threads stall on busy cores."""
     parameters = {
         "objective": f"reg:{settings.objective}", "max_depth": settings.depth, "eta": settings.learning_rate,
         "subsample": settings.row_share, "colsample_bytree": settings.column_share,
         "min_child_weight": settings.min_leaf_weight, "max_bin": settings.bins, "tree_method": "hist", "seed": seed,
         "nthread": 1, "verbosity": 0,
     }
-    return xgboost.train(parameters, xgboost.DMatrix(matrix, log_ratios, nthread=1), settings.trees)
+    return xgboost.train(parameters, xgboost.DMatrix(matrix, log_ratios, weight=weights, nthread=1), settings.trees)
 
 
 def train_forest(matrix: npt.NDArray[np.float32], log_ratios: Floats, settings: ForestSettings, seed: int) -> Any:
@@ -182,8 +190,26 @@ def fit_kernel_model(rows: TrainingSet, label: str, own: Sequence[str], config: 
         if mask.any():
             boosters[name] = train_booster(problem.matrix[mask], problem.log_ratios[mask], settings, config.seed)
             predictor_of[name] = name
-    return KernelModel(rows.schema, problem.roofline, problem.type_codes, predictor_of, boosters,
-                       tuple(rows.idle_load.values()))
+    return KernelModel(rows.schema, problem.roofline, problem.type_codes, predictor_of,
+                       WithClasses(boosters, learn_classes(rows, problem, config)), tuple(rows.idle_load.values()))
+
+
+def learn_classes(rows: TrainingSet, problem: Problem, config: TrainingConfig, without: str = "") -> ClassBoosters:
+    """The boosters of the classes of operators, from idle rows.
+
+    Args:
+        rows, problem: to learn from.
+        config: of the training.
+        without: an operator that is left out; "" for none.
+    """
+    found = class_rows(problem.matrix, problem.log_ratios, rows.types, rows.idle, rows.schema.names, config.seed)
+    return ClassBoosters(found.without(without) if without else found, partial(
+        _train_class, settings=config.xgboost_class, seed=config.seed))
+
+
+def _train_class(matrix: npt.NDArray[np.float32], log_ratios: Floats, weights: Floats, settings: XgboostSettings,
+                 seed: int) -> xgboost.Booster:
+    return train_booster(matrix, log_ratios, settings, seed, weights)
 
 
 def predict_kernels(predictor: TimePredictor, kernels: Sequence[Kernel], features: Floats, load: Sequence[float]) -> Floats:

@@ -15,7 +15,9 @@ import numpy.typing as npt
 
 from benchmark.records.labels import GPU_LABEL
 from ort_analysis.records.kernel_record import Kernel
+from training.kernels.beyond import times_beyond
 from training.kernels.boosters import SavedBoosters
+from training.kernels.class_boosters import ANY
 from training.kernels.estimators import SHARED, KernelModel, predict_kernels
 from training.kernels.measured_times import MeasuredTimes
 from training.kernels.schema import FeatureSchema
@@ -42,7 +44,6 @@ log = get_logger("predictors")
 ON_GPU = (GPU_LABEL, LAUNCHES)
 REMEMBERED_KERNELS = 100_000
 REMEMBERED_LOADS = 64
-SLACK = 1e-6  # a feature may be beyond its range by this much, for rounding
 
 
 class KernelTimes(NamedTuple):
@@ -195,13 +196,9 @@ class Predictors:
         moving = [kernel for kernel in kernels if kernel.moves_data]
         if not moving:
             return {}
-        logarithmic = self.schema.logarithmic
-        features, (low, high) = self.features_of(moving), np.array(self.sidecar.feature_range).T
-        beyond = (features < low - SLACK) | (features > high + SLACK)
-        sizes, least, most = (np.where(logarithmic, values, np.log2(1.0 + np.abs(values))) for values in (features, low, high))
-        doublings = np.where(beyond, np.maximum(sizes - most, least - sizes), 0.0).max(axis=1)
-        return {kernel.id: float(2.0 ** max(found, 0.0)) for kernel, found, out in zip(
-            moving, doublings, beyond.any(axis=1), strict=True) if out}
+        low, high = np.array(self.sidecar.feature_range).T
+        times = times_beyond(self.schema, self.features_of(moving), low, high)
+        return {kernel.id: float(found) for kernel, found in zip(moving, times, strict=True) if found > 1.0}
 
     def meant(self, kernel: Kernel, label: str) -> Kernel:
         """The kernel that is predicted in place of `kernel`: itself, or its stand-in if its type was never measured."""
@@ -209,9 +206,14 @@ class Predictors:
         return kernel if found is None else found.kernel
 
     def stand_in(self, kernel: Kernel, label: str) -> StandIn | None:
-        """The stand-in of a GPU kernel whose type was never measured; None where the type was measured, or there is none."""
+        """The stand-in of a GPU kernel whose type was never measured; None where the type was measured, or there is none, or
+        classes of operators were learned, which tell more."""
         known = self.sidecar.labels[label].predictor_of
-        return None if label not in ON_GPU or kernel.type in known else stand_in(kernel, known)
+        if label not in ON_GPU or kernel.type in known:
+            return None
+        model = self.kernel_model(label)
+        boosters = (model.other if isinstance(model, Transferred) else model).boosters
+        return None if ANY in boosters else stand_in(kernel, known)
 
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:

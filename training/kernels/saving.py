@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training.kernels.boosters import pack_booster
+from training.kernels.class_boosters import is_class
 from training.kernels.estimators import SHARED, KernelModel
 from training.kernels.measured_times import MeasuredTimes
 from training.kernels.predictors import read_measured
@@ -86,7 +87,8 @@ def _save_other(folder: Path, label: str, trained: Transferred) -> OtherDevice:
 
 def used_boosters(model: KernelModel) -> dict[str, xgboost.Booster]:
     """The boosters that a model's predictions may read, by name."""
-    return {name: model.boosters[name] for name in sorted({SHARED, *model.predictor_of.values()})}
+    of_classes = filter(is_class, model.boosters)
+    return {name: model.boosters[name] for name in sorted({SHARED, *model.predictor_of.values(), *of_classes})}
 
 
 def renew_measured(folder: Path, measured: Mapping[str, Mapping[str, float]]) -> Sidecar:

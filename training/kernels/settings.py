@@ -45,6 +45,7 @@ class TrainingConfig(Config):
     start_from: str | None = None
     xgboost: XgboostSettings = XgboostSettings()
     xgboost_gpu: XgboostSettings = XgboostSettings(depth=9, objective="squarederror", own_predictors="all")
+    xgboost_class: XgboostSettings = XgboostSettings(trees=150, learning_rate=0.1, own_predictors="none")
     forest: ForestSettings = ForestSettings()
 
     @property

@@ -14,6 +14,7 @@ from benchmark.records.reading import read_kernel_table, run_ms
 from benchmark.records.tables import UNFINISHED
 from ort_analysis.records.kernel_record import Kernel
 from training.kernels.features import KERNEL_FEATURES
+from training.kernels.operator_classes import form_of
 from training.kernels.schema import FeatureSchema
 from training.kernels.settings import LAUNCHES
 from utils import files
@@ -38,7 +39,7 @@ class TrainingSet:
     Attributes:
         header: of the dataset.
         sha256: of the kernel table, so that one can see what was learned from it.
-        ids, types: of the kernel of each row.
+        ids, types, forms: of the kernel of each row; its form is that of `form_of`.
         groups: of each row, the model families that have its kernel (or near whose shapes it was sampled).
         collections: of each row, those of the models that have its kernel, and those with a family near whose shapes it was
             sampled.
@@ -58,6 +59,7 @@ class TrainingSet:
     sha256: str
     ids: npt.NDArray[np.str_]
     types: npt.NDArray[np.str_]
+    forms: npt.NDArray[np.str_]
     groups: tuple[frozenset[str], ...]
     collections: tuple[frozenset[str], ...]
     backgrounds: npt.NDArray[np.str_]
@@ -78,8 +80,8 @@ class TrainingSet:
     def rows(self, mask: npt.NDArray[np.bool_]) -> TrainingSet:
         """The rows where `mask` is true."""
         return replace(
-            self, ids=self.ids[mask], types=self.types[mask], idle=self.idle[mask], features=self.features[mask],
-            backgrounds=self.backgrounds[mask],
+            self, ids=self.ids[mask], types=self.types[mask], forms=self.forms[mask], idle=self.idle[mask],
+            features=self.features[mask], backgrounds=self.backgrounds[mask],
             groups=tuple(names for names, kept in zip(self.groups, mask, strict=True) if kept),
             collections=tuple(names for names, kept in zip(self.collections, mask, strict=True) if kept), load=self.load[mask],
             times_ms={label: times[mask] for label, times in self.times_ms.items()}, flops=self.flops[mask],
@@ -157,6 +159,7 @@ def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: lis
             collections: tuple[frozenset[str], ...], kernels: dict[str, Kernel], schema: FeatureSchema) -> TrainingSet:
     ids = table["Kernel_ID"].to_numpy(dtype=str)
     described = sorted(set(ids))
+    form = {name: form_of(kernels[name]) for name in described}
     row_of = {name: row for row, name in enumerate(described)}
     idle = table["Level"].to_numpy(dtype=float) == 0.0
     if not idle.any():
@@ -170,7 +173,8 @@ def _arrays(header: DatasetHeader, sha256: str, table: pd.DataFrame, owners: lis
     idle_load = {name: float(np.nanmedian(load[idle, column])) for column, name in enumerate(metrics)}
     load[idle] = list(idle_load.values())
     return TrainingSet(
-        header=header, sha256=sha256, ids=ids, types=np.array([kernels[name].type for name in ids]), groups=tuple(owners),
+        header=header, sha256=sha256, ids=ids, types=np.array([kernels[name].type for name in ids]),
+        forms=np.array([form[name] for name in ids]), groups=tuple(owners),
         collections=collections,
         backgrounds=table["Background"].fillna("").to_numpy(dtype=str), idle=idle,
         schema=schema, features=schema.matrix(kernels[name] for name in described)[[row_of[name] for name in ids]],

@@ -1,10 +1,9 @@
 """How wrong the estimated time of an unmeasured operator may be: ranges of true over estimated time, kept in `doubt.json`.
 
-The time of a kernel whose operator was never measured is estimated as the scaled roofline. To see how wrong that is, each
-measured operator is held out in turn, the scale is fitted without it, and its measured times are compared with the estimate.
-The range of a class of operators (elementwise, reduction, …) reaches from the smallest 5th percentile to the largest 95th
-percentile of its operators. A class with fewer than LEAST_OPERATORS measured operators has a range at least as wide as in
-DEFAULT_RANGES.
+The time of a kernel whose operator was never measured is estimated from the measured operators of its class. To see how wrong
+that is, each measured operator is left out in turn, and its measured times are compared with the estimate. The range of a class
+of operators (elementwise, reduction, …) holds 90 % of these ratios, each operator counted alike. A class with fewer than
+LEAST_OPERATORS measured operators has a range at least as wide as in DEFAULT_RANGES.
 
 The file also lists the forms (element type and rank) in which each operator was measured. An operator that was measured in
 other forms only is predicted, but with a wider interval. History of the schema: version 1 is the first.
@@ -14,16 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ort_analysis.records.kernel_record import Kernel
-from training.kernels.estimators import LEAST_LAUNCHES, table_counts
-from training.kernels.features import CONVOLUTIONS
-from training.kernels.roofline import fit_roofline
-from training.kernels.settings import LAUNCHES
+from training.kernels.operator_classes import OperatorClass, form_of, operator_class
+from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out
+from training.kernels.settings import LAUNCHES, TrainingConfig
 from utils import files
 from utils.frozen import Frozen
 from utils.paths import Workspace
@@ -35,35 +33,9 @@ UNCERTAINTY_VERSION = 1
 FILE = "doubt.json"
 FIT = "python training/fit_doubt.py"
 LEAST_OPERATORS = 3
-TAIL = 0.05  # share of an operator's ratios that is cut off at each end, which leaves 90 %
+TAIL = 0.05  # share of the ratios that is cut off at each end, which leaves 90 %
+PARTS = 101  # quantiles that stand for the kernels of an operator, so that operators count alike
 Floats = npt.NDArray[np.float64]
-OperatorClass = Literal["elementwise", "reduction", "normalisation", "recurrent", "gather", "movement", "product",
-                        "convolution", "other"]
-
-NORMALISATIONS = frozenset({
-    "BatchNormalization", "BiasSoftmax", "GroupNorm", "GroupNormalization", "InstanceNormalization", "LRN",
-    "LayerNormalization", "LogSoftmax", "LpNormalization", "MeanVarianceNormalization", "RMSNormalization",
-    "SimplifiedLayerNormalization",
-    "SkipGroupNorm", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "Softmax", "EmbedLayerNormalization"})
-RECURRENT = frozenset({"GRU", "LSTM", "RNN", "DynamicQuantizeLSTM", "Loop", "Scan"})
-GATHERS = frozenset({"Gather", "GatherElements", "GatherND", "GatherBlockQuantized", "GridSample", "Resize", "RoiAlign",
-                     "Scatter", "ScatterElements", "ScatterND", "Upsample", "Compress", "TensorScatter"})
-MOVEMENTS = frozenset({"Cast", "Concat", "DepthToSpace", "DequantizeLinear", "Expand", "MemcpyFromHost", "MemcpyToHost", "Pad",
-                       "QuantizeLinear", "ReorderInput", "ReorderOutput", "Slice", "SpaceToDepth", "Split", "Tile", "Transpose",
-                       "Trilu", "ConstantOfShape", "Range", "EyeLike", "ReverseSequence"})
-PRODUCTS = frozenset({"Attention", "Einsum", "FusedGemm", "FusedMatMul", "FusedMatMulActivation", "Gemm", "GroupQueryAttention",
-                      "MatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulNBits",
-                      "MultiHeadAttention", "PackedAttention", "QLinearMatMul", "QGemm", "QAttention", "TransposeMatMul",
-                      "DecoderMaskedMultiHeadAttention"})
-ELEMENTWISE = frozenset({
-    "Abs", "Acos", "Add", "And", "Asin", "Atan", "BiasAdd", "BiasGelu", "BiasSplitGelu", "BitShift", "Ceil", "Celu", "Clip",
-    "Cos", "Cosh", "Div", "Dropout", "Elu", "Equal", "Erf", "Exp", "FastGelu", "Floor", "Gelu", "Greater", "GreaterOrEqual",
-    "HardSigmoid", "HardSwish", "IsInf", "IsNaN", "LeakyRelu", "Less", "LessOrEqual", "Log", "Max", "Mean", "Min", "Mish",
-    "Mod", "Mul", "Neg", "Not", "Or", "PRelu", "Pow", "QLinearAdd",
-    "QLinearLeakyRelu", "QLinearMul", "QLinearSigmoid", "QuickGelu",
-    "Reciprocal", "Relu", "Round", "Selu", "Shrink", "Sigmoid", "Sign", "Silu", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt",
-    "Sub", "Sum", "Swish", "Tan", "Tanh", "ThresholdedRelu", "Where", "Xor", "RotaryEmbedding"})
-
 
 class Range(Frozen):
     """The plausible range of a true time, as multiples of its estimate.
@@ -133,67 +105,33 @@ class Uncertainty(Frozen):
 NOTHING_LEARNED = Uncertainty(dataset_sha256="", ranges={})
 
 
-def operator_class(kernel: Kernel) -> OperatorClass:
-    """The class of operators that a kernel belongs to."""
-    op = kernel.op_type
-    for kind, names in (("normalisation", NORMALISATIONS), ("recurrent", RECURRENT), ("gather", GATHERS),
-                        ("movement", MOVEMENTS), ("product", PRODUCTS), ("convolution", CONVOLUTIONS),
-                        ("elementwise", ELEMENTWISE)):
-        if op in names:
-            return kind  # type: ignore[return-value]
-    return "reduction" if op.startswith(("Reduce", "Arg", "Global")) or "Pool" in op or op == "CumSum" else "other"
-
-
-def form_of(kernel: Kernel) -> str:
-    """Element type and rank of a kernel, such as `float32 of rank 4`; for a product the type alone, since its rank matters
-    little."""
-    if operator_class(kernel) == "product":
-        return kernel.dtype
-    first = next((tensor for tensor in kernel.inputs if tensor.dtype), None)
-    return f"{kernel.dtype} of rank {len(first.shape) if first else 0}"
-
-
-def learn_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel]) -> Uncertainty:
+def learn_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel], config: TrainingConfig) -> Uncertainty:
     """The ranges and forms in the idle rows of a dataset.
 
     Args:
         rows: of the dataset.
         kernels: all kernels of `rows`.
+        config: of the training.
     """
     by_id = {kernel.id: kernel for kernel in kernels}
     forms: dict[str, set[str]] = {}
-    classes: dict[str, OperatorClass] = {}
     for name in set(rows.ids.tolist()):
-        kernel = by_id[name]
-        classes[kernel.type] = operator_class(kernel)
-        forms.setdefault(kernel.type, set()).add(form_of(kernel))
-    return Uncertainty(dataset_sha256=rows.sha256, ranges={label: ranges_of(rows, label, classes) for label in rows.times_ms},
-                       forms={name: tuple(sorted(found)) for name, found in sorted(forms.items())})
+        forms.setdefault(by_id[name].type, set()).add(form_of(by_id[name]))
+    return Uncertainty(dataset_sha256=rows.sha256, forms={name: tuple(sorted(found)) for name, found in sorted(forms.items())},
+                       ranges={label: ranges_of(leave_operators_out(rows, label, config), label) for label in rows.times_ms})
 
 
-def ranges_of(rows: TrainingSet, label: str, classes: dict[str, OperatorClass]) -> dict[str, Range]:
-    """The range of each class that has operators in `rows`; `classes` is by kernel type."""
-    known = rows.rows(rows.idle & np.isfinite(rows.times_ms[label]))
-    if not len(known):
-        return {}
-    times, tables = known.times_ms[label], table_counts(known.schema, known.features)
-    roofline = LEAST_LAUNCHES if label == LAUNCHES else fit_roofline(
-        known.flops, known.bytes_moved, times, tables if label == "gpu" else None)
-    ratios = times / roofline.bound_ms(known.flops, known.bytes_moved, tables)
-    found: dict[str, list[tuple[float, float]]] = {}
-    for name in sorted(set(known.types.tolist())):
-        own = known.types == name
-        if own.all():
-            continue
-        scale = 1.0 if label == LAUNCHES else float(np.median(ratios[~own]))
-        low, high = np.quantile(ratios[own] / scale, [TAIL, 1.0 - TAIL])
-        found.setdefault(classes[name], []).append((float(low), float(high)))
+def ranges_of(left_out: Iterable[LeftOutOperator], label: str) -> dict[str, Range]:
+    """The range of each class of operators that were left out."""
+    found: dict[OperatorClass, list[Floats]] = {}
+    for one in left_out:
+        found.setdefault(one.kind, []).append(np.quantile(one.ratios, np.linspace(0.0, 1.0, PARTS)))
     defaults = DEFAULT_LAUNCHES if label == LAUNCHES else DEFAULT_RANGES
-    ranges = {}
-    for kind, spans in found.items():
-        learned = Range(low=min(1.0, *(low for low, _ in spans)), high=max(1.0, *(high for _, high in spans)),
-                        operators=len(spans))
-        ranges[kind] = learned if len(spans) >= LEAST_OPERATORS else learned.joined(defaults[kind])  # type: ignore[index]
+    ranges: dict[str, Range] = {}
+    for kind, ratios in found.items():
+        low, high = np.quantile(np.concatenate(ratios), [TAIL, 1.0 - TAIL])
+        learned = Range(low=min(1.0, float(low)), high=max(1.0, float(high)), operators=len(ratios))
+        ranges[kind] = learned if len(ratios) >= LEAST_OPERATORS else learned.joined(defaults[kind])
     return ranges
 
 
@@ -212,11 +150,11 @@ def read_uncertainty(folder: Path) -> Uncertainty:
     return files.read_record(path, Uncertainty, UNCERTAINTY_VERSION, FIT) if path.exists() else NOTHING_LEARNED
 
 
-def save_uncertainty(workspace: Workspace, rows: TrainingSet, folder: Path) -> Uncertainty:
+def save_uncertainty(workspace: Workspace, rows: TrainingSet, folder: Path, config: TrainingConfig) -> Uncertainty:
     """Learns the uncertainty from the dataset of `rows`, and writes it into `folder`."""
     from benchmark.records.files import read_kernels
 
     described = read_kernels(workspace.dataset(rows.header.target.name), set(rows.ids.tolist()))
-    uncertainty = learn_uncertainty(rows, (entry.kernel for entry in described))
+    uncertainty = learn_uncertainty(rows, (entry.kernel for entry in described), config)
     files.write_json(uncertainty_path(folder), uncertainty)
     return uncertainty

@@ -1,0 +1,180 @@
+"""Measures the GPU or CPU at hand for some minutes, and learns to predict your models on it.
+
+Reads ONNX files (--model, or what lies in the workspace's model_zoo/models). Measures first the models and their kernels, then
+kernels of further shapes, the most useful ones first. Trains, fits the composition, and says what error to expect and how to
+predict. On a GPU, training starts from the predictors of another GPU that come with Hase, where that lowers the error.
+
+Writes what the phases write, and in benchmark/this_device/spent.json the time that was used. Stopped by Ctrl-C, it goes on when
+it is started again; --minutes is the time of all calls together. With more minutes than before, it measures more, and prefers
+kernels near those that the last training predicted worst.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import argparse
+import hashlib
+import os
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from benchmark.records.reading import read_model_table
+from ort_analysis.records.reading import index_path, read_index
+from recipes.this_device.budget import Budget
+from recipes.this_device.commands import run_json
+from recipes.this_device.expected import expected_errors
+from training.kernels.sidecar import sidecar_path
+from utils import cli, files
+from utils.errors import UserError
+from utils.fingerprint import local_target, resolve_device
+from utils.locks import sole_writer
+from utils.logger import get_logger
+from utils.model_files import weight_files
+from utils.paths import ROOT, SHIPPED, Workspace, model_files
+
+log = get_logger("this device")
+LARGEST_GFLOP = {"cpu": 2.0, "cuda": 100.0}  # of a sampled kernel
+FREE_SHARE = {"cpu": 0.0, "cuda": 0.5}  # of the samples, drawn near no model; not on a CPU, where layouts and fusions differ
+FEW_MODELS = 8  # below, the composition is fitted as to a handful
+EXAMPLES = """
+python recipes/this_device/measure_this_device.py --minutes 20 --model model.onnx --dim batch=1,8
+python recipes/this_device/measure_this_device.py --minutes 20 --workspace out/mine
+python recipes/this_device/measure_this_device.py --minutes 40 --device cpu
+"""
+
+
+def put_models(workspace: Workspace, models: Sequence[Path]) -> list[Path]:
+    """The models to measure: those of the workspace, with `models` and the files of their weights linked or copied into it.
+
+    Raises:
+        UserError: there are none, a file is missing, or two files of one name differ.
+    """
+    for model in models:
+        model = workspace.find_model(model)
+        for path in (model, *weight_files(model)):
+            place = workspace.models / path.relative_to(model.parent)
+            if place.exists() and not (place.samefile(path) or files.sha256(place) == files.sha256(path)):
+                raise UserError(f"{place} is there already and differs from {path}; rename one of them, or use another "
+                                "--workspace")
+            if not place.exists():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    os.link(path.resolve(), place)
+                except OSError:  # another file system
+                    files.write_bytes(place, path.read_bytes())
+    found = model_files([workspace.models])
+    if not found:
+        raise UserError(f"{workspace.models}: no models; name your own with --model")
+    return found
+
+
+def analyse(workspace: Workspace, device: str, args: argparse.Namespace, budget: Budget) -> int:
+    """Analyses the models and builds their kernels, unless that was done; how many kernels they have.
+
+    Raises:
+        UserError: no model could be analysed.
+    """
+    models = put_models(workspace, args.model)
+    about = [[path.name, *(files.signature(path) or ())[1:3]] for path in models]
+    done = hashlib.sha256(repr((about, args.dim, args.static, device)).encode()).hexdigest()
+    target = local_target(device)
+    if budget.spent.analysed != done:
+        options = [*(f"--dim={size}" for size in args.dim), *(["--static"] if args.static else [])]
+        report = run_json(workspace, "ort_analysis/fusion_detector.py", "--device", device, *options)
+        if not report["records"]:
+            raise UserError("no model could be analysed; see above")
+        run_json(workspace, "kernel_model/kernel_builder.py", "--record", str(index_path(workspace, target.flavour).absolute()))
+        budget.save(analysed=done)
+    return len(read_index(index_path(workspace, target.flavour)).all_kernels())
+
+
+def measure(workspace: Workspace, device: str, own_kernels: int, budget: Budget) -> dict[str, Any] | None:
+    """Samples kernels and measures while there is time; the collector's totals, or None if no time was left."""
+    if not budget.measuring_s():
+        return None
+    jobs = os.cpu_count() or 1
+    if count := budget.samples(device, own_kernels, jobs):
+        free = round(FREE_SHARE[device] * count)
+        run_json(workspace, "kernel_model/kernel_sampler.py", "--count", str(count - free), "--free", str(free), "--jobs",
+                 str(jobs), "--most-gflop", str(LARGEST_GFLOP[device]))
+    minutes = budget.measuring_s() / 60
+    log.info("measuring for %.1f minutes, after %.1f", minutes, budget.used_s() / 60)
+    totals: dict[str, Any] = run_json(
+        workspace, "benchmark/collector.py", "--config", str(ROOT / "recipes" / "this_device" / f"{device}.yaml"),
+        "--minutes", str(minutes))
+    budget.save(measured=True)
+    return totals
+
+
+def shipped_for(device: str, target: str) -> str | None:
+    """The first target of the same kind of device whose predictors come with Hase."""
+    names = [path.parent.name for path in sorted(SHIPPED.glob(f"*/{sidecar_path(SHIPPED).name}"))]
+    return next((name for name in names if f"-{device}-" in name and name != target), None)
+
+
+def learn(workspace: Workspace, device: str, args: argparse.Namespace, budget: Budget) -> None:
+    """Trains, and fits the composition."""
+    target = local_target(device).name
+    start = args.start_from or shipped_for(device, target)
+    log.info("training, after %.1f minutes", budget.used_s() / 60)
+    run_json(workspace, "training/train_kernel_model.py", "--target", target,
+             *(["--start-from", start] if start and start != "nothing" else []))
+    models = read_model_table(workspace, target)["Model"].nunique()
+    run_json(workspace, "training/fit_composition.py", "--target", target, *(["--few-models"] if models < FEW_MODELS else []))
+
+
+def prediction_command(workspace: Workspace, target: str, model: Path) -> str:
+    """The command that predicts a model on this device."""
+    words = ["python", "inference/predict_model_latency.py", "--target", target, "--model", model.name]
+    if workspace.root != ROOT:
+        words += ["--workspace", os.path.relpath(workspace.root, ROOT) if workspace.root.is_relative_to(ROOT) else str(
+            workspace.root)]
+    return shlex.join(words)
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--minutes", type=cli.positive, default=20.0, metavar="N",
+                        help="time for everything, that of earlier calls in this workspace too (default: 20)")
+    parser.add_argument("--model", type=Path, action="append", default=[],
+                        help="an ONNX file (repeatable; default: all in the workspace's model_zoo/models)")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto",
+                        help="what is measured (default: the GPU, or the CPU where there is none)")
+    parser.add_argument("--start-from", metavar="TARGET",
+                        help="the target whose predictors training starts from, or: nothing (default: on a GPU, those of "
+                             "another GPU that come with Hase; on a CPU, nothing)")
+    cli.add_dim(parser)
+    cli.add_static(parser)
+    args = parser.parse_args()
+    workspace, device = cli.start(args), resolve_device(args.device)
+    target = local_target(device)
+    with sole_writer(workspace.this_device.parent):
+        budget = Budget(workspace.this_device, args.minutes)
+        log.info("%s: %.1f minutes, of which %.1f were used before", target.name, args.minutes, budget.spent.seconds / 60)
+        try:
+            own_kernels = analyse(workspace, device, args, budget)
+            totals = measure(workspace, device, own_kernels, budget)
+            learn(workspace, device, args, budget)
+        finally:
+            with suppress(OSError):
+                budget.save()
+    expected = expected_errors(workspace, target.name)
+    command = prediction_command(workspace, target.name, model_files([workspace.models])[0])
+    if args.json:
+        cli.print_json({"target": target.name, "minutes": budget.spent.seconds / 60, "measured": totals, "expected": expected,
+                        "predict": command})
+        return 0
+    cli.print_table(expected, f"{target.name}: expected errors, after {budget.spent.seconds / 60:.1f} minutes")
+    print(f"\npredict with:\n{command}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main, kept="what was measured")

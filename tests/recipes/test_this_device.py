@@ -1,0 +1,125 @@
+"""Measuring the device at hand: the literal command on a tiny budget, interrupted and resumed, and how it spends its time."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import small_model
+
+from benchmark.records.files import journal_path, read_journal
+from recipes.this_device.budget import LEAST_MEASURING_SHARE, TRAINING_SHARE, Budget
+from recipes.this_device.commands import run_json
+from recipes.this_device.measure_this_device import prediction_command, put_models, shipped_for
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import local_target
+from utils.paths import ROOT, Workspace
+
+TARGET = local_target("cpu").name
+SCRIPT = "recipes/this_device/measure_this_device.py"
+
+
+def models(folder: Path) -> list[Path]:
+    """Two small models of two families, with dynamic batches."""
+    found = []
+    for name, proto in (("first", small_model(batch="batch")), ("second", small_model(channels=16, side=8, batch="batch"))):
+        files.write_bytes(folder / f"{name}.onnx", proto.SerializeToString())
+        found.append(folder / f"{name}.onnx")
+    return found
+
+
+def command(workspace: Workspace, *options: str | Path) -> list[str]:
+    return [sys.executable, SCRIPT, "--workspace", str(workspace.root), "--device", "cpu", "--json", *map(str, options)]
+
+
+def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
+    workspace, (first, second) = Workspace(tmp_path / "out"), models(tmp_path)
+    workspace.root.mkdir()
+    options = command(workspace, "--minutes", "0.5", "--model", first, "--model", second, "--dim", "batch=2")
+    journal = journal_path(workspace.dataset(TARGET))
+    with subprocess.Popen(options, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not files.read_lines(journal):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    assert process.returncode == 130, said
+    assert "stopped; what was measured is kept: run again to go on" in said
+    before = read_journal(journal.parent)
+    spent_s = json.loads(workspace.this_device.read_text())["seconds"]
+    assert before
+    assert spent_s > 1.0
+
+    done = subprocess.run(options, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert result["target"] == TARGET
+    assert result["minutes"] > spent_s / 60
+    after = read_journal(journal.parent)
+    assert after[:len(before)] == before, "nothing is measured again"
+    latencies = [m.id for block in after for m in block.measurements if m.subject == "model"]
+    assert sorted(latencies) == ["first@batch=2,dynamic", "second@batch=2,dynamic"]
+    kernels, held_out, own = result["expected"]
+    assert kernels["count"] >= 20
+    assert (held_out["count"], own["count"]) == (2, 2)
+    assert all(row["mean_error_%"] >= 0 for row in result["expected"])
+    predicted = subprocess.run([sys.executable, *result["predict"].split()[1:], "--json", "--dim", "batch=2"], cwd=ROOT,
+                               capture_output=True, text=True)
+    assert predicted.returncode == 0, predicted.stderr
+    assert json.loads(predicted.stdout)[0]["time_share"]["measured"] == pytest.approx(1.0)
+
+
+def test_the_minutes_are_those_of_all_calls(tmp_path: Path) -> None:
+    budget = Budget(tmp_path / "spent.json", 10.0)
+    assert budget.measuring_s() == pytest.approx(600 * (1 - TRAINING_SHARE), abs=1)
+    budget.spent = budget.spent.model_copy(update={"seconds": 580.0})
+    assert budget.measuring_s() == LEAST_MEASURING_SHARE * 600, "something is measured in any case"
+    budget.save(measured=True)
+    assert budget.measuring_s() == 0.0, "but once"
+    later = Budget(tmp_path / "spent.json", 20.0)
+    assert later.used_s() == pytest.approx(580, abs=1)
+    assert later.measuring_s() == pytest.approx(1200 * (1 - TRAINING_SHARE) - 580, abs=1)
+
+
+def test_samples_fit_the_time(tmp_path: Path) -> None:
+    """On a CPU 25 kernels a second can be measured; 60 samples a second can be drawn, in a tenth of the time."""
+    budget = Budget(tmp_path / "spent.json", 10.0)
+    assert budget.samples("cpu", 0, 1) == 3600
+    assert budget.samples("cpu", 10_000, 8) == pytest.approx(1.5 * (450 * 25 - 10_000), abs=60)
+    assert budget.samples("cpu", 100_000, 2) == 0
+
+
+def test_models_are_put_into_the_workspace(tmp_path: Path) -> None:
+    workspace, given = Workspace(tmp_path / "out"), models(tmp_path)
+    with pytest.raises(UserError, match="no models; name your own with --model"):
+        put_models(workspace, [])
+    assert [path.name for path in put_models(workspace, given)] == ["first.onnx", "second.onnx"]
+    assert put_models(workspace, given[:1]) == put_models(workspace, [])
+    other = tmp_path / "elsewhere" / "first.onnx"
+    files.write_bytes(other, b"another model")
+    with pytest.raises(UserError, match=r"first\.onnx is there already and differs from"):
+        put_models(workspace, [other])
+
+
+def test_another_gpu_is_where_a_gpu_starts_from() -> None:
+    assert shipped_for("cuda", "nvidia-a100-cuda-ort1.31-all") == "nvidia-h200-cuda-ort1.31-all"
+    assert shipped_for("cuda", "nvidia-h200-cuda-ort1.31-all") is None
+    assert shipped_for("cpu", TARGET) is None
+
+
+def test_the_command_that_predicts() -> None:
+    there = ["python", "inference/predict_model_latency.py", "--target", "t", "--model", "a b.onnx"]
+    assert prediction_command(Workspace(), "t", Path("x/a b.onnx")) == " ".join([*there[:-1], "'a b.onnx'"])
+    assert prediction_command(Workspace(ROOT / "out" / "mine"), "t", Path("m.onnx")).endswith("--workspace out/mine")
+
+
+def test_a_script_that_fails_ends_the_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=r"kernel_builder\.py ended with exit code 1 and no result"):
+        run_json(Workspace(tmp_path), "kernel_model/kernel_builder.py")
+    assert "error: " in capfd.readouterr().err

@@ -1,0 +1,149 @@
+"""Operators that were never measured are estimated from measured ones of their class."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_up_dataset import METRIC, TARGET, write_dataset
+
+from kernel_model.kernel_sampler import footprint_mib
+from kernel_model.sampling.free_shapes.elementwise import unary
+from kernel_model.sampling.free_shapes.reductions import reduction
+from kernel_model.sampling.free_shapes.sizes import Generator
+from ort_analysis.records.kernel_record import Kernel
+from ort_analysis.records.kernel_types import operator_of
+from training.kernels.class_boosters import ANY, LEAST_KERNELS, class_name, is_class
+from training.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
+from training.kernels.operator_classes import class_of_type
+from training.kernels.operator_table import markdown, operator_rows, summary_rows
+from training.kernels.operators_left_out import leave_operators_out
+from training.kernels.predictors import read_predictors
+from training.kernels.saving import save_predictors
+from training.kernels.settings import TrainingConfig, XgboostSettings
+from training.kernels.training_set import TrainingSet, read_training_set
+from training.kernels.uncertainty import ranges_of
+from training.leave_operators_out import report
+from utils.paths import Workspace
+
+CONFIG = TrainingConfig(threads=1, xgboost=XgboostSettings(trees=20, learning_rate=0.3), folds=2,
+                        xgboost_class=XgboostSettings(trees=60, learning_rate=0.2))
+EACH = 60
+ELEMENTWISE, REDUCTIONS = ("Relu", "Sigmoid", "Neg", "Exp"), ("ReduceMean", "ReduceSum", "ReduceMax")
+SLOW = 5.0  # times as long as an elementwise operator of as many bytes, a reduction takes
+
+
+def true_ms(kernel: Kernel, metric: float = 0.0) -> float:
+    """What the made-up device takes: bytes at a rate that depends on the class, and a floor."""
+    slow = SLOW if kernel.op_type.startswith("Reduce") else 1.0
+    return 0.003 + slow * (kernel.bytes_read + kernel.bytes_written) / 1e8
+
+
+def kernels_of(op_type: str, generator: Generator) -> list[Kernel]:
+    """EACH kernels of an operator in both floating types, none larger than 64 MiB."""
+    found: dict[str, Kernel] = {}
+    while len(found) < EACH:
+        dtype = ("float32", "float16")[len(found) % 2]
+        kernel = reduction(dtype, 2, generator) if op_type in REDUCTIONS else unary(op_type, dtype, 2, generator)
+        if kernel.op_type == op_type and footprint_mib(kernel) < 64:
+            found[kernel.id] = kernel
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, dict[str, Kernel]]:
+    generator = np.random.default_rng(0)
+    kernels = {kernel.id: kernel for op_type in (*ELEMENTWISE, *REDUCTIONS) for kernel in kernels_of(op_type, generator)}
+    workspace = Workspace(tmp_path_factory.mktemp("classes"))
+    write_dataset(workspace, kernels, {}, {}, {0.0: 0.0}, noise=0.0, time_ms_of=true_ms)
+    return workspace, kernels
+
+
+@pytest.fixture(scope="module")
+def rows(made: tuple[Workspace, dict[str, Kernel]]) -> TrainingSet:
+    return read_training_set(made[0], TARGET.name)
+
+
+def estimated(model: KernelModel, kernels: list[Kernel], rows: TrainingSet) -> np.ndarray:
+    return predict_kernels(model, kernels, rows.schema.matrix(kernels), list(rows.idle_load.values()))
+
+
+def test_classes_go_by_the_operator_of_a_type() -> None:
+    assert [class_of_type(name) for name in ("Conv_Add_Relu", "LSTM", "IsNaN", "ScatterND", "ReduceL2", "Abracadabra")] == [
+        "convolution", "recurrent", "elementwise", "gather", "reduction", "other"]
+    assert operator_of("Conv_Add_Relu") == "Conv"
+    assert class_name("Tile") == "class movement"
+    assert is_class(ANY)
+    assert not is_class("Conv_Add_Relu")
+
+
+def test_an_unknown_operator_takes_what_its_class_does(rows: TrainingSet, made: tuple[Workspace, dict[str, Kernel]]) -> None:
+    """The roofline of all kernels can't tell a reduction from an activation; the classes can."""
+    seen = rows.rows(np.array([operator_of(str(name)) not in ("Exp", "ReduceMax") for name in rows.types]))
+    model = fit_kernel_model(seen, "run", (), CONFIG)
+    for op_type in ("Exp", "ReduceMax"):
+        kernels = [kernel for kernel in made[1].values() if kernel.op_type == op_type and true_ms(kernel) > 0.01]
+        truth = np.array([true_ms(kernel) for kernel in kernels])
+        errors = np.abs(estimated(model, kernels, rows) / truth - 1)
+        bare = dataclasses.replace(model, boosters={})
+        assert np.median(errors) < 0.15
+        assert np.median(errors) < 0.5 * np.median(np.abs(estimated(bare, kernels, rows) / truth - 1))
+
+
+def test_an_operator_without_a_class_takes_what_all_do(rows: TrainingSet) -> None:
+    model = fit_kernel_model(rows, "run", (), CONFIG)
+    assert {name for name in model.boosters if is_class(name)} == {ANY, "class elementwise", "class reduction"}
+    features, flops = np.zeros((2, len(rows.schema.names))), np.zeros(2)
+    load = np.tile(list(rows.idle_load.values()), (2, 1))
+    unknown, known_class = model.predict_ms(["Abracadabra", "LSTM"], features, load, flops, np.full(2, 1e6))
+    assert unknown == known_class  # recurrent layers were not measured either
+
+
+def test_boosters_of_classes_are_saved_and_read(rows: TrainingSet, made: tuple[Workspace, dict[str, Kernel]],
+                                                tmp_path: Path) -> None:
+    model = fit_kernel_model(rows, "run", (), CONFIG)
+    header = rows.header
+    save_predictors(tmp_path, {"run": model}, {"run": ()}, {}, {
+        "target": header.target, "created": "", "dataset_sha256": rows.sha256, "metrics": rows.metrics,
+        "idle_load": rows.idle_load, "load_range": {METRIC: (0.0, 0.0)}, "dtypes": rows.dtypes, "loaded_rows": 0,
+        "held_out": (),
+        "machines": tuple(header.machines.values()), "config": {},
+        "feature_range": tuple(zip(rows.features.min(axis=0).tolist(), rows.features.max(axis=0).tolist(), strict=True))})
+    predictors = read_predictors(tmp_path)
+    new = unary("Abs", "float32", 2, np.random.default_rng(5))
+    found = predictors.predict([new], {})
+    assert found.provenance == ["estimated"]
+    assert found.latency_ms[0] == pytest.approx(float(estimated(model, [new], rows)[0]))
+
+
+def test_operators_left_out(rows: TrainingSet, made: tuple[Workspace, dict[str, Kernel]]) -> None:
+    """Each operator of a class as its fellows, within a few per cent; the table and the page say so."""
+    found = leave_operators_out(rows, "run", CONFIG)
+    assert [one.operator for one in found] == sorted(ELEMENTWISE) + sorted(REDUCTIONS)
+    assert all(np.median(one.errors) < 0.2 for one in found)
+    assert {one.operator: len(one.ids) for one in found} == dict.fromkeys((*ELEMENTWISE, *REDUCTIONS), EACH)
+    ranges = ranges_of(found, "run")
+    assert set(ranges) == {"elementwise", "reduction"}
+    assert 0.5 < ranges["elementwise"].low <= 1.0 <= ranges["elementwise"].high < 2.0
+    assert ranges["elementwise"].operators == len(ELEMENTWISE) > LEAST_KERNELS / 10
+
+    table = operator_rows(rows, "run", made[1], (), found)
+    assert [(row["operator"], row["type"], row["kernels"]) for row in table[:2]] == [
+        ("Exp", "float16", 30), ("Exp", "float32", 30)]
+    summary = summary_rows(found)
+    assert [(row["class"], row["operators"], row["below_30_%"]) for row in summary] == [
+        ("elementwise", 4, 100.0), ("reduction", 3, 100.0), ("all", 7, 100.0)]
+    page = markdown("made-up", "run", table, summary, [], made[1].values())
+    assert "| elementwise | Exp | float32 | 30 | – |" in page
+    assert "- recurrent: GRU, LSTM, RNN" in page
+    assert " Sigmoid," not in page.split("## Not measured")[1]
+
+
+def test_the_report_of_a_target(made: tuple[Workspace, dict[str, Kernel]], tmp_path: Path) -> None:
+    page, titles = tmp_path / "operators.md", []
+    found = report(made[0], TARGET.name, CONFIG, page, lambda rows, title: titles.append(title))
+    assert [row["class"] for row in found["classes"]] == ["elementwise", "reduction", "all"]
+    assert len(titles) == 2  # no launches were measured
+    assert page.read_text().startswith("# Operators\n")

@@ -1,0 +1,78 @@
+"""A composition for a handful of models: constants from kernels as measured, and on a GPU one number, its host's pace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from made_up_dataset import chain, draw_kernels
+
+from benchmark.records.labels import GPU_LABEL
+from graph_model.simulation.tracks import Tracks
+from training.composition.default_composition import shipped_costs
+from training.composition.few_models import fit_pace, try_few_models
+from training.composition.fit_pipeline import MeasuredTracks, latencies_ms
+from training.composition.measured_models import MeasuredModel, tracks
+from training.kernels.settings import LAUNCHES
+
+KERNELS = draw_kernels(30)
+RECORDS = [chain(name, KERNELS[begin:begin + 10]) for begin, name in ((0, "anet_x"), (10, "bnet_x"), (20, "cnet_x"))]
+MEASURED = {kernel.id: {"run": 0.1 + 0.01 * place, GPU_LABEL: 0.02 + 0.002 * place, LAUNCHES: 1.0}
+            for place, kernel in enumerate(KERNELS)}
+WRONG = 3.0  # how many times too long kernels that were held out are predicted
+
+
+def models(latencies_ms: list[float]) -> list[MeasuredModel]:
+    return [MeasuredModel(record, record.group, latency) for record, latency in zip(RECORDS, latencies_ms, strict=True)]
+
+
+def out_of_fold(*labels: str) -> dict[str, dict[str, dict[str, float]]]:
+    return {label: {record.model: {name: (1.0 if label == LAUNCHES else WRONG) * MEASURED[name][label]
+                                   for name in record.kernels} for record in RECORDS} for label in labels}
+
+
+def sums_ms(label: str) -> np.ndarray:
+    return np.array([sum(MEASURED[node.kernel_id][label] for node in record.nodes) for record in RECORDS])
+
+
+def test_the_line_is_that_of_kernels_as_measured() -> None:
+    latency = 1.2 * sums_ms("run") + 0.05
+    [tried] = try_few_models(models(latency.tolist()), out_of_fold("run"), MEASURED, ["a", "b", "c"])
+    found = tried.candidate
+    assert (found.label, found.kind) == ("run", "sum")
+    assert (found.alpha, found.beta_ms) == pytest.approx((1.2, 0.05))
+    assert found.fit_mape == pytest.approx(0.0, abs=1e-9)
+    expected = np.abs((1.2 * WRONG * sums_ms("run") + 0.05) / latency - 1)
+    assert found.cv_mape == pytest.approx(expected.mean()), "held-out models have predicted kernels"
+    assert tried.predicted_ms == pytest.approx(1.2 * WRONG * sums_ms("run") + 0.05)
+
+
+def test_nothing_is_held_out_of_one_model() -> None:
+    [one], times = models((1.5 * sums_ms("run")).tolist())[:1], out_of_fold("run")
+    [tried] = try_few_models([one], times, MEASURED, None)
+    assert tried.candidate.alpha == pytest.approx(1.5)
+    assert tried.candidate.cv_mape is None
+
+
+def test_a_gpu_has_the_shipped_costs_at_the_pace_of_its_host() -> None:
+    times = out_of_fold(GPU_LABEL, LAUNCHES)
+    given = models([1.0] * 3)
+    known = [tracks(model, *({name: MEASURED[name][label] for name in model.record.kernels} for label in (GPU_LABEL, LAUNCHES)))
+             for model in given]
+    latency = latencies_ms(known, shipped_costs().at_pace(1.7))
+    measured = [replace(model, latency_ms=float(found)) for model, found in zip(given, latency, strict=True)]
+    [tried] = try_few_models(measured, times, MEASURED, ["a", "b", "c"])
+    assert tried.candidate.kind == "pipeline"
+    assert tried.candidate.costs is not None
+    assert tried.candidate.costs.node_ms == pytest.approx(1.7 * shipped_costs().node_ms, rel=0.01)
+    assert tried.candidate.measured_cv_mape == pytest.approx(0.0, abs=0.01)
+    assert tried.candidate.cv_mape is not None
+    assert tried.candidate.cv_mape > 0.2, "their kernels are predicted too long"
+
+
+def test_the_pace_is_found_where_the_host_matters() -> None:
+    small = Tracks(np.full(20, 0.001), np.ones(20), np.ones(20, dtype=int))
+    for pace in (0.5, 1.0, 3.0):
+        latency = latencies_ms([MeasuredTracks(small, float("nan"), 1.0)], shipped_costs().at_pace(pace))[0]
+        assert fit_pace([MeasuredTracks(small, float("nan"), float(latency))], shipped_costs()) == pytest.approx(pace, rel=0.01)

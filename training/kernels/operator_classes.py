@@ -1,0 +1,65 @@
+"""Classes of operators: those of one class do the same to memory, so a measured one tells how long another takes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ort_analysis.records.kernel_record import Kernel
+from ort_analysis.records.kernel_types import operator_of
+from training.kernels.features import CONVOLUTIONS
+
+OperatorClass = Literal["elementwise", "reduction", "normalisation", "recurrent", "gather", "movement", "product",
+                        "convolution", "other"]
+
+NORMALISATIONS = frozenset({
+    "BatchNormalization", "BiasSoftmax", "GroupNorm", "GroupNormalization", "InstanceNormalization", "LRN",
+    "LayerNormalization", "LogSoftmax", "LpNormalization", "MeanVarianceNormalization", "RMSNormalization",
+    "SimplifiedLayerNormalization",
+    "SkipGroupNorm", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "Softmax", "EmbedLayerNormalization"})
+RECURRENT = frozenset({"GRU", "LSTM", "RNN", "DynamicQuantizeLSTM", "Loop", "Scan"})
+GATHERS = frozenset({"Gather", "GatherElements", "GatherND", "GatherBlockQuantized", "GridSample", "Resize", "RoiAlign",
+                     "Scatter", "ScatterElements", "ScatterND", "Upsample", "Compress", "TensorScatter"})
+MOVEMENTS = frozenset({"Cast", "Concat", "DepthToSpace", "DequantizeLinear", "Expand", "MemcpyFromHost", "MemcpyToHost", "Pad",
+                       "QuantizeLinear", "ReorderInput", "ReorderOutput", "Slice", "SpaceToDepth", "Split", "Tile", "Transpose",
+                       "Trilu", "ConstantOfShape", "Range", "EyeLike", "ReverseSequence"})
+PRODUCTS = frozenset({"Attention", "Einsum", "FusedGemm", "FusedMatMul", "FusedMatMulActivation", "Gemm", "GroupQueryAttention",
+                      "MatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulNBits",
+                      "MultiHeadAttention", "PackedAttention", "QLinearMatMul", "QGemm", "QAttention", "TransposeMatMul",
+                      "DecoderMaskedMultiHeadAttention"})
+ELEMENTWISE = frozenset({
+    "Abs", "Acos", "Add", "And", "Asin", "Atan", "BiasAdd", "BiasGelu", "BiasSplitGelu", "BitShift", "Ceil", "Celu", "Clip",
+    "Cos", "Cosh", "Div", "Dropout", "Elu", "Equal", "Erf", "Exp", "FastGelu", "Floor", "Gelu", "Greater", "GreaterOrEqual",
+    "HardSigmoid", "HardSwish", "IsInf", "IsNaN", "LeakyRelu", "Less", "LessOrEqual", "Log", "Max", "Mean", "Min", "Mish",
+    "Mod", "Mul", "Neg", "Not", "Or", "PRelu", "Pow", "QLinearAdd",
+    "QLinearLeakyRelu", "QLinearMul", "QLinearSigmoid", "QuickGelu",
+    "Reciprocal", "Relu", "Round", "Selu", "Shrink", "Sigmoid", "Sign", "Silu", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt",
+    "Sub", "Sum", "Swish", "Tan", "Tanh", "ThresholdedRelu", "Where", "Xor", "RotaryEmbedding"})
+
+
+def operator_class(kernel: Kernel) -> OperatorClass:
+    """The class of operators that a kernel belongs to."""
+    return class_of_operator(kernel.op_type)
+
+
+def class_of_type(kernel_type: str) -> OperatorClass:
+    """The class of a kernel type's operator."""
+    return class_of_operator(operator_of(kernel_type))
+
+
+def class_of_operator(op: str) -> OperatorClass:
+    """The class of an operator of ONNX or ONNX Runtime."""
+    for kind, names in (("normalisation", NORMALISATIONS), ("recurrent", RECURRENT), ("gather", GATHERS),
+                        ("movement", MOVEMENTS), ("product", PRODUCTS), ("convolution", CONVOLUTIONS),
+                        ("elementwise", ELEMENTWISE)):
+        if op in names:
+            return kind  # type: ignore[return-value]
+    return "reduction" if op.startswith(("Reduce", "Arg", "Global")) or "Pool" in op or op == "CumSum" else "other"
+
+
+def form_of(kernel: Kernel) -> str:
+    """Element type and rank of a kernel, such as `float32 of rank 4`; for a product the type alone, since its rank matters
+    little."""
+    if operator_class(kernel) == "product":
+        return kernel.dtype
+    first = next((tensor for tensor in kernel.inputs if tensor.dtype), None)
+    return f"{kernel.dtype} of rank {len(first.shape) if first else 0}"

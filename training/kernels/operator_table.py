@@ -1,0 +1,107 @@
+"""A table of measured operators: how many kernels of each, and how far off they are, held out alone or with their operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kernel_model.sampling.kernel_errors import KernelError
+from ort_analysis.cuda.kernels import cuda_operators
+from ort_analysis.records.kernel_costs import VIEW_OPS
+from ort_analysis.records.kernel_record import Kernel
+from ort_analysis.records.kernel_types import operator_of
+from training.kernels.operator_classes import class_of_operator
+from training.kernels.operators_left_out import LeftOutOperator
+from training.kernels.training_set import TrainingSet
+
+BAR = 0.30  # median error that an estimate should stay below
+Rows = list[dict[str, Any]]
+# Why a kernel of the models that were collected is in no dataset, though its operator is common.
+APART = (
+    ("Reshape, Squeeze, Unsqueeze, Flatten, Identity", "rename a tensor and give the GPU no work; their time is zero"),
+    ("MemcpyToHost, MemcpyFromHost", "copies between host and GPU; measured apart, see how_it_works.md"),
+    ("Col2Im, ArgMax of whole numbers, NonMaxSuppression", "the CUDA provider has no kernel for them: they run on the CPU"),
+    ("If, Loop, Scan", "their time is that of the nodes in their bodies"))
+
+
+def operator_rows(rows: TrainingSet, label: str, kernels: Mapping[str, Kernel], errors: Iterable[KernelError],
+                  held_out: Iterable[LeftOutOperator]) -> Rows:
+    """One row per operator and element type, sorted by class and operator; errors in per cent.
+
+    Args:
+        rows: of the dataset.
+        label: whose times.
+        kernels: all of the dataset by id.
+        errors: of kernels that were held out alone.
+        held_out: operators that were left out.
+    """
+    measured = set(rows.ids[rows.idle & np.isfinite(rows.times_ms[label])].tolist())
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for name in measured:
+        operator = operator_of(kernels[name].type)
+        groups.setdefault((class_of_operator(operator), operator, kernels[name].dtype), []).append(name)
+    alone = {error.kernel.id: abs(error.predicted_ms / error.measured_ms - 1) for error in errors}
+    left = {operator.operator: dict(zip(operator.ids.tolist(), operator.errors.tolist(), strict=True)) for operator in held_out}
+    found: Rows = []
+    for (kind, operator, dtype), names in sorted(groups.items()):
+        row: dict[str, Any] = {"class": kind, "operator": operator, "type": dtype, "kernels": len(names)}
+        for column, by_id in (("cross_validated", alone), ("operator_left_out", left.get(operator, {}))):
+            values = [by_id[name] for name in names if name in by_id]
+            row[f"{column}_median_%"] = 100 * float(np.median(values)) if values else None
+        found.append(row)
+    return found
+
+
+def summary_rows(held_out: Sequence[LeftOutOperator]) -> Rows:
+    """One row per class of operators that were left out in turn, and one for all: medians over operators of their median
+    errors, in per cent, and the share of operators below BAR; each operator counts alike."""
+    found: Rows = []
+    for kind in [*sorted({one.kind for one in held_out}), "all"]:
+        chosen = [one for one in held_out if kind in (one.kind, "all")]
+        if not chosen:
+            continue
+        medians, roofline = ([float(np.median(errors)) for errors in of] for of in (
+            [one.errors for one in chosen], [one.roofline_errors for one in chosen]))
+        found.append({"class": kind, "operators": len(chosen), "median_%": 100 * float(np.median(medians)),
+                      "worst_%": 100 * max(medians), "worst": chosen[int(np.argmax(medians))].operator,
+                      f"below_{round(100 * BAR)}_%": 100 * float(np.mean([median < BAR for median in medians])),
+                      "roofline_median_%": 100 * float(np.median(roofline))})
+    return found
+
+
+def markdown(target: str, label: str, operators: Rows, summary: Rows, launches: Rows, kernels: Iterable[Kernel]) -> str:
+    """The page about the operators of a target."""
+    measured = {operator_of(kernel.type) for kernel in kernels}
+    absent: dict[str, list[str]] = {}
+    for operator in sorted(cuda_operators() - measured - VIEW_OPS):
+        absent.setdefault(class_of_operator(operator), []).append(operator)
+    parts = [
+        "# Operators", "",
+        f"What the predictors of `{target}` know of each operator (label `{label}`). Written by "
+        "`python training/leave_operators_out.py --markdown docs/operators.md`.", "",
+        "*Cross-validated*: the median error of kernels that were held out one by one. *Left out*: the median error when no "
+        "kernel of the operator was seen at all, so that its time is estimated from the other operators of its class.", "",
+        "## An operator that was never measured", "",
+        "Each measured operator was left out of everything in turn. The medians are over operators, each counted alike.", "",
+        _table(summary), ""]
+    if launches:
+        parts += ["The same for the number of launches:", "", _table(launches), ""]
+    parts += ["## Measured operators", "", _table(operators), "", "## Not measured", "",
+              "Operators that the CUDA provider has and no dataset holds. They are estimated from their class, and the answer "
+              "says so.", ""]
+    parts += [f"- {kind}: {', '.join(names)}" for kind, names in sorted(absent.items())]
+    parts += ["", "In models, but in no dataset of kernels:", "", *(f"- {names}: {why}" for names, why in APART), ""]
+    return "\n".join(parts)
+
+
+def _table(rows: Rows) -> str:
+    """Rows as a table in Markdown."""
+    columns = list(rows[0]) if rows else []
+    lines = [columns, ["---"] * len(columns), *([_cell(row[column]) for column in columns] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return "–" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
