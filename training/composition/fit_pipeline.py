@@ -128,7 +128,7 @@ def left_out_ms(models: Sequence[MeasuredTracks], groups: Sequence[str]) -> Left
     costs = left_out_costs(models, groups)
 
     def at(pace: float | None) -> Floats:
-        return np.array([pipeline_ms(model.tracks, costs[group].at_pace(model.pace if pace is None else pace))
+        return np.array([pipeline_ms(model.tracks, costs[group].at_pace(model.pace if pace is None else pace), model.off_gpu)
                          for model, group in zip(models, groups, strict=True)])
 
     return LeftOut(at(1.0), at(None), *(at(pace) for pace in HOSTS))

@@ -103,8 +103,9 @@ class HeldOut:
         cases = []
         for model, group, paced_ms in zip(self.models, self.groups, found.paced_ms, strict=True):
             gpu_ms = times[GPU_LABEL][model.record.model]
-            nodes = [(kernel, node.runs * gpu_ms[kernel.id]) for node in model.record.nodes
-                     for kernel in [model.record.kernel_of(node)]]
+            off = [False] * len(model.record.nodes) if model.off_gpu is None else model.off_gpu.off.tolist()
+            nodes = [(kernel, node.runs * gpu_ms[kernel.id]) for node, out in zip(model.record.nodes, off, strict=True)
+                     for kernel in [model.record.kernel_of(node)] if not out]
             taken = {name for name in gpu_ms if GPU_LABEL in self.measured.get(name, {})} if kernels == "measured" else set()
             cases.append(Case(model.collection, model.group, sources_of_model(nodes, differs[group], taken, paced_ms),
                               math.log(model.latency_ms / paced_ms)))
