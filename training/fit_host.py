@@ -24,10 +24,10 @@ from training.composition.default_composition import shipped_costs
 from training.composition.fit_copies import fit_copies
 from training.composition.fitted import composition_path, read_composition
 from training.composition.host_costs import FILE, HostCosts
-from training.composition.host_side import host_folder
+from training.composition.host_side import host_folder, host_predictors
 from training.kernels.predictors import ON_GPU, Predictors, read_predictors
 from training.kernels.saving import copy_predictors
-from training.kernels.sidecar import TRAIN, read_sidecar
+from training.kernels.sidecar import read_sidecar
 from training.kernels.targets import trained_targets
 from utils import cli, files
 from utils.errors import UserError
@@ -85,20 +85,6 @@ def costs_of(folder: Path) -> PipelineCosts:
         if found is not None:
             return found
     return shipped_costs()
-
-
-def host_predictors(workspace: Workspace) -> Path:
-    """The folder of the predictors of the only CPU target in a workspace.
-
-    Raises:
-        UserError: there is none, or more than one.
-    """
-    found = [name for name in trained_targets(workspace)
-             if read_sidecar(workspace.predictors(name)).target.flavour.device == "cpu"]
-    if len(found) != 1:
-        raise UserError(f"{workspace.root}: {len(found)} CPU targets with predictors ({', '.join(found) or 'none'}); exactly "
-                        f"one must be there: {TRAIN} --workspace {workspace.root}")
-    return workspace.predictors(found[0])
 
 
 def row(target: str, costs: HostCosts | None, kernels: bool) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
-from benchmark.records.labels import UNPROFILED
 from benchmark.runtimes.ort.control_flow import RANGE, trip_ms
 from graph_model.simulation.tracks import NodeKind, node_kind
 from inference.core.answers import Provenance
@@ -14,6 +13,7 @@ from inference.core.memory import Layout, layout_of
 from inference.core.uncertainty import CERTAIN, KernelUncertainty, Span, kernel_uncertainties
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import Kernel, ModelRecord
+from training.composition.host_side import HOST_LABEL
 from training.composition.off_gpu import host_range, is_copy, is_off_gpu, on_host, takes_no_time, waits_for_gpu, waits_inside
 from training.kernels.settings import LAUNCHES
 
@@ -122,7 +122,7 @@ def _off_gpu_kernels(kernels: Mapping[Placed, Kernel], conditions: Conditions) -
     if host.kernels is not None:
         learned = kernel_uncertainties(on_cpu.values(), [time.provenance for time in times],
                                        replace(conditions.fitted, predictors=host.kernels, uncertainty=host.uncertainty),
-                                       UNPROFILED)
+                                       HOST_LABEL)
     for (key, kernel), time in zip(on_cpu.items(), times, strict=True):
         uncertainty = None if takes_no_time(kernel) else learned.get(kernel.id)
         if time.provenance == "estimated":

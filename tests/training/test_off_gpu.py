@@ -16,6 +16,7 @@ from inference.core.timeline import trace_of
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.records.kernel_record import ModelRecord
 from ort_analysis.records.reading import record_path
+from recipes.h200.host_models import held_out_kernels, on_cpu, uses_host
 from training.composition.fit_copies import GPU_NODE_MS, HOST_NODE_MS, Step, fit_copies, simulated_ms
 from training.composition.fit_pipeline import latencies_ms
 from training.composition.fitted import read_composition
@@ -205,3 +206,17 @@ def test_the_host_waits_inside_a_node_whose_output_size_depends_on_data() -> Non
     alone = HostSide().off_gpu(run.record)
     assert alone is not None
     assert alone.run.waits.tolist() == [False, True]
+
+
+def test_a_model_is_judged_with_kernels_that_were_learned_without_its_family(with_host: Workspace) -> None:
+    plain, mixed = chain("Relu", "Sigmoid"), chain("Relu", "Sinh", "Sigmoid", size=4096 * 7)
+    assert [uses_host(record) for record in (plain, mixed)] == [False, True]
+    assert [on_cpu(record) for record in (plain, mixed)] == [0, 3]
+    known = Predictor(with_host, TARGET).run(mixed).run.known
+    everywhere = {mixed.model: dict.fromkeys(mixed.kernels, 0.5)}
+    on_host = {mixed.model: dict.fromkeys(mixed.kernels, 0.25)}
+    found = held_out_kernels(known, mixed, {"gpu": everywhere, "launches": everywhere}, on_host)
+    of_type = {mixed.kernels[name].type: one for (name, _), one in found.items()}
+    assert {kind: (one.latency_ms, one.launches) for kind, one in of_type.items() if "Memcpy" not in kind} == {
+        "Relu": (0.5, 0.5), "Sinh": (0.25, 0.0), "Sigmoid": (0.5, 0.5)}
+    assert of_type["MemcpyToHost"].latency_ms == pytest.approx(0.02, abs=2e-4)

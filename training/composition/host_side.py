@@ -20,10 +20,14 @@ from ort_analysis.records.kernel_record import Kernel, ModelRecord
 from training.composition.host_costs import DEFAULT_COSTS, HostCosts, read_host_costs
 from training.composition.off_gpu import guessed_ms, is_copy, is_off_gpu, takes_no_time, to_host, waits_inside
 from training.kernels.predictors import Predictors, read_predictors
-from training.kernels.sidecar import sidecar_path
+from training.kernels.sidecar import TRAIN, read_sidecar, sidecar_path
+from training.kernels.targets import trained_targets
 from training.kernels.uncertainty import NOTHING_LEARNED, Uncertainty, read_uncertainty
+from utils.errors import UserError
+from utils.paths import Workspace
 
 FOLDER = "host"
+HOST_LABEL = UNPROFILED  # the time of a kernel in a graph, without what the profiler adds
 Floats = npt.NDArray[np.float64]
 
 
@@ -76,7 +80,7 @@ class HostSide:
         working = [kernel for kernel in kernels if not takes_no_time(kernel)]
         found: dict[str, HostKernel] = {}
         if self.kernels is not None and working:
-            times = self.kernels.predict(working, {}, UNPROFILED, strict)
+            times = self.kernels.predict(working, {}, HOST_LABEL, strict)
             found = {kernel.id: HostKernel(time_ms, provenance) for kernel, time_ms, provenance in zip(
                 working, times.latency_ms, times.provenance, strict=True) if provenance != "estimated"}
         guesses = {kernel.id: HostKernel(guessed_ms(kernel), "estimated") for kernel in working}
@@ -117,6 +121,20 @@ NOTHING_MEASURED = HostSide()
 def host_folder(folder: Path) -> Path:
     """The folder of the predictors of the CPU provider's kernels, in that of a target's predictors."""
     return folder / FOLDER
+
+
+def host_predictors(workspace: Workspace) -> Path:
+    """The folder of the predictors of the only CPU target in a workspace.
+
+    Raises:
+        UserError: there is none, or more than one.
+    """
+    found = [name for name in trained_targets(workspace)
+             if read_sidecar(workspace.predictors(name)).target.flavour.device == "cpu"]
+    if len(found) != 1:
+        raise UserError(f"{workspace.root}: {len(found)} CPU targets with predictors ({', '.join(found) or 'none'}); exactly "
+                        f"one must be there: {TRAIN} --workspace {workspace.root}")
+    return workspace.predictors(found[0])
 
 
 def read_host_side(folder: Path) -> HostSide:

@@ -57,9 +57,14 @@ class MeasuredModel:
         return self.record.collection
 
 
-def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list[MeasuredModel]:
+def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, with_bodies: bool = False) -> list[MeasuredModel]:
     """The models of the dataset that a composition may be fitted to: measured idle, with a record, of no held-out family, and
     without Loop, If and Scan.
+
+    Args:
+        workspace, target: whose dataset and predictors are read.
+        sidecar: of the predictors.
+        with_bodies: return models with Loop, If and Scan too; what they do off the GPU is then not filled in.
 
     Raises:
         UserError: there is none.
@@ -74,13 +79,14 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar) -> list
         record = read_model_record(path)
         if record.group in sidecar.held_out:
             continue
-        if any(is_control_flow(kernel) for kernel in record.kernels.values()):
+        bodies = any(is_control_flow(kernel) for kernel in record.kernels.values())
+        if bodies and not with_bodies:
             log.info("%s: not used, since it has Loop, If or Scan, whose own costs are constants and not fitted", name)
             continue
         latency_ms, host_ms, host_io_ms, cuda_graph_ms, pace = (float(times[column]) for column in (
             "median_ms", "host_ms", "host_io_ms", "cuda_graph_ms", "pace"))
         found.append(MeasuredModel(record, record.group, latency_ms, host_ms, host_io_ms, cuda_graph_ms, pace,
-                                   host.off_gpu(record) if host else None))
+                                   host.off_gpu(record) if host and not bodies else None))
     if not found:
         raise UserError(f"{target}: no idle latency of a model to fit a composition to; measure models with: {COLLECT}")
     return found

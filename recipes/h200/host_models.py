@@ -1,0 +1,178 @@
+"""Errors of models of which a CUDA session runs a part on the host: detectors, decoders, and others with nodes on the CPU.
+
+Reads a workspace with a GPU's dataset, predictors and composition, and with --host the workspace with the host's kernels. Such
+a model has kernels on the CPU or copies, or its host waits for the GPU at a Loop or inside a node. Each of their families is
+held out: its kernels in the training of the GPU's and of the host's kernels, and its models (with those of all these families)
+in the fit of the costs of a run. The detectors' records hold the numbers of boxes that really came.
+
+    python recipes/h200/host_models.py --workspace out/h200 --host out/h200/host
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from inference.core.conditions import Conditions
+from inference.core.kernels_in_model import KernelInModel, Placed, kernels_in_models
+from inference.core.model_run import ModelRun
+from inference.core.run_modes import AS_USUAL
+from inference.core.targets import Fitted, fitted_for
+from ort_analysis.records.kernel_costs import is_control_flow
+from ort_analysis.records.kernel_record import ModelRecord
+from training.composition.fit_pipeline import fit_pipeline
+from training.composition.host_side import HOST_LABEL, host_predictors
+from training.composition.left_out import predict_out_of_fold
+from training.composition.measured_models import MeasuredModel, TimesOfModels, measured_models, tracks_of
+from training.composition.off_gpu import is_copy, reads_shape, takes_no_time, waits_inside
+from training.kernels.predictors import ON_GPU
+from training.kernels.settings import TrainingConfig
+from training.kernels.sidecar import read_sidecar
+from training.kernels.training_set import read_training_set
+from utils import cli
+from utils.config import read_config
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.paths import ROOT, Workspace
+from utils.timing import error_statistics
+
+log = get_logger("host")
+PARTS = 4  # of the families, each held out at a time
+EXAMPLES = "python recipes/h200/host_models.py --workspace out/h200 --host out/h200/host"
+
+
+class Judged(NamedTuple):
+    """A model's latency, measured and predicted, ms: with its family held out of everything, and with its kernels as measured
+    where they were."""
+
+    model: MeasuredModel
+    held_out_ms: float
+    looked_up_ms: float
+
+
+def uses_host(record: ModelRecord) -> bool:
+    """Whether the host computes or copies for a model, or waits for the GPU within a run."""
+    kernels = [(record.kernel_of(node), node.provider) for node in record.nodes]
+    return any(is_copy(kernel) or waits_inside(kernel) or is_control_flow(kernel)
+               or (provider == "cpu" and not takes_no_time(kernel) and not reads_shape(kernel)) for kernel, provider in kernels)
+
+
+def held_out_kernels(known: Mapping[Placed, KernelInModel], record: ModelRecord, times: Mapping[str, TimesOfModels],
+                     on_host: TimesOfModels) -> dict[Placed, KernelInModel]:
+    """The kernels of a model, with times of trainings without its family.
+
+    Args:
+        known: its kernels as the target's predictors have them.
+        record: the model's.
+        times: of GPU kernels, by label, model and kernel id.
+        on_host: of the host's kernels, by model and kernel id; empty where none were measured.
+    """
+    found = dict(known)
+    for name, provider in {(node.kernel_id, node.provider) for node in record.nodes}:
+        one, kernel = known[name, provider], record.kernels[name]
+        if is_control_flow(kernel) or is_copy(kernel):
+            continue
+        if not one.on_host:
+            gpu_ms, launches = (times[label][record.model][name] for label in ON_GPU)
+            found[name, provider] = one._replace(latency_ms=gpu_ms, launches=launches)
+        elif on_host and not takes_no_time(kernel):
+            found[name, provider] = one._replace(latency_ms=on_host[record.model][name])
+    return found
+
+
+def looked_up(fitted: Fitted, record: ModelRecord, label: str) -> dict[str, float]:
+    """The times of a model's kernels under a label by id: as measured where they were, else predicted."""
+    times = fitted.predictors.predict(list(record.kernels.values()), {}, label).latency_ms
+    return dict(zip(record.kernels, times, strict=True))
+
+
+def judge(workspace: Workspace, host: Workspace | None, target: str, config: TrainingConfig) -> list[Judged]:
+    """The models that use their host, each predicted with its family held out.
+
+    Raises:
+        UserError: nothing was learned for the target, or no such model was measured.
+    """
+    fitted, sidecar = fitted_for(workspace, target), read_sidecar(workspace.predictors(target))
+    every = measured_models(workspace, target, sidecar, with_bodies=True)
+    models = [model for model in every if uses_host(model.record)]
+    if not models:
+        raise UserError(f"{target}: no model was measured of which a CUDA session runs a part on the host")
+    groups = [model.group for model in models]
+    rows = read_training_set(workspace, target)
+    times = {label: predict_out_of_fold(rows, models, groups, "family", label, sidecar.labels[label].own_types, config)
+             for label in cli.progress(ON_GPU, "leaving families out")}
+    on_host: TimesOfModels = {}
+    if host is not None:
+        folder = host_predictors(host)
+        on_host = predict_out_of_fold(read_training_set(host, folder.name), models, groups, "family", HOST_LABEL,
+                                      read_sidecar(folder).labels[HOST_LABEL].own_types, config)
+    others = [model for model in every if model.group not in groups]
+    costs = fit_pipeline(tracks_of(others, {label: {model.record.model: looked_up(fitted, model.record, label)
+                                                    for model in others} for label in ON_GPU}))
+    conditions = Conditions(fitted, fitted.composition, AS_USUAL, False, {}, None, None)
+    known = kernels_in_models([model.record for model in models], conditions)
+
+    def latency_ms(model: MeasuredModel, kernels: Mapping[Placed, KernelInModel]) -> float:
+        run = ModelRun(model.record, kernels, fitted.composition, AS_USUAL, costs.at_pace(model.pace))
+        return run.composed().latency_ms
+
+    return [Judged(model, latency_ms(model, held_out_kernels(known, model.record, times, on_host)), latency_ms(model, known))
+            for model in models]
+
+
+def errors_of(judged: Sequence[Judged], what: str) -> list[dict[str, Any]]:
+    """The errors of some models, one row for each way of predicting."""
+    measured = [one.model.latency_ms for one in judged]
+    found = []
+    for how in ("held_out_ms", "looked_up_ms"):
+        errors = error_statistics([getattr(one, how) for one in judged], measured)
+        found.append({"models": what, "kernels": "families held out" if how == "held_out_ms" else "as measured",
+                      "count": errors.count, "MAPE_%": 100 * errors.mape, "median_%": 100 * errors.median,
+                      "within_10_%": 100 * errors.within_10, "worst_%": 100 * errors.worst})
+    return found
+
+
+def on_cpu(record: ModelRecord) -> int:
+    """The number of a model's nodes that the CPU runs and that take time, and of its copies."""
+    return sum(is_copy(record.kernel_of(node)) or (node.provider == "cpu" and not takes_no_time(record.kernel_of(node)))
+               for node in record.nodes)
+
+
+def row(one: Judged) -> dict[str, Any]:
+    record, latency = one.model.record, one.model.latency_ms
+    return {"model": record.model.partition("@")[0], "batch": record.dims.get("batch", ""), "family": one.model.group,
+            "nodes on the CPU and copies": on_cpu(record), "measured (ms)": latency, "pace": one.model.pace,
+            "held out (ms)": one.held_out_ms, "error_%": 100 * (one.held_out_ms / latency - 1),
+            "kernels as measured (ms)": one.looked_up_ms, "its error_%": 100 * (one.looked_up_ms / latency - 1)}
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--target", default="nvidia-h200", metavar="NAME", help="the target (default: nvidia-h200)")
+    parser.add_argument("--host", type=Path, metavar="DIR", help="the workspace with the host's kernels")
+    parser.add_argument("--parts", type=cli.count, default=PARTS, metavar="N",
+                        help=f"in how many parts families are held out (default: {PARTS})")
+    parser.add_argument("--config", type=Path, default=ROOT / "training" / "config.yaml", help="of the training")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    fitted: Fitted = fitted_for(workspace, args.target)
+    config = read_config(args.config, TrainingConfig).model_copy(update={"folds": args.parts})
+    judged = judge(workspace, Workspace(args.host) if args.host else None, fitted.target.name, config)
+    some = [one for one in judged if on_cpu(one.model.record)]
+    table = [*errors_of(some, "with nodes on the CPU or copies"), *errors_of(judged, "all that wait or compute on the host")]
+    if args.json:
+        cli.print_json({"models": [row(one) for one in judged], "errors": table})
+    else:
+        cli.print_table([row(one) for one in judged], "models of which a CUDA session runs a part on the host")
+        cli.print_table(table, "errors, at the host's pace as measured")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
