@@ -26,8 +26,9 @@ from contextlib import suppress
 from typing import Any
 
 from benchmark.records.reading import read_model_table
+from kernel_model.sampling.seeds import read_seeds
 from ort_analysis.records.reading import index_path, read_index
-from recipes.this_device.budget import Budget
+from recipes.this_device.budget import TRAINING_SHARE, Budget
 from recipes.this_device.commands import run_json
 from recipes.this_device.expected import expected_errors
 from training.kernels.sidecar import sidecar_path
@@ -95,17 +96,27 @@ def analyse(workspace: Workspace, device: str, args: argparse.Namespace, budget:
     return len(read_index(index_path(workspace, target.flavour)).all_kernels())
 
 
+def sampled_before(workspace: Workspace, device: str) -> tuple[int, int]:
+    """How many kernels earlier calls have sampled: near those of models, and of no model."""
+    families = read_seeds(workspace.kernel_onnx / local_target(device).flavour.name).values()
+    free = sum(not names for names in families)
+    return len(families) - free, free
+
+
 def measure(workspace: Workspace, device: str, own_kernels: int, budget: Budget) -> dict[str, Any] | None:
     """Samples kernels and measures while there is time; the collector's totals, or None if no time was left."""
     if not budget.measuring_s():
         return None
     jobs = os.cpu_count() or 1
     if count := budget.samples(device, own_kernels, jobs):
-        free = round(FREE_SHARE[device] * count)
-        run_json(workspace, "kernel_model/kernel_sampler.py", "--count", str(count - free), "--free", str(free), "--jobs",
-                 str(jobs), "--most-gflop", str(LARGEST_GFLOP[device]))
+        near, free = sampled_before(workspace, device)
+        further = round(FREE_SHARE[device] * count)
+        run_json(workspace, "kernel_model/kernel_sampler.py", "--count", str(near + count - further), "--free",
+                 str(free + further), "--jobs", str(jobs), "--most-gflop", str(LARGEST_GFLOP[device]), "--seed",
+                 str(near + free))
     minutes = budget.measuring_s() / 60
-    log.info("measuring for %.1f minutes, after %.1f", minutes, budget.used_s() / 60)
+    log.info("%.1f minutes used; measuring for %.1f, then about %.1f for training", budget.used_s() / 60, minutes,
+             TRAINING_SHARE * budget.total_s / 60)
     totals: dict[str, Any] = run_json(
         workspace, "benchmark/collector.py", "--config", str(ROOT / "recipes" / "this_device" / f"{device}.yaml"),
         "--minutes", str(minutes))
@@ -123,7 +134,7 @@ def learn(workspace: Workspace, device: str, args: argparse.Namespace, budget: B
     """Trains, and fits the composition."""
     target = local_target(device).name
     start = args.start_from or shipped_for(device, target)
-    log.info("training, after %.1f minutes", budget.used_s() / 60)
+    log.info("%.1f minutes used; training", budget.used_s() / 60)
     run_json(workspace, "training/train_kernel_model.py", "--target", target,
              *(["--start-from", start] if start and start != "nothing" else []))
     models = read_model_table(workspace, target)["Model"].nunique()

@@ -76,3 +76,9 @@ def test_the_pace_is_found_where_the_host_matters() -> None:
     for pace in (0.5, 1.0, 3.0):
         latency = latencies_ms([MeasuredTracks(small, float("nan"), 1.0)], shipped_costs().at_pace(pace))[0]
         assert fit_pace([MeasuredTracks(small, float("nan"), float(latency))], shipped_costs()) == pytest.approx(pace, rel=0.01)
+
+
+def test_models_that_are_limited_by_the_gpu_leave_the_pace_alone() -> None:
+    large = Tracks(np.full(20, 5.0), np.ones(20), np.ones(20, dtype=int))
+    latency = 1.02 * latencies_ms([MeasuredTracks(large, float("nan"), 1.0)], shipped_costs())[0]
+    assert fit_pace([MeasuredTracks(large, float("nan"), float(latency))], shipped_costs()) == pytest.approx(1.0, rel=0.2)

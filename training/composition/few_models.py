@@ -29,6 +29,10 @@ from utils.lazy import scipy
 
 Floats = npt.NDArray[np.float64]
 PACES = (0.2, 10.0)  # of a host, as multiples of the pace of the host whose GPU comes with Hase
+# How much the mean error must fall for each factor of e in the pace. Of the H200's 366 models, two drawn at random give a pace
+# that predicts all with a mean error of 2.5 % (4.1 % at the 95th percentile of 200 draws); without this, 16 % (59 %). If the host
+# were 1.4 times as slow, it would be 6.0 % with and 13.5 % without.
+PULL = 0.05
 GRID = 40  # paces that are tried before the search between two of them
 
 
@@ -68,11 +72,15 @@ def _line(label: str, predicted_ms: Floats, known_ms: Floats, latency: Floats, g
 
 
 def fit_pace(models: Sequence[MeasuredTracks], costs: PipelineCosts) -> float:
-    """How many times as long as `costs` say the host takes: the pace with the least mean error of some models' latencies."""
+    """How many times as long as `costs` say the host takes: the pace with the least mean error of some models' latencies.
+
+    Models that are limited by the GPU say nothing of it, and leave it at 1.
+    """
     latency = np.array([model.latency_ms for model in models])
 
     def error(pace: float) -> float:
-        return float(np.abs(latencies_ms(models, costs.at_pace(pace)) / latency - 1.0).sum())
+        found = np.abs(latencies_ms(models, costs.at_pace(pace)) / latency - 1.0)
+        return float(found.mean()) + PULL * abs(float(np.log(pace)))
 
     grid = np.geomspace(*PACES, GRID)
     best = int(np.argmin([error(float(pace)) for pace in grid]))
