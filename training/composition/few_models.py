@@ -30,8 +30,8 @@ from utils.lazy import scipy
 Floats = npt.NDArray[np.float64]
 PACES = (0.2, 10.0)  # of a host, as multiples of the pace of the host whose GPU comes with Hase
 # How much the mean error must fall for each factor of e in the pace. Of the H200's 366 models, two drawn at random give a pace
-# that predicts all with a mean error of 2.5 % (4.1 % at the 95th percentile of 200 draws); without this, 16 % (59 %). If the host
-# were 1.4 times as slow, it would be 6.0 % with and 13.5 % without.
+# that predicts all with a mean error of 2.5 % (4.1 % at the 95th percentile of 200 draws); without this, 16 % (59 %). If the
+# host were 1.4 times as slow, it would be 6.0 % with and 13.5 % without.
 PULL = 0.05
 GRID = 40  # paces that are tried before the search between two of them
 
