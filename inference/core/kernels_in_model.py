@@ -14,7 +14,16 @@ from inference.core.uncertainty import CERTAIN, KernelUncertainty, Span, kernel_
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import Kernel, ModelRecord
 from training.composition.host_side import HOST_LABEL
-from training.composition.off_gpu import host_range, is_copy, is_off_gpu, on_host, takes_no_time, waits_for_gpu, waits_inside
+from training.composition.off_gpu import (
+    host_range,
+    is_copy,
+    is_off_gpu,
+    on_host,
+    reading_loops,
+    takes_no_time,
+    to_host,
+    waits_inside,
+)
 from training.kernels.settings import LAUNCHES
 
 if TYPE_CHECKING:
@@ -83,7 +92,8 @@ def kernels_in_models(records: Sequence[ModelRecord], conditions: Conditions) ->
                if conditions.device == "cuda" and is_off_gpu(kernel, key[1]) and key not in loops}
     known = _predicted({key: kernel for key, kernel in placed.items() if key not in off_gpu and key not in loops}, conditions)
     known |= _off_gpu_kernels(off_gpu, conditions)
-    return known | {key: _control_flow_kernel(kernel, conditions.device) for key, kernel in loops.items()}
+    reading = {name for record in records for name in reading_loops(record)} if loops and conditions.device == "cuda" else set()
+    return known | {key: _control_flow_kernel(kernel, conditions.device, key[0] in reading) for key, kernel in loops.items()}
 
 
 def _predicted(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict[Placed, KernelInModel]:
@@ -102,19 +112,20 @@ def _predicted(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict
                 kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
 
 
-def _control_flow_kernel(kernel: Kernel, device: str) -> KernelInModel:
-    """What a Loop, If or Scan contributes with each trip, in addition to the nodes of its body."""
+def _control_flow_kernel(kernel: Kernel, device: str, reads_condition: bool) -> KernelInModel:
+    """What a Loop, If or Scan contributes with each trip, in addition to the nodes of its body; `reads_condition`: the host
+    reads from the GPU whether it goes on."""
     on_gpu = device == "cuda"
-    return KernelInModel(trip_ms(kernel, device), "predicted", 0.0, NodeKind.OWN, layout_of(kernel),
+    return KernelInModel(trip_ms(kernel, device, reads_condition), "predicted", 0.0, NodeKind.OWN, layout_of(kernel),
                          KernelUncertainty("control flow", Span(*RANGE), CERTAIN, False), on_host=on_gpu,
-                         waits=on_gpu and waits_for_gpu(kernel))
+                         waits=reads_condition)
 
 
 def _off_gpu_kernels(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict[Placed, KernelInModel]:
     """What copies, and kernels of the CPU provider, contribute in a CUDA session."""
     host = conditions.fitted.host
     found = {key: KernelInModel(host.copy_ms(kernel), "predicted", 1.0, NodeKind.OWN, layout_of(kernel),
-                                on_host=on_host(kernel, key[1]), waits=waits_for_gpu(kernel))
+                                on_host=on_host(kernel, key[1]), waits=to_host(kernel))
              for key, kernel in kernels.items() if is_copy(kernel)}
     on_cpu = {key: kernel for key, kernel in kernels.items() if key not in found}
     times = host.kernel_times(list(on_cpu.values()), conditions.strict)

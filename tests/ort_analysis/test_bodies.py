@@ -241,7 +241,7 @@ def test_a_loop_costs_what_its_nodes_cost_unrolled() -> None:
 
 def test_twice_the_trips_cost_twice_as_much() -> None:
     none, ten, twenty = (predict(loop(None), target=H200, dims={"trips": trips}).latency_ms for trips in (0, 10, 20))
-    assert none < CUDA_TRIP_MS["Loop"]  # an H200 took 0.017 ms for such a run
+    assert none < CUDA_TRIP_MS["Loop"] + CONDITION_MS  # an H200 took 0.017 ms for such a run
     assert (twenty - none) / (ten - none) == pytest.approx(2.0, rel=0.05)
     many, twice = (predict(loop(None), target=H200, dims={"trips": trips}).latency_ms for trips in (MOST_RUNS, 2 * MOST_RUNS))
     assert many / (twenty - ten) == pytest.approx(MOST_RUNS / 10, rel=0.02)

@@ -20,6 +20,7 @@ from training.composition.host_costs import CopyCurve, HostCosts
 
 HOST_NODE_MS = 0.001  # of the CPU provider's node on the smallest tensor, which a session's own time hides
 GPU_NODE_MS = 0.002  # of an elementwise kernel on a small tensor, which the host's dispatch hides (median of an H200's)
+SMALL = 16384  # bytes of a tensor on which the GPU works for less time than the host takes to dispatch a node
 HALVINGS = 60  # of the range in which a time lies
 
 
@@ -58,19 +59,30 @@ def copy_times_ms(found: CopyTimes, smallest: CopyTimes, costs: PipelineCosts) -
         smallest: the same at the smallest size.
         costs: of a run.
     """
-    taken = {name: median(samples) for name, samples in found.samples_ms.items()}
+    taken = medians_ms(found)
     node_ms = max(taken["cpu"] - median(smallest.samples_ms["cpu"]), 0.0) + HOST_NODE_MS
     second = taken["gpu"] - taken["one"]
     on_gpu = Step(second if second > 1.5 * (costs.node_ms + costs.launch_ms) else GPU_NODE_MS, 1.0)
     on_cpu, one_ms = Step(host_ms=node_ms), simulated_ms([on_gpu], costs)
 
-    def to_host(time_ms: float) -> float:
-        return simulated_ms([on_gpu, Step(time_ms, 1.0, waits=True), on_cpu], costs) - one_ms
-
     def to_gpu(time_ms: float) -> float:
         return simulated_ms([on_cpu, Step(0.0, 1.0, host_ms=time_ms), on_gpu], costs) - one_ms
 
+    def to_host(time_ms: float) -> float:
+        return simulated_ms([on_gpu, Step(time_ms, 1.0, waits=True), on_cpu], costs) - one_ms
+
     return solve(taken["to_host"] - taken["one"], to_host), solve(taken["to_gpu"] - taken["one"], to_gpu)
+
+
+def medians_ms(found: CopyTimes) -> dict[str, float]:
+    """The median latency of each graph, ms."""
+    return {name: median(samples) for name, samples in found.samples_ms.items()}
+
+
+def pace_of(copies: Sequence[CopyTimes], costs: PipelineCosts) -> float:
+    """How many times as long as usual the host took meanwhile: the second of two small nodes, to what it costs usually."""
+    seconds = [taken["gpu"] - taken["one"] for one in copies if one.bytes <= SMALL for taken in [medians_ms(one)]]
+    return float(np.clip(median(seconds) / (costs.node_ms + costs.launch_ms), 0.5, 2.0))
 
 
 def rising(values: Sequence[float]) -> tuple[float, ...]:
@@ -102,8 +114,9 @@ def _each_ms(step: Step, counts: tuple[int, int], costs: PipelineCosts, host_ms:
 
 def fit_copies(measured: MeasuredCopies, predict: Callable[[WaitTimes], tuple[float, float]],
                costs: PipelineCosts) -> HostCosts:
-    """What copies cost, and waiting; arguments as of `wait_ms`."""
+    """What copies cost, and waiting; arguments as of `wait_ms`, the costs at the host's usual pace."""
     copies = sorted(measured.copies, key=lambda one: one.bytes)
+    costs = costs.at_pace(pace_of(copies, costs))
     to_host, to_gpu = zip(*(copy_times_ms(one, copies[0], costs) for one in copies), strict=True)
     sizes = tuple(one.bytes for one in copies)
     return HostCosts(to_host=CopyCurve(bytes=sizes, ms=rising(to_host)), to_gpu=CopyCurve(bytes=sizes, ms=rising(to_gpu)),

@@ -7,10 +7,9 @@ estimated everywhere.
 
 from __future__ import annotations
 
-from benchmark.runtimes.ort.control_flow import loop_waits
 from ort_analysis.cuda.capture import COPIES
 from ort_analysis.records.kernel_costs import is_control_flow
-from ort_analysis.records.kernel_record import Kernel
+from ort_analysis.records.kernel_record import Kernel, ModelRecord
 from training.kernels.operator_classes import operator_class
 
 HOST_KERNEL_MS = 0.001  # of a kernel that does next to nothing; a guess, like the two rates
@@ -58,9 +57,24 @@ def waits_inside(kernel: Kernel) -> bool:
     return kernel.op_type in WAITING and not kernel.domain
 
 
-def waits_for_gpu(kernel: Kernel) -> bool:
-    """Whether the host waits at a node off the GPU until the GPU has finished all its work."""
-    return to_host(kernel) or loop_waits(kernel)
+def reading_loops(record: ModelRecord) -> set[str]:
+    """The ids of those Loops at which the host waits after each trip, since their bodies make the condition on the GPU: a
+    single truth value that no node of the body reads."""
+    found = set()
+    for loop in record.nodes:
+        if record.kernel_of(loop).op_type != "Loop":
+            continue
+        body = [node for node in record.nodes if node.inside == loop.name]
+        read = {name for node in body for name in node.inputs}
+        if any(node.provider == "cuda" and set(node.outputs).isdisjoint(read) and is_condition(record.kernel_of(node))
+               for node in body):
+            found.add(loop.kernel_id)
+    return found
+
+
+def is_condition(kernel: Kernel) -> bool:
+    """Whether a kernel makes a single truth value."""
+    return len(kernel.outputs) == 1 and kernel.outputs[0].dtype == "bool" and kernel.outputs[0].elements == 1
 
 
 def takes_no_time(kernel: Kernel) -> bool:
