@@ -49,28 +49,43 @@ def _own_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
     return of_kind[tracks.kinds] + costs.launch_ms * tracks.launches
 
 
-def dispatched_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> Floats:
-    """When the host has dispatched each node, in ms from the start of the run; arguments as of `pipeline_ms`.
+class HostTimes(NamedTuple):
+    """When the host has dispatched each node, and when it goes on to the next: later where it waits for the GPU. In ms from the
+    start of the run."""
+
+    dispatched: Floats
+    goes_on: Floats
+
+
+def host_times(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> HostTimes:
+    """The host's track; arguments as of `pipeline_ms`.
 
     Where the host waits, the GPU's work on a node begins no earlier than the node's dispatch. `lead_ms` alone may say
     otherwise: it is fitted to whole runs, and also makes up for what the GPU's times have too much.
     """
     own = _own_ms(tracks, costs)
     if off_gpu is None:
-        return costs.start_ms + np.cumsum(own)
+        at = costs.start_ms + np.cumsum(own)
+        return HostTimes(at, at)
     leads = np.maximum(costs.lead_ms, -own)
-    own = own + off_gpu.host_ms
     work = tracks.gpu_ms + costs.gap_ms * tracks.launches
-    at, host, gpu = np.empty(len(own)), costs.start_ms, -np.inf
-    for place, (takes, lead, gives, count, waits) in enumerate(zip(
-            own.tolist(), leads.tolist(), work.tolist(), tracks.launches.tolist(), off_gpu.waits.tolist(), strict=True)):
-        host += takes
+    dispatched, goes_on, host, gpu = np.empty(len(own)), np.empty(len(own)), costs.start_ms, -np.inf
+    for place, (takes, busy, lead, gives, count, waits) in enumerate(zip(
+            own.tolist(), off_gpu.host_ms.tolist(), leads.tolist(), work.tolist(), tracks.launches.tolist(),
+            off_gpu.waits.tolist(), strict=True)):
+        host += takes if waits else takes + busy
         if count > 0:
             gpu = max(gpu, host + lead) + gives
+        dispatched[place] = host
         if waits:
-            host = max(host, gpu)
-        at[place] = host
-    return at
+            host = max(host, gpu) + busy
+        goes_on[place] = host
+    return HostTimes(dispatched, goes_on)
+
+
+def dispatched_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> Floats:
+    """When the host goes on after each node, in ms from the start of the run; arguments as of `pipeline_ms`."""
+    return host_times(tracks, costs, off_gpu).goes_on
 
 
 def pipeline_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> float:
@@ -84,14 +99,14 @@ def pipeline_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = N
         costs: of the target.
         off_gpu: what nodes of the CPU provider and copies do on the host; None where the run has no such nodes.
     """
-    at = dispatched_ms(tracks, costs, off_gpu)
-    if not len(at):
+    host = host_times(tracks, costs, off_gpu)
+    if not len(host.goes_on):
         return costs.start_ms + costs.end_ms
     working = tracks.launches > 0
     work = np.where(working, tracks.gpu_ms + costs.gap_ms * tracks.launches, 0.0)
     left = np.cumsum(work[::-1])[::-1]  # from each node on
-    ends = (at + costs.lead_ms + left)[working]
-    return float(max(at[-1], ends.max(initial=0.0)) + costs.end_ms)
+    ends = (host.dispatched + costs.lead_ms + left)[working]
+    return float(max(host.goes_on[-1], ends.max(initial=0.0)) + costs.end_ms)
 
 
 class NodeSpan(NamedTuple):
@@ -110,15 +125,16 @@ def timeline(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None
     Arguments are those of `pipeline_ms`.
     """
     spans, host, gpu = [], costs.start_ms, -np.inf
-    at = dispatched_ms(tracks, costs, off_gpu)
-    for dispatched, time, count in zip(at.tolist(), tracks.gpu_ms, tracks.launches, strict=True):
+    found = host_times(tracks, costs, off_gpu)
+    for dispatched, goes_on, time, count in zip(found.dispatched.tolist(), found.goes_on.tolist(), tracks.gpu_ms,
+                                                tracks.launches, strict=True):
         work = None
         if count > 0:
             begins = max(gpu, dispatched + costs.lead_ms)
             gpu = begins + float(time) + costs.gap_ms * float(count)
             work = begins, begins + float(time)
-        spans.append(NodeSpan((host, dispatched), work))
-        host = dispatched
+        spans.append(NodeSpan((host, goes_on), work))
+        host = goes_on
     return spans
 
 

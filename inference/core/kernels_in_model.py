@@ -24,6 +24,8 @@ from training.composition.off_gpu import (
     to_host,
     waits_inside,
 )
+from training.composition.selection import RANGE as SELECTION_RANGE
+from training.composition.selection import selection_launches, selection_ms, selects_boxes
 from training.kernels.settings import LAUNCHES
 
 if TYPE_CHECKING:
@@ -91,6 +93,8 @@ def kernels_in_models(records: Sequence[ModelRecord], conditions: Conditions) ->
     off_gpu = {key: kernel for key, kernel in placed.items()
                if conditions.device == "cuda" and is_off_gpu(kernel, key[1]) and key not in loops}
     known = _predicted({key: kernel for key, kernel in placed.items() if key not in off_gpu and key not in loops}, conditions)
+    known |= {key: selecting_kernel(kernel, known[key]) for key, kernel in placed.items()
+              if conditions.device == "cuda" and key in known and key not in off_gpu and selects_boxes(kernel)}
     known |= _off_gpu_kernels(off_gpu, conditions)
     reading = {name for record in records for name in reading_loops(record)} if loops and conditions.device == "cuda" else set()
     return known | {key: _control_flow_kernel(kernel, conditions.device, key[0] in reading) for key, kernel in loops.items()}
@@ -110,6 +114,12 @@ def _predicted(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict
                                host_ms=host.wait_ms(kernel) if on_gpu else 0.0)
             for (key, kernel), time_ms, provenance, count in zip(
                 kernels.items(), times.latency_ms, times.provenance, launches, strict=True)}
+
+
+def selecting_kernel(kernel: Kernel, known: KernelInModel) -> KernelInModel:
+    """What a NonMaxSuppression on a GPU contributes, by how many boxes it keeps, whatever predictors say."""
+    return known._replace(latency_ms=selection_ms(kernel), launches=selection_launches(kernel), provenance="predicted",
+                          uncertainty=KernelUncertainty("control flow", Span(*SELECTION_RANGE), CERTAIN, False))
 
 
 def _control_flow_kernel(kernel: Kernel, device: str, reads_condition: bool) -> KernelInModel:

@@ -31,6 +31,7 @@ from training.composition.host_side import HOST_LABEL, host_predictors
 from training.composition.left_out import predict_out_of_fold
 from training.composition.measured_models import MeasuredModel, TimesOfModels, measured_models, tracks_of
 from training.composition.off_gpu import is_copy, reads_shape, takes_no_time, waits_inside
+from training.composition.selection import selects_boxes
 from training.kernels.predictors import ON_GPU
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
@@ -76,7 +77,7 @@ def held_out_kernels(known: Mapping[Placed, KernelInModel], record: ModelRecord,
     found = dict(known)
     for name, provider in {(node.kernel_id, node.provider) for node in record.nodes}:
         one, kernel = known[name, provider], record.kernels[name]
-        if is_control_flow(kernel) or is_copy(kernel):
+        if is_control_flow(kernel) or is_copy(kernel) or selects_boxes(kernel):
             continue
         if not one.on_host:
             gpu_ms, launches = (times[label][record.model][name] for label in ON_GPU)

@@ -17,7 +17,7 @@ from graph_model.simulation.pipeline import (
     pipeline_ms,
     timeline,
 )
-from graph_model.simulation.tracks import NodeKind, Tracks, node_kind
+from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks, node_kind
 from ort_analysis.records.kernel_record import KernelInput, Tensor
 from ort_analysis.records.kernel_types import describe_kernel
 from training.composition.fit_pipeline import (
@@ -185,3 +185,16 @@ def test_one_disturbed_model_pulls_little() -> None:
     found = fit_pipeline(models)
     errors = [abs(pipeline_ms(m.tracks, found) / m.latency_ms - 1) for m in models]
     assert np.median(errors) < 0.02
+
+
+def test_the_work_of_a_node_at_which_the_host_waits_counts_once() -> None:
+    """One node of 5 ms inside which the host waits, then 0.5 ms of its own, then nothing."""
+    costs = PipelineCosts(node_ms=0.002, view_ms=0.001, launch_ms=0.004, start_ms=0.01, gap_ms=0.001, lead_ms=-0.05, end_ms=0.0)
+    tracks = Tracks(np.array([5.0]), np.array([1.0]), np.array([NodeKind.OWN]))
+    waits = OffGpu(np.array([0.5]), np.array([True]))
+    whole = costs.start_ms + 5.0 + costs.gap_ms + 0.5
+    assert pipeline_ms(tracks, costs, waits) == pytest.approx(whole)
+    (span,) = timeline(tracks, costs, waits)
+    assert span.host[1] == pytest.approx(whole)
+    assert span.gpu is not None
+    assert span.gpu[1] - span.gpu[0] == pytest.approx(5.0)

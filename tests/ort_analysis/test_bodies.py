@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmark.measuring.effort import Effort
-from benchmark.runtimes.ort.control_flow import CPU_TRIP_MS, CUDA_TRIP_MS
+from benchmark.runtimes.ort.control_flow import CONDITION_MS, CPU_TRIP_MS, CUDA_TRIP_MS
 from benchmark.runtimes.ort.runner import open_runner
 from benchmark.runtimes.ort.worker import labels_of
 from graph_model.dag.dag import build_dag, longest_path

@@ -8,13 +8,15 @@ from command import run_script
 from onnx import TensorProto, helper
 
 from benchmark.records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path
+from benchmark.runtimes.ort.control_flow import CONDITION_MS
 from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms, pipeline_ms, timeline
 from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks
 from inference import Predictor, predict
 from inference.core.answers import Prediction
 from inference.core.timeline import trace_of
 from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.kernel_record import ModelRecord
+from ort_analysis.records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
+from ort_analysis.records.kernel_types import describe_kernel
 from ort_analysis.records.reading import record_path
 from recipes.h200.host_models import held_out_kernels, on_cpu, uses_host
 from training.composition.fit_copies import GPU_NODE_MS, HOST_NODE_MS, Step, fit_copies, simulated_ms
@@ -23,7 +25,8 @@ from training.composition.fitted import read_composition
 from training.composition.host_costs import DEFAULT_COSTS, CopyCurve
 from training.composition.host_side import HostSide, read_host_side
 from training.composition.measured_models import MeasuredModel, tracks
-from training.composition.off_gpu import HOST_RANGE
+from training.composition.off_gpu import HOST_RANGE, reading_loops
+from training.composition.selection import selection_ms, selects_boxes
 from training.kernels.saving import copy_predictors
 from training.kernels.training_set import measured_times
 from utils import files
@@ -220,3 +223,38 @@ def test_a_model_is_judged_with_kernels_that_were_learned_without_its_family(wit
     assert {kind: (one.latency_ms, one.launches) for kind, one in of_type.items() if "Memcpy" not in kind} == {
         "Relu": (0.5, 0.5), "Sinh": (0.25, 0.0), "Sigmoid": (0.5, 0.5)}
     assert of_type["MemcpyToHost"].latency_ms == pytest.approx(0.02, abs=2e-4)
+
+
+def test_boxes_are_selected_one_after_another() -> None:
+    """As an H200 took in a detector: 20,000 boxes, of which 5,295 or 10,610 are kept."""
+    def selection(kept: int) -> Kernel:
+        inputs = [KernelInput(dtype="float32", shape=(1, 20000, 4)), KernelInput(dtype="float32", shape=(1, 1, 20000))]
+        return describe_kernel("NonMaxSuppression", "", 11, {}, inputs, [Tensor(dtype="int64", shape=(kept, 3))])
+
+    assert [selection_ms(selection(kept)) for kept in (5295, 10610)] == pytest.approx([4.7, 7.39], rel=0.06)
+    assert selects_boxes(selection(5))
+    assert not selects_boxes(describe_kernel("Relu", "", 11, {}, [KernelInput(dtype="float32", shape=(4,))],
+                                             [Tensor(dtype="float32", shape=(4,))]))
+
+
+def test_a_loop_waits_only_where_its_body_makes_the_condition_on_the_gpu() -> None:
+    def looping(condition: bool) -> ModelRecord:
+        node = helper.make_node
+        body = [node("Tanh", ["state"], ["next"]), *([node("Not", ["on"], ["off"]), node("Not", ["off"], ["on_out"])]
+                                                     if condition else [])]
+        graph = helper.make_graph(body, "body", [
+            helper.make_tensor_value_info("step", TensorProto.INT64, []),
+            helper.make_tensor_value_info("on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("state", TensorProto.FLOAT, [8, 64])],
+            [helper.make_tensor_value_info("on_out" if condition else "on", TensorProto.BOOL, []),
+             helper.make_tensor_value_info("next", TensorProto.FLOAT, [8, 64])])
+        values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [8, 64]) for name in ("x", "y")]
+        constants = [helper.make_tensor("trips", TensorProto.INT64, [], [12]),
+                     helper.make_tensor("go", TensorProto.BOOL, [], [True])]
+        whole = helper.make_graph([node("Loop", ["trips", "go", "x"], ["y"], body=graph)], "loop", values[:1], values[1:],
+                                  constants)
+        return analyze(helper.make_model(whole, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), "cuda")
+
+    free, reading = looping(False), looping(True)
+    assert [len(reading_loops(record)) for record in (free, reading)] == [0, 1]
+    assert predicted(reading).latency_ms - predicted(free).latency_ms > 12 * CONDITION_MS

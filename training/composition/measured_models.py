@@ -19,6 +19,7 @@ from ort_analysis.records.kernel_record import REMAKE, ModelRecord
 from ort_analysis.records.reading import read_model_record, record_path
 from training.composition.fit_pipeline import MeasuredTracks
 from training.composition.host_side import NodesOffGpu, read_host_side
+from training.composition.selection import selection_launches, selection_ms, selects_boxes
 from training.kernels.predictors import ON_GPU
 from training.kernels.sidecar import Sidecar
 from utils import files
@@ -114,7 +115,8 @@ def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[
     """A model's two tracks, from the GPU times (ms) and launches of its kernels by id."""
     kernels = [model.record.kernel_of(node) for node in model.record.nodes]
     off = model.off_gpu
-    gpu, count = ([times[kernel.id] for kernel in kernels] for times in (gpu_ms, launches))
+    gpu = [selection_ms(kernel) if selects_boxes(kernel) else gpu_ms[kernel.id] for kernel in kernels]
+    count = [selection_launches(kernel) if selects_boxes(kernel) else launches[kernel.id] for kernel in kernels]
     there = [False] * len(kernels) if off is None else off.off.tolist()
     kinds = [node_kind(kernel, on_gpu=not out) for kernel, out in zip(kernels, there, strict=True)]
     of_run = Tracks(np.array(gpu) if off is None else np.where(off.off, off.gpu_ms, gpu),
