@@ -15,6 +15,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from typing import Any
 
 from benchmark.records.files import collected_targets
+from training.kernels.operators_left_out import leave_operators_out
 from training.kernels.settings import TrainingConfig
 from training.kernels.targets import CONFIG
 from training.kernels.training_set import read_training_set
@@ -47,7 +48,9 @@ def main() -> int:
     rows = []
     for target in [args.target] if args.target else collected_targets(workspace):
         folder = args.out or workspace.predictors(target)
-        rows += table(target, save_uncertainty(workspace, read_training_set(workspace, target), folder, config))
+        known = read_training_set(workspace, target)
+        left_out = {label: leave_operators_out(known, label, config) for label in known.times_ms}
+        rows += table(target, save_uncertainty(workspace, known, folder, left_out))
         log.info("saved %s", folder)
     cli.print_rows(rows, args.json, "true over estimated time of operators that were never measured")
     return 0

@@ -1,4 +1,4 @@
-"""Phase 5.6: how far off kernels are whose operator was never measured: each measured operator left out of everything in turn.
+"""Phase 5.9: how far off kernels are whose operator was never measured: each measured operator left out of everything in turn.
 
 Reads the dataset and what training wrote to training/kernel_errors. Prints a row for each operator and element type: how many
 kernels were measured, how far off they are when they alone are held out (cross-validation), and when their operator is: then

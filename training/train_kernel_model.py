@@ -83,7 +83,8 @@ def save_errors(workspace: Workspace, rows: TrainingSet, trained: Trained) -> No
 def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config: TrainingConfig) -> Sidecar:
     """Writes the predictors of a target, their sidecar, and their errors by kernel. The errors are those of label `gpu`, or of
     the first label where the GPU's time was not measured."""
-    save_uncertainty(workspace, rows, workspace.predictors(rows.header.target.name), config)
+    save_uncertainty(workspace, rows, workspace.predictors(rows.header.target.name),
+                     {one.label: one.left_out for one in trained})
     save_errors(workspace, rows, next((one for one in trained if one.label == GPU_LABEL), trained[0]))
     header = rows.header
     spans = {name: (float(low), float(high)) for name, low, high in zip(

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmark.records.labels import GPU_LABEL
-from training.kernels.class_boosters import ANY, ClassBoosters, WithClasses, class_name, class_rows
+from training.kernels.class_boosters import ClassBoosters, WithClasses, class_names, class_rows, kind_code
 from training.kernels.roofline import Roofline, fit_roofline
 from training.kernels.schema import FeatureSchema
 from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
@@ -81,9 +81,13 @@ class KernelModel:
         for row, name in enumerate(types):
             rows_of.setdefault(self.predictor_of.get(name) or self._class_predictor(name), []).append(row)
         for predictor, rows in rows_of.items():
+            known = types[rows[0]] in self.predictor_of
+            seen = matrix[rows]
+            if not known:
+                seen[:, features.shape[1]] = [kind_code(types[row]) for row in rows]
             if predictor:
-                log_ratio[rows] = self.boosters[predictor].inplace_predict(matrix[rows])
-            if types[rows[0]] in self.predictor_of:
+                log_ratio[rows] = self.boosters[predictor].inplace_predict(seen)
+            if known:
                 continue
             idle = matrix[rows]
             idle[:, idle.shape[1] - len(self.idle_load):] = self.idle_load
@@ -93,8 +97,8 @@ class KernelModel:
         return self.roofline.bound_ms(flops, bytes_moved, table_counts(self.schema, features)) * np.exp(log_ratio)
 
     def _class_predictor(self, kernel_type: str) -> str:
-        """The booster of a type's class, that of all classes where its own was not measured, or "" where none was learned."""
-        return next((name for name in (class_name(kernel_type), ANY) if name in self.boosters), "")
+        """The booster of a type's kind, or of its class or of all where that was not measured, or "" where none was learned."""
+        return next((name for name in class_names(kernel_type) if name in self.boosters), "")
 
 
 def table_counts(schema: FeatureSchema, features: Floats) -> Floats:
@@ -177,10 +181,11 @@ def pose(rows: TrainingSet, label: str, roofline: Roofline | None = None) -> Pro
 
 
 def fit_kernel_model(rows: TrainingSet, label: str, own: Sequence[str], config: TrainingConfig,
-                     problem: Problem | None = None) -> KernelModel:
+                     problem: Problem | None = None, steady: frozenset[str] = frozenset()) -> KernelModel:
     """Boosters for `label`: a shared one of all rows, and one for each kernel type in `own` that has rows.
 
-    The shared booster is trained on the rows of all types; `predictor_of` says which booster predicts a type.
+    The shared booster is trained on the rows of all types; `predictor_of` says which booster predicts a type. `steady` is as of
+    `ClassBoosters`.
     """
     problem, settings = problem or pose(rows, label), config.booster(label)
     boosters = {SHARED: train_booster(problem.matrix, problem.log_ratios, settings, config.seed)}
@@ -190,25 +195,31 @@ def fit_kernel_model(rows: TrainingSet, label: str, own: Sequence[str], config: 
         if mask.any():
             boosters[name] = train_booster(problem.matrix[mask], problem.log_ratios[mask], settings, config.seed)
             predictor_of[name] = name
-    return KernelModel(rows.schema, problem.roofline, problem.type_codes, predictor_of,
-                       WithClasses(boosters, learn_classes(rows, problem, config)), tuple(rows.idle_load.values()))
+    of_classes = learn_classes(rows, problem, config, steady=steady)
+    return KernelModel(rows.schema, problem.roofline, problem.type_codes, predictor_of, WithClasses(boosters, of_classes),
+                       tuple(rows.idle_load.values()))
 
 
-def learn_classes(rows: TrainingSet, problem: Problem, config: TrainingConfig, without: str = "") -> ClassBoosters:
+def learn_classes(rows: TrainingSet, problem: Problem, config: TrainingConfig, without: str = "",
+                  steady: frozenset[str] = frozenset()) -> ClassBoosters:
     """The boosters of the classes of operators, from idle rows.
 
     Args:
         rows, problem: to learn from.
         config: of the training.
         without: an operator that is left out; "" for none.
+        steady: as of `ClassBoosters`.
     """
     found = class_rows(problem.matrix, problem.log_ratios, rows.types, rows.idle, rows.schema.names, config.seed)
     return ClassBoosters(found.without(without) if without else found, partial(
-        _train_class, settings=config.xgboost_class, seed=config.seed))
+        _train_class, settings=config.xgboost_class, seed=config.seed), steady)
 
 
 def _train_class(matrix: npt.NDArray[np.float32], log_ratios: Floats, weights: Floats, settings: XgboostSettings,
                  seed: int) -> xgboost.Booster:
+    if not len(matrix):
+        flat = xgboost.DMatrix(np.zeros((1, matrix.shape[1]), dtype=np.float32), np.zeros(1), nthread=1)
+        return xgboost.train({"objective": "reg:squarederror", "base_score": float(log_ratios.mean()), "nthread": 1}, flat, 0)
     return train_booster(matrix, log_ratios, settings, seed, weights)
 
 

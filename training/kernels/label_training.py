@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from training.kernels import estimators
 from training.kernels.estimators import SHARED, KernelModel, fit_kernel_model
+from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
 from training.kernels.settings import LAUNCHES, TrainingConfig
 from training.kernels.sidecar import TypeErrors
 from training.kernels.targets import CONFIG
@@ -32,12 +33,14 @@ class Trained:
 
     Attributes:
         times_ms: of each kernel by id, idle: measured, and predicted by a training without the kernel.
+        left_out: what trainings without an operator make of its kernels.
     """
 
     label: str
     model: KernelModel | Transferred
     errors: tuple[TypeErrors, ...]
     times_ms: dict[str, tuple[float, float]]
+    left_out: tuple[LeftOutOperator, ...]
 
 
 @dataclass(frozen=True)
@@ -174,5 +177,7 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig, other: Ot
     if errors[0].forest_mape < errors[0].mape:
         log.info("%s: the random forest has a smaller error on held-out kernels (%.1f %%, boosters %.1f %%), but is not saved, "
                  "since it is a hundred times as large", label, 100 * errors[0].forest_mape, 100 * errors[0].mape)
-    model = fit_transferred(rows, label, own, config, start) if start else fit_kernel_model(rows, label, own, config)
-    return Trained(label, model, errors, idle_times(rows, label, best.left_out.shipped(rows, own)))
+    left_out = leave_operators_out(rows, label, config)
+    model = fit_transferred(rows, label, own, config, start) if start else fit_kernel_model(
+        rows, label, own, config, steady=steady_classes(left_out))
+    return Trained(label, model, errors, idle_times(rows, label, best.left_out.shipped(rows, own)), tuple(left_out))

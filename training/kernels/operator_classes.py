@@ -35,6 +35,21 @@ ELEMENTWISE = frozenset({
     "Reciprocal", "Relu", "Round", "Selu", "Shrink", "Sigmoid", "Sign", "Silu", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt",
     "Sub", "Sum", "Swish", "Tan", "Tanh", "ThresholdedRelu", "Where", "Xor", "RotaryEmbedding"})
 
+# Finer than classes: operators whose CUDA kernels work alike. Those of one kind are next to each other, and of one class too.
+KINDS: dict[str, frozenset[str]] = {
+    "softmax": frozenset({"Softmax", "LogSoftmax", "BiasSoftmax"}),
+    "layer norm": frozenset({"LayerNormalization", "SkipLayerNormalization", "SimplifiedLayerNormalization",
+                             "SkipSimplifiedLayerNormalization", "EmbedLayerNormalization", "RMSNormalization"}),
+    "channel norm": frozenset({"BatchNormalization", "InstanceNormalization", "GroupNorm", "GroupNormalization",
+                               "SkipGroupNorm"}),
+    "pool": frozenset({"AveragePool", "MaxPool", "LpPool", "GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool"}),
+    "joint": frozenset({"Concat", "Split"}), "part": frozenset({"Slice", "Pad", "Expand", "Tile"}),
+    "permutation": frozenset({"Transpose", "DepthToSpace", "SpaceToDepth"}),
+    "copy": frozenset({"Cast", "ConstantOfShape", "QuantizeLinear", "DequantizeLinear"})}
+CLASSES: tuple[OperatorClass, ...] = ("normalisation", "reduction", "elementwise", "movement", "gather", "product",
+                                      "convolution", "recurrent", "other")
+CODES = {name: float(place) for place, name in enumerate((*KINDS, *CLASSES))}  # of kinds, and of classes without kinds
+
 
 def operator_class(kernel: Kernel) -> OperatorClass:
     """The class of operators that a kernel belongs to."""
@@ -44,6 +59,11 @@ def operator_class(kernel: Kernel) -> OperatorClass:
 def class_of_type(kernel_type: str) -> OperatorClass:
     """The class of a kernel type's operator."""
     return class_of_operator(operator_of(kernel_type))
+
+
+def kind_of_operator(op: str) -> str:
+    """The kind of an operator; its class where that has no kinds, or none of them fits."""
+    return next((kind for kind, operators in KINDS.items() if op in operators), class_of_operator(op))
 
 
 def class_of_operator(op: str) -> OperatorClass:

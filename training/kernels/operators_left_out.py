@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ort_analysis.records.kernel_types import operator_of
-from training.kernels.class_boosters import ANY, LEAST_KERNELS, class_name
+from training.kernels.class_boosters import LEAST_KERNELS, PREFIX, class_names, kind_code
 from training.kernels.estimators import learn_classes, parallel_map, pose, table_counts
 from training.kernels.operator_classes import OperatorClass, class_of_operator
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from training.kernels.training_set import TrainingSet  # needs pandas, which a prediction does not
 
 Floats = npt.NDArray[np.float64]
+STEADY_MARGIN = 0.7  # of the error: with a closer choice few operators decide by chance
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,24 @@ class LeftOutOperator:
         operator: its name, without what is fused into it.
         kind: its class.
         ids: of its kernels.
-        ratios: true over estimated time (or number of launches) of each kernel, idle.
-        roofline: true time over the scaled roofline of each kernel, for comparison.
+        by_sizes: true time (or number of launches) over what the boosters of its kind or class say, of each kernel, idle.
+        steady: true time over the median ratio of its class times the roofline.
+        roofline: true time over the scaled roofline, for comparison.
+        is_steady: whether the other operators of its class are clearly closer to that median than to their boosters.
     """
 
     operator: str
     kind: OperatorClass
     ids: npt.NDArray[np.str_]
-    ratios: Floats
+    by_sizes: Floats
+    steady: Floats
     roofline: Floats
+    is_steady: bool = False
+
+    @property
+    def ratios(self) -> Floats:
+        """True over estimated time of each kernel."""
+        return self.steady if self.is_steady else self.by_sizes
 
     @property
     def errors(self) -> Floats:
@@ -75,12 +85,31 @@ def leave_operators_out(rows: TrainingSet, label: str, config: TrainingConfig,
     def one(operator: str) -> LeftOutOperator:
         own = of_rows == operator
         boosters = learn_classes(known, problem, config, operator)
-        name = next(name for name in (class_name(operator), ANY) if name in boosters)
-        guessed = bound[own] * np.exp(boosters[name].inplace_predict(problem.matrix[own]))
-        true = known.times_ms[label][own]
-        return LeftOutOperator(operator, class_of_operator(operator), known.ids[own], true / guessed,
-                               true / (bound[own] * problem.roofline.scale))
+        name = next(name for name in class_names(operator) if name in boosters)
+        seen = problem.matrix[own]
+        seen[:, len(known.schema.names)] = kind_code(operator)
+        ratios = known.times_ms[label][own] / bound[own]
+        return LeftOutOperator(operator, class_of_operator(operator), known.ids[own],
+                               ratios / np.exp(boosters[name].inplace_predict(seen)),
+                               ratios / np.exp(boosters.rows.median_log_ratio(name)), ratios / problem.roofline.scale)
 
     if len(names) < 2:
         return []
-    return sorted(parallel_map(one, chosen, config.workers), key=lambda found: (found.kind, found.operator))
+    found = sorted(parallel_map(one, chosen, config.workers), key=lambda found: (found.kind, found.operator))
+    return [replace(one, is_steady=PREFIX + one.kind in steady_classes([other for other in found if other is not one]))
+            for one in found]
+
+
+def steady_classes(left_out: Sequence[LeftOutOperator]) -> frozenset[str]:
+    """The names of the classes whose operators, each left out in turn, are clearly closer to the median of the class than to
+    what its boosters make of their sizes; means over operators of their median errors."""
+    means: dict[str, list[tuple[float, float]]] = {}
+    for one in left_out:
+        means.setdefault(PREFIX + one.kind, []).append((median_error(one.steady), median_error(one.by_sizes)))
+    return frozenset(name for name, errors in means.items() 
+                     if np.mean(errors, axis=0)[0] < STEADY_MARGIN * np.mean(errors, axis=0)[1])
+
+
+def median_error(ratios: Floats) -> float:
+    """The median error, as a share of the true time, of estimates that the true times are `ratios` of."""
+    return float(np.median(np.abs(1.0 / ratios - 1.0)))

@@ -11,7 +11,7 @@ other forms only is predicted, but with a wider interval. History of the schema:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from ort_analysis.records.kernel_record import Kernel
 from training.kernels.operator_classes import OperatorClass, form_of, operator_class
-from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out
-from training.kernels.settings import LAUNCHES, TrainingConfig
+from training.kernels.operators_left_out import LeftOutOperator
+from training.kernels.settings import LAUNCHES
 from utils import files
 from utils.frozen import Frozen
 from utils.paths import Workspace
@@ -105,20 +105,21 @@ class Uncertainty(Frozen):
 NOTHING_LEARNED = Uncertainty(dataset_sha256="", ranges={})
 
 
-def learn_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel], config: TrainingConfig) -> Uncertainty:
+def learn_uncertainty(rows: TrainingSet, kernels: Iterable[Kernel],
+                      left_out: Mapping[str, Sequence[LeftOutOperator]]) -> Uncertainty:
     """The ranges and forms in the idle rows of a dataset.
 
     Args:
         rows: of the dataset.
         kernels: all kernels of `rows`.
-        config: of the training.
+        left_out: the operators of each label, left out in turn.
     """
     by_id = {kernel.id: kernel for kernel in kernels}
     forms: dict[str, set[str]] = {}
     for name in set(rows.ids.tolist()):
         forms.setdefault(by_id[name].type, set()).add(form_of(by_id[name]))
     return Uncertainty(dataset_sha256=rows.sha256, forms={name: tuple(sorted(found)) for name, found in sorted(forms.items())},
-                       ranges={label: ranges_of(leave_operators_out(rows, label, config), label) for label in rows.times_ms})
+                       ranges={label: ranges_of(found, label) for label, found in left_out.items()})
 
 
 def ranges_of(left_out: Iterable[LeftOutOperator], label: str) -> dict[str, Range]:
@@ -150,11 +151,13 @@ def read_uncertainty(folder: Path) -> Uncertainty:
     return files.read_record(path, Uncertainty, UNCERTAINTY_VERSION, FIT) if path.exists() else NOTHING_LEARNED
 
 
-def save_uncertainty(workspace: Workspace, rows: TrainingSet, folder: Path, config: TrainingConfig) -> Uncertainty:
-    """Learns the uncertainty from the dataset of `rows`, and writes it into `folder`."""
+def save_uncertainty(workspace: Workspace, rows: TrainingSet, folder: Path,
+                     left_out: Mapping[str, Sequence[LeftOutOperator]]) -> Uncertainty:
+    """Learns the uncertainty from the dataset of `rows` and its operators that were `left_out`, by label; writes it into
+    `folder`."""
     from benchmark.records.files import read_kernels
 
     described = read_kernels(workspace.dataset(rows.header.target.name), set(rows.ids.tolist()))
-    uncertainty = learn_uncertainty(rows, (entry.kernel for entry in described), config)
+    uncertainty = learn_uncertainty(rows, (entry.kernel for entry in described), left_out)
     files.write_json(uncertainty_path(folder), uncertainty)
     return uncertainty
