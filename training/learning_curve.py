@@ -16,8 +16,10 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from benchmark.records.files import collected_targets, read_kernels
@@ -75,19 +77,23 @@ def replay_of(workspace: Workspace, target: str, label: str | None, config: Trai
     return replay
 
 
-def curve(replay: Replay, sizes: Sequence[int], orders: Sequence[Order], config: TrainingConfig) -> list[dict[str, Any]]:
-    """One row for each size, order and start. Sizes beyond the smallest fold are left out, with a message."""
+def curve(replay: Replay, sizes: Sequence[int], orders: Sequence[Order], repeats: int,
+          config: TrainingConfig) -> list[dict[str, Any]]:
+    """One row for each size, order and start: means over `repeats` random choices. Sizes beyond the smallest fold are left out,
+    with a message."""
     most = min(int(fold.pool.sum()) for fold in replay.folds)
     if too_many := [size for size in sizes if size > most]:
         log.warning("sizes %s are left out: in one fold, only %d kernels may be learned from", too_many, most)
     fitting = sorted(size for size in sizes if size <= most)
     starts = {"": False} | {fold.start.target: True for fold in replay.folds if fold.start}
-    ways = [(order, name, start) for order in orders for name, start in starts.items()]
-    table = []
-    for order, name, start in cli.progress(ways, "replaying"):
-        for size, errors in zip(fitting, errors_of(replay, fitting, order, config, config.seed, start), strict=True):
-            table.append({"kernels": size, "order": order, "start_from": name or "nothing", **errors})
-    return sorted(table, key=lambda row: row["kernels"])
+    found: dict[tuple[int, Order, str], list[dict[str, float]]] = {}
+    for order, name, seed in cli.progress(list(itertools.product(orders, starts, range(repeats))), "replaying"):
+        errors = errors_of(replay, fitting, order, config, config.seed + seed, starts[name])
+        for size, of_size in zip(fitting, errors, strict=True):
+            found.setdefault((size, order, name), []).append(of_size)
+    return [{"kernels": size, "order": order, "start_from": name or "nothing",
+             **{key: fmean(one[key] for one in several) for key in several[0]}}
+            for (size, order, name), several in sorted(found.items(), key=lambda entry: entry[0][0])]
 
 
 def main() -> int:
@@ -97,6 +103,8 @@ def main() -> int:
                         help="numbers of kernels that are measured (default: 200,1000,5000,20000)")
     parser.add_argument("--order", choices=ORDERS, action="append",
                         help="in which they are measured (repeatable; default: all)")
+    parser.add_argument("--repeats", type=cli.count, default=1, metavar="N",
+                        help="random choices to take the mean of (default: 1)")
     parser.add_argument("--label", help="whose times (default: gpu, or the dataset's first)")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--start-from", metavar="TARGET", help="another target, whose predictors training starts from")
@@ -109,7 +117,7 @@ def main() -> int:
 
     def replayed(target: str, show: Show) -> list[dict[str, Any]]:
         replay = replay_of(workspace, target, args.label, config, args.half_from_single, start)
-        table = curve(replay, args.sizes, args.order or ORDERS, config)
+        table = curve(replay, args.sizes, args.order or ORDERS, args.repeats, config)
         show(table, f"{target}, label {replay.label}: kernels of models whose family was held out")
         return table
 
