@@ -79,7 +79,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_mo
     used, predicted, with_measured = tried[best([one.candidate for one in tried])]
     measured = np.array([model.latency_ms for model in models])
     calibrated = calibrated_interval(rows, models, times, measured_times(workspace, target), sidecar, config) if (
-        used.kind == "pipeline" and left_out == "family") else None
+        used.kind == "pipeline" and left_out == "family" and not few_models) else None
     interval = error_range_of(predicted, measured, groups) if left_out == "family" else None
     interval_measured = error_range_of(with_measured, measured, groups) if interval and with_measured is not None else None
     probe_us = usual_probe_us(read_model_table(workspace, target))

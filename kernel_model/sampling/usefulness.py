@@ -121,17 +121,17 @@ def _places_by_kind(candidates: Points, measured: Points, count: int, weights: F
 
 
 def draw_apart(points: Floats, there: Floats, weights: Floats, count: int, generator: np.random.Generator) -> list[int]:
-    """The places of `count` of the points, drawn one after another: the probability is a point's weight times its distance to
-    the nearest one that is `there` or was drawn before.
+    """The places of `count` of the points, drawn one after another: the probability is a point's weight times the square root
+    of its distance to the nearest one that is `there` or was drawn before.
 
-    This is the seeding of k-means++ (Arthur and Vassilvitskii, 2007) with distances in place of their squares, which would
-    prefer outliers.
+    This is the seeding of k-means++ (Arthur and Vassilvitskii, 2007), which takes squares of distances and so prefers outliers.
+    Of 200 kernels of the H200's dataset, distances themselves gave a larger error than their roots.
     """
     distances = nearest_distances(points, there) if len(there) else np.full(len(points), np.inf)
     drawn: list[int] = []
     left = weights > 0
     while len(drawn) < count and left.any():
-        chances = np.where(left, weights * np.where(np.isinf(distances), FAR, distances), 0.0)
+        chances = np.where(left, weights * np.sqrt(np.where(np.isinf(distances), FAR, distances)), 0.0)
         if not chances.any():  # the rest are as those that are known
             chances = np.where(left, weights, 0.0)
         batch = min(max(1, int(BATCH * len(drawn))), int((chances > 0).sum()))
