@@ -1,8 +1,8 @@
 """Phase 5.5: how wrong the estimated time of a kernel may be whose operator was never measured.
 
-Reads the dataset of each target (default: of all). Writes training/predictors/<target>/doubt.json. With --classes, it also learns
-anew how such times are estimated, for the predictors there. You rarely need it: training/train_kernel_model.py does the same.
-This command is for predictors that were trained before it did.
+Reads the dataset of each target (default: of all). Writes training/predictors/<target>/doubt.json. With --classes, it also
+learns anew how such times are estimated, for the predictors there. You rarely need it: training/train_kernel_model.py does the
+same. This command is for predictors that were trained before it did.
 """
 
 from __future__ import annotations
