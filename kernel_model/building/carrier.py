@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kernel_model.building.chosen_data import chosen
 from kernel_model.building.dummy_data import dummy_tensor
 from kernel_model.building.kernel_models import IR_VERSION, kernel_node
 from ort_analysis.records.elements import type_code
@@ -73,9 +74,10 @@ class _Graph:
             value = dummy_tensor(kernel, position, number)
             self.constants.append(onnx.numpy_helper.from_array(np.asarray(value, order="C"), name))
         elif tensor.dtype in self._written_before:
-            shared = f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
+            own = chosen(kernel, position) is not None  # any numbers will not do
+            shared = f"in_{name}" if own else f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
             self.inputs[shared] = onnx.helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
-            if self._with_floats and shared not in self.values:
+            if (own or self._with_floats) and shared not in self.values:
                 self.values[shared] = dummy_tensor(kernel, position, number)
             self.nodes.append(onnx.helper.make_node("Abs", [shared], [name], name=f"{WRITER}{number}_{position}"))
         else:
@@ -93,7 +95,7 @@ def build_carrier(kernels: Sequence[Kernel], device: str,
     Args:
         kernels: what to carry.
         device: `cpu` or `cuda`: whose `Abs` writes the inputs.
-        with_floats: whether there are values for inputs that an `Abs` reads too; any numbers will do for them.
+        with_floats: whether there are values for those inputs that an `Abs` reads, too, for which any numbers will do.
 
     Raises:
         UserError: a kernel that can't be built.

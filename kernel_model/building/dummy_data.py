@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kernel_model.building.chosen_data import chosen
 from ort_analysis.graph.known_words import first_taught
 from ort_analysis.records.elements import numpy_dtype
 from ort_analysis.records.kernel_record import Kernel, KernelInput
@@ -56,6 +57,8 @@ def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
     dtype = numpy_dtype(tensor.dtype)
     if tensor.values is not None:
         return np.asarray(tensor.values).astype(dtype).reshape(tensor.shape)
+    if (value := chosen(kernel, position)) is not None:
+        return value.astype(dtype)
     generator = np.random.default_rng([seed, position])
     if np.issubdtype(dtype, np.floating) or tensor.dtype == "bfloat16":
         positive = kernel.op_type in POSITIVE_OPS or (tensor.constant and len(tensor.shape) <= 1)

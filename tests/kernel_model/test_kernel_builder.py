@@ -21,7 +21,8 @@ from kernel_model.building.dummy_data import dummy_inputs, dummy_tensor, input_n
 from kernel_model.building.kernel_models import INLINE_BYTES, build_model, built_kernel, check_kernel, kernel_build
 from ort_analysis.graph.analysis import analyze, build_index, record_of
 from ort_analysis.graph.parsing import parse_into
-from ort_analysis.records.kernel_record import Kernel, KernelInput, ModelRecord, Node
+from ort_analysis.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
+from ort_analysis.records.kernel_types import describe_kernel
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
@@ -304,3 +305,24 @@ def test_the_command_without_records_names_the_one_before(workspace: Workspace) 
     done = build(workspace)
     assert done.returncode == 1
     assert "python ort_analysis/fusion_detector.py" in done.stderr
+
+
+def test_a_kernel_puts_out_as_much_as_in_its_model(tmp_path: Path) -> None:
+    """Kernels whose output size depends on data, run alone and in a carrier, where an Abs writes their inputs."""
+    def tensor(dtype: str, *shape: int, **values: object) -> KernelInput:
+        return KernelInput.model_validate({"dtype": dtype, "shape": shape, "constant": bool(values), **values})
+
+    kernels = [describe_kernel(op, "", 17, attributes, inputs, [Tensor(dtype=dtype, shape=shape)]) for
+               op, attributes, inputs, dtype, shape in (
+        ("NonZero", {}, [tensor("float32", 8, 50)], "int64", (2, 137)),
+        ("Compress", {"axis": 1}, [tensor("float32", 3, 90), tensor("bool", 90)], "float32", (3, 17)),
+        ("Unique", {}, [tensor("int64", 40, 5)], "int64", (23,)),
+        ("NonMaxSuppression", {}, [tensor("float32", 1, 300, 4), tensor("float32", 1, 1, 300), tensor("int64", values=(300,)),
+                                   tensor("float32", values=(0.5,))], "int64", (61, 3)))]
+    for kernel in kernels:
+        [made] = run_kernel(kernel, list(dummy_inputs(kernel).values()) + [None] * sum(
+            one.constant for one in kernel.inputs), "cpu")[:1]
+        assert made.shape == kernel.outputs[0].shape, kernel.type
+    model, feed = build_carrier(kernels, "cpu")
+    shapes = open_session(model.SerializeToString(), "cpu", optimize="none", name="carrier").run(None, feed)
+    assert [tuple(shape) for shape in shapes] == [kernel.outputs[0].shape for kernel in kernels]
