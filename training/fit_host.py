@@ -43,17 +43,13 @@ python training/fit_host.py --workspace out/h200 --host out/h200/host
 
 
 def waiting_kernel(one: WaitTimes) -> Kernel:
-    """The kernel that was timed (recipes/cuda_kernels/measure_copies.py has the graphs)."""
-    def tensor(dtype: str, *shape: int, **values: Any) -> KernelInput:
-        return KernelInput(dtype=dtype, shape=shape, constant=bool(values), **values)
-
-    x, boxes = tensor("float32", one.elements), one.elements // 16
-    inputs = {"NonZero": [x], "Compress": [x, tensor("bool", one.elements)], "NonMaxSuppression": [
-        tensor("float32", 1, boxes, 4), tensor("float32", 1, 1, boxes), tensor("int64", values=(100,)),
-        tensor("float32", values=(0.5,))]}[one.operator]
-    half = one.elements // 2
-    output = {"NonZero": Tensor(dtype="int64", shape=(1, one.elements)), "Compress": Tensor(dtype="float32", shape=(half,)),
-              "NonMaxSuppression": Tensor(dtype="int64", shape=(min(boxes, 100), 3))}[one.operator]
+    """The NonZero or Compress that was timed (recipes/cuda_kernels/measure_copies.py has the graphs)."""
+    x = KernelInput(dtype="float32", shape=(one.elements,))
+    if one.operator == "NonZero":
+        inputs, output = [x], Tensor(dtype="int64", shape=(1, one.elements))
+    else:
+        inputs = [x, KernelInput(dtype="bool", shape=(one.elements,))]
+        output = Tensor(dtype="float32", shape=(one.elements // 2,))
     return describe_kernel(one.operator, "", 18, {}, inputs, [output])
 
 
@@ -68,9 +64,11 @@ def fit_costs(workspace: Workspace, target: str, predictors: Predictors) -> Host
         log.warning("%s: no copies were measured, so defaults are used; measure them on that machine with: %s", target, MEASURE)
         return None
 
-    def predict(one: WaitTimes) -> tuple[float, float]:
-        gpu_ms, launches = (predictors.predict([waiting_kernel(one)], {}, label).latency_ms[0] for label in ON_GPU)
-        return gpu_ms, launches
+    def predict(one: WaitTimes) -> tuple[float, float] | None:
+        if one.operator not in ("NonZero", "Compress"):  # another's time depends on more than its size
+            return None
+        gpu_ms, launches = (predictors.predict([waiting_kernel(one)], {}, label) for label in ON_GPU)
+        return None if "estimated" in gpu_ms.provenance else (gpu_ms.latency_ms[0], launches.latency_ms[0])
 
     return fit_copies(measured, predict, costs_of(workspace.predictors(target)))
 

@@ -25,7 +25,13 @@ from training.composition.off_gpu import (
     waits_inside,
 )
 from training.composition.selection import RANGE as SELECTION_RANGE
-from training.composition.selection import selection_launches, selection_ms, selects_boxes
+from training.composition.selection import (
+    row_selection_ms,
+    selection_launches,
+    selection_ms,
+    selects_boxes,
+    selects_in_rows,
+)
 from training.kernels.settings import LAUNCHES
 
 if TYPE_CHECKING:
@@ -94,7 +100,8 @@ def kernels_in_models(records: Sequence[ModelRecord], conditions: Conditions) ->
                if conditions.device == "cuda" and is_off_gpu(kernel, key[1]) and key not in loops}
     known = _predicted({key: kernel for key, kernel in placed.items() if key not in off_gpu and key not in loops}, conditions)
     known |= {key: selecting_kernel(kernel, known[key]) for key, kernel in placed.items()
-              if conditions.device == "cuda" and key in known and key not in off_gpu and selects_boxes(kernel)}
+              if conditions.device == "cuda" and key in known and key not in off_gpu
+              and (selects_boxes(kernel) or (selects_in_rows(kernel) and known[key].provenance != "measured"))}
     known |= _off_gpu_kernels(off_gpu, conditions)
     reading = {name for record in records for name in reading_loops(record)} if loops and conditions.device == "cuda" else set()
     return known | {key: _control_flow_kernel(kernel, conditions.device, key[0] in reading) for key, kernel in loops.items()}
@@ -117,8 +124,11 @@ def _predicted(kernels: Mapping[Placed, Kernel], conditions: Conditions) -> dict
 
 
 def selecting_kernel(kernel: Kernel, known: KernelInModel) -> KernelInModel:
-    """What a NonMaxSuppression on a GPU contributes, by how many boxes it keeps, whatever predictors say."""
-    return known._replace(latency_ms=selection_ms(kernel), launches=selection_launches(kernel), provenance="predicted",
+    """What a NonMaxSuppression on a GPU contributes, by how many boxes it keeps, and a TopK in long rows, whatever predictors
+    say."""
+    time_ms, launches = ((selection_ms(kernel), selection_launches(kernel)) if selects_boxes(kernel) else
+                         (row_selection_ms(kernel), 1.0))
+    return known._replace(latency_ms=time_ms, launches=launches, provenance="predicted",
                           uncertainty=KernelUncertainty("control flow", Span(*SELECTION_RANGE), CERTAIN, False))
 
 

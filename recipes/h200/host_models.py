@@ -16,7 +16,7 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from inference.core.conditions import Conditions
@@ -30,8 +30,8 @@ from training.composition.fit_pipeline import fit_pipeline
 from training.composition.host_side import HOST_LABEL, host_predictors
 from training.composition.left_out import predict_out_of_fold
 from training.composition.measured_models import MeasuredModel, TimesOfModels, measured_models, tracks_of
-from training.composition.off_gpu import is_copy, reads_shape, takes_no_time, waits_inside
-from training.composition.selection import selects_boxes
+from training.composition.off_gpu import guessed_ms, is_copy, reads_shape, takes_no_time, waits_inside
+from training.composition.selection import row_selection_ms, selects_boxes, selects_in_rows
 from training.kernels.predictors import ON_GPU
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
@@ -49,12 +49,18 @@ EXAMPLES = "python recipes/h200/host_models.py --workspace out/h200 --host out/h
 
 
 class Judged(NamedTuple):
-    """A model's latency, measured and predicted, ms: with its family held out of everything, and with its kernels as measured
-    where they were."""
+    """A model's latency, measured and predicted, ms: with its family held out of everything; the same, but the host's kernels
+    as measured; and all kernels as measured where they were."""
 
     model: MeasuredModel
     held_out_ms: float
+    host_known_ms: float
     looked_up_ms: float
+
+
+WAYS = {"held_out_ms": "families held out", "host_known_ms": "families held out, the host's kernels as measured",
+        "looked_up_ms": "as measured"}
+DETECTORS_AND_DECODERS = ("retinanet", "ssd", "fasterrcnn", "fcos", "one_stage", "loop_decoder", "beam", "ctc")
 
 
 def uses_host(record: ModelRecord) -> bool:
@@ -65,25 +71,30 @@ def uses_host(record: ModelRecord) -> bool:
 
 
 def held_out_kernels(known: Mapping[Placed, KernelInModel], record: ModelRecord, times: Mapping[str, TimesOfModels],
-                     on_host: TimesOfModels) -> dict[Placed, KernelInModel]:
+                     on_host: TimesOfModels, types_without: Callable[[str], set[str]]) -> dict[Placed, KernelInModel]:
     """The kernels of a model, with times of trainings without its family.
 
     Args:
         known: its kernels as the target's predictors have them.
         record: the model's.
         times: of GPU kernels, by label, model and kernel id.
-        on_host: of the host's kernels, by model and kernel id; empty where none were measured.
+        on_host: of the host's kernels, by model and kernel id; empty: as known.
+        types_without: the types of the host's kernels that were measured for other families than this one; the time of a kernel
+            of another type is guessed, as in any prediction.
     """
     found = dict(known)
     for name, provider in {(node.kernel_id, node.provider) for node in record.nodes}:
         one, kernel = known[name, provider], record.kernels[name]
         if is_control_flow(kernel) or is_copy(kernel) or selects_boxes(kernel):
             continue
-        if not one.on_host:
+        if selects_in_rows(kernel):
+            found[name, provider] = one._replace(latency_ms=row_selection_ms(kernel), launches=1.0)
+        elif not one.on_host:
             gpu_ms, launches = (times[label][record.model][name] for label in ON_GPU)
             found[name, provider] = one._replace(latency_ms=gpu_ms, launches=launches)
         elif on_host and not takes_no_time(kernel):
-            found[name, provider] = one._replace(latency_ms=on_host[record.model][name])
+            known_type = kernel.type in types_without(record.group)
+            found[name, provider] = one._replace(latency_ms=on_host[record.model][name] if known_type else guessed_ms(kernel))
     return found
 
 
@@ -109,10 +120,14 @@ def judge(workspace: Workspace, host: Workspace | None, target: str, config: Tra
     times = {label: predict_out_of_fold(rows, models, groups, "family", label, sidecar.labels[label].own_types, config)
              for label in cli.progress(ON_GPU, "leaving families out")}
     on_host: TimesOfModels = {}
+    types_of: dict[str, set[str]] = {}  # by family, of the host's kernels
     if host is not None:
         folder = host_predictors(host)
-        on_host = predict_out_of_fold(read_training_set(host, folder.name), models, groups, "family", HOST_LABEL,
+        host_rows = read_training_set(host, folder.name)
+        on_host = predict_out_of_fold(host_rows, models, groups, "family", HOST_LABEL,
                                       read_sidecar(folder).labels[HOST_LABEL].own_types, config)
+        types_of = {group: {str(kind) for kind, families in zip(host_rows.types, host_rows.groups, strict=True)
+                            if group not in families} for group in groups}
     others = [model for model in every if model.group not in groups]
     costs = fit_pipeline(tracks_of(others, {label: {model.record.model: looked_up(fitted, model.record, label)
                                                     for model in others} for label in ON_GPU}))
@@ -123,17 +138,19 @@ def judge(workspace: Workspace, host: Workspace | None, target: str, config: Tra
         run = ModelRun(model.record, kernels, fitted.composition, AS_USUAL, costs.at_pace(model.pace))
         return run.composed().latency_ms
 
-    return [Judged(model, latency_ms(model, held_out_kernels(known, model.record, times, on_host)), latency_ms(model, known))
-            for model in models]
+    def held_out_ms(model: MeasuredModel, host_times: TimesOfModels) -> float:
+        return latency_ms(model, held_out_kernels(known, model.record, times, host_times, lambda group: types_of[group]))
+
+    return [Judged(model, held_out_ms(model, on_host), held_out_ms(model, {}), latency_ms(model, known)) for model in models]
 
 
 def errors_of(judged: Sequence[Judged], what: str) -> list[dict[str, Any]]:
     """The errors of some models, one row for each way of predicting."""
     measured = [one.model.latency_ms for one in judged]
     found = []
-    for how in ("held_out_ms", "looked_up_ms"):
+    for how, kernels in WAYS.items():
         errors = error_statistics([getattr(one, how) for one in judged], measured)
-        found.append({"models": what, "kernels": "families held out" if how == "held_out_ms" else "as measured",
+        found.append({"models": what, "kernels": kernels,
                       "count": errors.count, "MAPE_%": 100 * errors.mape, "median_%": 100 * errors.median,
                       "within_10_%": 100 * errors.within_10, "worst_%": 100 * errors.worst})
     return found
@@ -150,7 +167,8 @@ def row(one: Judged) -> dict[str, Any]:
     return {"model": record.model.partition("@")[0], "batch": record.dims.get("batch", ""), "family": one.model.group,
             "nodes on the CPU and copies": on_cpu(record), "measured (ms)": latency, "pace": one.model.pace,
             "held out (ms)": one.held_out_ms, "error_%": 100 * (one.held_out_ms / latency - 1),
-            "kernels as measured (ms)": one.looked_up_ms, "its error_%": 100 * (one.looked_up_ms / latency - 1)}
+            "host's as measured, error_%": 100 * (one.host_known_ms / latency - 1),
+            "kernels as measured, error_%": 100 * (one.looked_up_ms / latency - 1)}
 
 
 def main() -> int:
@@ -166,7 +184,10 @@ def main() -> int:
     config = read_config(args.config, TrainingConfig).model_copy(update={"folds": args.parts})
     judged = judge(workspace, Workspace(args.host) if args.host else None, fitted.target.name, config)
     some = [one for one in judged if on_cpu(one.model.record)]
-    table = [*errors_of(some, "with nodes on the CPU or copies"), *errors_of(judged, "all that wait or compute on the host")]
+    kinds = [one for one in some if one.model.group in DETECTORS_AND_DECODERS]
+    table = [line for models, what in ((kinds, "detectors and decoders with nodes on the CPU"), (some, "all such models"),
+                                       (judged, "all that wait or compute on the host")) if models
+             for line in errors_of(models, what)]
     if args.json:
         cli.print_json({"models": [row(one) for one in judged], "errors": table})
     else:

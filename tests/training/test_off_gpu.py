@@ -26,7 +26,7 @@ from training.composition.host_costs import DEFAULT_COSTS, CopyCurve
 from training.composition.host_side import HostSide, read_host_side
 from training.composition.measured_models import MeasuredModel, tracks
 from training.composition.off_gpu import HOST_RANGE, reading_loops
-from training.composition.selection import selection_ms, selects_boxes
+from training.composition.selection import row_selection_ms, selection_ms, selects_boxes, selects_in_rows
 from training.kernels.saving import copy_predictors
 from training.kernels.training_set import measured_times
 from utils import files
@@ -218,7 +218,7 @@ def test_a_model_is_judged_with_kernels_that_were_learned_without_its_family(wit
     known = Predictor(with_host, TARGET).run(mixed).run.known
     everywhere = {mixed.model: dict.fromkeys(mixed.kernels, 0.5)}
     on_host = {mixed.model: dict.fromkeys(mixed.kernels, 0.25)}
-    found = held_out_kernels(known, mixed, {"gpu": everywhere, "launches": everywhere}, on_host)
+    found = held_out_kernels(known, mixed, {"gpu": everywhere, "launches": everywhere}, on_host, lambda group: {"Sinh"})
     of_type = {mixed.kernels[name].type: one for (name, _), one in found.items()}
     assert {kind: (one.latency_ms, one.launches) for kind, one in of_type.items() if "Memcpy" not in kind} == {
         "Relu": (0.5, 0.5), "Sinh": (0.25, 0.0), "Sigmoid": (0.5, 0.5)}
@@ -235,6 +235,28 @@ def test_boxes_are_selected_one_after_another() -> None:
     assert selects_boxes(selection(5))
     assert not selects_boxes(describe_kernel("Relu", "", 11, {}, [KernelInput(dtype="float32", shape=(4,))],
                                              [Tensor(dtype="float32", shape=(4,))]))
+
+
+def test_a_long_row_is_selected_by_one_block_of_threads() -> None:
+    """As an H200 took: 33,600 numbers, and 1.2 million in a detector."""
+    def topk(numbers: int, chosen: int = 1000) -> Kernel:
+        inputs = [KernelInput(dtype="float32", shape=(numbers,)), KernelInput(dtype="int64", shape=(1,), values=(chosen,))]
+        return describe_kernel("TopK", "", 11, {}, inputs, [Tensor(dtype="float32", shape=(chosen,))] * 2)
+
+    assert [row_selection_ms(topk(numbers)) for numbers in (33_600, 1_209_600)] == pytest.approx([0.1225, 6.37], rel=0.1)
+    assert [selects_in_rows(topk(33_600, chosen)) for chosen in (1000, 5)] == [True, False]
+    found = predict(one_node(topk(1_209_600)), target=TARGET)
+    assert found.kernel_sum_ms == pytest.approx(6.37, rel=0.1)
+
+
+def one_node(kernel: Kernel) -> ModelRecord:
+    """A model of one TopK."""
+    values = [helper.make_tensor_value_info("x", TensorProto.FLOAT, kernel.inputs[0].shape)]
+    chosen = [helper.make_tensor_value_info(name, kind, kernel.outputs[0].shape) for name, kind in (
+        ("best", TensorProto.FLOAT), ("places", TensorProto.INT64))]
+    graph = helper.make_graph([helper.make_node("TopK", ["x", "k"], ["best", "places"])], "topk", values, chosen,
+                              [helper.make_tensor("k", TensorProto.INT64, [1], list(kernel.outputs[0].shape))])
+    return analyze(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), "cuda")
 
 
 def test_a_loop_waits_only_where_its_body_makes_the_condition_on_the_gpu() -> None:

@@ -16,10 +16,11 @@ import numpy as np
 from benchmark.records.copies import CopyTimes, MeasuredCopies, WaitTimes
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
 from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks
-from training.composition.host_costs import CopyCurve, HostCosts
+from training.composition.host_costs import DEFAULT_COSTS, CopyCurve, HostCosts
 
 HOST_NODE_MS = 0.001  # of the CPU provider's node on the smallest tensor, which a session's own time hides
 GPU_NODE_MS = 0.002  # of an elementwise kernel on a small tensor, which the host's dispatch hides (median of an H200's)
+Predict = Callable[[WaitTimes], tuple[float, float] | None]
 SMALL = 16384  # bytes of a tensor on which the GPU works for less time than the host takes to dispatch a node
 HALVINGS = 60  # of the range in which a time lies
 
@@ -90,20 +91,21 @@ def rising(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(accumulate(values, max))
 
 
-def wait_ms(waits: Sequence[WaitTimes], predict: Callable[[WaitTimes], tuple[float, float]], costs: PipelineCosts) -> float:
-    """The host's time at a node that waits for the GPU, ms: the median over what was measured, 0 without any.
+def wait_ms(waits: Sequence[WaitTimes], predict: Predict, costs: PipelineCosts) -> float:
+    """The host's time at a node that waits for the GPU, ms: the median over what was measured, the default without any.
 
     Args:
         waits: what was measured.
-        predict: the GPU's time (ms) and the launches of a node.
+        predict: the GPU's time (ms) and the launches of a node; None where they are not known well enough.
         costs: of a run.
     """
     found = []
     for one in waits:
         few, many = min(map(int, one.samples_ms)), max(map(int, one.samples_ms))
         each_ms = (median(one.samples_ms[str(many)]) - median(one.samples_ms[str(few)])) / (many - few)
-        found.append(solve(each_ms, partial(_each_ms, Step(*predict(one), waits=True), (few, many), costs)))
-    return median(found) if found else 0.0
+        if (of_gpu := predict(one)) is not None:
+            found.append(solve(each_ms, partial(_each_ms, Step(*of_gpu, waits=True), (few, many), costs)))
+    return median(found) if found else DEFAULT_COSTS.wait_ms
 
 
 def _each_ms(step: Step, counts: tuple[int, int], costs: PipelineCosts, host_ms: float) -> float:
@@ -112,8 +114,7 @@ def _each_ms(step: Step, counts: tuple[int, int], costs: PipelineCosts, host_ms:
     return (more - less) / (counts[1] - counts[0])
 
 
-def fit_copies(measured: MeasuredCopies, predict: Callable[[WaitTimes], tuple[float, float]],
-               costs: PipelineCosts) -> HostCosts:
+def fit_copies(measured: MeasuredCopies, predict: Predict, costs: PipelineCosts) -> HostCosts:
     """What copies cost, and waiting; arguments as of `wait_ms`, the costs at the host's usual pace."""
     copies = sorted(measured.copies, key=lambda one: one.bytes)
     costs = costs.at_pace(pace_of(copies, costs))
