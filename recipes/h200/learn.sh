@@ -7,13 +7,10 @@ out=${1:-out/h200}
 target=nvidia-h200-cuda-ort1.31-all
 mkdir -p "$out"
 tar xJf "recipes/h200/$target.tar.xz" -C "$out"
+tar xJf recipes/h200/host-nvidia-h200.tar.xz -C "$out"
 python training/train_kernel_model.py --workspace "$out" --target "$target"
-host=()
-if [[ -d $out/host ]]; then # what its CPU runs in CUDA sessions
-  python training/train_kernel_model.py --workspace "$out/host"
-  host=(--host "$out/host")
-fi
-python training/fit_host.py --workspace "$out" --target "$target" "${host[@]}"
+python training/train_kernel_model.py --workspace "$out/host"
+python training/fit_host.py --workspace "$out" --target "$target" --host "$out/host"
 python training/fit_composition.py --workspace "$out" --target "$target"
 others=()
 for name in beside under-load beside-more; do
