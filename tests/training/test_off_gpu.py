@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tarfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 from command import run_script
 from onnx import TensorProto, helper
 
-from benchmark.records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path
+from benchmark.records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path, read_copies
 from benchmark.runtimes.ort.control_flow import CONDITION_MS
 from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms, pipeline_ms, timeline
 from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks
@@ -19,6 +22,7 @@ from ort_analysis.records.kernel_record import Kernel, KernelInput, ModelRecord,
 from ort_analysis.records.kernel_types import describe_kernel
 from ort_analysis.records.reading import record_path
 from recipes.h200.host_models import held_out_kernels, on_cpu, uses_host
+from training.composition.default_composition import shipped_costs
 from training.composition.fit_copies import GPU_NODE_MS, HOST_NODE_MS, Step, fit_copies, simulated_ms
 from training.composition.fit_pipeline import latencies_ms
 from training.composition.fitted import read_composition
@@ -31,7 +35,7 @@ from training.kernels.saving import copy_predictors
 from training.kernels.training_set import measured_times
 from utils import files
 from utils.fingerprint import local_target, machine
-from utils.paths import SHIPPED, SIDECAR, Workspace
+from utils.paths import ROOT, SHIPPED, SIDECAR, Workspace
 
 TARGET = "nvidia-h200"
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.001, launch_ms=0.004, start_ms=0.03, gap_ms=0.001, lead_ms=-0.003, end_ms=0.005)
@@ -280,3 +284,18 @@ def test_a_loop_waits_only_where_its_body_makes_the_condition_on_the_gpu() -> No
     free, reading = looping(False), looping(True)
     assert [len(reading_loops(record)) for record in (free, reading)] == [0, 1]
     assert predicted(reading).latency_ms - predicted(free).latency_ms > 12 * CONDITION_MS
+
+
+def test_the_copies_of_the_h200_are_read_and_fitted(tmp_path: Path) -> None:
+    """From 1 to 16 MiB it copies at 30 GB/s and more to the host, and at 9 to 14 GB/s to the GPU."""
+    with tarfile.open(ROOT / "recipes" / "h200" / "host-nvidia-h200.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    [dataset] = (tmp_path / "benchmark" / "dataset").iterdir()
+    measured = read_copies(dataset)
+    assert measured is not None
+    found = fit_copies(measured, lambda one: None, shipped_costs())
+    assert found.wait_ms == DEFAULT_COSTS.wait_ms
+    for size in (1 << 20, 1 << 24):
+        assert 8e6 < size / found.to_gpu.at(size) < 14e6
+        assert 20e6 < size / found.to_host.at(size) < 60e6
+    assert len(measured.waits) == 9
