@@ -96,12 +96,21 @@ class HeldOut:
         """Latencies with all kernels as measured."""
         return left_out_ms(tracks_of(self.models, self.known), self.groups)
 
+    @cached_property
+    def on_gpu(self) -> npt.NDArray[np.bool_]:
+        """The models of which the CPU provider runs nothing that takes time: what it runs has ranges of error of its own, which
+        are joined with an interval when a model is predicted."""
+        return np.array([model.off_gpu is None or not model.off_gpu.run.host_ms[model.off_gpu.off].any()
+                         for model in self.models])
+
     def cases(self, kernels: Literal["predicted", "measured"]) -> list[Case]:
-        """The error of each model at the measured pace of its host, and what it may come from."""
+        """The error of each model of `on_gpu` at the measured pace of its host, and what it may come from."""
         differs = {name: found for fold in self.folds for name, found in _by_group(fold, strangers(fold, self.rows, GPU_LABEL))}
         found, times = (self.predicted, self.strict) if kernels == "predicted" else (self.as_measured, self.known)
         cases = []
-        for model, group, paced_ms in zip(self.models, self.groups, found.paced_ms, strict=True):
+        for model, group, paced_ms, judged in zip(self.models, self.groups, found.paced_ms, self.on_gpu, strict=True):
+            if not judged:
+                continue
             gpu_ms = times[GPU_LABEL][model.record.model]
             off = [False] * len(model.record.nodes) if model.off_gpu is None else model.off_gpu.off.tolist()
             nodes = [(kernel, node.runs * gpu_ms[kernel.id]) for node, out in zip(model.record.nodes, off, strict=True)

@@ -125,8 +125,8 @@ CONDITIONS: dict[str, Callable[[Sources], bool]] = {  # groups of predictions by
 
 def interval_table(held_out: HeldOut) -> list[dict[str, Any]]:
     """How many models lie in their 90 % interval, calibrated on the other collections (or families), and how wide it is: the
-    median of its upper over its lower end, less one. Over all, for each collection, and by what a prediction rests on; families
-    count as often as they have models."""
+    median of its upper over its lower end, less one. Over all, for each collection, and by what a prediction rests on. Without
+    models of which the CPU provider runs a part."""
     predicted, measured = (held_out.cases(kernels) for kernels in ("predicted", "measured"))
     both = [*predicted, *measured]
     found = intervals_without_own(both)
@@ -136,19 +136,19 @@ def interval_table(held_out: HeldOut) -> list[dict[str, Any]]:
     for kernels, cases, latencies, ends in (("predicted", predicted, held_out.predicted, found[:len(predicted)]),
                                             ("as measured", measured, held_out.as_measured, found[len(predicted):])):
         for pace in ("measured", "unknown"):
-            hosts = zip(latencies.fastest_ms, latencies.usual_ms, latencies.slowest_ms, strict=True)
+            usual_ms, paced_ms, fastest_ms, slowest_ms = (of_pace[held_out.on_gpu] for of_pace in latencies)
+            hosts = zip(fastest_ms, usual_ms, slowest_ms, strict=True)
             spans = ends if pace == "measured" else [for_any_host(one, *of) for one, of in zip(ends, hosts, strict=True)]
-            centre = latencies.paced_ms if pace == "measured" else latencies.usual_ms
-            ratios = held_out.latency_ms / centre
+            ratios = held_out.latency_ms[held_out.on_gpu] / (paced_ms if pace == "measured" else usual_ms)
             inside = np.array([low <= ratio <= high for (low, high), ratio in zip(spans, ratios, strict=True)])
             width = np.array([high / low - 1.0 for low, high in spans])
-            for part, mask in _interval_parts(cases, held_out.collections).items():
+            for part, mask in _interval_parts(cases).items():
                 if mask.any():
                     table.append({"kernels": kernels, "host's pace": pace, "of": part, "models": int(mask.sum()),
                                   "held_%": 100 * float(inside[mask].mean()), "width_%": 100 * float(np.median(width[mask]))})
     return table
 
 
-def _interval_parts(cases: Sequence[Case], collections: Sequence[str]) -> dict[str, npt.NDArray[np.bool_]]:
-    return parts_of(collections) | {
+def _interval_parts(cases: Sequence[Case]) -> dict[str, npt.NDArray[np.bool_]]:
+    return parts_of([case.collection for case in cases]) | {
         name: np.array([holds(case.sources) for case in cases]) for name, holds in CONDITIONS.items()}
