@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from conftest import small_model
 from made_up_dataset import TARGET, conv, gemm, relu, write_workspace
 
+from benchmark.records.labels import GPU_LABEL
+from graph_model.simulation.tracks import OffGpu
 from inference import predict
 from inference.core.targets import fitted_for
 from training.composition.error_sources import KNOWN, Sources, Stranger, sources
+from training.composition.held_out import HeldOut
+from training.composition.host_side import NodesOffGpu
 from training.composition.intervals import (
     ALWAYS,
     LEAST_FAMILIES,
@@ -21,8 +26,10 @@ from training.composition.intervals import (
     for_any_host,
     intervals_without_own,
 )
-from training.composition.left_out import Fold
+from training.composition.left_out import Fold, folds_of
+from training.composition.measured_models import MeasuredModel
 from training.composition.strangers import strangers
+from training.kernels.settings import LAUNCHES
 from training.kernels.training_set import read_training_set
 from utils.paths import Workspace
 
@@ -108,6 +115,30 @@ def test_strangers_of_a_fold(workspace: Workspace) -> None:
     assert found[far.id].times > 4
     batched = conv().model_copy(update={"inputs": (half.inputs[0], *conv().inputs[1:])})
     assert strangers(Fold(frozenset({"x"}), (), {batched.id: batched}, rows.idle), rows, "run")[batched.id].how == "other form"
+
+
+def test_cases_of_held_out_models(workspace: Workspace) -> None:
+    """A measured kernel is no source of error, a predicted one is; a model with work on the CPU is no case."""
+    records = list(write_workspace(workspace, families=("anet", "bnet", "cnet"), sampled=40).values())
+    rows = read_training_set(workspace, TARGET.name)
+    models = [MeasuredModel(record, record.group, 0.5 + 0.1 * place) for place, record in enumerate(records)]
+    ones = np.ones(len(records[-1].nodes))
+    models[-1] = replace(models[-1], off_gpu=NodesOffGpu(ones > 0, ones, ones, OffGpu(ones, ones > 1)))
+    times = {record.model: dict.fromkeys(record.kernels, 0.04) for record in records}
+    groups = [model.group for model in models]
+    known = {name: {GPU_LABEL: 0.04, LAUNCHES: 1.0} for name in rows.ids}
+    held_out = HeldOut("family", models, groups, replace(rows, times_ms={GPU_LABEL: rows.times_ms["run"]}),
+                       folds_of(rows, models, groups, "family", 3), known,
+                       {GPU_LABEL: times, LAUNCHES: {model: dict.fromkeys(of, 1.0) for model, of in times.items()}})
+    predicted, measured = held_out.cases("predicted"), held_out.cases("measured")
+    assert [case.family for case in predicted] == groups[:-1]
+    for found, of, shown in ((held_out.predicted, predicted, True), (held_out.as_measured, measured, False)):
+        errors = np.log(held_out.latency_ms / found.paced_ms)[:-1]
+        assert [case.error for case in of] == pytest.approx(errors.tolist())
+        assert all((case.sources.predicted > 0.2) == shown for case in of)
+        gpu_ms = [0.04 * len(record.nodes) for record in records[:-1]]
+        host = [1 - min(1.0, gpu / latency) for gpu, latency in zip(gpu_ms, found.paced_ms, strict=False)]
+        assert [case.sources.host for case in of] == pytest.approx(host)
 
 
 def test_a_prediction_takes_its_calibrated_interval() -> None:
