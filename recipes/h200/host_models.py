@@ -111,8 +111,7 @@ def judge(workspace: Workspace, host: Workspace | None, target: str, config: Tra
         UserError: nothing was learned for the target, or no such model was measured.
     """
     fitted, sidecar = fitted_for(workspace, target), read_sidecar(workspace.predictors(target))
-    every = measured_models(workspace, target, sidecar, with_bodies=True)
-    models = [model for model in every if uses_host(model.record)]
+    models = [model for model in measured_models(workspace, target, sidecar, for_judging=True) if uses_host(model.record)]
     if not models:
         raise UserError(f"{target}: no model was measured of which a CUDA session runs a part on the host")
     groups = [model.group for model in models]
@@ -128,7 +127,7 @@ def judge(workspace: Workspace, host: Workspace | None, target: str, config: Tra
                                       read_sidecar(folder).labels[HOST_LABEL].own_types, config)
         types_of = {group: {str(kind) for kind, families in zip(host_rows.types, host_rows.groups, strict=True)
                             if group not in families} for group in groups}
-    others = [model for model in every if model.group not in groups]
+    others = [model for model in measured_models(workspace, target, sidecar) if model.group not in groups]
     costs = fit_pipeline(tracks_of(others, {label: {model.record.model: looked_up(fitted, model.record, label)
                                                     for model in others} for label in ON_GPU}))
     conditions = Conditions(fitted, fitted.composition, AS_USUAL, False, {}, None, None)

@@ -58,21 +58,22 @@ class MeasuredModel:
         return self.record.collection
 
 
-def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, with_bodies: bool = False) -> list[MeasuredModel]:
+def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, for_judging: bool = False) -> list[MeasuredModel]:
     """The models of the dataset that a composition may be fitted to: measured idle, with a record, of no held-out family, and
     without Loop, If and Scan.
 
     Args:
         workspace, target: whose dataset and predictors are read.
         sidecar: of the predictors.
-        with_bodies: return models with Loop, If and Scan too; what they do off the GPU is then not filled in.
+        for_judging: models that no composition is fitted to, too: those with Loop, If and Scan (without what they do off the
+            GPU), and those that were measured next to a disturbed host, at its pace.
 
     Raises:
         UserError: there is none.
     """
     found = []
     host = read_host_side(workspace.predictors(target)) if sidecar.target.flavour.device == "cuda" else None
-    for name, times in idle_models(read_model_table(workspace, target)).iterrows():
+    for name, times in idle_models(read_model_table(workspace, target), for_judging).iterrows():
         path = record_path(workspace, sidecar.target.flavour, str(name))
         if not path.is_file():
             log.warning("%s: measured, but without a record (%s), so it is not used; make one with: %s", name, path, REMAKE)
@@ -81,7 +82,7 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, with_bo
         if record.group in sidecar.held_out:
             continue
         bodies = any(is_control_flow(kernel) for kernel in record.kernels.values())
-        if bodies and not with_bodies:
+        if bodies and not for_judging:
             log.info("%s: not used, since it has Loop, If or Scan, whose own costs are constants and not fitted", name)
             continue
         latency_ms, host_ms, host_io_ms, cuda_graph_ms, pace = (float(times[column]) for column in (

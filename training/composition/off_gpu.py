@@ -16,7 +16,7 @@ HOST_KERNEL_MS = 0.001  # of a kernel that does next to nothing; a guess, like t
 HOST_FLOPS_PER_MS = 150e6
 HOST_BYTES_PER_MS = 10e6
 # Of each number that a slow kernel reads. On a Xeon of 16 threads Col2Im takes 0.9 ns, Atan 2, Unique 5, Multinomial 10, Asinh
-# 25 and STFT 100: this is their geometric mean, and 7 to 12 with any of them left out.
+# 25 and STFT 100: this is their geometric mean, and 5 to 12 with any of them left out.
 SLOW_MS = 8e-6
 FUNCTIONS = frozenset({"Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "Sinh", "Tan"})
 HOST_RANGE = (0.2, 6.0)  # plausible range of a CPU kernel's time, as multiples of the guess; a choice
