@@ -15,8 +15,8 @@ from training.kernels.operator_classes import operator_class
 HOST_KERNEL_MS = 0.001  # of a kernel that does next to nothing; a guess, like the two rates
 HOST_FLOPS_PER_MS = 150e6
 HOST_BYTES_PER_MS = 10e6
-# Of each number that a slow kernel reads. On a Xeon of 16 threads Col2Im takes 0.9 ns, Atan 2, Unique 5, Multinomial 10, Asinh
-# 25 and STFT 100: this is their geometric mean, and 5 to 12 with any of them left out.
+# Of each number that a slow kernel reads; a choice. On a Xeon of 16 threads Atan takes 2 ns, Unique 5, Multinomial 10, Asinh 25
+# and STFT 100 (geometric mean 12; 8 with Col2Im, which takes 0.9 but only adds and moves).
 SLOW_MS = 8e-6
 FUNCTIONS = frozenset({"Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "Sinh", "Tan"})
 HOST_RANGE = (0.2, 6.0)  # plausible range of a CPU kernel's time, as multiples of the guess; a choice
@@ -25,15 +25,15 @@ SERIAL_RANGE = (0.2, 30.0)  # the same for kernels of serial steps (recurrent on
 
 
 def is_slow(kernel: Kernel) -> bool:
-    """Whether a kernel is of an operator that the CPU provider computes number by number, such as most that CUDA lacks: it
-    chooses, sorts or transforms, or it is a function that takes many steps."""
+    """Whether a kernel is of an operator of ONNX's own set that the CPU provider computes number by number, such as most that
+    CUDA lacks: it chooses, sorts or transforms, or it is a function that takes many steps."""
     slow = operator_class(kernel) == "other" or kernel.op_type in FUNCTIONS
-    return slow and "Quantize" not in kernel.op_type
+    return slow and not kernel.domain and kernel.op_type not in ("Col2Im", "DynamicQuantizeLinear")
 
 
 def host_range(kernel: Kernel) -> tuple[float, float]:
     """The plausible range of a kernel's time, as multiples of `guessed_ms`."""
-    return SERIAL_RANGE if is_slow(kernel) or operator_class(kernel) == "recurrent" else HOST_RANGE
+    return SERIAL_RANGE if is_slow(kernel) or operator_class(kernel) in ("recurrent", "other") else HOST_RANGE
 
 
 def is_copy(kernel: Kernel) -> bool:
