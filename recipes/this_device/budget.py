@@ -10,7 +10,8 @@ from utils import files
 from utils.frozen import Frozen
 
 TRAINING_SHARE = 0.25  # of the minutes, for training and composition
-LEAST_MEASURING_SHARE = 0.2  # of the minutes, even where the analysis has used up the rest
+LEAST_MEASURING_SHARE = 0.2  # of the minutes, even where the analysis has used up the rest …
+LEAST_MEASURING_S = 10.0  # … and at least this long: the processes that measure need a few seconds to start
 SAMPLING_SHARE = 0.1  # of the minutes, for drawing and building samples
 # Rates to plan with, per second and process: samples that are drawn and built, and kernels that are measured. Measured on two
 # cores of an AMD EPYC and on an H200; a device that is faster measures all samples before its time is over.
@@ -76,4 +77,4 @@ class Budget:
     def measuring_s(self) -> float:
         """Seconds left for measuring: what training does not need. Something is measured in any case, once."""
         left_s = self.total_s * (1.0 - TRAINING_SHARE) - self.used_s()
-        return max(left_s, 0.0 if self.spent.measured else LEAST_MEASURING_SHARE * self.total_s)
+        return max(left_s, 0.0 if self.spent.measured else max(LEAST_MEASURING_SHARE * self.total_s, LEAST_MEASURING_S))

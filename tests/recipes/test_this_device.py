@@ -14,7 +14,7 @@ import pytest
 from conftest import small_model
 
 from benchmark.records.files import journal_path, read_journal
-from recipes.this_device.budget import LEAST_MEASURING_SHARE, TRAINING_SHARE, Budget
+from recipes.this_device.budget import LEAST_MEASURING_S, LEAST_MEASURING_SHARE, TRAINING_SHARE, Budget
 from recipes.this_device.commands import run_json
 from recipes.this_device.measure_this_device import prediction_command, put_models, shipped_for
 from utils import files
@@ -67,7 +67,7 @@ def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
     assert set(latencies) <= {"first@batch=2,dynamic", "second@batch=2,dynamic"}
     assert len(latencies) == len(set(latencies)) >= 1, "on a busy machine, the time may be over before the second"
     kernels, held_out, own = result["expected"]
-    assert kernels["count"] >= 20
+    assert kernels["count"] >= 5
     assert (held_out["count"], own["count"]) == (len(latencies) if len(latencies) > 1 else 0, len(latencies))
     assert own["mean_error_%"] >= 0
     predicted = subprocess.run([sys.executable, *result["predict"].split()[1:], "--json", "--dim", "batch=2"], cwd=ROOT,
@@ -84,6 +84,7 @@ def test_the_minutes_are_those_of_all_calls(tmp_path: Path) -> None:
     assert budget.measuring_s() == LEAST_MEASURING_SHARE * 600, "something is measured in any case"
     budget.save(measured=True)
     assert budget.measuring_s() == 0.0, "but once"
+    assert Budget(tmp_path / "other.json", 0.01).measuring_s() == LEAST_MEASURING_S
     later = Budget(tmp_path / "spent.json", 20.0)
     assert later.used_s() == pytest.approx(580, abs=1)
     assert later.measuring_s() == pytest.approx(1200 * (1 - TRAINING_SHARE) - 580, abs=1)
