@@ -43,14 +43,10 @@ python training/fit_host.py --workspace out/h200 --host out/h200/host
 
 
 def waiting_kernel(one: WaitTimes) -> Kernel:
-    """The NonZero or Compress that was timed (recipes/cuda_kernels/measure_copies.py has the graphs)."""
-    x = KernelInput(dtype="float32", shape=(one.elements,))
-    if one.operator == "NonZero":
-        inputs, output = [x], Tensor(dtype="int64", shape=(1, one.elements))
-    else:
-        inputs = [x, KernelInput(dtype="bool", shape=(one.elements,))]
-        output = Tensor(dtype="float32", shape=(one.elements // 2,))
-    return describe_kernel(one.operator, "", 18, {}, inputs, [output])
+    """The NonZero that was timed (recipes/cuda_kernels/measure_copies.py has the graph): of truth values, as in detectors,
+    whose kernels were measured. It was of floats, which take the GPU as long."""
+    x = KernelInput(dtype="bool", shape=(one.elements,))
+    return describe_kernel("NonZero", "", 17, {}, [x], [Tensor(dtype="int64", shape=(1, one.elements))])
 
 
 def fit_costs(workspace: Workspace, target: str, predictors: Predictors) -> HostCosts | None:
@@ -65,7 +61,7 @@ def fit_costs(workspace: Workspace, target: str, predictors: Predictors) -> Host
         return None
 
     def predict(one: WaitTimes) -> tuple[float, float] | None:
-        if one.operator not in ("NonZero", "Compress"):  # another's time depends on more than its size
+        if one.operator != "NonZero":  # of the others, no kernels with the GPU's own time were measured yet
             return None
         gpu_ms, launches = (predictors.predict([waiting_kernel(one)], {}, label) for label in ON_GPU)
         return None if "estimated" in gpu_ms.provenance else (gpu_ms.latency_ms[0], launches.latency_ms[0])
