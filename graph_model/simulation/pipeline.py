@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import model_validator
 
-from graph_model.simulation.tracks import Floats, OffGpu, Tracks
+from graph_model.simulation.tracks import Floats, NodeKind, OffGpu, Tracks
 from utils.frozen import Frozen
 from utils.trace_events import PREDICTED, Span, document, process_events
 
@@ -18,11 +19,13 @@ class PipelineCosts(Frozen):
     Attributes:
         node_ms, view_ms, launch_ms: the host's time for a node that moves data, for one that only renames a tensor, and
             for each launch.
-        library_ms: what a node that calls cuDNN or cuBLAS costs the host in addition; 0 in files that do not hold it.
+        convolution_ms, product_ms: what a convolution and a matrix product cost the host in addition, for the call of cuDNN or
+            cuBLAS.
+        recurrent_launch_ms: what each launch of a recurrent layer costs it in addition.
         start_ms: the host's time before the first node.
         gap_ms: the GPU's pause between the work of two launches.
-        lead_ms: from the end of a node's dispatch to the start of its work on an idle GPU; negative, since its first
-            launch comes before its dispatch ends.
+        lead_ms: from a launch to the start of its work on an idle GPU. It is fitted to whole runs, and negative where it makes
+            up for what the other costs have too much.
         end_ms: from the end of both tracks to the moment when the caller learns of it.
     """
 
@@ -33,20 +36,36 @@ class PipelineCosts(Frozen):
     gap_ms: float
     lead_ms: float
     end_ms: float
-    library_ms: float = 0.0
+    convolution_ms: float = 0.0
+    product_ms: float = 0.0
+    recurrent_launch_ms: float = 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_cost_for_both_libraries(cls, costs: Any) -> Any:
+        """Reads older files: they have one cost for the calls of both libraries."""
+        if not isinstance(costs, dict) or "library_ms" not in costs:
+            return costs
+        both = costs["library_ms"]
+        return {name: cost for name, cost in costs.items() if name != "library_ms"} | {
+            "convolution_ms": both, "product_ms": both}
 
     def at_pace(self, pace: float) -> PipelineCosts:
         """The costs where the host takes `pace` times as long for everything it does. The GPU's pauses stay as they are."""
-        return PipelineCosts(
-            node_ms=pace * self.node_ms, view_ms=pace * self.view_ms, launch_ms=pace * self.launch_ms,
-            start_ms=pace * self.start_ms, gap_ms=self.gap_ms, lead_ms=pace * self.lead_ms, end_ms=pace * self.end_ms,
-            library_ms=pace * self.library_ms)
+        return self.model_copy(update={
+            name: pace * getattr(self, name) for name in PipelineCosts.model_fields if name != "gap_ms"})
+
+
+def _launch_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
+    """The host's time for one launch of each node."""
+    return costs.launch_ms + costs.recurrent_launch_ms * (tracks.kinds == NodeKind.RECURRENT)
 
 
 def _own_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
     """The host's time for the dispatch of each node."""
-    of_kind = np.array([costs.view_ms, costs.node_ms, costs.node_ms + costs.library_ms])  # in the order of NodeKind
-    return of_kind[tracks.kinds] + costs.launch_ms * tracks.launches
+    of_kind = np.array([costs.view_ms, costs.node_ms, costs.node_ms + costs.convolution_ms, costs.node_ms + costs.product_ms,
+                        costs.node_ms])  # in the order of NodeKind
+    return of_kind[tracks.kinds] + _launch_ms(tracks, costs) * tracks.launches
 
 
 class HostTimes(NamedTuple):
@@ -67,15 +86,18 @@ def host_times(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = No
     if off_gpu is None:
         at = costs.start_ms + np.cumsum(own)
         return HostTimes(at, at)
+    launched = np.maximum(tracks.launches, 1.0)
+    firsts = np.maximum(costs.lead_ms - _launch_ms(tracks, costs) * (launched - 1.0), -own)
     leads = np.maximum(costs.lead_ms, -own)
     work = tracks.gpu_ms + costs.gap_ms * tracks.launches
     dispatched, goes_on, host, gpu = np.empty(len(own)), np.empty(len(own)), costs.start_ms, -np.inf
-    for place, (takes, busy, lead, gives, count, waits) in enumerate(zip(
-            own.tolist(), off_gpu.host_ms.tolist(), leads.tolist(), work.tolist(), tracks.launches.tolist(),
+    for place, (takes, busy, first, lead, gives, count, waits) in enumerate(zip(
+            own.tolist(), off_gpu.host_ms.tolist(), firsts.tolist(), leads.tolist(), work.tolist(), tracks.launches.tolist(),
             off_gpu.waits.tolist(), strict=True)):
         host += takes if waits else takes + busy
         if count > 0:
-            gpu = max(gpu, host + lead) + gives
+            last = gives / max(count, 1.0)
+            gpu = max(max(gpu, host + first) + gives - last, host + lead) + last
         dispatched[place] = host
         if waits:
             host = max(host, gpu) + busy
@@ -88,11 +110,36 @@ def dispatched_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None =
     return host_times(tracks, costs, off_gpu).goes_on
 
 
+class GpuWork(NamedTuple):
+    """The GPU's work in a run, in order: of each node that gives it some all launches but the last, then the last; all ms.
+
+    The launches of a node take equally long, on the host and on the GPU. So the work of a node ends no earlier than its first
+    launch plus all of its work, and no earlier than its last launch plus the last part, and nothing between is later.
+
+    Attributes:
+        ready_ms: when the GPU can begin it, from the start of the run.
+        work_ms: how long it takes, with the pauses between launches.
+    """
+
+    ready_ms: Floats
+    work_ms: Floats
+
+
+def gpu_work(tracks: Tracks, costs: PipelineCosts, dispatched: Floats) -> GpuWork:
+    """The GPU's work in a run whose nodes are dispatched at `dispatched` (ms); other arguments as of `pipeline_ms`."""
+    working = tracks.launches > 0
+    launched = np.maximum(tracks.launches[working], 1.0)
+    work = (tracks.gpu_ms + costs.gap_ms * tracks.launches)[working]
+    last = dispatched[working] + costs.lead_ms
+    first = last - _launch_ms(tracks, costs)[working] * (launched - 1.0)
+    return GpuWork(np.column_stack([first, last]).ravel(), np.column_stack([work - work / launched, work / launched]).ravel())
+
+
 def pipeline_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None) -> float:
     """The latency of a run, ms. The host dispatches node after node, and the GPU does their work in that order.
 
-    The GPU begins a node's work when the node is dispatched and the work before it is done. So for every node the run ends
-    no earlier than this node's dispatch plus all work from this node on; the latest of these ends is the GPU's end.
+    The GPU begins the work of a launch when the host has launched it and the work before it is done. So for every launch the
+    run ends no earlier than this launch plus all work from this one on; the latest of these ends is the GPU's end.
 
     Args:
         tracks: the run's.
@@ -102,10 +149,8 @@ def pipeline_ms(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = N
     host = host_times(tracks, costs, off_gpu)
     if not len(host.goes_on):
         return costs.start_ms + costs.end_ms
-    working = tracks.launches > 0
-    work = np.where(working, tracks.gpu_ms + costs.gap_ms * tracks.launches, 0.0)
-    left = np.cumsum(work[::-1])[::-1]  # from each node on
-    ends = (host.dispatched + costs.lead_ms + left)[working]
+    ready, work = gpu_work(tracks, costs, host.dispatched)
+    ends = ready + np.cumsum(work[::-1])[::-1]  # all work from each launch on
     return float(max(host.goes_on[-1], ends.max(initial=0.0)) + costs.end_ms)
 
 
@@ -126,13 +171,15 @@ def timeline(tracks: Tracks, costs: PipelineCosts, off_gpu: OffGpu | None = None
     """
     spans, host, gpu = [], costs.start_ms, -np.inf
     found = host_times(tracks, costs, off_gpu)
-    for dispatched, goes_on, time, count in zip(found.dispatched.tolist(), found.goes_on.tolist(), tracks.gpu_ms,
-                                                tracks.launches, strict=True):
+    ready, parts = (column.reshape(-1, 2).tolist() for column in gpu_work(tracks, costs, found.dispatched))
+    of_launches = zip(ready, parts, strict=True)
+    for goes_on, count in zip(found.goes_on.tolist(), tracks.launches, strict=True):
         work = None
         if count > 0:
-            begins = max(gpu, dispatched + costs.lead_ms)
-            gpu = begins + float(time) + costs.gap_ms * float(count)
-            work = begins, begins + float(time)
+            (first, last), (before_last, of_last) = next(of_launches)
+            begins = max(gpu, first)
+            gpu = max(begins + before_last, last) + of_last
+            work = begins, gpu - costs.gap_ms * min(float(count), 1.0)
         spans.append(NodeSpan((host, goes_on), work))
         host = goes_on
     return spans

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms
+from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms, gpu_work
 from graph_model.simulation.tracks import Floats, Tracks
 
 MOST_STAGES = 48  # of a simulated run on a shared GPU: twice as many change its mean by less than 1 % and take twice as long
@@ -55,16 +55,16 @@ class _Stages(NamedTuple):
 
 
 def _queued(tracks: Tracks, costs: PipelineCosts) -> _Stages:
-    """The nodes that give the GPU work, each as a stage of its own."""
-    at, working = dispatched_ms(tracks, costs), tracks.launches > 0
-    ready = np.maximum(at + costs.lead_ms, 0.0)  # no launch comes before its run, whatever lead was fitted
-    return _Stages(ready[working], (tracks.gpu_ms + costs.gap_ms * tracks.launches)[working],
-                   float(at[-1]) if len(at) else costs.start_ms)
+    """The work of each launch, or of several of one node, as a stage of its own."""
+    at = dispatched_ms(tracks, costs)
+    ready, work = gpu_work(tracks, costs, at)
+    # no launch comes before its run, whatever lead was fitted
+    return _Stages(np.maximum(ready, 0.0), work, float(at[-1]) if len(at) else costs.start_ms)
 
 
 def _stages(tracks: Tracks, costs: PipelineCosts) -> _Stages:
-    """The nodes in at most MOST_STAGES groups of neighbours. A group begins so late that its work never waits for a dispatch:
-    the GPU's pauses within the group are moved to before it."""
+    """The launches in at most MOST_STAGES groups of neighbours. A group begins so late that its work never waits for a
+    dispatch: the GPU's pauses within the group are moved to before it."""
     ready, work, dispatched = _queued(tracks, costs)
     done = np.cumsum(work)
     slack = ready - (done - work)  # the latest start of all work with which no node waits for its dispatch

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_costs import calls_library
+from ort_analysis.records.kernel_costs import CONVOLUTION_OPS, PRODUCT_OPS, RECURRENT_OPS
 from ort_analysis.records.kernel_record import Kernel
 
 Floats = npt.NDArray[np.float64]
@@ -17,18 +17,27 @@ Kinds = npt.NDArray[np.int_]  # the NodeKind of each node
 
 class NodeKind(IntEnum):
     """What a node costs the host that dispatches it: it only renames a tensor (VIEW), it runs a kernel of ONNX Runtime's own
-    (OWN), or it calls cuDNN or cuBLAS (LIBRARY)."""
+    (OWN), or it calls a library: cuDNN for a convolution (CONVOLUTION) or for a recurrent layer (RECURRENT), cuBLAS for a
+    matrix product (PRODUCT)."""
 
     VIEW = 0
     OWN = 1
-    LIBRARY = 2
+    CONVOLUTION = 2
+    PRODUCT = 3
+    RECURRENT = 4
 
 
 def node_kind(kernel: Kernel, on_gpu: bool = True) -> NodeKind:
     """The kind of a node; no node that the CPU provider runs calls a GPU's library."""
     if not kernel.moves_data:
         return NodeKind.VIEW
-    return NodeKind.LIBRARY if on_gpu and calls_library(kernel) else NodeKind.OWN
+    for kind, operators in LIBRARIES.items():
+        if on_gpu and kernel.op_type in operators:
+            return kind
+    return NodeKind.OWN
+
+
+LIBRARIES = {NodeKind.CONVOLUTION: CONVOLUTION_OPS, NodeKind.PRODUCT: PRODUCT_OPS, NodeKind.RECURRENT: RECURRENT_OPS}
 
 
 class Tracks(NamedTuple):

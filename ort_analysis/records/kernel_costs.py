@@ -35,8 +35,9 @@ RECURRENT_OPS = {"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"}
 # EPYC: 2.8 ns per step (64 rows, 200 trees of a scikit-learn forest).
 STEP_FLOPS = 100
 # Operators for which the CUDA provider calls cuDNN or cuBLAS (in its sources: execution plans, cublasGemm… and cublasLt…).
-LIBRARY_OPS = {"Conv", "FusedConv", "NhwcConv", "NhwcFusedConv", "ConvTranspose", "MatMul", "FusedMatMul", "TransposeMatMul",
-               "Gemm", "FusedGemm", "Einsum", "Attention", "MultiHeadAttention"}
+CONVOLUTION_OPS = {"Conv", "FusedConv", "NhwcConv", "NhwcFusedConv", "ConvTranspose"}
+PRODUCT_OPS = {"MatMul", "FusedMatMul", "TransposeMatMul", "Gemm", "FusedGemm", "Einsum", "Attention", "MultiHeadAttention"}
+RECURRENT_OPS = {"LSTM", "GRU", "RNN"}
 LAUNCHED_INPUTS = 32  # a Concat with more inputs copies tables from the host; up to here the launch carries them
 
 
@@ -115,11 +116,6 @@ def tree_steps(attributes: Mapping[str, Any]) -> float:
     else:
         trees, nodes = len(set(attributes.get("nodes_treeids", (0,)))), len(attributes.get("nodes_modes", (0,)))
     return trees * max(1.0, math.log2(max(nodes / max(trees, 1), 2)))
-
-
-def calls_library(kernel: Kernel) -> bool:
-    """Whether the CUDA provider calls cuDNN or cuBLAS for this kernel."""
-    return kernel.op_type in LIBRARY_OPS
 
 
 def is_control_flow(kernel: Kernel) -> bool:

@@ -21,8 +21,8 @@ from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks, node_kind
 from ort_analysis.records.kernel_record import KernelInput, Tensor
 from ort_analysis.records.kernel_types import describe_kernel
 from training.composition.fit_pipeline import (
+    FOLLOWING,
     HOST_BOUND,
-    LIBRARY_LAUNCHES,
     MeasuredTracks,
     can_fit,
     fit_pipeline,
@@ -33,17 +33,18 @@ from training.composition.fit_pipeline import (
 
 AROUND_A_VIEW = np.array([NodeKind.OWN, NodeKind.VIEW, NodeKind.OWN])
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0003, launch_ms=0.004, start_ms=0.008, gap_ms=0.001, lead_ms=-0.004,
-                      end_ms=0.006, library_ms=LIBRARY_LAUNCHES * 0.004)
+                      end_ms=0.006, **{name: share * 0.004 for name, share in FOLLOWING.items()})
 
 
 def simulate(tracks: Tracks, costs: PipelineCosts) -> float:
-    """Node after node, as it happens."""
+    """Launch after launch, as it happens."""
     host, gpu = costs.start_ms, 0.0
     for time, count, kind in zip(*tracks, strict=True):
-        host += (costs.node_ms if kind else costs.view_ms) + costs.launch_ms * count
-        host += costs.library_ms if kind == NodeKind.LIBRARY else 0.0
-        if count:
-            gpu = max(gpu, host + costs.lead_ms) + time + costs.gap_ms * count
+        host += costs.node_ms if kind else costs.view_ms
+        host += {NodeKind.CONVOLUTION: costs.convolution_ms, NodeKind.PRODUCT: costs.product_ms}.get(kind, 0.0)
+        for _ in range(int(count)):
+            host += costs.launch_ms + (costs.recurrent_launch_ms if kind == NodeKind.RECURRENT else 0.0)
+            gpu = max(gpu, host + costs.lead_ms) + time / count + costs.gap_ms
     return max(host, gpu) + costs.end_ms
 
 
@@ -51,7 +52,7 @@ def made_up(draw: np.random.Generator, scale: float, pace: float = 1.0) -> Measu
     """A model of 30 to 300 nodes whose GPU times are around `scale` ms, with the latency and host time that COSTS give it where
     the host takes `pace` times as long as usual."""
     nodes = int(draw.integers(30, 300))
-    kinds = np.where(draw.random(nodes) > 0.2, draw.integers(1, 3, nodes), NodeKind.VIEW)
+    kinds = np.where(draw.random(nodes) > 0.2, draw.integers(1, len(NodeKind), nodes), NodeKind.VIEW)
     launches = np.where(kinds, draw.integers(1, 5, nodes), 0).astype(float)
     gpu_ms = np.where(kinds, scale * draw.lognormal(0.0, 1.0, nodes), 0.0)
     costs = COSTS.at_pace(pace)
@@ -73,27 +74,37 @@ def test_by_hand() -> None:
     costs = PipelineCosts(node_ms=2.0, view_ms=0.5, launch_ms=1.0, start_ms=10.0, gap_ms=0.25, lead_ms=-1.0, end_ms=4.0)
     tracks = Tracks(np.array([20.0, 0.0, 5.0]), np.array([2.0, 0.0, 1.0]), AROUND_A_VIEW)
     assert dispatched_ms(tracks, costs).tolist() == [14.0, 14.5, 17.5]
-    assert pipeline_ms(tracks, costs) == 14.0 - 1.0 + 20.0 + 2 * 0.25 + 5.0 + 0.25 + 4.0
+    assert pipeline_ms(tracks, costs) == 13.0 - 1.0 + 20.0 + 2 * 0.25 + 5.0 + 0.25 + 4.0  # from the first launch on
     assert pipeline_ms(tracks._replace(gpu_ms=tracks.gpu_ms / 100), costs) == 17.5 + 4.0  # the host is the slower track
     assert pipeline_ms(Tracks(np.zeros(0), np.zeros(0), np.zeros(0, dtype=int)), costs) == 14.0  # an empty graph
 
 
 def test_a_librarys_call_costs_the_host_more() -> None:
-    """A Conv, a Relu, a Reshape and a MatMul; costs of an older file know no library."""
+    """A Conv, a Relu, a Reshape, a MatMul and an LSTM of three launches."""
     costs = PipelineCosts(node_ms=2.0, view_ms=0.5, launch_ms=1.0, start_ms=10.0, gap_ms=0.25, lead_ms=-1.0, end_ms=4.0,
-                          library_ms=7.0)
-    kinds = np.array([NodeKind.LIBRARY, NodeKind.OWN, NodeKind.VIEW, NodeKind.LIBRARY])
-    tracks = Tracks(np.ones(4), np.array([2.0, 1.0, 0.0, 1.0]), kinds)
-    assert dispatched_ms(tracks, costs).tolist() == [21.0, 24.0, 24.5, 34.5]
+                          convolution_ms=7.0, product_ms=3.0, recurrent_launch_ms=0.5)
+    kinds = np.array([NodeKind.CONVOLUTION, NodeKind.OWN, NodeKind.VIEW, NodeKind.PRODUCT, NodeKind.RECURRENT])
+    tracks = Tracks(np.ones(5), np.array([2.0, 1.0, 0.0, 1.0, 3.0]), kinds)
+    assert dispatched_ms(tracks, costs).tolist() == [21.0, 24.0, 24.5, 30.5, 37.0]
     no_library = tracks._replace(kinds=np.minimum(kinds, NodeKind.OWN))
-    assert dispatched_ms(no_library, costs).tolist() == [14.0, 17.0, 17.5, 20.5]
-    older = PipelineCosts.model_validate(costs.model_dump(exclude={"library_ms"}))
-    assert dispatched_ms(tracks, older).tolist() == [14.0, 17.0, 17.5, 20.5]
-    assert costs.at_pace(2.0).library_ms == 14.0
+    assert dispatched_ms(no_library, costs).tolist() == [14.0, 17.0, 17.5, 20.5, 25.5]
+    older = PipelineCosts.model_validate(COSTS.model_dump(exclude={"convolution_ms", "product_ms"}) | {"library_ms": 7.0})
+    assert (older.convolution_ms, older.product_ms) == (7.0, 7.0)
+    twice = costs.at_pace(2.0)
+    assert (twice.convolution_ms, twice.product_ms, twice.recurrent_launch_ms, twice.gap_ms) == (14.0, 6.0, 1.0, 0.25)
+
+
+def test_the_gpu_works_on_a_nodes_first_launches_while_the_host_makes_the_others() -> None:
+    """An LSTM alone, of a hundred launches: the host is the slower track, so little is left when its last launch is made."""
+    costs = PipelineCosts(node_ms=1.0, view_ms=0.0, launch_ms=5.0, start_ms=0.0, gap_ms=0.0, lead_ms=2.0, end_ms=0.0)
+    alone = Tracks(np.array([200.0]), np.array([100.0]), np.array([NodeKind.RECURRENT]))
+    assert pipeline_ms(alone, costs) == 1.0 + 100 * 5.0 + 2.0 + 200.0 / 100
+    slow = alone._replace(gpu_ms=np.array([2000.0]))
+    assert pipeline_ms(slow, costs) == 1.0 + 5.0 + 2.0 + 2000.0
 
 
 @pytest.mark.parametrize(("op_type", "shapes", "kind"), [
-    ("Conv", ((1, 3, 8, 8), (4, 3, 3, 3)), NodeKind.LIBRARY), ("MatMul", ((2, 3), (3, 4)), NodeKind.LIBRARY),
+    ("Conv", ((1, 3, 8, 8), (4, 3, 3, 3)), NodeKind.CONVOLUTION), ("MatMul", ((2, 3), (3, 4)), NodeKind.PRODUCT),
     ("Relu", ((2, 3),), NodeKind.OWN), ("Reshape", ((2, 3), (2,)), NodeKind.VIEW)])
 def test_the_kind_of_a_node(op_type: str, shapes: tuple[tuple[int, ...], ...], kind: NodeKind) -> None:
     """What the CPU provider runs calls no library of the GPU's."""
@@ -115,7 +126,7 @@ def test_the_timeline_ends_with_the_prediction(scale: float, lead_ms: float) -> 
     assert all(before.host[1] == after.host[0] for before, after in itertools.pairwise(spans))
     work = [span.gpu for span in spans if span.gpu]
     assert all(before[1] < after[0] for before, after in itertools.pairwise(work))
-    last = max(spans[-1].host[1], work[-1][1] + COSTS.gap_ms * model.tracks.launches[model.tracks.launches > 0][-1])
+    last = max(spans[-1].host[1], work[-1][1] + COSTS.gap_ms)
     assert last + COSTS.end_ms == pytest.approx(pipeline_ms(model.tracks, costs), rel=1e-9)
     trace = chrome_trace(["node"] * len(spans), spans)["traceEvents"]
     assert min(event["ts"] for event in trace if event["ph"] == "X") >= 0
@@ -138,8 +149,8 @@ def test_a_slower_host_by_hand() -> None:
     gpu, launches, moves = np.array([20.0, 0.0, 5.0]), np.array([2.0, 0.0, 1.0]), AROUND_A_VIEW
     of_gpu, of_host = (MeasuredTracks(Tracks(times, launches, moves), host_ms=35.0, latency_ms=50.0, pace=2.0)
                        for times in (gpu, gpu / 100))
-    assert latencies_ms([of_gpu, of_host], costs).tolist() == [42.75, 21.5]
-    waiting = 28.0 - 2.0 + 20.0 + 2 * 0.25 + 5.0 + 0.25 + 8.0
+    assert latencies_ms([of_gpu, of_host], costs).tolist() == [41.75, 21.5]
+    waiting = 26.0 - 2.0 + 20.0 + 2 * 0.25 + 5.0 + 0.25 + 8.0
     assert latencies_ms([of_gpu, of_host], costs, paced=True).tolist() == [waiting, 43.0]
     assert hosts_ms([of_gpu, of_host], costs).tolist() == [35.0, 35.0]
 
@@ -153,7 +164,7 @@ def test_costs_are_found_again() -> None:
     found = fit_pipeline(models)
     assert (found.node_ms, found.view_ms, found.launch_ms, found.start_ms, found.gap_ms) == pytest.approx(
         (COSTS.node_ms, COSTS.view_ms, COSTS.launch_ms, COSTS.start_ms, COSTS.gap_ms), rel=0.02)
-    assert found.library_ms == pytest.approx(COSTS.library_ms, rel=0.02)
+    assert found.convolution_ms == pytest.approx(COSTS.convolution_ms, rel=0.02)
     assert found.lead_ms == pytest.approx(COSTS.lead_ms, abs=5e-4)
     assert found.end_ms == pytest.approx(COSTS.end_ms, abs=5e-4)
 
