@@ -137,13 +137,13 @@ def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured
                  uncertainties: Sequence[tuple[Kernel, KernelUncertainty]], shared: UnderLoad | None) -> Uncertainty:
     """How sure a latency is, given the part of its kernels' time that was measured (a ratio) and its uncertain kernels."""
     fitted, used, pace, record = conditions.fitted, conditions.used, conditions.pace, run.record
-    moved = marking = CERTAIN
+    of_kernels = marking = CERTAIN
     if uncertainties:
-        moved, marking = (kernels_span(run, latency, marking_only) for marking_only in (False, True))
+        of_kernels, marking = (kernels_span(run, latency, marking_only) for marking_only in (False, True))
     trips = trips_span(run, latency)
     hosts = hosts_span(run, latency, conditions.usual_costs, pace.ratio) if pace else CERTAIN
     short = shortness(used, latency)
-    fit = fitted_span(used, conditions.run_mode, measured_share, conditions.device)
+    fit, moved = fitted_span(used, conditions.run_mode, measured_share, conditions.device), of_kernels
     if used.calibrated and conditions.run_mode == AS_USUAL:
         fit = Span(*used.calibrated.ends(sources_of(run, latency)))
         moved = kernels_span(without_calibrated(run), latency, False) if uncertainties else CERTAIN
@@ -158,7 +158,8 @@ def _uncertainty(run: ModelRun, conditions: Conditions, latency: float, measured
                 *(host_warning(hosts) if pace == UNKNOWN else ()), *(
         ["no model was ever measured on this machine: how kernels add up is a default, so the interval is wide"]
         if used.assumed else []))
-    return Uncertainty(joined(spans).widened(times),
+    # A calibrated interval is of usual doubts about kernels; the doubt about these kernels alone may be larger.
+    return Uncertainty(joined(spans).covering(of_kernels).widened(times),
                        is_rough(marking) or is_rough(trips) or short.marks or bool(record.assumed or uncounted(record)),
                        warnings)
 

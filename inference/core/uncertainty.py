@@ -58,6 +58,10 @@ class Span(NamedTuple):
         """The span with ends `times` as far from 1, as logarithms."""
         return Span(self.low ** times, self.high ** times)
 
+    def covering(self, other: Span) -> Span:
+        """The smallest span that contains both."""
+        return Span(min(self.low, other.low), max(self.high, other.high))
+
 
 CERTAIN = Span(1.0, 1.0)
 HOSTS = Span(*fit_pipeline.HOSTS)  # how many times as long as usual a host may take to dispatch
