@@ -79,14 +79,14 @@ def test_what_a_variant_may_see(data: Dataset) -> None:
 
 
 def test_without_a_roofline_times_are_learned_all_the_same(data: Dataset) -> None:
-    """And a kernel type of none of the rows gets their median, whatever its size."""
+    """And a kernel type of none of the rows is estimated from its sizes, as those of its class."""
     rows = data.rows.rows(data.rows.idle & (data.rows.types == "Conv"))
     arguments = rows.features, rows.load, rows.flops, rows.bytes_moved
     for variant in (VARIANTS["no-roofline"], VARIANTS["forest"], VARIANTS["one-for-all"]):
         found = learn(rows, data, variant, QUICK).predict_ms(rows.types, *arguments)
         assert np.median(np.abs(found / rows.times_ms["run"] - 1)) < 0.1
     unknown = learn(rows, data, VARIANTS["no-roofline"], QUICK).predict_ms(["Unheard"] * len(rows), *arguments)
-    assert unknown == pytest.approx(np.full(len(rows), np.median(rows.times_ms["run"])), rel=1e-5)
+    assert np.median(np.abs(unknown / rows.times_ms["run"] - 1)) < 0.5
 
 
 def test_sums_of_models() -> None:

@@ -35,12 +35,12 @@ def test_one_that_crashes_costs_only_itself(jobs: int) -> None:
     assert each_in_a_process(crashes_at, range(7), jobs, minus, "working") == [0, 10, -2, 30, 40, -5, 60]
 
 
-def analyzed_or_dead(workspace: Workspace, device: str, static: bool, group: str,
+def analyzed_or_dead(workspace: Workspace, device: str, static: bool, group: str, collection: str,
                      one: tuple[Path, dict[str, int]]) -> ModelRecord | UserError:
     """Analyses a model, and dies at those that are called so."""
     if one[0].stem == "dies":
         os.kill(os.getpid(), signal.SIGABRT)
-    return recording.write_record(workspace, one[0], device, one[1], static, group)
+    return recording.write_record(workspace, one[0], device, one[1], static, group, collection)
 
 
 def recorded_or_dead(device: str, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
