@@ -20,16 +20,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import pynvml
 
 from benchmark.runtimes.ort.runner import bind, random_feed
+from benchmark.runtimes.ort.session_timing import memory_in_use_mib
 from inference.core.memory import peak_memory
 from ort_analysis.graph.analysis import analyze
 from ort_analysis.graph.source import own_sizes
 from ort_analysis.records.elements import numpy_dtype, session_dtype
 from utils import cli
 from utils.errors import UserError
-from utils.fingerprint import gpu_facts
 from utils.lazy import onnx
 from utils.ort_sessions import open_nodes, open_session
 from utils.paths import ROOT
@@ -48,22 +47,16 @@ def resident_mib(peak: bool) -> float:
     return next(int(line.split()[1]) / 1024 for line in STATUS.read_text(encoding="ascii").splitlines() if line.startswith(key))
 
 
-def device_mib() -> float:
-    """The memory of the NVIDIA GPU that is in use, by all processes, MiB."""
-    pynvml.nvmlInit()
-    return float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(gpu_facts()["uuid"])).used) / 2**20
-
-
 def hold_on_gpu(model: Path, dims: Mapping[str, int]) -> float:
     """How much running `model` adds to the memory in use on the GPU, MiB; call it once per process."""
     tiny = open_nodes([onnx.helper.make_node("MatMul", ["x", "x"], ["y"])], ["x"], [64, 64], "cuda", "tiny")
     bind(tiny, random_feed(tiny), "cuda", "device")()
-    before = device_mib()
+    before = memory_in_use_mib("cuda")
     session = open_session(model, "cuda", dims=dims)
     run_once = bind(session, random_feed(session), "cuda", "device")
     for _ in range(RUNS):
         run_once()
-    return device_mib() - before
+    return memory_in_use_mib("cuda") - before
 
 
 def hold(model: Path, dims: Mapping[str, int]) -> float:

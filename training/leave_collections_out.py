@@ -19,12 +19,8 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from typing import Any
-
-from training.composition.held_out import gpu_targets, hold_out
-from training.composition.held_out_errors import interval_table, kernel_table, model_table
+from training.composition.held_out_errors import add_options, judge_targets
 from training.kernels.settings import TrainingConfig
-from training.kernels.targets import Show, add_options, for_each_target
 from utils import cli
 from utils.config import read_config
 
@@ -37,25 +33,10 @@ python training/leave_collections_out.py --without-forests
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    add_options(parser, "name of a target in training/predictors (default: all with label gpu)")
-    parser.add_argument("--without-forests", action="store_true", help="omit nn-Meter's random forests, which take minutes")
+    add_options(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
-    config = read_config(args.config, TrainingConfig)
-
-    def judge(target: str, show: Show) -> dict[str, Any]:
-        held_out = hold_out(workspace, target, config, "collection")
-        models, kernels = model_table(held_out, config, not args.without_forests), kernel_table(held_out)
-        show(models, f"{target}: whole models, each collection held out in turn")
-        show(kernels, f"{target}: the GPU's time of their kernels, each collection held out")
-        intervals = interval_table(held_out)
-        if intervals:
-            show(intervals, f"{target}: 90 % intervals, calibrated without the collection that they are for")
-        return {"models": models, "kernels": kernels[0], "kernels_of": kernels, "intervals": intervals}
-
-    results = for_each_target([args.target] if args.target else gpu_targets(workspace), judge, args.json)
-    if args.json:
-        cli.print_json(results)
+    judge_targets(workspace, args, read_config(args.config, TrainingConfig), "collection")
     return 0
 
 

@@ -18,12 +18,8 @@ from pathlib import Path
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from typing import Any
-
-from training.composition.held_out import gpu_targets, hold_out
-from training.composition.held_out_errors import interval_table, kernel_table, model_table
+from training.composition.held_out_errors import add_options, judge_targets
 from training.kernels.settings import TrainingConfig
-from training.kernels.targets import Show, add_options, for_each_target
 from utils import cli
 from utils.config import read_config
 
@@ -36,8 +32,7 @@ python training/leave_families_out.py --without-forests --at-most 12
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    add_options(parser, "name of a target in training/predictors (default: all with label gpu)")
-    parser.add_argument("--without-forests", action="store_true", help="omit nn-Meter's random forests, which take minutes")
+    add_options(parser)
     parser.add_argument("--at-most", type=cli.count, metavar="N",
                         help="hold out families in at most N parts, several at a time (default: `folds` of the settings)")
     args = parser.parse_args()
@@ -45,20 +40,7 @@ def main() -> int:
     config = read_config(args.config, TrainingConfig)
     if args.at_most:
         config = config.model_copy(update={"folds": args.at_most})
-
-    def judge(target: str, show: Show) -> dict[str, Any]:
-        held_out = hold_out(workspace, target, config, "family")
-        models, kernels = model_table(held_out, config, not args.without_forests), kernel_table(held_out)
-        show(models, f"{target}: whole models, each family held out in turn")
-        show(kernels, f"{target}: the GPU's time of their kernels, each family held out")
-        intervals = interval_table(held_out)
-        if intervals:
-            show(intervals, f"{target}: 90 % intervals, calibrated without the family that they are for")
-        return {"models": models, "kernels": kernels[0], "kernels_of": kernels, "intervals": intervals}
-
-    results = for_each_target([args.target] if args.target else gpu_targets(workspace), judge, args.json)
-    if args.json:
-        cli.print_json(results)
+    judge_targets(workspace, args, config, "family")
     return 0
 
 

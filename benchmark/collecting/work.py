@@ -11,7 +11,7 @@ from kernel_model.building.carrier import carrier_bytes
 from kernel_model.building.kernel_models import built_kernel
 from kernel_model.sampling.seeds import read_seeds
 from ort_analysis.records.kernel_record import Kernel, ModelRecord
-from ort_analysis.records.reading import index_path, read_index, read_model_record, record_path, record_paths
+from ort_analysis.records.reading import index_path, read_index, record_path, records_in
 from utils.errors import UserError
 from utils.fingerprint import Target
 from utils.paths import Workspace, model_files
@@ -106,7 +106,7 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
                         "python kernel_model/kernel_builder.py")
     by_stem = {as_file_name(path.stem): path for path in model_files([workspace.models])}
     models_found = []
-    for record in map(read_model_record, record_paths(workspace, target.flavour)):
+    for record in records_in(workspace, target.flavour):
         model_path = by_stem.get(record.file_stem)
         if model_path is None:
             raise UserError(f"{workspace.models}: the model of record {record.model} is gone; export it again with "

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 from ort_analysis.records.kernel_record import IndexEntry, KernelIndex, ModelRecord
-from ort_analysis.records.reading import index_path, read_index, read_model_record, record_path, record_paths
+from ort_analysis.records.reading import index_path, read_index, record_path, records_in
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Flavour
@@ -33,11 +33,6 @@ def joined_by_name(there: Mapping[str, V], new: Mapping[str, V], what: str) -> d
             raise UserError(f"the {what} of {name} is {there[name]} in one workspace and {new[name]} in the other; give the "
                             "right one with --origins")
     return {**there, **new}
-
-
-def records_in(workspace: Workspace, flavour: Flavour) -> list[ModelRecord]:
-    """All records of a flavour, sorted by name; none where there are none."""
-    return [read_model_record(path) for path in record_paths(workspace, flavour)]
 
 
 def index_in(workspace: Workspace, flavour: Flavour) -> KernelIndex | None:

@@ -33,9 +33,14 @@ def read_index(path: Path) -> KernelIndex:
     return files.read_record(path, KernelIndex, INDEX_VERSION, REMAKE)
 
 
-def record_paths(workspace: Workspace, flavour: Flavour) -> list[Path]:
-    """The records of a flavour, sorted by name; empty where there is none."""
-    return sorted(path for path in (workspace.kernel_records / flavour.name).glob("*.json") if path.name != "index.json")
+def records_in(workspace: Workspace, flavour: Flavour) -> list[ModelRecord]:
+    """All records of a flavour, sorted by name; empty where there is none.
+
+    Raises:
+        UserError: one can't be read.
+    """
+    folder = workspace.kernel_records / flavour.name
+    return [read_model_record(path) for path in sorted(folder.glob("*.json")) if path.name != "index.json"]
 
 
 def read_model_records(workspace: Workspace, flavour: Flavour) -> list[ModelRecord]:
@@ -44,8 +49,8 @@ def read_model_records(workspace: Workspace, flavour: Flavour) -> list[ModelReco
     Raises:
         UserError: there is none, or one can't be read.
     """
-    paths = record_paths(workspace, flavour)
-    if not paths:
+    found = records_in(workspace, flavour)
+    if not found:
         raise UserError(f"{workspace.kernel_records / flavour.name}: no kernel records of flavour {flavour.name}; make them "
                         f"with: {REMAKE}")
-    return [read_model_record(path) for path in paths]
+    return found

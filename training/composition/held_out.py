@@ -103,9 +103,14 @@ class HeldOut:
         return np.array([model.off_gpu is None or not model.off_gpu.run.host_ms[model.off_gpu.off].any()
                          for model in self.models])
 
+    @cached_property
+    def differs(self) -> dict[str, dict[str, Stranger]]:
+        """How kernels differ from those that were learned from without a group, by group."""
+        found = [(fold.groups, strangers(fold, self.rows, GPU_LABEL)) for fold in self.folds]
+        return {group: of_fold for groups, of_fold in found for group in groups}
+
     def cases(self, kernels: Literal["predicted", "measured"]) -> list[Case]:
         """The error of each model of `on_gpu` at the measured pace of its host, and what it may come from."""
-        differs = {name: found for fold in self.folds for name, found in _by_group(fold, strangers(fold, self.rows, GPU_LABEL))}
         found, times = (self.predicted, self.strict) if kernels == "predicted" else (self.as_measured, self.known)
         cases = []
         for model, group, paced_ms, judged in zip(self.models, self.groups, found.paced_ms, self.on_gpu, strict=True):
@@ -116,13 +121,9 @@ class HeldOut:
             nodes = [(kernel, node.runs * gpu_ms[kernel.id]) for node, out in zip(model.record.nodes, off, strict=True)
                      for kernel in [model.record.kernel_of(node)] if not out]
             taken = {name for name in gpu_ms if GPU_LABEL in self.measured.get(name, {})} if kernels == "measured" else set()
-            cases.append(Case(model.collection, model.group, sources_of_model(nodes, differs[group], taken, paced_ms),
+            cases.append(Case(model.collection, model.group, sources_of_model(nodes, self.differs[group], taken, paced_ms),
                               math.log(model.latency_ms / paced_ms)))
         return cases
-
-
-def _by_group(fold: Fold, found: dict[str, Stranger]) -> list[tuple[str, dict[str, Stranger]]]:
-    return [(group, found) for group in fold.groups]
 
 
 def gpu_targets(workspace: Workspace) -> list[str]:
@@ -201,5 +202,3 @@ def shared_times(out_of_fold: TimesOfModels, rows: TrainingSet, label: str, mode
             kernel: times[kernel][0] if time and kernel in times and times[kernel][1] != {group} else time
             for kernel, time in out_of_fold[name].items()}
     return found
-
-

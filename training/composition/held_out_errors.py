@@ -6,6 +6,7 @@ split serves the baselines: a line over the sum of kernel times, the roofline, a
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,14 +17,17 @@ from benchmark.records.labels import GPU_LABEL
 from training.baselines import nn_meter
 from training.composition.error_sources import Sources
 from training.composition.fitting import leave_out
-from training.composition.held_out import PLURAL, HeldOut
+from training.composition.held_out import PLURAL, HeldOut, gpu_targets, hold_out
 from training.composition.intervals import Case, for_any_host, intervals_without_own
-from training.composition.left_out import kernel_errors
+from training.composition.left_out import HeldOutKind, kernel_errors
 from training.composition.measured_models import MeasuredModel, TimesOfModels
 from training.composition.run_modes import fit_graph_replay, fit_host_io
+from training.kernels import targets
 from training.kernels.roofline import fit_roofline
 from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import TrainingSet
+from utils import cli
+from utils.paths import Workspace
 from utils.timing import ErrorStatistics, error_statistics
 
 Floats = npt.NDArray[np.float64]
@@ -152,3 +156,30 @@ def interval_table(held_out: HeldOut) -> list[dict[str, Any]]:
 def _interval_parts(cases: Sequence[Case]) -> dict[str, npt.NDArray[np.bool_]]:
     return parts_of([case.collection for case in cases]) | {
         name: np.array([holds(case.sources) for case in cases]) for name, holds in CONDITIONS.items()}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that the commands which hold out groups share."""
+    targets.add_options(parser, "name of a target in training/predictors (default: all with label gpu)")
+    parser.add_argument("--without-forests", action="store_true", help="omit nn-Meter's random forests, which take minutes")
+
+
+def judge_targets(workspace: Workspace, args: argparse.Namespace, config: TrainingConfig, left_out: HeldOutKind) -> None:
+    """Holds out each group of each target, and prints the errors: as tables, or as JSON if `args` says so.
+
+    Raises:
+        UserError: see `gpu_targets` and `hold_out`.
+    """
+    def judge(target: str, show: targets.Show) -> dict[str, Any]:
+        held_out = hold_out(workspace, target, config, left_out)
+        models, kernels = model_table(held_out, config, not args.without_forests), kernel_table(held_out)
+        show(models, f"{target}: whole models, each {left_out} held out in turn")
+        show(kernels, f"{target}: the GPU's time of their kernels, each {left_out} held out")
+        intervals = interval_table(held_out)
+        if intervals:
+            show(intervals, f"{target}: 90 % intervals, calibrated without the {left_out} that they are for")
+        return {"models": models, "kernels": kernels[0], "kernels_of": kernels, "intervals": intervals}
+
+    results = targets.for_each_target([args.target] if args.target else gpu_targets(workspace), judge, args.json)
+    if args.json:
+        cli.print_json(results)
