@@ -1,25 +1,94 @@
 #!/usr/bin/env bash
-# Learns from the H200's dataset in this folder, on any machine, and ships what was learned: training/shipped/ is what
-# `--target nvidia-h200` predicts from. Usage: recipes/h200/learn.sh [workspace]     A quarter of an hour on two cores.
+# Learns from the H200's datasets in this folder, on any machine, and shows how far off predictions are for models that were held
+# out of everything. Usage: recipes/h200/learn.sh [workspace [part...]]     The parts, in this order (default: all but pack):
+#   unpack       the dataset of this folder, into the workspace; without it, learns from what the workspace holds
+#   learn        the predictors of kernels, the host's side, the composition      a quarter of an hour on two cores
+#   sharing      what a co-runner does to a model                                 ten minutes
+#   collections  figures: each collection of models held out in turn              20 minutes
+#   families     figures: families, operators, models that also use their host    90 minutes
+#   ship         into the repository: predictors to training/shipped/, which `--target nvidia-h200` predicts from, and the table
+#                of operators to docs/, if there is one
+#   pack         the dataset of the workspace, into the archives of this folder
+# Figures go to WORKSPACE/figures. TRAINING_CONFIG=FILE takes other settings than training/config.yaml.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-out=${1:-out/h200}
+usage="usage: recipes/h200/learn.sh [workspace [unpack|learn|sharing|collections|families|ship|pack ...]]"
+here=$(cd "$(dirname "$0")" && pwd)
+out=$(realpath -m "${1:-$here/../../out/h200}")
+config=$(realpath -m "${TRAINING_CONFIG:-$here/../../training/config.yaml}")
+cd "$here/../.."
+parts=("${@:2}")
+((${#parts[@]})) || parts=(unpack learn sharing collections families ship)
 target=nvidia-h200-cuda-ort1.31-all
-mkdir -p "$out"
-tar xJf "recipes/h200/$target.tar.xz" -C "$out"
-tar xJf recipes/h200/host-nvidia-h200.tar.xz -C "$out"
-python training/train_kernel_model.py --workspace "$out" --target "$target"
-python training/train_kernel_model.py --workspace "$out/host"
-python training/fit_host.py --workspace "$out" --target "$target" --host "$out/host"
-python training/fit_composition.py --workspace "$out" --target "$target"
-others=()
-for name in beside under-load beside-more; do
-  mkdir -p "$out/$name"
-  tar xJf "recipes/h200/$name-nvidia-h200.tar.xz" -C "$out/$name"
-  others+=(--beside "$out/$name")
+records=cuda-ort1.31-all
+failed=()
+
+hase() { python "$1" --workspace "$out" "${@:2}"; } # script option…
+figure() { # name command…: keeps what it prints; when it fails, the others go on
+  local name=$1
+  shift
+  mkdir -p "$out/figures"
+  if "$@" > "$out/figures/$name.part"; then
+    mv "$out/figures/$name.part" "$out/figures/$name.txt"
+    cat "$out/figures/$name.txt"
+  else
+    failed+=("$name")
+  fi
+}
+archive() { # name folder path…: packs paths of a folder, so that the same files give the same archive
+  tar --sort=name --owner=0 --group=0 --numeric-owner --mtime=@0 --exclude=.writer.lock -C "$2" -c "${@:3}" |
+    xz -9e -T0 > "$here/$1.part"
+  mv "$here/$1.part" "$here/$1"
+}
+
+part_unpack() {
+  mkdir -p "$out"
+  tar xJf "$here/$target.tar.xz" -C "$out"
+  tar xJf "$here/host-nvidia-h200.tar.xz" -C "$out"
+}
+part_learn() {
+  hase training/train_kernel_model.py --target "$target" --config "$config"
+  python training/train_kernel_model.py --workspace "$out/host" --config "$config"
+  hase training/fit_host.py --target "$target" --host "$out/host"
+  hase training/fit_composition.py --target "$target" --config "$config"
+}
+part_sharing() {
+  local name others=()
+  for name in beside under-load beside-more; do # measured once, apart from the other archives
+    mkdir -p "$out/$name"
+    tar xJf "$here/$name-nvidia-h200.tar.xz" -C "$out/$name"
+    others+=(--beside "$out/$name")
+  done
+  hase training/fit_sharing.py --target "$target" --config "$config" "${others[@]}"
+}
+part_collections() {
+  figure collections hase training/leave_collections_out.py --target "$target" --config "$config"
+}
+part_families() {
+  figure families hase training/leave_families_out.py --target "$target" --config "$config" --at-most 12
+  figure operators hase training/leave_operators_out.py --target "$target" --config "$config" --markdown "$out/figures/operators.md"
+  figure host_models hase recipes/h200/host_models.py --target "$target" --config "$config" --host "$out/host"
+}
+part_ship() {
+  local learned=$out/training/predictors/$target shipped=training/shipped/$target
+  [ -d "$learned" ] || { echo "$learned: no predictors to ship; run: recipes/h200/learn.sh $out learn" >&2; exit 1; }
+  mkdir -p "$shipped"
+  rm -rf "${shipped:?}"/*
+  cp -r "$learned"/* "$shipped/"
+  if [ -f "$out/figures/operators.md" ]; then cp "$out/figures/operators.md" docs/operators.md; fi
+}
+part_pack() {
+  archive "$target.tar.xz" "$out" --exclude=copies.json "benchmark/dataset/$target" "ort_analysis/ort_kernel_record/$records"
+  archive host-nvidia-h200.tar.xz "$out" --exclude=host/training --exclude=host/logs host \
+    "benchmark/dataset/$target/copies.json" node_profiles.json
+}
+
+for part in "${parts[@]}"; do
+  case $part in
+    unpack | learn | sharing | collections | families | ship | pack) ;;
+    *) echo "$part: no such part; $usage" >&2; exit 2 ;;
+  esac
 done
-python training/fit_sharing.py --workspace "$out" --target "$target" "${others[@]}"
-mkdir -p "training/shipped/$target"
-rm -rf "training/shipped/$target"/*
-cp -r "$out/training/predictors/$target"/* "training/shipped/$target/"
-python training/leave_families_out.py --workspace "$out" --target "$target"
+for part in "${parts[@]}"; do
+  "part_$part"
+done
+((${#failed[@]} == 0)) || { echo "failed: ${failed[*]}" >&2; exit 1; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -48,8 +49,7 @@ FURTHER = 1500  # kernels of no model
 def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """The shipped dataset cut down to seven families and some further kernels, with predictors of few trees."""
     workspace = Workspace(tmp_path_factory.mktemp("h200"))
-    with tarfile.open(ROOT / "recipes" / "h200" / f"{TARGET}.tar.xz") as archive:
-        archive.extractall(workspace.root, filter="data")
+    learn(workspace, "unpack")
     folder = workspace.dataset(TARGET)
     records = workspace.kernel_records / read_header(folder).target.flavour.name
     wanted, kept_models = set[str](), set[str]()
@@ -74,11 +74,18 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     write_tables(folder, read_header(folder), read_journal(folder))
     (workspace.root / "few.yaml").write_text(
         "folds: 4\nxgboost_gpu: {trees: 120, depth: 7, learning_rate: 0.1, objective: squarederror, own_predictors: none}\n"
-        "forest: {trees: 3}\n")
-    for script in ("train_kernel_model", "fit_composition"):
-        done = run(f"training/{script}.py", workspace)
-        assert done.returncode == 0, done.stderr
+        "xgboost: {trees: 60}\nforest: {trees: 3}\n")
+    learn(workspace, "learn")
     return workspace
+
+
+def learn(workspace: Workspace, part: str) -> None:
+    """Runs a part of the recipe that learns from the shipped dataset, with few trees."""
+    environment = os.environ | {"TRAINING_CONFIG": str(workspace.root / "few.yaml"),
+                                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["recipes/h200/learn.sh", str(workspace.root), part]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def run(script: str, workspace: Workspace, *options: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,101 @@
+"""The recipe that learns from the H200's dataset: its parts, and what it leaves in the repository.
+
+Fixture `part` of test_gpu_dataset.py is learned by it. Here its script runs in a folder of its own in place of the repository.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from utils.paths import ROOT
+
+TARGET = "nvidia-h200-cuda-ort1.31-all"
+DATASET, RECORDS = f"benchmark/dataset/{TARGET}", "ort_analysis/ort_kernel_record/cuda-ort1.31-all"
+
+
+def learn(repository: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = [repository / "recipes" / "h200" / "learn.sh", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def written(folder: Path, names: list[str]) -> None:
+    """Files whose text is their own name."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+def held(folder: Path) -> dict[str, str]:
+    """The text of each file in a folder, by name."""
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A folder with the recipe alone."""
+    made = tmp_path / "repository"
+    (made / "recipes" / "h200").mkdir(parents=True)
+    (made / "docs").mkdir()
+    shutil.copy(ROOT / "recipes" / "h200" / "learn.sh", made / "recipes" / "h200")
+    return made
+
+
+def test_what_is_packed_is_unpacked(repository: Path, tmp_path: Path) -> None:
+    """The dataset, its records and the host's side; neither predictors nor logs. The same files give the same archives."""
+    names = [f"{DATASET}/kernels.jsonl", f"{DATASET}/copies.json", f"{RECORDS}/a.json", "node_profiles.json",
+             "host/benchmark/dataset/cpu/kernels.jsonl"]
+    workspace, again = tmp_path / "workspace", tmp_path / "again"
+    written(workspace, [*names, f"{DATASET}/.writer.lock", "host/training/predictors/cpu/x.pkl", "host/logs/hase.log",
+                        f"training/predictors/{TARGET}/x.pkl"])
+    packed = []
+    for _ in range(2):
+        done = learn(repository, workspace, "pack")
+        assert done.returncode == 0, done.stderr
+        packed.append({path.name: path.read_bytes() for path in (repository / "recipes" / "h200").glob("*.tar.xz")})
+        os.utime(workspace / names[0], (0, 1e9))
+    assert packed[0].keys() == {f"{TARGET}.tar.xz", "host-nvidia-h200.tar.xz"}
+    assert packed[0] == packed[1]
+    done = learn(repository, again, "unpack")
+    assert done.returncode == 0, done.stderr
+    assert held(again) == {name: name for name in names}
+
+
+def test_what_was_learned_is_shipped(repository: Path, tmp_path: Path) -> None:
+    """The predictors in place of older ones, and the table of operators where it was made."""
+    shipped = repository / "training" / "shipped" / TARGET
+    done = learn(repository, tmp_path, "ship")
+    assert done.returncode == 1
+    assert "no predictors to ship" in done.stderr
+    written(shipped, ["old.pkl"])
+    written(tmp_path / "training" / "predictors" / TARGET, ["predictors.json", "host/predictors.json"])
+    assert learn(repository, tmp_path, "ship").returncode == 0
+    assert held(shipped) == {name: name for name in ("predictors.json", "host/predictors.json")}
+    assert held(repository / "docs") == {}
+    written(tmp_path / "figures", ["operators.md"])
+    assert learn(repository, tmp_path, "ship").returncode == 0
+    assert held(repository / "docs") == {"operators.md": "operators.md"}
+
+
+def test_an_unknown_part_is_refused_before_anything_is_done(repository: Path, tmp_path: Path) -> None:
+    done = learn(repository, tmp_path / "workspace", "unpack", "figures")
+    assert done.returncode == 2
+    assert "figures: no such part" in done.stderr
+    assert not (tmp_path / "workspace").exists()
+
+
+def test_a_figure_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    """In an empty workspace each fails by itself, in one line; what fails is named at the end."""
+    done = learn(ROOT, tmp_path, "families")
+    assert done.returncode == 1
+    *_, last = lines = done.stderr.splitlines()
+    assert last == "failed: families operators host_models"
+    assert "Traceback" not in done.stderr
+    assert len(lines) >= 4
+    assert not list((tmp_path / "figures").glob("*.txt"))
