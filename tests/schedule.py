@@ -75,7 +75,8 @@ SLOW_TESTS = {  # by file
     "training/test_predictor_files.py": ["test_sklearn_is_hidden_only_while_a_command_imports_xgboost"],
     "recipes/test_this_device.py": ["test_the_command_is_stopped_and_goes_on"],
     "training/test_learning_curve.py": ["test_more_kernels_hold_the_fewer"],
-    "training/test_transfer.py": ["test_the_command_keeps_a_copy_of_the_other_predictors"],
+    "training/test_transfer.py": [
+        "test_held_out_times_are_learned_as_the_predictors_were", "test_the_command_keeps_a_copy_of_the_other_predictors"],
     "utils/test_locks.py": ["test_every_script_asks_before_it_writes_or_measures"],
     "utils/test_processes.py": ["test_folder_runs_survive_a_crash", "test_one_that_crashes_costs_only_itself"],
 }

@@ -29,7 +29,7 @@ from training.composition.few_models import try_few_models
 from training.composition.fitted import Composition, FittedModel, composition_path, read_composition
 from training.composition.fitting import best, error_range_of
 from training.composition.held_out import calibrated_interval
-from training.composition.left_out import predict_out_of_fold
+from training.composition.left_out import predict_as_learned
 from training.composition.measured_models import left_out_groups, measured_models, models_sha256, tracks_of
 from training.composition.run_modes import fit_graph_replay, fit_host_io
 from training.kernels.predictors import ON_GPU, read_predictors
@@ -37,7 +37,6 @@ from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import TRAIN, read_sidecar
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
 from training.kernels.training_set import measured_times, read_training_set
-from training.kernels.transfer import learner
 from utils import cli, files
 from utils.config import read_config
 from utils.errors import UserError
@@ -68,9 +67,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_mo
     if left_out == "nothing":
         log.warning("%s: one model measured; α is fitted on it, β is 0, and there is no cross-validation", target)
     predictors = read_predictors(workspace.predictors(target))
-    times = {label: predict_out_of_fold(rows, models, groups, left_out, label, about.own_types, config,
-                                        learner(predictors.kernel_model(label), label, about.own_types, config))
-             for label, about in cli.progress(list(sidecar.labels.items()), f"composing {target}")}
+    times = predict_as_learned(predictors, list(sidecar.labels), rows, models, groups, left_out, config, f"composing {target}")
     looked_up, held_out = measured_times(workspace, target), None if left_out == "nothing" else groups
     tracks = tracks_of(models, times) if set(ON_GPU) <= set(times) else []
     tried = try_few_models(models, times, looked_up, held_out) if few_models else try_lines(models, times, held_out)
@@ -78,7 +75,7 @@ def fit_target(workspace: Workspace, target: str, config: TrainingConfig, few_mo
         tried += try_pipeline(models, tracks, times, looked_up, groups)
     used, predicted, with_measured = tried[best([one.candidate for one in tried])]
     measured = np.array([model.latency_ms for model in models])
-    calibrated = calibrated_interval(rows, models, times, measured_times(workspace, target), sidecar, config) if (
+    calibrated = calibrated_interval(rows, models, times, measured_times(workspace, target), predictors, config) if (
         used.kind == "pipeline" and left_out == "family" and not few_models) else None
     interval = error_range_of(predicted, measured, groups) if left_out == "family" else None
     interval_measured = error_range_of(with_measured, measured, groups) if interval and with_measured is not None else None

@@ -28,13 +28,12 @@ from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import ModelRecord
 from training.composition.fit_pipeline import fit_pipeline
 from training.composition.host_side import HOST_LABEL, host_predictors
-from training.composition.left_out import predict_out_of_fold
+from training.composition.left_out import predict_as_learned
 from training.composition.measured_models import MeasuredModel, TimesOfModels, measured_models, tracks_of
 from training.composition.off_gpu import guessed_ms, is_copy, reads_shape, takes_no_time, waits_inside
 from training.composition.selection import row_selection_ms, selects_boxes, selects_in_rows
-from training.kernels.predictors import ON_GPU
+from training.kernels.predictors import ON_GPU, read_predictors
 from training.kernels.settings import TrainingConfig
-from training.kernels.sidecar import read_sidecar
 from training.kernels.training_set import read_training_set
 from utils import cli
 from utils.config import read_config
@@ -110,21 +109,21 @@ def judge(workspace: Workspace, host: Workspace | None, target: str, config: Tra
     Raises:
         UserError: nothing was learned for the target, or no such model was measured.
     """
-    fitted, sidecar = fitted_for(workspace, target), read_sidecar(workspace.predictors(target))
+    fitted = fitted_for(workspace, target)
+    sidecar = fitted.predictors.sidecar
     models = [model for model in measured_models(workspace, target, sidecar, for_judging=True) if uses_host(model.record)]
     if not models:
         raise UserError(f"{target}: no model was measured of which a CUDA session runs a part on the host")
     groups = [model.group for model in models]
     rows = read_training_set(workspace, target)
-    times = {label: predict_out_of_fold(rows, models, groups, "family", label, sidecar.labels[label].own_types, config)
-             for label in cli.progress(ON_GPU, "leaving families out")}
+    times = predict_as_learned(fitted.predictors, ON_GPU, rows, models, groups, "family", config, "leaving families out")
     on_host: TimesOfModels = {}
     types_of: dict[str, set[str]] = {}  # by family, of the host's kernels
     if host is not None:
         folder = host_predictors(host)
         host_rows = read_training_set(host, folder.name)
-        on_host = predict_out_of_fold(host_rows, models, groups, "family", HOST_LABEL,
-                                      read_sidecar(folder).labels[HOST_LABEL].own_types, config)
+        on_host = predict_as_learned(read_predictors(folder), (HOST_LABEL,), host_rows, models, groups, "family", config,
+                                     "leaving families out")[HOST_LABEL]
         types_of = {group: {str(kind) for kind, families in zip(host_rows.types, host_rows.groups, strict=True)
                             if group not in families} for group in groups}
     others = [model for model in measured_models(workspace, target, sidecar) if model.group not in groups]

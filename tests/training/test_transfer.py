@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from command import printed, run_script
-from made_up_dataset import TARGET, conv, draw_kernels, relu, write_dataset, write_workspace
+from made_up_dataset import TARGET, conv, draw_kernels, relu, true_ms, write_dataset, write_workspace
 
+from training.composition.left_out import predict_as_learned
+from training.composition.measured_models import measured_models
 from training.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.label_training import train_label
@@ -124,6 +127,29 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 def command(workspace: Workspace, *options: str) -> tuple[str, ...]:
     return ("training/train_kernel_model.py", "--workspace", str(workspace.root), "--target", TARGET.name, "--config",
             str(workspace.root / "training.yaml"), *options)
+
+
+def test_held_out_times_are_learned_as_the_predictors_were(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a family, again from the other device; what the fold may see of this one, and no more, is corrected."""
+    printed(*command(workspace, "--start-from", "elsewhere"))
+    predictors, rows = read_predictors(workspace.predictors(TARGET.name)), read_training_set(workspace, TARGET.name)
+    models = measured_models(workspace, TARGET.name, predictors.sidecar)
+    seen: list[int] = []
+
+    def fit(of_fold: TrainingSet, *rest: Any) -> Transferred:
+        seen.append(len(of_fold))
+        return fit_transferred(of_fold, *rest)
+
+    monkeypatch.setattr("training.kernels.transfer.fit_transferred", fit)
+    groups = [model.group for model in models]
+    found = predict_as_learned(predictors, ("run",), rows, models, groups, "family", QUICK, "leaving out")
+    assert len(seen) == len(set(groups)) == 3
+    assert max(seen) < len(rows)
+    assert found.keys() == {"run"}
+    for model in models:
+        times = found["run"][model.record.model]
+        errors = [abs(times[name] / true_ms(kernel) - 1) for name, kernel in model.record.kernels.items()]
+        assert np.median(errors) < 0.1
 
 
 def test_the_command_keeps_a_copy_of_the_other_predictors(workspace: Workspace, tmp_path: Path) -> None:

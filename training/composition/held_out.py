@@ -15,7 +15,7 @@ from benchmark.records.labels import GPU_LABEL
 from training.composition.error_sources import Stranger
 from training.composition.fit_pipeline import LeftOut, MeasuredTracks, can_fit, left_out_ms
 from training.composition.intervals import CalibratedInterval, Case, calibrate
-from training.composition.left_out import Fold, HeldOutKind, folds_of, owners_of, predict_out_of_fold
+from training.composition.left_out import Fold, HeldOutKind, folds_of, owners_of, predict_as_learned
 from training.composition.measured_models import (
     MeasuredModel,
     TimesOfModels,
@@ -24,12 +24,11 @@ from training.composition.measured_models import (
     tracks_of,
 )
 from training.composition.strangers import sources_of_model, strangers
-from training.kernels.predictors import ON_GPU
+from training.kernels.predictors import ON_GPU, Predictors, read_predictors
 from training.kernels.settings import TrainingConfig
-from training.kernels.sidecar import Sidecar, read_sidecar
+from training.kernels.sidecar import read_sidecar
 from training.kernels.targets import trained_targets
 from training.kernels.training_set import TrainingSet, measured_times, read_training_set
-from utils import cli
 from utils.errors import UserError
 from utils.paths import Workspace
 
@@ -145,12 +144,12 @@ def hold_out(workspace: Workspace, target: str, config: TrainingConfig, left_out
     Raises:
         UserError: no dataset or predictors, only one group, or none of what a GPU's two tracks need.
     """
-    sidecar = read_sidecar(workspace.predictors(target))
+    predictors = read_predictors(workspace.predictors(target))
     rows = read_training_set(workspace, target)
-    models = measured_models(workspace, target, sidecar)
-    if len(set(groups_of(models, left_out))) < 2 or not set(ON_GPU) <= set(sidecar.labels):
+    models = measured_models(workspace, target, predictors.sidecar)
+    if len(set(groups_of(models, left_out))) < 2 or not set(ON_GPU) <= set(predictors.labels):
         raise UserError(f"{target}: needs models of two {PLURAL[left_out]} at least, and kernels with label {GPU_LABEL}")
-    found = held_out_of(rows, models, measured_times(workspace, target), sidecar, config, left_out)
+    found = held_out_of(rows, models, measured_times(workspace, target), predictors, config, left_out)
     if not can_fit(found.strict_tracks):
         raise UserError(f"{target}: too few models with the host's time; measure more (label {GPU_LABEL})")
     return found
@@ -162,16 +161,15 @@ def groups_of(models: Sequence[MeasuredModel], left_out: HeldOutKind) -> list[st
 
 
 def held_out_of(rows: TrainingSet, models: Sequence[MeasuredModel], measured: Mapping[str, Mapping[str, float]],
-                sidecar: Sidecar, config: TrainingConfig, left_out: HeldOutKind) -> HeldOut:
+                predictors: Predictors, config: TrainingConfig, left_out: HeldOutKind) -> HeldOut:
     """`hold_out` for what has been read already."""
     groups = groups_of(models, left_out)
-    strict = {label: predict_out_of_fold(rows, models, groups, left_out, label, sidecar.labels[label].own_types, config)
-              for label in cli.progress(ON_GPU, f"leaving {PLURAL[left_out]} out")}
+    strict = predict_as_learned(predictors, ON_GPU, rows, models, groups, left_out, config, f"leaving {PLURAL[left_out]} out")
     return HeldOut(left_out, models, groups, rows, folds_of(rows, models, groups, left_out, config.folds), measured, strict)
 
 
 def calibrated_interval(rows: TrainingSet, models: Sequence[MeasuredModel], by_family: Mapping[str, TimesOfModels],
-                        measured: Mapping[str, Mapping[str, float]], sidecar: Sidecar,
+                        measured: Mapping[str, Mapping[str, float]], predictors: Predictors,
                         config: TrainingConfig) -> CalibratedInterval | None:
     """The prediction interval that follows from the errors of models whose collection was held out of everything; their family,
     where all are of one collection. None where there are too few.
@@ -181,7 +179,7 @@ def calibrated_interval(rows: TrainingSet, models: Sequence[MeasuredModel], by_f
         measured: measured times by kernel id and label.
     """
     if len({model.collection for model in models}) > 1:
-        held_out = held_out_of(rows, models, measured, sidecar, config, "collection")
+        held_out = held_out_of(rows, models, measured, predictors, config, "collection")
     else:
         groups = groups_of(models, "family")
         held_out = HeldOut("family", models, groups, rows, folds_of(rows, models, groups, "family", config.folds), measured,

@@ -11,7 +11,9 @@ import numpy.typing as npt
 
 from training.composition.measured_models import MeasuredModel, TimesOfModels
 from training.kernels.estimators import TimePredictor, fit_kernel_model, parallel_map, predict_kernels
-from training.kernels.predictors import leaves_gpu_idle
+from training.kernels.predictors import Predictors, leaves_gpu_idle
+from training.kernels.transfer import learner
+from utils import cli
 from utils.logger import get_logger
 
 if TYPE_CHECKING:
@@ -101,6 +103,26 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
 
     folds = folds_of(rows, models, groups, left_out, config.folds)
     return {name: times for part in parallel_map(one_fold, folds, config.workers) for name, times in part.items()}
+
+
+def predict_as_learned(predictors: Predictors, labels: Sequence[str], rows: TrainingSet, models: Sequence[MeasuredModel],
+                       groups: Sequence[str], left_out: HeldOutKind, config: TrainingConfig,
+                       doing: str) -> dict[str, dict[str, dict[str, float]]]:
+    """`predict_out_of_fold` for each of some labels, learned in the same way as the predictors of a target: kernel types have
+    the same own predictors, and what starts from another target does so without a group, too. Times by label, model and id.
+
+    Args:
+        predictors: of the target.
+        labels: those of `predictors`.
+        rows, models, groups, left_out, config: as of `predict_out_of_fold`.
+        doing: what the progress bar says.
+    """
+    found = {}
+    for label in cli.progress(labels, doing):
+        own = predictors.sidecar.labels[label].own_types
+        learn = learner(predictors.kernel_model(label), label, own, config)
+        found[label] = predict_out_of_fold(rows, models, groups, left_out, label, own, config, learn)
+    return found
 
 
 def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:

@@ -15,13 +15,11 @@ from graph_model.simulation.sharing import CoRunner, shared_runs_ms
 from graph_model.simulation.tracks import Tracks
 from training.composition.fit_pipeline import MeasuredTracks, left_out_costs
 from training.composition.fitted import read_composition
-from training.composition.left_out import predict_out_of_fold
+from training.composition.left_out import predict_as_learned
 from training.composition.measured_models import known_times, left_out_groups, measured_models, tracks_of
-from training.kernels.predictors import ON_GPU
-from training.kernels.sidecar import read_sidecar
+from training.kernels.predictors import ON_GPU, read_predictors
 from training.kernels.training_set import measured_times, read_training_set
 from training.sharing.learned import TracksAndCosts, busy_share, co_runner_probed
-from utils import cli
 from utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -159,15 +157,14 @@ def simulated_models(workspace: Workspace, target: str, config: TrainingConfig) 
     Raises:
         UserError: as `training.fit_composition.fit_target`, or the target's composition is not a GPU's two tracks.
     """
-    composition, sidecar = read_composition(workspace.predictors(target)), read_sidecar(workspace.predictors(target))
+    composition, predictors = read_composition(workspace.predictors(target)), read_predictors(workspace.predictors(target))
     if composition.kind != "pipeline":
         raise UserError(f"{target}: its composition is {composition.kind}; runs next to a co-runner can only be predicted with "
                         "a GPU's two tracks (composition pipeline)")
-    models = measured_models(workspace, target, sidecar)
+    models = measured_models(workspace, target, predictors.sidecar)
     left_out, groups = left_out_groups(models)
     rows = read_training_set(workspace, target)
-    strict = {label: predict_out_of_fold(rows, models, groups, left_out, label, sidecar.labels[label].own_types, config)
-              for label in cli.progress(ON_GPU, "leaving families out")}
+    strict = predict_as_learned(predictors, ON_GPU, rows, models, groups, left_out, config, "leaving families out")
     known = known_times(strict, measured_times(workspace, target))
     names = [model.record.model for model in models]
     of_strict, of_known = tracks_of(models, strict), tracks_of(models, known)
