@@ -18,20 +18,33 @@ from typing import Any
 
 from benchmark.records.files import read_kernels
 from benchmark.records.labels import GPU_LABEL
-from kernel_model.sampling.kernel_errors import read_errors
+from kernel_model.sampling.kernel_errors import REMAKE, KernelError, read_errors
 from training.kernels.operator_table import markdown, operator_rows, summary_rows
 from training.kernels.operators_left_out import leave_operators_out
 from training.kernels.settings import LAUNCHES, TrainingConfig
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets
-from training.kernels.training_set import read_training_set
+from training.kernels.training_set import TrainingSet, read_training_set
 from utils import cli, files
 from utils.config import read_config
+from utils.logger import get_logger
 from utils.paths import Workspace
 
+log = get_logger("training")
 EXAMPLES = """
 python training/leave_operators_out.py --target nvidia-h200-cuda-ort1.31-all
 python training/leave_operators_out.py --target nvidia-h200-cuda-ort1.31-all --markdown docs/operators.md
 """
+
+
+def cross_validated(workspace: Workspace, target: str, rows: TrainingSet, label: str) -> tuple[KernelError, ...]:
+    """The errors of kernels that training held out alone; none, and a warning, where it wrote none of this dataset and label."""
+    path = workspace.kernel_errors(target)
+    found = read_errors(path) if path.is_file() else None
+    if found is not None and (found.label, found.dataset_sha256) == (label, rows.sha256):
+        return found.kernels
+    log.warning("%s: %s, so the table has no cross-validated errors; make them with: %s", path,
+                "no such file" if found is None else "not of the present dataset", REMAKE)
+    return ()
 
 
 def report(workspace: Workspace, target: str, config: TrainingConfig, page: Path | None, show: Show) -> dict[str, Any]:
@@ -40,9 +53,7 @@ def report(workspace: Workspace, target: str, config: TrainingConfig, page: Path
     kernels = {entry.kernel.id: entry.kernel for entry in read_kernels(workspace.dataset(target))}
     label = GPU_LABEL if GPU_LABEL in rows.times_ms else next(iter(rows.times_ms))
     held_out = leave_operators_out(rows, label, config)
-    path = workspace.kernel_errors(target)
-    errors = read_errors(path).kernels if path.is_file() else ()
-    operators = operator_rows(rows, label, kernels, errors, held_out)
+    operators = operator_rows(rows, label, kernels, cross_validated(workspace, target, rows, label), held_out)
     summary = summary_rows(held_out)
     launches = summary_rows(leave_operators_out(rows, LAUNCHES, config)) if LAUNCHES in rows.times_ms else []
     show(operators, f"{target}, label {label}: kernels by operator and type; errors in per cent")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kernel_model.kernel_sampler import footprint_mib
 from kernel_model.sampling.free_shapes.elementwise import unary
 from kernel_model.sampling.free_shapes.reductions import reduction
 from kernel_model.sampling.free_shapes.sizes import Generator
+from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
 from ort_analysis.records.kernel_record import Kernel
 from ort_analysis.records.kernel_types import operator_of
 from training.fit_doubt import classes_anew
@@ -165,13 +167,27 @@ def test_operators_left_out(rows: TrainingSet, made: tuple[Workspace, dict[str, 
         ("elementwise", 4, 100.0), ("reduction", 3, 100.0), ("all", 7, 100.0)]
     page = markdown("made-up", "run", table, summary, [], made[1].values())
     assert "| elementwise | Exp | float32 | 30 | – |" in page
+    assert f"{7 * EACH} kernels of 7 operators." in page
+    assert "is predicted by the operator's class" in page
     assert "- recurrent: GRU, LSTM, RNN" in page
     assert " Sigmoid," not in page.split("## Not measured")[1]
 
 
-def test_the_report_of_a_target(made: tuple[Workspace, dict[str, Kernel]], tmp_path: Path) -> None:
+def test_the_report_of_a_target(made: tuple[Workspace, dict[str, Kernel]], rows: TrainingSet, tmp_path: Path,
+                                caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of cross-validation are in the page where training wrote them for this dataset; else a warning says so."""
+    monkeypatch.setattr(logging.getLogger("hase"), "propagate", True)
     page, titles = tmp_path / "operators.md", []
+    known = next(kernel for kernel in made[1].values() if (kernel.op_type, kernel.dtype) == ("Exp", "float32"))
+    write_errors(made[0].kernel_errors(TARGET.name), KernelErrors(
+        target=TARGET, label="run", held_out=(), dataset_sha256=rows.sha256,
+        kernels=(KernelError(kernel=known, families=(), measured_ms=1.0, predicted_ms=1.25),)))
+    report(made[0], TARGET.name, CONFIG, page, lambda rows, title: None)
+    assert not caplog.messages
+    assert "| elementwise | Exp | float32 | 30 | 25.0 |" in page.read_text()
+    made[0].kernel_errors(TARGET.name).unlink()
     found = report(made[0], TARGET.name, CONFIG, page, lambda rows, title: titles.append(title))
+    assert "no such file, so the table has no cross-validated errors" in caplog.text
     assert [row["class"] for row in found["classes"]] == ["elementwise", "reduction", "all"]
     assert len(titles) == 2  # no launches were measured
     assert page.read_text().startswith("# Operators\n")

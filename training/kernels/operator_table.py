@@ -18,6 +18,13 @@ from training.kernels.training_set import TrainingSet
 
 BAR = 0.30  # median error that an estimate should stay below
 Rows = list[dict[str, Any]]
+HOW = (
+    "A kernel whose operator was never measured is predicted by the operator's class: element by element, reduction, "
+    "normalisation, recurrent, gather and scatter, data movement, product, or convolution. Boosters of the class learn how "
+    "many times as long as its roofline a kernel takes, from the bytes, sizes, rank and layout of the operators that were "
+    "measured; nothing that they see names an operator. Where operators of a class are clearly closer to the median of their "
+    "class than to their boosters, that median is the estimate. An answer counts such kernels as estimated, names their "
+    "operators, and has a wider interval.")
 # Why a kernel of the models that were collected is in no dataset, though its operator is common.
 APART = (
     ("Reshape, Squeeze, Unsqueeze, Flatten, Identity", "rename a tensor and give the GPU no work; their time is zero"),
@@ -80,15 +87,16 @@ def markdown(target: str, label: str, operators: Rows, summary: Rows, launches: 
     parts = [
         "# Operators", "",
         f"What the predictors of `{target}` know of each operator (label `{label}`). Written by "
-        "`python training/leave_operators_out.py --markdown docs/operators.md`.", "",
+        f"`python training/leave_operators_out.py --target {target} --markdown docs/operators.md`.", "",
         "*Cross-validated*: the median error of kernels that were held out one by one. *Left out*: the median error when no "
         "kernel of the operator was seen at all, so that its time is estimated from the other operators of its class.", "",
-        "## An operator that was never measured", "",
+        "## An operator that was never measured", "", HOW, "",
         "Each measured operator was left out of everything in turn. The medians are over operators, each counted alike.", "",
         _table(summary), ""]
     if launches:
         parts += ["The same for the number of launches:", "", _table(launches), ""]
-    parts += ["## Measured operators", "", _table(operators), "", "## Not measured", "",
+    total = f"{sum(row['kernels'] for row in operators):,} kernels of {len({row['operator'] for row in operators})} operators."
+    parts += ["## Measured operators", "", total, "", _table(operators), "", "## Not measured", "",
               "Operators that the CUDA provider has and no dataset holds. They are estimated from their class, and the answer "
               "says so.", ""]
     parts += [f"- {kind}: {', '.join(names)}" for kind, names in sorted(absent.items())]
