@@ -37,7 +37,7 @@ python training/leave_operators_out.py --target nvidia-h200-cuda-ort1.31-all --m
 
 
 def cross_validated(workspace: Workspace, target: str, rows: TrainingSet, label: str) -> tuple[KernelError, ...]:
-    """The errors of kernels that training held out alone; none, and a warning, where it wrote none of this dataset and label."""
+    """The errors of kernels held out alone in training. None, and a warning, where it wrote none of this dataset and label."""
     path = workspace.kernel_errors(target)
     found = read_errors(path) if path.is_file() else None
     if found is not None and (found.label, found.dataset_sha256) == (label, rows.sha256):
