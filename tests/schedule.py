@@ -72,6 +72,7 @@ SLOW_TESTS = {  # by file
     "recipes/test_kinds.py": [
         "test_models_are_judged_and_a_second_run_asks_nothing", "test_without_a_gpu_the_comparison_says_what_to_do",
         "test_mixed_half_precision_computes_the_same"],
+    "recipes/test_learn.py": ["test_a_figure_that_fails_does_not_stop_the_others"],
     "training/test_predictor_files.py": ["test_sklearn_is_hidden_only_while_a_command_imports_xgboost"],
     "recipes/test_this_device.py": ["test_the_command_is_stopped_and_goes_on"],
     "training/test_learning_curve.py": ["test_more_kernels_hold_the_fewer"],

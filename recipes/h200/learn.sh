@@ -69,8 +69,10 @@ part_families() {
   figure host_models hase recipes/h200/host_models.py --target "$target" --config "$config" --host "$out/host"
 }
 part_ship() {
-  local learned=$out/training/predictors/$target shipped=training/shipped/$target
-  [ -d "$learned" ] || { echo "$learned: no predictors to ship; run: recipes/h200/learn.sh $out learn" >&2; exit 1; }
+  local learned=$out/training/predictors/$target shipped=training/shipped/$target file
+  for file in predictors.json host.json composition.json sharing.json; do
+    [ -f "$learned/$file" ] || { echo "$learned/$file is missing; run: recipes/h200/learn.sh $out learn sharing" >&2; exit 1; }
+  done
   mkdir -p "$shipped"
   rm -rf "${shipped:?}"/*
   cp -r "$learned"/* "$shipped/"
@@ -78,7 +80,7 @@ part_ship() {
 }
 part_pack() {
   archive "$target.tar.xz" "$out" --exclude=copies.json "benchmark/dataset/$target" "ort_analysis/ort_kernel_record/$records"
-  archive host-nvidia-h200.tar.xz "$out" --exclude=host/training --exclude=host/logs host \
+  archive host-nvidia-h200.tar.xz "$out" host/benchmark/dataset host/ort_analysis/ort_kernel_record \
     "benchmark/dataset/$target/copies.json" node_profiles.json
 }
 

@@ -50,7 +50,7 @@ def repository(tmp_path: Path) -> Path:
 def test_what_is_packed_is_unpacked(repository: Path, tmp_path: Path) -> None:
     """The dataset, its records and the host's side; neither predictors nor logs. The same files give the same archives."""
     names = [f"{DATASET}/kernels.jsonl", f"{DATASET}/copies.json", f"{RECORDS}/a.json", "node_profiles.json",
-             "host/benchmark/dataset/cpu/kernels.jsonl"]
+             "host/benchmark/dataset/cpu/kernels.jsonl", "host/ort_analysis/ort_kernel_record/cpu/index.json"]
     workspace, again = tmp_path / "workspace", tmp_path / "again"
     written(workspace, [*names, f"{DATASET}/.writer.lock", "host/training/predictors/cpu/x.pkl", "host/logs/hase.log",
                         f"training/predictors/{TARGET}/x.pkl"])
@@ -68,15 +68,18 @@ def test_what_is_packed_is_unpacked(repository: Path, tmp_path: Path) -> None:
 
 
 def test_what_was_learned_is_shipped(repository: Path, tmp_path: Path) -> None:
-    """The predictors in place of older ones, and the table of operators where it was made."""
-    shipped = repository / "training" / "shipped" / TARGET
+    """All of it in place of what was there, and the table of operators where it was made. A part of it is refused."""
+    shipped, learned = (repository / "training" / "shipped" / TARGET, tmp_path / "training" / "predictors" / TARGET)
+    names = ["predictors.json", "host/predictors.json", "host.json", "composition.json", "sharing.json"]
+    written(shipped, ["old.pkl"])
+    written(learned, names[:-1])
     done = learn(repository, tmp_path, "ship")
     assert done.returncode == 1
-    assert "no predictors to ship" in done.stderr
-    written(shipped, ["old.pkl"])
-    written(tmp_path / "training" / "predictors" / TARGET, ["predictors.json", "host/predictors.json"])
+    assert "sharing.json is missing; run: recipes/h200/learn.sh" in done.stderr
+    assert held(shipped) == {"old.pkl": "old.pkl"}
+    written(learned, names[-1:])
     assert learn(repository, tmp_path, "ship").returncode == 0
-    assert held(shipped) == {name: name for name in ("predictors.json", "host/predictors.json")}
+    assert held(shipped) == {name: name for name in names}
     assert held(repository / "docs") == {}
     written(tmp_path / "figures", ["operators.md"])
     assert learn(repository, tmp_path, "ship").returncode == 0
