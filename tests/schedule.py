@@ -57,7 +57,7 @@ SLOW_TESTS = {  # by file
     "graph_model/test_dag.py": ["test_a_hundred_thousand_nodes_in_linear_time"],
     "graph_model/test_overlap.py": ["test_the_command_profiles_a_model"],
     "inference/test_answers.py": ["test_a_watch_needs_something_to_follow"],
-    "inference/test_uncertainty.py": ["test_a_recurrent_layer_is_a_rough_estimate"],
+    "inference/test_uncertainty.py": ["test_an_operator_that_was_never_measured_is_a_rough_estimate"],
     "inference/test_host_pace.py": [
         "test_a_pace_that_is_old_or_not_there_or_none", "test_prometheus_tells_the_pace",
         "test_the_command_takes_a_ratio_or_a_machines_file",

@@ -35,8 +35,8 @@ figure() { # name command…: keeps what it prints; when it fails, the others go
   fi
 }
 archive() { # name folder path…: packs paths of a folder, so that the same files give the same archive
-  tar --sort=name --owner=0 --group=0 --numeric-owner --mtime=@0 --exclude=.writer.lock -C "$2" -c "${@:3}" |
-    xz -9e -T0 > "$here/$1.part"
+  tar --sort=name --owner=0 --group=0 --numeric-owner --mtime=@0 --exclude=.writer.lock -C "$2" -ch "${@:3}" |
+    xz -9 -T0 > "$here/$1.part"
   mv "$here/$1.part" "$here/$1"
 }
 

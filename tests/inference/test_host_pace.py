@@ -42,15 +42,16 @@ from inference.live.load import InferenceConfig, current_load
 from inference.live.prediction_exporter import HOST_PACE, PredictedLatency
 from inference.live.prometheus import PrometheusConfig, PrometheusError
 from ort_analysis.graph.analysis import analyze
+from training.composition.fitted import read_composition
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
-from utils.paths import Workspace
+from utils.paths import SHIPPED, Workspace
 
 TARGET, DEVICE = "nvidia-h200-cuda-ort1.31-all", "NVIDIA H200"
 SHORT = small_model()  # so small that the host decides
 LONG = small_model(channels=256, side=224, batch=32)  # so large that the GPU does
-USUAL_US = 292.91  # of the shipped composition
+USUAL_US = read_composition(SHIPPED / TARGET).probe_us or 0.0  # there, as an H200's predictors say
 ENGINE = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
 METRICS = {ENGINE: 0.4, "DCGM_FI_DEV_GPU_UTIL": 50.0}
 NOT_KNOWN = "the host's pace is not known"

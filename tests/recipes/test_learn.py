@@ -54,6 +54,8 @@ def test_what_is_packed_is_unpacked(repository: Path, tmp_path: Path) -> None:
     workspace, again = tmp_path / "workspace", tmp_path / "again"
     written(workspace, [*names, f"{DATASET}/.writer.lock", "host/training/predictors/cpu/x.pkl", "host/logs/hase.log",
                         f"training/predictors/{TARGET}/x.pkl"])
+    (workspace / "node_profiles.json").rename(tmp_path / "profiles")
+    (workspace / "node_profiles.json").symlink_to(tmp_path / "profiles")  # a link is packed as what it leads to
     packed = []
     for _ in range(2):
         done = learn(repository, workspace, "pack")
