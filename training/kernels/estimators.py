@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from benchmark.records.labels import GPU_LABEL
 from training.kernels.class_boosters import ClassBoosters, WithClasses, class_names, class_rows, kind_code
+from training.kernels.relatives import row_weights
 from training.kernels.roofline import Roofline, fit_roofline
 from training.kernels.schema import FeatureSchema
 from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
@@ -184,20 +185,28 @@ def fit_kernel_model(rows: TrainingSet, label: str, own: Sequence[str], config: 
                      problem: Problem | None = None, steady: frozenset[str] = frozenset()) -> KernelModel:
     """Boosters for `label`: a shared one of all rows, and one for each kernel type in `own` that has rows.
 
-    The shared booster is trained on the rows of all types; `predictor_of` says which booster predicts a type. `steady` is as of
-    `ClassBoosters`.
+    The shared booster is trained on the rows of all types; `predictor_of` says which booster predicts a type. That of the GPU's
+    time of one type learns a little from related types, too (see relatives.py). `steady` is as of `ClassBoosters`.
     """
     problem, settings = problem or pose(rows, label), config.booster(label)
     boosters = {SHARED: train_booster(problem.matrix, problem.log_ratios, settings, config.seed)}
     predictor_of = dict.fromkeys(problem.type_codes, SHARED)
     for name in own:
-        mask = rows.types == name
-        if mask.any():
-            boosters[name] = train_booster(problem.matrix[mask], problem.log_ratios[mask], settings, config.seed)
+        if (rows.types == name).any():
+            boosters[name] = _train_own(name, rows, problem, settings, config.seed, label == GPU_LABEL)
             predictor_of[name] = name
     of_classes = learn_classes(rows, problem, config, steady=steady)
     return KernelModel(rows.schema, problem.roofline, problem.type_codes, predictor_of, WithClasses(boosters, of_classes),
                        tuple(rows.idle_load.values()))
+
+
+def _train_own(name: str, rows: TrainingSet, problem: Problem, settings: XgboostSettings, seed: int,
+               with_relatives: bool) -> xgboost.Booster:
+    """The booster of one kernel type; `with_relatives`: it also learns from related types (see relatives.py)."""
+    weights = row_weights(name, rows.types) if with_relatives else (rows.types == name).astype(float)
+    mask = weights > 0
+    alone = bool((weights[mask] == 1.0).all())
+    return train_booster(problem.matrix[mask], problem.log_ratios[mask], settings, seed, None if alone else weights[mask])
 
 
 def learn_classes(rows: TrainingSet, problem: Problem, config: TrainingConfig, without: str = "",
