@@ -18,9 +18,11 @@ from onnx import TensorProto, helper, numpy_helper
 from xdist.scheduler import LoadScopeScheduling
 
 from kernel_model.building.kernel_models import kernel_build
+from kernel_model.sampling.free_shapes.table import DRAWS
 from model_zoo.exporting.torch_models import group_of
 from model_zoo.exporting.zoo_config import GROUP_KEY
 from ort_analysis.graph.analysis import analyze, update_index
+from ort_analysis.records.kernel_record import Kernel
 from ort_analysis.records.reading import record_path
 from utils import files
 from utils.fingerprint import Flavour, flavour_of
@@ -179,6 +181,12 @@ def small_model(channels: int = 8, side: int = 16, batch: int | str = 1, dtype: 
         [helper.make_tensor_value_info("output", code, [batch, 4])],
         [weight("w1", channels, 3, 3, 3), weight("w2", channels, channels, 3, 3), weight("w3", channels, 4), weight("b3", 4)])
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def free_kernel(op_type: str, dtype: str) -> Kernel:
+    """A kernel of no model, of an operator that the sampler draws."""
+    generator = np.random.default_rng(0)
+    return next(kernel for draw, _ in DRAWS for _ in range(8) if (kernel := draw(dtype, 2, generator)).op_type == op_type)
 
 
 def endless(path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +127,8 @@ def _run(start_us: float, host_us: float, found: list[tuple[Launch, GpuWork]]) -
     return GpuRun(host_us, tuple(work for _, work in found), start_us, tuple(launch for launch, _ in found))
 
 
-def split_carrier(run: GpuRun, order: Sequence[str], writer_prefix: str) -> dict[str, tuple[GpuWork, ...]] | None:
+def split_carrier(run: GpuRun, order: Sequence[str], writer_prefix: str,
+                  like_writers: Collection[str] = ()) -> dict[str, tuple[GpuWork, ...]] | None:
     """The GPU's work for each kernel of a carrier, by node name.
 
     The nodes that write a kernel's inputs show on the GPU under a name of their own, so that the work between them is the
@@ -137,6 +138,7 @@ def split_carrier(run: GpuRun, order: Sequence[str], writer_prefix: str) -> dict
         run: one run of the carrier.
         order: the names of the carrier's nodes as they were executed.
         writer_prefix: how the names of the nodes that write inputs begin.
+        like_writers: nodes of kernels that run one CUDA kernel of the writers' name.
 
     Returns:
         None where two nodes that may have worked on the GPU stand side by side, or where the run does not fit `order`.
@@ -152,7 +154,9 @@ def split_carrier(run: GpuRun, order: Sequence[str], writer_prefix: str) -> dict
                 return None
             waiting = name
             continue
-        while place < len(work) and WRITER_KERNEL not in work[place].name:
+        own = int(waiting in like_writers)
+        while place < len(work) and (own or WRITER_KERNEL not in work[place].name):
+            own -= WRITER_KERNEL in work[place].name
             gathered.append(work[place])
             place += 1
         if place == len(work) or (gathered and waiting is None):
@@ -161,7 +165,7 @@ def split_carrier(run: GpuRun, order: Sequence[str], writer_prefix: str) -> dict
             found[waiting], waiting, gathered = tuple(gathered), None, []
         place += 1
     rest = work[place:]
-    if any(WRITER_KERNEL in one.name for one in rest) or (rest and waiting is None):
+    if sum(WRITER_KERNEL in one.name for one in rest) != (waiting in like_writers) or (rest and waiting is None):
         return None
     if waiting is not None:
         found[waiting] = tuple(rest)

@@ -21,6 +21,7 @@ from utils.lazy import onnx
 
 WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16"}}  # types that Abs takes
 
+WRITER_OP = "Abs"
 WRITER = "abs_"  # how the names of the nodes that write a kernel's inputs begin
 
 
@@ -79,7 +80,7 @@ class _Graph:
             self.inputs[shared] = onnx.helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
             if (own or self._with_floats) and shared not in self.values:
                 self.values[shared] = dummy_tensor(kernel, position, number)
-            self.nodes.append(onnx.helper.make_node("Abs", [shared], [name], name=f"{WRITER}{number}_{position}"))
+            self.nodes.append(onnx.helper.make_node(WRITER_OP, [shared], [name], name=f"{WRITER}{number}_{position}"))
         else:
             self.inputs[name] = onnx.helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
             self.values[name] = dummy_tensor(kernel, position, number)

@@ -14,7 +14,7 @@ from ort_analysis.records.elements import numpy_dtype
 from ort_analysis.records.kernel_record import Kernel, KernelInput
 
 INDEX_INPUTS = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1,
-                "EmbedLayerNormalization": 0}
+                "EmbedLayerNormalization": 0, "RoiAlign": 2}
 BY_SEVERAL_AXES = {"GatherND", "ScatterND"}  # the last axis of the indices has one for each of the first axes of the data
 SHAPE_INPUTS = {"Reshape": 1, "Expand": 1}  # inputs that hold the output's shape
 POSITIVE_OPS = {"Sqrt", "Log", "Pow", "Div", "Reciprocal", "Mod", "BatchNormalization"}

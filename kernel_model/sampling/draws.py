@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kernel_model.building.dummy_data import index_limit
 from kernel_model.building.kernel_models import build_model, shareable
 from kernel_model.sampling.float_types import float_types, in_float_type
 from ort_analysis.records.elements import session_dtype
@@ -220,10 +221,73 @@ def draw_repeat(kernel: Kernel, batch: int, generator: np.random.Generator, spre
     return [drawn[0], wanted.model_copy(update={"values": sizes})], attributes
 
 
+def draw_einsum(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
+    """An Einsum with another size for each index of its equation; the first index of its first operand is the batch.
+
+    Raises:
+        ValueError: its equation does not name each axis of each operand.
+    """
+    terms = str(kernel.attributes.get("equation", "")).replace(" ", "").partition("->")[0].split(",")
+    old = {index: size for term, tensor in zip(terms, kernel.inputs, strict=True)
+           for index, size in zip(term, tensor.shape, strict=True)}
+    new = {index: size if size == 1 else scaled(size, generator, axis_multiple(kernel, size), spread)
+           for index, size in old.items()}
+    if not kernel.inputs[0].constant:
+        new[terms[0][0]] = batch
+    return [resize(tensor, [new[index] for index in term]) for term, tensor in zip(terms, kernel.inputs, strict=True)], dict(
+        kernel.attributes)
+
+
+def draw_blocks(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
+    """Channels for blocks of pixels, or the reverse, with other numbers of both; blocks stay whole."""
+    block = int(kernel.attributes["blocksize"])
+    _, channels, *sides = kernel.inputs[0].shape
+    whole = block**2 if kernel.op_type == "DepthToSpace" else 1
+    of_sides = 1 if kernel.op_type == "DepthToSpace" else block
+    shape = (batch, scaled(channels, generator, whole, spread), *(scaled(size, generator, of_sides, spread) for size in sides))
+    return [resize(kernel.inputs[0], shape)], dict(kernel.attributes)
+
+
+def draw_resize(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
+    """A Resize of another image, by as much as the seed; where it is given the sizes wanted, these follow the image's."""
+    inputs, attributes = draw_axes(kernel, batch, generator, spread)
+    old, new, wanted = kernel.inputs[0].shape, inputs[0].shape, inputs[-1]
+    if len(inputs) == 4 and wanted.values is not None and len(wanted.values) == len(old):
+        sizes = tuple(max(1, round(new[axis] * size / old[axis])) for axis, size in enumerate(wanted.values))
+        inputs[-1] = wanted.model_copy(update={"values": sizes})
+    return inputs, attributes
+
+
+def draw_regions(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
+    """A RoiAlign of other images and another number of regions; the images are as many as the seed's, which regions name."""
+    inputs = list(kernel.inputs)
+    images, channels, *sides = inputs[0].shape
+    regions = scaled(inputs[1].shape[0], generator, spread=spread)
+    shapes = ((images, scaled(channels, generator, 8, spread), *(side(size, generator, spread) for size in sides)),
+              (regions, 4), (regions,))
+    return [resize(tensor, shape) for tensor, shape in zip(inputs, shapes, strict=True)], dict(kernel.attributes)
+
+
+def draw_columns(kernel: Kernel, batch: int, generator: np.random.Generator, spread: float = 1.0) -> Draw:
+    """A Col2Im of more or fewer channels into images of the same size.
+
+    Raises:
+        ValueError: the size of its blocks is not a constant.
+    """
+    columns, blocks = kernel.inputs[0], kernel.inputs[2].values
+    if blocks is None:
+        raise ValueError("the size of its blocks is not a constant")
+    block = int(np.prod(blocks))
+    shape = (batch, block * scaled(columns.shape[1] // block, generator, spread=spread), columns.shape[2])
+    return [resize(columns, shape), *kernel.inputs[1:]], dict(kernel.attributes)
+
+
 DRAWS: dict[str, Callable[[Kernel, int, np.random.Generator, float], Draw]] = {
     "Conv": draw_any_conv, "ConvTranspose": draw_other_conv, "Gemm": draw_gemm, "MatMul": draw_matmul,
     "FusedMatMul": draw_matmul, "LSTM": draw_recurrent, "GRU": draw_recurrent, "RNN": draw_recurrent,
-    "BatchNormalization": draw_channel_norm, "InstanceNormalization": draw_channel_norm, "Expand": draw_repeat}
+    "BatchNormalization": draw_channel_norm, "InstanceNormalization": draw_channel_norm, "Expand": draw_repeat,
+    "Einsum": draw_einsum, "DepthToSpace": draw_blocks, "SpaceToDepth": draw_blocks, "Resize": draw_resize,
+    "RoiAlign": draw_regions, "Col2Im": draw_columns}
 
 
 def infer_outputs(kernel: Kernel, inputs: Sequence[KernelInput], attributes: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -268,5 +332,9 @@ def draw_kernel(kernel: Kernel, batch: int, generator: np.random.Generator, spre
     inputs, attributes = DRAWS.get(base, draw_axes)(seed, batch, generator, spread)
     outputs = infer_outputs(seed, inputs, attributes)
     drawn = describe_kernel(seed.op_type, seed.domain, seed.opset, attributes, inputs, outputs)
+    for position, tensor in enumerate(drawn.inputs):
+        limit = index_limit(drawn, position)
+        if limit is not None and tensor.values is not None and not all(-limit <= one < limit for one in tensor.values):
+            raise UserError(f"{kernel.id}: input {position} holds an index outside the {limit} that are there")
     wanted = dtype if dtype and own else next(iter(own)) if len(own) == 1 else ""
     return in_float_type(drawn, wanted) if wanted else drawn

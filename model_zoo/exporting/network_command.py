@@ -42,7 +42,8 @@ def _row(export: NetworkExport, path: Path, status: str, difference: float | Non
 def export_network(folder: Path, collection: Collection, device: str, force: bool, jobs: int,
                    export: NetworkExport) -> list[dict[str, Any]]:
     """Writes the files of one network that are missing, in this process; a row for each. One that can't be written says why."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+    if "OMP_NUM_THREADS" not in os.environ:  # else torch follows it
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
     rows, network = [], None
     for dtype in export.dtypes:
         path = folder / f"{stem_of(export.name, dtype)}.onnx"

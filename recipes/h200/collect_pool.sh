@@ -12,6 +12,7 @@ in_half="seresnet50 regnetz_c16 nf_resnet50 eca_nfnet_l0 xception41 efficientnet
   efficientformer_l1"  # models of timm that are taken in half precision, too
 
 hase() { python "$1" --workspace "$out" "${@:2}"; }
+exported() { OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE hase "$@"; } # many at a time: more threads would only wait for cores
 step() { # name command…: keeps its output and says how it ended
   local name=$1 began=$SECONDS
   shift
@@ -20,14 +21,14 @@ step() { # name command…: keeps its output and says how it ended
 }
 export_half() {
   # shellcheck disable=SC2046
-  hase model_zoo/timm_exporter.py --json --jobs $((jobs / 2)) --dtype fp16 $(printf -- '--model %s ' $in_half)
+  exported model_zoo/timm_exporter.py --json --jobs $((jobs / 2)) --dtype fp16 $(printf -- '--model %s ' $in_half)
 }
 
 mkdir -p "$out"
-step export_timm hase model_zoo/timm_exporter.py --json --jobs $((jobs + 1)) &
-step export_transformers hase model_zoo/transformers_exporter.py --json --dtype fp32 --dtype fp16 --jobs $((jobs * 2 / 3)) &
+step export_timm exported model_zoo/timm_exporter.py --json --jobs $((jobs + 1)) &
+step export_transformers exported model_zoo/transformers_exporter.py --json --dtype fp32 --dtype fp16 --jobs $((jobs * 2 / 3)) &
 for collection in torchvision other random; do
-  step "export_$collection" hase model_zoo/network_exporter.py --collection "$collection" --json --jobs $((jobs / 4)) &
+  step "export_$collection" exported model_zoo/network_exporter.py --collection "$collection" --json --jobs $((jobs / 4)) &
 done
 step export_half export_half &
 wait

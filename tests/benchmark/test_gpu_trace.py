@@ -59,6 +59,15 @@ def test_a_carriers_work_is_split_at_the_nodes_that_write_inputs() -> None:
         "kernel_0": ["add"], "kernel_1": [], "kernel_2": ["to_nhwc", "conv", "bias"]}
 
 
+def test_a_kernel_of_the_writers_own_operator_has_one_piece_of_work() -> None:
+    order = ["abs_0_0", "kernel_0", "abs_1_0", "kernel_1", "abs_2_0", "kernel_2"]
+    found = split_carrier(run_of(ABS, ABS, ABS, RELU, ABS, ABS), order, "abs_", {"kernel_0", "kernel_2"})
+    assert found is not None
+    assert {name: [one.name for one in work] for name, work in found.items()} == {
+        "kernel_0": [ABS], "kernel_1": [RELU], "kernel_2": [ABS]}
+    assert split_carrier(run_of(ABS, ABS, ABS, RELU, ABS), order, "abs_", {"kernel_0", "kernel_2"}) is None
+
+
 def test_one_kernel_without_written_inputs_has_all_the_work() -> None:
     found = split_carrier(run_of("gather"), ["kernel_0"], "abs_")
     assert found is not None

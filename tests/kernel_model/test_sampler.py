@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TORCH_MODELS, build_workspace, small_model
+from conftest import TORCH_MODELS, build_workspace, free_kernel, small_model
 
 from kernel_model.building.dummy_data import dummy_inputs, dummy_tensor
 from kernel_model.building.kernel_models import build_model, built_kernel, check_kernel
@@ -191,12 +191,12 @@ def test_kernels_of_models_are_drawn_in_half_precision_too() -> None:
     assert in_float_type(in_float_type(twin, "float32"), "float16").id == twin.id
     cast = describe_kernel("Cast", "", 20, {"to": 1, "saturate": 1}, [mask], [Tensor(dtype="float32", shape=(1, 1, 16, 16))])
     assert in_float_type(cast, "float16").attributes["to"] == 10
-    resize = draw_of("Resize", "float32")
+    resize = free_kernel("Resize", "float32")
     halved = in_float_type(resize, "float16")
     assert halved.inputs[0].dtype == "float16"
     assert all(t.dtype != "float16" for t in halved.inputs[1:])
     with pytest.raises(UserError, match="CUDA provider has no GridSample in float16"):
-        in_float_type(draw_of("GridSample", "float32"), "float16")
+        in_float_type(free_kernel("GridSample", "float32"), "float16")
 
     entries = entries_of(analyze(small_model(channels=64, side=56), "cpu"))
     found, _ = sample(entries, 40, np.random.default_rng(0), [1, 2], 2.0, dtypes=FLOAT_TYPES)
@@ -215,32 +215,6 @@ def test_indices_of_a_smaller_kernel_stay_in_range() -> None:
     table = KernelInput(dtype="int64", shape=(500,), constant=True, value_range=(0, 1022))
     kernel = describe_kernel("Gather", "", 20, {"axis": 1}, [x, table], [Tensor(dtype="float32", shape=(128, 500, 5))])
     assert dummy_tensor(kernel, 1).max() == 63
-
-
-def draw_of(op_type: str, dtype: str) -> Kernel:
-    """A free kernel of an operator."""
-    generator = np.random.default_rng(0)
-    return next(kernel for draw, _ in DRAWS for _ in range(8) if (kernel := draw(dtype, 2, generator)).op_type == op_type)
-
-
-@pytest.mark.parametrize("op_type", ["LSTM", "GRU", "ConvTranspose", "InstanceNormalization", "BatchNormalization", "Expand"])
-def test_kernels_whose_sizes_hang_together_are_drawn_near(op_type: str) -> None:
-    seed, generator = draw_of(op_type, "float32"), np.random.default_rng(2)
-    drawn = [draw_kernel(seed, 4, generator) for _ in range(10)]
-    assert len({kernel.id for kernel in drawn}) > 5
-    assert all(kernel.type == seed.type and all(output.elements for output in kernel.outputs) for kernel in drawn)
-
-
-def test_signals_and_videos_are_drawn_near() -> None:
-    generator = np.random.default_rng(2)
-    for rank in (3, 5):
-        window, pads = [3] * (rank - 2), [1] * 2 * (rank - 2)
-        x = KernelInput(dtype="float32", shape=(1, 16, *[12] * (rank - 2)))
-        w = KernelInput(dtype="float32", shape=(16, 1, *window), constant=True)
-        seed = describe_kernel("Conv", "", 20, {"group": 16, "pads": pads, "strides": [1] * (rank - 2)}, [x, w],
-                               [Tensor(dtype="float32", shape=x.shape)])
-        drawn = draw_kernel(seed, 4, generator)
-        assert drawn.inputs[0].shape[:2] == (4, drawn.attributes["group"]) == drawn.outputs[0].shape[:2]
 
 
 def test_free_kernels_are_described_as_those_of_models_are(torch_models: dict[str, Path]) -> None:

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,7 +36,7 @@ from benchmark.runtimes.ort.shared_memory import SharedMemory
 from benchmark.runtimes.ort.unprofiled import unprofiled_ms
 from benchmark.runtimes.protocol import Reply, Request
 from benchmark.traces.gpu_trace import GpuRun, split_carrier, trace
-from kernel_model.building.carrier import WRITER, build_carrier, node_name
+from kernel_model.building.carrier import WRITER, WRITER_OP, build_carrier, node_name
 from kernel_model.building.kernel_models import built_kernel
 from ort_analysis.graph.analysis import kernel_of
 from ort_analysis.records.kernel_costs import CONTROL_FLOW, is_control_flow
@@ -120,23 +120,26 @@ def time_carrier(request: Request) -> Reply:
         runs = counted_runs(session.end_profiling(), [*counted, *[False] * len(traced)])
         nodes_ms = median(plain_runs_ms(run, counted)) if UNPROFILED in request.labels else None
     ids = {node_name(number): kernel.id for number, kernel in enumerate(kernels)}
+    like_writers = {node_name(number) for number, kernel in enumerate(kernels) if kernel.op_type == WRITER_OP}
     found = [m for m in labels_of(runs, ids, "carrier", "carrier", nodes_ms) if m.label in request.labels]
-    return Reply(measurements=(*found, *gpu_measurements(traced, [node.node for node in runs[-1].nodes], ids)))
+    return Reply(measurements=(*found, *gpu_measurements(traced, [node.node for node in runs[-1].nodes], ids, like_writers)))
 
 
-def gpu_measurements(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[str, str]) -> list[Measurement]:
+def gpu_measurements(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[str, str],
+                     like_writers: Collection[str] = ()) -> list[Measurement]:
     """Label `gpu` of a carrier's kernels.
 
     Args:
         traced: runs of the carrier on the GPU.
         executed: the names of its nodes in the order of a run.
         ids: the kernels' ids by node name.
+        like_writers: names of nodes that run the same operator as those that write inputs.
 
     Raises:
         UserError: the work can't be assigned to kernels.
     """
     order = [name for name in executed if name in ids or name.startswith(WRITER)]
-    by_node = [split_carrier(run, order, WRITER) for run in traced]
+    by_node = [split_carrier(run, order, WRITER, like_writers) for run in traced]
     split = [work for work in by_node if work is not None]
     if len(split) < len(traced):
         raise UserError("carrier: the GPU's work can't be assigned to kernels")
