@@ -18,9 +18,10 @@ from recipes.kinds.judgement import JUDGEMENT, Found, page, read_judgement, rows
 from recipes.kinds.manifest import MadeModel, read_manifest
 from recipes.kinds.node_comparison import compare
 from recipes.kinds.node_lists import NodeList, NodeRow, derived_nodes, every_node, feed_of, named
+from training.composition.fitted import read_composition
 from utils.errors import UserError
 from utils.ort_sessions import open_session
-from utils.paths import ROOT
+from utils.paths import ROOT, SHIPPED
 
 TINY = ("tiny_add", "loop_constant_trips", "sklearn_linear")
 
@@ -173,8 +174,10 @@ def test_models_are_judged_and_a_second_run_asks_nothing(made: Path, tmp_path: P
     assert (made / JUDGEMENT).read_text() == lines
     older, paced = tmp_path / "older.json", tmp_path / "on_gpu.json"
     latency = {"model": "tiny_add", "way": "static", "latency_ms": 0.05}
+    usual_us = read_composition(SHIPPED / "nvidia-h200-cuda-ort1.31-all").probe_us
+    assert usual_us is not None
     older.write_text(json.dumps({"models": [latency]}))
-    paced.write_text(json.dumps({"models": [latency | {"host_probe_us": 1.3 * 292.91}]}))
+    paced.write_text(json.dumps({"models": [latency | {"host_probe_us": 1.3 * usual_us}]}))
     assert command("judge.py", *options, "--gpu", str(older)).returncode == 0
     assert (made / JUDGEMENT).read_text() == lines
     done = command("judge.py", *options, "--gpu", str(paced), "--docs", str(tmp_path / "kinds.md"))
