@@ -20,10 +20,11 @@ import numpy as np
 
 from benchmark.records.files import collected_targets
 from training.kernels.estimators import learn_classes, pose
+from training.kernels.features import KERNEL_FEATURES
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
 from training.kernels.saving import renew_classes
 from training.kernels.settings import TrainingConfig
-from training.kernels.sidecar import TRAIN, Sidecar, read_sidecar
+from training.kernels.sidecar import TRAIN, Sidecar, read_sidecar, schema_of
 from training.kernels.targets import CONFIG
 from training.kernels.training_set import TrainingSet, read_training_set
 from training.kernels.uncertainty import Uncertainty, save_uncertainty
@@ -77,7 +78,8 @@ def main() -> int:
     rows = []
     for target in [args.target] if args.target else collected_targets(workspace):
         folder = args.out or workspace.predictors(target)
-        known = read_training_set(workspace, target)
+        schema = schema_of(read_sidecar(folder)) if args.classes else KERNEL_FEATURES  # saved boosters read one version
+        known = read_training_set(workspace, target, schema)
         left_out = {label: leave_operators_out(known, label, config) for label in known.times_ms}
         rows += table(target, save_uncertainty(workspace, known, folder, left_out))
         if args.classes:

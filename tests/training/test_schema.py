@@ -8,13 +8,14 @@ import math
 from pathlib import Path
 
 import pytest
-from made_up_dataset import METRIC, TARGET, conv, gemm, relu, write_workspace
+from made_up_dataset import METRIC, TARGET, conv, gemm, relu, tensor, write_workspace
 
 from benchmark.records.files import read_kernels
-from ort_analysis.records.kernel_record import Kernel
+from ort_analysis.records.kernel_record import Kernel, Tensor
+from ort_analysis.records.kernel_types import describe_kernel
 from training.kernels import features
 from training.kernels.estimators import SHARED, fit_kernel_model, predict_kernels, table_counts
-from training.kernels.features import KERNEL_FEATURES
+from training.kernels.features import FIRST_FEATURES, KERNEL_FEATURES, SCHEMAS
 from training.kernels.label_training import train_label
 from training.kernels.predictors import read_predictors
 from training.kernels.saving import save_predictors
@@ -86,6 +87,28 @@ def test_the_kernels_own_schema() -> None:
     assert values[[KERNEL_FEATURES.index(name) for name in ("batch", "k", "tables")]].tolist() == [2, 16 * 9, 0]
 
 
+def test_predictors_of_the_first_version_read_its_features() -> None:
+    """Another value for reductions alone: what lies behind the reduced axis."""
+    assert SCHEMAS["kernel", 1] is FIRST_FEATURES
+    assert FIRST_FEATURES.names == KERNEL_FEATURES.names
+
+    def behind(shape: tuple[int, ...], out: tuple[int, ...]) -> tuple[float, float]:
+        one = describe_kernel("ReduceSum", "", 13, {}, [tensor(*shape)], [Tensor(dtype="float32", shape=out)])
+        first, second = (schema.matrix([one])[0] for schema in (FIRST_FEATURES, KERNEL_FEATURES))
+        place = KERNEL_FEATURES.index("axis_inner")
+        assert (first == second).tolist() == [where != place or first[place] == second[place] for where in range(len(first))]
+        return float(first[place]), float(second[place])
+
+    assert behind((16, 2, 64, 56, 56), (16, 64, 56, 56)) == (0, 64 * 56 * 56)
+    assert behind((2, 8, 6, 5), (2, 8, 1, 1)) == (1, 1)
+    assert behind((2, 6, 5, 8), (2, 1, 1, 8)) == (8, 8)
+    assert behind((2, 8, 6, 5), (2, 1, 6, 5)) == (5, 30)
+    assert behind((4, 7), (4,)) == (0, 1)
+    assert behind((4, 7), ()) == (0, 1)
+    one = conv(batch=2)
+    assert FIRST_FEATURES.matrix([one]).tolist() == KERNEL_FEATURES.matrix([one]).tolist()
+
+
 def test_estimators_learn_from_two_features(made: Workspace, rows: TrainingSet) -> None:
     kernels = {entry.kernel.id: entry.kernel for entry in read_kernels(made.dataset(TARGET.name))}
     assert rows.features.tolist() == [two_numbers(kernels[name]) for name in rows.ids]
@@ -120,7 +143,7 @@ def test_saved_predictors_keep_their_schema(made: Workspace, rows: TrainingSet, 
 def test_a_schema_that_is_not_there_is_refused(rows: TrainingSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_quickly(tmp_path, rows)
     with pytest.raises(UserError, match=r"predictors\.json: these predictors read feature schema two 1, which this Hase does "
-                                        r"not have \(it has: kernel 1\); use the Hase that trained them, or train again"):
+                                        r"not have \(it has: kernel 1, kernel 2\); use the Hase that trained them"):
         read_predictors(tmp_path)
     other = FeatureSchema("two", 1, {"operands": ("rank", "inputs")}, lambda kernel: [0.0, 0.0])
     monkeypatch.setitem(features.SCHEMAS, ("two", 1), other)
@@ -136,6 +159,6 @@ def test_a_sidecar_of_another_feature_schema_is_refused(made: Workspace, tmp_pat
     sidecar = save_quickly(tmp_path, rows)
     assert read_predictors(tmp_path).schema is KERNEL_FEATURES
     assert read_sidecar(tmp_path) == sidecar
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"feature_version": 2, files.DIGEST: None}))
-    with pytest.raises(UserError, match="read feature schema kernel 2, which this Hase does not have"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"feature_version": 3, files.DIGEST: None}))
+    with pytest.raises(UserError, match="read feature schema kernel 3, which this Hase does not have"):
         read_predictors(tmp_path)

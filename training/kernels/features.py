@@ -80,7 +80,17 @@ def kernel_features(kernel: Kernel) -> list[float]:
     ]
 
 
-KERNEL_FEATURES = FeatureSchema("kernel", 1, {
+def first_features(kernel: Kernel) -> list[float]:
+    """As `kernel_features`, in version 1 of the schema: reductions differ in `axis_inner`."""
+    values = kernel_features(kernel)
+    if kernel.op_type.startswith("Reduce"):
+        shape, out = (next((tensor.shape for tensor in tensors if tensor.dtype), ())
+                      for tensors in (kernel.inputs, kernel.outputs))
+        values[KERNEL_FEATURES.index("axis_inner")] = _first_behind_reduced(shape, out)
+    return values
+
+
+KERNEL_FEATURES = FeatureSchema("kernel", 2, {
     "sizes": Sizes._fields,
     "window": KernelWindow._fields,
     "product": Product._fields,
@@ -95,7 +105,8 @@ KERNEL_FEATURES = FeatureSchema("kernel", 1, {
     # what kind of operation, on what
     "operation": ("op_class", "layout", "dtype", "bits"),
 }, kernel_features)
-SCHEMAS = {(schema.name, schema.version): schema for schema in (KERNEL_FEATURES,)}  # that saved predictors may use
+FIRST_FEATURES = FeatureSchema("kernel", 1, KERNEL_FEATURES.groups, first_features)
+SCHEMAS = {(schema.name, schema.version): schema for schema in (FIRST_FEATURES, KERNEL_FEATURES)}  # of saved predictors
 
 
 def _channels_last(kernel: Kernel) -> bool:
@@ -229,15 +240,30 @@ def _axis(kernel: Kernel, shape: Sequence[int], out: Sequence[int]) -> tuple[int
         inner = math.prod(shape[first + 1:]) if "Softmax" in op and kernel.opset >= 13 else 1
         return math.prod(shape[first:]) // max(inner, 1), inner
     if op.startswith(("Reduce", "Arg", "Global")) or "Pool" in op:
-        inner = 0
-        if op.startswith("Reduce") and rank and rank == len(out):
-            inner = math.prod(size for size, kept in zip(shape, out, strict=True) if size == kept)
-            inner = shape[-1] if shape[-1] == out[-1] else 1 if inner else 0
-        return elements // max(out_elements, 1), inner
+        return elements // max(out_elements, 1), _behind_reduced(shape, out) if op.startswith("Reduce") else 0
     if axis is not None and not isinstance(axis, list):
         sizes = out if op == "Concat" else shape
         return 0, math.prod(sizes[int(axis) % len(sizes) + 1:]) if sizes else 0
     return 0, 0
+
+
+def _behind_reduced(shape: Sequence[int], out: Sequence[int]) -> int:
+    """How many elements lie next to each other behind the last reduced axis; 0 where none is reduced. Reduced axes that vanish
+    are found by their sizes, from the last axis on."""
+    if len(shape) == len(out):
+        gone = [axis for axis, (size, kept) in enumerate(zip(shape, out, strict=True)) if size != kept]
+        return math.prod(shape[gone[-1] + 1:]) if gone else 0
+    behind = 0
+    while behind < min(len(shape), len(out)) and shape[-1 - behind] == out[-1 - behind]:
+        behind += 1
+    return math.prod(shape[len(shape) - behind:])
+
+
+def _first_behind_reduced(shape: Sequence[int], out: Sequence[int]) -> int:
+    """As `_behind_reduced` in version 1 of the schema: the last dimension, 1 where it is reduced, and 0 where axes vanish."""
+    if not shape or len(shape) != len(out):
+        return 0
+    return shape[-1] if shape[-1] == out[-1] else int(all(size for size, kept in zip(shape, out, strict=True) if size == kept))
 
 
 def _permuted_blocks(kernel: Kernel, shape: Sequence[int]) -> list[tuple[int, int]]:

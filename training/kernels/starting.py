@@ -33,7 +33,7 @@ class StartFrom(NamedTuple):
             raise UserError(f"--start-from {name}: no predictors of that target in {workspace.predictors('')}, nor with Hase "
                             f"(which has: {', '.join(shipped) or 'none'})")
         predictors = read_predictors(folders[0])
-        if predictors.schema != KERNEL_FEATURES:
+        if predictors.schema.names != KERNEL_FEATURES.names:  # values of another version are corrected with the times
             raise UserError(f"--start-from {name}: its predictors read features {predictors.schema}, and a training computes "
                             f"{KERNEL_FEATURES}; train {name} again")
         return cls(name, predictors)
