@@ -22,6 +22,7 @@ class PipelineCosts(Frozen):
         convolution_ms, product_ms: what a convolution and a matrix product cost the host in addition, for the call of cuDNN or
             cuBLAS.
         recurrent_launch_ms: what each launch of a recurrent layer costs it in addition.
+        reducing_ms: what a reduction, normalisation, softmax or pool costs it in addition; 0 in older files.
         start_ms: the host's time before the first node.
         gap_ms: the GPU's pause between the work of two launches.
         lead_ms: from a launch to the start of its work on an idle GPU. It is fitted to whole runs, and negative where it makes
@@ -39,6 +40,7 @@ class PipelineCosts(Frozen):
     convolution_ms: float = 0.0
     product_ms: float = 0.0
     recurrent_launch_ms: float = 0.0
+    reducing_ms: float = 0.0
 
     @model_validator(mode="before")
     @classmethod
@@ -64,7 +66,7 @@ def _launch_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
 def _own_ms(tracks: Tracks, costs: PipelineCosts) -> Floats:
     """The host's time for the dispatch of each node."""
     of_kind = np.array([costs.view_ms, costs.node_ms, costs.node_ms + costs.convolution_ms, costs.node_ms + costs.product_ms,
-                        costs.node_ms])  # in the order of NodeKind
+                        costs.node_ms, costs.node_ms + costs.reducing_ms])  # in the order of NodeKind
     return of_kind[tracks.kinds] + _launch_ms(tracks, costs) * tracks.launches
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_costs import CONVOLUTION_OPS, PRODUCT_OPS, RECURRENT_OPS
+from ort_analysis.records.kernel_costs import CONVOLUTION_OPS, PRODUCT_OPS, RECURRENT_OPS, REDUCING_OPS
 from ort_analysis.records.kernel_record import Kernel
 
 Floats = npt.NDArray[np.float64]
@@ -17,27 +17,29 @@ Kinds = npt.NDArray[np.int_]  # the NodeKind of each node
 
 class NodeKind(IntEnum):
     """What a node costs the host that dispatches it: it only renames a tensor (VIEW), it runs a kernel of ONNX Runtime's own
-    (OWN), or it calls a library: cuDNN for a convolution (CONVOLUTION) or for a recurrent layer (RECURRENT), cuBLAS for a
-    matrix product (PRODUCT)."""
+    (OWN), it calls a library: cuDNN for a convolution (CONVOLUTION) or for a recurrent layer (RECURRENT), cuBLAS for a matrix
+    product (PRODUCT), or it reduces or normalises, with cuDNN or without (REDUCING)."""
 
     VIEW = 0
     OWN = 1
     CONVOLUTION = 2
     PRODUCT = 3
     RECURRENT = 4
+    REDUCING = 5
 
 
 def node_kind(kernel: Kernel, on_gpu: bool = True) -> NodeKind:
     """The kind of a node; no node that the CPU provider runs calls a GPU's library."""
     if not kernel.moves_data:
         return NodeKind.VIEW
-    for kind, operators in LIBRARIES.items():
+    for kind, operators in OPERATORS.items():
         if on_gpu and kernel.op_type in operators:
             return kind
     return NodeKind.OWN
 
 
-LIBRARIES = {NodeKind.CONVOLUTION: CONVOLUTION_OPS, NodeKind.PRODUCT: PRODUCT_OPS, NodeKind.RECURRENT: RECURRENT_OPS}
+OPERATORS = {NodeKind.CONVOLUTION: CONVOLUTION_OPS, NodeKind.PRODUCT: PRODUCT_OPS, NodeKind.RECURRENT: RECURRENT_OPS,
+             NodeKind.REDUCING: REDUCING_OPS}
 
 
 class Tracks(NamedTuple):
