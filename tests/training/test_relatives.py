@@ -75,6 +75,13 @@ def test_a_large_product_is_predicted_from_products_of_another_type(rows: Traini
     assert error("run") > 2 * error(GPU_LABEL)  # which each type learns alone
 
 
+def test_a_type_with_many_rows_gets_more_trees(rows: TrainingSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.kernels.estimators.MANY_ROWS", 200)
+    counts = {(label, name): fit_kernel_model(rows, label, [name], CONFIG).boosters[name].num_boosted_rounds()
+              for label, name in ((GPU_LABEL, "Gemm"), ("run", "Gemm"))}
+    assert counts == {(GPU_LABEL, "Gemm"): 60, ("run", "Gemm"): 30}
+
+
 def test_types_without_relatives_learn_as_before(rows: TrainingSet) -> None:
     found = [fit_kernel_model(rows, label, ["Gemm"], CONFIG).boosters["Gemm"] for label in (GPU_LABEL, "run")]
     assert found[0].save_raw() == found[1].save_raw()
