@@ -10,7 +10,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from utils import files
 from utils.lazy import torch
@@ -75,20 +75,37 @@ class GpuRun:
         return max(one.end_us for one in self.work) - min(one.start_us for one in self.work) if self.work else 0.0
 
 
-def trace(runs: Sequence[Callable[[], Any]]) -> list[GpuRun]:
+class Recording(NamedTuple):
+    """What the profiler kept of some runs; reading it takes seconds, in which the GPU is free."""
+
+    profiler: torch.profiler.profile
+    runs: int
+
+
+def record(runs: Sequence[Callable[[], Any]]) -> Recording:
     """Calls each of `runs` once under the profiler, in order; each must wait for its result.
 
     Needs torch with CUDA.
     """
+    both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=both) as profiler:
+        for number, run in enumerate(runs):
+            with torch.profiler.record_function(f"{RANGE_PREFIX}{number}"):
+                run()
+    return Recording(profiler, len(runs))
+
+
+def read(recording: Recording) -> list[GpuRun]:
+    """The GPU's work in each run of a recording."""
     with temporary_folder() as folder:
         path = folder / "trace.json"
-        both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=both) as profiler:
-            for number, run in enumerate(runs):
-                with torch.profiler.record_function(f"{RANGE_PREFIX}{number}"):
-                    run()
-        profiler.export_chrome_trace(str(path))
-        return attribute(files.read_json(path)["traceEvents"], len(runs))
+        recording.profiler.export_chrome_trace(str(path))
+        return attribute(files.read_json(path)["traceEvents"], recording.runs)
+
+
+def trace(runs: Sequence[Callable[[], Any]]) -> list[GpuRun]:
+    """The GPU's work in each of some runs, which are called once each (`record`)."""
+    return read(record(runs))
 
 
 def attribute(events: Iterable[dict[str, Any]], count: int) -> list[GpuRun]:

@@ -35,7 +35,7 @@ from benchmark.runtimes.ort.session_timing import time_session
 from benchmark.runtimes.ort.shared_memory import SharedMemory
 from benchmark.runtimes.ort.unprofiled import unprofiled_ms
 from benchmark.runtimes.protocol import Reply, Request
-from benchmark.traces.gpu_trace import GpuRun, split_carrier, trace
+from benchmark.traces.gpu_trace import GpuRun, read, record, split_carrier, trace
 from kernel_model.building.carrier import WRITER, WRITER_OP, build_carrier, node_name
 from kernel_model.building.kernel_models import built_kernel
 from ort_analysis.graph.analysis import kernel_of
@@ -116,7 +116,8 @@ def time_carrier(request: Request) -> Reply:
             run = shared_memory().bind(session, feed) if on_gpu else bind(session, feed, "cpu", "device")
             counted = profile_runs(run, request.effort)
         with gpu_access.alone(request.turns):
-            traced = trace([run] * TRACED_RUNS) if GPU_LABEL in request.labels else []
+            recording = record([run] * TRACED_RUNS) if GPU_LABEL in request.labels else None
+        traced = read(recording) if recording else []
         runs = counted_runs(session.end_profiling(), [*counted, *[False] * len(traced)])
         nodes_ms = median(plain_runs_ms(run, counted)) if UNPROFILED in request.labels else None
     ids = {node_name(number): kernel.id for number, kernel in enumerate(kernels)}
