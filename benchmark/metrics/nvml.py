@@ -18,6 +18,7 @@ from typing import Any
 
 import pynvml
 
+from benchmark.metrics.nvml_device import POWER, energy_counter_j, mean_power_w
 from benchmark.metrics.soundness import LOOKS_BACK
 from benchmark.metrics.source import Mean, MetricSource, Window
 from utils.errors import UserError
@@ -36,7 +37,6 @@ GPM = {  # field -> (GPM metric, our unit over GPM's: per cent to ratio, MiB/s t
     "DCGM_FI_PROF_PCIE_TX_BYTES": (20, MIB),
     "DCGM_FI_PROF_PCIE_RX_BYTES": (21, MIB),
 }
-POWER = "DCGM_FI_DEV_POWER_USAGE"
 POLLED = (*LOOKS_BACK, "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_DEV_MEM_CLOCK")
 POLL_SECONDS = 0.1
 PROBE_SECONDS = 0.12  # a little over the shortest valid GPM window
@@ -52,7 +52,7 @@ class _Counters:
     """Counters at one moment; None if not asked for."""
 
     gpm: _Late | None = None
-    energy_mj: int | None = None
+    energy_j: float | None = None
     polls: _Polls | None = None
 
 
@@ -72,7 +72,7 @@ class NvmlSource(MetricSource):
         self._nvml = pynvml
         pynvml.nvmlInit()
         self._device = pynvml.nvmlDeviceGetHandleByUUID(gpu_facts()["uuid"])
-        self._has_energy = self._works(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(self._device))
+        self._has_energy = self._works(lambda: energy_counter_j(self._device))
         polled = [field for field in (*POLLED, POWER) if self._works(lambda field=field: self._poll_one(field))]
         profiled = self._gpm_fields() if counters else []
         if counters and not profiled:
@@ -129,7 +129,7 @@ class NvmlSource(MetricSource):
         if field == "DCGM_FI_DEV_MEM_COPY_UTIL":
             return float(nvml.nvmlDeviceGetUtilizationRates(device).memory)
         if field == POWER:
-            return nvml.nvmlDeviceGetPowerUsage(device) / 1e3  # mW
+            return mean_power_w(device)
         return float(nvml.nvmlDeviceGetClockInfo(
             device, nvml.NVML_CLOCK_SM if field == "DCGM_FI_DEV_SM_CLOCK" else nvml.NVML_CLOCK_MEM))
 
@@ -137,7 +137,7 @@ class NvmlSource(MetricSource):
         energy = self._has_energy and POWER in self.fields
         return _Counters(
             gpm=_Late(self._gpm_sample, self._nvml.NVMLError) if self._gpm else None,
-            energy_mj=self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device) if energy else None,
+            energy_j=energy_counter_j(self._device) if energy else None,
         )
 
     @contextmanager
@@ -166,8 +166,8 @@ class NvmlSource(MetricSource):
         if self._gpm:
             means = self._gpm_values(before.reading.gpm.value(), after.reading.gpm.value(), self._gpm)
             found |= {field: [mean] for field, mean in means.items()}
-        if after.reading.energy_mj is not None:
-            spent_j = (after.reading.energy_mj - before.reading.energy_mj) / 1e3
+        if after.reading.energy_j is not None:
+            spent_j = after.reading.energy_j - before.reading.energy_j
             found[POWER] = [spent_j / (after.began_s - before.began_s)]
         return found | (before.reading.polls.readings() if before.reading.polls else {})
 

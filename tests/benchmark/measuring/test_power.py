@@ -1,0 +1,240 @@
+"""Power and energy: integrals, the check against the counter, a pretended GPU, and a CPU by real files."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmark.measuring import power
+from benchmark.measuring.power import Energy, PowerMonitor, energy_between, energy_of_runs, integral_j
+from benchmark.metrics import nvml_device, power_sensors
+from benchmark.metrics.power_sensors import NoPowerSensor, NvmlPower, PowerSample, PowerSensor, RaplPower, open_power_sensor
+from utils.errors import UserError
+
+
+class Ramp(PowerSensor):
+    """A pretended sensor: this machine has none. The power rises by 10 W each second; its counter may be wrong."""
+
+    name, averages_s = "a ramp", 0.0
+
+    def __init__(self, counts: float = 1.0) -> None:
+        self._counts, self._began_s = counts, time.monotonic()
+
+    def read(self) -> PowerSample:
+        now_s = time.monotonic()
+        ran_s = now_s - self._began_s
+        return PowerSample(now_s, 100.0 + 10.0 * ran_s, self._counts * (100.0 * ran_s + 5.0 * ran_s**2))
+
+
+def six_seconds(counted_w: float) -> Energy:
+    """Four seconds in the middle of six at 300 W; the counter saw another power."""
+    return energy_between([PowerSample(0.1 * i, 300.0, 0.1 * i * counted_w) for i in range(61)], "a GPU", 1.0, 5.0)
+
+
+# the integral
+
+
+def test_trapezoids_between_uneven_samples() -> None:
+    assert integral_j([0.0, 1.0, 3.0], [100.0, 200.0, 100.0], 0.0, 3.0) == pytest.approx(150.0 + 300.0)
+    # the power at both edges is interpolated: 150 W at 0.5 s, 150 W at 2 s
+    assert integral_j([0.0, 1.0, 3.0], [100.0, 200.0, 100.0], 0.5, 2.0) == pytest.approx(87.5 + 175.0)
+    assert integral_j([0.0, 1.0], [100.0, 100.0], 0.25, 0.5) == pytest.approx(25.0)  # no sample inside
+
+
+def test_a_window_and_its_counter() -> None:
+    found = six_seconds(counted_w=300.0)
+    assert (found.energy_j, found.counter_j, found.mean_w) == pytest.approx((1200.0, 1200.0, 300.0))
+    assert found.agreement == pytest.approx(1.0)
+    assert (found.seconds, found.samples, found.doubts) == (4.0, 41, ())
+
+
+def test_a_counter_that_disagrees_is_a_doubt() -> None:
+    found = six_seconds(counted_w=200.0)
+    assert found.agreement == pytest.approx(1.5)
+    assert found.doubts == ("the integral of power is 1.50 times what the device's energy counter says",)
+
+
+def test_short_windows_and_gaps_are_doubts() -> None:
+    found = energy_between([PowerSample(at_s, 300.0, None) for at_s in (0.0, 0.1, 0.2, 0.9, 1.0)], "a GPU", 0.1, 1.0)
+    assert (found.counter_j, found.agreement) == (None, None)
+    assert found.doubts == ("a window of 0.90 s is too short for the sensor, it needs 3 s", "no sample for 0.70 s")
+
+
+def test_too_few_samples() -> None:
+    with pytest.raises(UserError, match=r"power: a GPU gave 1 samples for a window of 1.000 s; it needs two"):
+        energy_between([PowerSample(0.5, 100.0, None)], "a GPU", 0.0, 1.0)
+
+
+# the monitor
+
+
+def test_the_monitor_integrates_what_happened_in_its_window() -> None:
+    with PowerMonitor(Ramp(), every_s=0.005) as monitor:
+        time.sleep(0.05)
+        began_s = time.monotonic()
+        ran_s = began_s - monitor.sensor._began_s  # type: ignore[attr-defined]
+        time.sleep(0.2)
+        found = monitor.between(began_s, began_s + 0.2)
+    assert found.energy_j == pytest.approx((100.0 + 10.0 * (ran_s + 0.1)) * 0.2, rel=1e-3)
+    assert found.agreement == pytest.approx(1.0, abs=1e-3)
+    assert found.samples > 10
+
+
+def test_runs_share_the_energy_of_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(power, "SETTLE_S", 0.02)
+    with PowerMonitor(Ramp(), every_s=0.005) as monitor:
+        idle = monitor.rest(0.05)
+        found = energy_of_runs(monitor, lambda: time.sleep(0.01), seconds=0.1)
+    assert 5 <= len(found.samples_ms) <= 10
+    assert found.energy_j * len(found.samples_ms) == found.used.energy_j
+    assert found.used.mean_w > idle.mean_w > 100.0
+
+
+def test_a_monitor_that_is_closed() -> None:
+    with PowerMonitor(Ramp()) as monitor:
+        monitor.rest(0.01)
+    with pytest.raises(RuntimeError, match="not open"):
+        monitor.rest(0.01)
+
+
+def test_a_sensor_that_fails_meanwhile_is_an_error() -> None:
+    class Lost(Ramp):
+        def read(self) -> PowerSample:
+            raise UserError("a ramp: lost")
+
+    with PowerMonitor(Lost()) as monitor, pytest.raises(UserError, match="a ramp: lost"):
+        monitor.rest(0.01)
+
+
+# a GPU
+
+
+class PowerNvml(SimpleNamespace):
+    """A pretended pynvml with one GPU of 300 W: this machine may have none."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_SUCCESS, NVML_FI_DEV_POWER_INSTANT = 0, 186
+
+    def __init__(self) -> None:
+        super().__init__(instant=0, has_mean=True, has_counter=True, mw=300_000, lost=False)
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetFieldValues(self, device: str, fields: list[int]) -> list[Any]:
+        if self.lost:
+            raise self.NVMLError("GPU is lost")
+        assert fields == [186]
+        return [SimpleNamespace(nvmlReturn=self.instant, value=SimpleNamespace(uiVal=self.mw))]
+
+    def nvmlDeviceGetPowerUsage(self, device: str) -> int:
+        if not self.has_mean:
+            raise self.NVMLError("Not Supported")
+        return self.mw + 1000
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, device: str) -> int:
+        if not self.has_counter:
+            raise self.NVMLError("Not Supported")
+        return int(time.monotonic() * self.mw)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> PowerNvml:
+    made = PowerNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", made)
+    monkeypatch.setattr(nvml_device, "gpu_facts", lambda: {"uuid": "GPU-0"})
+    monkeypatch.setattr(power_sensors, "resolve_device", lambda device: "cuda")
+    return made
+
+
+def test_a_gpus_instant_power_and_counter(fake: PowerNvml) -> None:
+    sensor = open_power_sensor()
+    assert (sensor.name, sensor.averages_s, sensor.read().power_w) == ("NVML's instant power", 0.1, 300.0)
+    with PowerMonitor(sensor, every_s=0.005) as monitor:
+        found = monitor.rest(0.2)
+    assert found.mean_w == pytest.approx(300.0)
+    assert found.agreement == pytest.approx(1.0, abs=0.02)
+
+
+def test_a_gpu_without_the_field_or_the_counter(fake: PowerNvml) -> None:
+    fake.instant, fake.has_counter = 3, False
+    sensor = NvmlPower()
+    assert (sensor.name, sensor.averages_s) == ("NVML's power, a mean over 1 s", 1.0)
+    assert sensor.read()[1:] == (301.0, None)
+    fake.has_mean = False
+    with pytest.raises(NoPowerSensor, match=r"does not give it \(NVML's instant power: 3; .* mean over 1 s: Not Supported\)"):
+        NvmlPower()
+
+
+def test_a_gpu_that_is_lost_or_reports_nonsense(fake: PowerNvml) -> None:
+    sensor = NvmlPower()
+    fake.mw = 0xFFFFFFFF
+    with pytest.raises(UserError, match="the device reports"):
+        sensor.read()
+    fake.lost = True
+    with pytest.raises(UserError, match="NVML's instant power: the driver does not answer"):
+        sensor.read()
+
+
+# a CPU
+
+
+def domain(powercap: Path, number: str, name: str, uj: int, range_uj: int = 262_143_328_850) -> Path:
+    """A RAPL domain as Linux shows it."""
+    folder = powercap / f"intel-rapl:{number}"
+    folder.mkdir(parents=True)
+    for file, text in (("name", name), ("energy_uj", str(uj)), ("max_energy_range_uj", str(range_uj))):
+        (folder / file).write_text(text + "\n", encoding="ascii")
+    return folder / "energy_uj"
+
+
+def test_a_cpus_packages_and_memory_and_nothing_twice(tmp_path: Path) -> None:
+    one, two = domain(tmp_path, "0", "package-0", 5_000_000), domain(tmp_path, "1", "package-1", 7_000_000)
+    cores, memory = domain(tmp_path, "0:0", "core", 1_000_000), domain(tmp_path, "0:1", "dram", 0)
+    whole = domain(tmp_path, "2", "psys", 0)
+    sensor = RaplPower(tmp_path)
+    assert sensor.read()[1:] == (None, 0.0)
+    for counter, uj in ((one, 6_000_000), (two, 9_000_000), (cores, 2_000_000), (memory, 500_000), (whole, 9_000_000)):
+        counter.write_text(f"{uj}\n", encoding="ascii")
+    assert sensor.read().counter_j == pytest.approx(1.0 + 2.0 + 0.5)
+
+
+def test_a_counter_that_begins_again(tmp_path: Path) -> None:
+    counter = domain(tmp_path, "0", "package-0", 999_000_000, range_uj=999_999_999)
+    sensor = RaplPower(tmp_path)
+    for uj in (500_000, 2_500_000, 1_500_000):  # 1.5 J later it has begun again; then 2 J; then it has again
+        counter.write_text(f"{uj}\n", encoding="ascii")
+        sample = sensor.read()
+    assert sample.counter_j == pytest.approx(1.5 + 2.0 + 999.0)
+
+
+def test_a_cpus_energy_is_the_counters_difference() -> None:
+    samples = [PowerSample(0.1 * i, None, 4.0 * i) for i in range(61)]
+    found = energy_between(samples, "RAPL's counters", 1.05, 5.05)
+    assert (found.energy_j, found.mean_w) == pytest.approx((160.0, 40.0))
+    assert (found.counter_j, found.agreement, found.doubts) == (None, None, ())  # nothing to check it against
+
+
+def test_why_a_cpus_energy_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NoPowerSensor, match="has no RAPL domain"):
+        RaplPower(tmp_path)
+    domain(tmp_path, "0", "package-0", 1)
+
+    def forbidden(self: Path, *_: object, **__: object) -> str:
+        if self.name == "energy_uj":
+            raise PermissionError(13, "Permission denied", str(self))
+        return "1"
+
+    monkeypatch.setattr(power_sensors, "_text", lambda path: "package-0" if path.name == "name" else "1")
+    monkeypatch.setattr(Path, "read_text", forbidden)  # root, as in a container, may read everything
+    with pytest.raises(NoPowerSensor, match=r"only root may read .* allow it with: sudo chmod a\+r"):
+        RaplPower(tmp_path)
