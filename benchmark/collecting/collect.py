@@ -110,7 +110,8 @@ def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
     """
     folder, built = workspace.dataset(target.name), workspace.kernel_onnx / target.flavour.name
     config = config.model_copy(update={
-        "levels": (0.0,), "variants": (), "each_machine": False, "ties": 0, "window_s": min(config.window_s, QUICK_WINDOW_S),
+        "levels": (0.0,), "variants": (), "energy_s": 0.0, "each_machine": False, "ties": 0,
+        "window_s": min(config.window_s, QUICK_WINDOW_S),
         "block_kernels": max(config.block_kernels, QUICK_BLOCK), "patience_s": min(config.patience_s, QUICK_PATIENCE_S)})
     if header_path(folder).exists():
         header = read_header(folder)
@@ -132,6 +133,7 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
     and the most useful blocks come first.
     """
     device = target.flavour.device
+    config = config.with_energy_on(device)
     here, source = machine(device), config.open_source(device)
     bench = open_bench(config, device, here.uuid, source, crew)
     writer = open_dataset(workspace, config, target, here, source.fields, work)
@@ -179,7 +181,7 @@ def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, 
     header = DatasetHeader(target=target, metrics=tuple(metrics), held_out=config.held_out, labels=config.labels_on(device),
                            machines={here.uuid: here}, backgrounds=backgrounds,
                            held_out_backgrounds=config.held_out_backgrounds if backgrounds else (),
-                           groups=dict(work.groups), collections=dict(work.collections))
+                           groups=dict(work.groups), collections=dict(work.collections), energy=bool(config.energy_s))
     writer = DatasetWriter(folder, header, work.described)
     log.info("%s: %d kernels and %d models at levels %s%s into %s", target.name, len(work.kernels), len(work.models),
              ", ".join(map(str, config.levels)), f" of {', '.join(backgrounds)}" if backgrounds else "", folder)

@@ -9,12 +9,15 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from benchmark.load.backgrounds import COMPUTE, Background
 from benchmark.measuring.effort import Effort
+from benchmark.metrics.power_sensors import NoPowerSensor, open_power_sensor
 from benchmark.metrics.source import MetricSource
 from benchmark.metrics.sources import SourceName, open_source
-from benchmark.records.labels import DEFAULT_LABELS, GPU_LABEL, UNPROFILED, VARIANTS, Label, Variant
+from benchmark.records.labels import DEFAULT_LABELS, ENERGY, GPU_LABEL, UNPROFILED, VARIANTS, Label, Variant
 from utils.config import Config
 from utils.errors import UserError
+from utils.logger import get_logger
 
+log = get_logger("collector")
 Level = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -48,6 +51,7 @@ class CollectorConfig(Config):
     labels: tuple[Label, ...] = ()
     model_labels: bool = True
     variants: tuple[Variant, ...] | None = None
+    energy_s: float = Field(0.0, ge=0)
     sessions: int = Field(1, ge=1)
     levels: tuple[Level, ...] = Field((0.0, 0.3, 0.6, 0.9), min_length=1)
     stress: StressConfig = StressConfig()
@@ -125,6 +129,20 @@ class CollectorConfig(Config):
         if device == "cpu" and "cuda_graph" in self.variants:
             raise UserError("variants: cuda_graph: only a GPU has CUDA graphs, and this is a CPU target")
         return self.variants
+
+    def with_energy_on(self, device: str) -> CollectorConfig:
+        """This config for `cpu` or `cuda`; without energy, and with a warning that says why, where the device has no sensor."""
+        if self.energy_s:
+            try:
+                open_power_sensor(device)
+            except NoPowerSensor as error:
+                log.warning("no energy is measured: %s", error)
+                return self.model_copy(update={"energy_s": 0.0})
+        return self
+
+    def model_labels_on(self, device: str) -> tuple[str, ...]:
+        """The labels of an idle whole model in addition to its latency: variants, and its energy."""
+        return (*self.variants_on(device), *((ENERGY,) if self.energy_s else ()))
 
     def labels_on(self, device: str) -> tuple[str, ...]:
         """The labels that every kernel gets on `cpu` or `cuda`; a kernel without the first one counts as not measured.

@@ -75,7 +75,7 @@ def plan_load(config: CollectorConfig, work: Work, device: str, machine_uuid: st
     own = [block for block in blocks if block.machine == machine_uuid]
     wanted = work if config.kernel_levels is None or level in config.kernel_levels else Work((), work.models, ())
     todo = plan(wanted, own if config.each_machine else blocks, config.block_kernels, first_label, config.block_models,
-                () if level else config.variants_on(device), 1 if level else config.sessions)
+                () if level else config.model_labels_on(device), 1 if level else config.sessions)
     if config.each_machine or level:
         return todo
     ties = choose_ties(work.kernels, blocks, machine_uuid, config.ties, lambda m: takes_label(m, first_label))
@@ -94,7 +94,7 @@ def plan_by_usefulness(config: CollectorConfig, work: Work, device: str, machine
     """
     first_label = config.labels_on(device)[0]
     counted = [block for block in blocks if not config.each_machine or block.machine == machine_uuid]
-    missing = sessions_missing(work.models, counted, 1, () if level else config.variants_on(device))
+    missing = sessions_missing(work.models, counted, 1, () if level else config.model_labels_on(device))
     models = [item for item, left in zip(work.models, missing, strict=True) if left]
     from_models = {name for item in models for name in item.record.kernels
                    if config.model_labels and item.labels and first_label in IN_MODEL_LABELS}

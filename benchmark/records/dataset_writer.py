@@ -99,7 +99,7 @@ def _write_rows(folder: Path, header: DatasetHeader, blocks: Sequence[Block], ad
     described = {entry.kernel.id: entry for entry in read_kernels(folder, _kernels_in(blocks))}
     write(kernel_table_path(folder), kernel_columns(header.metrics, header.labels),
           kernel_rows(blocks, described, header.labels[0], header.target.flavour.device))
-    write(model_table_path(folder), model_columns(header.metrics, header.labels),
+    write(model_table_path(folder), model_columns(header.metrics, header.labels, header.energy),
           model_rows(model_sessions(blocks), header.groups))
 
 
@@ -128,7 +128,7 @@ def joined_header(folder: Path, header: DatasetHeader) -> DatasetHeader:
     return header.model_copy(update={
         "machines": there.machines | header.machines, "groups": there.groups | header.groups,
         "collections": there.collections | header.collections,
-        "backgrounds": there.backgrounds | header.backgrounds,
+        "energy": there.energy or header.energy, "backgrounds": there.backgrounds | header.backgrounds,
         "held_out_backgrounds": tuple(dict.fromkeys((*there.held_out_backgrounds, *header.held_out_backgrounds)))})
 
 
@@ -146,7 +146,7 @@ def _tables_hold(folder: Path, header: DatasetHeader) -> bool:
     """Whether both tables exist, have today's columns, and are no older than their sources: a collector that was killed may
     have left old ones."""
     columns = {kernel_table_path(folder): kernel_columns(header.metrics, header.labels),
-               model_table_path(folder): model_columns(header.metrics, header.labels)}
+               model_table_path(folder): model_columns(header.metrics, header.labels, header.energy)}
     sources = [journal_path(folder), kernels_path(folder)]
     if not all(path.exists() for path in (*columns, *sources)):
         return False

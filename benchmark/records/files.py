@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from functools import cached_property
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from pydantic_core import from_json
 
 from benchmark.load.backgrounds import Background
@@ -62,7 +62,7 @@ class DatasetKernel(Frozen):
 class DatasetHeader(Frozen):
     """`dataset.json`: what all rows of a dataset have in common, the machines by uuid, and the backgrounds by name.
 
-    History: `collections` came later; older files leave it out.
+    History: `collections` and `energy` came later; older files leave them out.
     """
 
     version: int = DATASET_VERSION
@@ -75,6 +75,7 @@ class DatasetHeader(Frozen):
     labels: tuple[str, ...] = DEFAULT_LABELS  # of every kernel; without the first one it counts as not measured
     backgrounds: dict[str, Background] = {}  # a block under load that names none is of the first
     held_out_backgrounds: tuple[str, ...] = ()  # measured for evaluation only: their rows are in no fit
+    energy: bool = Field(False, exclude_if=lambda energy: not energy)  # whether the energy of models was measured
 
     @cached_property
     def families(self) -> dict[str, frozenset[str]]:

@@ -24,7 +24,7 @@ class Measurement(Frozen):
         subject: what kind of unit it is, e.g. `kernel` or `model`.
         id: the unit's name within its kind: a kernel's id, a model record's name.
         label: what was timed. For a kernel one of LABELS; for a whole model `latency`, `host` (dispatch alone, without waiting
-            for the GPU), `gpu`, or one of VARIANTS.
+            for the GPU), `gpu`, `energy`, or one of VARIANTS.
         context: the place in words: `alone`, `carrier`, or the name of the model that the unit ran in.
         place: `alone` (a session of its own), `carrier` (a graph of many kernels, which finds the caches as
             in a model) or `in_model`.
@@ -34,7 +34,7 @@ class Measurement(Frozen):
         cuda_kernels: label `gpu` of a kernel: their names in order.
         disturbance: of a model on an idle GPU: how much other work slowed the host down meanwhile, a ratio (quiet_host).
         probe_us: of a model on an idle GPU: the time of the host probe meanwhile.
-        status: `ok`, `failed`, `crashed` or `timeout`; `error` says why.
+        status: `ok`, `failed`, `crashed` or `timeout`; `error` says why; of label `energy`, what is doubtful.
         started, ended: UTC, ISO 8601.
     """
 

@@ -12,7 +12,7 @@ import numpy as np
 from benchmark.records.blocks import Block
 from benchmark.records.files import DatasetKernel
 from benchmark.records.host_pace import is_undisturbed
-from benchmark.records.labels import DEFAULT_LABELS, GPU_LABEL, LABELS, VARIANTS
+from benchmark.records.labels import DEFAULT_LABELS, ENERGY, GPU_LABEL, LABELS, VARIANTS
 from benchmark.records.measurement import Measurement
 from benchmark.records.reading import means_add_up
 from ort_analysis.records.kernel_record import Kernel
@@ -28,6 +28,8 @@ def input_shape(kernel: Kernel) -> str:
 
 
 GPU_COLUMNS = ("gpu_launches", "gpu_kernels")
+ENERGY_QUANTITIES = ("energy_j", "counter_j", "power_w", "idle_w", "window_s", "runs")  # of a model's label `energy`
+ENERGY_COLUMNS = ("energy_ms", *ENERGY_QUANTITIES[:4], "energy_s", "energy_runs", "energy_doubts")
 KERNEL_COLUMNS = ("Level", "Background", "Machine", "Context", "Models", "Canary_ms", "Drift", "Runs", "Started", "Ended",
                   "Status", "Error", "Groups")
 
@@ -43,11 +45,12 @@ def kernel_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABEL
     ]
 
 
-def model_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS) -> list[str]:
-    """The columns of `model_latency.csv`."""
+def model_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS, energy: bool = False) -> list[str]:
+    """The columns of `model_latency.csv`; with those of the energy, if the dataset has it."""
     metrics = list(metrics)
     return ["Model", "Level", "Background", *metrics, "Latency_ms", "median_ms", "p95_ms", "std_ms", "Runs",
-            *(("host_ms", "gpu_ms", "gpu_launches") if GPU_LABEL in labels else ()), *(f"{name}_ms" for name in VARIANTS),
+            *(("host_ms", "gpu_ms", "gpu_launches") if GPU_LABEL in labels else ()),
+            *(f"{name}_ms" for name in VARIANTS), *(ENERGY_COLUMNS if energy else ()),
             "Canary_ms", "Drift", "Disturbance", "Probe_us", *(f"{metric}_during" for metric in metrics), "Machine", "Started",
             "Ended", "Status", "Error", "Groups"]
 
@@ -149,6 +152,13 @@ def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
     return found
 
 
+def energy_columns(measured: Measurement) -> dict[str, Any]:
+    """What a model's row says of its energy: J of a run (by the integral of power, and by the counter), W, and s."""
+    found = {name: measured.quantities[name][0] for name in ENERGY_QUANTITIES if name in measured.quantities}
+    renamed = {"window_s": "energy_s", "runs": "energy_runs"}
+    return {renamed.get(name, name): value for name, value in found.items()} | {"energy_doubts": measured.error}
+
+
 def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> list[dict[str, Any]]:
     """One row per session that timed a model: statistics of its latency, the medians of its other labels, and its group
     (from `groups`, by the model's name)."""
@@ -169,6 +179,8 @@ def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> l
         for label, other in labels.items():
             if label != "latency" and other.status == "ok":
                 row[f"{label}_ms"] = round(float(np.median(other.samples_ms)), 6)
+                if label == ENERGY:
+                    row |= energy_columns(other)
                 if other.launches is not None:
                     row["gpu_launches"] = other.launches
         rows.append(row)

@@ -31,6 +31,7 @@ class Request(Frozen):
             for `prepare`, `gpu` if it will be asked for; for a session, how it is run: `latency`, `host_io` or `cuda_graph`.
         host: for a model on a GPU, whether the host's dispatch is timed too.
         host_io: for a model, whether runs with numpy arrays in and out are timed too.
+        energy_s: for a model, how long a window its energy is measured in, in seconds; 0: it is not.
         watch_host: for a model on an idle GPU, whether only runs on an undisturbed host count.
         turns: the folder of the locks for exclusive GPU access; "" for a worker that shares the GPU with none.
     """
@@ -46,6 +47,7 @@ class Request(Frozen):
     labels: tuple[str, ...] = ()
     host: bool = False
     host_io: bool = False
+    energy_s: float = 0.0
     watch_host: bool = False
     provider_options: dict[str, str] = {}
     turns: str = ""

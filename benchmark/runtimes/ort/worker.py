@@ -27,6 +27,7 @@ from benchmark.records.labels import GPU_LABEL, UNPROFILED
 from benchmark.records.measurement import Measurement, Place, now
 from benchmark.runtimes.ort.canary import NAME, canary
 from benchmark.runtimes.ort.control_flow import trip_ms
+from benchmark.runtimes.ort.energy import energy_of_model
 from benchmark.runtimes.ort.host_probe import host_probe
 from benchmark.runtimes.ort.model_profile import counted_runs, plain_runs_ms, profile_model, profile_runs
 from benchmark.runtimes.ort.profile import ProfiledRun, kernel_times_ms, node_spans_ms
@@ -151,7 +152,7 @@ def gpu_measurements(traced: Sequence[GpuRun], executed: Sequence[str], ids: Map
 
 
 def time_model(request: Request) -> Reply:
-    """A whole model's latency (and, on a GPU, the host's dispatch) and its kernels' in-model labels."""
+    """A whole model's latency (and, on a GPU, the host's dispatch), its kernels' in-model labels, and its energy."""
     path, device, effort = Path(request.paths[0]), request.device, request.effort
     name = request.model_name
     runner = open_runner(path, device, dims=request.dims, provider_options=request.provider_options, static=request.static)
@@ -166,9 +167,10 @@ def time_model(request: Request) -> Reply:
     def in_model() -> list[Measurement]:
         return [m for m in model_labels(path, request) if m.label in request.labels] if request.labels else []
 
-    if request.watch_host:
-        return Reply(measurements=(*beside_the_probe(name, timed, request), *in_model()))
-    return Reply(measurements=tuple(in_halves(name, runner, timed, effort.runs(one_run_s), effort, in_model)))
+    found = ([*beside_the_probe(name, timed, request), *in_model()] if request.watch_host else
+             in_halves(name, runner, timed, effort.runs(one_run_s), effort, in_model))
+    energy = [energy_of_model(runner, name, request.energy_s)] if request.energy_s else []
+    return Reply(measurements=(*found, *energy))
 
 
 def of_model(model: str, label: str, **found: Any) -> Measurement:

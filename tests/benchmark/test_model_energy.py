@@ -1,0 +1,155 @@
+"""The energy of whole models: measured by the worker with real sessions, kept in the journal, and shown in the table.
+
+The power sensor is pretended, since this machine may have none: 40 W idle, 90 W while something runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from conftest import build_workspace, small_model
+
+from benchmark.collecting.config import CollectorConfig
+from benchmark.collecting.planning import plan
+from benchmark.collecting.work import find_work
+from benchmark.measuring import power
+from benchmark.measuring.effort import Effort
+from benchmark.metrics import power_sensors
+from benchmark.metrics.power_sensors import NoPowerSensor, PowerSample, PowerSensor
+from benchmark.records.blocks import Block
+from benchmark.records.dataset_writer import DatasetWriter, joined_header
+from benchmark.records.files import DatasetHeader, header_path, model_table_path, read_header
+from benchmark.records.labels import ENERGY
+from benchmark.records.measurement import Measurement
+from benchmark.records.reading import read_table
+from benchmark.runtimes.ort import energy
+from benchmark.runtimes.ort.worker import answer
+from benchmark.runtimes.protocol import Request
+from utils.fingerprint import local_target, machine
+from utils.paths import Workspace
+
+EFFORT = Effort(warmup=1, budget_s=0.01, least_runs=4, most_runs=4)
+
+
+class Standing(PowerSensor):
+    """90 W while `busy`, else 40 W; the counter agrees."""
+
+    name, averages_s = "a pretended sensor", 0.0
+    busy = False
+
+    def __init__(self) -> None:
+        self._last_s, self._counter_j = time.monotonic(), 0.0
+
+    def read(self) -> PowerSample:
+        now_s, power_w = time.monotonic(), 90.0 if Standing.busy else 40.0
+        self._counter_j += power_w * (now_s - self._last_s)
+        self._last_s = now_s
+        return PowerSample(now_s, power_w, self._counter_j)
+
+
+@pytest.fixture
+def sensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    really = power.energy_of_runs
+
+    def while_busy(*args: object, **options: object) -> power.RunsEnergy:
+        monkeypatch.setattr(Standing, "busy", True)
+        return really(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(energy, "open_power_sensor", lambda device: Standing())
+    monkeypatch.setattr(energy, "energy_of_runs", while_busy)
+    monkeypatch.setattr(Standing, "busy", False)
+    for name, value in (("REST_S", 0.1), ("CALM_S", 0.0)):
+        monkeypatch.setattr(energy, name, value)
+    monkeypatch.setattr(power, "SETTLE_S", 0.1)
+
+
+def measured(path: Path, energy_s: float) -> dict[str, Measurement]:
+    reply = answer(Request(do="model", device="cpu", paths=(str(path),), effort=EFFORT, energy_s=energy_s))
+    assert not reply.error
+    return {m.label: m for m in reply.measurements}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    flavour = build_workspace(Workspace(tmp_path), {"anet_1": small_model()})
+    assert flavour.device == "cpu"
+    return Workspace(tmp_path).models / "anet_1.onnx"
+
+
+def test_the_energy_of_a_run_is_a_part_of_its_window(model: Path, sensor: None) -> None:
+    found = measured(model, 0.4)
+    assert set(found) == {"latency", ENERGY}
+    one = found[ENERGY]
+    quantities = {name: value for name, (value,) in one.quantities.items()}
+    assert quantities["power_w"] == pytest.approx(90.0, rel=0.01)
+    assert quantities["idle_w"] == pytest.approx(40.0, rel=0.01)
+    assert quantities["window_s"] >= 0.4
+    assert quantities["energy_j"] == pytest.approx(90.0 * quantities["window_s"] / quantities["runs"], rel=0.01)
+    assert quantities["counter_j"] == pytest.approx(quantities["energy_j"], rel=0.05)
+    assert one.samples_ms == pytest.approx((1e3 * quantities["window_s"] / quantities["runs"],), rel=1e-3)
+    assert "too short for the sensor" in one.error  # a doubt; 0.4 s is no 3 s
+
+
+def test_without_a_sensor_the_latency_is_still_measured(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(device: str) -> PowerSensor:
+        raise NoPowerSensor("power: none here")
+
+    monkeypatch.setattr(energy, "open_power_sensor", none)
+    found = measured(model, 0.4)
+    assert (found["latency"].status, found[ENERGY].status, found[ENERGY].error) == ("ok", "failed", "power: none here")
+    assert set(measured(model, 0.0)) == {"latency"}
+
+
+def test_the_table_has_the_energy_only_where_it_was_measured(model: Path, sensor: None, tmp_path: Path) -> None:
+    target, here = local_target("cpu"), machine("cpu")
+    plain = DatasetHeader(target=target, metrics=(), machines={here.uuid: here}, groups={"anet_1": "anet"})
+    folder = tmp_path / "dataset"
+
+    def block(key: str, energy_s: float) -> Block:
+        return Block(level=0.0, key=key, background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0, attempts=1,
+                     machine=here.uuid, measurements=tuple(measured(model, energy_s).values()))
+
+    writer = DatasetWriter(folder, plain, [])
+    writer.append(block("before", 0.0))
+    writer.write_tables()
+    assert "energy" not in header_path(folder).read_text(encoding="utf-8")
+    assert "energy_j" not in read_table(model_table_path(folder)).columns
+    writer = DatasetWriter(folder, plain.model_copy(update={"energy": True}), [])  # the collector again, now with energy
+    writer.append(block("after", 0.3))
+    writer.write_tables()
+    table = read_table(model_table_path(folder))
+    assert pd.isna(table["power_w"][0])
+    assert table["power_w"][1] == pytest.approx(90.0, rel=0.01)
+    assert table["energy_j"][1] == pytest.approx(table["power_w"][1] * table["energy_s"][1] / table["energy_runs"][1], rel=0.01)
+    assert "too short" in table["energy_doubts"][1]
+    assert joined_header(folder, plain).energy  # a later run without energy keeps the columns
+    assert read_header(folder).energy
+
+
+def test_a_model_without_its_energy_is_measured_again(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+    build_workspace(workspace, {"anet_1": small_model()})
+    work = find_work(workspace, local_target("cpu"), ())
+    latency = Measurement(subject="model", id="anet_1", label="latency", context="anet_1", place="alone", samples_ms=(1.0,))
+    block = Block(level=0.0, key="", background={}, during={}, canary_before_ms=1.0, canary_after_ms=1.0, attempts=1,
+                  machine="", measurements=(latency,))
+
+    def models_planned(config: CollectorConfig) -> list[str]:
+        return [item.id for planned in plan(work, [block], 32, variants=config.model_labels_on("cpu")) for item in planned.units
+                if item in work.models]
+
+    assert models_planned(CollectorConfig(variants=())) == []
+    assert models_planned(CollectorConfig(variants=(), energy_s=3.0)) == ["anet_1"]
+
+
+def test_the_collector_says_why_it_measures_no_energy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                       caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(power_sensors.RaplPower.__init__, "__defaults__", (tmp_path,))
+    asked = CollectorConfig(energy_s=3.0)
+    with caplog.at_level(logging.WARNING):
+        assert asked.with_energy_on("cpu") == CollectorConfig()
+    assert "no energy is measured: power: this CPU's energy can't be read" in caplog.text
