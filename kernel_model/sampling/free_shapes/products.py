@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kernel_model.sampling.free_shapes.sizes import (
     CONTRIB,
+    HEADS,
+    TOKENS,
     Generator,
     Sizes,
     as_float32,
@@ -29,6 +31,8 @@ def gemm(dtype: str, batch: int, generator: Generator) -> Kernel:
     depth, columns = channels(generator, 32, 4096), channels(generator, 32, 4096)
     if generator.random() < 0.1:
         columns = pick([1, 2, 10, 1000], generator)
+    if generator.random() < 0.12:  # from heads to heads, for each pair of tokens
+        rows, depth, columns = batch * pick(TOKENS[:18], generator) ** 2, pick(HEADS, generator), pick(HEADS, generator)
     transposed = generator.random() < 0.4
     inputs = [tensor(dtype, rows, depth),
               tensor(dtype, *((columns, depth) if transposed else (depth, columns)), constant=True)]

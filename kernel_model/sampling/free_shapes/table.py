@@ -30,7 +30,7 @@ Draw = Callable[[str, int, Generator], Kernel]
 DRAWS: tuple[tuple[Draw, float], ...] = (  # how often, relative to each other
     (convolutions.convolution, 100), (convolutions.signal_convolution, 30), (convolutions.video_convolution, 40),
     (convolutions.transposed_convolution, 22), (convolutions.pool, 20), (convolutions.global_pool, 14),
-    (products.gemm, 16), (products.layer_product, 16), (products.batched_product, 40), (products.attention_sum, 4),
+    (products.gemm, 30), (products.layer_product, 44), (products.batched_product, 44), (products.attention_sum, 4),
     (products.sum_of_products, 22),
     (normalisations.layer_norm, 62), (normalisations.instance_norm, 22), (normalisations.batch_norm, 14),
     (normalisations.softmax, 40), (normalisations.biased_softmax, 18),
