@@ -31,7 +31,8 @@ SLOW_FIXTURES = {
     "with_host",          # measures kernels and trains
 }
 SLOW_FILES = {
-    "benchmark/test_adding_a_unit.py", "benchmark/test_metrics_exporter.py", "benchmark/test_stressor.py",
+    "benchmark/convolutions/test_run_profile.py", "benchmark/test_adding_a_unit.py", "benchmark/test_metrics_exporter.py",
+    "benchmark/test_stressor.py",
     "inference/test_concurrency.py", "inference/test_evaluator.py", "inference/test_missing_kernels.py",
     "inference/test_no_training.py", "inference/test_prometheus.py", "kernel_model/test_kernel_errors.py",
     "model_zoo/test_exporter.py", "model_zoo/test_networks.py", "recipes/test_gpu_dataset.py", "recipes/test_pool.py",

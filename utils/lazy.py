@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import ai3
     import matplotlib.patheffects
     import matplotlib.pyplot
     import matplotlib.ticker
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     import torchvision
     import xgboost
 
-__all__ = ["matplotlib", "networkx", "onnx", "onnxruntime", "pandas", "pynvml", "requests", "rich", "scipy", "sklearn", "torch",
-           "torchvision", "xgboost"]
+__all__ = ["ai3", "matplotlib", "networkx", "onnx", "onnxruntime", "pandas", "pynvml", "requests", "rich", "scipy", "sklearn",
+           "torch", "torchvision", "xgboost"]
 
 
 class LazyPackage:

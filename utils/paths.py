@@ -52,6 +52,12 @@ class Workspace:
         return self.root / "benchmark" / "host_pace.json"
 
     @property
+    def convolution_results(self) -> Path:
+        """`<stage>/<model>_<algorithm>_<gpu>/`: times of convolution algorithms. Written by run_profile; read by
+        convolution_choice."""
+        return self.root / "benchmark" / "results"
+
+    @property
     def this_device(self) -> Path:
         """The time that was used to measure this device. Written and read by recipes/this_device."""
         return self.root / "benchmark" / "this_device" / "spent.json"

@@ -30,6 +30,7 @@ class Measurement(Frozen):
             in a model) or `in_model`.
         samples_ms: one per run.
         quantities: further samples by name and unit, e.g. `energy_j` or `power_w`. They need not be one per run.
+        facts: what the unit is and how it was run, by name, where its id does not lead to a description elsewhere.
         launches: label `gpu`: kernels, copies and fills on the GPU in a run.
         cuda_kernels: label `gpu` of a kernel: their names in order.
         disturbance: of a model on an idle GPU: how much other work slowed the host down meanwhile, a ratio (quiet_host).
@@ -45,6 +46,7 @@ class Measurement(Frozen):
     place: Place
     samples_ms: tuple[float, ...] = ()
     quantities: dict[str, tuple[float, ...]] = {}
+    facts: dict[str, str | int | float] = {}
     launches: int | None = None
     cuda_kernels: tuple[str, ...] = ()
     disturbance: float | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,12 +88,29 @@ def record(runs: Sequence[Callable[[], Any]]) -> Recording:
 
     Needs torch with CUDA.
     """
+    def run_all() -> None:
+        for number, run in enumerate(runs):
+            with in_range(number):
+                run()
+
+    return record_ranges(run_all, len(runs))
+
+
+def in_range(number: int) -> AbstractContextManager[Any]:
+    """Marks what is launched in the block as run `number` of a recording."""
+    return torch.profiler.record_function(f"{RANGE_PREFIX}{number}")
+
+
+def record_ranges(run: Callable[[], Any], count: int) -> Recording:
+    """Calls `run` once under the profiler; it must wait for its result, and marks `count` parts of itself by `in_range`. Work
+    outside these is left out.
+
+    Needs torch with CUDA.
+    """
     both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=both) as profiler:
-        for number, run in enumerate(runs):
-            with torch.profiler.record_function(f"{RANGE_PREFIX}{number}"):
-                run()
-    return Recording(profiler, len(runs))
+        run()
+    return Recording(profiler, count)
 
 
 def read(recording: Recording) -> list[GpuRun]:

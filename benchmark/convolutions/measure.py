@@ -1,0 +1,191 @@
+"""Measures one profile: what runs, the model's latency, its layers, their CUDA kernels, and the energy of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmark.convolutions.algorithms import algorithm_named, unexpected
+from benchmark.convolutions.forced import MODEL_TOLERANCE, OK, ForcedModel, LayerCall, incompatible, relative_error
+from benchmark.convolutions.profile_unit import ProfileUnit
+from benchmark.convolutions.timing import time_layers_ms, time_runs_ms, wait_for
+from benchmark.measuring.power import PowerMonitor, energy_of_runs
+from benchmark.records.measurement import Measurement, now
+from benchmark.traces.gpu_trace import KERNEL, GpuRun, in_range, read, record_ranges
+from utils.lazy import torch
+
+if TYPE_CHECKING:
+    from benchmark.convolutions.shapes import Tensor
+
+PROFILE, CONVOLUTION = "profile", "convolution"  # subjects: a whole model, and one call of a layer in it
+SEED = 0
+NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """What profiles are measured with.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        monitor: of the device's power, open; None where there is none.
+        energy_s: length of the window in which energy is measured, in seconds; 0 for none.
+        idle_w: the power of the idle device; None where it is not known.
+        no_energy: why there is no energy; "" where there is.
+        traced: whether CUPTI records the CUDA kernels of each layer.
+    """
+
+    device: str
+    monitor: PowerMonitor | None = None
+    energy_s: float = 3.0
+    idle_w: float | None = None
+    no_energy: str = ""
+    traced: bool = True
+
+
+def measure_profile(unit: ProfileUnit, forced: ForcedModel, by: Instruments) -> list[Measurement]:
+    """The measurements of a profile: one of the model, and one for each call of a convolution.
+
+    A profile that fails is a measurement that says so; so is one whose layers can't all run, and each layer then says why.
+    """
+    began = now()
+    try:
+        return _measure(unit, forced, by, began)
+    except RuntimeError as error:
+        if by.device == "cuda":
+            torch.cuda.empty_cache()
+        return [_whole(unit, began, status="failed", error=describe_failure(unit, str(error)))]
+
+
+def describe_failure(unit: ProfileUnit, error: str) -> str:
+    """What torch's error means for a profile; for lack of memory, what to do."""
+    if not any(text in error.lower() for text in NO_MEMORY):
+        return f"{unit.what}: {error.splitlines()[0] if error else 'failed'}"
+    advice = (f"try --batch {unit.settings.batch // 2}" if unit.settings.batch > 1
+              else "try a smaller --max-size, or a device with more memory")
+    return f"{unit.what}: out of memory; {advice}"
+
+
+def _measure(unit: ProfileUnit, forced: ForcedModel, by: Instruments, began: str) -> list[Measurement]:
+    settings = unit.settings
+    images = draw_images(unit, by.device)
+    forced.plan(images)
+    layers = [_layer_facts(call) for call in forced.calls]
+    if not settings.fallback and (why := incompatible(settings.algorithm, settings.model, forced.calls)):
+        return [_whole(unit, began, status="failed", error=why, facts=_model_facts(unit, forced)),
+                *(_layer(unit, call, facts, began) for call, facts in zip(forced.calls, layers, strict=True))]
+    if broken := [call for call in forced.calls if not call.algorithm]:
+        error = f"{unit.what}: {broken[0].layer} can't run, by the library's own choice either ({broken[0].detail})"
+        return [_whole(unit, began, status="failed", error=error, facts=_model_facts(unit, forced))]
+    run = partial(forced.model, images)
+    with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=settings.tf32):
+        difference = output_difference(forced, images)
+        if difference > MODEL_TOLERANCE * forced.tolerance(images):
+            return [_whole(unit, began, status="failed", error=f"{unit.what}: outputs differ from torch's by {difference:.2g}")]
+        with forced.forced():
+            time_runs_ms(run, settings.warmup, by.device)
+            samples_ms = time_runs_ms(run, settings.measure, by.device)
+            layers_ms = np.array(time_layers_ms(run, forced.layers.values(), settings.measure, by.device)).T
+            quantities, doubts = measure_energy(run, by)
+        traced = trace_layers(forced, run) if by.device == "cuda" and by.traced else []
+    facts = _model_facts(unit, forced) | {"output_error": difference, "energy_doubts": doubts}
+    whole = _whole(unit, began, samples_ms=tuple(samples_ms), facts=facts, quantities=quantities)
+    return [whole, *(_layer(unit, call, layers[place], began, layers_ms[place], traced[place] if traced else None)
+                     for place, call in enumerate(forced.calls))]
+
+
+def draw_images(unit: ProfileUnit, device: str) -> Tensor:
+    """Random images of the profile's size, the same each time.
+
+    Raises:
+        RuntimeError: the device has no memory left.
+    """
+    torch.manual_seed(SEED)
+    images = torch.randn(unit.settings.batch, 3, unit.input_size, unit.input_size)
+    return images.to(device, torch.float16 if unit.settings.dtype == "fp16" else torch.float32)
+
+
+def output_difference(forced: ForcedModel, images: Tensor) -> float:
+    """The difference of the model's outputs to those of torch's own convolutions, relative, by the Euclidean norm."""
+    expected = forced.model(images).float()
+    with forced.forced():
+        return relative_error(forced.model(images).float(), expected)
+
+
+def measure_energy(run: Callable[[], Any], by: Instruments) -> tuple[dict[str, tuple[float, ...]], str]:
+    """Energy and power while the model runs again and again, and what is doubtful about them; without a sensor the reason."""
+    if by.monitor is None or not by.energy_s:
+        return {}, by.no_energy
+
+    def run_to_the_end() -> None:
+        run()
+        wait_for(by.device)
+
+    found = energy_of_runs(by.monitor, run_to_the_end, by.energy_s)
+    quantities: dict[str, tuple[float, ...]] = {
+        "energy_j": (found.energy_j,), "power_w": (found.used.mean_w,), "energy_window_s": (found.used.seconds,)}
+    if found.used.agreement is not None:
+        quantities["energy_agreement"] = (found.used.agreement,)
+    if by.idle_w is not None:
+        quantities["idle_power_w"] = (by.idle_w,)
+    return quantities, "; ".join(found.used.doubts)
+
+
+def trace_layers(forced: ForcedModel, run: Callable[[], Any]) -> list[GpuRun]:
+    """The GPU's work in each call of a convolution, by CUPTI, in one run without hooks."""
+    def run_once() -> None:
+        run()
+        torch.cuda.synchronize()
+
+    with forced.forced(around=in_range):
+        return read(record_ranges(run_once, len(forced.calls)))
+
+
+def _whole(unit: ProfileUnit, began: str, **fields: Any) -> Measurement:
+    return Measurement(subject=PROFILE, id=unit.id, label="latency", context="alone", place="alone", started=began, ended=now(),
+                       **({"facts": _unit_facts(unit)} | fields))
+
+
+def _layer(unit: ProfileUnit, call: LayerCall, facts: dict[str, Any], began: str, samples_ms: Sequence[float] = (),
+           traced: GpuRun | None = None) -> Measurement:
+    """One call of a layer; a refused one has a status and no times, unless another algorithm ran it."""
+    kernels = tuple(work.name for work in traced.work if work.category == KERNEL) if traced else ()
+    quantities = {"cupti_ms": (traced.busy_us / 1e3,)} if traced else {}
+    if traced and call.algorithm:
+        facts = facts | {"unexpected_kernels": unexpected(algorithm_named(call.algorithm, unit.settings.device), kernels)}
+    failed = call.status != OK and not len(samples_ms)
+    return Measurement(
+        subject=CONVOLUTION, id=f"{unit.id}.{call.layer}", label="layer", context=unit.id, place="in_model",
+        samples_ms=tuple(map(float, samples_ms)), quantities=quantities, facts=facts | _unit_facts(unit), cuda_kernels=kernels,
+        launches=len(traced.work) if traced else None, status="failed" if failed else "ok",
+        error=f"{call.status}: {call.detail}" if failed else "", started=began, ended=now())
+
+
+def _unit_facts(unit: ProfileUnit) -> dict[str, Any]:
+    settings = unit.settings
+    return {"model": settings.model, "algorithm": settings.algorithm, "input_size": unit.input_size, "batch": settings.batch,
+            "dtype": settings.dtype, "tf32": int(settings.tf32 and settings.device == "cuda"), "gpu": settings.gpu}
+
+
+def _model_facts(unit: ProfileUnit, forced: ForcedModel) -> dict[str, Any]:
+    return _unit_facts(unit) | {"layers": len(forced.calls), "refused_layers": len(forced.refused)}
+
+
+def _layer_facts(call: LayerCall) -> dict[str, Any]:
+    """What is known of a call before it is timed."""
+    facts: dict[str, Any] = {"layer": call.layer, "layer_status": call.status, "layer_detail": call.detail,
+                             "ran": call.algorithm, "workspace_bytes": call.workspace_bytes}
+    if call.output_error is not None:
+        facts["output_error"] = call.output_error
+    if call.shape is None:
+        return facts
+    shape = call.shape
+    pairs = {"kernel": shape.kernel, "stride": shape.stride, "padding": shape.padding, "dilation": shape.dilation}
+    return facts | {
+        "in_channels": shape.in_channels, "out_channels": shape.out_channels, "height": shape.height, "width": shape.width,
+        "groups": shape.groups, "bias": int(shape.bias), "flops": shape.flops, "bytes_moved": shape.bytes_moved,
+        **{f"{name}_{side}": size for name, pair in pairs.items() for side, size in zip("hw", pair, strict=True)}}
