@@ -20,6 +20,8 @@ An answer that rests on operators that were never measured is marked as a rough 
 status: 0 done, 1 an error that the message explains, 2 wrong usage, 3 a rough estimate (with --fail-on-rough), 4 a missed
 --slo-ms.
 
+With --energy it also prints what a run takes of the device's energy, per run and per item, and the mean power (docs/energy.md).
+
 --json prints a list with one object per size, even for a single size; with --watch, one object per line.
 """
 
@@ -35,6 +37,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import itertools
 import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -61,6 +64,7 @@ from utils.trace_events import MEASURED, document, read_processes
 
 if TYPE_CHECKING:
     from inference.core.answers import Prediction
+    from inference.core.energy import EnergyPrediction
     from inference.core.predicted_run import PredictedRun
 
 log = get_logger("predict")
@@ -73,6 +77,7 @@ python inference/predict_model_latency.py --model model.onnx --strict --top 10 -
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --metrics busy.json --slo-ms 5
 python inference/predict_model_latency.py --model model.onnx --config prometheus.yaml --watch --slo-ms 5 --export 9401
 python inference/predict_model_latency.py --model model.onnx --probe --watch 5
+python inference/predict_model_latency.py --model model.onnx --dim batch=1,2,4,8 --energy
 python inference/predict_model_latency.py --model model.onnx --measure-missing
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace timeline.json
 python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --cuda-graph
@@ -120,6 +125,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--export", type=cli.address, metavar="[ADDRESS:]PORT",
                         help="with --watch: serve the latest prediction to Prometheus, on this machine alone unless an address "
                              "is given (0.0.0.0: to all); port 0: a free one")
+    parser.add_argument("--energy", action="store_true",
+                        help="also predict energy and power, of a device that does nothing else")
     parser.add_argument("--fail-on-rough", action="store_true",
                         help=f"end with status {cli.EXIT_ROUGH} where a prediction is a rough estimate")
     cli.add_trust(parser)
@@ -142,6 +149,8 @@ def check_together(parser: argparse.ArgumentParser, args: argparse.Namespace, si
         parser.error("--measure-missing: idle times are not looked up while other work runs; leave --probe out")
     if args.probe and args.watch:
         parser.error("--probe FILE is one reading of what else runs; with --watch, leave FILE out")
+    if args.energy and (args.watch or args.metrics or args.probe is not None):
+        parser.error("--energy is of a device that does nothing else: leave --watch, --metrics and --probe out")
     if args.export and not args.watch:
         parser.error("--export goes with --watch")
 
@@ -201,20 +210,22 @@ def predict_once(args: argparse.Namespace, surroundings: Surroundings,
                   if args.slo_ms else None for run in runs]
 
 
-def report(args: argparse.Namespace, found: Sequence[Prediction], slos: Sequence[SloUnderLoad | None]) -> int:
-    """Prints predictions; returns the exit status."""
-    for warning in dict.fromkeys(warning for one in found for warning in one.warnings):
+def report(args: argparse.Namespace, found: Sequence[Prediction], slos: Sequence[SloUnderLoad | None],
+           energies: Sequence[EnergyPrediction]) -> int:
+    """Prints predictions, with their energies if there are any; returns the exit status."""
+    for warning in dict.fromkeys(warning for some in (found, energies) for one in some for warning in one.warnings):
         log.warning("%s", warning)
     advise_measuring(args, found)
     if args.json:
-        cli.print_json([one.model_dump(mode="json") | ({"slo": slo.model_dump(mode="json")} if slo else {})
-                        for one, slo in zip(found, slos, strict=True)])
+        more = [{name: one.model_dump(mode="json") for name, one in (("slo", slo), ("energy", energy)) if one}
+                for slo, energy in itertools.zip_longest(slos, energies)]
+        cli.print_json([one.model_dump(mode="json") | also for one, also in zip(found, more, strict=True)])
     else:
-        print_predictions(found, args.top)
+        print_predictions(found, args.top, energies)
         for one, slo in zip(found, slos, strict=True):
             if slo:
                 print(verdict(one, slo))
-    if args.fail_on_rough and any(one.rough_estimate for one in found):
+    if args.fail_on_rough and any(one.rough_estimate for some in (found, energies) for one in some):
         return cli.EXIT_ROUGH
     return cli.EXIT_SLO_MISSED if any(slo and not slo.met for slo in slos) else 0
 
@@ -242,10 +253,13 @@ def main() -> int:
         PaceAsked(args.host_pace, args.machine, watched=bool(args.watch)))
     if args.watch:
         return watch(args, surroundings, sizes[0])
+    if args.energy:
+        _ = surroundings.predictor.learned_energy  # before the predictions: nothing may have been learned
     runs, slos = predict_once(args, surroundings, sizes)
+    energies = [surroundings.predictor.energy(run) for run in runs] if args.energy else []
     if args.trace:
         write_json(args.trace, document([*trace_of(runs[0])["traceEvents"], *real]))
-    return report(args, [run.prediction for run in runs], slos)
+    return report(args, [run.prediction for run in runs], slos, energies)
 
 
 if __name__ == "__main__":

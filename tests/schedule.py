@@ -27,6 +27,7 @@ SLOW_FIXTURES = {
     "part",               # learns from the shipped dataset
     "collected",          # collections, killed and resumed
     "under_load",         # a collection under load; the shipped one
+    "energies",           # unpacks a shipped dataset, and predicts its models
     "readings",           # unpacks a shipped dataset
     "with_host",          # measures kernels and trains
 }

@@ -69,8 +69,8 @@ class Workspace:
 
     def predictors(self, target: str) -> Path:
         """What is learned for one target. Written by train_kernel_model, fit_composition (composition.json), fit_sharing
-        (sharing.json), fit_doubt (doubt.json) and predict_model_latency --measure-missing (measured times); read by the
-        predictor."""
+        (sharing.json), fit_doubt (doubt.json), fit_energy (energy.json) and predict_model_latency --measure-missing (measured
+        times); read by the predictor."""
         return self.root / "training" / "predictors" / target
 
     def kernel_errors(self, target: str) -> Path:

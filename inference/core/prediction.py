@@ -22,6 +22,7 @@ from inference.sharing.slo import PERCENTILE
 if TYPE_CHECKING:
     from graph_model.simulation.sharing import CoRunner
     from inference.core.answers import Prediction
+    from inference.core.energy import EnergyPrediction
     from inference.core.host_pace import HostPace
     from inference.core.sources import Source
     from inference.sharing.load_curve import LoadCurve
@@ -50,6 +51,14 @@ def predict(source: Source, *, dims: Mapping[str, int] | None = None,
     return Predictor(workspace, target, strict=strict, force=force).predict(
         source, dims=dims, load=load, run_mode=run_mode, composition=composition, notices=notices, co_runner=co_runner,
         static=static, host_pace=host_pace)
+
+
+def predict_energy(source: Source, *, dims: Mapping[str, int] | None = None, target: str | None = None, strict: bool = False,
+                   run_mode: RunMode = AS_USUAL, workspace: Workspace | None = None, force: bool = False, static: bool = False,
+                   host_pace: float | HostPace | None = None) -> EnergyPrediction:
+    """`Predictor.energy`."""
+    return Predictor(workspace, target, strict=strict, force=force).energy(source, dims=dims, run_mode=run_mode, static=static,
+                                                                           host_pace=host_pace)
 
 
 def predict_many(sources: Iterable[Source], *, dims: Mapping[str, int] | None = None,

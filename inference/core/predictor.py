@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from inference.core.conditions import Conditions, check_run_mode, pace_of, shared_gpu_of, sharing_warning
+from inference.core.energy import EnergyPrediction, energy_of
 from inference.core.kernels_in_model import kernels_in_models
 from inference.core.model_warnings import model_warnings
 from inference.core.predicted_run import PredictedRun, predicted_run
 from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.sources import Source, record_of
-from inference.core.targets import Fitted, check_target, fitted_for
+from inference.core.targets import Fitted, check_target, fitted_for, predictor_folders
 from inference.sharing.shared_models import SharedModel, shared_model_of
 from inference.sharing.slo import PERCENTILE, SloUnderLoad, objective_of
+from training.energy.learned import EnergyModel, read_energy
 from utils.paths import Workspace
 
 if TYPE_CHECKING:
@@ -109,9 +111,19 @@ class Predictor:
         """
         return fitted_for(self.workspace, self.target)
 
+    @cached_property
+    def learned_energy(self) -> EnergyModel:
+        """What was learned of the target's energy.
+
+        Raises:
+            UserError: as of `fitted`; or nothing was learned of it, and the message says how to change that.
+        """
+        return read_energy(predictor_folders(self.workspace)[self.fitted.target.name])
+
     def renew(self) -> None:
         """Looks at the predictors' files again at the next question, and reads those that changed."""
-        self.__dict__.pop("fitted", None)
+        for kept in ("fitted", "learned_energy"):
+            self.__dict__.pop(kept, None)
 
     def record(self, source: Source, dims: Mapping[str, int] | None = None, static: bool = False) -> ModelRecord:
         """The record of a model for the target; arguments and errors as of `inference.core.sources.record_of`."""
@@ -210,6 +222,15 @@ class Predictor:
             options: see `Options`.
         """
         return objective_of(self._run_of(model, options), limit_ms, percentile, like)
+
+    def energy(self, model: Source | PredictedRun, **options: Unpack[Options]) -> EnergyPrediction:
+        """The energy of a model's run, per run and per item, and the mean power; the device does nothing else.
+
+        Raises:
+            UserError: as `predict`; or nothing was learned of the target's energy, or `options` name a load.
+        """
+        learned = self.learned_energy
+        return energy_of(self._run_of(model, options), learned)
 
     def watch(self, source: Source, now: Callable[[], Circumstances], interval_s: float, limit_ms: float | None = None,
               percentile: float = PERCENTILE, **options: Unpack[Options]) -> Watch:

@@ -10,6 +10,7 @@ from utils.logger import get_logger
 
 if TYPE_CHECKING:
     from inference.core.answers import Prediction
+    from inference.core.energy import EnergyPrediction
     from inference.core.missing_kernels import Filled
     from inference.sharing.slo import SloUnderLoad
 
@@ -38,9 +39,13 @@ def kernel_rows(found: Prediction, top: int) -> list[dict[str, Any]]:
         for kernel in found.kernels[:top]]
 
 
-def print_predictions(found: Sequence[Prediction], top: int) -> None:
+def print_predictions(found: Sequence[Prediction], top: int, energies: Sequence[EnergyPrediction] = ()) -> None:
     """Prints one row per prediction on stdout and, if there is only one, the kernels with the most time. What the predictions
-    hold for goes to stderr."""
+    hold for goes to stderr.
+
+    Args:
+        energies: of the predictions, if they are to be printed.
+    """
     first = found[0]
     used = first.composition
     base = "longest path" if used.kind == "critical_path" else "Σ"
@@ -55,6 +60,10 @@ def print_predictions(found: Sequence[Prediction], top: int) -> None:
     mark = any(one.rough_estimate for one in found)
     cli.print_table([summary(one) | ({"rough estimate": "yes" if one.rough_estimate else "no"} if mark else {})
                      for one in found], "predicted latency")
+    if energies:
+        print()
+        cli.print_table([{"model": one.model, "batch": one.batch, **one.columns(),
+                          "rough estimate": "yes" if one.rough_estimate else "no"} for one in energies], "predicted energy")
     if len(found) == 1 and top:
         print()
         cli.print_table(kernel_rows(first, top), f"the kernels that take most of {first.kernel_sum_ms:.4g} ms")

@@ -1,0 +1,111 @@
+"""The energy of a model's run on a device that does nothing else, from its predicted latency and its kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from inference.core.uncertainty import UNKNOWN, Span, joined
+from training.energy.work import RUN, Part, work_of_run
+from utils.errors import UserError
+from utils.frozen import Frozen
+
+if TYPE_CHECKING:
+    from inference.core.predicted_run import PredictedRun
+    from training.energy.learned import EnergyModel
+
+ENERGY_VERSION = 1
+GUESSED = 1.5  # how far an energy may be off where work of the run is of a kind that no measured model had: a choice
+
+
+class EnergyPrediction(Frozen):
+    """What a run takes of the device's energy, when runs follow each other without a pause. `--json` prints it as it is.
+
+    Attributes:
+        model, target: as of the prediction of its latency.
+        energy_j: of a run; it includes the device's idle power during the run.
+        interval_j: the range around it that held nine of ten models whose family was held out, widened by how sure the latency
+            is, and by work of a kind that was never measured.
+        idle_j: what the idle device takes in the same time.
+        mean_power_w, power_interval_w: while the model runs.
+        batch: of the first input; None where it has no dimension.
+        energy_per_item_j, item_interval_j: of one item of the batch; None without a batch.
+        latency_ms: that the energy is for.
+        rough_estimate: whether the latency is a rough estimate, or the energy rests on work of a kind that was never measured,
+            or its error on other models is not known.
+        warnings: what the reader should know of the energy.
+    """
+
+    version: int = ENERGY_VERSION
+    model: str
+    target: str
+    energy_j: float
+    interval_j: tuple[float, float]
+    idle_j: float
+    mean_power_w: float
+    power_interval_w: tuple[float, float]
+    batch: int | None
+    energy_per_item_j: float | None
+    item_interval_j: tuple[float, float] | None
+    latency_ms: float
+    rough_estimate: bool
+    warnings: tuple[str, ...] = ()
+
+    def columns(self) -> dict[str, Any]:
+        """Columns for a row of a table."""
+        return {"energy (J)": self.energy_j, "90 % between (J)": "{:.4g} and {:.4g}".format(*self.interval_j),
+                "J/item": self.energy_per_item_j, "mean power (W)": self.mean_power_w,
+                "90 % between (W)": "{:.4g} and {:.4g}".format(*self.power_interval_w)}
+
+
+def energy_of(run: PredictedRun, learned: EnergyModel) -> EnergyPrediction:
+    """The energy of a predicted run.
+
+    Raises:
+        UserError: something else uses the device, so that its energy is not the model's.
+    """
+    prediction = run.prediction
+    if prediction.load != "idle" or prediction.under_load is not None:
+        raise UserError(f"{prediction.model}: energy is predicted for a device that does nothing else; leave the load out "
+                        "(--metrics, --probe, prometheus.url in the config)")
+    latency_ms, batch = prediction.latency_ms, prediction.batch
+    work = work_of_run(_parts(run), latency_ms)
+    energy_j, guessed = learned.run_j(work)
+    of_learned, warnings = _learned_span(learned, guessed)
+    # A latency that is off because kernels are off has the same work in another time.
+    low_j, high_j = (learned.run_j(work_of_run(_parts(run, end_ms / latency_ms), end_ms)).energy_j
+                     for end_ms in prediction.interval_ms)
+    span = joined([of_learned, Span(low_j / energy_j, high_j / energy_j)])
+    power_w = 1e3 * energy_j / latency_ms
+    powers = [1e3 * end_j / end_ms / power_w for end_j, end_ms in zip((low_j, high_j), prediction.interval_ms, strict=True)]
+    power_span = joined([of_learned, Span(min(powers), max(powers))])
+    interval_j = span.low * energy_j, span.high * energy_j
+    return EnergyPrediction(
+        model=prediction.model, target=prediction.target, energy_j=energy_j, interval_j=interval_j,
+        idle_j=learned.idle_w * work[RUN], mean_power_w=power_w,
+        power_interval_w=(max(power_span.low * power_w, min(learned.idle_w, power_w)), power_span.high * power_w), batch=batch,
+        energy_per_item_j=energy_j / batch if batch else None,
+        item_interval_j=(interval_j[0] / batch, interval_j[1] / batch) if batch else None, latency_ms=latency_ms,
+        rough_estimate=prediction.rough_estimate or bool(warnings), warnings=warnings)
+
+
+def _parts(run: PredictedRun, times: float = 1.0) -> list[Part]:
+    """The kernels that the device runs, with their times multiplied by `times`."""
+    record = run.run.record
+    return [Part(record.kernel_of(node), node.runs, times * known.gpu_ms,
+                 float(record.kernel_of(node).moves_data) if known.launches is None else known.launches)
+            for node, known in zip(record.nodes, run.run.nodes, strict=True) if not known.on_host]
+
+
+def _learned_span(learned: EnergyModel, guessed: tuple[str, ...]) -> tuple[Span, tuple[str, ...]]:
+    """How far an energy may be off although the latency is right, and what the reader should know about that."""
+    spans, warnings = [], []
+    if learned.interval is None:
+        spans.append(Span(1.0 / UNKNOWN, UNKNOWN))
+        warnings.append(f"rough estimate: the energy was learned from {len(learned.models)} models, too few to say how far it "
+                        "may be off")
+    else:
+        spans.append(Span(learned.interval.low, learned.interval.high))
+    if guessed:
+        spans.append(Span(1.0 / GUESSED, GUESSED))
+        warnings.append(f"rough estimate: no model whose energy was measured had work of the kind {', '.join(guessed)}")
+    return joined(spans), tuple(warnings)

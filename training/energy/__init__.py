@@ -1,0 +1,1 @@
+"""What a run of a model takes of the device's energy."""

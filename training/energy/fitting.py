@@ -1,0 +1,158 @@
+"""Fits the energy of runs to measured models: non-negative least squares of relative errors, with families held out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from training.composition.fitting import error_range_of
+from training.energy.learned import EnergyCandidate, EnergyModel, FittedEnergy
+from training.energy.work import BUSY, BYTES, LAUNCHES, OPERATIONS, RUN, kind_of_work
+from utils.errors import UserError
+from utils.lazy import scipy
+from utils.timing import ErrorStatistics, error_statistics
+
+Floats = npt.NDArray[np.float64]
+CANDIDATES = {  # what explains the energy beyond idle power, by name
+    "class powers": (RUN, BUSY),
+    "work": (RUN, OPERATIONS, BYTES, LAUNCHES),
+    "class powers and work": (RUN, BUSY, OPERATIONS, BYTES, LAUNCHES),
+}
+SHRINK = 1e-3  # penalty of a share's square: kinds of work that always come together share the energy
+LEAST_MODELS = 5
+
+
+@dataclass(frozen=True)
+class MeasuredEnergy:
+    """A model whose energy was measured.
+
+    Attributes:
+        model, group: its record's name, and its family.
+        energy_j: of a run.
+        power_w, idle_w: mean power while it ran, and of the idle device just before.
+        run_ms: a run's mean time meanwhile.
+        work: of a run, with the measured latency.
+        work_left_out: the same with the latency that was predicted with the family held out; None where that is not known.
+        agreement: the integral of power over the device's counter; None without a counter.
+    """
+
+    model: str
+    group: str
+    energy_j: float
+    power_w: float
+    idle_w: float
+    run_ms: float
+    work: Mapping[str, float]
+    work_left_out: Mapping[str, float] | None = None
+    agreement: float | None = None
+
+
+class _Tried(NamedTuple):
+    candidate: EnergyCandidate
+    coefficients: dict[str, float]
+    held_out_j: Floats | None
+    held_out_with_latency_j: Floats | None
+
+
+def matrix(works: Sequence[Mapping[str, float]], names: Sequence[str]) -> Floats:
+    """models × names: the work of each model."""
+    return np.array([[work.get(name, 0.0) for name in names] for work in works], dtype=float).reshape(len(works), len(names))
+
+
+def fit_coefficients(models: Sequence[MeasuredEnergy], names: Sequence[str]) -> Floats:
+    """The coefficients, none negative, with the smallest squares of relative errors of the models' energies.
+
+    Columns are scaled to the same mean share of the energy, so that the penalty does not depend on units.
+    """
+    energy_j = np.array([model.energy_j for model in models])
+    beyond_idle = 1.0 - np.array([model.idle_w * model.run_ms / 1e3 for model in models]) / energy_j
+    shares = matrix([model.work for model in models], names) / energy_j[:, None]
+    scale = shares.mean(axis=0)
+    scale[scale == 0.0] = 1.0
+    penalty = np.sqrt(SHRINK * len(models)) * np.eye(len(names))
+    found, _ = scipy.optimize.nnls(np.vstack([shares / scale, penalty]), np.concatenate([beyond_idle, np.zeros(len(names))]))
+    return np.asarray(found / scale, dtype=float)
+
+
+def fit_energy(target: str, models: Sequence[MeasuredEnergy], models_sha256: str) -> EnergyModel:
+    """What a run takes of the target's energy: the candidate that errs least on families that were held out.
+
+    Raises:
+        UserError: fewer than LEAST_MODELS models.
+    """
+    if len(models) < LEAST_MODELS:
+        raise UserError(f"{target}: {len(models)} models with a sound measured energy; it takes {LEAST_MODELS} or more")
+    tried = [_try(name, kinds, models) for name, kinds in CANDIDATES.items()]
+    best = min(tried, key=lambda one: one.candidate.fit_mape if one.candidate.cv_mape is None else one.candidate.cv_mape)
+    idle_w = float(np.median([model.idle_w for model in models]))
+    measured_j = np.array([model.energy_j for model in models])
+    predicted_j = best.held_out_j
+    left_out = interval = None
+    if predicted_j is None:
+        predicted_j = _predicted([model.work for model in models], best.coefficients, idle_w)
+    else:
+        left_out = error_statistics(predicted_j.tolist(), measured_j.tolist())
+        interval = error_range_of(predicted_j, measured_j, [model.group for model in models])
+    agreements = [model.agreement for model in models if model.agreement is not None]
+    return EnergyModel(
+        target=target, idle_w=idle_w, coefficients={name: value for name, value in best.coefficients.items() if value > 0.0},
+        learned_from=_names(models, CANDIDATES[best.candidate.name]), kind=best.candidate.name, left_out=left_out,
+        left_out_with_latency=_with_latency(models, best), interval=interval,
+        agreement=float(np.mean(agreements)) if agreements else None, models_sha256=models_sha256,
+        candidates=tuple(one.candidate for one in tried), models=tuple(
+            FittedEnergy(model=model.model, group=model.group, power_w=model.power_w, measured_j=model.energy_j,
+                         predicted_j=float(found)) for model, found in zip(models, predicted_j, strict=True)))
+
+
+def _names(models: Sequence[MeasuredEnergy], kinds: Sequence[str]) -> tuple[str, ...]:
+    """The names of work of some kinds that models have, sorted."""
+    return tuple(sorted({name for model in models for name, amount in model.work.items()
+                         if amount and kind_of_work(name) in kinds}))
+
+
+def _predicted(works: Sequence[Mapping[str, float]], coefficients: Mapping[str, float], idle_w: float) -> Floats:
+    """The energy of runs in J."""
+    names = list(coefficients)
+    times_s = matrix(works, [RUN])[:, 0]
+    return np.asarray(idle_w * times_s + matrix(works, names) @ np.array([coefficients[name] for name in names]), dtype=float)
+
+
+def _fitted(models: Sequence[MeasuredEnergy], kinds: Sequence[str]) -> Callable[[Sequence[Mapping[str, float]]], Floats]:
+    """A function that predicts the energy of runs, from what these models show."""
+    names, idle_w = _names(models, kinds), float(np.median([model.idle_w for model in models]))
+    coefficients = dict(zip(names, fit_coefficients(models, names).tolist(), strict=True))
+    return lambda works: _predicted(works, coefficients, idle_w)
+
+
+def _try(name: str, kinds: Sequence[str], models: Sequence[MeasuredEnergy]) -> _Tried:
+    """A candidate: fitted to all models, and with each family held out in turn."""
+    measured_j = np.array([model.energy_j for model in models])
+    names, groups = _names(models, kinds), sorted({model.group for model in models})
+    coefficients = dict(zip(names, fit_coefficients(models, names).tolist(), strict=True))
+    fitted_j = _fitted(models, kinds)([model.work for model in models])
+    fit_mape = float(np.abs(fitted_j / measured_j - 1.0).mean())
+    if len(groups) < 2:
+        return _Tried(EnergyCandidate(name=name, cv_mape=None, fit_mape=fit_mape), coefficients, None, None)
+    held_out_j, with_latency_j = np.zeros(len(models)), np.full(len(models), np.nan)
+    for group in groups:
+        predict = _fitted([model for model in models if model.group != group], kinds)
+        inside = [place for place, model in enumerate(models) if model.group == group]
+        held_out_j[inside] = predict([models[place].work for place in inside])
+        for place in inside:
+            if (work := models[place].work_left_out) is not None:
+                with_latency_j[place] = predict([work])[0]
+    cv_mape = float(np.abs(held_out_j / measured_j - 1.0).mean())
+    return _Tried(EnergyCandidate(name=name, cv_mape=cv_mape, fit_mape=fit_mape), coefficients, held_out_j, with_latency_j)
+
+
+def _with_latency(models: Sequence[MeasuredEnergy], used: _Tried) -> ErrorStatistics | None:
+    """Errors with families held out from energy and latency alike; None where no such latencies are known."""
+    if used.held_out_with_latency_j is None:
+        return None
+    known = np.isfinite(used.held_out_with_latency_j)
+    measured_j = np.array([model.energy_j for model in models])
+    return error_statistics(used.held_out_with_latency_j[known].tolist(), measured_j[known].tolist()) if known.any() else None

@@ -1,0 +1,94 @@
+"""Phase 5.10: learns what a run of a model takes of the device's energy, from models whose energy was measured.
+
+Reads the dataset of each target, which was collected with energy_s, the kernel records, the predictors and their composition.
+Writes energy.json into the predictors' folder. energy = idle power · time + Σ coefficient · work; the work is the time of
+kernels by class, their operations by class and element type, the bytes that they move, and launches (training/energy/work.py).
+Coefficients are not negative. Each family of models is held out in turn, and of three combinations the one that errs least is
+used.
+
+With --predictors, the predictors lie in another folder, such as that of the predictors that come with Hase.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from typing import Any
+
+from training.composition.fitted import read_composition
+from training.composition.measured_models import models_sha256
+from training.energy.fitting import fit_energy
+from training.energy.learned import EnergyModel, energy_path
+from training.energy.measured import measured_energies
+from training.energy.work import UNITS, kind_of_work
+from training.kernels.predictors import read_predictors
+from training.kernels.targets import Show, for_each_target, trained_targets
+from utils import cli, files
+from utils.logger import get_logger
+from utils.paths import Workspace
+from utils.timing import ErrorStatistics
+
+log = get_logger("energy")
+EXAMPLES = """
+python training/fit_energy.py
+python training/fit_energy.py --workspace out/energy --predictors training/shipped/nvidia-h200-cuda-ort1.31-all
+"""
+
+
+def fit_target(workspace: Workspace, target: str, folder: Path) -> EnergyModel:
+    """What was learned of a target's energy; its predictors are in `folder`.
+
+    Raises:
+        UserError: no predictors, no composition, no dataset with energy, or too few models.
+    """
+    predictors = read_predictors(folder)
+    models = measured_energies(workspace, target, predictors, read_composition(folder, predictors.sidecar.dataset_sha256))
+    return fit_energy(target, models, models_sha256(workspace, target))
+
+
+def coefficient_rows(found: EnergyModel) -> list[dict[str, Any]]:
+    """One row per coefficient, with its unit."""
+    return [{"what": "idle power", "value": found.idle_w, "unit": "W"}, *(
+        {"what": name, "value": value, "unit": UNITS[kind_of_work(name)]}
+        for name, value in sorted(found.coefficients.items()))]
+
+
+def error_row(what: str, errors: ErrorStatistics | None) -> dict[str, Any]:
+    """A row of errors in per cent; no cells where nothing is known."""
+    if errors is None:
+        return {"what": f"{what}: not known"}
+    return {"what": what, "count": errors.count, "MAPE": f"{errors.mape:.1%}", "median": f"{errors.median:.1%}",
+            "within ±10 %": f"{errors.within_10:.0%}", "worst": f"{errors.worst:.1%}"}
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--target", help="name of a target (default: all in training/predictors, or that of --predictors)")
+    parser.add_argument("--predictors", type=Path, metavar="DIR",
+                        help="read predictors from this folder and write energy.json there (default: the target's own)")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    target = args.target or (read_predictors(args.predictors).sidecar.target.name if args.predictors else None)
+
+    def fit(name: str, show: Show) -> dict[str, Any]:
+        folder = args.predictors or workspace.predictors(name)
+        found = fit_target(workspace, name, folder)
+        files.write_json(energy_path(folder), found)
+        log.info("saved %s", energy_path(folder))
+        show(coefficient_rows(found), f"{name}: {len(found.models)} models, {found.kind}")
+        show([error_row("latency as measured", found.left_out), error_row("latency predicted", found.left_out_with_latency)],
+             "errors of energy per run, each family held out in turn")
+        return found.model_dump(mode="json")
+
+    results = for_each_target([target] if target else trained_targets(workspace), fit, args.json)
+    if args.json:
+        cli.print_json(results)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
