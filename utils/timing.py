@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -19,6 +20,15 @@ class TimeSpan:
     @property
     def end_us(self) -> float:
         return self.start_us + self.duration_us
+
+
+def covered_us(spans: Iterable[TimeSpan]) -> float:
+    """The time in which at least one of the spans runs."""
+    covered, until = 0.0, -math.inf
+    for span in sorted(spans, key=lambda one: one.start_us):
+        covered += max(0.0, span.end_us - max(span.start_us, until))
+        until = max(until, span.end_us)
+    return covered
 
 
 class LatencyStatistics(BaseModel):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmark.traces.gpu_trace import GpuRun, GpuWork, attribute, split_carrier
+from utils.timing import covered_us
 
 ABS = "void onnxruntime::cuda::_UnaryElementWise<float, float, onnxruntime::cuda::OP_Abs<float>, 256, 4>(float const*)"
 RELU = ABS.replace("OP_Abs", "OP_Relu")
@@ -37,6 +38,17 @@ def test_work_belongs_to_the_run_that_launched_it() -> None:
     assert (first.host_us, first.busy_us, first.span_us) == (15.0, 8.0, 9.0)
     assert [one.name for one in second.work] == ["late"]
     assert (third.host_us, third.busy_us, third.span_us, third.work) == (0.0, 0.0, 0.0, ())
+
+
+def test_what_runs_side_by_side_counts_once() -> None:
+    """As cuDNN runs the groups of a convolution: from 1 to 4 on two streams at once, and after a pause for 2 more."""
+    work = tuple(GpuWork(name, start, lasts) for name, start, lasts in (
+        ("group 0", 1.0, 2.0), ("group 1", 1.5, 2.5), ("group 2", 2.0, 1.0), ("after", 10.0, 2.0)))
+    run = GpuRun(host_us=20.0, work=work)
+    assert (run.busy_us, run.span_us) == (5.0, 11.0)
+    split = split_carrier(run, ["kernel_0"], "abs_")
+    assert split is not None
+    assert covered_us(split["kernel_0"]) == 5.0
 
 
 def test_work_outside_every_run_is_nobodys() -> None:

@@ -46,6 +46,7 @@ from utils.errors import UserError
 from utils.ort_sessions import model_errors, open_session
 from utils.processes import die_with_parent
 from utils.temporary import temporary_folder
+from utils.timing import covered_us
 
 TRACED_RUNS = 5
 CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
@@ -146,7 +147,7 @@ def gpu_measurements(traced: Sequence[GpuRun], executed: Sequence[str], ids: Map
     if len(split) < len(traced):
         raise UserError("carrier: the GPU's work can't be assigned to kernels")
     return [Measurement(subject="kernel", id=ids[name], label=GPU_LABEL, context="carrier", place="carrier",
-                        samples_ms=tuple(round(sum(one.duration_us for one in work[name]) / 1000, 6) for work in split),
+                        samples_ms=tuple(round(covered_us(work[name]) / 1000, 6) for work in split),
                         launches=len(split[0][name]), cuda_kernels=tuple(one.name for one in split[0][name]))
             for name in (split[0] if split else ())]
 
