@@ -67,7 +67,7 @@ class GpuRun:
 
     @property
     def busy_us(self) -> float:
-        """The GPU's own time. It counts once what runs side by side: cuDNN runs the groups of some convolutions on streams of its
+        """The GPU's own time. What runs side by side counts once: cuDNN runs the groups of some convolutions on streams of its
         own."""
         return covered_us(self.work)
 
