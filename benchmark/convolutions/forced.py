@@ -21,11 +21,13 @@ from utils.lazy import torch
 if TYPE_CHECKING:
     from benchmark.convolutions.shapes import Convolution, Tensor
 
-OK, INACCURATE = "ok", "INACCURATE"
+OK, INACCURATE, FAILED = "ok", "INACCURATE", "FAILED"
 # The largest relative error (Euclidean norm) of a layer's output. TF32 keeps 10 bits of each factor, which gives about 5e-4;
 # half precision too, and Winograd's transform there loses some 4 bits more.
 TOLERANCES = {("fp32", False): 1e-4, ("fp32", True): 2e-3, ("fp16", False): 2e-2, ("fp16", True): 2e-2}
 MODEL_TOLERANCE = 10.0  # times that of a layer: errors add up over a hundred layers
+
+NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
 @dataclass(frozen=True)
@@ -95,16 +97,31 @@ class ForcedModel:
             shape = shape_of(layer, images)
         for engine in filter(None, (self._engine, self._fallback)):
             try:
-                plan = engine.plan(layer, images)
-                error = output_error(plan, layer, images)
+                plan, error = self._tried(engine, layer, images)
             except NotSupported as refused:
-                status, detail = (refused.status, refused.detail) if status == OK else (status, detail)
-                continue
-            if error > self.tolerance(images):
-                status, detail = INACCURATE, f"its output differs from torch's by {error:.2g} (relative)"
+                if status == OK:
+                    status, detail = refused.status, refused.detail
                 continue
             return plan, LayerCall(name, shape, status, detail, plan.algorithm, plan.workspace_bytes, error)
         return Plan(partial(type(layer).forward, layer), ""), LayerCall(name, shape, status, detail)
+
+    def _tried(self, engine: Engine, layer: Convolution, images: Tensor) -> tuple[Plan, float]:
+        """A plan that was run once, and the error of its output.
+
+        Raises:
+            NotSupported: it does not run, or its output is not torch's.
+            RuntimeError: there is not enough memory.
+        """
+        try:
+            plan = engine.plan(layer, images)
+            error = output_error(plan, layer, images)
+        except RuntimeError as failure:
+            if is_out_of_memory(failure):
+                raise
+            raise NotSupported(FAILED, str(failure).partition("\n")[0]) from None
+        if not error <= self.tolerance(images):  # NaN is no equal output either
+            raise NotSupported(INACCURATE, f"its output differs from torch's by {error:.2g} (relative)")
+        return plan, error
 
     def tolerance(self, images: Tensor) -> float:
         """The largest error of a layer that counts as equal."""
@@ -147,6 +164,11 @@ class ForcedModel:
         return [call for call in self.calls if call.status != OK]
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch found no memory, on a GPU or on a CPU."""
+    return any(text in str(error).lower() for text in NO_MEMORY)
+
+
 def output_error(plan: Plan, layer: Convolution, images: Tensor) -> float:
     """Runs a plan once; the difference to torch's output in single precision without TF32, relative, by the Euclidean norm."""
     found = plan.run(images).float()
@@ -167,7 +189,7 @@ def incompatible(algorithm: str, model: str, calls: Sequence[LayerCall]) -> str:
     refused = [call for call in calls if call.status != OK]
     if not refused:
         return ""
+    advice = "; --fallback runs these layers by the library's own choice" if len(refused) < len(calls) else ""
     reasons = Counter(f"{call.status}" + (f", {call.detail}" if call.detail else "") for call in refused)
     return (f"Algorithm {algorithm} not compatible with model {model}: {len(refused)} of {len(calls)} layers "
-            f"({cli.first_of([call.layer for call in refused])}): {reasons.most_common(1)[0][0]}; --fallback runs these layers "
-            "by the library's own choice")
+            f"({cli.first_of([call.layer for call in refused])}): {reasons.most_common(1)[0][0]}{advice}")

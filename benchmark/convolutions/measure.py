@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmark.convolutions.algorithms import algorithm_named, unexpected
-from benchmark.convolutions.forced import MODEL_TOLERANCE, OK, ForcedModel, LayerCall, incompatible, relative_error
+from benchmark.convolutions.forced import (
+    MODEL_TOLERANCE,
+    OK,
+    ForcedModel,
+    LayerCall,
+    incompatible,
+    is_out_of_memory,
+    relative_error,
+)
 from benchmark.convolutions.profile_unit import ProfileUnit
+from benchmark.convolutions.shapes import NotSupported
 from benchmark.convolutions.timing import time_layers_ms, time_runs_ms, wait_for
 from benchmark.measuring.power import PowerMonitor, energy_of_runs
 from benchmark.records.measurement import Measurement, now
@@ -23,7 +32,6 @@ if TYPE_CHECKING:
 
 PROFILE, CONVOLUTION = "profile", "convolution"  # subjects: a whole model, and one call of a layer in it
 SEED = 0
-NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
 @dataclass(frozen=True)
@@ -55,16 +63,16 @@ def measure_profile(unit: ProfileUnit, forced: ForcedModel, by: Instruments) -> 
     began = now()
     try:
         return _measure(unit, forced, by, began)
-    except RuntimeError as error:
+    except (RuntimeError, NotSupported) as error:
         if by.device == "cuda":
             torch.cuda.empty_cache()
-        return [_whole(unit, began, status="failed", error=describe_failure(unit, str(error)))]
+        return [_whole(unit, began, status="failed", error=describe_failure(unit, error))]
 
 
-def describe_failure(unit: ProfileUnit, error: str) -> str:
-    """What torch's error means for a profile; for lack of memory, what to do."""
-    if not any(text in error.lower() for text in NO_MEMORY):
-        return f"{unit.what}: {error.splitlines()[0] if error else 'failed'}"
+def describe_failure(unit: ProfileUnit, error: Exception) -> str:
+    """What an error of torch or cuDNN means for a profile; for lack of memory, what to do."""
+    if not is_out_of_memory(error):
+        return f"{unit.what}: {str(error).partition(chr(10))[0] or 'failed'}"
     advice = (f"try --batch {unit.settings.batch // 2}" if unit.settings.batch > 1
               else "try a smaller --max-size, or a device with more memory")
     return f"{unit.what}: out of memory; {advice}"
@@ -75,7 +83,8 @@ def _measure(unit: ProfileUnit, forced: ForcedModel, by: Instruments, began: str
     images = draw_images(unit, by.device)
     forced.plan(images)
     layers = [_layer_facts(call) for call in forced.calls]
-    if not settings.fallback and (why := incompatible(settings.algorithm, settings.model, forced.calls)):
+    alone = len(forced.refused) == len(forced.calls)  # a fallback for every layer would be a run of another algorithm
+    if (alone or not settings.fallback) and (why := incompatible(settings.algorithm, settings.model, forced.calls)):
         return [_whole(unit, began, status="failed", error=why, facts=_model_facts(unit, forced)),
                 *(_layer(unit, call, facts, began) for call, facts in zip(forced.calls, layers, strict=True))]
     if broken := [call for call in forced.calls if not call.algorithm]:

@@ -21,7 +21,7 @@ from utils.errors import UserError
 
 SETTINGS, JOURNAL = "profile.json", "measurements.jsonl"
 OVERALL = ("model", "algorithm", "input_size", "mean", "std", "min", "max", "power_mean_w", "energy_per_inference_j")
-OVERALL_MORE = ("batch", "dtype", "tf32", "gpu", "median", "runs", "layers", "layers_by_fallback", "layers_ms", "cupti_ms",
+OVERALL_MORE = ("batch", "dtype", "tf32", "gpu", "median", "runs", "layers", "layers_not_supported", "layers_ms", "cupti_ms",
                 "layers_to_cupti", "energy_window_s", "energy_to_counter", "idle_power_w", "energy_doubts", "output_error",
                 "unexpected_kernels", "status", "error")
 LAYERS = ("layer", "in_channels", "out_channels", "kernel_size", "mean_ms", "percentage")
@@ -92,7 +92,7 @@ def write_tables(folder: Path, name: str, blocks: Iterable[Block]) -> tuple[Path
 
 
 SHOWN = ("model", "algorithm", "input_size", "batch", "mean", "std", "min", "max", "layers_ms", "power_mean_w",
-         "energy_per_inference_j", "layers", "layers_by_fallback", "status", "error")  # columns of a command's table
+         "energy_per_inference_j", "layers", "layers_not_supported", "status", "error")  # columns of a command's table
 
 
 def finished_rows(folder: Path, settings: ProfileSettings) -> list[dict[str, Any]]:
@@ -117,7 +117,7 @@ def by_size(measurements: Iterable[Measurement]) -> list[Measurement]:
 def _overall_row(whole: Measurement, layers: Sequence[Measurement]) -> dict[str, Any]:
     row: dict[str, Any] = {name: whole.facts.get(name) for name in COPIED}
     row |= {"status": whole.status, "error": whole.error, "layers": whole.facts.get("layers"),
-            "layers_by_fallback": whole.facts.get("refused_layers"), "output_error": whole.facts.get("output_error"),
+            "layers_not_supported": whole.facts.get("refused_layers"), "output_error": whole.facts.get("output_error"),
             "idle_power_w": _mean(whole, "idle_power_w"), "energy_doubts": whole.facts.get("energy_doubts")}
     if not whole.samples_ms:
         return row

@@ -145,7 +145,7 @@ def test_a_schema_that_is_not_there_is_refused(rows: TrainingSet, tmp_path: Path
     with pytest.raises(UserError, match=r"predictors\.json: these predictors read feature schema two 1, which this Hase does "
                                         r"not have \(it has: kernel 1, kernel 2\); use the Hase that trained them"):
         read_predictors(tmp_path)
-    other = FeatureSchema("two", 1, {"operands": ("rank", "inputs")}, lambda kernel: [0.0, 0.0])
+    other = FeatureSchema[Kernel]("two", 1, {"operands": ("rank", "inputs")}, lambda kernel: [0.0, 0.0])
     monkeypatch.setitem(features.SCHEMAS, ("two", 1), other)
     with pytest.raises(UserError, match=r"other features in feature schema two 1 \(inputs, log_elements\); train again"):
         read_predictors(tmp_path)

@@ -1,4 +1,4 @@
-"""A feature schema: the names of the numbers that describe a kernel, their order, and the function that computes them."""
+"""A feature schema: the names of the numbers that describe a kernel or another unit, their order, and what computes them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_record import Kernel
-
+T = TypeVar("T")
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class FeatureSchema:
-    """The features of a kernel that estimators read.
+class FeatureSchema(Generic[T]):
+    """The features of a unit (a kernel, a convolution) that estimators read.
 
     Estimators can only predict with the schema that they were trained with, so its name and version are saved with them.
 
@@ -26,13 +26,13 @@ class FeatureSchema:
         version: changes whenever the names, their order or the values of `compute` change.
         groups: names of the features by group, in the order of the values. The name of a feature that is a logarithm to base 2
             begins with `log_`.
-        compute: returns the values of one kernel, one for each name.
+        compute: returns the values of one unit, one for each name.
     """
 
     name: str
     version: int
     groups: Mapping[str, tuple[str, ...]]
-    compute: Callable[[Kernel], Sequence[float]]
+    compute: Callable[[T], Sequence[float]]
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
@@ -57,7 +57,7 @@ class FeatureSchema:
             raise KeyError(f"feature schema {self} has no feature {name}")
         return self.names.index(name)
 
-    def matrix(self, kernels: Iterable[Kernel]) -> Floats:
-        """kernels × features."""
-        rows = [self.compute(kernel) for kernel in kernels]
+    def matrix(self, units: Iterable[T]) -> Floats:
+        """units × features."""
+        rows = [self.compute(unit) for unit in units]
         return np.array(rows, dtype=float).reshape(len(rows), len(self.names))

@@ -165,6 +165,25 @@ def test_wrong_outputs_do_not_count_as_run() -> None:
     assert "differs from torch's by 0.01" in forced.calls[0].detail
 
 
+class Breaking(TorchEngine):
+    """Pretends to be a library that fails with torch's kind of error."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def plan(self, layer: torch.nn.Conv2d, images: torch.Tensor) -> Plan:
+        raise RuntimeError(self.text)
+
+
+def test_a_library_that_fails_is_a_status_but_for_lack_of_memory() -> None:
+    images = torch.randn(1, 3, 15, 15)
+    broken = ForcedModel(Twice().eval(), Breaking("groups must be 1\nand more"), fallback=TorchEngine())
+    broken.plan(images)
+    assert {(call.status, call.detail, call.algorithm) for call in broken.calls} == {("FAILED", "groups must be 1", "default")}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        ForcedModel(Twice().eval(), Breaking("CUDA out of memory")).plan(images)
+
+
 def test_the_forced_function_is_what_runs_and_only_in_the_block() -> None:
     model, images = Twice().eval(), torch.randn(1, 3, 15, 15)
     forced = ForcedModel(model, Refusing(0, factor=1 + 1e-5))

@@ -70,7 +70,7 @@ def test_the_tables_and_how_a_run_resumes(tmp_path: Path) -> None:
     assert [row["input_size"] for row in overall] == ["64", "68", "72"]
     assert overall[0] == first
     for row in overall:
-        assert (row["status"], row["runs"], row["layers"], row["layers_by_fallback"]) == ("ok", "5", "26", "0")
+        assert (row["status"], row["runs"], row["layers"], row["layers_not_supported"]) == ("ok", "5", "26", "0")
         assert float(row["min"]) <= float(row["mean"]) <= float(row["max"])
         assert bool(row["energy_per_inference_j"]) != ("power:" in row["energy_doubts"])  # a sensor, or why there is none
     assert len(layers) == 3 * 26
@@ -147,10 +147,27 @@ def test_a_refused_model_says_which_layers_and_a_fallback_runs_them(tmp_path: Pa
     asked = settings(fallback=True)
     UnifiedProfiler(asked, 0, AT_ONCE, engine=NoPointwise(), fallback=TorchEngine()).profile(tmp_path, model)
     (overall,), table = rows(tmp_path / f"{MODEL}_default_overall.csv"), rows(tmp_path / f"{MODEL}_default_layers.csv")
-    assert (overall["status"], overall["layers_by_fallback"]) == ("ok", "17")
+    assert (overall["status"], overall["layers_not_supported"]) == ("ok", "17")
     assert {(row["kernel_size"], row["ran"], row["status"]) for row in table} == {
         ("3x3", "winograd", "ok"), ("1x1", "default", "CUDNN_STATUS_NOT_SUPPORTED")}
     assert all(float(row["mean_ms"]) > 0 for row in table)
+
+
+def test_a_fallback_for_every_layer_is_refused(model: torch.nn.Module) -> None:
+    """Else the times of another algorithm would stand in the tables."""
+    (unit,) = settings(fallback=True).units
+    whole, *layers = measure_profile(unit, ForcedModel(model, RunsNothing(), TorchEngine()), Instruments("cpu", energy_s=0.0))
+    assert whole.error == (f"Algorithm default not compatible with model {MODEL}: 26 of 26 layers (features.0 and 25 more): "
+                           "CUDNN_STATUS_NOT_SUPPORTED")
+    assert len(layers) == 26
+    assert not any(m.samples_ms for m in layers)
+
+
+class RunsNothing(TorchEngine):
+    """Pretends to be cuDNN's `direct`, which runs nothing."""
+
+    def plan(self, layer: torch.nn.Conv2d, images: torch.Tensor) -> Plan:
+        raise NotSupported("CUDNN_STATUS_NOT_SUPPORTED")
 
 
 def test_layers_are_timed_within_the_run(model: torch.nn.Module) -> None:
