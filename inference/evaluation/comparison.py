@@ -6,12 +6,20 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from pydantic import Field
+
 from inference.evaluation.evaluated_models import EvaluatedModel
 from inference.sharing.co_runner import LoadSource
 from utils.frozen import Frozen
 from utils.timing import ErrorStatistics, error_statistics, summarize
 
 EVALUATION_VERSION = 1
+
+
+def _if_known() -> Any:
+    """A field that files leave out where it is None."""
+    return Field(None, exclude_if=lambda value: value is None)
 
 
 class Comparison(Frozen):
@@ -40,6 +48,8 @@ class Comparison(Frozen):
             steady.
         predicted_memory_mib, measured_memory_mib: memory of a run; the measured one is that of opening and running.
         warnings: of the prediction with look-up.
+        predicted_energy_j, measured_energy_j, energy_error: of a run (predicted with look-up; the median of sessions), and
+            predicted / measured − 1; None where the energy was not measured, or nothing was learned of it.
     """
 
     model: str
@@ -71,11 +81,14 @@ class Comparison(Frozen):
     predicted_memory_mib: float
     measured_memory_mib: float | None = None
     warnings: tuple[str, ...] = ()
+    predicted_energy_j: float | None = _if_known()
+    measured_energy_j: float | None = _if_known()
+    energy_error: float | None = _if_known()
 
 
 class Summary(Frozen):
     """Errors of a group of comparisons, with look-up and strict; also mean absolute errors of percentiles (ratios), if all
-    predictions have distributions."""
+    predictions have distributions, and errors of the energies of those that have one."""
 
     group: str
     level: float
@@ -85,6 +98,7 @@ class Summary(Frozen):
     strict: ErrorStatistics
     p50: float | None = None
     p95: float | None = None
+    energy: ErrorStatistics | None = _if_known()
 
 
 class Evaluation(Frozen):
@@ -134,8 +148,23 @@ def compare(model: EvaluatedModel, held_out: Sequence[str], held_out_backgrounds
         host_pace=model.with_lookup.host_pace if model.probes_us else None,
         canary=sum(model.canaries) / len(model.canaries) if model.canaries else None,
         predicted_memory_mib=model.with_lookup.peak_memory_mib, measured_memory_mib=model.memory_mib,
-        warnings=model.with_lookup.warnings,
+        warnings=model.with_lookup.warnings, **_energies(model),
     )
+
+
+def _energies(model: EvaluatedModel) -> dict[str, float]:
+    """The fields of a comparison that hold energies, where there are two to compare."""
+    if model.energy is None or not model.energies_j:
+        return {}
+    measured_j = float(np.median(model.energies_j))
+    return {"predicted_energy_j": model.energy.energy_j, "measured_energy_j": measured_j,
+            "energy_error": model.energy.energy_j / measured_j - 1}
+
+
+def _energy_errors(comparisons: Sequence[Comparison]) -> ErrorStatistics | None:
+    pairs = [(one.predicted_energy_j, one.measured_energy_j) for one in comparisons
+             if one.predicted_energy_j is not None and one.measured_energy_j is not None]
+    return error_statistics(*zip(*pairs, strict=True)) if pairs else None
 
 
 def summarise(comparisons: Sequence[Comparison]) -> tuple[Summary, ...]:
@@ -149,7 +178,8 @@ def summarise(comparisons: Sequence[Comparison]) -> tuple[Summary, ...]:
         Summary(group=group, level=load[0], background=load[1], background_held_out=members[0].background_held_out,
                 lookup=error_statistics([c.predicted_ms for c in members], [c.measured_ms for c in members]),
                 strict=error_statistics([c.strict_ms for c in members], [c.measured_ms for c in members]),
-                p50=_mean_size([c.p50_error for c in members]), p95=_mean_size([c.p95_error for c in members]))
+                p50=_mean_size([c.p50_error for c in members]), p95=_mean_size([c.p95_error for c in members]),
+                energy=_energy_errors(members))
         for (load, group), members in groups.items()
         if group == "all models" or len(members) < len(groups[load, "all models"]))
 

@@ -10,12 +10,13 @@ from benchmark.records.files import header_path, read_header
 from inference.core.conditions import check_run_mode
 from inference.core.host_pace import USUAL, counts
 from inference.core.run_modes import AS_USUAL, RunMode
-from inference.core.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here, local_targets
+from inference.core.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here, local_targets, predictor_folders
 from inference.evaluation.comparison import Evaluation, compare, summarise
 from inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset, models_of, predict_model
 from inference.evaluation.here import LoadsHere, MeasuredHere, MeasuringPlan, measure_all
 from ort_analysis.records.kernel_record import ModelRecord
 from ort_analysis.records.reading import read_model_records
+from training.energy.learned import energy_path
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
@@ -58,9 +59,10 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
     failures = Failures()
     if recorded:
         found = MeasuredHere(recorded_models(workspace, paths, dims or {}, fitted, run_mode, failures, static), "recorded")
+        with_energy = energy_path(predictor_folders(workspace)[name]).is_file()
         for model in found.models:  # recorded samples are of a host at about its usual pace
             model.host_pace = USUAL if counts(fitted.composition, run_mode) else None
-            predict_model(model, name, run_mode, workspace, force, failures)
+            predict_model(model, name, run_mode, workspace, force, failures, with_energy)
     else:
         if not is_here(fitted.target):
             here = [local.name for local in local_targets()]

@@ -15,9 +15,10 @@ from benchmark.measuring.blocks import describe_load
 from benchmark.records.blocks import Block
 from benchmark.records.files import read_journal
 from benchmark.records.host_pace import paced_rows
+from benchmark.records.labels import ENERGY
 from benchmark.records.measurement import Measurement
 from benchmark.records.tables import model_rows, model_sessions
-from inference.core.prediction import predict
+from inference.core.prediction import predict, predict_energy
 from inference.core.sources import record_of
 from ort_analysis.graph.recording import crashed
 from ort_analysis.graph.source import own_sizes
@@ -33,6 +34,7 @@ from utils.processes import each_in_a_process
 if TYPE_CHECKING:
     from graph_model.simulation.sharing import CoRunner
     from inference.core.answers import Prediction
+    from inference.core.energy import EnergyPrediction
     from inference.core.host_pace import HostPace
     from inference.core.run_modes import RunMode
 
@@ -44,7 +46,7 @@ IDLE_BELOW = 0.02  # share of the time: counters of an idle GPU are not exactly 
 class EvaluatedModel:
     """One model to evaluate: its record, its file if it is to run, what else runs (by metrics, and by the sharing probe), the
     host pace for its prediction (as for `predict`), and the results. A model that `failed` is left out. `probes_us`: time of
-    the host probe during each session."""
+    the host probe during each session. `energies_j`: of a run, measured soundly in sessions; `energy`: the predicted one."""
 
     record: ModelRecord
     path: Path | None = None
@@ -59,6 +61,8 @@ class EvaluatedModel:
     memory_mib: float | None = None
     canaries: list[float] = field(default_factory=list)
     probes_us: list[float] = field(default_factory=list)
+    energies_j: list[float] = field(default_factory=list)
+    energy: EnergyPrediction | None = None
     failed: bool = False
 
     @property
@@ -160,6 +164,10 @@ def models_in_dataset(folder: Path, records: Mapping[str, ModelRecord], metrics:
     if held_up:
         log.warning("%d latencies from a disturbed host are left out; the collector measures them again", len(held_up))
     measured: dict[tuple[str, tuple[float, str], str], list[tuple[Block, Measurement]]] = defaultdict(list)
+    energies_j: dict[str, list[float]] = defaultdict(list)
+    for session in sessions:
+        if (of_runs := session.labels.get(ENERGY)) and label == "latency" and of_runs.status == "ok" and not of_runs.error:
+            energies_j[session.model] += of_runs.quantities["energy_j"]
     for place, (model, block, labels) in enumerate(sessions):
         found = labels.get(label)
         if place not in held_up and found and found.status == "ok" and found.samples_ms and model in records:
@@ -169,15 +177,20 @@ def models_in_dataset(folder: Path, records: Mapping[str, ModelRecord], metrics:
         alone = of_model[-1][0].background
         load = {name: alone[name] for name in metrics if name in alone} if level else {}
         models.append(EvaluatedModel(record=records[model], level=level, background=background, load=load,
-                                     samples_ms=[sample for _, found in of_model for sample in found.samples_ms]))
+                                     samples_ms=[sample for _, found in of_model for sample in found.samples_ms],
+                                     energies_j=[] if level else energies_j.get(model, [])))
     return sorted(models, key=lambda model: (model.level, model.background, model.record.model))
 
 
 def predict_model(model: EvaluatedModel, target: str, run_mode: RunMode, workspace: Workspace, force: bool,
-                  failures: Failures) -> None:
-    """Adds the predictions of a model: with look-up, and strict."""
+                  failures: Failures, with_energy: bool = False) -> None:
+    """Adds the predictions of a model: with look-up, and strict; `with_energy` also its energy with look-up, if that was
+    measured."""
     with failures.costing(model.name, model):
         model.with_lookup, model.strict = (
             predict(model.record, target=target, strict=strict, load=model.load, run_mode=run_mode, workspace=workspace,
                     force=force, co_runner=model.co_runner, host_pace=model.host_pace)
             for strict in (False, True))
+        if with_energy and model.energies_j:
+            model.energy = predict_energy(model.record, target=target, run_mode=run_mode, workspace=workspace, force=force,
+                                          host_pace=model.host_pace)

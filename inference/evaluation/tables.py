@@ -17,6 +17,14 @@ def percentile_columns(one: Comparison, others: Sequence[Comparison]) -> dict[st
             for name, error in (("p50 error", one.p50_error), ("p95 error", one.p95_error))}
 
 
+def energy_columns(one: Comparison, others: Sequence[Comparison]) -> dict[str, Any]:
+    """The columns of measured and predicted energy, if any of `others` has both."""
+    if all(other.energy_error is None for other in others):
+        return {}
+    return {"measured (J)": one.measured_energy_j, "predicted (J)": one.predicted_energy_j,
+            "energy error": None if one.energy_error is None else percent(one.energy_error)}
+
+
 def load_columns(one: Comparison | Summary, others: Sequence[Comparison | Summary]) -> dict[str, Any]:
     """The columns that show what else ran, if any of `others` was measured under load."""
     if not any(other.level for other in others):
@@ -35,7 +43,7 @@ def table(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
          "predicted (ms)": c.predicted_ms, "error": percent(c.error),
          **({"rough estimate": "yes" if c.rough_estimate else "no"} if any(other.rough_estimate for other in comparisons)
             else {}),
-         **percentile_columns(c, comparisons), "strict (ms)": c.strict_ms,
+         **percentile_columns(c, comparisons), **energy_columns(c, comparisons), "strict (ms)": c.strict_ms,
          "strict error": percent(c.strict_error), "memory (MiB)": c.predicted_memory_mib,
          "measured (MiB)": c.measured_memory_mib}
         for c in comparisons]
@@ -49,7 +57,8 @@ def summary_table(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
          "worst": f"{e.worst:.1%}",
          **({"p50": f"{s.p50:.1%}", "p95": f"{s.p95:.1%}"} if kind == "looked up" and s.p50 is not None and s.p95 is not None
             else {"p50": None, "p95": None} if any(other.p50 is not None for other in summaries) else {})}
-        for s in summaries for kind, e in (("looked up", s.lookup), ("all predicted", s.strict))]
+        for s in summaries for kind, e in (("looked up", s.lookup), ("all predicted", s.strict),
+                                           *((("energy", s.energy),) if s.energy else ()))]
 
 
 def warned_of(comparisons: Sequence[Comparison]) -> dict[str, list[str]]:

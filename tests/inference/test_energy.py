@@ -1,0 +1,110 @@
+"""Energy on a CPU from the dataset to the evaluator. The energies are made up, as all times of this dataset are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from command import run_script
+from trained_workspace import HELD_OUT, model_ms
+
+from benchmark.records.dataset_writer import write_tables
+from benchmark.records.files import header_path, journal_path, read_header, read_journal
+from benchmark.records.measurement import Measurement
+from inference import Predictor, predict_energy
+from ort_analysis.records.kernel_record import ModelRecord
+from ort_analysis.records.reading import read_model_records
+from training.energy.learned import energy_path
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import flavour_of, local_target
+from utils.paths import Workspace
+
+TARGET = local_target("cpu").name
+IDLE_W, RUNNING_W, J_PER_GB = 20.0, 30.0, 0.2
+
+
+def energy_j(record: ModelRecord) -> float:
+    kernels = [record.kernel_of(node) for node in record.nodes]
+    gb = sum(kernel.bytes_read + kernel.bytes_written for kernel in kernels) / 1e9
+    return (IDLE_W + RUNNING_W) * model_ms(record) / 1e3 + J_PER_GB * gb
+
+
+def measurement(record: ModelRecord, doubt: str = "") -> Measurement:
+    found, run_ms = energy_j(record), model_ms(record)
+    quantities = {"energy_j": found, "power_w": 1e3 * found / run_ms, "idle_w": IDLE_W, "window_s": 3.0, "runs": 3e3 / run_ms}
+    return Measurement(subject="model", id=record.model, label="energy", context=record.model, place="alone", error=doubt,
+                       samples_ms=(run_ms,), quantities={name: (value,) for name, value in quantities.items()})
+
+
+@pytest.fixture(scope="module")
+def workspace(trained_workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """The trained workspace with the energy of each model, of which one reading is doubtful."""
+    made = Workspace(tmp_path_factory.mktemp("energy") / "workspace")
+    shutil.copytree(trained_workspace.root, made.root)
+    folder, records = made.dataset(TARGET), read_model_records(made, flavour_of("cpu"))
+    blocks = read_journal(folder)
+    energies = tuple(measurement(record, "no sample for 2.00 s" if number == 3 else "")
+                     for number, record in enumerate(records))
+    blocks = [block if block.level else block.model_copy(update={"measurements": (*block.measurements, *energies)})
+              for block in blocks]
+    header = read_header(folder).model_copy(update={"energy": True})
+    files.write_json(header_path(folder), header)
+    files.write_text(journal_path(folder), "".join(block.model_dump_json() + "\n" for block in blocks))
+    write_tables(folder, header, blocks)
+    return made
+
+
+def test_before_anything_is_learned(workspace: Workspace) -> None:
+    assert not energy_path(workspace.predictors(TARGET)).exists()
+    with pytest.raises(UserError, match=r"nothing was learned of its energy; measure .* energy_s: 3 .*fit_energy"):
+        Predictor(workspace, TARGET).energy("anet_c16.onnx")
+
+
+def test_learned_predicted_and_judged(workspace: Workspace) -> None:
+    done = run_script("training/fit_energy.py", "--workspace", workspace.root, "--json")
+    assert done.returncode == 0, done.stderr
+    learned = json.loads(done.stdout)[TARGET]
+    assert HELD_OUT not in {model["group"] for model in learned["models"]}
+    assert len(learned["models"]) == 17  # of 18, one reading is doubtful
+    assert learned["left_out"]["mape"] < 0.02
+
+    record = next(one for one in read_model_records(workspace, flavour_of("cpu")) if one.model == "bnet_c32")
+    found = predict_energy("bnet_c32.onnx", target=TARGET, workspace=workspace)
+    assert found.energy_j == pytest.approx(energy_j(record), rel=0.05)
+    assert found.energy_per_item_j == found.energy_j / 2
+    assert found.interval_j[0] < energy_j(record) < found.interval_j[1]
+    assert found.rough_estimate  # the energy was learned from 17 models, too few to say how far it may be off
+    assert found.interval_j[1] >= 2 * found.energy_j
+
+    done = run_script("inference/predict_model_latency.py", "--workspace", workspace.root, "--target", TARGET, "--model",
+                      "dynnet.onnx", "--dim", "batch=1,4,16", "--energy", "--json")
+    curve = [one["energy"] for one in json.loads(done.stdout)]
+    assert [one["batch"] for one in curve] == [1, 4, 16]
+    assert curve[0]["energy_j"] < curve[1]["energy_j"] < curve[2]["energy_j"]
+
+    done = run_script("evaluator.py", "--workspace", workspace.root, "--target", TARGET, "--recorded", "--json")
+    assert done.returncode == 0, done.stderr
+    judged = json.loads(done.stdout)
+    idle = {one["model"]: one for one in judged["comparisons"] if one["level"] == 0}
+    assert idle["bnet_c32"]["measured_energy_j"] == pytest.approx(energy_j(record), rel=1e-6)
+    assert idle["bnet_c32"]["energy_error"] == pytest.approx(
+        idle["bnet_c32"]["predicted_energy_j"] / idle["bnet_c32"]["measured_energy_j"] - 1)
+    assert sum("energy_error" in one for one in judged["comparisons"]) == len(idle) - 1  # idle ones, without the doubtful one
+    [summary] = [one for one in judged["summaries"] if one["group"] == "all models" and one["level"] == 0]
+    assert (summary["energy"]["count"], summary["energy"]["mape"] < 0.05) == (len(idle) - 1, True)
+    table = run_script("evaluator.py", "--workspace", workspace.root, "--target", TARGET, "--recorded").stdout
+    assert "measured (J)\tpredicted (J)\tenergy error" in table
+    assert "\tenergy\t" in table
+
+
+def test_energy_next_to_other_work_is_refused(workspace: Workspace, tmp_path: Path) -> None:
+    busy = tmp_path / "busy.json"
+    files.write_json(busy, {"DCGM_FI_DEV_CPU_UTIL_TOTAL": 0.5})
+    done = run_script("inference/predict_model_latency.py", "--workspace", workspace.root, "--target", TARGET, "--model",
+                      "anet_c16.onnx", "--metrics", busy, "--energy")
+    assert "--energy is of a device that does nothing else" in done.stderr
+    with pytest.raises(UserError, match="energy is predicted for a device that does nothing else"):
+        Predictor(workspace, TARGET).energy("anet_c16.onnx", load={"DCGM_FI_DEV_CPU_UTIL_TOTAL": 0.5})

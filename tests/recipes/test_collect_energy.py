@@ -1,0 +1,40 @@
+"""The recipe that measures energy on a GPU: what it names exists, and its configs can be read. The GPU is not needed here."""
+
+from __future__ import annotations
+
+import re
+from typing import cast
+
+import torchvision
+import yaml
+
+from benchmark.collecting.config import CollectorConfig
+from benchmark.measuring.power import WINDOW_S
+from model_zoo.exporting.zoo_config import read_zoo_config
+from utils.config import read_config
+from utils.paths import ROOT
+
+RECIPE = ROOT / "recipes" / "h200"
+
+
+def named(variable: str) -> list[str]:
+    """The models in a variable of the script."""
+    script = (RECIPE / "collect_energy.sh").read_text(encoding="utf-8")
+    return cast("re.Match[str]", re.search(rf'^{variable}="([^"]*)"', script, re.MULTILINE))[1].split()
+
+
+def test_the_models_are_torchvisions_and_the_pools() -> None:
+    pool = yaml.safe_load((ROOT / "model_zoo" / "pool.yaml").read_text(encoding="utf-8"))
+    for variable, collection in (("timm", "timm"), ("timm_fp16", "timm"), ("transformers", "transformers")):
+        listed = {name for names in pool[collection].values() for name in names}
+        assert named(variable)
+        assert set(named(variable)) <= listed
+    assert set(named("torchvision")) <= set(torchvision.models.list_models(torchvision.models))
+
+
+def test_its_windows_are_long_enough_and_batches_are_left_open() -> None:
+    config = read_config(RECIPE / "collect_energy.yaml", CollectorConfig)
+    assert config.energy_s >= WINDOW_S
+    assert config.levels == (0.0,)
+    [export] = read_zoo_config(RECIPE / "model_zoo_energy.yaml").exports()
+    assert export.stem == "resnet50"  # one file for all batch sizes
