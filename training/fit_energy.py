@@ -52,7 +52,9 @@ def fit_target(workspace: Workspace, target: str, folder: Path) -> EnergyModel:
 
 def coefficient_rows(found: EnergyModel) -> list[dict[str, Any]]:
     """One row per coefficient, with its unit."""
-    return [{"what": "idle power", "value": found.idle_w, "unit": "W"}, *(
+    checked = [] if found.agreement is None else [
+        {"what": "measured: integral of power over the energy counter", "value": found.agreement, "unit": "ratio"}]
+    return [*checked, {"what": "idle power", "value": found.idle_w, "unit": "W"}, *(
         {"what": name, "value": value, "unit": UNITS[kind_of_work(name)]}
         for name, value in sorted(found.coefficients.items()))]
 

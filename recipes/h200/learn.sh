@@ -74,6 +74,8 @@ part_ship() {
     [ -f "$learned/$file" ] || { echo "$learned/$file is missing; run: recipes/h200/learn.sh $out learn sharing" >&2; exit 1; }
   done
   mkdir -p "$shipped"
+  # energy is learned from measurements of its own (collect_energy.sh), and stays
+  if [ -f "$shipped/energy.json" ] && [ ! -f "$learned/energy.json" ]; then cp "$shipped/energy.json" "$learned/"; fi
   rm -rf "${shipped:?}"/*
   cp -r "$learned"/* "$shipped/"
   if [ -f "$out/figures/operators.md" ]; then cp "$out/figures/operators.md" docs/operators.md; fi

@@ -24,6 +24,9 @@ CANDIDATES = {  # what explains the energy beyond idle power, by name
 }
 SHRINK = 1e-3  # penalty of a share's square: kinds of work that always come together share the energy
 LEAST_MODELS = 5
+# Of the idle readings. A device draws more for a while after it worked: H200s between two blocks of measurements, idle for some
+# tenths of a second, drew 125 to 195 W (medians of six). What they draw beyond the lowest readings is learned with the runs.
+IDLE_QUANTILE = 0.1
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,18 @@ def matrix(works: Sequence[Mapping[str, float]], names: Sequence[str]) -> Floats
     return np.array([[work.get(name, 0.0) for name in names] for work in works], dtype=float).reshape(len(works), len(names))
 
 
+def idle_power_w(models: Sequence[MeasuredEnergy]) -> float:
+    """The idle power on which the energy of runs builds: a low quantile of the readings."""
+    return float(np.quantile([model.idle_w for model in models], IDLE_QUANTILE))
+
+
 def fit_coefficients(models: Sequence[MeasuredEnergy], names: Sequence[str]) -> Floats:
     """The coefficients, none negative, with the smallest squares of relative errors of the models' energies.
 
     Columns are scaled to the same mean share of the energy, so that the penalty does not depend on units.
     """
     energy_j = np.array([model.energy_j for model in models])
-    beyond_idle = 1.0 - np.array([model.idle_w * model.run_ms / 1e3 for model in models]) / energy_j
+    beyond_idle = 1.0 - idle_power_w(models) * np.array([model.run_ms / 1e3 for model in models]) / energy_j
     shares = matrix([model.work for model in models], names) / energy_j[:, None]
     scale = shares.mean(axis=0)
     scale[scale == 0.0] = 1.0
@@ -88,7 +96,7 @@ def fit_energy(target: str, models: Sequence[MeasuredEnergy], models_sha256: str
         raise UserError(f"{target}: {len(models)} models with a sound measured energy; it takes {LEAST_MODELS} or more")
     tried = [_try(name, kinds, models) for name, kinds in CANDIDATES.items()]
     best = min(tried, key=lambda one: one.candidate.fit_mape if one.candidate.cv_mape is None else one.candidate.cv_mape)
-    idle_w = float(np.median([model.idle_w for model in models]))
+    idle_w = idle_power_w(models)
     measured_j = np.array([model.energy_j for model in models])
     predicted_j = best.held_out_j
     left_out = interval = None
@@ -123,7 +131,7 @@ def _predicted(works: Sequence[Mapping[str, float]], coefficients: Mapping[str, 
 
 def _fitted(models: Sequence[MeasuredEnergy], kinds: Sequence[str]) -> Callable[[Sequence[Mapping[str, float]]], Floats]:
     """A function that predicts the energy of runs, from what these models show."""
-    names, idle_w = _names(models, kinds), float(np.median([model.idle_w for model in models]))
+    names, idle_w = _names(models, kinds), idle_power_w(models)
     coefficients = dict(zip(names, fit_coefficients(models, names).tolist(), strict=True))
     return lambda works: _predicted(works, coefficients, idle_w)
 

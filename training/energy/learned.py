@@ -47,7 +47,7 @@ class EnergyModel(Frozen):
     """`energy.json`: what a run takes of a target's energy.
 
     Attributes:
-        idle_w: the device's power with a session open and nothing running.
+        idle_w: the device's power with a session open and nothing running: a low quantile of the readings.
         coefficients: by kind of work (training/energy/work.py), in the unit that UNITS says; those that are 0 are left out.
         learned_from: the work in use that the models of the fit had, by name. A run with other work is a guess in that part.
         kind: the candidate in use.
