@@ -30,6 +30,7 @@ def input_shape(kernel: Kernel) -> str:
 GPU_COLUMNS = ("gpu_launches", "gpu_kernels")
 ENERGY_QUANTITIES = ("energy_j", "counter_j", "power_w", "idle_w", "window_s", "runs")  # of a model's label `energy`
 ENERGY_COLUMNS = ("energy_ms", *ENERGY_QUANTITIES[:4], "energy_s", "energy_runs", "energy_doubts")
+SLOWER = 1.3  # runs for the energy may take so many times as long as for the latency: a device that works for long gets warm
 KERNEL_COLUMNS = ("Level", "Background", "Machine", "Context", "Models", "Canary_ms", "Drift", "Runs", "Started", "Ended",
                   "Status", "Error", "Groups")
 
@@ -152,11 +153,23 @@ def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
     return found
 
 
-def energy_columns(measured: Measurement) -> dict[str, Any]:
+def energy_doubts(measured: Measurement, latency: Measurement) -> str:
+    """What is doubtful about a model's energy: what its measurement says, and whether its runs took much longer than those of
+    its latency, since other work then ran meanwhile and took energy too. "" for a sound one."""
+    doubts = [measured.error] if measured.error else []
+    if latency.samples_ms and measured.samples_ms:
+        slower = float(np.median(measured.samples_ms) / np.median(latency.samples_ms))
+        if slower > SLOWER:
+            doubts.append(f"its runs took {slower:.1f} times as long as for its latency")
+    return "; ".join(doubts)
+
+
+def energy_columns(measured: Measurement, latency: Measurement) -> dict[str, Any]:
     """What a model's row says of its energy: J of a run (by the integral of power, and by the counter), W, and s."""
     found = {name: measured.quantities[name][0] for name in ENERGY_QUANTITIES if name in measured.quantities}
     renamed = {"window_s": "energy_s", "runs": "energy_runs"}
-    return {renamed.get(name, name): value for name, value in found.items()} | {"energy_doubts": measured.error}
+    return {renamed.get(name, name): value for name, value in found.items()} | {
+        "energy_doubts": energy_doubts(measured, latency)}
 
 
 def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -180,7 +193,7 @@ def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> l
             if label != "latency" and other.status == "ok":
                 row[f"{label}_ms"] = round(float(np.median(other.samples_ms)), 6)
                 if label == ENERGY:
-                    row |= energy_columns(other)
+                    row |= energy_columns(other, m)
                 if other.launches is not None:
                     row["gpu_launches"] = other.launches
         rows.append(row)

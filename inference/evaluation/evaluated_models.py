@@ -17,7 +17,7 @@ from benchmark.records.files import read_journal
 from benchmark.records.host_pace import paced_rows
 from benchmark.records.labels import ENERGY
 from benchmark.records.measurement import Measurement
-from benchmark.records.tables import model_rows, model_sessions
+from benchmark.records.tables import energy_doubts, model_rows, model_sessions
 from inference.core.prediction import predict, predict_energy
 from inference.core.sources import record_of
 from ort_analysis.graph.recording import crashed
@@ -166,7 +166,8 @@ def models_in_dataset(folder: Path, records: Mapping[str, ModelRecord], metrics:
     measured: dict[tuple[str, tuple[float, str], str], list[tuple[Block, Measurement]]] = defaultdict(list)
     energies_j: dict[str, list[float]] = defaultdict(list)
     for session in sessions:
-        if (of_runs := session.labels.get(ENERGY)) and label == "latency" and of_runs.status == "ok" and not of_runs.error:
+        if (of_runs := session.labels.get(ENERGY)) and label == "latency" and of_runs.status == "ok" and not (
+                energy_doubts(of_runs, session.labels["latency"])):
             energies_j[session.model] += of_runs.quantities["energy_j"]
     for place, (model, block, labels) in enumerate(sessions):
         found = labels.get(label)

@@ -26,6 +26,7 @@ from benchmark.records.files import DatasetHeader, header_path, model_table_path
 from benchmark.records.labels import ENERGY
 from benchmark.records.measurement import Measurement
 from benchmark.records.reading import read_table
+from benchmark.records.tables import energy_doubts
 from benchmark.runtimes.ort import energy
 from benchmark.runtimes.ort.worker import answer
 from benchmark.runtimes.protocol import Request
@@ -128,6 +129,14 @@ def test_the_table_has_the_energy_only_where_it_was_measured(model: Path, sensor
     assert "too short" in table["energy_doubts"][1]
     assert joined_header(folder, plain).energy  # a later run without energy keeps the columns
     assert read_header(folder).energy
+
+
+def test_runs_that_other_work_slowed_down_are_doubtful() -> None:
+    latency, energy_ = (Measurement(subject="model", id="m", label=label, context="m", place="alone", samples_ms=samples)
+                        for label, samples in (("latency", (0.9, 1.0, 5.0)), (ENERGY, (1.2,))))
+    assert energy_doubts(energy_, latency) == ""
+    slow = energy_.model_copy(update={"samples_ms": (2.5,), "error": "no sample for 2.00 s"})
+    assert energy_doubts(slow, latency) == "no sample for 2.00 s; its runs took 2.5 times as long as for its latency"
 
 
 def test_a_model_without_its_energy_is_measured_again(tmp_path: Path) -> None:
