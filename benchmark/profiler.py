@@ -10,7 +10,7 @@ benchmark/convolutions. The command is benchmark/run_profile.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -75,19 +75,21 @@ class UnifiedProfiler:
         check_names([settings.model])
         self._model: ForcedModel | None = None
 
-    def profile(self, folder: Path, model: torch.nn.Module | None = None) -> Totals[ProfileUnit]:
+    def profile(self, folder: Path, model: torch.nn.Module | None = None,
+                instruments: Instruments | None = None) -> Totals[ProfileUnit]:
         """Measures the input sizes that the journal in `folder` lacks, and writes both tables.
 
         Args:
             folder: of the results; made if needed.
             model: in place of the one that the settings name, if that is already built; it is moved to the device.
+            instruments: open ones, for several profiles; by default they are opened for this one.
 
         Raises:
             UserError: the folder holds another profile, another process writes there, or measures on this device.
         """
         settings = self.settings
-        with (sole_writer(folder), measuring(settings.device),
-              open_instruments(settings.device, self._energy_s) as instruments):
+        opened = nullcontext(instruments) if instruments else open_instruments(settings.device, self._energy_s)
+        with sole_writer(folder), measuring(settings.device), opened as by:
             write_settings(folder, settings)
             journal = ResultsJournal(folder, settings.name)
             bench = Bench(settings.device, machine(settings.device).uuid, canary(settings.device), steadiness=self._steadiness)
@@ -98,7 +100,7 @@ class UnifiedProfiler:
                 return [Planned(unit.id, [unit]) for unit in todo]
 
             def time_units(units: Sequence[ProfileUnit], level: float) -> list[Measurement]:
-                found = [measure_profile(unit, self._forced(model), instruments) for unit in units]
+                found = [measure_profile(unit, self._forced(model), by) for unit in units]
                 for whole, *_ in found:
                     log.info("%s", described(whole))
                 return list(chain.from_iterable(found))

@@ -36,7 +36,8 @@ SLOW_FILES = {
     "benchmark/test_stressor.py",
     "inference/test_concurrency.py", "inference/test_evaluator.py", "inference/test_missing_kernels.py",
     "inference/test_no_training.py", "inference/test_prometheus.py", "kernel_model/test_kernel_errors.py",
-    "model_zoo/test_exporter.py", "model_zoo/test_networks.py", "recipes/test_gpu_dataset.py", "recipes/test_pool.py",
+    "model_zoo/test_exporter.py", "model_zoo/test_networks.py", "recipes/test_convolution_table.py",
+    "recipes/test_gpu_dataset.py", "recipes/test_pool.py",
     "recipes/test_same_predictions.py", "test_light_install.py", "test_scripts.py", "test_stopping.py",
     "training/test_ablation.py", "training/test_composition.py", "training/test_training.py",
 }

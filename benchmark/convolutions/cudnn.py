@@ -11,7 +11,7 @@ import functools
 import weakref
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_void_p
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from benchmark.convolutions.algorithms import ON_GPU
 from benchmark.convolutions.shapes import ConvShape, NotSupported
@@ -88,6 +88,11 @@ def _last_error() -> str:
     return text.value.decode(errors="replace").strip()
 
 
+def _free_with(owner: object, function: str, handle: c_void_p) -> None:
+    """Calls cuDNN's `function` on `handle` when `owner` goes; not when Python ends, since CUDA may have ended before."""
+    weakref.finalize(owner, getattr(library(), function), handle).atexit = False
+
+
 class Descriptors:
     """cuDNN's descriptors of one convolution. They are freed with this object.
 
@@ -96,7 +101,6 @@ class Descriptors:
     """
 
     def __init__(self, shape: ConvShape, tf32: bool) -> None:
-        self._kept: list[weakref.finalize[Any, Any]] = []
         self.math = TENSOR_OP_MATH if shape.dtype == "fp16" else DEFAULT_MATH if tf32 else FMA_MATH
         dtype = DTYPES[shape.dtype]
         self.images, self.output = self._made("Tensor"), self._made("Tensor")
@@ -117,7 +121,7 @@ class Descriptors:
     def _made(self, kind: str) -> c_void_p:
         descriptor = c_void_p()
         check(getattr(library(), f"cudnnCreate{kind}Descriptor")(byref(descriptor)))
-        self._kept.append(weakref.finalize(self, getattr(library(), f"cudnnDestroy{kind}Descriptor"), descriptor))
+        _free_with(self, f"cudnnDestroy{kind}Descriptor", descriptor)
         return descriptor
 
     def set_math(self, math: int) -> None:
@@ -145,7 +149,7 @@ class Cudnn:
             check(library().cudnnCreate(byref(self._handle)))
         except NotSupported as error:
             raise UserError(f"cuDNN is not available: {error}") from None
-        self._finalizer = weakref.finalize(self, library().cudnnDestroy, self._handle)
+        _free_with(self, "cudnnDestroy", self._handle)
 
     def use_stream(self) -> None:
         """From now on cuDNN works on torch's current stream."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ class Instruments:
         energy_s: length of the window in which energy is measured, in seconds; 0 for none.
         idle_w: the power of the idle device; None where it is not known.
         no_energy: why there is no energy; "" where there is.
+        energy_of_mixed: whether energy is measured where some layers run by fallback, too.
         traced: whether CUPTI records the CUDA kernels of each layer.
     """
 
@@ -52,6 +53,7 @@ class Instruments:
     energy_s: float = 3.0
     idle_w: float | None = None
     no_energy: str = ""
+    energy_of_mixed: bool = True
     traced: bool = True
 
 
@@ -99,10 +101,11 @@ def _measure(unit: ProfileUnit, forced: ForcedModel, by: Instruments, began: str
             time_runs_ms(run, settings.warmup, by.device)
             samples_ms = time_runs_ms(run, settings.measure, by.device)
             layers_ms = np.array(time_layers_ms(run, forced.layers.values(), settings.measure, by.device)).T
-            quantities, doubts = measure_energy(run, by)
+            mixed = bool(forced.refused) and not by.energy_of_mixed
+            quantities, doubts = ({}, "not asked for: some layers run by fallback") if mixed else measure_energy(run, by)
         traced = trace_layers(forced, run) if by.device == "cuda" and by.traced else []
     facts = _model_facts(unit, forced) | {"output_error": difference, "energy_doubts": doubts}
-    whole = _whole(unit, began, samples_ms=tuple(samples_ms), facts=facts, quantities=quantities)
+    whole = _whole(unit, began, samples_ms=rounded(samples_ms), facts=facts, quantities=quantities)
     return [whole, *(_layer(unit, call, layers[place], began, layers_ms[place], traced[place] if traced else None)
                      for place, call in enumerate(forced.calls))]
 
@@ -154,6 +157,11 @@ def trace_layers(forced: ForcedModel, run: Callable[[], Any]) -> list[GpuRun]:
         return read(record_ranges(run_once, len(forced.calls)))
 
 
+def rounded(samples_ms: Iterable[float]) -> tuple[float, ...]:
+    """Times to the nanosecond; clocks and events are no finer."""
+    return tuple(round(float(sample), 6) for sample in samples_ms)
+
+
 def _whole(unit: ProfileUnit, began: str, **fields: Any) -> Measurement:
     return Measurement(subject=PROFILE, id=unit.id, label="latency", context="alone", place="alone", started=began, ended=now(),
                        **({"facts": _unit_facts(unit)} | fields))
@@ -163,13 +171,13 @@ def _layer(unit: ProfileUnit, call: LayerCall, facts: dict[str, Any], began: str
            traced: GpuRun | None = None) -> Measurement:
     """One call of a layer; a refused one has a status and no times, unless another algorithm ran it."""
     kernels = tuple(work.name for work in traced.work if work.category == KERNEL) if traced else ()
-    quantities = {"cupti_ms": (traced.busy_us / 1e3,)} if traced else {}
+    quantities = {"cupti_ms": rounded([traced.busy_us / 1e3])} if traced else {}
     if traced and call.algorithm:
         facts = facts | {"unexpected_kernels": unexpected(algorithm_named(call.algorithm, unit.settings.device), kernels)}
     failed = call.status != OK and not len(samples_ms)
     return Measurement(
         subject=CONVOLUTION, id=f"{unit.id}.{call.layer}", label="layer", context=unit.id, place="in_model",
-        samples_ms=tuple(map(float, samples_ms)), quantities=quantities, facts=facts | _unit_facts(unit), cuda_kernels=kernels,
+        samples_ms=rounded(samples_ms), quantities=quantities, facts=facts | _unit_facts(unit), cuda_kernels=kernels,
         launches=len(traced.work) if traced else None, status="failed" if failed else "ok",
         error=f"{call.status}: {call.detail}" if failed else "", started=began, ended=now())
 

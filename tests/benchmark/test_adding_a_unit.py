@@ -30,7 +30,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page's code as a file in a folder of its own."""
     (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "adding_a_unit.md").read_text(encoding="utf-8"),
                          re.MULTILINE | re.DOTALL)
-    path = tmp_path_factory.mktemp("unit") / "benchmark" / "run_profile.py"
+    path = tmp_path_factory.mktemp("unit") / "benchmark" / "convolution_times.py"
     path.parent.mkdir()
     path.write_text(code, encoding="utf-8")
     return path
@@ -40,11 +40,11 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def module(script: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The same, imported."""
     monkeypatch.setattr(sys, "path", ["", *sys.path])  # whose first entry it replaces
-    spec = importlib.util.spec_from_file_location("run_profile", script)
+    spec = importlib.util.spec_from_file_location("convolution_times", script)
     assert spec
     assert spec.loader
     found = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "run_profile", found)
+    monkeypatch.setitem(sys.modules, "convolution_times", found)
     spec.loader.exec_module(found)
     return found
 

@@ -1,0 +1,132 @@
+"""The full table of models × convolution algorithms × input sizes, in one process: about 14 minutes on an H200.
+
+Each model is built once, and each combination is profiled as benchmark/run_profile.py does with --fallback, so that every layer
+that can run under an algorithm is timed. Energy is measured only where all layers can. Writes to
+benchmark/results/4_table_b<batch>/<model>_<algorithm>_<gpu>/. Started again, it goes on; with --minutes it begins no
+combination after that time. Prints one row for each model and algorithm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from benchmark.convolutions import gpus
+from benchmark.convolutions.algorithms import DEFAULT, algorithm_named, algorithms_of
+from benchmark.convolutions.listing import MODELS
+from benchmark.convolutions.profile_unit import ProfileSettings
+from benchmark.measuring.bench import Steadiness
+from benchmark.profiler import UnifiedProfiler, open_instruments
+from model_zoo.exporting.torch_models import build, check_names
+from utils import cli
+from utils.fingerprint import machine, resolve_device
+from utils.lazy import torch
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+SIZES = [224, 422, 620, 818, 1016]
+EXAMPLES = """
+python recipes/convolutions/measure_table.py --workspace out/convolutions --minutes 9
+python recipes/convolutions/measure_table.py --workspace out/convolutions --sizes 224 --batch 16 --energy-seconds 0
+python recipes/convolutions/measure_table.py --model alexnet --algorithm default --sizes 64 --device cpu --json
+"""
+AT_ONCE = Steadiness(attempts=1, patience_s=0.0)  # time is short; a block that was unsteady says so
+log = get_logger("convolutions")
+
+
+def combinations(args: argparse.Namespace, device: str) -> Iterator[ProfileSettings]:
+    """What to profile: the models one after another, each under all algorithms.
+
+    Raises:
+        UserError: an unknown model or algorithm.
+    """
+    check_names(args.model or MODELS)
+    described = machine(device).device_name
+    names = args.algorithm or [name for name in algorithms_of(device) if device == "cpu" or name != DEFAULT]
+    chosen = [algorithm_named(name, device) for name in names]
+    for model in args.model or MODELS:
+        for algorithm in chosen:
+            yield ProfileSettings(
+                model=model, algorithm=algorithm.name, gpu=gpus.named(device), device=device, device_name=described,
+                batch=args.batch, dtype=args.dtype, tf32=device == "cuda", fallback=True, warmup=args.warmup,
+                measure=args.measure, input_sizes=tuple(sorted(args.sizes)))
+
+
+def measure(workspace: Workspace, args: argparse.Namespace, device: str) -> list[Path]:
+    """Profiles what is missing; returns the folders of all that were asked for.
+
+    Raises:
+        UserError: an unknown model or algorithm, or another process measures.
+    """
+    until_s = time.monotonic() + 60 * args.minutes
+    folders, built, left = [], "", 0
+    model: torch.nn.Module | None = None
+    asked = list(combinations(args, device))
+    with open_instruments(device, args.energy_seconds) as opened:
+        by = replace(opened, energy_of_mixed=False)
+        for settings in cli.progress(asked, "profiling", len(asked)):
+            folder = workspace.convolution_results / f"4_table_b{settings.batch}" / f"{settings.name}_{settings.gpu}"
+            folders.append(folder)
+            if time.monotonic() > until_s:
+                left += 1
+                continue
+            if built != settings.model:
+                model, built = build(settings.model, settings.dtype, (SIZES[0], SIZES[0])), settings.model
+            UnifiedProfiler(settings, args.energy_seconds, AT_ONCE).profile(folder, model, by)
+    if left:
+        log.warning("the time is over: %d of %d combinations are left; the same command goes on", left, len(asked))
+    return folders
+
+
+def summary_row(folder: Path) -> dict[str, Any] | None:
+    """One combination: how many layers could run and why not the others, and time and energy at each size; None if nothing was
+    measured."""
+    tables = [next(folder.glob(f"*_{kind}.csv"), None) for kind in ("overall", "layers")]
+    if tables[0] is None or tables[1] is None:
+        return None
+    overall, layers = (list(csv.DictReader(path.read_text(encoding="utf-8").splitlines())) for path in tables if path)
+    if not overall:
+        return None
+    reasons = Counter(row["status"] for row in layers if row["status"] != "ok")
+    strange = sum(bool(row["unexpected_kernels"]) for row in layers)
+    row = {"model": overall[0]["model"], "algorithm": overall[0]["algorithm"], "gpu": overall[0]["gpu"],
+           "batch": int(overall[0]["batch"]), "layers": overall[0]["layers"],
+           "not supported": overall[0]["layers_not_supported"], "why": ", ".join(reasons) or None,
+           "other kernels than expected": strange}
+    for one in overall:
+        row[f"{one['input_size']} (ms)"] = float(one["mean"]) if one["mean"] else None
+        row[f"{one['input_size']} (J)"] = float(one["energy_per_inference_j"]) if one["energy_per_inference_j"] else None
+        row[f"{one['input_size']} events/CUPTI"] = float(one["layers_to_cupti"]) if one["layers_to_cupti"] else None
+    return row
+
+
+def main() -> None:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--model", action="append", default=[], help=f"(repeatable; default: {', '.join(MODELS)})")
+    parser.add_argument("--algorithm", action="append", default=[], help="(repeatable; default: all of the device)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--sizes", type=cli.counts, default=SIZES, help=f"input sizes (default: {','.join(map(str, SIZES))})")
+    parser.add_argument("--batch", type=cli.count, default=1, metavar="N", help="(default: 1)")
+    parser.add_argument("--dtype", choices=("fp32", "fp16"), default="fp32")
+    parser.add_argument("--warmup", type=cli.count, default=5, metavar="N", help="(default: 5)")
+    parser.add_argument("--measure", type=cli.count, default=10, metavar="N", help="(default: 10)")
+    parser.add_argument("--energy-seconds", type=float, default=3.0, metavar="S", help="window of energy (default: 3; 0: none)")
+    parser.add_argument("--minutes", type=cli.positive, default=600.0, metavar="M", help="begin nothing after so long")
+    args = parser.parse_args()
+    workspace = cli.start(args, begins=True)
+    folders = measure(workspace, args, resolve_device(args.device))
+    cli.print_rows([row for folder in folders if (row := summary_row(folder))], args.json)
+
+
+if __name__ == "__main__":
+    cli.run(main, kept="what was measured")
