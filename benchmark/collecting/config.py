@@ -52,6 +52,7 @@ class CollectorConfig(Config):
     model_labels: bool = True
     variants: tuple[Variant, ...] | None = None
     energy_s: float = Field(0.0, ge=0)
+    energy_of_kernels: bool = False
     sessions: int = Field(1, ge=1)
     levels: tuple[Level, ...] = Field((0.0, 0.3, 0.6, 0.9), min_length=1)
     stress: StressConfig = StressConfig()

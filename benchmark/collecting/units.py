@@ -8,13 +8,13 @@ from functools import partial
 
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import Crew
-from benchmark.collecting.work import Item, KernelItem, ModelItem, carriers
+from benchmark.collecting.work import Item, KernelItem, ModelItem, carriers, energy_batches
 from benchmark.load.probe_reading import ProbeReading
 from benchmark.measuring.bench import Bench, Steadiness
 from benchmark.measuring.effort import Effort
 from benchmark.measuring.pending import chunks
 from benchmark.metrics.source import MetricSource
-from benchmark.records.labels import GPU_LABEL, IN_MODEL_LABELS
+from benchmark.records.labels import ENERGY, GPU_LABEL, IN_MODEL_LABELS, KERNELS
 from benchmark.records.measurement import Measurement, Place, Status, now
 from benchmark.runtimes.protocol import Reply, Request
 from benchmark.runtimes.worker_client import Worker, WorkerFailed
@@ -59,6 +59,8 @@ class OrtUnits:
             found += [m for item in kernels for m in self.time_alone(item)]
         at_fault = {m.id for m in found if m.status != "ok"}
         sound = [item for item in kernels if item.id not in at_fault]
+        if self.config.energy_s and self.config.energy_of_kernels and not self.level:
+            found += [m for batch in energy_batches(sound, self.device) for m in self.measure_energy(batch)]
         if self.in_model_labels:
             found += [m for group in carriers(sound, self.device)
                       for m in self.time_carrier(group, self.in_model_labels, self.crew.worker)]
@@ -92,6 +94,13 @@ class OrtUnits:
                   for group in carriers(part, self.device, tracers.count)]
         tasks = [partial(self.time_carrier, group, (GPU_LABEL,)) for group in groups]
         return [m for part in tracers.each(tasks) for m in part]
+
+    def measure_energy(self, items: Sequence[KernelItem]) -> list[Measurement]:
+        """Label `energy` of a batch of kernels."""
+        reply, status = ask(self.crew.worker, Request(
+            do="kernels_energy", device=self.device, paths=tuple(str(item.path) for item in items),
+            effort=self.config.kernel.effort(), provider_options=self.target.provider_options, energy_s=self.config.energy_s))
+        return measurements_of(reply, status, KERNELS, f"{len(items)} from {items[0].id}", ENERGY, "alone", "alone")
 
     def time_model(self, item: ModelItem) -> list[Measurement]:
         """A whole model and, if the config says so, its kernels in it."""

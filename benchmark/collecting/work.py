@@ -18,6 +18,7 @@ from utils.paths import Workspace, model_files
 from utils.safe_names import as_file_name
 
 CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # largest memory of one carrier's kernels
+LEAST_IN_BATCH, MOST_IN_BATCH = 4, 16  # kernels whose energy is measured together
 CARRIER_WEIGHTS = 1 << 30  # largest bytes of weights in one carrier: they are in its file, which must stay below 2 GiB
 
 
@@ -114,6 +115,17 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
         models_found.append(ModelItem(model_path, record_path(workspace, target.flavour, record.model), record,
                                       labels=record.group not in held_out))
     return Work(tuple(items), tuple(models_found), tuple(described), index.groups, index.collections)
+
+
+def energy_batches(items: Sequence[KernelItem], device: str) -> list[list[KernelItem]]:
+    """Of each operator and element type, the kernels with the most operations and bytes, as many as fit into memory together;
+    no batch where these are few, since a single kernel's energy can't be measured."""
+    by_class: dict[tuple[str, str], list[KernelItem]] = {}
+    for item in sorted(items, key=lambda item: -item.kernel.flops - item.kernel.bytes_read - item.kernel.bytes_written):
+        if item.kernel.moves_data:
+            by_class.setdefault((item.kernel.op_type, item.kernel.dtype), []).append(item)
+    return [batch for of_class in by_class.values()
+            if len(batch := next(carriers(of_class[:MOST_IN_BATCH], device))) >= LEAST_IN_BATCH]
 
 
 def carriers(items: Sequence[KernelItem], device: str, in_parallel: int = 1) -> Iterator[list[KernelItem]]:

@@ -14,5 +14,6 @@ COLLECT = "python benchmark/collector.py"
 BELOW_BEST = 0.05  # how much slower than at its best the canary may be, beyond the admitted drift
 Variant = Literal["host_io", "cuda_graph"]  # further ways to run a whole model: numpy in and out; captured and replayed
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
+KERNELS = "kernels"  # subject of a batch of kernels whose energy is measured together
 ENERGY = "energy"  # label of a whole model: what a run takes of the device's energy
 DISTURBANCE_ADMITTED = 0.12  # how far the host probe may exceed a good reading; on a disturbed host it does by 0.4

@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Literal
 
+from pydantic import Field
+
 from utils.frozen import Frozen
 from utils.safe_names import FileName
 
@@ -31,6 +33,7 @@ class Measurement(Frozen):
         samples_ms: one per run.
         quantities: further samples by name and unit, e.g. `energy_j` or `power_w`. They need not be one per run.
         facts: what the unit is and how it was run, by name, where its id does not lead to a description elsewhere.
+        members: of a batch of kernels (subject `kernels`): their ids.
         launches: label `gpu`: kernels, copies and fills on the GPU in a run.
         cuda_kernels: label `gpu` of a kernel: their names in order.
         disturbance: of a model on an idle GPU: how much other work slowed the host down meanwhile, a ratio (quiet_host).
@@ -47,6 +50,7 @@ class Measurement(Frozen):
     samples_ms: tuple[float, ...] = ()
     quantities: dict[str, tuple[float, ...]] = {}
     facts: dict[str, str | int | float] = {}
+    members: tuple[str, ...] = Field((), exclude_if=lambda members: not members)
     launches: int | None = None
     cuda_kernels: tuple[str, ...] = ()
     disturbance: float | None = None

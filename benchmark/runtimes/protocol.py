@@ -22,7 +22,8 @@ class Request(Frozen):
             on the GPU for its label `gpu`, `model_trace` for the runs themselves; `model_graph` times it as a CUDA graph;
             `canary` times a fixed piece of work; `sharing_probe` reads for `effort.budget_s` seconds how long tiny work
             waits for other processes; `prepare` loads what the others need, so that none waits for it; `session` times a
-            whole model as the evaluator does.
+            whole model as the evaluator does; `kernels_energy` measures the energy of a batch of built kernels, one run of
+            each after another.
         paths: the files of the kernels, or of the model.
         record: for a model whose kernels get labels, its record.
         dims: for a model, the sizes of its dynamic dimensions.
@@ -31,13 +32,13 @@ class Request(Frozen):
             for `prepare`, `gpu` if it will be asked for; for a session, how it is run: `latency`, `host_io` or `cuda_graph`.
         host: for a model on a GPU, whether the host's dispatch is timed too.
         host_io: for a model, whether runs with numpy arrays in and out are timed too.
-        energy_s: for a model, how long a window its energy is measured in, in seconds; 0: it is not.
+        energy_s: for a model or a batch of kernels, how long a window its energy is measured in, in seconds; 0: it is not.
         watch_host: for a model on an idle GPU, whether only runs on an undisturbed host count.
         turns: the folder of the locks for exclusive GPU access; "" for a worker that shares the GPU with none.
     """
 
     do: Literal["alone", "carrier", "model", "model_labels", "model_gpu", "model_trace", "model_graph", "canary",
-                "sharing_probe", "prepare", "session"]
+                "sharing_probe", "prepare", "session", "kernels_energy"]
     device: str
     effort: Effort
     paths: tuple[str, ...] = ()

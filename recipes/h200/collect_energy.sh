@@ -43,8 +43,9 @@ step torchvision torchvision &
 }
 wait
 step pool_records hase recipes/h200/pool_records.py --device cuda --jobs "$jobs"
-first=$(find "$out/ort_analysis/ort_kernel_record" -name 'squeezenet1_1@batch=1.json' | head -1)
-step build_first hase kernel_model/kernel_builder.py --record "$first"
+# shellcheck disable=SC2046
+step build_some hase kernel_model/kernel_builder.py $(find "$out/ort_analysis/ort_kernel_record" \
+  \( -name 'resnet50@batch=16.json' -o -name 'deit_tiny_patch16_224*@batch=16.json' \) -printf '--record %p ')
 left=$(awk "BEGIN {print $minutes - $SECONDS / 60}")
 step energy hase benchmark/collector.py --config recipes/h200/collect_energy.yaml --minutes "$left"
 tail -3 "$out/energy.log"

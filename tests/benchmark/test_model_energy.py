@@ -15,7 +15,7 @@ from conftest import build_workspace, small_model
 
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.planning import plan
-from benchmark.collecting.work import find_work
+from benchmark.collecting.work import LEAST_IN_BATCH, MOST_IN_BATCH, energy_batches, find_work
 from benchmark.measuring import power
 from benchmark.measuring.effort import Effort
 from benchmark.metrics import power_sensors
@@ -129,6 +129,33 @@ def test_the_table_has_the_energy_only_where_it_was_measured(model: Path, sensor
     assert "too short" in table["energy_doubts"][1]
     assert joined_header(folder, plain).energy  # a later run without energy keeps the columns
     assert read_header(folder).energy
+
+
+def test_kernels_are_measured_in_batches_of_one_operator_and_never_singly(model: Path, sensor: None, tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+    build_workspace(workspace, {f"anet_{channels}": small_model(channels) for channels in (8, 16, 24, 32)})
+    items = find_work(workspace, local_target("cpu"), ()).kernels
+    batches = energy_batches(items, "cpu")
+    assert batches
+    for batch in batches:
+        assert LEAST_IN_BATCH <= len(batch) <= MOST_IN_BATCH
+        assert len({(item.kernel.op_type, item.kernel.dtype) for item in batch}) == 1
+    of_type = {batch[0].kernel.op_type: batch for batch in batches}
+    few = [item for item in items if item.kernel.op_type not in of_type]
+    assert energy_batches(few, "cpu") == []
+    largest = max((item.kernel for item in items if item.kernel.op_type in ("Conv", "FusedConv")), key=lambda one: one.flops)
+    assert largest.id in {item.id for batch in batches for item in batch}
+
+    batch = batches[0]
+    reply = answer(Request(do="kernels_energy", device="cpu", paths=tuple(str(item.path) for item in batch), effort=EFFORT,
+                           energy_s=0.3))
+    [found] = reply.measurements
+    assert (found.subject, found.members) == ("kernels", tuple(item.id for item in batch))
+    (energy_j,), (window_s,), (rounds,) = (found.quantities[name] for name in ("energy_j", "window_s", "runs"))
+    assert energy_j == pytest.approx(90.0 * window_s / rounds, rel=0.01)  # of one run of each
+    again = Measurement.model_validate_json(found.model_dump_json())
+    assert again == found
+    assert "members" not in found.model_copy(update={"members": ()}).model_dump_json()  # journals stay small
 
 
 def test_runs_that_other_work_slowed_down_are_doubtful() -> None:

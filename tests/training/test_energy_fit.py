@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,19 @@ def test_exact_energies_give_the_coefficients() -> None:
     found = dict(zip(names, fit_coefficients(made_up(80, 8), names), strict=True))
     assert found == pytest.approx(TRUE, rel=0.1)  # the penalty takes a little
     assert min(fit_coefficients(made_up(6, 2), names)) >= 0.0  # fewer models than coefficients
+
+
+def test_batches_of_kernels_are_in_the_fit_and_in_no_error() -> None:
+    works = [{**model.work, "busy_s:product": model.work["busy_s:convolution"]} for model in made_up(30, 6)]  # never apart
+    models = [replace(model, work=work, energy_j=true_j(work)) for model, work in zip(made_up(30, 6), works, strict=True)]
+    batches = [MeasuredEnergy(name, name, true_j(work), 1.0, IDLE_W, 10.0, work, is_model=False) for name, work in (
+        ("4 from Conv", {"run_s": 0.01, "busy_s:convolution": 0.009}),
+        ("4 from Gemm", {"run_s": 0.01, "busy_s:product": 0.009}))]
+    alone, together = fit_energy("t", models, "0"), fit_energy("t", [*models, *batches], "0")
+    assert together.left_out is not None
+    assert (len(together.models), together.left_out.count) == (30, 30)
+    wrong = [abs(one.coefficients["busy_s:convolution"] - TRUE["busy_s:convolution"]) for one in (alone, together)]
+    assert wrong[1] < wrong[0]  # models alone share the energy between the two
 
 
 def test_one_family_is_not_held_out_and_few_models_are_refused() -> None:

@@ -41,6 +41,7 @@ class MeasuredEnergy:
         work: of a run, with the measured latency.
         work_left_out: the same with the latency that was predicted with the family held out; None where that is not known.
         agreement: the integral of power over the device's counter; None without a counter.
+        is_model: whether it is a model, and no batch of kernels. Batches are in each fit, and in no error.
     """
 
     model: str
@@ -52,6 +53,7 @@ class MeasuredEnergy:
     work: Mapping[str, float]
     work_left_out: Mapping[str, float] | None = None
     agreement: float | None = None
+    is_model: bool = True
 
 
 class _Tried(NamedTuple):
@@ -86,17 +88,18 @@ def fit_coefficients(models: Sequence[MeasuredEnergy], names: Sequence[str]) -> 
     return np.asarray(found / scale, dtype=float)
 
 
-def fit_energy(target: str, models: Sequence[MeasuredEnergy], models_sha256: str) -> EnergyModel:
+def fit_energy(target: str, measured: Sequence[MeasuredEnergy], models_sha256: str) -> EnergyModel:
     """What a run takes of the target's energy: the candidate that errs least on families that were held out.
 
     Raises:
         UserError: fewer than LEAST_MODELS models.
     """
+    models, batches = ([one for one in measured if one.is_model is wanted] for wanted in (True, False))
     if len(models) < LEAST_MODELS:
         raise UserError(f"{target}: {len(models)} models with a sound measured energy; it takes {LEAST_MODELS} or more")
-    tried = [_try(name, kinds, models) for name, kinds in CANDIDATES.items()]
+    tried = [_try(name, kinds, models, batches) for name, kinds in CANDIDATES.items()]
     best = min(tried, key=lambda one: one.candidate.fit_mape if one.candidate.cv_mape is None else one.candidate.cv_mape)
-    idle_w = idle_power_w(models)
+    idle_w = idle_power_w(measured)
     measured_j = np.array([model.energy_j for model in models])
     predicted_j = best.held_out_j
     left_out = interval = None
@@ -105,10 +108,10 @@ def fit_energy(target: str, models: Sequence[MeasuredEnergy], models_sha256: str
     else:
         left_out = error_statistics(predicted_j.tolist(), measured_j.tolist())
         interval = error_range_of(predicted_j, measured_j, [model.group for model in models])
-    agreements = [model.agreement for model in models if model.agreement is not None]
+    agreements = [model.agreement for model in measured if model.agreement is not None]
     return EnergyModel(
         target=target, idle_w=idle_w, coefficients={name: value for name, value in best.coefficients.items() if value > 0.0},
-        learned_from=_names(models, CANDIDATES[best.candidate.name]), kind=best.candidate.name, left_out=left_out,
+        learned_from=_names(measured, CANDIDATES[best.candidate.name]), kind=best.candidate.name, left_out=left_out,
         left_out_with_latency=_with_latency(models, best), interval=interval,
         agreement=float(np.mean(agreements)) if agreements else None, models_sha256=models_sha256,
         candidates=tuple(one.candidate for one in tried), models=tuple(
@@ -136,18 +139,18 @@ def _fitted(models: Sequence[MeasuredEnergy], kinds: Sequence[str]) -> Callable[
     return lambda works: _predicted(works, coefficients, idle_w)
 
 
-def _try(name: str, kinds: Sequence[str], models: Sequence[MeasuredEnergy]) -> _Tried:
-    """A candidate: fitted to all models, and with each family held out in turn."""
-    measured_j = np.array([model.energy_j for model in models])
-    names, groups = _names(models, kinds), sorted({model.group for model in models})
-    coefficients = dict(zip(names, fit_coefficients(models, names).tolist(), strict=True))
-    fitted_j = _fitted(models, kinds)([model.work for model in models])
+def _try(name: str, kinds: Sequence[str], models: Sequence[MeasuredEnergy], batches: Sequence[MeasuredEnergy]) -> _Tried:
+    """A candidate: fitted to all models and batches of kernels, and with each family of models held out in turn."""
+    measured_j, fitted_to = np.array([model.energy_j for model in models]), [*models, *batches]
+    names, groups = _names(fitted_to, kinds), sorted({model.group for model in models})
+    coefficients = dict(zip(names, fit_coefficients(fitted_to, names).tolist(), strict=True))
+    fitted_j = _fitted(fitted_to, kinds)([model.work for model in models])
     fit_mape = float(np.abs(fitted_j / measured_j - 1.0).mean())
     if len(groups) < 2:
         return _Tried(EnergyCandidate(name=name, cv_mape=None, fit_mape=fit_mape), coefficients, None, None)
     held_out_j, with_latency_j = np.zeros(len(models)), np.full(len(models), np.nan)
     for group in groups:
-        predict = _fitted([model for model in models if model.group != group], kinds)
+        predict = _fitted([one for one in fitted_to if one.group != group], kinds)
         inside = [place for place, model in enumerate(models) if model.group == group]
         held_out_j[inside] = predict([models[place].work for place in inside])
         for place in inside:

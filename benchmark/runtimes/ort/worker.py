@@ -27,7 +27,7 @@ from benchmark.records.labels import GPU_LABEL, UNPROFILED
 from benchmark.records.measurement import Measurement, Place, now
 from benchmark.runtimes.ort.canary import NAME, canary
 from benchmark.runtimes.ort.control_flow import trip_ms
-from benchmark.runtimes.ort.energy import energy_of_model
+from benchmark.runtimes.ort.energy import energy_of_kernels, energy_of_model
 from benchmark.runtimes.ort.host_probe import host_probe
 from benchmark.runtimes.ort.model_profile import counted_runs, plain_runs_ms, profile_model, profile_runs
 from benchmark.runtimes.ort.profile import ProfiledRun, kernel_times_ms, node_spans_ms
@@ -292,7 +292,7 @@ WORK: dict[str, Callable[[Request], Reply]] = {  # each returns the reply, witho
     "alone": time_alone, "carrier": time_carrier, "model": time_model, "model_labels": time_kernels_in_model,
     "model_gpu": time_model_on_gpu, "session": time_session,
     "model_trace": trace_model, "model_graph": time_model_as_graph, "canary": time_canary, "sharing_probe": probe_sharing,
-    "prepare": prepare}
+    "prepare": prepare, "kernels_energy": energy_of_kernels}
 
 
 def answer(request: Request) -> Reply:
