@@ -39,7 +39,7 @@ SLOW_FILES = {
     "model_zoo/test_exporter.py", "model_zoo/test_networks.py", "recipes/test_convolution_table.py",
     "recipes/test_gpu_dataset.py", "recipes/test_pool.py",
     "recipes/test_same_predictions.py", "test_light_install.py", "test_scripts.py", "test_stopping.py",
-    "training/test_ablation.py", "training/test_composition.py", "training/test_training.py",
+    "training/convolutions/test_convolution_choice.py", "training/test_ablation.py", "training/test_composition.py", "training/test_training.py",
 }
 SLOW_TESTS = {  # by file
     "benchmark/test_anatomy.py": ["test_the_real_workers_need_no_record"],

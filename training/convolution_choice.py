@@ -5,11 +5,14 @@ of its convolutions by the library's own choice (cuDNN's on a GPU, torch's on a 
 Then it learns the time of each algorithm from the layers' shapes, leaves out each family of models in turn, lets the
 predictions choose for it, and prints the regret: the time lost against the best measured choice, in per cent.
 
+With --predict it names the best algorithm for each layer of a torchvision model that was not measured, with predicted times.
+
 Writes with --output-dir: best.csv (each layer), gain.csv, regret.csv, and plots (time over input size, layers of a model).
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from training.convolutions.choice import best_rows, by_run, gain_rows, left_out_times, mean_regret, regret_rows
 from training.convolutions.plots import draw_all
 from training.convolutions.table import Case, read_cases, read_table
+from training.convolutions.unmeasured import layer_shapes, predicted_rows
 from utils import cli, files
 from utils.errors import UserError
 from utils.logger import get_logger
@@ -28,6 +32,7 @@ EXAMPLES = """
 python training/convolution_choice.py
 python training/convolution_choice.py --results out/h200/benchmark/results --output-dir out/choice
 python training/convolution_choice.py --model resnet50 --json
+python training/convolution_choice.py --predict resnet34 --input-size 320
 """
 log = get_logger("convolutions")
 Rows = list[dict[str, Any]]
@@ -59,15 +64,40 @@ def write(tables: dict[str, Rows], cases: list[Case], results: Path, folder: Pat
     log.info("written to %s: %s, and %d plots", folder, ", ".join(f"{name}.csv" for name in tables), len(drawn))
 
 
+def predict(cases: list[Case], args: argparse.Namespace) -> Rows:
+    """The layers of the model --predict, with what is predicted of them.
+
+    Raises:
+        UserError: no such model, or measurements of several devices without --gpu.
+    """
+    gpus = sorted({case.gpu for case in cases})
+    if args.gpu not in gpus and (args.gpu or len(gpus) > 1):
+        raise UserError(f"--gpu {args.gpu or ''}: name one of those that were measured: {', '.join(gpus)}")
+    layers = layer_shapes(args.predict, args.input_size, args.batch, args.dtype)
+    rows = predicted_rows([case for case in cases if case.gpu == (args.gpu or gpus[0])], layers)
+    if guessed := sum(row["basis"] == "guess" for row in rows):
+        log.warning("%d of %d layers have a filter, stride or grouping that was not measured: which algorithms can run them is "
+                    "a guess (column basis)", guessed, len(rows))
+    return rows
+
+
 def main() -> None:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--results", type=Path, metavar="DIR", help="folder with tables (default: benchmark/results)")
     parser.add_argument("--model", action="append", default=[], metavar="NAME", help="show this model only (repeatable)")
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="write tables and plots there")
+    parser.add_argument("--predict", metavar="MODEL", help="a torchvision model: the predicted best algorithm of each layer")
+    parser.add_argument("--input-size", type=cli.count, default=224, metavar="PIXELS", help="for --predict (default: 224)")
+    parser.add_argument("--batch", type=cli.count, default=1, metavar="N", help="for --predict (default: 1)")
+    parser.add_argument("--dtype", choices=("fp32", "fp16"), default="fp32", help="for --predict (default: fp32)")
+    parser.add_argument("--gpu", help="for --predict: the device, if several were measured")
     args = parser.parse_args()
     workspace = cli.start(args)
     results = args.results or workspace.convolution_results
     cases = read_cases(results)
+    if args.predict:
+        cli.print_rows(predict(cases, args), args.json)
+        return
     tables = analysed(cases, args.model)
     if args.output_dir is not None:
         write(tables, cases, results, args.output_dir)

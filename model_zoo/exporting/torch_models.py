@@ -65,6 +65,16 @@ def build(name: str, dtype: str, size: tuple[int, int]) -> torch.nn.Module:
     Raises:
         UserError: the model can't be built for this size.
     """
+    torch.manual_seed(SEED)
+    model = bare(name, size)
+    image_size = size if is_sized(name) else (CALIBRATION_SIZE, CALIBRATION_SIZE)
+    make_like_trained(model, lambda: (torch.randn(2, 3, *image_size),))
+    return model.half() if dtype == "fp16" else model
+
+
+def bare(name: str, size: tuple[int, int]) -> torch.nn.Module:
+    """The model as torchvision initialises it, in its device context (`meta`: shapes alone); arguments and errors as of
+    `build`."""
     options: dict[str, Any] = {}
     if name in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": False}
@@ -73,14 +83,10 @@ def build(name: str, dtype: str, size: tuple[int, int]) -> torch.nn.Module:
         if architecture == "vit" and size[0] != size[1]:
             raise UserError(f"{name} takes square images, not {size[0]}x{size[1]}")
         options[SIZED[architecture]] = size[0] if architecture == "vit" else size
-    torch.manual_seed(SEED)
     try:
-        model = torchvision.models.get_model(name, weights=None, **options)
+        return torchvision.models.get_model(name, weights=None, **options)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"{name} can't be built for {size[0]}x{size[1]}: {error}") from None
-    image_size = size if is_sized(name) else (CALIBRATION_SIZE, CALIBRATION_SIZE)
-    make_like_trained(model, lambda: (torch.randn(2, 3, *image_size),))
-    return model.half() if dtype == "fp16" else model
 
 
 def make_like_trained(model: torch.nn.Module, draw_inputs: Callable[[], tuple[torch.Tensor, ...]]) -> None:

@@ -27,6 +27,7 @@ class Case:
         shape: of the convolution.
         tf32: whether TF32 was allowed.
         times_ms: of each algorithm that could run it.
+        refused: the algorithms that could not.
         own: the algorithm that the library itself chose; "" where that was not measured.
         own_ms: its time under the library's choice.
     """
@@ -40,6 +41,7 @@ class Case:
     times_ms: dict[str, float]
     own: str = ""
     own_ms: float | None = None
+    refused: frozenset[str] = frozenset()
 
     @property
     def family(self) -> str:
@@ -93,7 +95,7 @@ def read_cases(folder: Path) -> list[Case]:
         UserError: see `read_table`.
     """
     table = read_table(folder, "layers")
-    table = table[table["median_ms"].notna() & table["in_channels"].notna()]
+    table = table[table["in_channels"].notna()]
     rows: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
     for row in table.itertuples(index=False):
         rows[row.gpu, row.model, row.input_size, row.batch, row.dtype, row.tf32, row.layer].append(row)
@@ -105,7 +107,10 @@ def _case(rows: list[Any]) -> Case:
     first = rows[0]
     times_ms: dict[str, float] = {}
     own, own_ms = "", None
+    refused = frozenset(row.algorithm for row in rows if row.status != "ok")
     for row in rows:
+        if pd.isna(row.median_ms):
+            continue
         if row.algorithm == own_choice(first.gpu):
             own, own_ms = row.ran, float(row.median_ms)
         # layers by fallback are no measurement of the algorithm; on a GPU torch's interface and `guess` are not algorithms
@@ -115,7 +120,8 @@ def _case(rows: list[Any]) -> Case:
         batch=int(first.batch), in_channels=int(first.in_channels), out_channels=int(first.out_channels),
         height=int(first.height), width=int(first.width), kernel=_pair(first.kernel_size), stride=_pair(first.stride),
         padding=_pair(first.padding), dilation=_pair(first.dilation), groups=int(first.groups), bias=False, dtype=first.dtype)
-    return Case(first.gpu, first.model, first.layer, int(first.input_size), shape, bool(first.tf32), times_ms, own, own_ms)
+    return Case(first.gpu, first.model, first.layer, int(first.input_size), shape, bool(first.tf32), times_ms, own, own_ms,
+                refused)
 
 
 def _pair(text: str) -> tuple[int, int]:

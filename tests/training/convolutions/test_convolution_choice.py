@@ -9,13 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from command import printed, run_script
 
+from benchmark.convolutions.engines import TorchEngine
+from benchmark.convolutions.forced import ForcedModel
 from benchmark.convolutions.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL_MORE
 from benchmark.convolutions.shapes import ConvShape
+from model_zoo.exporting.torch_models import build
 from training.convolutions.choice import gain_rows, left_out_times, mean_regret, regret_rows
 from training.convolutions.learned import CONVOLUTION_FEATURES, fit, predict_ms
 from training.convolutions.table import read_cases
+from training.convolutions.unmeasured import layer_shapes, predicted_rows
 from utils import files
 from utils.errors import UserError
 
@@ -132,6 +137,30 @@ def test_the_script(results: Path, tmp_path: Path) -> None:
     assert {row["best"] for row in rows if "_7" in row["layer"]} == {"fft"}
     assert (tmp_path / "vgg16_h200_b1_fp32_times.png").stat().st_size > 5000
     assert (tmp_path / "resnet50_h200_b1_fp32_64_layers.png").stat().st_size > 5000
+
+
+def test_layers_of_a_model_without_a_run_are_those_of_a_run() -> None:
+    """Also where a model is built in a special way."""
+    for name, count in (("squeezenet1_1", 26), ("googlenet", 57)):
+        forced = ForcedModel(build(name, "fp32", (64, 64)), TorchEngine())
+        forced.plan(torch.zeros(2, 3, 64, 64))
+        found = layer_shapes(name, 64, 2, "fp32")
+        assert len(found) == count
+        assert found == [(call.layer, call.shape) for call in forced.calls]
+    with pytest.raises(UserError, match="alexnet at 16x16: "):
+        layer_shapes("alexnet", 16, 1, "fp32")
+
+
+def test_a_model_that_was_not_measured(results: Path) -> None:
+    shapes = [shape_of(12, filter_size, 40) for filter_size in (1, 3, 7, 9)]
+    one, three, seven, nine = predicted_rows(read_cases(results), [(f"conv{shape.kernel[0]}", shape) for shape in shapes])
+    assert (one["best"], one["fft_ms"], one["basis"]) == ("gemm", None, "measured kind")  # fft never ran 1x1
+    assert three["basis"] == "measured kind"
+    assert (seven["best"], nine["best"], nine["basis"]) == ("fft", "fft", "guess")
+    asked = json.loads(printed(SCRIPT, "--results", results, "--predict", "alexnet", "--json"))
+    assert [row["filter"] for row in asked] == ["11x11", "5x5", "3x3", "3x3", "3x3"]
+    assert "--gpu v100: name one of those that were measured: h200" in run_script(
+        SCRIPT, "--results", results, "--predict", "alexnet", "--gpu", "v100").stderr
 
 
 def test_nothing_to_read(tmp_path: Path, results: Path) -> None:
