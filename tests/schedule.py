@@ -32,14 +32,15 @@ SLOW_FIXTURES = {
     "with_host",          # measures kernels and trains
 }
 SLOW_FILES = {
-    "benchmark/convolutions/test_run_profile.py", "benchmark/test_adding_a_unit.py", "benchmark/test_metrics_exporter.py",
-    "benchmark/test_stressor.py",
+    "benchmark/convolutions/test_gpu_path.py", "benchmark/convolutions/test_run_profile.py",
+    "benchmark/test_adding_a_unit.py", "benchmark/test_metrics_exporter.py", "benchmark/test_stressor.py",
     "inference/test_concurrency.py", "inference/test_evaluator.py", "inference/test_missing_kernels.py",
     "inference/test_no_training.py", "inference/test_prometheus.py", "kernel_model/test_kernel_errors.py",
     "model_zoo/test_exporter.py", "model_zoo/test_networks.py", "recipes/test_convolution_table.py",
     "recipes/test_gpu_dataset.py", "recipes/test_pool.py",
     "recipes/test_same_predictions.py", "test_light_install.py", "test_scripts.py", "test_stopping.py",
-    "training/convolutions/test_convolution_choice.py", "training/test_ablation.py", "training/test_composition.py", "training/test_training.py",
+    "training/convolutions/test_convolution_choice.py", "training/test_ablation.py", "training/test_composition.py",
+    "training/test_training.py",
 }
 SLOW_TESTS = {  # by file
     "benchmark/test_anatomy.py": ["test_the_real_workers_need_no_record"],
