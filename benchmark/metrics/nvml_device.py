@@ -11,6 +11,7 @@ from typing import Any
 from utils.fingerprint import gpu_facts
 from utils.lazy import pynvml
 
+POWER_INSTANT = 186  # NVML_FI_DEV_POWER_INSTANT in nvml.h; older versions of pynvml lack the name
 POWER = "DCGM_FI_DEV_POWER_USAGE"  # the metric's name, in W
 
 
@@ -30,7 +31,7 @@ def instant_power_w(gpu: Any) -> float:
     Raises:
         NVMLError: this GPU or its driver does not have the field.
     """
-    [field] = pynvml.nvmlDeviceGetFieldValues(gpu, [pynvml.NVML_FI_DEV_POWER_INSTANT])
+    [field] = pynvml.nvmlDeviceGetFieldValues(gpu, [POWER_INSTANT])
     if field.nvmlReturn != pynvml.NVML_SUCCESS:
         raise pynvml.NVMLError(field.nvmlReturn)
     return field.value.uiVal / 1e3

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 
 from benchmark.measuring import power
@@ -114,13 +115,17 @@ def test_a_sensor_that_fails_meanwhile_is_an_error() -> None:
 # a GPU
 
 
+def test_the_field_is_nvmls() -> None:
+    assert nvml_device.POWER_INSTANT == pynvml.NVML_FI_DEV_POWER_INSTANT
+
+
 class PowerNvml(SimpleNamespace):
     """A pretended pynvml with one GPU of 300 W: this machine may have none."""
 
     class NVMLError(Exception):
         pass
 
-    NVML_SUCCESS, NVML_FI_DEV_POWER_INSTANT = 0, 186
+    NVML_SUCCESS = 0
 
     def __init__(self) -> None:
         super().__init__(instant=0, has_mean=True, has_counter=True, mw=300_000, lost=False)
