@@ -9,8 +9,7 @@ benchmark/convolutions. The command is benchmark/run_profile.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -82,15 +81,15 @@ class UnifiedProfiler:
         Args:
             folder: of the results; made if needed.
             model: in place of the one that the settings name, if that is already built; it is moved to the device.
-            instruments: open ones, for several profiles; by default they are opened for this one.
+            instruments: for several profiles; by default they are opened for this one.
 
         Raises:
             UserError: the folder holds another profile, another process writes there, or measures on this device.
         """
         settings = self.settings
-        opened = nullcontext(instruments) if instruments else open_instruments(settings.device, self._energy_s)
-        with sole_writer(folder), measuring(settings.device), opened as by:
+        with sole_writer(folder), measuring(settings.device):
             write_settings(folder, settings)
+            by = instruments or open_instruments(settings.device, self._energy_s)
             journal = ResultsJournal(folder, settings.name)
             bench = Bench(settings.device, machine(settings.device).uuid, canary(settings.device), steadiness=self._steadiness)
 
@@ -125,20 +124,18 @@ def described(whole: Measurement) -> str:
             f"{np.mean(whole.samples_ms):.3f} ms" + (f", {joules[0]:.4g} J" if joules else ""))
 
 
-@contextmanager
-def open_instruments(device: str, energy_s: float) -> Iterator[Instruments]:
+def open_instruments(device: str, energy_s: float) -> Instruments:
     """What profiles are measured with on `cpu` or `cuda`; without a power sensor a warning says why."""
     if not energy_s:
-        yield Instruments(device, energy_s=0.0, no_energy="not asked for")
-        return
+        return Instruments(device, energy_s=0.0, no_energy="not asked for")
     try:
         sensor = open_power_sensor(device)
     except NoPowerSensor as error:
         log.warning("no energy is measured: %s", error)
-        yield Instruments(device, energy_s=0.0, no_energy=str(error))
-        return
+        return Instruments(device, energy_s=0.0, no_energy=str(error))
     with PowerMonitor(sensor) as monitor:
-        yield Instruments(device, monitor, energy_s, monitor.rest(IDLE_S).mean_w)
+        idle_w = monitor.rest(IDLE_S).mean_w
+    return Instruments(device, sensor, energy_s, idle_w)
 
 
 def canary(device: str) -> Callable[[bool], list[float]]:

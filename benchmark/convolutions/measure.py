@@ -23,6 +23,7 @@ from benchmark.convolutions.profile_unit import ProfileUnit
 from benchmark.convolutions.shapes import NotSupported
 from benchmark.convolutions.timing import time_layers_ms, time_runs_ms, wait_for
 from benchmark.measuring.power import PowerMonitor, energy_of_runs
+from benchmark.metrics.power_sensors import PowerSensor
 from benchmark.records.measurement import Measurement, now
 from benchmark.traces.gpu_trace import KERNEL, GpuRun, in_range, read, record_ranges
 from utils.lazy import torch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 PROFILE, CONVOLUTION = "profile", "convolution"  # subjects: a whole model, and one call of a layer in it
 SEED = 0
+SLOWED = 1.3  # how much slower runs may be while their energy is measured
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Instruments:
 
     Attributes:
         device: `cpu` or `cuda`.
-        monitor: of the device's power, open; None where there is none.
+        sensor: of the device's power; None where there is none. It is read in windows of energy alone, since its thread takes
+            time from the host.
         energy_s: length of the window in which energy is measured, in seconds; 0 for none.
         idle_w: the power of the idle device; None where it is not known.
         no_energy: why there is no energy; "" where there is.
@@ -49,7 +52,7 @@ class Instruments:
     """
 
     device: str
-    monitor: PowerMonitor | None = None
+    sensor: PowerSensor | None = None
     energy_s: float = 3.0
     idle_w: float | None = None
     no_energy: str = ""
@@ -102,7 +105,8 @@ def _measure(unit: ProfileUnit, forced: ForcedModel, by: Instruments, began: str
             samples_ms = time_runs_ms(run, settings.measure, by.device)
             layers_ms = np.array(time_layers_ms(run, forced.layers.values(), settings.measure, by.device)).T
             mixed = bool(forced.refused) and not by.energy_of_mixed
-            quantities, doubts = ({}, "not asked for: some layers run by fallback") if mixed else measure_energy(run, by)
+            quantities, doubts = ({}, "not asked for: some layers run by fallback") if mixed else measure_energy(
+                run, by, float(np.mean(samples_ms)))
         traced = trace_layers(forced, run) if by.device == "cuda" and by.traced else []
     facts = _model_facts(unit, forced) | {"output_error": difference, "energy_doubts": doubts}
     whole = _whole(unit, began, samples_ms=rounded(samples_ms), facts=facts, quantities=quantities)
@@ -128,23 +132,31 @@ def output_difference(forced: ForcedModel, images: Tensor) -> float:
         return relative_error(forced.model(images).float(), expected)
 
 
-def measure_energy(run: Callable[[], Any], by: Instruments) -> tuple[dict[str, tuple[float, ...]], str]:
-    """Energy and power while the model runs again and again, and what is doubtful about them; without a sensor the reason."""
-    if by.monitor is None or not by.energy_s:
+def measure_energy(run: Callable[[], Any], by: Instruments, latency_ms: float) -> tuple[dict[str, tuple[float, ...]], str]:
+    """Energy and power while the model runs again and again, and what is doubtful about them; without a sensor the reason.
+
+    Args:
+        latency_ms: of a run before; much slower ones are a doubt.
+    """
+    if by.sensor is None or not by.energy_s:
         return {}, by.no_energy
 
     def run_to_the_end() -> None:
         run()
         wait_for(by.device)
 
-    found = energy_of_runs(by.monitor, run_to_the_end, by.energy_s)
+    with PowerMonitor(by.sensor) as monitor:
+        found = energy_of_runs(monitor, run_to_the_end, by.energy_s)
     quantities: dict[str, tuple[float, ...]] = {
         "energy_j": (found.energy_j,), "power_w": (found.used.mean_w,), "energy_window_s": (found.used.seconds,)}
     if found.used.agreement is not None:
         quantities["energy_agreement"] = (found.used.agreement,)
     if by.idle_w is not None:
         quantities["idle_power_w"] = (by.idle_w,)
-    return quantities, "; ".join(found.used.doubts)
+    doubts = list(found.used.doubts)
+    if (slower := float(np.mean(found.samples_ms)) / latency_ms) > SLOWED:
+        doubts.append(f"runs took {slower:.2f} times as long as before: other work ran meanwhile")
+    return quantities, "; ".join(doubts)
 
 
 def trace_layers(forced: ForcedModel, run: Callable[[], Any]) -> list[GpuRun]:

@@ -72,17 +72,16 @@ def measure(workspace: Workspace, args: argparse.Namespace, device: str) -> list
     folders, built, left = [], "", 0
     model: torch.nn.Module | None = None
     asked = list(combinations(args, device))
-    with open_instruments(device, args.energy_seconds) as opened:
-        by = replace(opened, energy_of_mixed=False)
-        for settings in cli.progress(asked, "profiling", len(asked)):
-            folder = workspace.convolution_results / f"4_table_b{settings.batch}" / f"{settings.name}_{settings.gpu}"
-            folders.append(folder)
-            if time.monotonic() > until_s:
-                left += 1
-                continue
-            if built != settings.model:
-                model, built = build(settings.model, settings.dtype, (SIZES[0], SIZES[0])), settings.model
-            UnifiedProfiler(settings, args.energy_seconds, AT_ONCE).profile(folder, model, by)
+    by = replace(open_instruments(device, args.energy_seconds), energy_of_mixed=False)
+    for settings in cli.progress(asked, "profiling", len(asked)):
+        folder = workspace.convolution_results / f"4_table_b{settings.batch}" / f"{settings.name}_{settings.gpu}"
+        folders.append(folder)
+        if time.monotonic() > until_s:
+            left += 1
+            continue
+        if built != settings.model:
+            model, built = build(settings.model, settings.dtype, (SIZES[0], SIZES[0])), settings.model
+        UnifiedProfiler(settings, args.energy_seconds, AT_ONCE).profile(folder, model, by)
     if left:
         log.warning("the time is over: %d of %d combinations are left; the same command goes on", left, len(asked))
     return folders

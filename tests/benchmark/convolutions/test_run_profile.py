@@ -25,7 +25,6 @@ from benchmark.convolutions.results import LAYERS, OVERALL, ResultsJournal
 from benchmark.convolutions.shapes import NotSupported
 from benchmark.convolutions.timing import LayerTimer, time_layers_ms, time_runs_ms
 from benchmark.measuring.bench import Steadiness
-from benchmark.measuring.power import PowerMonitor
 from benchmark.metrics.power_sensors import PowerSample, PowerSensor
 from benchmark.profiler import UnifiedProfiler, described
 from benchmark.records.journal import read_blocks
@@ -209,8 +208,7 @@ class PretendedSensor(PowerSensor):
 
 def test_energy_of_a_run(tmp_path: Path, model: torch.nn.Module) -> None:
     forced, (unit,) = ForcedModel(model, TorchEngine()), settings().units
-    with PowerMonitor(PretendedSensor(), every_s=0.005) as monitor:
-        whole, *_ = measure_profile(unit, forced, Instruments("cpu", monitor, 0.2, idle_w=20.0))
+    whole, *_ = measure_profile(unit, forced, Instruments("cpu", PretendedSensor(), 0.2, idle_w=20.0))
     assert whole.quantities["power_w"] == (pytest.approx(50.0),)
     assert whole.quantities["energy_agreement"] == (pytest.approx(1.0),)
     assert whole.quantities["idle_power_w"] == (20.0,)
