@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from training.energy.learned import EnergyModel
 
 ENERGY_VERSION = 1
+ABOVE = 1.1  # times the highest mean power that was measured; more is marked, since a device limits its power
 GUESSED = 1.5  # how far an energy may be off where work of the run is of a kind that no measured model had: a choice
 
 
@@ -31,7 +32,7 @@ class EnergyPrediction(Frozen):
         energy_per_item_j, item_interval_j: of one item of the batch; None without a batch.
         latency_ms: that the energy is for.
         rough_estimate: whether the latency is a rough estimate, or the energy rests on work of a kind that was never measured,
-            or its error on other models is not known.
+            or its error on other models is not known, or the power is above any that was measured.
         warnings: what the reader should know of the energy.
     """
 
@@ -61,21 +62,23 @@ def energy_of(run: PredictedRun, learned: EnergyModel) -> EnergyPrediction:
     """The energy of a predicted run.
 
     Raises:
-        UserError: something else uses the device, so that its energy is not the model's.
+        UserError: something else uses the device, so that its energy is not the model's; or a run takes no time at all.
     """
     prediction = run.prediction
     if prediction.load != "idle" or prediction.under_load is not None:
         raise UserError(f"{prediction.model}: energy is predicted for a device that does nothing else; leave the load out "
                         "(--metrics, --probe, prometheus.url in the config)")
+    if not prediction.latency_ms:
+        raise UserError(f"{prediction.model}: a run takes no time, so there is no energy to predict")
     latency_ms, batch = prediction.latency_ms, prediction.batch
     work = work_of_run(_parts(run), latency_ms)
     energy_j, guessed = learned.run_j(work)
-    of_learned, warnings = _learned_span(learned, guessed)
+    power_w = 1e3 * energy_j / latency_ms
+    of_learned, warnings = _learned_span(learned, guessed, power_w)
     # A latency that is off because kernels are off has the same work in another time.
     low_j, high_j = (learned.run_j(work_of_run(_parts(run, end_ms / latency_ms), end_ms)).energy_j
                      for end_ms in prediction.interval_ms)
     span = joined([of_learned, Span(low_j / energy_j, high_j / energy_j)])
-    power_w = 1e3 * energy_j / latency_ms
     powers = [1e3 * end_j / end_ms / power_w for end_j, end_ms in zip((low_j, high_j), prediction.interval_ms, strict=True)]
     power_span = joined([of_learned, Span(min(powers), max(powers))])
     interval_j = span.low * energy_j, span.high * energy_j
@@ -96,7 +99,7 @@ def _parts(run: PredictedRun, times: float = 1.0) -> list[Part]:
             for node, known in zip(record.nodes, run.run.nodes, strict=True) if not known.on_host]
 
 
-def _learned_span(learned: EnergyModel, guessed: tuple[str, ...]) -> tuple[Span, tuple[str, ...]]:
+def _learned_span(learned: EnergyModel, guessed: tuple[str, ...], power_w: float) -> tuple[Span, tuple[str, ...]]:
     """How far an energy may be off although the latency is right, and what the reader should know about that."""
     spans, warnings = [], []
     if learned.interval is None:
@@ -108,4 +111,9 @@ def _learned_span(learned: EnergyModel, guessed: tuple[str, ...]) -> tuple[Span,
     if guessed:
         spans.append(Span(1.0 / GUESSED, GUESSED))
         warnings.append(f"rough estimate: no model whose energy was measured had work of the kind {', '.join(guessed)}")
+    most_w = max(model.power_w for model in learned.models)
+    if power_w > ABOVE * most_w:
+        spans.append(Span(most_w / power_w, 1.0))
+        warnings.append(f"rough estimate: a mean power of {power_w:.0f} W was predicted, and no model that was measured took "
+                        f"more than {most_w:.0f} W")
     return joined(spans), tuple(warnings)

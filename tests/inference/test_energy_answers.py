@@ -16,7 +16,7 @@ from benchmark.records.measurement import Measurement
 from inference import Predictor, predict_energy
 from ort_analysis.records.kernel_record import ModelRecord
 from ort_analysis.records.reading import read_model_records
-from training.energy.learned import energy_path
+from training.energy.learned import energy_path, read_energy
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import flavour_of, local_target
@@ -98,6 +98,20 @@ def test_learned_predicted_and_judged(workspace: Workspace) -> None:
     table = run_script("evaluator.py", "--workspace", workspace.root, "--target", TARGET, "--recorded").stdout
     assert "measured (J)\tpredicted (J)\tenergy error" in table
     assert "\tenergy\t" in table
+
+
+def test_more_power_than_was_ever_measured_is_marked(workspace: Workspace) -> None:
+    path = energy_path(workspace.predictors(TARGET))
+    learned = read_energy(path.parent)
+    most_w = max(model.power_w for model in learned.models)
+    try:
+        files.write_json(path, learned.model_copy(update={"coefficients": {"run_s": 10 * most_w}}))
+        found = Predictor(workspace, TARGET).energy("anet_c16.onnx")
+    finally:
+        files.write_json(path, learned)
+    assert f"took more than {most_w:.0f} W" in found.warnings[-1]
+    assert found.rough_estimate
+    assert found.power_interval_w[0] < 1.05 * most_w  # what is plausible is in the range
 
 
 def test_energy_next_to_other_work_is_refused(workspace: Workspace, tmp_path: Path) -> None:
