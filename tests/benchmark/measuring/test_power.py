@@ -83,7 +83,7 @@ def test_the_monitor_integrates_what_happened_in_its_window() -> None:
         found = monitor.between(began_s, began_s + 0.2)
     assert found.energy_j == pytest.approx((100.0 + 10.0 * (ran_s + 0.1)) * 0.2, rel=1e-3)
     assert found.agreement == pytest.approx(1.0, abs=1e-3)
-    assert found.samples > 10
+    assert found.samples >= 2
 
 
 def test_runs_share_the_energy_of_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_a_gpus_instant_power_and_counter(fake: PowerNvml) -> None:
     with PowerMonitor(sensor, every_s=0.005) as monitor:
         found = monitor.rest(0.2)
     assert found.mean_w == pytest.approx(300.0)
-    assert found.agreement == pytest.approx(1.0, abs=0.02)
+    assert found.agreement == pytest.approx(1.0, abs=0.1)
 
 
 def test_a_gpu_without_the_field_or_the_counter(fake: PowerNvml) -> None:
