@@ -80,6 +80,14 @@ class Ai3Engine:
         return Plan(lambda images: made.forward(images.contiguous()), self._algorithm)
 
 
+def number_of(algorithm: str) -> int:
+    """cuDNN's number of one of its own algorithms."""
+    number = ON_GPU[algorithm].number
+    if number is None:
+        raise ValueError(f"{algorithm} has no number of cuDNN")
+    return number
+
+
 class CudnnEngine:
     """cuDNN's legacy API: a named algorithm, or its heuristic's first choice.
 
@@ -99,8 +107,7 @@ class CudnnEngine:
         made = Descriptors(shape, self._tf32)
         self._cudnn.use_stream()
         name = self._algorithm.name if self._algorithm.number is not None else self._chosen(made, shape)
-        number = ON_GPU[name].number
-        assert number is not None  # of every algorithm of cuDNN's own
+        number = number_of(name)
         size = self._cudnn.workspace_bytes(made, number)
 
         def run(images: Tensor) -> Tensor:
@@ -112,15 +119,21 @@ class CudnnEngine:
         return Plan(run, name, size)
 
     def _chosen(self, made: Descriptors, shape: ConvShape) -> str:
-        """The first of the heuristic's choices; the descriptors get its math type."""
-        choices = self._cudnn.choices(made)
-        if not choices:
-            raise NotSupported("NO_CHOICE", "cuDNN's heuristic names no algorithm")
-        if self._tf32 or shape.dtype != "fp32":
-            made.set_math(choices[0].math)
-        else:
-            made.set_math(FMA_MATH)
-        return choices[0].algorithm
+        """The first of the heuristic's choices that cuDNN then supports; the descriptors get its math type.
+
+        Raises:
+            NotSupported: there is none.
+        """
+        refused = NotSupported("NO_CHOICE", "cuDNN's heuristic names no algorithm")
+        for algorithm, math in self._cudnn.choices(made):
+            made.set_math(math if self._tf32 or shape.dtype != "fp32" else FMA_MATH)
+            try:
+                self._cudnn.workspace_bytes(made, number_of(algorithm))
+            except NotSupported as error:
+                refused = error
+            else:
+                return algorithm
+        raise refused
 
 
 def engine_of(algorithm: Algorithm, device: str, tf32: bool = True) -> Engine:

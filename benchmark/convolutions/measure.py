@@ -11,7 +11,6 @@ import numpy as np
 
 from benchmark.convolutions.algorithms import algorithm_named, unexpected
 from benchmark.convolutions.forced import (
-    MODEL_TOLERANCE,
     OK,
     ForcedModel,
     LayerCall,
@@ -98,7 +97,7 @@ def _measure(unit: ProfileUnit, forced: ForcedModel, by: Instruments, began: str
     run = partial(forced.model, images)
     with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=settings.tf32):
         difference = output_difference(forced, images)
-        if difference > MODEL_TOLERANCE * forced.tolerance(images):
+        if not difference <= forced.model_tolerance(images):  # NaN is no equal output either
             return [_whole(unit, began, status="failed", error=f"{unit.what}: outputs differ from torch's by {difference:.2g}")]
         with forced.forced():
             time_runs_ms(run, settings.warmup, by.device)

@@ -12,7 +12,8 @@ from benchmark.convolutions import cudnn, engines
 from benchmark.convolutions.algorithms import ON_CPU, ON_GPU
 from benchmark.convolutions.cudnn import Choice, Cudnn, Descriptors, check, library
 from benchmark.convolutions.engines import CudnnEngine, Plan, TorchEngine, ai3_missing, engine_of
-from benchmark.convolutions.forced import INACCURATE, OK, ForcedModel, incompatible, output_error
+from benchmark.convolutions.forced import INACCURATE, MOST_MODEL_TOLERANCE, OK, ForcedModel, incompatible, output_error
+from benchmark.convolutions.measure import output_difference
 from benchmark.convolutions.shapes import NotSupported, shape_of
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
@@ -31,7 +32,7 @@ LAYERS = {
 class PretendedCudnn:
     """Pretends to be cuDNN on a GPU, which is not here: it reads cuDNN's real descriptors, and computes with torch.
 
-    Without workspace; it supports `gemm` only, and guesses it.
+    It supports `gemm` only, its second guess.
     """
 
     def use_stream(self) -> None:
@@ -43,7 +44,7 @@ class PretendedCudnn:
         return 64
 
     def choices(self, made: Descriptors) -> list[Choice]:
-        return [Choice("gemm", cudnn.FMA_MATH)]
+        return [Choice("fft", cudnn.DEFAULT_MATH), Choice("gemm", cudnn.FMA_MATH)]
 
     def forward(self, made: Descriptors, number: int, images: torch.Tensor, weights: torch.Tensor, output: torch.Tensor,
                 workspace: torch.Tensor | None) -> None:
@@ -216,3 +217,17 @@ def test_without_aithree_the_error_names_its_requirements() -> None:
         engine_of(ON_CPU["smm"], "cpu")
 
 
+
+
+def test_a_layer_with_another_ones_plan_is_far_out_of_tolerance() -> None:
+    """Two layers of one shape whose plans are exchanged; noise as of TF32 stays within the tolerance of a model."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))).eval()
+    images = torch.randn(1, 4, 9, 9)
+    forced = ForcedModel(model, TorchEngine())
+    forced.plan(images)
+    assert output_difference(forced, images) == 0.0
+    forced._plans.reverse()
+    assert output_difference(forced, images) > MOST_MODEL_TOLERANCE
+    assert forced.model_tolerance(images) == pytest.approx(0.01)
+    assert forced.model_tolerance(images.half()) == MOST_MODEL_TOLERANCE
