@@ -1,6 +1,6 @@
 """What a profile does on a GPU, with stand-ins for what is not here: cuDNN's handle, CUDA's events, and the kernels.
 
-Descriptors, plans, hooks, ranges of the trace and all that is computed from them are real.
+Descriptors, plans, hooks, ranges of the trace and all that is computed from them are real. The last test needs a real GPU.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torchvision
 from test_forced_convolutions import PretendedCudnn, needs_cudnn
 
 from benchmark.convolutions import engines, measure
-from benchmark.convolutions.algorithms import ON_GPU
-from benchmark.convolutions.engines import CudnnEngine
+from benchmark.convolutions.algorithms import ON_GPU, never_runs, unexpected
+from benchmark.convolutions.engines import CudnnEngine, engine_of
 from benchmark.convolutions.forced import ForcedModel
 from benchmark.convolutions.measure import Instruments, measure_profile
 from benchmark.convolutions.profile_unit import ProfileSettings
 from benchmark.convolutions.results import layer_rows, overall_rows
 from benchmark.traces import gpu_trace
 from benchmark.traces.gpu_trace import GpuRun, GpuWork, Recording
+from utils.fingerprint import has_cuda
 
 
 class Event:
@@ -99,3 +100,21 @@ def test_an_algorithm_that_runs_nothing(fallback: bool, pretended_gpu: list[int]
                            "(features.0 and 25 more): CUDNN_STATUS_NOT_SUPPORTED, not this one")
     assert {m.facts["layer_status"] for m in layers} == {"CUDNN_STATUS_NOT_SUPPORTED"}
     assert not pretended_gpu
+
+
+@pytest.mark.skipif(not has_cuda(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ON_GPU)
+def test_each_algorithm_on_the_gpu(name: str) -> None:
+    """A layer that every algorithm supports runs with torch's output, and launches the CUDA kernels that it should."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(16, 32, 3, padding=1)).cuda().eval()
+    images = torch.randn(2, 16, 32, 32, device="cuda")
+    forced = ForcedModel(model, engine_of(ON_GPU[name], "cuda"))
+    forced.plan(images)
+    (call,) = forced.calls
+    if never_runs(ON_GPU[name], "cuda", torch.cuda.get_device_capability()):
+        assert call.status.startswith("CUDNN_STATUS_NOT_SUPPORTED")
+        return
+    assert (call.status, call.detail) == ("ok", "")
+    (traced,) = measure.trace_layers(forced, lambda: model(images))
+    assert not unexpected(ON_GPU[call.algorithm], [work.name for work in traced.work])
