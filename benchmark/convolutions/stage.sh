@@ -23,7 +23,11 @@ while [ $# -gt 0 ] && [[ $1 != -* && $gpus != *" $1 "* ]]; do # an algorithm of 
   algorithm="$algorithm $1"
   shift
 done
-[[ $# -gt 0 && $1 != -* ]] || { echo "error: ${algorithm##* }: no such GPU; known are:$gpus" >&2; usage; }
+[[ $# -gt 0 && $1 != -* ]] || {
+  [[ $algorithm == *" "* ]] && what="${algorithm##* }: no such GPU" || what="no GPU named"
+  echo "error: $what; known are:$gpus" >&2
+  usage
+}
 gpu=$1
 shift
 

@@ -253,7 +253,7 @@ def test_a_stage_becomes_a_job_with_slurm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["vgg16", "gemm"], "no GPU named"), (["vgg16", "gemm", "a100"], "no GPU named"),
+    (["vgg16", "gemm"], "no GPU named"), (["vgg16", "gemm", "a100"], "a100: no such GPU"),
     (["vgg16", "--batch", "h200"], "usage: 3_full"),
     (["vgg16", "bogus", "h200"], "bogus: no such algorithm on cuda")])
 def test_wrong_words_of_a_stage(words: list[str], said: str, tmp_path: Path) -> None:
