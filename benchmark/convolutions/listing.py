@@ -69,10 +69,10 @@ def _status_row(root: Path, folder: Path) -> dict[str, Any]:
     found = {m.id: m for block in read_blocks(folder / JOURNAL) for m in block.measurements if m.subject == PROFILE}
     ok = sum(m.status == "ok" for m in found.values())
     logs = sorted(folder.glob("*.out"), key=lambda path: path.stat().st_mtime)
-    said = files.read_lines(logs[-1])[-1] if logs and files.read_lines(logs[-1]) else None
+    lines = files.read_lines(logs[-1]) if logs else []
     return {"results": str(folder.relative_to(root)), "state": state_of(settings, ok, len(found)), "measured": ok,
             "failed": len(found) - ok, "left": max(len(settings.input_sizes) - len(found), 0),
-            "last": max((m.ended for m in found.values()), default=None), "log": said}
+            "last": max((m.ended for m in found.values()), default=None), "log": lines[-1] if lines else None}
 
 
 def state_of(settings: ProfileSettings, ok: int, tried: int) -> str:

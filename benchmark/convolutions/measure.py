@@ -23,6 +23,7 @@ from benchmark.convolutions.shapes import NotSupported
 from benchmark.convolutions.timing import time_layers_ms, time_runs_ms, wait_for
 from benchmark.measuring.power import PowerMonitor, energy_of_runs
 from benchmark.metrics.power_sensors import PowerSensor
+from benchmark.records.labels import SLOWDOWN_ADMITTED
 from benchmark.records.measurement import Measurement, now
 from benchmark.traces.gpu_trace import KERNEL, GpuRun, in_range, read, record_ranges
 from utils.lazy import torch
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 PROFILE, CONVOLUTION = "profile", "convolution"  # subjects: a whole model, and one call of a layer in it
 SEED = 0
-SLOWED = 1.3  # how much slower runs may be while their energy is measured
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def measure_energy(run: Callable[[], Any], by: Instruments, latency_ms: float) -
     if by.idle_w is not None:
         quantities["idle_power_w"] = (by.idle_w,)
     doubts = list(found.used.doubts)
-    if (slower := float(np.mean(found.samples_ms)) / latency_ms) > SLOWED:
+    if (slower := float(np.mean(found.samples_ms)) / latency_ms) > SLOWDOWN_ADMITTED:
         doubts.append(f"runs took {slower:.2f} times as long as before: other work ran meanwhile")
     return quantities, "; ".join(doubts)
 

@@ -12,7 +12,7 @@ import numpy as np
 from benchmark.records.blocks import Block
 from benchmark.records.files import DatasetKernel
 from benchmark.records.host_pace import is_undisturbed
-from benchmark.records.labels import DEFAULT_LABELS, ENERGY, GPU_LABEL, LABELS, VARIANTS
+from benchmark.records.labels import DEFAULT_LABELS, ENERGY, GPU_LABEL, LABELS, SLOWDOWN_ADMITTED, VARIANTS
 from benchmark.records.measurement import Measurement
 from benchmark.records.reading import means_add_up
 from ort_analysis.records.kernel_record import Kernel
@@ -30,7 +30,6 @@ def input_shape(kernel: Kernel) -> str:
 GPU_COLUMNS = ("gpu_launches", "gpu_kernels")
 ENERGY_QUANTITIES = ("energy_j", "counter_j", "power_w", "idle_w", "window_s", "runs")  # of a model's label `energy`
 ENERGY_COLUMNS = ("energy_ms", *ENERGY_QUANTITIES[:4], "energy_s", "energy_runs", "energy_doubts")
-SLOWER = 1.3  # runs for the energy may take so many times as long as for the latency: a device that works for long gets warm
 KERNEL_COLUMNS = ("Level", "Background", "Machine", "Context", "Models", "Canary_ms", "Drift", "Runs", "Started", "Ended",
                   "Status", "Error", "Groups")
 
@@ -159,7 +158,7 @@ def energy_doubts(measured: Measurement, latency: Measurement) -> str:
     doubts = [measured.error] if measured.error else []
     if latency.samples_ms and measured.samples_ms:
         slower = float(np.median(measured.samples_ms) / np.median(latency.samples_ms))
-        if slower > SLOWER:
+        if slower > SLOWDOWN_ADMITTED:
             doubts.append(f"its runs took {slower:.1f} times as long as for its latency")
     return "; ".join(doubts)
 

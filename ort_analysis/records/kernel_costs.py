@@ -37,13 +37,14 @@ STEP_FLOPS = 100
 # Operators for which the CUDA provider calls cuDNN or cuBLAS (in its sources: execution plans, cublasGemm… and cublasLt…).
 CONVOLUTION_OPS = {"Conv", "FusedConv", "NhwcConv", "NhwcFusedConv", "ConvTranspose"}
 PRODUCT_OPS = {"MatMul", "FusedMatMul", "TransposeMatMul", "Gemm", "FusedGemm", "Einsum", "Attention", "MultiHeadAttention"}
+REDUCE_OPS = {"ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd",
+              "ReduceSum", "ReduceSumSquare"}
 # Operators that make few numbers from many. The CUDA provider calls cuDNN for pools, most reductions and the normalisation of
 # channels, and has kernels of its own for softmaxes and layers.
-REDUCING_OPS = {
+REDUCING_OPS = REDUCE_OPS | {
     "Softmax", "LogSoftmax", "BiasSoftmax", "LayerNormalization", "SkipLayerNormalization", "SimplifiedLayerNormalization",
     "SkipSimplifiedLayerNormalization", "EmbedLayerNormalization", "BatchNormalization", "InstanceNormalization", "MaxPool",
-    "AveragePool", "GlobalMaxPool", "GlobalAveragePool", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax",
-    "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare"}
+    "AveragePool", "GlobalMaxPool", "GlobalAveragePool"}
 LAUNCHED_INPUTS = 32  # a Concat with more inputs copies tables from the host; up to here the launch carries them
 
 

@@ -14,13 +14,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ort_analysis.records.kernel_costs import REDUCE_OPS
 from ort_analysis.records.kernel_types import operator_of
 from training.kernels.operator_classes import KINDS, PRODUCTS
 
 WEIGHT = 0.1
-REDUCTIONS = frozenset({"ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin",
-                        "ReduceProd", "ReduceSum", "ReduceSumSquare"})
-GROUPS: tuple[frozenset[str], ...] = (PRODUCTS, REDUCTIONS, KINDS["softmax"], KINDS["joint"], KINDS["pool"])
+GROUPS: tuple[frozenset[str], ...] = (PRODUCTS, frozenset(REDUCE_OPS), KINDS["softmax"], KINDS["joint"], KINDS["pool"])
 
 
 def relatives(name: str, types: npt.NDArray[np.str_]) -> frozenset[str]:
