@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmark.convolutions.algorithms import algorithm_named
 from benchmark.convolutions.engines import Engine, engine_of, fallback_of
+from benchmark.convolutions.event_overhead import event_overhead_ms
 from benchmark.convolutions.forced import ForcedModel
 from benchmark.convolutions.measure import Instruments, measure_profile
 from benchmark.convolutions.profile_unit import ProfileSettings, ProfileUnit
@@ -126,16 +127,17 @@ def described(whole: Measurement) -> str:
 
 def open_instruments(device: str, energy_s: float) -> Instruments:
     """What profiles are measured with on `cpu` or `cuda`; without a power sensor a warning says why."""
+    overhead_ms = event_overhead_ms() if device == "cuda" else None
     if not energy_s:
-        return Instruments(device, energy_s=0.0, no_energy="not asked for")
+        return Instruments(device, energy_s=0.0, no_energy="not asked for", event_overhead_ms=overhead_ms)
     try:
         sensor = open_power_sensor(device)
     except NoPowerSensor as error:
         log.warning("no energy is measured: %s", error)
-        return Instruments(device, energy_s=0.0, no_energy=str(error))
+        return Instruments(device, energy_s=0.0, no_energy=str(error), event_overhead_ms=overhead_ms)
     with PowerMonitor(sensor) as monitor:
         idle_w = monitor.rest(IDLE_S).mean_w
-    return Instruments(device, sensor, energy_s, idle_w)
+    return Instruments(device, sensor, energy_s, idle_w, event_overhead_ms=overhead_ms)
 
 
 def canary(device: str) -> Callable[[bool], list[float]]:

@@ -1,4 +1,4 @@
-"""Convolution algorithms by name: which ones a device has, what they are, and which CUDA kernels each should launch.
+"""Convolution algorithms by name: which ones a device has, and what they are.
 
 On a GPU they are cuDNN's (`cudnnConvolutionFwdAlgo_t` in the cuDNN API reference). On a CPU they are torch's own and the two of
 the package aithree, which is imported as `ai3`.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from utils.errors import UserError
@@ -26,36 +25,26 @@ class Algorithm:
         name: with blanks; underscores in file names.
         meaning: in a few words.
         number: cuDNN's; None where cuDNN or torch chooses, and on a CPU.
-        launches: a regular expression that the name of at least one of the CUDA kernels matches; "" where any may run.
-        never: a regular expression that no CUDA kernel's name matches, since it belongs to another algorithm.
     """
 
     name: str
     meaning: str
     number: int | None = None
-    launches: str = ""
-    never: str = ""
 
     @property
     def file_name(self) -> str:
         return self.name.replace(" ", "_")
 
 
-_IMPLICIT = r"implicit|fprop|cutlass|xmma|scudnn|convolve|conv2d_grouped_direct|conv_depthwise"
-_OTHER_DOMAIN = r"fft|winograd"
-
-# The kernels' names are those of cuDNN 8 and 9, which documents none of them: a run that does not fit says so, no more.
 ON_GPU = {one.name: one for one in (
-    Algorithm("direct", "straightforward convolution; cuDNN names it but never implemented it", 3, "direct"),
-    Algorithm("gemm", "a matrix of all windows (im2col), then one matrix product", 2, r"im2col|explicit", _OTHER_DOMAIN),
-    Algorithm("implicit gemm", "a matrix product that reads the windows from the image", 0, _IMPLICIT,
-              _OTHER_DOMAIN + "|im2col"),
-    Algorithm("implicit precomp gemm", "the same with indices that are computed first", 1, _IMPLICIT,
-              _OTHER_DOMAIN + "|im2col"),
-    Algorithm("fft", "products of Fourier transforms of whole images", 4, "fft", "winograd|im2col"),
-    Algorithm("fft tiling", "products of Fourier transforms of tiles", 5, "fft", "winograd|im2col"),
-    Algorithm("winograd", "Winograd's transform in one kernel; 3x3 filters", 6, "winograd", "fft|im2col"),
-    Algorithm("winograd nonfused", "Winograd's transform in several kernels; 3x3 and 5x5 filters", 7, "winograd", "fft|im2col"),
+    Algorithm("direct", "straightforward convolution; cuDNN names it but never implemented it", 3),
+    Algorithm("gemm", "a matrix of all windows (im2col), then one matrix product", 2),
+    Algorithm("implicit gemm", "a matrix product that reads the windows from the image", 0),
+    Algorithm("implicit precomp gemm", "the same with indices that are computed first", 1),
+    Algorithm("fft", "products of Fourier transforms of whole images", 4),
+    Algorithm("fft tiling", "products of Fourier transforms of tiles", 5),
+    Algorithm("winograd", "Winograd's transform in one kernel; 3x3 filters", 6),
+    Algorithm("winograd nonfused", "Winograd's transform in several kernels; 3x3 and 5x5 filters", 7),
     Algorithm(GUESS, "cuDNN's own choice for each layer, by its heuristic"),
     Algorithm(DEFAULT, "what torch runs: cuDNN by its newer interface"),
 )}
@@ -103,12 +92,3 @@ def never_runs(algorithm: Algorithm, device: str, capability: tuple[int, int] | 
     if algorithm.name == "winograd" and capability is not None and capability >= HOPPER:
         return "cuDNN does not support it since Hopper (compute capability 9.0)"
     return ""
-
-
-def unexpected(algorithm: Algorithm, kernels: Iterable[str]) -> str:
-    """What is wrong with the CUDA kernels that a layer launched under `algorithm`; "" if they are what it should launch."""
-    names = list(kernels)
-    if algorithm.launches and not any(re.search(algorithm.launches, name, re.IGNORECASE) for name in names):
-        return f"no kernel of {algorithm.name} among {', '.join(names) or 'none'}"
-    others = [name for name in names if algorithm.never and re.search(algorithm.never, name, re.IGNORECASE)]
-    return f"{algorithm.name} launched {', '.join(others)}" if others else ""

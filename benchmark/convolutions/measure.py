@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmark.convolutions.algorithms import algorithm_named, unexpected
 from benchmark.convolutions.forced import (
     OK,
     ForcedModel,
@@ -18,9 +18,10 @@ from benchmark.convolutions.forced import (
     is_out_of_memory,
     relative_error,
 )
+from benchmark.convolutions.kernel_names import counted
 from benchmark.convolutions.profile_unit import ProfileUnit
 from benchmark.convolutions.shapes import NotSupported
-from benchmark.convolutions.timing import time_layers_ms, time_runs_ms, wait_for
+from benchmark.convolutions.timing import CallTimes, hold, time_layers, time_runs_ms, wait_for
 from benchmark.measuring.power import PowerMonitor, energy_of_runs
 from benchmark.metrics.power_sensors import PowerSensor
 from benchmark.records.labels import SLOWDOWN_ADMITTED
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 PROFILE, CONVOLUTION = "profile", "convolution"  # subjects: a whole model, and one call of a layer in it
 SEED = 0
+AHEAD_OF_TRACE = 3.0  # how long the GPU is held before a layer that is traced, relative to the host's time without tracing
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Instruments:
         no_energy: why there is no energy; "" where there is.
         energy_of_mixed: whether energy is measured where some layers run by fallback, too.
         traced: whether CUPTI records the CUDA kernels of each layer.
+        event_overhead_ms: what a pair of CUDA events adds to the time of a layer between them; None where it is not known.
     """
 
     device: str
@@ -57,6 +60,7 @@ class Instruments:
     no_energy: str = ""
     energy_of_mixed: bool = True
     traced: bool = True
+    event_overhead_ms: float | None = None
 
 
 def measure_profile(unit: ProfileUnit, forced: ForcedModel, by: Instruments) -> list[Measurement]:
@@ -102,14 +106,17 @@ def _measure(unit: ProfileUnit, forced: ForcedModel, by: Instruments, began: str
         with forced.forced():
             time_runs_ms(run, settings.warmup, by.device)
             samples_ms = time_runs_ms(run, settings.measure, by.device)
-            layers_ms = np.array(time_layers_ms(run, forced.layers.values(), settings.measure, by.device)).T
+            layer_times = time_layers(run, forced.layers.values(), settings.measure, by.device)
             mixed = bool(forced.refused) and not by.energy_of_mixed
             quantities, doubts = ({}, "not asked for: some layers run by fallback") if mixed else measure_energy(
                 run, by, float(np.mean(samples_ms)))
-        traced = trace_layers(forced, run) if by.device == "cuda" and by.traced else []
+        host_ms = [call.host_ms for call in layer_times]
+        traced = trace_layers(forced, run, host_ms) if by.device == "cuda" and by.traced else []
+    if by.event_overhead_ms is not None:
+        quantities = quantities | {"event_overhead_ms": (by.event_overhead_ms,)}
     facts = _model_facts(unit, forced) | {"output_error": difference, "energy_doubts": doubts}
     whole = _whole(unit, began, samples_ms=rounded(samples_ms), facts=facts, quantities=quantities)
-    return [whole, *(_layer(unit, call, layers[place], began, layers_ms[place], traced[place] if traced else None)
+    return [whole, *(_layer(unit, call, layers[place], began, layer_times[place], traced[place] if traced else None)
                      for place, call in enumerate(forced.calls))]
 
 
@@ -158,13 +165,27 @@ def measure_energy(run: Callable[[], Any], by: Instruments, latency_ms: float) -
     return quantities, "; ".join(doubts)
 
 
-def trace_layers(forced: ForcedModel, run: Callable[[], Any]) -> list[GpuRun]:
-    """The GPU's work in each call of a convolution, by CUPTI, in one run without hooks."""
+def trace_layers(forced: ForcedModel, run: Callable[[], Any], host_ms: Sequence[float]) -> list[GpuRun]:
+    """The GPU's work in each call of a convolution, by CUPTI, in one run without hooks.
+
+    The GPU is held before each call, as where the calls are timed: kernels that can run side by side then do.
+
+    Args:
+        forced: planned.
+        run: runs its model.
+        host_ms: the host's time of each call.
+    """
     def run_once() -> None:
         run()
         torch.cuda.synchronize()
 
-    with forced.forced(around=in_range):
+    @contextmanager
+    def held_range(number: int) -> Iterator[None]:
+        hold("cuda", AHEAD_OF_TRACE * host_ms[number])
+        with in_range(number):
+            yield
+
+    with forced.forced(around=held_range):
         return read(record_ranges(run_once, len(forced.calls)))
 
 
@@ -178,17 +199,18 @@ def _whole(unit: ProfileUnit, began: str, **fields: Any) -> Measurement:
                        **({"facts": _unit_facts(unit)} | fields))
 
 
-def _layer(unit: ProfileUnit, call: LayerCall, facts: dict[str, Any], began: str, samples_ms: Sequence[float] = (),
+def _layer(unit: ProfileUnit, call: LayerCall, facts: dict[str, Any], began: str, times: CallTimes | None = None,
            traced: GpuRun | None = None) -> Measurement:
     """One call of a layer; a refused one has a status and no times, unless another algorithm ran it."""
-    kernels = tuple(work.name for work in traced.work if work.category == KERNEL) if traced else ()
-    quantities = {"cupti_ms": rounded([traced.busy_us / 1e3])} if traced else {}
-    if traced and call.algorithm:
-        facts = facts | {"unexpected_kernels": unexpected(algorithm_named(call.algorithm, unit.settings.device), kernels)}
-    failed = call.status != OK and not len(samples_ms)
+    kernels = counted(work.name for work in traced.work if work.category == KERNEL) if traced else ()
+    by_cupti = {"cupti_ms": traced.busy_us, "cupti_span_ms": traced.span_us} if traced else {}
+    if times:
+        facts = facts | {"ahead_runs": times.ahead_runs}
+    failed = call.status != OK and not times
     return Measurement(
         subject=CONVOLUTION, id=f"{unit.id}.{call.layer}", label="layer", context=unit.id, place="in_model",
-        samples_ms=rounded(samples_ms), quantities=quantities, facts=facts | _unit_facts(unit), cuda_kernels=kernels,
+        samples_ms=rounded(times.samples_ms if times else ()), facts=facts | _unit_facts(unit), cuda_kernels=kernels,
+        quantities={name: rounded([time_us / 1e3]) for name, time_us in by_cupti.items()},
         launches=len(traced.work) if traced else None, status="failed" if failed else "ok",
         error=f"{call.status}: {call.detail}" if failed else "", started=began, ended=now())
 

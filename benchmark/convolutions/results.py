@@ -5,12 +5,13 @@ Both are derived from the journal in the same folder, `measurements.jsonl`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmark.convolutions.kernel_names import counted, unexpected
 from benchmark.convolutions.measure import CONVOLUTION, PROFILE
 from benchmark.convolutions.profile_unit import REMAKE, VERSION, ProfileSettings
 from benchmark.records.blocks import Block
@@ -22,12 +23,13 @@ from utils.errors import UserError
 SETTINGS, JOURNAL = "profile.json", "measurements.jsonl"
 OVERALL = ("model", "algorithm", "input_size", "mean", "std", "min", "max", "power_mean_w", "energy_per_inference_j")
 OVERALL_MORE = ("batch", "dtype", "tf32", "gpu", "median", "runs", "layers", "layers_not_supported", "layers_ms", "cupti_ms",
-                "layers_to_cupti", "energy_window_s", "energy_to_counter", "idle_power_w", "energy_doubts", "output_error",
-                "unexpected_kernels", "status", "error")
+                "layers_to_cupti", "layers_to_cupti_span", "event_overhead_ms", "late_layers", "energy_window_s",
+                "energy_to_counter", "idle_power_w", "energy_doubts", "output_error", "unexpected_kernels", "status", "error")
 LAYERS = ("layer", "in_channels", "out_channels", "kernel_size", "mean_ms", "percentage")
 LAYERS_MORE = ("model", "algorithm", "input_size", "batch", "dtype", "tf32", "gpu", "ran", "status", "detail", "std_ms",
-               "median_ms", "cupti_ms", "height", "width", "stride", "padding", "dilation", "groups", "flops", "bytes_moved",
-               "workspace_mib", "output_error", "unexpected_kernels", "cuda_kernels")
+               "median_ms", "ahead_runs", "cupti_ms", "cupti_span_ms", "launches", "height", "width", "stride", "padding",
+               "dilation", "groups", "flops", "bytes_moved", "workspace_mib", "output_error", "unexpected_kernels",
+               "cuda_kernels")
 COPIED = ("model", "algorithm", "input_size", "batch", "dtype", "tf32", "gpu")  # facts that are columns
 
 
@@ -122,17 +124,35 @@ def _overall_row(whole: Measurement, layers: Sequence[Measurement]) -> dict[str,
     if not whole.samples_ms:
         return row
     samples = np.array(whole.samples_ms)
-    layers_ms = sum(float(np.mean(m.samples_ms)) for m in layers)
-    traced = [value for m in layers if (value := _mean(m, "cupti_ms")) is not None]
-    unexpected = [str(m.facts["layer"]) for m in layers if m.facts.get("unexpected_kernels")]
+    layers_ms = sum(layer_ms(m, whole) for m in layers)
+    cupti_ms, span_ms = (sum(_mean(m, name) or 0.0 for m in layers) for name in ("cupti_ms", "cupti_span_ms"))
+    strange = [str(m.facts["layer"]) for m in layers if unexpected_kernels(m)]
+    late = [m.facts["ahead_runs"] == 0 for m in layers if "ahead_runs" in m.facts]  # before 2026-11-22 it was not noted
     return row | {
         "mean": _short(samples.mean()), "std": _short(samples.std(ddof=1) if len(samples) > 1 else 0.0),
         "min": _short(samples.min()), "max": _short(samples.max()), "median": _short(np.median(samples)), "runs": len(samples),
         "power_mean_w": _mean(whole, "power_w"), "energy_per_inference_j": _mean(whole, "energy_j"),
         "energy_window_s": _mean(whole, "energy_window_s"), "energy_to_counter": _mean(whole, "energy_agreement"),
-        "layers_ms": _short(layers_ms), "cupti_ms": _short(sum(traced)) if traced else None,
-        "layers_to_cupti": _short(layers_ms / sum(traced)) if sum(traced) else None,
-        "unexpected_kernels": " ".join(unexpected)}
+        "layers_ms": _short(layers_ms), "cupti_ms": _short(cupti_ms) if cupti_ms else None,
+        "layers_to_cupti": _short(layers_ms / cupti_ms) if cupti_ms else None,
+        "layers_to_cupti_span": _short(layers_ms / span_ms) if span_ms else None,
+        "event_overhead_ms": _mean(whole, "event_overhead_ms"), "unexpected_kernels": " ".join(strange),
+        "late_layers": sum(late) if late else None}
+
+
+def layer_ms(layer: Measurement, whole: Measurement, of: Callable[[Sequence[float]], Any] = np.mean) -> float:
+    """The time of a call in ms, without what the events that took it add."""
+    return float(of(layer.samples_ms)) - (_mean(whole, "event_overhead_ms") or 0.0)
+
+
+def unexpected_kernels(layer: Measurement) -> str:
+    """What is wrong with the CUDA kernels of a call; "" if nothing is, or if they were not recorded."""
+    if "cupti_ms" not in layer.quantities:
+        return ""
+    facts = layer.facts
+    whole_windows = {"kernel": 1, "stride": 1, "padding": 0}
+    pointwise = all(facts.get(f"{name}_{side}") == size for name, size in whole_windows.items() for side in "hw")
+    return unexpected(str(facts["ran"]), layer.cuda_kernels, pointwise)
 
 
 def layer_rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
@@ -140,26 +160,27 @@ def layer_rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     rows = []
     for whole in by_size(measurements):
         layers = [m for m in measurements if m.subject == CONVOLUTION and m.context == whole.id]
-        total_ms = sum(float(np.mean(m.samples_ms)) for m in layers if m.samples_ms)
-        rows += [_layer_row(m, total_ms) for m in layers]
+        total_ms = sum(layer_ms(m, whole) for m in layers if m.samples_ms)
+        rows += [_layer_row(m, whole, total_ms) for m in layers]
     return rows
 
 
-def _layer_row(m: Measurement, total_ms: float) -> dict[str, Any]:
+def _layer_row(m: Measurement, whole: Measurement, total_ms: float) -> dict[str, Any]:
     """`percentage` is of the time of all convolutions of the model."""
     facts = m.facts
     row: dict[str, Any] = {name: facts.get(name) for name in (
         *COPIED, "layer", "in_channels", "out_channels", "height", "width", "groups", "flops", "bytes_moved", "ran",
-        "output_error", "unexpected_kernels")}
+        "output_error", "ahead_runs")}
     pairs = (("kernel_size", "kernel"), ("stride", "stride"), ("padding", "padding"), ("dilation", "dilation"))
     row |= {name: f"{facts[f'{key}_h']}x{facts[f'{key}_w']}" for name, key in pairs if f"{key}_h" in facts}
     row |= {"status": facts["layer_status"], "detail": facts["layer_detail"], "cupti_ms": _mean(m, "cupti_ms"),
-            "workspace_mib": _short(float(facts["workspace_bytes"]) / 2**20), "cuda_kernels": "|".join(m.cuda_kernels)}
+            "cupti_span_ms": _mean(m, "cupti_span_ms"), "launches": m.launches, "unexpected_kernels": unexpected_kernels(m),
+            "workspace_mib": _short(float(facts["workspace_bytes"]) / 2**20), "cuda_kernels": "|".join(counted(m.cuda_kernels))}
     if not m.samples_ms:
         return row
-    mean_ms = float(np.mean(m.samples_ms))
+    mean_ms = layer_ms(m, whole)
     return row | {"mean_ms": _short(mean_ms), "percentage": _short(100 * mean_ms / total_ms),
-                  "std_ms": _short(np.std(m.samples_ms)), "median_ms": _short(np.median(m.samples_ms))}
+                  "std_ms": _short(np.std(m.samples_ms)), "median_ms": _short(layer_ms(m, whole, np.median))}
 
 
 def _mean(m: Measurement, quantity: str) -> float | None:

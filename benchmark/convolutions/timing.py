@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from utils.lazy import torch
 
-AHEAD = 1.5  # how long the GPU is held before a run whose layers are timed, relative to the host's time of a run
+AHEAD = 1.5  # how long the GPU is held before a layer that is timed, relative to the host's time of the layer
 CLOCK_KHZ = 2.0e6  # about a GPU's clock; a hold that is a little shorter or longer does no harm
-LONGEST_HOLD_MS = 200.0
+SHORTEST_HOLD_MS, LONGEST_HOLD_MS = 0.05, 20.0  # a layer whose launches fill the GPU's queue is not helped by more
 
 
 def wait_for(device: str) -> None:
@@ -40,6 +42,11 @@ class Stopwatch:
             self._times_s[which] = time.perf_counter()
 
     @property
+    def began(self) -> bool:
+        """Whether a GPU has come to the first moment; False on a CPU, where nothing runs ahead."""
+        return bool(self._events) and bool(self._events[0].query())
+
+    @property
     def ms(self) -> float:
         if self._events:
             return float(self._events[0].elapsed_time(self._events[1]))
@@ -60,17 +67,39 @@ def time_runs_ms(run: Callable[[], Any], count: int, device: str) -> list[float]
     return times_ms
 
 
+@dataclass(frozen=True)
+class LayerTime:
+    """One call of a layer.
+
+    Attributes:
+        ms: the device's time. On a GPU an event before and one after take part of it (`event_overhead_ms`).
+        host_ms: the host's time, from hook to hook.
+        late: the GPU had begun before the host had launched everything, so that it may have waited for the host.
+    """
+
+    ms: float
+    host_ms: float
+    late: bool
+
+
 class LayerTimer:
     """Times every call of some modules by hooks, while it is used in a `with` statement.
 
-    An event takes the GPU a microsecond or two; the host's time between two layers is not in their times. But where the host is
-    slower than the GPU, the GPU waits for it within a layer. `hold` prevents that.
+    Where the host is slower than the GPU, the GPU waits for it within a layer. Holding the GPU before each layer prevents that,
+    if the layer's launches fit into the GPU's queue (about a thousand).
+
+    Args:
+        modules: to be timed.
+        device: `cpu` or `cuda`.
+        holds_ms: for how long the GPU is held before each call of a run, in their order; none by default.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], device: str) -> None:
-        self._modules, self._device = list(modules), device
+    def __init__(self, modules: Iterable[torch.nn.Module], device: str, holds_ms: Sequence[float] = ()) -> None:
+        self._modules, self._device, self._holds_ms = list(modules), device, holds_ms
         self._hooks: list[Any] = []
         self._watches: list[Stopwatch] = []
+        self._began_s = 0.0  # the host's, of the last call
+        self._host: list[tuple[float, bool]] = []  # of each call the host's time in ms, and whether it was late
 
     def __enter__(self) -> Self:
         for module in self._modules:
@@ -84,17 +113,23 @@ class LayerTimer:
         self._hooks.clear()
 
     def _begin(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self._holds_ms:
+            hold(self._device, self._holds_ms[len(self._watches)])
         watch = Stopwatch(self._device)
         self._watches.append(watch)
+        self._began_s = time.perf_counter()
         watch.start()
 
     def _end(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        self._watches[-1].stop()
+        watch = self._watches[-1]
+        watch.stop()
+        self._host.append((1e3 * (time.perf_counter() - self._began_s), watch.began))
 
-    def take_ms(self) -> list[float]:
-        """The time of every call since the last `take_ms`, in the order of the calls. Waits for the device."""
+    def take(self) -> list[LayerTime]:
+        """Every call since the last `take`, in the order of the calls. Waits for the device."""
         wait_for(self._device)
-        taken, self._watches = [watch.ms for watch in self._watches], []
+        taken = [LayerTime(watch.ms, host_ms, late) for watch, (host_ms, late) in zip(self._watches, self._host, strict=True)]
+        self._watches, self._host = [], []
         return taken
 
 
@@ -104,16 +139,37 @@ def hold(device: str, ms: float) -> None:
         torch.cuda._sleep(int(min(ms, LONGEST_HOLD_MS) * CLOCK_KHZ))
 
 
-def time_layers_ms(run: Callable[[], Any], modules: Iterable[torch.nn.Module], count: int, device: str) -> list[list[float]]:
-    """For each of `count` runs the time of each call of `modules`, in ms: on a GPU the GPU's own, since the host is ahead."""
+@dataclass(frozen=True)
+class CallTimes:
+    """What several runs say about one call of a layer.
+
+    Attributes:
+        samples_ms: of the runs in which the host was ahead of the GPU; of all runs where it never was.
+        ahead_runs: in how many it was. With none, the times are partly the host's.
+        host_ms: the host's time of a call.
+    """
+
+    samples_ms: tuple[float, ...]
+    ahead_runs: int
+    host_ms: float
+
+
+def time_layers(run: Callable[[], Any], modules: Iterable[torch.nn.Module], count: int, device: str) -> list[CallTimes]:
+    """Times each call of `modules` in `count` runs: on a GPU by its own clock, since the host is ahead."""
+    modules = list(modules)
     with LayerTimer(modules, device) as timer:
-        began_s = time.perf_counter()
-        run()  # hooks and events are made; how long does the host take?
-        host_ms = 1e3 * (time.perf_counter() - began_s)
-        timer.take_ms()
+        run()  # how long does the host take for each layer?
+        calls = timer.take()
+    holds_ms = [SHORTEST_HOLD_MS + AHEAD * call.host_ms for call in calls]
+    with LayerTimer(modules, device, holds_ms) as timer:
         rows = []
         for _ in range(count):
-            hold(device, AHEAD * host_ms)
             run()
-            rows.append(timer.take_ms())
-        return rows
+            rows.append(timer.take())
+    return [_summed_up(times) for times in zip(*rows, strict=True)]
+
+
+def _summed_up(times: Sequence[LayerTime]) -> CallTimes:
+    ahead = [time.ms for time in times if not time.late]
+    samples_ms = ahead or [time.ms for time in times]
+    return CallTimes(tuple(samples_ms), len(ahead), statistics.median(time.host_ms for time in times))

@@ -13,7 +13,5 @@ mkdir -p "$out"
 hase benchmark/run_profile.py --check-cuda
 hase recipes/convolutions/measure_table.py --sizes 224 --batch 16 --energy-seconds 0 --minutes "$minutes" | tee "$out/table_b16.tsv"
 hase recipes/convolutions/measure_table.py --minutes "$minutes" | tee "$out/table_b1.tsv"
-tar -C "$out/benchmark" --exclude measurements.jsonl --exclude '.*' -cJf "$out/convolutions.tar.xz" results
-tar -C "$out/benchmark" --exclude '*.csv' --exclude '.*' -cJf "$out/convolutions-samples.tar.xz" results
-ls -l "$out"/convolutions*.tar.xz
+hase recipes/convolutions/pack.py
 hase training/convolution_choice.py --output-dir "$out/choice"

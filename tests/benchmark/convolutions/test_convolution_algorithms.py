@@ -1,11 +1,11 @@
-"""Names of convolution algorithms, what their CUDA kernels should be called, and names of devices."""
+"""Names of convolution algorithms, and names of devices."""
 
 from __future__ import annotations
 
 import pytest
 
 from benchmark.convolutions import gpus
-from benchmark.convolutions.algorithms import HOPPER, ON_CPU, ON_GPU, algorithm_named, never_runs, unexpected
+from benchmark.convolutions.algorithms import HOPPER, ON_CPU, ON_GPU, algorithm_named, never_runs
 from benchmark.convolutions.profile_unit import ProfileSettings, even_sizes
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
@@ -40,24 +40,6 @@ def test_which_can_never_run() -> None:
     assert never == {"direct", "winograd"}
     assert {name for name, one in ON_GPU.items() if never_runs(one, "cuda", (8, 9))} == {"direct"}
     assert not [one for one in ON_CPU.values() if never_runs(one, "cpu")]
-
-
-@pytest.mark.parametrize(("name", "kernels", "wrong"), [
-    ("gemm", ["void im2col4d_kernel<float, long>", "sm80_xmma_gemm_f32f32"], ""),
-    ("gemm", ["void implicit_convolve_sgemm<float, 128>"], "no kernel of gemm"),
-    ("implicit gemm", ["void implicit_convolve_sgemm<float, 128>", "elementwise_kernel"], ""),
-    ("implicit precomp gemm", ["sm80_xmma_fprop_implicit_gemm_tf32f32"], ""),
-    ("implicit precomp gemm", ["winograd_nonfused::winogradForwardData4x4"], "no kernel of implicit precomp gemm"),
-    ("winograd nonfused", ["winogradForwardFilter4x4", "winogradForwardData4x4", "volta_sgemm"], ""),
-    ("fft tiling", ["fft2d_r2c_32x32", "cgemm", "fft2d_c2r_32x32"], ""),
-    ("fft", ["volta_scudnn_128x64_relu_interior_nn_v1"], "no kernel of fft"),
-    ("implicit gemm", ["implicit_convolve_sgemm", "fft2d_r2c"], "implicit gemm launched fft2d_r2c"),
-    ("guess", ["anything"], ""),
-])
-def test_the_kernels_that_an_algorithm_should_launch(name: str, kernels: list[str], wrong: str) -> None:
-    found = unexpected(ON_GPU[name], kernels)
-    assert found.startswith(wrong)
-    assert bool(found) == bool(wrong)
 
 
 @pytest.mark.parametrize(("count", "smallest", "largest", "sizes"), [

@@ -23,7 +23,7 @@ from benchmark.convolutions.measure import Instruments, _layer, _layer_facts, me
 from benchmark.convolutions.profile_unit import ProfileSettings
 from benchmark.convolutions.results import LAYERS, OVERALL, ResultsJournal
 from benchmark.convolutions.shapes import NotSupported
-from benchmark.convolutions.timing import LayerTimer, time_layers_ms, time_runs_ms
+from benchmark.convolutions.timing import CallTimes, LayerTimer, time_layers, time_runs_ms
 from benchmark.measuring.bench import Steadiness
 from benchmark.metrics.power_sensors import PowerSample, PowerSensor
 from benchmark.profiler import UnifiedProfiler, described
@@ -173,14 +173,14 @@ def test_layers_are_timed_within_the_run(model: torch.nn.Module) -> None:
     images = torch.randn(1, 3, 64, 64)
     convolutions = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
     with torch.inference_mode():
-        times = np.array(time_layers_ms(lambda: model(images), convolutions, 4, "cpu"))
-        assert times.shape == (4, 26)
-        assert times.min() > 0
+        times = time_layers(lambda: model(images), convolutions, 4, "cpu")
+        assert np.array([call.samples_ms for call in times]).shape == (26, 4)
+        assert all(call.ahead_runs == 4 and call.host_ms > 0 and min(call.samples_ms) > 0 for call in times)
         with LayerTimer(convolutions, "cpu") as timer:
             (whole_ms,) = time_runs_ms(lambda: model(images), 1, "cpu")
-            assert sum(timer.take_ms()) < whole_ms
+            assert sum(call.ms for call in timer.take()) < whole_ms
         model(images)
-        assert not timer.take_ms()  # no hook is left
+        assert not timer.take()  # no hook is left
 
 
 def test_cuda_kernels_of_a_layer(model: torch.nn.Module) -> None:
@@ -190,10 +190,11 @@ def test_cuda_kernels_of_a_layer(model: torch.nn.Module) -> None:
     forced.plan(torch.randn(1, 3, 64, 64))
     call = forced.calls[0]
     traced = GpuRun(9.0, (GpuWork("fft2d_r2c_32x32", 0, 30.0), GpuWork("", 31, 2.0, "gpu_memset"), GpuWork("cgemm", 33, 18.0)))
-    measured = _layer(unit, call, _layer_facts(call) | {"ran": "fft"}, "now", [0.06], traced)
+    measured = _layer(unit, call, _layer_facts(call) | {"ran": "fft"}, "now", CallTimes((0.06,), 1, 0.02), traced)
     assert measured.cuda_kernels == ("fft2d_r2c_32x32", "cgemm")
     assert measured.launches == 3
     assert measured.quantities["cupti_ms"] == (pytest.approx(0.050),)
+    assert measured.quantities["cupti_span_ms"] == (pytest.approx(0.051),)
 
 
 class PretendedSensor(PowerSensor):
