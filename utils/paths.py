@@ -58,6 +58,16 @@ class Workspace:
         return self.root / "benchmark" / "results"
 
     @property
+    def stage_models(self) -> Path:
+        """`onnx_models/` and `ir_models/`: the stages of a graph network. Written and read by profile_stages."""
+        return self.root / "benchmark" / "profiling" / "exported_models"
+
+    @property
+    def stage_results(self) -> Path:
+        """Times and bandwidths of the stages of a graph network. Written by profile_stages; read by plan_stages."""
+        return self.root / "benchmark" / "profiling" / "results"
+
+    @property
     def this_device(self) -> Path:
         """The time that was used to measure this device. Written and read by recipes/this_device."""
         return self.root / "benchmark" / "this_device" / "spent.json"

@@ -1,0 +1,1 @@
+"""Times of the seven stages of a GraphSAGE layer on the processing units of a machine."""
