@@ -2,11 +2,12 @@
 
 Reads the dataset of each target, which was collected with energy_s, the kernel records, the predictors and their composition.
 Writes energy.json into the predictors' folder. energy = idle power · time + Σ coefficient · work; the work is the time of
-kernels by class, their operations by class and element type, the bytes that they move, and launches (training/energy/work.py).
-Coefficients are not negative. Each family of models is held out in turn, and of three combinations the one that errs least is
-used.
+kernels by class, the time in which they fill the device, their operations by class, the bytes that they move, and launches
+(training/energy/work.py). Coefficients are not negative. Each family of models is held out in turn, and the combination that
+errs least is used.
 
-With --predictors, the predictors lie in another folder, such as that of the predictors that come with Hase.
+With --predictors, the predictors lie in another folder, such as that of the predictors that come with Hase. --models also shows
+each model's energy, measured and predicted with its family held out; --markdown writes all of it to a page.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from training.composition.measured_models import models_sha256
 from training.energy.fitting import fit_energy
 from training.energy.learned import EnergyModel, energy_path
 from training.energy.measured import measured_energies
-from training.energy.work import UNITS, kind_of_work
+from training.energy.tables import coefficient_rows, error_rows, model_rows, page
 from training.kernels.predictors import read_predictors
 from training.kernels.targets import Show, for_each_target, trained_targets
 from utils import cli, files
 from utils.logger import get_logger
 from utils.paths import Workspace
-from utils.timing import ErrorStatistics
 
 log = get_logger("energy")
 EXAMPLES = """
@@ -50,31 +50,19 @@ def fit_target(workspace: Workspace, target: str, folder: Path) -> EnergyModel:
     return fit_energy(target, models, models_sha256(workspace, target))
 
 
-def coefficient_rows(found: EnergyModel) -> list[dict[str, Any]]:
-    """One row per coefficient, with its unit."""
-    checked = [] if found.agreement is None else [
-        {"what": "measured: integral of power over the energy counter", "value": found.agreement, "unit": "ratio"}]
-    return [*checked, {"what": "idle power", "value": found.idle_w, "unit": "W"}, *(
-        {"what": name, "value": value, "unit": UNITS[kind_of_work(name)]}
-        for name, value in sorted(found.coefficients.items()))]
-
-
-def error_row(what: str, errors: ErrorStatistics | None) -> dict[str, Any]:
-    """A row of errors in per cent; no cells where nothing is known."""
-    if errors is None:
-        return {"what": f"{what}: not known"}
-    return {"what": what, "count": errors.count, "MAPE": f"{errors.mape:.1%}", "median": f"{errors.median:.1%}",
-            "within ±10 %": f"{errors.within_10:.0%}", "worst": f"{errors.worst:.1%}"}
-
-
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--target", help="name of a target (default: all in training/predictors, or that of --predictors)")
     parser.add_argument("--predictors", type=Path, metavar="DIR",
                         help="read predictors from this folder and write energy.json there (default: the target's own)")
+    parser.add_argument("--models", action="store_true", help="also show each model, its family held out")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write a page to this file, for one target")
     args = parser.parse_args()
     workspace = cli.start(args)
     target = args.target or (read_predictors(args.predictors).sidecar.target.name if args.predictors else None)
+
+    if args.markdown and not target:
+        parser.error("--markdown needs --target or --predictors: a page shows one target")
 
     def fit(name: str, show: Show) -> dict[str, Any]:
         folder = args.predictors or workspace.predictors(name)
@@ -82,8 +70,11 @@ def main() -> int:
         files.write_json(energy_path(folder), found)
         log.info("saved %s", energy_path(folder))
         show(coefficient_rows(found), f"{name}: {len(found.models)} models, {found.kind}")
-        show([error_row("latency as measured", found.left_out), error_row("latency predicted", found.left_out_with_latency)],
-             "errors of energy per run, each family held out in turn")
+        show(error_rows(found), "errors of energy per run, each family held out in turn")
+        if args.models:
+            show(model_rows(found), "energy per run, each family held out in turn")
+        if args.markdown:
+            files.write_text(args.markdown, page(found))
         return found.model_dump(mode="json")
 
     results = for_each_target([target] if target else trained_targets(workspace), fit, args.json)

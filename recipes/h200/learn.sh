@@ -4,20 +4,21 @@
 #   unpack       the dataset of this folder, into the workspace; without it, learns from what the workspace holds
 #   learn        the predictors of kernels, the host's side, the composition      a quarter of an hour on two cores
 #   sharing      what a co-runner does to a model                                 ten minutes
+#   energy       what a run takes of the GPU's energy, by these predictors        some seconds
 #   collections  figures: each collection of models held out in turn              20 minutes
 #   families     figures: families, operators, models that also use their host    90 minutes
-#   ship         into the repository: predictors to training/shipped/, which `--target nvidia-h200` predicts from, and the table
-#                of operators to docs/, if there is one
+#   ship         into the repository: predictors to training/shipped/, which `--target nvidia-h200` predicts from, and the
+#                pages of operators and of energy to docs/, if there are any
 #   pack         the dataset of the workspace, into the archives of this folder
 # Figures go to WORKSPACE/figures. TRAINING_CONFIG=FILE takes other settings than training/config.yaml.
 set -euo pipefail
-usage="usage: recipes/h200/learn.sh [workspace [unpack|learn|sharing|collections|families|ship|pack ...]]"
+usage="usage: recipes/h200/learn.sh [workspace [unpack|learn|sharing|energy|collections|families|ship|pack ...]]"
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(realpath -m "${1:-$here/../../out/h200}")
 config=$(realpath -m "${TRAINING_CONFIG:-$here/../../training/config.yaml}")
 cd "$here/../.."
 parts=("${@:2}")
-((${#parts[@]})) || parts=(unpack learn sharing collections families ship)
+((${#parts[@]})) || parts=(unpack learn sharing energy collections families ship)
 target=nvidia-h200-cuda-ort1.31-all
 records=cuda-ort1.31-all
 failed=()
@@ -60,6 +61,12 @@ part_sharing() {
   done
   hase training/fit_sharing.py --target "$target" --config "$config" "${others[@]}"
 }
+part_energy() {
+  mkdir -p "$out/energy"
+  tar xJf "$here/energy-nvidia-h200.tar.xz" -C "$out/energy" # measured once, by collect_energy.sh
+  figure energy python training/fit_energy.py --workspace "$out/energy" --predictors "$out/training/predictors/$target" \
+    --markdown "$out/figures/energy_measured.md"
+}
 part_collections() {
   figure collections hase training/leave_collections_out.py --target "$target" --config "$config"
 }
@@ -70,15 +77,18 @@ part_families() {
 }
 part_ship() {
   local learned=$out/training/predictors/$target shipped=training/shipped/$target file
-  for file in predictors.json host.json composition.json sharing.json; do
-    [ -f "$learned/$file" ] || { echo "$learned/$file is missing; run: recipes/h200/learn.sh $out learn sharing" >&2; exit 1; }
+  for file in predictors.json host.json composition.json sharing.json energy.json; do
+    [ -f "$learned/$file" ] || {
+      echo "$learned/$file is missing; run: recipes/h200/learn.sh $out learn sharing energy" >&2
+      exit 1
+    }
   done
   mkdir -p "$shipped"
-  # energy is learned from measurements of its own (collect_energy.sh), and stays
-  if [ -f "$shipped/energy.json" ] && [ ! -f "$learned/energy.json" ]; then cp "$shipped/energy.json" "$learned/"; fi
   rm -rf "${shipped:?}"/*
   cp -r "$learned"/* "$shipped/"
-  if [ -f "$out/figures/operators.md" ]; then cp "$out/figures/operators.md" docs/operators.md; fi
+  for file in operators.md energy_measured.md; do
+    if [ -f "$out/figures/$file" ]; then cp "$out/figures/$file" "docs/$file"; fi
+  done
 }
 part_pack() {
   archive "$target.tar.xz" "$out" --exclude=copies.json "benchmark/dataset/$target" "ort_analysis/ort_kernel_record/$records"
@@ -88,7 +98,7 @@ part_pack() {
 
 for part in "${parts[@]}"; do
   case $part in
-    unpack | learn | sharing | collections | families | ship | pack) ;;
+    unpack | learn | sharing | energy | collections | families | ship | pack) ;;
     *) echo "$part: no such part; $usage" >&2; exit 2 ;;
   esac
 done

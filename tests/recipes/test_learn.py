@@ -72,12 +72,13 @@ def test_what_is_packed_is_unpacked(repository: Path, tmp_path: Path) -> None:
 def test_what_was_learned_is_shipped(repository: Path, tmp_path: Path) -> None:
     """All of it in place of what was there, and the table of operators where it was made. A part of it is refused."""
     shipped, learned = (repository / "training" / "shipped" / TARGET, tmp_path / "training" / "predictors" / TARGET)
-    names = ["predictors.json", "host/predictors.json", "host.json", "composition.json", "sharing.json"]
+    names = ["predictors.json", "host/predictors.json", "host.json", "composition.json", "energy.json", "sharing.json"]
     written(shipped, ["old.pkl"])
     written(learned, names[:-1])
     done = learn(repository, tmp_path, "ship")
     assert done.returncode == 1
     assert "sharing.json is missing; run: recipes/h200/learn.sh" in done.stderr
+    assert done.stderr.endswith("learn sharing energy\n")
     assert held(shipped) == {"old.pkl": "old.pkl"}
     written(learned, names[-1:])
     assert learn(repository, tmp_path, "ship").returncode == 0

@@ -18,15 +18,17 @@ import numpy as np
 import pandas as pd
 import pytest
 from command import run_script
-from made_up_dataset import chain, conv, gemm, relu
+from made_up_dataset import chain, conv, gemm, relu, tensor
 
 from benchmark.records.files import model_table_path
+from ort_analysis.records.kernel_record import Kernel, Tensor
+from ort_analysis.records.kernel_types import describe_kernel
 from ort_analysis.records.reading import read_model_record, record_path
 from training.composition.fitted import read_composition
 from training.energy.fitting import MeasuredEnergy, fit_coefficients, fit_energy
 from training.energy.learned import EnergyModel, energy_path, read_energy
 from training.energy.measured import parts_of
-from training.energy.work import Part, work_of_run
+from training.energy.work import Part, without_types, work_of_run
 from training.kernels.predictors import read_predictors
 from utils.errors import UserError
 from utils.paths import ROOT, SHIPPED, Workspace
@@ -34,14 +36,14 @@ from utils.paths import ROOT, SHIPPED, Workspace
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 ARCHIVE = ROOT / "recipes" / "h200" / f"{TARGET}.tar.xz"
 IDLE_W = 115.0
-TRUE = {"run_s": 30.0, "busy_s:convolution": 180.0, "busy_s:product": 150.0, "busy_s:other": 90.0,
-        "tflop:convolution:float32": 1.2, "tflop:product:float32": 1.0, "gb": 0.05, "launches": 1e-5}
+TRUE = {"run_s": 30.0, "busy_s:convolution": 80.0, "busy_s:product": 60.0, "busy_s:other": 40.0, "full_4m_s": 200.0,
+        "tflop:convolution": 1.2, "tflop:product": 1.0, "gb": 0.05, "launches": 1e-5}
 NOISE = 0.02
 Once = Callable[[str, Callable[[Path], object]], Path]
 
 
 def true_j(work: dict[str, float]) -> float:
-    return IDLE_W * work["run_s"] + sum(TRUE.get(name, 0.0) * amount for name, amount in work.items())
+    return IDLE_W * work["run_s"] + sum(TRUE.get(name, 0.0) * amount for name, amount in without_types(work).items())
 
 
 # the work of a run
@@ -56,6 +58,22 @@ def test_work_is_summed_by_class_and_type() -> None:
     assert work["gb"] * 1e9 == pytest.approx(sum(n * (k.bytes_read + k.bytes_written) for n, k in (
         (2, first), (1, last), (1, relu()))))
     assert work["launches"] == 6.0
+    millions = [(k.bytes_read + k.bytes_written) / 4e6 for k in (first, last, relu())]
+    assert work["full_4m_s"] == pytest.approx(sum(time_s * n / (n + 4) for time_s, n in zip((2e-4, 2e-4, 1e-4), millions,
+                                                                                            strict=True)))
+
+
+def test_half_precision_is_half_the_work_on_as_many_numbers() -> None:
+    def product(dtype: str) -> Kernel:
+        return describe_kernel("MatMul", "", 13, {}, [tensor(64, 32, dtype=dtype), tensor(32, 16, dtype=dtype)],
+                               [Tensor(dtype=dtype, shape=(64, 16))])
+
+    whole, half = (work_of_run([Part(product(dtype), 1.0, 0.1, 1.0)], 1.0) for dtype in ("float32", "float16"))
+    assert half["tflop:product:float16"] == pytest.approx(whole["tflop:product:float32"] / 2)
+    assert half["full_1m_s"] == pytest.approx(whole["full_1m_s"])
+    assert half["gb"] == pytest.approx(whole["gb"] / 2)
+    assert without_types({"tflop:product:float32": 1.0, "tflop:product:float16": 2.0, "gb": 3.0}) == {
+        "tflop:product": 3.0, "gb": 3.0}
 
 
 def test_kernels_take_no_longer_than_the_run() -> None:
@@ -111,7 +129,12 @@ def test_work_that_no_model_had_is_a_guess() -> None:
     half = learned.run_j({"run_s": 1.0, "tflop:product:float16": 10.0})
     assert half.guessed == ("tflop:product:float16",)
     assert half.energy_j - learned.run_j({"run_s": 1.0}).energy_j == pytest.approx(
-        10.0 * learned.coefficients["tflop:product:float32"])
+        10.0 * learned.coefficients["tflop:product"])
+    other = learned.run_j({"run_s": 1.0, "tflop:other:float32": 10.0})  # of a class that none had
+    assert other.guessed == ("tflop:other:float32",)
+    assert other.energy_j - half.energy_j == pytest.approx(
+        10.0 * (max(learned.coefficients["tflop:product"], learned.coefficients["tflop:convolution"])
+                - learned.coefficients["tflop:product"]))
 
 
 # the command
@@ -160,8 +183,8 @@ def test_made_up_energies_of_real_models_are_learned(fitted: tuple[EnergyModel, 
     assert json.loads(done.stdout)[TARGET] == learned.model_dump(mode="json")
     assert "its energy is not used: no sample for 2.00 s" in done.stderr
     assert (learned.idle_w, learned.agreement) == (pytest.approx(IDLE_W), pytest.approx(1 / 1.01))
-    assert learned.kind == "class powers and work"
-    for name in ("busy_s:convolution", "tflop:convolution:float32", "gb"):  # most of the energy of these models
+    assert learned.kind == "class powers and work, half full at 4 million numbers"
+    for name in ("full_4m_s", "tflop:convolution", "gb"):  # most of the energy of these models
         assert learned.coefficients[name] == pytest.approx(TRUE[name], rel=0.3)
     assert learned.left_out is not None
     assert learned.left_out.count > 100
@@ -228,8 +251,9 @@ def test_without_energy_the_answer_is_as_before_and_a_load_is_refused(
 
 
 def test_predictors_without_energy_say_how_to_get_it(record: Path, tmp_path: Path) -> None:
-    if energy_path(SHIPPED / TARGET).is_file():
-        pytest.skip("the shipped predictors have learned energy")
+    folder = Workspace(tmp_path).predictors(TARGET)
+    shutil.copytree(SHIPPED / TARGET, folder)
+    energy_path(folder).unlink()
     done = predict(tmp_path, "--model", record, "--energy")
     assert done.returncode == 1
     assert "nothing was learned of its energy; measure models there with energy_s: 3" in done.stderr

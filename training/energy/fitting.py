@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from training.composition.fitting import error_range_of
 from training.energy.learned import EnergyCandidate, EnergyModel, FittedEnergy
-from training.energy.work import BUSY, BYTES, LAUNCHES, OPERATIONS, RUN, kind_of_work
+from training.energy.work import BUSY, BYTES, FULL, LAUNCHES, OPERATIONS, RUN, kind_of_work, without_type, without_types
 from utils.errors import UserError
 from utils.lazy import scipy
 from utils.timing import ErrorStatistics, error_statistics
@@ -21,6 +21,8 @@ CANDIDATES = {  # what explains the energy beyond idle power, by name
     "class powers": (RUN, BUSY),
     "work": (RUN, OPERATIONS, BYTES, LAUNCHES),
     "class powers and work": (RUN, BUSY, OPERATIONS, BYTES, LAUNCHES),
+    **{f"class powers and work, half full at {half} million numbers": (RUN, BUSY, full, OPERATIONS, BYTES, LAUNCHES)
+       for half, full in FULL.items()},
 }
 SHRINK = 1e-3  # penalty of a share's square: kinds of work that always come together share the energy
 LEAST_MODELS = 5
@@ -64,7 +66,8 @@ class _Tried(NamedTuple):
 
 
 def matrix(works: Sequence[Mapping[str, float]], names: Sequence[str]) -> Floats:
-    """models × names: the work of each model."""
+    """models × names: the work of each model, element types added up."""
+    works = [without_types(work) for work in works]
     return np.array([[work.get(name, 0.0) for name in names] for work in works], dtype=float).reshape(len(works), len(names))
 
 
@@ -108,6 +111,7 @@ def fit_energy(target: str, measured: Sequence[MeasuredEnergy], models_sha256: s
     else:
         left_out = error_statistics(predicted_j.tolist(), measured_j.tolist())
         interval = error_range_of(predicted_j, measured_j, [model.group for model in models])
+    with_latency_j = best.held_out_with_latency_j if best.held_out_with_latency_j is not None else np.full(len(models), np.nan)
     agreements = [model.agreement for model in measured if model.agreement is not None]
     return EnergyModel(
         target=target, idle_w=idle_w, coefficients={name: value for name, value in best.coefficients.items() if value > 0.0},
@@ -116,13 +120,20 @@ def fit_energy(target: str, measured: Sequence[MeasuredEnergy], models_sha256: s
         agreement=float(np.mean(agreements)) if agreements else None, models_sha256=models_sha256,
         candidates=tuple(one.candidate for one in tried), models=tuple(
             FittedEnergy(model=model.model, group=model.group, power_w=model.power_w, measured_j=model.energy_j,
-                         predicted_j=float(found)) for model, found in zip(models, predicted_j, strict=True)))
+                         predicted_j=float(found), with_latency_j=float(with_latency) if np.isfinite(with_latency) else None,
+                         agreement=model.agreement)
+            for model, found, with_latency in zip(models, predicted_j, with_latency_j, strict=True)))
 
 
 def _names(models: Sequence[MeasuredEnergy], kinds: Sequence[str]) -> tuple[str, ...]:
     """The names of work of some kinds that models have, sorted."""
     return tuple(sorted({name for model in models for name, amount in model.work.items()
                          if amount and kind_of_work(name) in kinds}))
+
+
+def _shared(names: Sequence[str]) -> list[str]:
+    """The names that have a coefficient."""
+    return sorted({without_type(name) for name in names})
 
 
 def _predicted(works: Sequence[Mapping[str, float]], coefficients: Mapping[str, float], idle_w: float) -> Floats:
@@ -134,7 +145,7 @@ def _predicted(works: Sequence[Mapping[str, float]], coefficients: Mapping[str, 
 
 def _fitted(models: Sequence[MeasuredEnergy], kinds: Sequence[str]) -> Callable[[Sequence[Mapping[str, float]]], Floats]:
     """A function that predicts the energy of runs, from what these models show."""
-    names, idle_w = _names(models, kinds), idle_power_w(models)
+    names, idle_w = _shared(_names(models, kinds)), idle_power_w(models)
     coefficients = dict(zip(names, fit_coefficients(models, names).tolist(), strict=True))
     return lambda works: _predicted(works, coefficients, idle_w)
 
@@ -142,7 +153,7 @@ def _fitted(models: Sequence[MeasuredEnergy], kinds: Sequence[str]) -> Callable[
 def _try(name: str, kinds: Sequence[str], models: Sequence[MeasuredEnergy], batches: Sequence[MeasuredEnergy]) -> _Tried:
     """A candidate: fitted to all models and batches of kernels, and with each family of models held out in turn."""
     measured_j, fitted_to = np.array([model.energy_j for model in models]), [*models, *batches]
-    names, groups = _names(fitted_to, kinds), sorted({model.group for model in models})
+    names, groups = _shared(_names(fitted_to, kinds)), sorted({model.group for model in models})
     coefficients = dict(zip(names, fit_coefficients(fitted_to, names).tolist(), strict=True))
     fitted_j = _fitted(fitted_to, kinds)([model.work for model in models])
     fit_mape = float(np.abs(fitted_j / measured_j - 1.0).mean())

@@ -1,7 +1,8 @@
 """What was learned of a device's energy: energy = idle power · time + Σ coefficient · work.
 
-The coefficients are those of physics: W while kernels of a class run, pJ per operation by class and element type, J per GB
-moved, J per launch, and W while the model runs at all. None is negative. History of the schema: version 1 is the first.
+The coefficients are those of physics: W while kernels of a class run, further W while they fill the device, pJ per operation by
+class, J per GB moved, J per launch, and W while the model runs at all. None is negative. History of the schema: since version 2
+all element types of a class have one coefficient.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from training.composition.fitted import ErrorRange
-from training.energy.work import RUN, kind_of_work
+from training.energy.work import RUN, kind_of_work, without_type, without_types
 from utils import files
 from utils.errors import UserError
 from utils.frozen import Frozen
 from utils.timing import ErrorStatistics
 
-ENERGY_VERSION = 1
+ENERGY_VERSION = 2
 FILE = "energy.json"
 FIT = "python training/fit_energy.py"
 MEASURE = "energy_s: 3 in the collector's config"
@@ -25,13 +26,16 @@ MEASURE = "energy_s: 3 in the collector's config"
 
 class FittedEnergy(Frozen):
     """A model of the fit: its family, its measured mean power, and its energy per run, measured and predicted with its family
-    held out (or with the model in the fit, where there is only one family)."""
+    held out (or with the model in the fit, where there is only one family), from the measured latency and from the predicted
+    one (None where that is not known). `agreement`: the integral of power over the device's counter; None without a counter."""
 
     model: str
     group: str
     power_w: float
     measured_j: float
     predicted_j: float
+    with_latency_j: float | None = None
+    agreement: float | None = None
 
 
 class EnergyCandidate(Frozen):
@@ -77,23 +81,19 @@ class EnergyModel(Frozen):
         """The energy of a run that does this work."""
         kinds = {kind_of_work(name) for name in self.learned_from}
         guessed = tuple(name for name in work if kind_of_work(name) in kinds and name not in self.learned_from)
+        known = {without_type(name) for name in self.learned_from}
         total_j = self.idle_w * work[RUN]
-        for name, amount in work.items():
-            total_j += amount * (self._nearest(name) if name in guessed else self.coefficients.get(name, 0.0))
+        for name, amount in without_types(work).items():
+            total_j += amount * (self.coefficients.get(name, 0.0) if name in known else self._largest(kind_of_work(name)))
         return RunEnergy(total_j, guessed)
 
-    def _nearest(self, name: str) -> float:
-        """A coefficient for work that no model of the fit had: the largest of the same class, else of the same kind."""
-        parts = name.split(":")
-        for prefix in (":".join(parts[:2]), parts[0]):
-            if found := [value for known, value in self.coefficients.items()
-                         if known == prefix or known.startswith(f"{prefix}:")]:
-                return max(found)
-        return 0.0
+    def _largest(self, kind: str) -> float:
+        """A coefficient for work of a class that no model of the fit had: the largest of the same kind."""
+        return max((value for name, value in self.coefficients.items() if kind_of_work(name) == kind), default=0.0)
 
 
 class RunEnergy(NamedTuple):
-    """The energy of a run in J, and the kinds of work whose coefficient was taken from another one."""
+    """The energy of a run in J, and the kinds of work whose coefficient was taken from another type or class."""
 
     energy_j: float
     guessed: tuple[str, ...]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 from ort_analysis.records.kernel_record import Kernel
 from training.kernels.operator_classes import operator_class
 
 EnergyClass = Literal["convolution", "product", "other"]
 RUN, BYTES, LAUNCHES, BUSY, OPERATIONS = "run_s", "gb", "launches", "busy_s", "tflop"
+# A kernel on few numbers has too few threads to fill the device, and spends much of its time waiting: it draws less power. Its
+# full time is its time · n / (n + half), where n are the numbers that it reads and writes, in millions. The fit chooses `half`
+# among these; for an H200 it is 4.
+FULL = {half: f"full_{half}m_s" for half in (1, 2, 4, 8)}
 # What a coefficient of each kind of work is, by the part of the name in front of the first ":".
-UNITS = {RUN: "W", BUSY: "W", OPERATIONS: "pJ/FLOP", BYTES: "J/GB", LAUNCHES: "J"}
+UNITS = {RUN: "W", BUSY: "W", **dict.fromkeys(FULL.values(), "W"), OPERATIONS: "pJ/FLOP", BYTES: "J/GB", LAUNCHES: "J"}
+WORD = 4  # bytes; an operation on a half-precision number counts half, since a tensor core does twice as many at the same power
 
 
 class Part(NamedTuple):
@@ -36,7 +43,8 @@ def energy_class(kernel: Kernel) -> EnergyClass:
 
 
 def work_of_run(parts: Iterable[Part], latency_ms: float) -> dict[str, float]:
-    """The work of one run by name: `run_s`, `busy_s:<class>`, `tflop:<class>:<element type>`, `gb` and `launches`.
+    """The work of one run by name: `run_s`, `busy_s:<class>`, `full_<half>m_s`, `tflop:<class>:<element type>`, `gb` and
+    `launches`.
 
     Args:
         parts: the kernels that the device runs.
@@ -47,15 +55,41 @@ def work_of_run(parts: Iterable[Part], latency_ms: float) -> dict[str, float]:
     busy_ms = sum(part.runs * part.time_ms for part in parts)
     fit = min(1.0, latency_ms / busy_ms) if busy_ms else 1.0
     for kernel, runs, time_ms, launches in parts:
-        kind = energy_class(kernel)
-        for name, amount in ((f"{BUSY}:{kind}", fit * time_ms / 1e3),
-                             (f"{OPERATIONS}:{kind}:{kernel.dtype}", kernel.flops / 1e12),
-                             (BYTES, (kernel.bytes_read + kernel.bytes_written) / 1e9), (LAUNCHES, launches)):
+        kind, time_s, words = energy_class(kernel), fit * time_ms / 1e3, _words(kernel.dtype)
+        moved_gb = (kernel.bytes_read + kernel.bytes_written) / 1e9
+        millions = 1e3 * moved_gb / (WORD * words)
+        for name, amount in ((f"{BUSY}:{kind}", time_s),
+                             *((full, time_s * millions / (millions + half)) for half, full in FULL.items()),
+                             (f"{OPERATIONS}:{kind}:{kernel.dtype}", words * kernel.flops / 1e12),
+                             (BYTES, moved_gb), (LAUNCHES, launches)):
             if amount:
                 found[name] = found.get(name, 0.0) + runs * amount
     return found
 
 
+def _words(dtype: str) -> float:
+    """The size of a number in units of WORD; 1 for a type that numpy does not know."""
+    if dtype == "bfloat16":
+        return 2 / WORD
+    try:
+        return np.dtype(dtype).itemsize / WORD
+    except TypeError:
+        return 1.0
+
+
 def kind_of_work(name: str) -> str:
     """`tflop` of `tflop:product:float16`."""
     return name.partition(":")[0]
+
+
+def without_type(name: str) -> str:
+    """`tflop:product` of `tflop:product:float16`: all element types of a class have one coefficient."""
+    return ":".join(name.split(":")[:2])
+
+
+def without_types(work: Mapping[str, float]) -> dict[str, float]:
+    """Work with the element types of a class added up."""
+    found: dict[str, float] = {}
+    for name, amount in work.items():
+        found[without_type(name)] = found.get(without_type(name), 0.0) + amount
+    return found

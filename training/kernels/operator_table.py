@@ -15,6 +15,7 @@ from ort_analysis.records.kernel_types import operator_of
 from training.kernels.operator_classes import class_of_operator
 from training.kernels.operators_left_out import LeftOutOperator
 from training.kernels.training_set import TrainingSet
+from utils.markdown import markdown_table
 
 BAR = 0.30  # median error that an estimate should stay below
 Rows = list[dict[str, Any]]
@@ -92,24 +93,13 @@ def markdown(target: str, label: str, operators: Rows, summary: Rows, launches: 
         "kernel of the operator was seen at all, so that its time is estimated from the other operators of its class.", "",
         "## An operator that was never measured", "", HOW, "",
         "Each measured operator was left out of everything in turn. The medians are over operators, each counted alike.", "",
-        _table(summary), ""]
+        markdown_table(summary), ""]
     if launches:
-        parts += ["The same for the number of launches:", "", _table(launches), ""]
+        parts += ["The same for the number of launches:", "", markdown_table(launches), ""]
     total = f"{sum(row['kernels'] for row in operators):,} kernels of {len({row['operator'] for row in operators})} operators."
-    parts += ["## Measured operators", "", total, "", _table(operators), "", "## Not measured", "",
+    parts += ["## Measured operators", "", total, "", markdown_table(operators), "", "## Not measured", "",
               "Operators that the CUDA provider has and no dataset holds. They are estimated from their class, and the answer "
               "says so.", ""]
     parts += [f"- {kind}: {', '.join(names)}" for kind, names in sorted(absent.items())]
     parts += ["", "In models, but in no dataset of kernels:", "", *(f"- {names}: {why}" for names, why in APART), ""]
     return "\n".join(parts)
-
-
-def _table(rows: Rows) -> str:
-    """Rows as a table in Markdown."""
-    columns = list(rows[0]) if rows else []
-    lines = [columns, ["---"] * len(columns), *([_cell(row[column]) for column in columns] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    return "–" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
