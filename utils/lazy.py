@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     import rich.table
     import scipy.optimize
     import scipy.special
+    import scipy.stats
     import sklearn.ensemble
+    import sklearn.linear_model
     import torch
     import torch.profiler
     import torchvision
