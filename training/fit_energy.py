@@ -39,15 +39,15 @@ python training/fit_energy.py --workspace out/energy --predictors training/shipp
 """
 
 
-def fit_target(workspace: Workspace, target: str, folder: Path) -> EnergyModel:
-    """What was learned of a target's energy; its predictors are in `folder`.
+def fit_target(workspace: Workspace, target: str, folder: Path, limit_w: float | None = None) -> EnergyModel:
+    """What was learned of a target's energy; its predictors are in `folder`, and the device's power limit is `limit_w`.
 
     Raises:
         UserError: no predictors, no composition, no dataset with energy, or too few models.
     """
     predictors = read_predictors(folder)
     models = measured_energies(workspace, target, predictors, read_composition(folder, predictors.sidecar.dataset_sha256))
-    return fit_energy(target, models, models_sha256(workspace, target))
+    return fit_energy(target, models, models_sha256(workspace, target), limit_w)
 
 
 def main() -> int:
@@ -55,6 +55,8 @@ def main() -> int:
     parser.add_argument("--target", help="name of a target (default: all in training/predictors, or that of --predictors)")
     parser.add_argument("--predictors", type=Path, metavar="DIR",
                         help="read predictors from this folder and write energy.json there (default: the target's own)")
+    parser.add_argument("--limit-w", type=cli.positive, metavar="W",
+                        help="the device's power limit (nvidia-smi -q -d POWER); no mean power is predicted above it")
     parser.add_argument("--models", action="store_true", help="also show each model, its family held out")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write a page to this file, for one target")
     args = parser.parse_args()
@@ -66,7 +68,7 @@ def main() -> int:
 
     def fit(name: str, show: Show) -> dict[str, Any]:
         folder = args.predictors or workspace.predictors(name)
-        found = fit_target(workspace, name, folder)
+        found = fit_target(workspace, name, folder, args.limit_w)
         files.write_json(energy_path(folder), found)
         log.info("saved %s", energy_path(folder))
         show(coefficient_rows(found), f"{name}: {len(found.models)} models, {found.kind}")

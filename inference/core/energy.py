@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from inference.core.uncertainty import UNKNOWN, Span, joined
@@ -11,7 +12,7 @@ from utils.frozen import Frozen
 
 if TYPE_CHECKING:
     from inference.core.predicted_run import PredictedRun
-    from training.energy.learned import EnergyModel
+    from training.energy.learned import EnergyModel, RunEnergy
 
 ENERGY_VERSION = 1
 ABOVE = 1.1  # times the highest mean power that was measured; more is marked, since a device limits its power
@@ -72,9 +73,9 @@ def energy_of(run: PredictedRun, learned: EnergyModel) -> EnergyPrediction:
         raise UserError(f"{prediction.model}: a run takes no time, so there is no energy to predict")
     latency_ms, batch = prediction.latency_ms, prediction.batch
     work = work_of_run(_parts(run), latency_ms)
-    energy_j, guessed = learned.run_j(work)
-    power_w = 1e3 * energy_j / latency_ms
-    of_learned, warnings = _learned_span(learned, guessed, power_w)
+    found = learned.run_j(work)
+    energy_j, power_w = found.energy_j, 1e3 * found.energy_j / latency_ms
+    of_learned, warnings = _learned_span(learned, found, power_w)
     # A latency that is off because kernels are off has the same work in another time.
     low_j, high_j = (learned.run_j(work_of_run(_parts(run, end_ms / latency_ms), end_ms)).energy_j
                      for end_ms in prediction.interval_ms)
@@ -85,7 +86,8 @@ def energy_of(run: PredictedRun, learned: EnergyModel) -> EnergyPrediction:
     return EnergyPrediction(
         model=prediction.model, target=prediction.target, energy_j=energy_j, interval_j=interval_j,
         idle_j=learned.idle_w * work[RUN], mean_power_w=power_w,
-        power_interval_w=(max(power_span.low * power_w, min(learned.idle_w, power_w)), power_span.high * power_w), batch=batch,
+        power_interval_w=(max(power_span.low * power_w, min(learned.idle_w, power_w)),
+                          min(power_span.high * power_w, learned.limit_w or math.inf)), batch=batch,
         energy_per_item_j=energy_j / batch if batch else None,
         item_interval_j=(interval_j[0] / batch, interval_j[1] / batch) if batch else None, latency_ms=latency_ms,
         rough_estimate=prediction.rough_estimate or bool(warnings), warnings=warnings)
@@ -99,7 +101,7 @@ def _parts(run: PredictedRun, times: float = 1.0) -> list[Part]:
             for node, known in zip(record.nodes, run.run.nodes, strict=True) if not known.on_host]
 
 
-def _learned_span(learned: EnergyModel, guessed: tuple[str, ...], power_w: float) -> tuple[Span, tuple[str, ...]]:
+def _learned_span(learned: EnergyModel, found: RunEnergy, power_w: float) -> tuple[Span, tuple[str, ...]]:
     """How far an energy may be off although the latency is right, and what the reader should know about that."""
     spans, warnings = [], []
     if learned.interval is None:
@@ -108,9 +110,14 @@ def _learned_span(learned: EnergyModel, guessed: tuple[str, ...], power_w: float
                         "may be off")
     else:
         spans.append(Span(learned.interval.low, learned.interval.high))
-    if guessed:
+    if found.guessed:
         spans.append(Span(1.0 / GUESSED, GUESSED))
-        warnings.append(f"rough estimate: no model whose energy was measured had work of the kind {', '.join(guessed)}")
+        warnings.append(f"rough estimate: no model whose energy was measured had work of the kind "
+                        f"{', '.join(found.guessed)}")
+    if found.over_limit > ABOVE:
+        spans.append(Span(1.0, found.over_limit))  # a device at its limit lowers its clocks: the latency may be longer
+        warnings.append(f"rough estimate: the run would draw {found.over_limit * power_w:.0f} W, and the device's power limit "
+                        f"is {learned.limit_w:.0f} W; it may take longer than predicted")
     most_w = max(model.power_w for model in learned.models)
     if power_w > ABOVE * most_w:
         spans.append(Span(most_w / power_w, 1.0))

@@ -65,7 +65,7 @@ part_energy() {
   mkdir -p "$out/energy"
   tar xJf "$here/energy-nvidia-h200.tar.xz" -C "$out/energy" # measured once, by collect_energy.sh
   figure energy python training/fit_energy.py --workspace "$out/energy" --predictors "$out/training/predictors/$target" \
-    --markdown "$out/figures/energy_measured.md"
+    --limit-w 700 --markdown "$out/figures/energy_measured.md"
 }
 part_collections() {
   figure collections hase training/leave_collections_out.py --target "$target" --config "$config"

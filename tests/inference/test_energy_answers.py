@@ -114,6 +114,23 @@ def test_more_power_than_was_ever_measured_is_marked(workspace: Workspace) -> No
     assert found.power_interval_w[0] < 1.05 * most_w  # what is plausible is in the range
 
 
+def test_no_power_is_above_the_limit(workspace: Workspace) -> None:
+    """A run that would draw twice the limit takes what the limit leaves; it may take longer, and then more energy."""
+    path = energy_path(workspace.predictors(TARGET))
+    learned = read_energy(path.parent)
+    most_w = max(model.power_w for model in learned.models)
+    try:
+        files.write_json(path, learned.model_copy(update={"coefficients": {"run_s": 2 * most_w - IDLE_W}, "limit_w": most_w}))
+        found = Predictor(workspace, TARGET).energy("anet_c16.onnx")
+    finally:
+        files.write_json(path, learned)
+    assert found.mean_power_w == pytest.approx(most_w)
+    assert found.power_interval_w[1] == pytest.approx(most_w)
+    assert found.interval_j[1] >= 1.99 * found.energy_j
+    assert f"would draw {2 * most_w:.0f} W, and the device's power limit is {most_w:.0f} W" in found.warnings[-1]
+    assert found.rough_estimate
+
+
 def test_energy_next_to_other_work_is_refused(workspace: Workspace, tmp_path: Path) -> None:
     busy = tmp_path / "busy.json"
     files.write_json(busy, {"DCGM_FI_DEV_CPU_UTIL_TOTAL": 0.5})

@@ -43,7 +43,7 @@ def learned(shipped_energy: Workspace) -> EnergyModel:
     shipped = read_energy(shipped_energy.predictors(TARGET))
     energy_path(shipped_energy.predictors(TARGET)).unlink()
     done = run_script("training/fit_energy.py", "--workspace", shipped_energy.root, "--target", TARGET, "--models",
-                      "--markdown", shipped_energy.root / "page.md")
+                      "--limit-w", LIMIT_W, "--markdown", shipped_energy.root / "page.md")
     assert done.returncode == 0, done.stderr
     found = read_energy(shipped_energy.predictors(TARGET))
     assert "vgg16@batch=64\tvgg\t692\t10.32\t" in done.stdout

@@ -125,7 +125,8 @@ def test_one_family_is_not_held_out_and_few_models_are_refused() -> None:
 
 def test_work_that_no_model_had_is_a_guess() -> None:
     learned = fit_energy("t", made_up(40, 8), "0")
-    assert learned.run_j({"run_s": 1.0}) == (pytest.approx(learned.idle_w + learned.coefficients["run_s"]), ())
+    assert learned.run_j({"run_s": 1.0}) == (
+        pytest.approx(learned.idle_w + learned.coefficients["run_s"]), (), 1.0)
     half = learned.run_j({"run_s": 1.0, "tflop:product:float16": 10.0})
     assert half.guessed == ("tflop:product:float16",)
     assert half.energy_j - learned.run_j({"run_s": 1.0}).energy_j == pytest.approx(
@@ -135,6 +136,18 @@ def test_work_that_no_model_had_is_a_guess() -> None:
     assert other.energy_j - half.energy_j == pytest.approx(
         10.0 * (max(learned.coefficients["tflop:product"], learned.coefficients["tflop:convolution"])
                 - learned.coefficients["tflop:product"]))
+
+
+def test_no_energy_is_above_the_power_limit() -> None:
+    models = made_up(40, 8)
+    limit_w = float(np.median([model.power_w for model in models]))
+    learned = fit_energy("t", models, "0", limit_w)
+    free = fit_energy("t", models, "0")
+    for model, limited, unlimited in zip(models, learned.models, free.models, strict=True):
+        assert limited.predicted_j == pytest.approx(min(unlimited.predicted_j, limit_w * model.run_ms / 1e3))
+    found = learned.run_j({"run_s": 1.0, "busy_s:other": 100.0})
+    assert found.energy_j == limit_w
+    assert found.over_limit == pytest.approx(free.run_j({"run_s": 1.0, "busy_s:other": 100.0}).energy_j / limit_w)
 
 
 # the command

@@ -91,8 +91,15 @@ def fit_coefficients(models: Sequence[MeasuredEnergy], names: Sequence[str]) -> 
     return np.asarray(found / scale, dtype=float)
 
 
-def fit_energy(target: str, measured: Sequence[MeasuredEnergy], models_sha256: str) -> EnergyModel:
+def fit_energy(target: str, measured: Sequence[MeasuredEnergy], models_sha256: str,
+               limit_w: float | None = None) -> EnergyModel:
     """What a run takes of the target's energy: the candidate that errs least on families that were held out.
+
+    Args:
+        target: its name.
+        measured: models, and batches of kernels.
+        models_sha256: of the table that the energies are from.
+        limit_w: the device's power limit; None: not known.
 
     Raises:
         UserError: fewer than LEAST_MODELS models.
@@ -100,21 +107,22 @@ def fit_energy(target: str, measured: Sequence[MeasuredEnergy], models_sha256: s
     models, batches = ([one for one in measured if one.is_model is wanted] for wanted in (True, False))
     if len(models) < LEAST_MODELS:
         raise UserError(f"{target}: {len(models)} models with a sound measured energy; it takes {LEAST_MODELS} or more")
-    tried = [_try(name, kinds, models, batches) for name, kinds in CANDIDATES.items()]
+    tried = [_try(name, kinds, models, batches, limit_w) for name, kinds in CANDIDATES.items()]
     best = min(tried, key=lambda one: one.candidate.fit_mape if one.candidate.cv_mape is None else one.candidate.cv_mape)
     idle_w = idle_power_w(measured)
     measured_j = np.array([model.energy_j for model in models])
     predicted_j = best.held_out_j
     left_out = interval = None
     if predicted_j is None:
-        predicted_j = _predicted([model.work for model in models], best.coefficients, idle_w)
+        predicted_j = _predicted([model.work for model in models], best.coefficients, idle_w, limit_w)
     else:
         left_out = error_statistics(predicted_j.tolist(), measured_j.tolist())
         interval = error_range_of(predicted_j, measured_j, [model.group for model in models])
     with_latency_j = best.held_out_with_latency_j if best.held_out_with_latency_j is not None else np.full(len(models), np.nan)
     agreements = [model.agreement for model in measured if model.agreement is not None]
     return EnergyModel(
-        target=target, idle_w=idle_w, coefficients={name: value for name, value in best.coefficients.items() if value > 0.0},
+        target=target, limit_w=limit_w, idle_w=idle_w,
+        coefficients={name: value for name, value in best.coefficients.items() if value > 0.0},
         learned_from=_names(measured, CANDIDATES[best.candidate.name]), kind=best.candidate.name, left_out=left_out,
         left_out_with_latency=_with_latency(models, best), interval=interval,
         agreement=float(np.mean(agreements)) if agreements else None, models_sha256=models_sha256,
@@ -136,32 +144,36 @@ def _shared(names: Sequence[str]) -> list[str]:
     return sorted({without_type(name) for name in names})
 
 
-def _predicted(works: Sequence[Mapping[str, float]], coefficients: Mapping[str, float], idle_w: float) -> Floats:
+def _predicted(works: Sequence[Mapping[str, float]], coefficients: Mapping[str, float], idle_w: float,
+               limit_w: float | None) -> Floats:
     """The energy of runs in J."""
     names = list(coefficients)
     times_s = matrix(works, [RUN])[:, 0]
-    return np.asarray(idle_w * times_s + matrix(works, names) @ np.array([coefficients[name] for name in names]), dtype=float)
+    found_j = idle_w * times_s + matrix(works, names) @ np.array([coefficients[name] for name in names])
+    return np.asarray(np.minimum(found_j, np.inf if limit_w is None else limit_w * times_s), dtype=float)
 
 
-def _fitted(models: Sequence[MeasuredEnergy], kinds: Sequence[str]) -> Callable[[Sequence[Mapping[str, float]]], Floats]:
+def _fitted(models: Sequence[MeasuredEnergy], kinds: Sequence[str],
+            limit_w: float | None) -> Callable[[Sequence[Mapping[str, float]]], Floats]:
     """A function that predicts the energy of runs, from what these models show."""
     names, idle_w = _shared(_names(models, kinds)), idle_power_w(models)
     coefficients = dict(zip(names, fit_coefficients(models, names).tolist(), strict=True))
-    return lambda works: _predicted(works, coefficients, idle_w)
+    return lambda works: _predicted(works, coefficients, idle_w, limit_w)
 
 
-def _try(name: str, kinds: Sequence[str], models: Sequence[MeasuredEnergy], batches: Sequence[MeasuredEnergy]) -> _Tried:
+def _try(name: str, kinds: Sequence[str], models: Sequence[MeasuredEnergy], batches: Sequence[MeasuredEnergy],
+         limit_w: float | None) -> _Tried:
     """A candidate: fitted to all models and batches of kernels, and with each family of models held out in turn."""
     measured_j, fitted_to = np.array([model.energy_j for model in models]), [*models, *batches]
     names, groups = _shared(_names(fitted_to, kinds)), sorted({model.group for model in models})
     coefficients = dict(zip(names, fit_coefficients(fitted_to, names).tolist(), strict=True))
-    fitted_j = _fitted(fitted_to, kinds)([model.work for model in models])
+    fitted_j = _fitted(fitted_to, kinds, limit_w)([model.work for model in models])
     fit_mape = float(np.abs(fitted_j / measured_j - 1.0).mean())
     if len(groups) < 2:
         return _Tried(EnergyCandidate(name=name, cv_mape=None, fit_mape=fit_mape), coefficients, None, None)
     held_out_j, with_latency_j = np.zeros(len(models)), np.full(len(models), np.nan)
     for group in groups:
-        predict = _fitted([one for one in fitted_to if one.group != group], kinds)
+        predict = _fitted([one for one in fitted_to if one.group != group], kinds, limit_w)
         inside = [place for place, model in enumerate(models) if model.group == group]
         held_out_j[inside] = predict([models[place].work for place in inside])
         for place in inside:

@@ -7,6 +7,7 @@ all element types of a class have one coefficient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -51,6 +52,7 @@ class EnergyModel(Frozen):
     """`energy.json`: what a run takes of a target's energy.
 
     Attributes:
+        limit_w: the device's power limit, above which it lowers its clocks; None if it is not known. No mean power is above it.
         idle_w: the device's power with a session open and nothing running: a low quantile of the readings.
         coefficients: by kind of work (training/energy/work.py), in the unit that UNITS says; those that are 0 are left out.
         learned_from: the work in use that the models of the fit had, by name. A run with other work is a guess in that part.
@@ -65,6 +67,7 @@ class EnergyModel(Frozen):
 
     version: int = ENERGY_VERSION
     target: str
+    limit_w: float | None = None
     idle_w: float
     coefficients: dict[str, float]
     learned_from: tuple[str, ...]
@@ -78,14 +81,15 @@ class EnergyModel(Frozen):
     models: tuple[FittedEnergy, ...]
 
     def run_j(self, work: Mapping[str, float]) -> RunEnergy:
-        """The energy of a run that does this work."""
+        """The energy of a run that does this work; at most what the power limit leaves."""
         kinds = {kind_of_work(name) for name in self.learned_from}
         guessed = tuple(name for name in work if kind_of_work(name) in kinds and name not in self.learned_from)
         known = {without_type(name) for name in self.learned_from}
         total_j = self.idle_w * work[RUN]
         for name, amount in without_types(work).items():
             total_j += amount * (self.coefficients.get(name, 0.0) if name in known else self._largest(kind_of_work(name)))
-        return RunEnergy(total_j, guessed)
+        limit_j = math.inf if self.limit_w is None else self.limit_w * work[RUN]
+        return RunEnergy(min(total_j, limit_j), guessed, max(1.0, total_j / limit_j))
 
     def _largest(self, kind: str) -> float:
         """A coefficient for work of a class that no model of the fit had: the largest of the same kind."""
@@ -93,10 +97,16 @@ class EnergyModel(Frozen):
 
 
 class RunEnergy(NamedTuple):
-    """The energy of a run in J, and the kinds of work whose coefficient was taken from another type or class."""
+    """The energy of a run in J.
+
+    Attributes:
+        guessed: the kinds of work whose coefficient was taken from another type or class.
+        over_limit: how many times as much the work would take without the power limit; 1 below the limit.
+    """
 
     energy_j: float
     guessed: tuple[str, ...]
+    over_limit: float
 
 
 def energy_path(folder: Path) -> Path:

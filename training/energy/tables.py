@@ -62,7 +62,8 @@ def page(found: EnergyModel) -> str:
         "[energy.md](energy.md) says how energy is measured and predicted.", "",
         f"{len(found.models)} models and sizes ran for three seconds each. Idle with a session open, the device draws "
         f"{found.idle_w:.0f} W; the models drew {min(one.power_w for one in found.models):.0f} to "
-        f"{max(one.power_w for one in found.models):.0f} W."]
+        f"{max(one.power_w for one in found.models):.0f} W" + (
+            "." if found.limit_w is None else f", and its power limit is {found.limit_w:.0f} W.")]
     if agreements:
         apart = sorted(abs(agreement - 1.0) for agreement in agreements)
         lines += [f"The integral of power and the device's energy counter differ by {apart[len(apart) // 2]:.1%} (median), and "
