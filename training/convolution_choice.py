@@ -22,7 +22,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from training.convolutions.choice import best_rows, by_run, gain_rows, left_out_times, mean_regret, regret_rows
 from training.convolutions.plots import draw_all
-from training.convolutions.table import Case, read_cases, read_table
+from training.convolutions.table import Case, read_cases, read_table, unpacked
 from training.convolutions.unmeasured import layer_shapes, predicted_rows
 from utils import cli, files
 from utils.errors import UserError
@@ -30,7 +30,7 @@ from utils.logger import get_logger
 
 EXAMPLES = """
 python training/convolution_choice.py
-python training/convolution_choice.py --results out/h200/benchmark/results --output-dir out/choice
+python training/convolution_choice.py --results recipes/convolutions/nvidia-h200.tar.xz --output-dir out/choice
 python training/convolution_choice.py --model resnet50 --json
 python training/convolution_choice.py --predict resnet34 --input-size 320
 """
@@ -83,7 +83,7 @@ def predict(cases: list[Case], args: argparse.Namespace) -> Rows:
 
 def main() -> None:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--results", type=Path, metavar="DIR", help="folder with tables (default: benchmark/results)")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="folder or archive of tables (default: benchmark/results)")
     parser.add_argument("--model", action="append", default=[], metavar="NAME", help="show this model only (repeatable)")
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="write tables and plots there")
     parser.add_argument("--predict", metavar="MODEL", help="a torchvision model: the predicted best algorithm of each layer")
@@ -93,14 +93,14 @@ def main() -> None:
     parser.add_argument("--gpu", help="for --predict: the device, if several were measured")
     args = parser.parse_args()
     workspace = cli.start(args)
-    results = args.results or workspace.convolution_results
-    cases = read_cases(results)
-    if args.predict:
-        cli.print_rows(predict(cases, args), args.json)
-        return
-    tables = analysed(cases, args.model)
-    if args.output_dir is not None:
-        write(tables, cases, results, args.output_dir)
+    with unpacked(args.results or workspace.convolution_results) as results:
+        cases = read_cases(results)
+        if args.predict:
+            cli.print_rows(predict(cases, args), args.json)
+            return
+        tables = analysed(cases, args.model)
+        if args.output_dir is not None:
+            write(tables, cases, results, args.output_dir)
     if args.json:
         cli.print_json(tables | {"mean_regret_percent": mean_regret(tables["regret"])})
         return

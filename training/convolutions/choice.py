@@ -99,11 +99,17 @@ def regret_rows(cases: Sequence[Case], predicted: Sequence[Mapping[str, float]])
         errors = [abs(time_ms / case.times_ms[name] - 1) for case, one in zip(found, times, strict=True)
                   for name, time_ms in one.items()]
         rows.append(named(key) | {
-            "layers": len(found), "with_a_choice": sum(len(case.times_ms) > 1 for case in found),
+            "layers": len(found), "algorithms": len(set().union(*map(tried, found))),
+            "with_a_choice": sum(len(case.times_ms) > 1 for case in found),
             "right": sum(name == case.best for case, name in zip(found, chosen, strict=True)), "best_ms": best_ms,
             "chosen_ms": chosen_ms, "regret_percent": 100 * (chosen_ms / best_ms - 1),
             "regret_of_own_percent": _excess_percent(own), "time_error_percent": 100 * float(np.mean(errors))})
     return rows
+
+
+def tried(case: Case) -> set[str]:
+    """The algorithms that ran a case or were refused."""
+    return {*case.times_ms, *case.refused}
 
 
 def _excess_percent(cases: Sequence[Case]) -> float | None:
@@ -113,8 +119,15 @@ def _excess_percent(cases: Sequence[Case]) -> float | None:
 
 
 def mean_regret(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """The mean over the models of the mean over a model's runs, in per cent; None without rows."""
+    """The mean over the models of the mean over a model's runs, in per cent; None without rows.
+
+    Runs with which fewer algorithms were tried than with others of the device are not finished, and do not count.
+    """
+    most: dict[str, int] = defaultdict(int)
+    for row in rows:
+        most[row["gpu"]] = max(most[row["gpu"]], row["algorithms"])
     by_model: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        by_model[row["model"]].append(row["regret_percent"])
+        if row["algorithms"] == most[row["gpu"]]:
+            by_model[row["model"]].append(row["regret_percent"])
     return float(np.mean([np.mean(found) for found in by_model.values()])) if by_model else None

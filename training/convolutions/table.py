@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tarfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from benchmark.convolutions.shapes import ConvShape
 from model_zoo.exporting.torch_models import group_of
 from utils.errors import UserError
 from utils.lazy import pandas as pd
+from utils.temporary import temporary_folder
 
 MEASURE = "python benchmark/run_profile.py --model vgg16 --algorithm guess"
 
@@ -61,6 +64,25 @@ class Case:
 def own_choice(gpu: str) -> str:
     """What stands for the library's own choice: cuDNN's on a GPU, torch's on a CPU."""
     return DEFAULT if gpu == "cpu" else GUESS
+
+
+@contextmanager
+def unpacked(results: Path) -> Iterator[Path]:
+    """The folder with the tables: `results` itself, or what is in it if it is an archive.
+
+    Raises:
+        UserError: it is a file, but no archive.
+    """
+    if not results.is_file():
+        yield results
+        return
+    with temporary_folder() as folder:
+        try:
+            with tarfile.open(results) as archive:
+                archive.extractall(folder, filter="data")
+        except (tarfile.TarError, EOFError) as error:
+            raise UserError(f"{results}: no archive of tables ({error}); recipes/convolutions/pack.py makes one") from None
+        yield folder
 
 
 def read_table(folder: Path, kind: str) -> pd.DataFrame:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from benchmark.convolutions.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL
 from benchmark.convolutions.shapes import ConvShape
 from model_zoo.exporting.torch_models import build
 from training.convolutions.choice import gain_rows, left_out_times, mean_regret, regret_rows
-from training.convolutions.learned import CONVOLUTION_FEATURES, fit, predict_ms
+from training.convolutions.features import CONVOLUTION_FEATURES
+from training.convolutions.learned import fit, predict_ms
 from training.convolutions.table import read_cases
 from training.convolutions.unmeasured import layer_shapes, predicted_rows
 from utils import files
@@ -171,3 +173,22 @@ def test_nothing_to_read(tmp_path: Path, results: Path) -> None:
     (tmp_path / "x_layers.csv").write_text("layer\nconv1\n")
     with pytest.raises(UserError, match="tables without the column gpu"):
         read_cases(tmp_path)
+
+
+def test_work_of_each_method() -> None:
+    """Numbers worked out by hand: 16 images of 56x56, 3x3 filters, from 128 to 32 channels."""
+    shape = ConvShape(16, 128, 32, 56, 56, (3, 3), (1, 1), (1, 1), (1, 1), 1, False, "fp32")
+    values = dict(zip(CONVOLUTION_FEATURES.names, CONVOLUTION_FEATURES.compute(shape), strict=True))
+    expected = {"log_rows": 16 * 56 * 56, "log_depth": 128 * 9, "log_product_tiles": 392, "log_tile_steps": 392 * 128 * 9,
+                "log_padded_product": 784 * 64 * 32 * 128 * 9, "log_winograd_tiles": 16 * 14 * 14,
+                "log_winograd_out": 16 * 14 * 14 * 32, "log_fft_pixels": 64 * 64, "log_fft_tiles": 4,
+                "log_fft_tile_products": 4 * 128 * 32 * 16}
+    assert {name: round(2 ** values[name]) for name in expected} == expected
+
+
+def test_a_run_that_is_not_finished_does_not_count(results: Path) -> None:
+    cases = [replace(case, times_ms={"gemm": 1.0}, refused=frozenset()) if case.model == "alexnet" else case
+             for case in read_cases(results)]
+    rows = regret_rows(cases, left_out_times(cases))
+    assert {row["algorithms"] for row in rows if row["model"] == "alexnet"} == {1}
+    assert mean_regret(rows) == mean_regret([row for row in rows if row["model"] != "alexnet"])

@@ -1,0 +1,105 @@
+"""The shipped tables of convolution algorithms: what they say is what docs/convolutions.md says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from benchmark.convolutions.kernel_names import unexpected
+from benchmark.convolutions.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL_MORE
+from training.convolutions.choice import left_out_times, mean_regret, regret_rows
+from training.convolutions.table import read_cases, read_table, unpacked
+from utils.errors import UserError
+from utils.paths import ROOT
+
+SHIPPED = ROOT / "recipes" / "convolutions"
+TABLES, SAMPLES = SHIPPED / "nvidia-h200.tar.xz", SHIPPED / "nvidia-h200-samples.tar.xz"
+NEVER = {"direct", "winograd"}
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[Path]:
+    with unpacked(TABLES) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def overall(results: Path) -> Any:
+    return read_table(results, "overall")
+
+
+@pytest.fixture(scope="module")
+def layers(results: Path) -> Any:
+    return read_table(results, "layers")
+
+
+def test_the_dataset_is_small_and_has_todays_columns(overall: Any, layers: Any) -> None:
+    assert TABLES.stat().st_size + SAMPLES.stat().st_size < 3e6
+    assert tuple(overall.columns) == (*OVERALL, *OVERALL_MORE)
+    assert tuple(layers.columns) == (*LAYERS, *LAYERS_MORE)
+
+
+def test_every_combination_at_batch_16(overall: Any) -> None:
+    table = overall[overall.batch == 16]
+    assert (len(table), table.model.nunique(), table.algorithm.nunique()) == (54, 6, 9)
+    assert set(table[table.status != "ok"].algorithm) == NEVER == set(overall[overall.status != "ok"].algorithm)
+    assert len(table[table.status != "ok"]) == 12
+    assert table[table.status == "ok"].layers_ms.min() > 0
+
+
+def test_times_by_events_and_by_cupti(overall: Any, layers: Any) -> None:
+    """Layers of one CUDA kernel agree; with several the time between them counts by events alone."""
+    one = layers[(layers.launches == 1) & (layers.cupti_ms < 0.1)]
+    assert len(one) > 2000
+    assert abs(1e3 * (one.median_ms - one.cupti_ms)).median() < 0.3  # us
+    table = overall[(overall.batch == 16) & overall.algorithm.isin(["gemm", "implicit gemm", "fft"])]
+    assert len(table) == 18
+    assert table.layers_to_cupti.between(0.95, 1.05).all()
+
+
+def test_energy_agrees_with_the_counter(overall: Any) -> None:
+    """In all windows but one, which says so."""
+    found = overall[overall.energy_to_counter.notna()]
+    assert len(found) > 60
+    beyond = found[(found.energy_to_counter - 1).abs() > 0.1]
+    assert len(beyond) <= 0.02 * len(found)
+    assert beyond.energy_doubts.str.contains("energy counter").all()
+    assert (found.power_mean_w > found.idle_power_w).all()
+
+
+def test_outputs_are_torchs(layers: Any) -> None:
+    assert layers[layers.mean_ms.notna()].output_error.max() < 0.02
+
+
+def test_kernels_of_other_algorithms(layers: Any) -> None:
+    """What cuDNN launches under the name of an algorithm; nothing but these is unexpected."""
+    traced = layers[layers.cupti_ms.notna()]
+    strange = traced[traced.unexpected_kernels.notna()]
+    assert set(strange.ran) == {"gemm", "implicit gemm", "implicit precomp gemm"}
+    direct = strange[strange.ran != "implicit precomp gemm"]
+    assert direct.unexpected_kernels.str.contains("conv2d_grouped_direct_kernel").all()
+    assert (strange.workspace_mib == 0).all()  # cuDNN asks for none: no matrix of windows, no indices
+    for row in traced.sample(200, random_state=0).itertuples():
+        pointwise = (row.kernel_size, row.stride, row.padding) == ("1x1", "1x1", "0x0")
+        written = "" if pd.isna(row.unexpected_kernels) else row.unexpected_kernels
+        assert unexpected(row.ran, row.cuda_kernels.split("|"), pointwise) == written
+
+
+def test_regret_of_predicted_choices(results: Path) -> None:
+    cases = read_cases(results)
+    rows = regret_rows(cases, left_out_times(cases))
+    regret = mean_regret(rows)
+    assert regret is not None
+    assert 0 <= regret < 5
+    finished = {row["model"] for row in rows if row["algorithms"] == 8}  # guess is none of its own
+    assert finished == {"vgg16", "densenet121", "resnet152", "googlenet", "alexnet", "resnet50"}
+
+
+def test_a_file_that_is_no_archive(tmp_path: Path) -> None:
+    (tmp_path / "x.tar.xz").write_text("no")
+    with pytest.raises(UserError, match=r"x\.tar\.xz: no archive of tables"), unpacked(tmp_path / "x.tar.xz"):
+        pass
