@@ -95,8 +95,10 @@ class UnifiedProfiler:
             bench = Bench(settings.device, machine(settings.device).uuid, canary(settings.device), steadiness=self._steadiness)
 
             def blocks_of(load: tuple[float, str], measured: Sequence[Block]) -> list[Planned[ProfileUnit]]:
-                own = [block for block in measured if block.machine == bench.machine_uuid]
-                todo = pending(settings.units, own, lambda m: m.status == "ok" or not self._retry)
+                elsewhere = {block.machine for block in measured} - {bench.machine_uuid}
+                todo = pending(settings.units, measured, lambda m: m.status == "ok" or not self._retry)
+                if elsewhere and todo:
+                    log.info("%s: goes on with what another %s measured", folder, settings.gpu)
                 return [Planned(unit.id, [unit]) for unit in todo]
 
             def time_units(units: Sequence[ProfileUnit], level: float) -> list[Measurement]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 PROFILE, CONVOLUTION = "profile", "convolution"  # subjects: a whole model, and one call of a layer in it
 SEED = 0
+FEWEST_RUNS = 3
 AHEAD_OF_TRACE = 3.0  # how long the GPU is held before a layer that is traced, relative to the host's time without tracing
 
 
@@ -51,6 +53,7 @@ class Instruments:
         energy_of_mixed: whether energy is measured where some layers run by fallback, too.
         traced: whether CUPTI records the CUDA kernels of each layer.
         event_overhead_ms: what a pair of CUDA events adds to the time of a layer between them; None where it is not known.
+        longest_s: a model so slow that its runs would take longer is run less often, but FEWEST_RUNS times.
     """
 
     device: str
@@ -61,6 +64,7 @@ class Instruments:
     energy_of_mixed: bool = True
     traced: bool = True
     event_overhead_ms: float | None = None
+    longest_s: float = math.inf
 
 
 def measure_profile(unit: ProfileUnit, forced: ForcedModel, by: Instruments) -> list[Measurement]:
@@ -104,9 +108,11 @@ def _measure(unit: ProfileUnit, forced: ForcedModel, by: Instruments, began: str
         if not difference <= forced.model_tolerance(images):  # NaN is no equal output either
             return [_whole(unit, began, status="failed", error=f"{unit.what}: outputs differ from torch's by {difference:.2g}")]
         with forced.forced():
-            time_runs_ms(run, settings.warmup, by.device)
-            samples_ms = time_runs_ms(run, settings.measure, by.device)
-            layer_times = time_layers(run, forced.layers.values(), settings.measure, by.device)
+            (run_ms,) = time_runs_ms(run, 1, by.device)
+            time_runs_ms(run, affordable(settings.warmup, run_ms, by) - 1, by.device)
+            runs = affordable(settings.measure, run_ms, by)
+            samples_ms = time_runs_ms(run, runs, by.device)
+            layer_times = time_layers(run, forced.layers.values(), runs, by.device)
             mixed = bool(forced.refused) and not by.energy_of_mixed
             quantities, doubts = ({}, "not asked for: some layers run by fallback") if mixed else measure_energy(
                 run, by, float(np.mean(samples_ms)))
@@ -118,6 +124,11 @@ def _measure(unit: ProfileUnit, forced: ForcedModel, by: Instruments, began: str
     whole = _whole(unit, began, samples_ms=rounded(samples_ms), facts=facts, quantities=quantities)
     return [whole, *(_layer(unit, call, layers[place], began, layer_times[place], traced[place] if traced else None)
                      for place, call in enumerate(forced.calls))]
+
+
+def affordable(runs: int, run_ms: float, by: Instruments) -> int:
+    """How many of `runs` fit into `by.longest_s`; FEWEST_RUNS at least, if so many are asked for."""
+    return int(min(runs, max(FEWEST_RUNS, 1e3 * by.longest_s / run_ms)))
 
 
 def draw_images(unit: ProfileUnit, device: str) -> Tensor:

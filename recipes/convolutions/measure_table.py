@@ -1,9 +1,9 @@
 """The full table of models × convolution algorithms × input sizes, in one process: about 14 minutes on an H200.
 
 Each model is built once, and each combination is profiled as benchmark/run_profile.py does with --fallback, so that every layer
-that can run under an algorithm is timed. Energy is measured only where all layers can. Writes to
-benchmark/results/4_table_b<batch>/<model>_<algorithm>_<gpu>/. Started again, it goes on; with --minutes it begins no
-combination after that time. Prints one row for each model and algorithm.
+that can run under an algorithm is timed. Energy is measured only where all layers can. Models of more than 0.1 s are run less
+often. Writes to benchmark/results/4_table_b<batch>/<model>_<algorithm>_<gpu>/. Started again, it goes on, on another machine of
+the same kind too; with --minutes it begins no combination after that time. Prints one row for each model and algorithm.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ python recipes/convolutions/measure_table.py --workspace out/convolutions --minu
 python recipes/convolutions/measure_table.py --workspace out/convolutions --sizes 224 --batch 16 --energy-seconds 0
 python recipes/convolutions/measure_table.py --model alexnet --algorithm default --sizes 64 --device cpu --json
 """
+LONGEST_S = 1.0  # of the runs of a model that are timed together; a model of 0.1 s is still run ten times
 AT_ONCE = Steadiness(attempts=1, patience_s=0.0)  # time is short; a block that was unsteady says so
 log = get_logger("convolutions")
 
@@ -72,7 +73,7 @@ def measure(workspace: Workspace, args: argparse.Namespace, device: str) -> list
     folders, built, left = [], "", 0
     model: torch.nn.Module | None = None
     asked = list(combinations(args, device))
-    by = replace(open_instruments(device, args.energy_seconds), energy_of_mixed=False)
+    by = replace(open_instruments(device, args.energy_seconds), energy_of_mixed=False, longest_s=LONGEST_S)
     for settings in cli.progress(asked, "profiling", len(asked)):
         folder = workspace.convolution_results / f"4_table_b{settings.batch}" / f"{settings.name}_{settings.gpu}"
         folders.append(folder)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from command import printed, run_script
 from benchmark.convolutions.algorithms import ON_CPU
 from benchmark.convolutions.engines import Plan, TorchEngine
 from benchmark.convolutions.forced import ForcedModel
-from benchmark.convolutions.measure import Instruments, _layer, _layer_facts, measure_profile
+from benchmark.convolutions.measure import Instruments, _layer, _layer_facts, affordable, measure_profile
 from benchmark.convolutions.profile_unit import ProfileSettings
 from benchmark.convolutions.results import LAYERS, OVERALL, ResultsJournal
 from benchmark.convolutions.shapes import NotSupported
@@ -123,6 +124,25 @@ def test_out_of_memory_costs_one_size(tmp_path: Path, model: torch.nn.Module) ->
     again = UnifiedProfiler(asked, 0, AT_ONCE, retry=True, engine=TorchEngine()).profile(tmp_path, model)
     assert [unit.input_size for unit in again.units] == [80]
     assert [row["status"] for row in rows(tmp_path / f"{MODEL}_default_overall.csv")] == ["ok", "ok"]
+
+
+def test_what_another_machine_of_the_kind_measured_counts(tmp_path: Path, model: torch.nn.Module) -> None:
+    UnifiedProfiler(settings(), 0, AT_ONCE, engine=TorchEngine()).profile(tmp_path, model)
+    journal = tmp_path / "measurements.jsonl"
+    (block,) = read_blocks(journal)
+    journal.write_text(block.model_copy(update={"machine": "another"}).model_dump_json() + "\n")
+    done = UnifiedProfiler(settings(input_sizes=(64, 80)), 0, AT_ONCE, engine=TorchEngine()).profile(tmp_path, model)
+    assert [unit.input_size for unit in done.units] == [80]
+    assert [row["input_size"] for row in rows(tmp_path / f"{MODEL}_default_overall.csv")] == ["64", "80"]
+
+
+def test_a_slow_model_is_run_less_often(model: torch.nn.Module) -> None:
+    by = Instruments("cpu", energy_s=0.0, longest_s=1.0)
+    assert [affordable(10, run_ms, by) for run_ms in (0.5, 100.0, 200.0, 900.0, 5000.0)] == [10, 10, 5, 3, 3]
+    assert (affordable(2, 5000.0, by), affordable(30, 5000.0, Instruments("cpu"))) == (2, 30)
+    (unit,) = settings(measure=5).units
+    whole, *layers = measure_profile(unit, ForcedModel(model, TorchEngine()), replace(by, longest_s=1e-6))
+    assert {len(m.samples_ms) for m in (whole, *layers)} == {3}
 
 
 class NoPointwise(TorchEngine):
