@@ -7,7 +7,8 @@ predictions choose for it, and prints the regret: the time lost against the best
 
 With --predict it names the best algorithm for each layer of a torchvision model that was not measured, with predicted times.
 
-Writes with --output-dir: best.csv (each layer), gain.csv, regret.csv, and plots (time over input size, layers of a model).
+Writes with --output-dir: best.csv (each layer), gain.csv, regret.csv, and plots (time over input size, energy
+over time, layers of a model).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plots of convolution algorithms: time over input size, and the layers of a model under each algorithm."""
+"""Plots of convolution algorithms: time over input size, energy over time, and the layers of a model under each algorithm."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_LAYERS = 12  # with a colour of their own in a breakdown; the others are added up
+ENERGY = "energy_per_inference_j"
 BEST, OTHERS = "best of each", "the others"
 
 
@@ -28,7 +29,7 @@ def draw_times(overall: pd.DataFrame, path: Path, title: str) -> None:
         overall: rows of one model, device, batch and data type, with the columns of `*_overall.csv`.
     """
     matplotlib.use("Agg")
-    figure, axes = matplotlib.pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = matplotlib.pyplot.subplots(figsize=(9, 5), layout="constrained")
     for name, rows in overall[overall["mean"].notna()].sort_values("input_size").groupby("algorithm", sort=True):
         mixed = bool(rows["layers_not_supported"].any())
         spread = rows["std"].to_numpy(dtype=float)
@@ -36,7 +37,26 @@ def draw_times(overall: pd.DataFrame, path: Path, title: str) -> None:
                       label=f"{name}{' (partly the library’s choice)' if mixed else ''}")
     axes.set(xlabel="input size (pixels)", ylabel="time of a run (ms)", title=title, yscale="log")
     axes.grid(color="0.9", which="both")
-    axes.legend()
+    figure.legend(loc="outside right upper", fontsize="small")
+    _save(figure, path)
+
+
+def draw_energy(overall: pd.DataFrame, path: Path, title: str) -> None:
+    """Energy of a run over its time, a line for each algorithm from the smallest input to the largest.
+
+    Args:
+        overall: as for `draw_times`, with an energy in each row.
+    """
+    matplotlib.use("Agg")
+    figure, axes = matplotlib.pyplot.subplots(figsize=(9, 5), layout="constrained")
+    for name, rows in overall.sort_values("input_size").groupby("algorithm", sort=True):
+        (line,) = axes.plot(rows["mean"], rows[ENERGY], "o-", markersize=3, label=name)
+        for size, *point in rows[["input_size", "mean", ENERGY]].itertuples(index=False):
+            axes.annotate(f"{size:.0f}", (point[0], point[1]), (3, 3), textcoords="offset points", fontsize=6,
+                          color=line.get_color())
+    axes.set(xlabel="time of a run (ms)", ylabel="energy of a run (J)", title=title, xscale="log", yscale="log")
+    axes.grid(color="0.9", which="both")
+    figure.legend(loc="outside right upper", fontsize="small")
     _save(figure, path)
 
 
@@ -68,13 +88,16 @@ def draw_layers(cases: Sequence[Case], path: Path, title: str) -> None:
 
 
 def draw_all(overall: pd.DataFrame, runs: dict[tuple[str, str, int, int, str, bool], list[Case]], folder: Path) -> list[Path]:
-    """Draws each model's times, and the layers of its largest input, into `folder`; returns the files."""
+    """Draws each model's times and energy, and the layers of its largest input, into `folder`; returns the files."""
     drawn = []
     for key, rows in overall.groupby(["gpu", "model", "batch", "dtype"]):
         gpu, model, batch, dtype = (str(part) for part in key)
         if rows["mean"].notna().any():
             drawn.append(folder / f"{model}_{gpu}_b{batch}_{dtype}_times.png")
             draw_times(rows, drawn[-1], f"{model}, batch {batch}, {dtype}, on {gpu}")
+        if (known := rows[ENERGY].notna()).any():
+            drawn.append(folder / f"{model}_{gpu}_b{batch}_{dtype}_energy.png")
+            draw_energy(rows[known], drawn[-1], f"{model}, batch {batch}, {dtype}, on {gpu}; at each point the input size")
     largest: dict[tuple[str, ...], tuple[str, str, int, int, str, bool]] = {}
     for group in runs:  # in the order of the input size
         facts = named(group)

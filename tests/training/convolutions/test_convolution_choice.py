@@ -64,7 +64,8 @@ def write_results(root: Path, model: str, sizes: tuple[int, ...] = (32, 64)) -> 
         folder = root / "2_quick" / f"{model}_{name}_h200"
         files.write_csv(folder / f"{model}_{name}_layers.csv", (*LAYERS, *LAYERS_MORE), rows)
         overall = [{"model": model, "algorithm": name, "input_size": size, "mean": size / 10, "std": 0.1, "batch": 1,
-                    "dtype": "fp32", "tf32": 1, "gpu": "h200", "layers_not_supported": 6 * (name == "fft"), "status": "ok"}
+                    "dtype": "fp32", "tf32": 1, "gpu": "h200", "layers_not_supported": 6 * (name == "fft"), "status": "ok",
+                    "energy_per_inference_j": None if name == "fft" else size / 40}
                    for size in sizes]
         files.write_csv(folder / f"{model}_{name}_overall.csv", (*OVERALL, *OVERALL_MORE), overall)
 
@@ -138,6 +139,7 @@ def test_the_script(results: Path, tmp_path: Path) -> None:
     assert len(rows) == 24
     assert {row["best"] for row in rows if "_7" in row["layer"]} == {"fft"}
     assert (tmp_path / "vgg16_h200_b1_fp32_times.png").stat().st_size > 5000
+    assert (tmp_path / "vgg16_h200_b1_fp32_energy.png").stat().st_size > 5000
     assert (tmp_path / "resnet50_h200_b1_fp32_64_layers.png").stat().st_size > 5000
 
 
