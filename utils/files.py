@@ -41,7 +41,7 @@ def replacing(path: Path) -> Iterator[Path]:
     with temporary_file(path) as temporary:
         temporary.touch(mode=0o600, exist_ok=False)
         yield temporary
-        with temporary.open("rb") as written:
+        with temporary.open("rb+") as written:  # Windows flushes only what can be written
             os.fsync(written.fileno())
         temporary.chmod(0o644)
         temporary.replace(path)

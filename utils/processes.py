@@ -24,11 +24,12 @@ R = TypeVar("R")
 CRASHED = "takes ONNX Runtime down (the process that read it has ended): a damaged file, or a fault of ONNX Runtime's"
 
 
-def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """Asks Linux to send the signal `by` to this process when its parent ends (elsewhere, compare `os.getppid()`)."""
+def die_with_parent(by: signal.Signals | None = None) -> None:
+    """Asks Linux to send the signal `by` to this process when its parent ends (elsewhere, compare `os.getppid()`); by default
+    SIGKILL, which Windows does not know."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1  # linux/prctl.h
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, by)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, by or signal.SIGKILL)
 
 
 def exit_cause(code: int) -> str:

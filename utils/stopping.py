@@ -57,7 +57,8 @@ def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseExce
         os._exit(128 + ours[0])
 
     reading, writing = os.pipe()
-    os.set_blocking(writing, False)
+    if hasattr(os, "set_blocking"):  # not on Windows before Python 3.12, and not needed there
+        os.set_blocking(writing, False)
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, stop)
