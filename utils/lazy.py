@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import onnxruntime
     import onnxruntime.capi.onnxruntime_pybind11_state
     import onnxruntime.quantization.shape_inference
+    import openvino
     import pandas
     import pynvml
     import requests
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
     import torchvision
     import xgboost
 
-__all__ = ["ai3", "matplotlib", "networkx", "onnx", "onnxruntime", "pandas", "pynvml", "requests", "rich", "scipy", "sklearn",
-           "torch", "torchvision", "xgboost"]
+__all__ = ["ai3", "matplotlib", "networkx", "onnx", "onnxruntime", "openvino", "pandas", "pynvml", "requests", "rich", "scipy",
+           "sklearn", "torch", "torchvision", "xgboost"]
 
 
 class LazyPackage:

@@ -32,6 +32,7 @@ def open_session(
     model: Path | bytes, device: str, *, optimize: str = "all", disabled: Sequence[str] = (),
     dims: Mapping[str, int] | None = None, save_to: Path | None = None, profile_prefix: Path | None = None,
     provider_options: Mapping[str, str] | None = None, name: str = "", entries: Mapping[str, str] | None = None,
+    threads: int = 0,
 ) -> onnxruntime.InferenceSession:
     """An inference session with ORT's defaults, changed only by the arguments.
 
@@ -46,6 +47,7 @@ def open_session(
         provider_options: options of the CUDA provider.
         name: what errors call the model; by default its path.
         entries: further session config entries.
+        threads: that share an operator's work on the CPU; 0 for ORT's own choice.
 
     Raises:
         UserError: the model can't be loaded, or the CUDA provider does not start.
@@ -57,6 +59,7 @@ def open_session(
         "all": levels.ORT_ENABLE_ALL, "extended": levels.ORT_ENABLE_EXTENDED,
         "basic": levels.ORT_ENABLE_BASIC, "none": levels.ORT_DISABLE_ALL}[optimize]
     options.log_severity_level = FATAL
+    options.intra_op_num_threads = threads
     for dim, size in (dims or {}).items():
         options.add_free_dimension_override_by_name(dim, size)
     for key, value in (entries or {}).items():

@@ -1,0 +1,17 @@
+"""Packages that a user may leave out: their tests are skipped, or fail where HASE_NEEDS_PACKAGES is set."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+NEEDED = "HASE_NEEDS_PACKAGES"
+
+
+def needs(package: str, requirements: str) -> None:
+    """To be called by a test or fixture that can't do without a package."""
+    if find_spec(package) is None:
+        told = f"needs the package {package}: pip install -r {requirements}"
+        pytest.fail(told) if os.environ.get(NEEDED) else pytest.skip(told)
