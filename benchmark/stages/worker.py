@@ -1,0 +1,65 @@
+"""The process that runs stages, so that a driver that crashes or hangs costs one stage.
+
+Reads one Request a line on standard input, writes one Measurement a line on standard output, and ends when its input does.
+benchmark/profile_stages.py starts it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import Literal
+
+from benchmark.records.measurement import Measurement
+from benchmark.stages.measure import SUBJECT, failed, measure_stage, rounded, time_opened
+from benchmark.stages.opening import Feed, OpenedStage, Refused, open_stage
+from benchmark.stages.work import StageUnit
+from utils.errors import UserError
+from utils.frozen import Frozen
+from utils.processes import die_with_parent
+
+CANARY = "canary"
+CANARY_WARMUP, CANARY_RUNS = 3, 15
+
+
+class Request(Frozen):
+    """`measure` a unit, or run it a few times as the `canary`; that one stays open."""
+
+    do: Literal["measure", "canary"]
+    unit: StageUnit
+
+
+@functools.lru_cache(maxsize=1)
+def _canary(unit: StageUnit) -> tuple[OpenedStage, Feed]:
+    return open_stage(unit)[0], unit.tensors
+
+
+def run_canary(unit: StageUnit) -> Measurement:
+    """Times of the canary."""
+    try:
+        opened, feed = _canary(unit)
+    except Refused as refused:
+        return failed(unit, "failed", str(refused))
+    return Measurement(subject=SUBJECT, id=CANARY, label=CANARY, context="alone", place="alone",
+                       samples_ms=rounded(time_opened(opened, feed, CANARY_WARMUP, CANARY_RUNS)))
+
+
+def answer(request: Request) -> Measurement:
+    """What a request asks for; an error of the graph's file is one of the unit."""
+    try:
+        return measure_stage(request.unit) if request.do == "measure" else run_canary(request.unit)
+    except UserError as error:
+        return failed(request.unit, "failed", str(error))
+
+
+def main() -> None:
+    die_with_parent()
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is no reply
+    for line in sys.stdin:
+        print(answer(Request.model_validate_json(line)).model_dump_json(), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()
