@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import statistics
 
-from benchmark.convolutions.timing import hold, time_layers, wait_for
+from benchmark.convolutions.timing import hold_for_trace, time_layers, wait_for
 from benchmark.traces.gpu_trace import in_range, read, record_ranges
 from utils.lazy import torch
 from utils.logger import get_logger
 
 LAYERS, RUNS, NUMBERS = 50, 10, 2**20  # of the reference: layers of one kernel of a few microseconds each
-HOLD_MS = 0.2  # for so long the GPU is held before a layer that is traced
 log = get_logger("convolutions")
 
 
@@ -25,7 +24,7 @@ def event_overhead_ms() -> float | None:
 
     def run_traced() -> None:
         for number, layer in enumerate(layers):
-            hold("cuda", HOLD_MS)
+            hold_for_trace()
             with in_range(number):
                 layer(numbers)
         wait_for("cuda")

@@ -22,7 +22,7 @@ from benchmark.convolutions.forced import (
 from benchmark.convolutions.kernel_names import counted
 from benchmark.convolutions.profile_unit import ProfileUnit
 from benchmark.convolutions.shapes import NotSupported
-from benchmark.convolutions.timing import CallTimes, hold, time_layers, time_runs_ms, wait_for
+from benchmark.convolutions.timing import CallTimes, hold_for_trace, time_layers, time_runs_ms, wait_for
 from benchmark.measuring.power import PowerMonitor, energy_of_runs
 from benchmark.metrics.power_sensors import PowerSensor
 from benchmark.records.labels import SLOWDOWN_ADMITTED
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 PROFILE, CONVOLUTION = "profile", "convolution"  # subjects: a whole model, and one call of a layer in it
 SEED = 0
 FEWEST_RUNS = 3
-AHEAD_OF_TRACE = 3.0  # how long the GPU is held before a layer that is traced, relative to the host's time without tracing
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,7 @@ def trace_layers(forced: ForcedModel, run: Callable[[], Any], host_ms: Sequence[
 
     @contextmanager
     def held_range(number: int) -> Iterator[None]:
-        hold("cuda", AHEAD_OF_TRACE * host_ms[number])
+        hold_for_trace(host_ms[number])
         with in_range(number):
             yield
 

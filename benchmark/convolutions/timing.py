@@ -13,6 +13,7 @@ from utils.lazy import torch
 
 AHEAD = 1.5  # how long the GPU is held before a layer that is timed, relative to the host's time of the layer
 CLOCK_KHZ = 2.0e6  # about a GPU's clock; a hold that is a little shorter or longer does no harm
+AHEAD_OF_TRACE, SHORTEST_HOLD_OF_TRACE_MS = 3.0, 0.2  # the same before a layer that is traced, which slows the host
 SHORTEST_HOLD_MS, LONGEST_HOLD_MS = 0.05, 20.0  # a layer whose launches fill the GPU's queue is not helped by more
 
 
@@ -133,6 +134,11 @@ class LayerTimer:
         return taken
 
 
+def hold_for_trace(host_ms: float = 0.0) -> None:
+    """Holds the GPU before a layer that is traced and that takes the host so long without."""
+    hold("cuda", SHORTEST_HOLD_OF_TRACE_MS + AHEAD_OF_TRACE * host_ms)
+
+
 def hold(device: str, ms: float) -> None:
     """Keeps the GPU busy for about `ms`, so that the host can launch ahead of it; does nothing on a CPU."""
     if device == "cuda":
@@ -169,7 +175,7 @@ def time_layers(run: Callable[[], Any], modules: Iterable[torch.nn.Module], coun
     return [_summed_up(times) for times in zip(*rows, strict=True)]
 
 
-def _summed_up(times: Sequence[LayerTime]) -> CallTimes:
-    ahead = [time.ms for time in times if not time.late]
-    samples_ms = ahead or [time.ms for time in times]
-    return CallTimes(tuple(samples_ms), len(ahead), statistics.median(time.host_ms for time in times))
+def _summed_up(calls: Sequence[LayerTime]) -> CallTimes:
+    ahead = [call.ms for call in calls if not call.late]
+    samples_ms = ahead or [call.ms for call in calls]
+    return CallTimes(tuple(samples_ms), len(ahead), statistics.median(call.host_ms for call in calls))
