@@ -57,10 +57,10 @@ def test_times_by_events_and_by_cupti(overall: Any, layers: Any) -> None:
     one = layers[(layers.launches == 1) & (layers.cupti_ms < 0.1)]
     assert len(one) > 2000
     assert abs(1e3 * (one.median_ms - one.cupti_ms)).median() < 0.3  # us
-    chosen = overall.model.isin(MODELS) & overall.algorithm.isin(["gemm", "implicit gemm", "fft"])
-    table = overall[(overall.batch == 16) & chosen]
-    assert len(table) == 18
-    assert table.layers_to_cupti.between(0.95, 1.05).all()
+    table = overall[(overall.batch == 16) & overall.model.isin(MODELS)]
+    gpu_bound = table[table.layers_ms > 0.5 * table["mean"]]  # the GPU is the slower track
+    assert len(gpu_bound) > 20
+    assert gpu_bound.layers_to_cupti.between(0.95, 1.05).all()
 
 
 def test_energy_agrees_with_the_counter(overall: Any) -> None:
