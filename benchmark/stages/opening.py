@@ -157,19 +157,20 @@ class OrtOnCuda(OpenedStage):
     """A session of ONNX Runtime on an NVIDIA GPU; values are OrtValues."""
 
     memory = "cuda"
+    place: tuple[str, int] = ("cuda", 0)
 
     def __init__(self, unit: StageUnit, session: onnxruntime.InferenceSession, run: Callable[[Feed], Array]) -> None:
         super().__init__(unit, unit.unit, ORT, "f32", run)
         self._session, self._names = session, [one.name for one in session.get_inputs()]
 
     def to_unit(self, name: str, array: Array) -> Any:
-        return onnxruntime.OrtValue.ortvalue_from_numpy(array, *(("cpu",) if name in ON_HOST else ("cuda", 0)))
+        return onnxruntime.OrtValue.ortvalue_from_numpy(array, *(("cpu", 0) if name in ON_HOST else self.place))
 
     def run_resident(self, values: Mapping[str, Any]) -> dict[str, Any]:
         binding = self._session.io_binding()
         for name in self._names:
             binding.bind_ortvalue_input(name, values[name])
-        binding.bind_output(self.output, "cuda")
+        binding.bind_output(self.output, *self.place)
         self._session.run_with_iobinding(binding)
         binding.synchronize_outputs()
         return {self.output: binding.get_outputs()[0]}

@@ -13,7 +13,7 @@ from benchmark.measuring.loads import measure_loads
 from benchmark.measuring.pending import Planned, pending
 from benchmark.measuring.worker_process import WorkerFailed, WorkerProcess
 from benchmark.records.blocks import Block
-from benchmark.records.journal import JournalFile
+from benchmark.records.journal import Journal, JournalFile
 from benchmark.records.measurement import Measurement
 from benchmark.stages.measure import RESIDENT, failed
 from benchmark.stages.records import RawMeasurements, StageRecord, UnitReport, raw_path
@@ -81,6 +81,23 @@ class StageJournal(JournalFile):
         return raw
 
 
+class UnitJournal(Journal):
+    """The blocks of one unit in this run, which it passes on to the journal. Each unit has a canary of its own, whose times
+    must not be compared with those of others.
+
+    Args:
+        whole: the journal.
+    """
+
+    def __init__(self, whole: Journal) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def append(self, block: Block) -> None:
+        self._whole.append(block)
+        super().append(block)
+
+
 def installed() -> dict[str, str]:
     """The versions of Python and of what runs stages; a package that is not there is left out."""
     found = {"python": platform.python_version(), "numpy": package_version("numpy")}
@@ -135,7 +152,8 @@ def measure_unit(name: str, profile: Profile, journal: StageJournal, worker: Wor
         return found
 
     bench = Bench("cuda" if name == "CUDA" else "cpu", here.uuid, canary_ms, steadiness=Steadiness(patience_s=3.0))
-    measure_loads(bench, lambda load, measured: blocks_left(profile, name, measured, here.uuid), time_units, journal)
+    measure_loads(bench, lambda load, measured: blocks_left(profile, name, journal.blocks, here.uuid), time_units,
+                  UnitJournal(journal))
 
 
 def blocks_left(profile: Profile, name: str, measured: Iterable[Block], machine_uuid: str) -> list[Planned[StageUnit]]:

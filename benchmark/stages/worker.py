@@ -57,7 +57,7 @@ def main() -> None:
     die_with_parent()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no reply
-    for line in sys.stdin:
+    for line in sys.stdin.buffer:  # UTF-8, whatever Windows' code page is
         print(answer(Request.model_validate_json(line)).model_dump_json(), file=replies, flush=True)
 
 

@@ -46,6 +46,13 @@ def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_is_flushed_is_open_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows refuses to flush anything else. A write of nothing to a file that is only read fails here."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: os.write(descriptor, b""))
+    files.write_text(tmp_path / "a.txt", "written")
+    assert (tmp_path / "a.txt").read_text() == "written"
+
+
 def test_a_file_with_the_longest_name_can_be_written(tmp_path: Path) -> None:
     path = tmp_path / f"{as_file_name('x' * 300)}.json"
     files.write_json(path, {"a": 1})

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 from command import run_script
 from optional_packages import needs
@@ -32,6 +33,7 @@ from benchmark.stages.work import GraphSource, StageUnit
 from model_zoo.stages.definition import STAGES, GraphSize
 from model_zoo.stages.export import export_stages, model_files
 from utils.errors import UserError
+from utils.ort_sessions import open_session
 from utils.paths import ROOT, Workspace
 
 SCRIPT = "benchmark/profile_stages.py"
@@ -181,6 +183,35 @@ def test_values_stay_on_a_unit_from_stage_to_stage(runtime: str, tmp_path: Path)
     for stage in STAGES:
         values |= opened[stage.id].run_resident(values)
     np.testing.assert_allclose(opened[7].to_host("output", values["output"]), tensors["output"], atol=1e-4)
+
+
+def test_values_bound_by_onnx_runtime_stay_where_they_are(tmp_path: Path) -> None:
+    """What runs on a GPU, with the memory of the CPU in place of the GPU's."""
+    class OnCpu(opening.OrtOnCuda):
+        place = ("cpu", 0)
+
+    tensors = unit_of(tmp_path, 1).tensors
+    values: dict[str, Any] = {}
+    for stage in STAGES:
+        unit = unit_of(tmp_path, stage.id)
+        opened = OnCpu(unit, open_session(unit.file.onnx(tmp_path), "cpu", threads=1), lambda feed: feed["x"])
+        values |= {name: opened.to_unit(name, tensors[name]) for name in stage.inputs if name not in values}
+        values |= opened.run_resident(values)
+    assert isinstance(values["output"], onnxruntime.OrtValue)
+    np.testing.assert_allclose(opened.to_host("output", values["output"]), tensors["output"], atol=1e-4)
+
+
+def test_each_unit_is_compared_with_its_own_canary(cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread's canary is no measure for a runtime that is slower: the second command waits for nothing."""
+    waited: list[float] = []
+    monkeypatch.setattr("benchmark.measuring.canary.wait_until_steady",
+                        lambda time_ms, best_ms, *others: (waited.append(best_ms), time_ms())[1])
+    for runtime in ("torch", "ort"):
+        done = run_script(SCRIPT, "--workspace", tmp_path, "--cases", cases, "--units", "CPU", "--cpu-runtime", runtime,
+                          "--export", "--measure", *QUICK)
+        assert done.returncode == 0, done.stderr
+        assert waited[0] == 0.0  # nothing is known of this canary
+        waited.clear()
 
 
 @pytest.mark.skipif(not find_units("torch")[-1].present, reason="needs an NVIDIA GPU")
