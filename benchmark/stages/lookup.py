@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -40,6 +40,9 @@ class LookupRecord(Frozen):
             with the data in the unit's own memory. `regression`: slope · bytes, which also has the unit's own reading and
             writing in it.
         compute_time: total less transfer.
+        median_time: of the runs that total_time is the mean of.
+        resident_median_time: of those with the data in the unit's own memory. Plans are made of medians, since a few slow runs
+            spoil a mean.
         runtime, ran_on: what really ran it. "": the table does not say, as one from elsewhere.
         reason: why values are missing.
     """
@@ -51,6 +54,8 @@ class LookupRecord(Frozen):
     total_time: float | None
     std: float | None
     transfer_by: Literal["measured", "regression", ""] = ""
+    median_time: float | None = None
+    resident_median_time: float | None = None
     runtime: str = ""
     ran_on: str = ""
     reason: str = ""
@@ -80,11 +85,12 @@ def lookup_table(records: Iterable[StageRecord], fits: Mapping[tuple[str, int], 
 
 
 def _looked_up(record: StageRecord, fit: Regression | None, no_fit: str) -> LookupRecord:
-    facts = {"runtime": record.runtime, "ran_on": record.ran_on}
+    facts: dict[str, Any] = {"runtime": record.runtime, "ran_on": record.ran_on}
     if not record.samples_ms:
         return LookupRecord(compute_time=None, transfer_time=None, total_time=None, std=None,
                             reason=f"{record.status}: {record.error}", **facts)
     total_ms, std_ms = record.statistics["mean"], record.statistics["std"]
+    facts |= {"median_time": record.statistics["median"], "resident_median_time": record.resident_statistics.get("median")}
     if record.resident_samples_ms:
         compute_ms = min(record.resident_statistics["mean"], total_ms)
         return LookupRecord(compute_time=compute_ms, transfer_time=total_ms - compute_ms, total_time=total_ms, std=std_ms,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -13,6 +15,7 @@ from utils.lazy import scipy
 
 Size: TypeAlias = "tuple[int, int]"  # nodes, edges
 Basis: TypeAlias = Literal["measured", "interpolated", "extrapolated"]
+BASES: tuple[Basis, ...] = ("measured", "interpolated", "extrapolated")  # the most certain first
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,12 @@ class Estimate:
     basis: Basis
 
 
-def surrounding(sizes: list[Size], wanted: Size) -> dict[Size, float] | None:
+@functools.lru_cache(maxsize=4096)  # all stages of all units were measured at the same sizes, as a rule
+def surrounding(sizes: tuple[Size, ...], wanted: Size) -> dict[Size, float] | None:
     """Measured sizes whose weighted mean is the size wanted, as near to it as possible; None if it lies outside all of them.
 
     Weights are positive and sum to 1. Of all such weights, those with the smallest sum of weight × squared distance, where a
-    distance counts ratios of nodes and of edges (doubling is as far at 1000 as at 5000). A time that is linear in nodes and
-    edges is met exactly, one at a measured size is that of the measurement.
+    distance counts ratios of nodes and of edges (doubling is as far at 1000 as at 5000).
     """
     if wanted in sizes:
         return {wanted: 1.0}
@@ -45,28 +48,51 @@ def surrounding(sizes: list[Size], wanted: Size) -> dict[Size, float] | None:
 def estimated(times_ms: Mapping[Size, float], wanted: Size, extrapolate: bool = False) -> Estimate:
     """The time at a size: measured, interpolated, or, if asked for, extrapolated.
 
-    An extrapolation is the fit of b + n·nodes + e·edges, none of the three below 0, to all sizes, each with the same relative
-    error. It is a guess: caches make times grow faster than sizes, and large sizes may not fit into a memory.
+    A trend, b + n·nodes + e·edges with none of the three below 0, is fitted to all sizes, each with the same relative error.
+    What the times around the size are to their trend (their weighted geometric mean) corrects it. So a time that is linear in
+    nodes and edges is met exactly, and so are bends, such as where a cache is full, that sizes around it have, too.
+
+    An extrapolation is the trend alone. It is a guess: caches make times grow faster than sizes, and large sizes may not fit
+    into a memory.
 
     Raises:
         UserError: the size lies outside those measured, and extrapolating was not asked for; or nothing was measured.
     """
     if not times_ms:
         raise UserError("no size was measured")
-    sizes = sorted(times_ms)
-    if (weights := surrounding(sizes, wanted)) is not None:
-        ms = sum(weight * times_ms[size] for size, weight in weights.items())
-        return Estimate(ms, "measured" if wanted in times_ms else "interpolated")
-    if not extrapolate:
+    if wanted in times_ms:
+        return Estimate(times_ms[wanted], "measured")
+    sizes = tuple(sorted(times_ms))
+    around = surrounding(sizes, wanted)
+    if around is None and not extrapolate:
         raise UserError(outside(sizes, wanted))
-    points = np.array([(1.0, *size) for size in sizes])
-    measured = np.array([times_ms[size] for size in sizes])
-    scale = points.max(axis=0)
-    factors, _ = scipy.optimize.nnls(points / scale / measured[:, None], np.ones(len(sizes)))
-    return Estimate(float(np.array([1.0, *wanted]) / scale @ factors), "extrapolated")
+    ms = _trend(times_ms, wanted)
+    if around is None:
+        return Estimate(ms, "extrapolated")
+    if min(times_ms[size] for size in around) <= 0 or ms <= 0:  # as a spread of a single run is
+        return Estimate(sum(weight * times_ms[size] for size, weight in around.items()), "interpolated")
+    ratios = [weight * math.log(times_ms[size] / _trend(times_ms, size)) for size, weight in around.items()]
+    return Estimate(ms * math.exp(sum(ratios)), "interpolated")
 
 
-def outside(sizes: list[Size], wanted: Size) -> str:
+def _trend(times_ms: Mapping[Size, float], wanted: Size) -> float:
+    """The fitted time at a size, in ms."""
+    sizes, measured = np.array([(1.0, *size) for size in times_ms]), np.array(list(times_ms.values()))
+    return float(np.array([1.0, *wanted]) @ np.array(_coefficients(sizes.tobytes(), measured.tobytes())))
+
+
+@functools.lru_cache(maxsize=4096)
+def _coefficients(points: bytes, times: bytes) -> tuple[float, ...]:
+    """Those of b + n·nodes + e·edges, from rows of (1, nodes, edges) and the times, both as the bytes of an array of floats."""
+    measured = np.frombuffer(times)
+    rows = np.frombuffer(points).reshape(len(measured), -1)
+    scale = rows.max(axis=0)
+    weights = 1.0 / np.maximum(measured, 1e-3 * measured.max() or 1.0)
+    factors, _ = scipy.optimize.nnls(rows / scale * weights[:, None], measured * weights)
+    return tuple(factors / scale)
+
+
+def outside(sizes: Sequence[Size], wanted: Size) -> str:
     """Says that a size is not among or between those measured."""
     nodes, edges = zip(*sizes, strict=True)
     within = min(nodes) <= wanted[0] <= max(nodes) and min(edges) <= wanted[1] <= max(edges)

@@ -7,6 +7,7 @@ host's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -33,11 +34,13 @@ class StageCost:
         ms: its time, without the copies that the plan adds.
         memory: where it reads and writes: HOST, where its time includes what the unit copies for itself, or a processor's name.
         processor: what it occupies. Two units may be two ways to use one processor.
+        std_ms: the spread of its runs.
     """
 
     ms: float
     memory: str
     processor: str
+    std_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,13 @@ class PlanCost:
         return sum(step.ms for step in self.steps)
 
     @property
+    def std_ms(self) -> float:
+        """The spread of runs, if that of one stage says nothing of another's."""
+        return math.sqrt(sum(step.cost.std_ms**2 for step in self.steps if step.cost))
+
+    @property
     def transfer_ms(self) -> float:
+        """Of copies that the plan adds; units in the host's memory have theirs in the times of their stages."""
         return sum(ms for step in self.steps for *_, ms in step.copies)
 
     @property

@@ -22,7 +22,7 @@ def test_a_linear_time_is_met_between_sizes(size: tuple[int, int]) -> None:
 
 
 def test_only_sizes_near_it_count() -> None:
-    weights = surrounding(SIZES, (2500, 4000))
+    weights = surrounding(tuple(SIZES), (2500, 4000))
     assert weights is not None
     assert set(weights) <= {(2000, 3000), (2000, 5000), (3000, 3000), (3000, 5000)}
     assert sum(weights.values()) == pytest.approx(1)
@@ -54,8 +54,8 @@ def test_outside_is_an_error_or_marked() -> None:
 
 
 def test_it_is_quick_enough_for_a_runtime() -> None:
-    surrounding(SIZES, (4000, 6000))
+    surrounding(tuple(SIZES), (4000, 6000))
     began_s = time.perf_counter()
     for step in range(20):
-        surrounding(SIZES, (4000 + step, 6000))
+        surrounding(tuple(SIZES), (4000 + step, 6000))
     assert (time.perf_counter() - began_s) / 20 < 0.05

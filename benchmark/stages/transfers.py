@@ -1,0 +1,109 @@
+"""Times of copies between the host's memory and a unit's own: `results/transfer_table.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from benchmark.stages.records import statistics
+from utils import files
+from utils.frozen import Frozen
+
+VERSION = 1
+TRANSFERS = "transfer_table.json"
+REMAKE = "python benchmark/profile_stages.py --measure"
+STEPS = 9  # numbers of bytes, evenly spaced on a logarithmic scale
+FEWEST_BYTES = 4096
+Direction: TypeAlias = Literal["to_device", "to_host"]
+
+
+class TransferRecord(Frozen):
+    """Times of copies of so many bytes.
+
+    Attributes:
+        memory: whose, by the unit's name.
+        direction: from or to the host's memory, which is pageable: ordinary numpy arrays.
+        bytes: of one copy.
+        samples_ms: one per copy, to its end.
+    """
+
+    memory: str
+    direction: Direction
+    bytes: int
+    samples_ms: tuple[float, ...]
+
+
+class TransferTable(Frozen):
+    """All copies of one machine."""
+
+    version: int = VERSION
+    records: tuple[TransferRecord, ...]
+
+    def copy_ms(self, memory: str, direction: Direction, moved_bytes: int) -> float:
+        """The time of a copy: between the numbers of bytes measured on a line, below them as long as the smallest, above them
+        in proportion to the largest.
+
+        Raises:
+            KeyError: copies of that memory were not measured.
+        """
+        points = {one.bytes: statistics(one.samples_ms)["median"] for one in self.records
+                  if (one.memory, one.direction) == (memory, direction)}
+        if not points:
+            raise KeyError(memory)
+        moved, times_ms = zip(*sorted(points.items()), strict=True)
+        if moved_bytes > moved[-1]:
+            return float(times_ms[-1] * moved_bytes / moved[-1])
+        return float(np.interp(moved_bytes, moved, times_ms))
+
+
+def sizes_of_copies(largest: int) -> list[int]:
+    """Numbers of bytes to measure: up to the largest tensor, whole float32 values."""
+    return sorted({4 * round(one / 4) for one in np.geomspace(FEWEST_BYTES, max(largest, 2 * FEWEST_BYTES), STEPS)})
+
+
+def time_copies(memory: str, to_device: Callable[[Any], Any], to_host: Callable[[Any], Any], largest: int, warmup: int,
+                runs: int) -> list[TransferRecord]:
+    """Times copies in both directions.
+
+    Args:
+        memory: its name.
+        to_device: copies an array to the device, and returns when that is done.
+        to_host: copies what `to_device` returned to a new array.
+        largest: bytes of the largest copy.
+        warmup, runs: copies before and in each measurement.
+    """
+    records = []
+    for moved_bytes in sizes_of_copies(largest):
+        array = np.random.default_rng(0).random(moved_bytes // 4, np.float32)
+        there = to_device(array)
+        for direction, copy, value in (("to_device", to_device, array), ("to_host", to_host, there)):
+            samples_ms = []
+            for turn in range(warmup + runs):
+                began_s = perf_counter()
+                copied = copy(value)
+                if turn >= warmup:
+                    samples_ms.append(1e3 * (perf_counter() - began_s))
+                del copied
+            records.append(TransferRecord.model_validate({"memory": memory, "direction": direction, "bytes": moved_bytes,
+                                                          "samples_ms": samples_ms}))
+    return records
+
+
+def write_transfers(folder: Path, records: list[TransferRecord]) -> Path:
+    path = folder / TRANSFERS
+    files.write_json(path, TransferTable(records=tuple(records)))
+    return path
+
+
+def read_transfers(folder: Path) -> TransferTable | None:
+    """The copies in a folder of results; None where none were measured, as on a machine whose units share the host's memory.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = folder / TRANSFERS
+    return files.read_record(path, TransferTable, VERSION, REMAKE) if path.exists() else None

@@ -1,0 +1,185 @@
+"""The tables of a machine, as planning problems at any size."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from benchmark.stages.lookup import LookupKey, LookupRecord, read_lookup
+from benchmark.stages.records import RAW, read_raw
+from benchmark.stages.transfers import REMAKE, TransferTable, read_transfers
+from inference.stages.interpolation import BASES, Basis, Size, estimated, outside
+from inference.stages.plan_cost import HOST, PlanningProblem, StageCost, StageData
+from model_zoo.stages.definition import GRAPH_INPUTS, OUTPUT, STAGES, TENSORS, GraphSize
+from utils.errors import UserError
+
+NUMBERS = ("node_count",)  # known on both sides: never copied
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """A stage on a unit over all sizes.
+
+    Args:
+        ms: typical times by size: in the unit's own memory where these were measured, else with all in the host's.
+        std_ms: the spread of runs around them.
+        memory, processor: see `StageCost`.
+    """
+
+    ms: Mapping[Size, float]
+    std_ms: Mapping[Size, float]
+    memory: str
+    processor: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A planning problem at one size.
+
+    Args:
+        problem: what everything costs.
+        basis: what the times rest on; of several the least certain.
+        left_out: stages that a unit can't run at this size, and why.
+    """
+
+    problem: PlanningProblem
+    basis: Basis
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StageTables:
+    """Times of stages on units, and of copies.
+
+    Args:
+        times: by unit and number of the stage, from 0.
+        widths: features and hidden values, where copies need them.
+        copies: between the host's memory and that of units.
+    """
+
+    times: Mapping[tuple[str, int], StageTimes]
+    widths: tuple[int, int] = (0, 0)
+    copies: TransferTable = field(default_factory=lambda: TransferTable(records=()))
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(unit for unit, _ in self.times))
+
+    @property
+    def sizes(self) -> list[Size]:
+        """Those at which anything was measured."""
+        return sorted({size for times in self.times.values() for size in times.ms})
+
+    def without(self, size: Size) -> StageTables:
+        """The tables as if a size had not been measured."""
+        less = {key: replace(times, ms={one: ms for one, ms in times.ms.items() if one != size})
+                for key, times in self.times.items()}
+        return replace(self, times=less)
+
+    def setting(self, size: Size, extrapolate: bool = False) -> Setting:
+        """The planning problem at a size.
+
+        Raises:
+            UserError: the size lies outside those measured, and extrapolating was not asked for; or its tensors have to be
+                copied to a memory whose copies were not measured.
+        """
+        costs, bases, left_out = {}, {"measured"}, []
+        for (unit, stage), times in self.times.items():
+            try:
+                found = estimated(times.ms, size, extrapolate)
+                spread = estimated(times.std_ms, size, extrapolate)
+            except UserError as error:
+                left_out.append(f"stage {stage + 1} on {unit}: {error}")
+                continue
+            costs[unit, stage] = StageCost(found.ms, times.memory, times.processor, spread.ms)
+            bases.add(found.basis)
+        if len({stage for _, stage in costs}) < len(STAGES):
+            raise UserError(outside(self.sizes, size) if self.sizes else "no stage was measured")
+        problem = PlanningProblem(
+            tuple(StageData(moved(stage.inputs), moved(stage.outputs)) for stage in STAGES), moved(GRAPH_INPUTS), (OUTPUT,),
+            self.units, costs, *self._copies(size, {cost.memory for cost in costs.values()} - {HOST}))
+        return Setting(problem, max(bases, key=BASES.index), tuple(left_out))
+
+    def _copies(self, size: Size, memories: Iterable[str]) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]:
+        """The times of copying each tensor to each memory, and back."""
+        to_device: dict[tuple[str, str], float] = {}
+        to_host: dict[tuple[str, str], float] = {}
+        for memory in memories:
+            graph = GraphSize(nodes=size[0], edges=size[1], features=self.widths[0], hidden=self.widths[1])
+            for tensor in TENSORS.values():
+                to_device[memory, tensor.name] = self.copies.copy_ms(memory, "to_device", tensor.bytes(graph))
+                to_host[memory, tensor.name] = self.copies.copy_ms(memory, "to_host", tensor.bytes(graph))
+        return to_device, to_host
+
+
+def moved(names: Iterable[str]) -> tuple[str, ...]:
+    """The tensors among the names: those that have to be copied."""
+    return tuple(name for name in names if name not in NUMBERS)
+
+
+def read_tables(folders: Sequence[tuple[str, Path]]) -> StageTables:
+    """The tables of one or several folders of results of one machine.
+
+    Args:
+        folders: each with a label, which is added to the names of its units: `CPU` of the folder labelled `torch` is
+            `CPU-torch`. "" adds nothing.
+
+    Raises:
+        UserError: a table is missing or damaged; folders have units of the same name; copies were not measured.
+    """
+    merged = StageTables({})
+    for label, folder in folders:
+        merged = _merged(merged, _read_folder(label, folder), folder)
+    return merged
+
+
+def _merged(one: StageTables, other: StageTables, folder: Path) -> StageTables:
+    if same := set(one.units) & set(other.units):
+        raise UserError(f"{folder}: has units that another folder has, too: {', '.join(sorted(same))}; give it a name: "
+                        f"--results NAME={folder}")
+    widths = {tables.widths for tables in (one, other)} - {(0, 0)}
+    if len(widths) > 1:
+        raise UserError(f"{folder}: its layer has other widths than that of another folder; plans need the same layer")
+    copies = TransferTable(records=(*one.copies.records, *other.copies.records))
+    return StageTables({**one.times, **other.times}, next(iter(widths), (0, 0)), copies)
+
+
+def _read_folder(label: str, folder: Path) -> StageTables:
+    grouped: dict[tuple[str, int], dict[LookupKey, LookupRecord]] = {}
+    for key, record in read_lookup(folder).items():
+        if record.total_time is not None:
+            grouped.setdefault((key.unit, key.stage - 1), {})[key] = record
+    named = functools.partial(_named, label)
+    times = {(named(unit), stage): _stage_times(unit, records) for (unit, stage), records in grouped.items()}
+    memories = {one.memory for one in times.values()} - {HOST}
+    if not memories:
+        return StageTables(times)
+    copies = read_transfers(folder)
+    if copies is None or (missing := memories - {one.memory for one in copies.records}):
+        what = ", ".join(sorted(memories if copies is None else missing))
+        raise UserError(f"{folder}: copies between the host and {what} were not measured; run: {REMAKE}")
+    widths = {(one.features, one.hidden) for one in read_raw(folder / RAW).records}
+    if len(widths) > 1:
+        raise UserError(f"{folder}: layers of several widths; plans need one")
+    return StageTables(times, widths.pop(), copies)
+
+
+def _named(label: str, unit: str) -> str:
+    return f"{unit}-{label}" if label else unit
+
+
+def _stage_times(unit: str, records: Mapping[LookupKey, LookupRecord]) -> StageTimes:
+    """In the unit's own memory if it was timed so at every size; else in the host's, copies and all."""
+    resident = all(record.transfer_by == "measured" for record in records.values())
+    ran_on = {record.ran_on or unit for record in records.values()}
+    processor = ran_on.pop() if len(ran_on) == 1 else unit
+    ms: dict[Size, float] = {}
+    std_ms: dict[Size, float] = {}
+    for key, record in records.items():
+        median, mean = ((record.resident_median_time, record.compute_time) if resident
+                        else (record.median_time, record.total_time))
+        ms[key.nodes, key.edges] = mean or 0.0 if median is None else median  # a table from elsewhere has means alone
+        std_ms[key.nodes, key.edges] = record.std or 0.0
+    return StageTimes(ms, std_ms, processor if resident else HOST, processor)
