@@ -4,9 +4,11 @@ Reads lookup_table.json of benchmark/profile_stages.py, and transfer_table.json 
 candidate plans for each unit other than home (one contiguous block of stages moves there: our reading of the document, which
 gives the number alone), staying at home, and the best of all assignments. With --nodes and --edges it prints the plans at that
 size; without, a table of sizes and their best plans, for switching plans by size. Times between sizes measured are
-interpolated.
+interpolated. Stages of a run follow one another. Throughput is that of many runs in a row: the busiest processor limits it.
 
-Stages of a run follow one another. Throughput is that of many runs in a row: the busiest processor limits it.
+--run runs all these plans on this machine, which must be the one that was measured, at each size that was measured, with inputs
+and outputs in the host's memory, and compares. It writes plan_runs.jsonl into the first folder of results; the same command
+goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from inference.stages.options import add_results, add_sizes, folders_of
+from inference.stages.plan_runs import RUNS, append_runs, read_runs, run_plans, size_rows, stage_units, summary
 from inference.stages.ranking import home_latency, home_of, left_out_rows, plan_table, ranked
 from inference.stages.tables import StageTables, read_tables
 from utils import cli, files
+from utils.locks import measuring, sole_writer
 from utils.logger import get_logger
 from utils.timing import error_statistics
 
@@ -30,23 +35,9 @@ python inference/plan_stages.py --nodes 4000 --edges 6000
 python inference/plan_stages.py --results benchmark/profiling/results --objective throughput --out plan_table.json
 python inference/plan_stages.py --results openvino=out/openvino --results torch=out/torch --home CPU-openvino
 python inference/plan_stages.py --left-out
+python inference/plan_stages.py --run --sizes 1000/1000 10000/10000
 """
 log = get_logger("plan_stages")
-
-
-def labelled(text: str) -> tuple[str, Path]:
-    """An option that is a folder, or NAME=FOLDER."""
-    label, _, folder = text.rpartition("=")
-    return label, Path(folder)
-
-
-def size(text: str) -> tuple[int, int]:
-    """An option that is NODES/EDGES."""
-    try:
-        nodes, edges = map(cli.count, text.split("/"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NODES/EDGES, such as 4000/6000") from None
-    return nodes, edges
 
 
 def at_one_size(tables: StageTables, args: argparse.Namespace) -> None:
@@ -98,30 +89,54 @@ def sizes_left_out(tables: StageTables, as_json: bool) -> None:
         cli.print_table(summary, "interpolated times of sizes left out against measured ones")
 
 
+def run_all(tables: StageTables, folders: list[tuple[str, Path]], args: argparse.Namespace) -> None:
+    """Runs the plans, and prints how far the predictions are off, and what the chosen plans lose against the best (regret)."""
+    units, home, path = stage_units(folders), home_of(tables, args.home), folders[0][1] / RUNS
+    sizes = args.sizes or tables.sizes
+    with sole_writer(path.parent), measuring("cpu"):
+        done = {run.size for run in read_runs(path)}
+        for number, size in enumerate(sizes, 1):
+            if size not in done:
+                log.info("%d nodes, %d edges (%d of %d)", *size, number, len(sizes))
+                append_runs(path, run_plans(tables, units, size, home, args.warmup, args.runs, args.rounds))
+    rows = size_rows(run for run in read_runs(path) if run.size in sizes)
+    if args.json:
+        cli.print_json({"summary": summary(rows), "sizes": rows})
+    else:
+        cli.print_table(rows, "predicted against measured latencies of plans")
+        cli.print_table([summary(rows)], "over all sizes")
+
+
 def main() -> None:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--results", type=labelled, action="append", default=[], metavar="[NAME=]DIR",
-                        help="folder with the tables; of several, NAME is added to the names of a folder's units "
-                             "(default: benchmark/profiling/results)")
+    add_results(parser)
     parser.add_argument("--nodes", type=cli.count, help="of the graph to plan for")
     parser.add_argument("--edges", type=cli.count, help="of it")
-    parser.add_argument("--sizes", type=size, nargs="+", metavar="NODES/EDGES", help="of the table (default: those measured)")
-    parser.add_argument("--home", metavar="UNIT", help="where plans begin and end (default: CPU)")
+    add_sizes(parser, "of the table, or to run plans at")
     parser.add_argument("--objective", choices=("latency", "throughput"), default="latency", help="default: latency")
     parser.add_argument("--extrapolate", action="store_true", help="allow guesses at sizes outside those measured")
     parser.add_argument("--top", type=cli.count, default=10, metavar="N", help="show so many plans (default: 10)")
     parser.add_argument("--out", type=cli.out_file, metavar="FILE", help="write the table of sizes: a .json or .csv")
     parser.add_argument("--left-out", action="store_true", help="compare measured times with interpolated ones")
+    parser.add_argument("--run", action="store_true", help="run the plans here, and compare")
+    parser.add_argument("--warmup", type=cli.count, default=2, metavar="N", help="for --run: runs before a round (default: 2)")
+    parser.add_argument("--runs", type=cli.count, default=5, metavar="N", help="for --run: of a plan in a round (default: 5)")
+    parser.add_argument("--rounds", type=cli.count, default=4, metavar="N", help="for --run: turns of each plan (default: 4)")
     args = parser.parse_args()
     if (args.nodes is None) != (args.edges is None):
         parser.error("--nodes and --edges go together")
     if args.nodes and (args.out or args.sizes):
         parser.error("--out and --sizes are of the table of sizes: leave out --nodes and --edges")
+    if sum(map(bool, (args.nodes, args.run, args.left_out))) > 1:
+        parser.error("--run, --left-out, and --nodes with --edges exclude one another")
     if args.out and args.out.suffix not in (".json", ".csv"):
         parser.error(f"--out {args.out}: a .json or .csv")
     workspace = cli.start(args)
-    tables = read_tables(args.results or [("", workspace.stage_results)])
-    if args.left_out:
+    folders = folders_of(args, workspace)
+    tables = read_tables(folders)
+    if args.run:
+        run_all(tables, folders, args)
+    elif args.left_out:
         sizes_left_out(tables, args.json)
     elif args.nodes:
         at_one_size(tables, args)
@@ -130,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, kept="the sizes that were run")

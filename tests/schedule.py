@@ -29,6 +29,7 @@ SLOW_FIXTURES = {
     "under_load",         # a collection under load; the shipped one
     "energies",           # unpacks a shipped dataset, and predicts its models
     "shipped_energy",     # unpacks a shipped dataset, learns from it
+    "profiled",           # measures stages
     "readings",           # unpacks a shipped dataset
     "with_host",          # measures kernels and trains
 }

@@ -102,8 +102,7 @@ def fit_stages(records: Iterable[StageRecord]) -> list[Regression]:
     for record in records:
         if record.samples_ms:
             grouped.setdefault((record.unit, record.stage), []).append(record)
-    fits = {key: _fit_group(*key, group) for key, group in grouped.items()}
-    return [_unless_arithmetic(fit, grouped[key], fits) for key, fit in fits.items()]
+    return [_unless_arithmetic(_fit_group(*key, group), group, grouped) for key, group in grouped.items()]
 
 
 def _fit_group(unit: str, stage: int, group: Sequence[StageRecord]) -> Regression:
@@ -113,18 +112,26 @@ def _fit_group(unit: str, stage: int, group: Sequence[StageRecord]) -> Regressio
 
 
 def _unless_arithmetic(fit: Regression, group: Sequence[StageRecord],
-                       fits: Mapping[tuple[str, int], Regression]) -> Regression:
-    """Without the bandwidth, if moving the bytes as fast as other stages of the unit do takes but a small part of the time."""
-    largest = max(group, key=lambda record: record.nodes)
-    flops = operations(fit.stage, largest.size)
-    moving = [one for (unit, stage), one in fits.items() if unit == fit.unit and stage not in PRODUCTS and one.bandwidth]
-    if not flops or not fit.bandwidth or not moving:
+                       grouped: Mapping[tuple[str, int], Sequence[StageRecord]]) -> Regression:
+    """Without the bandwidth, if moving the bytes as fast as another stage of the unit does takes but a small part of the time.
+
+    Both are taken at their largest sizes.
+    """
+    largest = max(group, key=lambda record: record.bytes_in + record.bytes_out)
+    flops, moved = operations(fit.stage, largest.size), largest.bytes_in + largest.bytes_out
+    rates = {stage: max((one.bytes_in + one.bytes_out, _per_ms(one)) for one in records)[1]
+             for (unit, stage), records in grouped.items() if unit == fit.unit and not operations(stage, records[0].size)}
+    if not flops or not fit.bandwidth or not rates:
         return fit
-    fastest = max(moving, key=lambda one: one.bandwidth or 0.0)
-    share = fit.bandwidth / (fastest.bandwidth or 1.0)
+    fastest = max(rates, key=lambda stage: rates[stage])
+    share = _per_ms(largest) / rates[fastest]
     if share >= ARITHMETIC_SHARE:
         return fit
-    moved = largest.bytes_in + largest.bytes_out
     return replace(fit, bandwidth=None, reason=(
-        f"bound by arithmetic: {flops / moved:.0f} operations per byte, and stage {fastest.stage} moves as many bytes in "
-        f"{share:.0%} of the time"))
+        f"bound by arithmetic: {flops / moved:.0f} operations per byte, and stage {fastest} moves as many bytes in {share:.0%} "
+        "of the time"))
+
+
+def _per_ms(record: StageRecord) -> float:
+    """Bytes that it moves in a millisecond."""
+    return (record.bytes_in + record.bytes_out) / record.statistics["median"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -151,8 +150,7 @@ def _read_folder(label: str, folder: Path) -> StageTables:
     for key, record in read_lookup(folder).items():
         if record.total_time is not None:
             grouped.setdefault((key.unit, key.stage - 1), {})[key] = record
-    named = functools.partial(_named, label)
-    times = {(named(unit), stage): _stage_times(unit, records) for (unit, stage), records in grouped.items()}
+    times = {(named(label, unit), stage): _stage_times(unit, records) for (unit, stage), records in grouped.items()}
     memories = {one.memory for one in times.values()} - {HOST}
     if not memories:
         return StageTables(times)
@@ -166,7 +164,8 @@ def _read_folder(label: str, folder: Path) -> StageTables:
     return StageTables(times, widths.pop(), copies)
 
 
-def _named(label: str, unit: str) -> str:
+def named(label: str, unit: str) -> str:
+    """A unit's name with the label of its folder."""
     return f"{unit}-{label}" if label else unit
 
 

@@ -1,0 +1,193 @@
+"""Plans run for real, and how far their predictions are off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from benchmark.stages.chain import OpenedStages, Plan, run_chain, time_chains
+from benchmark.stages.opening import Refused, difference, open_stage
+from benchmark.stages.records import RAW, StageRecord, read_raw
+from benchmark.stages.work import GraphSource, StageUnit
+from inference.stages.interpolation import Size
+from inference.stages.ranking import RankedPlan, described, ranked
+from inference.stages.tables import StageTables, named
+from model_zoo.stages.definition import OUTPUT
+from model_zoo.stages.graphs import DRAWN
+from model_zoo.stages.layer import Array
+from utils import files
+from utils.errors import UserError
+from utils.frozen import Frozen
+from utils.logger import get_logger
+
+RUNS = "plan_runs.jsonl"
+MODELS = "exported_models"  # next to a folder of results
+TOLERANCE = 2e-2  # of a plan's output, relative to the largest value: units may compute in FP16
+log = get_logger("plan_stages")
+
+
+class PlanRun(Frozen):
+    """A plan that was run at one size.
+
+    Attributes:
+        nodes, edges: the size.
+        units: of each stage.
+        kind: as in `RankedPlan`.
+        predicted_ms: its latency by the tables.
+        rounds_ms: measured latencies, those of each round together.
+        output_error: the largest difference from the reference, relative to the largest value.
+    """
+
+    nodes: int
+    edges: int
+    units: tuple[str, ...]
+    kind: str
+    predicted_ms: float
+    rounds_ms: tuple[tuple[float, ...], ...]
+    output_error: float
+
+    @property
+    def size(self) -> Size:
+        return self.nodes, self.edges
+
+    @property
+    def measured_ms(self) -> float:
+        """The median of all runs."""
+        return float(np.median(np.concatenate(self.rounds_ms)))
+
+    @property
+    def repeat_difference(self) -> float:
+        """How far the medians of the two halves of its rounds lie apart, relative to their mean; NaN for a single round."""
+        half = len(self.rounds_ms) // 2
+        if not half:
+            return float("nan")
+        one, other = (float(np.median(np.concatenate(rounds))) for rounds in (self.rounds_ms[:half], self.rounds_ms[half:]))
+        return abs(one - other) / ((one + other) / 2)
+
+
+LINE = TypeAdapter(list[PlanRun])
+
+
+def stage_units(folders: Sequence[tuple[str, Path]]) -> dict[tuple[str, int, Size], StageUnit]:
+    """How to open what was measured: by unit, stage (from 0) and size.
+
+    Args:
+        folders: as in `read_tables`.
+
+    Raises:
+        UserError: a file of measurements is missing, or of a graph from a file.
+    """
+    found = {}
+    for label, folder in folders:
+        raw = read_raw(folder / RAW)
+        for record in raw.records:
+            if record.graph not in DRAWN:
+                raise UserError(f"{folder}: measured on the graph {record.graph}; plans run on drawn graphs alone "
+                                f"({', '.join(DRAWN)})")
+            if record.samples_ms:
+                size = (record.nodes, record.edges)
+                found[named(label, record.unit), record.stage - 1, size] = _stage_unit(record, raw.seed, folder)
+    return found
+
+
+def _stage_unit(record: StageRecord, seed: int, folder: Path) -> StageUnit:
+    """By the runtime that ran it when it was measured."""
+    return StageUnit(size=record.size, source=GraphSource(kind=record.graph, seed=seed), graph=record.graph, unit=record.unit,
+                     stage=record.stage, runtime=record.runtime, threads=record.threads, models=str(folder.parent / MODELS))
+
+
+def opened_at(units: Mapping[tuple[str, int, Size], StageUnit], size: Size) -> tuple[OpenedStages, dict[str, Array]]:
+    """All stages at one size, opened, and all tensors of the layer there.
+
+    Raises:
+        UserError: a stage that was measured can't be opened now.
+    """
+    opened, tensors = {}, {}
+    for (unit, stage, of_size), work in units.items():
+        if of_size != size:
+            continue
+        try:
+            opened[unit, stage], fallback = open_stage(work)
+        except Refused as refused:
+            raise UserError(f"stage {stage + 1} on {unit}: {refused}; it was measured, so is this another machine?") from None
+        if fallback:
+            raise UserError(f"stage {stage + 1} on {unit}: {fallback}; it was measured without falling back")
+        tensors = work.tensors
+    return opened, tensors
+
+
+def run_plans(tables: StageTables, units: Mapping[tuple[str, int, Size], StageUnit], size: Size, home: str,
+              warmup: int, runs: int, rounds: int) -> Iterator[PlanRun]:
+    """Runs all candidates, home and the best plan at a size that was measured.
+
+    Raises:
+        UserError: a stage can't be opened, or a plan computes something else than the reference.
+    """
+    plans = {plan.cost.assignment: plan for plan in reversed(ranked(tables.setting(size), home))}  # of equal ones the first
+    opened, tensors = opened_at(units, size)
+    times_ms = time_chains(opened, list(plans), tensors, warmup, runs, rounds)
+    for assignment, rounds_ms in times_ms.items():
+        yield _judged(plans[assignment], rounds_ms, _output_error(opened, assignment, tensors), size)
+
+
+def _output_error(opened: OpenedStages, plan: Plan, tensors: Mapping[str, Array]) -> float:
+    output = run_chain([opened[unit, stage] for stage, unit in enumerate(plan)], tensors)
+    off = difference(output, tensors[OUTPUT])
+    if not off <= TOLERANCE:
+        raise UserError(f"the plan {described(plan)} computes something else: off by {off:.2g} of the largest value")
+    return off
+
+
+def _judged(plan: RankedPlan, rounds_ms: Sequence[Sequence[float]], error: float, size: Size) -> PlanRun:
+    return PlanRun(nodes=size[0], edges=size[1], units=plan.cost.assignment, kind=plan.kind,
+                   predicted_ms=plan.cost.latency_ms, rounds_ms=tuple(tuple(samples) for samples in rounds_ms),
+                   output_error=error)
+
+
+def append_runs(path: Path, runs: Iterable[PlanRun]) -> None:
+    """Adds the runs at one size to a file, as one line."""
+    files.append_line(path, LINE.dump_json(list(runs)).decode())
+
+
+def read_runs(path: Path) -> list[PlanRun]:
+    """The runs that a file holds; none if it is not there.
+
+    Raises:
+        UserError: a line is damaged.
+    """
+    try:
+        return [run for line in files.read_lines(path) for run in LINE.validate_json(line)]
+    except ValidationError as error:
+        raise UserError(f"{path}: damaged ({error.errors()[0]['msg']}); remove it, and run the plans again") from None
+
+
+def size_rows(runs: Iterable[PlanRun]) -> list[dict[str, Any]]:
+    """A row for each size: errors, and what the plan that was predicted to be the best loses against the best measured one."""
+    grouped: dict[Size, list[PlanRun]] = {}
+    for run in runs:
+        grouped.setdefault(run.size, []).append(run)
+    return [_size_row(size, group) for size, group in grouped.items()]
+
+
+def _size_row(size: Size, runs: Sequence[PlanRun]) -> dict[str, Any]:
+    best, chosen = min(runs, key=lambda run: run.measured_ms), min(runs, key=lambda run: run.predicted_ms)
+    errors = [run.predicted_ms / run.measured_ms - 1.0 for run in runs]
+    return {"nodes": size[0], "edges": size[1], "plans": len(runs), "mape": float(np.mean(np.abs(errors))),
+            "bias": float(np.mean(errors)), "repeat": float(np.mean([run.repeat_difference for run in runs])),
+            "chosen": described(chosen.units), "chosen_ms": chosen.measured_ms, "best": described(best.units),
+            "best_ms": best.measured_ms, "best_is_mixed": len(set(best.units)) > 1,
+            "regret": chosen.measured_ms / best.measured_ms - 1.0}
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures over all sizes; ratios, not per cent."""
+    mixed = [row["regret"] for row in rows if row["best_is_mixed"]]
+    return {"sizes": len(rows), "plans": sum(row["plans"] for row in rows),
+            "mape": float(np.mean([row["mape"] for row in rows])), "bias": float(np.mean([row["bias"] for row in rows])),
+            "repeat": float(np.mean([row["repeat"] for row in rows])),
+            "regret": float(np.mean([row["regret"] for row in rows])), "worst_regret": max(row["regret"] for row in rows),
+            "best_is_mixed": len(mixed), "regret_where_mixed": float(np.mean(mixed)) if mixed else None}
