@@ -84,7 +84,8 @@ class StageTables:
             UserError: the size lies outside those measured, and extrapolating was not asked for; or its tensors have to be
                 copied to a memory whose copies were not measured.
         """
-        costs, bases, left_out = {}, {"measured"}, []
+        costs, left_out = {}, []
+        bases: set[Basis] = {"measured"}
         for (unit, stage), times in self.times.items():
             try:
                 found = estimated(times.ms, size, extrapolate)
