@@ -17,9 +17,11 @@ from benchmark.records.journal import Journal, JournalFile
 from benchmark.records.measurement import Measurement
 from benchmark.stages.measure import RESIDENT, failed
 from benchmark.stages.records import RawMeasurements, StageRecord, UnitReport, raw_path
+from benchmark.stages.transfers import TRANSFERS, TransferRecord, copies_to_time, write_transfers
 from benchmark.stages.units import PACKAGES, runtime_version
 from benchmark.stages.work import TORCH, StageUnit
 from benchmark.stages.worker import Request
+from model_zoo.stages.definition import TENSORS
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Machine, machine, package_version
@@ -130,6 +132,8 @@ def measure_profile(workspace: Workspace, profile: Profile) -> RawMeasurements:
         worker = held.enter_context(Worker(WORKER, Measurement, TIMEOUT_S))
         for name in profile.units:
             measure_unit(name, profile, journal, worker, clock, here)
+        if "CUDA" in profile.units and (clock.counted or not (workspace.stage_results / TRANSFERS).exists()):
+            write_transfers(workspace.stage_results, measure_copies("CUDA", profile, worker))
         return journal.write_raw()
 
 
@@ -154,6 +158,29 @@ def measure_unit(name: str, profile: Profile, journal: StageJournal, worker: Wor
     bench = Bench("cuda" if name == "CUDA" else "cpu", here.uuid, canary_ms, steadiness=Steadiness(patience_s=3.0))
     measure_loads(bench, lambda load, measured: blocks_left(profile, name, journal.blocks, here.uuid), time_units,
                   UnitJournal(journal))
+
+
+def measure_copies(name: str, profile: Profile, worker: Worker) -> list[TransferRecord]:
+    """Times of copies between the host's memory and a unit's own, up to the largest tensor of all sizes.
+
+    Raises:
+        UserError: they can't be timed.
+    """
+    unit = next(unit for unit in profile.work if unit.unit == name and unit.stage == CANARY_STAGE)
+    largest = max(tensor.bytes(unit.size) for unit in profile.work for tensor in TENSORS.values())
+    records = []
+    for copy in copies_to_time(largest):
+        try:
+            measured = worker.ask(Request(do="copy", unit=unit, copied=copy))
+        except WorkerFailed as error:
+            raise UserError(f"copies to and from {name}: {error}") from None
+        if measured.status != "ok":
+            raise UserError(f"copies to and from {name}: {measured.error}")
+        if measured.samples_ms:
+            records.append(TransferRecord(memory=name, direction=copy.direction, bytes=copy.bytes,
+                                          samples_ms=measured.samples_ms))
+    log.info("%s: %d copies between the host's memory and its own", name, len(records))
+    return records
 
 
 def blocks_left(profile: Profile, name: str, measured: Iterable[Block], machine_uuid: str) -> list[Planned[StageUnit]]:
@@ -187,6 +214,11 @@ class Clock:
     def __init__(self, blocks: int) -> None:
         self._blocks, self._began_s = blocks, time.monotonic()
         self._done: set[str] = set()
+
+    @property
+    def counted(self) -> int:
+        """The blocks that are done."""
+        return len(self._done)
 
     def tick(self, first: str) -> str:
         """Counts a block by the id of its first unit. One that is measured again counts once."""

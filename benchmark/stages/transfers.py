@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from benchmark.convolutions.timing import time_runs_ms
 from benchmark.stages.records import statistics
 from utils import files
 from utils.frozen import Frozen
@@ -19,6 +20,7 @@ REMAKE = "python benchmark/profile_stages.py --measure"
 STEPS = 9  # numbers of bytes, evenly spaced on a logarithmic scale
 FEWEST_BYTES = 4096
 Direction: TypeAlias = Literal["to_device", "to_host"]
+DIRECTIONS: tuple[Direction, ...] = ("to_device", "to_host")
 
 
 class TransferRecord(Frozen):
@@ -35,6 +37,13 @@ class TransferRecord(Frozen):
     direction: Direction
     bytes: int
     samples_ms: tuple[float, ...]
+
+
+class Copy(Frozen):
+    """A copy to time: its direction, and its bytes, a multiple of 4."""
+
+    direction: Direction
+    bytes: int
 
 
 class TransferTable(Frozen):
@@ -65,35 +74,28 @@ def sizes_of_copies(largest: int) -> list[int]:
     return sorted({4 * round(one / 4) for one in np.geomspace(FEWEST_BYTES, max(largest, 2 * FEWEST_BYTES), STEPS)})
 
 
-def time_copies(memory: str, to_device: Callable[[Any], Any], to_host: Callable[[Any], Any], largest: int, warmup: int,
-                runs: int) -> list[TransferRecord]:
-    """Times copies in both directions.
+def copies_to_time(largest: int) -> list[Copy]:
+    """Both directions at each number of bytes."""
+    return [Copy(direction=direction, bytes=moved) for moved in sizes_of_copies(largest) for direction in DIRECTIONS]
+
+
+def time_copy(copy: Copy, to_device: Callable[[Any], Any], to_host: Callable[[Any], Any], warmup: int,
+              runs: int) -> list[float]:
+    """Times in ms of copies of an array, each to its end.
 
     Args:
-        memory: its name.
+        copy: which.
         to_device: copies an array to the device, and returns when that is done.
         to_host: copies what `to_device` returned to a new array.
-        largest: bytes of the largest copy.
-        warmup, runs: copies before and in each measurement.
+        warmup, runs: copies before and in the measurement.
     """
-    records = []
-    for moved_bytes in sizes_of_copies(largest):
-        array = np.random.default_rng(0).random(moved_bytes // 4, np.float32)
-        there = to_device(array)
-        for direction, copy, value in (("to_device", to_device, array), ("to_host", to_host, there)):
-            samples_ms = []
-            for turn in range(warmup + runs):
-                began_s = perf_counter()
-                copied = copy(value)
-                if turn >= warmup:
-                    samples_ms.append(1e3 * (perf_counter() - began_s))
-                del copied
-            records.append(TransferRecord.model_validate({"memory": memory, "direction": direction, "bytes": moved_bytes,
-                                                          "samples_ms": samples_ms}))
-    return records
+    array = np.random.default_rng(0).random(copy.bytes // 4, np.float32)
+    run = partial(to_device, array) if copy.direction == "to_device" else partial(to_host, to_device(array))
+    time_runs_ms(run, warmup, "cpu")
+    return time_runs_ms(run, runs, "cpu")
 
 
-def write_transfers(folder: Path, records: list[TransferRecord]) -> Path:
+def write_transfers(folder: Path, records: Iterable[TransferRecord]) -> Path:
     path = folder / TRANSFERS
     files.write_json(path, TransferTable(records=tuple(records)))
     return path

@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command import run_script
 
 from benchmark.stages.lookup import LookupKey, LookupRecord, write_lookup
 from benchmark.stages.records import RAW, RawMeasurements, StageRecord
-from benchmark.stages.transfers import TransferRecord, TransferTable, sizes_of_copies, time_copies, write_transfers
+from benchmark.stages.transfers import (
+    TransferRecord,
+    TransferTable,
+    copies_to_time,
+    sizes_of_copies,
+    time_copy,
+    write_transfers,
+)
 from inference.stages.plan_cost import HOST
 from inference.stages.ranking import described, left_out_rows, plan_table, ranked
 from inference.stages.tables import read_tables
@@ -134,8 +142,10 @@ def test_copies_that_were_not_measured(tmp_path: Path) -> None:
 def test_copies_are_timed() -> None:
     """A copy of an array in the host's memory stands in for a device's."""
     largest = TENSORS["messages"].bytes(GraphSize(nodes=10, edges=2000, **WIDTHS))
-    copies = time_copies("CUDA", lambda array: array.copy(), lambda array: array.copy(), largest, 1, 3)
-    table = TransferTable(records=tuple(copies))
+    copies = {copy: time_copy(copy, np.copy, np.copy, 1, 3) for copy in copies_to_time(largest)}
+    table = TransferTable(records=tuple(
+        TransferRecord(memory="CUDA", direction=copy.direction, bytes=copy.bytes, samples_ms=tuple(samples_ms))
+        for copy, samples_ms in copies.items()))
     assert len(table.records) == 2 * len(sizes_of_copies(largest))
     assert max(record.bytes for record in table.records) == largest
     assert 0 < table.copy_ms("CUDA", "to_device", 5000) < 10
