@@ -5,24 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from command import run_script
 
 from benchmark.stages.lookup import LookupKey, LookupRecord, write_lookup
 from benchmark.stages.records import RAW, RawMeasurements, StageRecord
-from benchmark.stages.transfers import (
-    TransferRecord,
-    TransferTable,
-    copies_to_time,
-    sizes_of_copies,
-    time_copy,
-    write_transfers,
-)
+from benchmark.stages.transfers import TransferRecord, write_transfers
 from inference.stages.plan_cost import HOST
 from inference.stages.ranking import described, left_out_rows, plan_table, ranked
 from inference.stages.tables import read_tables
-from model_zoo.stages.definition import STAGES, TENSORS, GraphSize
+from model_zoo.stages.definition import STAGES
 from utils import files
 from utils.errors import UserError
 
@@ -137,19 +129,6 @@ def test_copies_that_were_not_measured(tmp_path: Path) -> None:
     (tmp_path / "transfer_table.json").unlink()
     with pytest.raises(UserError, match=r"copies between the host and CUDA were not measured; run: .*--measure"):
         read_tables([("", tmp_path)])
-
-
-def test_copies_are_timed() -> None:
-    """A copy of an array in the host's memory stands in for a device's."""
-    largest = TENSORS["messages"].bytes(GraphSize(nodes=10, edges=2000, **WIDTHS))
-    copies = {copy: time_copy(copy, np.copy, np.copy, 1, 3) for copy in copies_to_time(largest)}
-    table = TransferTable(records=tuple(
-        TransferRecord(memory="CUDA", direction=copy.direction, bytes=copy.bytes, samples_ms=tuple(samples_ms))
-        for copy, samples_ms in copies.items()))
-    assert len(table.records) == 2 * len(sizes_of_copies(largest))
-    assert max(record.bytes for record in table.records) == largest
-    assert 0 < table.copy_ms("CUDA", "to_device", 5000) < 10
-    assert table.copy_ms("CUDA", "to_host", 4 * largest) == pytest.approx(4 * table.copy_ms("CUDA", "to_host", largest))
 
 
 def test_the_command(results: Path, tmp_path: Path) -> None:

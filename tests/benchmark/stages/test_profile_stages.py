@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +204,12 @@ def test_values_bound_by_onnx_runtime_stay_where_they_are(tmp_path: Path) -> Non
 def test_each_unit_is_compared_with_its_own_canary(cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread's canary is no measure for a runtime that is slower: the second command waits for nothing."""
     waited: list[float] = []
-    monkeypatch.setattr("benchmark.measuring.canary.wait_until_steady",
-                        lambda time_ms, best_ms, *others: (waited.append(best_ms), time_ms())[1])
+
+    def steady(time_ms: Callable[[], Sequence[float]], best_ms: float, *others: object) -> Sequence[float]:
+        waited.append(best_ms)
+        return time_ms()
+
+    monkeypatch.setattr("benchmark.measuring.canary.wait_until_steady", steady)
     for runtime in ("torch", "ort"):
         done = run_script(SCRIPT, "--workspace", tmp_path, "--cases", cases, "--units", "CPU", "--cpu-runtime", runtime,
                           "--export", "--measure", *QUICK)
