@@ -6,6 +6,9 @@ gives the number alone), staying at home, and the best of all assignments. With 
 size; without, a table of sizes and their best plans, for switching plans by size. Times between sizes measured are
 interpolated. Stages of a run follow one another. Throughput is that of many runs in a row: the busiest processor limits it.
 
+--time-chains times stages as parts of chains, on each unit after each unit, and writes chain_times.jsonl into the first folder
+of results. Plans are better with it, since a stage that ran alone found its inputs in the caches.
+
 --run runs all these plans on this machine, which must be the one that was measured, at each size that was measured, with inputs
 and outputs in the host's memory, and compares. It writes plan_runs.jsonl into the first folder of results; the same command
 goes on where it was stopped.
@@ -21,8 +24,20 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmark.stages.chain_times import CHAINS, append_chains, read_chains, time_in_chains
 from inference.stages.options import add_results, add_sizes, folders_of
-from inference.stages.plan_runs import RUNS, append_runs, read_runs, run_plans, size_rows, stage_units, summary
+from inference.stages.plan_runs import (
+    RUNS,
+    append_runs,
+    opened_at,
+    plans_left,
+    predicted_anew,
+    read_runs,
+    run_plans,
+    size_rows,
+    stage_units,
+    summary,
+)
 from inference.stages.ranking import home_latency, home_of, left_out_rows, plan_table, ranked
 from inference.stages.tables import StageTables, read_tables
 from utils import cli, files
@@ -35,6 +50,7 @@ python inference/plan_stages.py --nodes 4000 --edges 6000
 python inference/plan_stages.py --results benchmark/profiling/results --objective throughput --out plan_table.json
 python inference/plan_stages.py --results openvino=out/openvino --results torch=out/torch --home CPU-openvino
 python inference/plan_stages.py --left-out
+python inference/plan_stages.py --time-chains
 python inference/plan_stages.py --run --sizes 1000/1000 10000/10000
 """
 log = get_logger("plan_stages")
@@ -89,17 +105,30 @@ def sizes_left_out(tables: StageTables, as_json: bool) -> None:
         cli.print_table(summary, "interpolated times of sizes left out against measured ones")
 
 
+def time_chains(tables: StageTables, folders: list[tuple[str, Path]], args: argparse.Namespace) -> None:
+    """Times stages in chains at the sizes that lack it."""
+    units, folder = stage_units(folders), folders[0][1]
+    with sole_writer(folder), measuring("cpu"):
+        done = {(record.nodes, record.edges) for record in read_chains(folder)}
+        left = [size for size in tables.sizes if size not in done]
+        for number, size in enumerate(left, 1):
+            log.info("%d nodes, %d edges (%d of %d)", *size, number, len(left))
+            opened, tensors = opened_at(units, size)
+            append_chains(folder, time_in_chains(size, tables.units, opened, tensors, args.warmup, args.runs, args.rounds))
+    log.info("%d sizes timed in chains, %d were there: %s", len(left), len(done), folder / CHAINS)
+
+
 def run_all(tables: StageTables, folders: list[tuple[str, Path]], args: argparse.Namespace) -> None:
     """Runs the plans, and prints how far the predictions are off, and what the chosen plans lose against the best (regret)."""
     units, home, path = stage_units(folders), home_of(tables, args.home), folders[0][1] / RUNS
     sizes = args.sizes or tables.sizes
     with sole_writer(path.parent), measuring("cpu"):
-        done = {run.size for run in read_runs(path)}
+        done = read_runs(path)
         for number, size in enumerate(sizes, 1):
-            if size not in done:
-                log.info("%d nodes, %d edges (%d of %d)", *size, number, len(sizes))
-                append_runs(path, run_plans(tables, units, size, home, args.warmup, args.runs, args.rounds))
-    rows = size_rows(run for run in read_runs(path) if run.size in sizes)
+            if left := plans_left(tables, size, home, done):
+                log.info("%d nodes, %d edges (%d of %d): %d plans", *size, number, len(sizes), len(left))
+                append_runs(path, run_plans(left, units, size, args.warmup, args.runs, args.rounds))
+    rows = size_rows(predicted_anew(tables, (run for run in read_runs(path) if run.size in sizes)))
     if args.json:
         cli.print_json({"summary": summary(rows), "sizes": rows})
     else:
@@ -119,22 +148,27 @@ def main() -> None:
     parser.add_argument("--out", type=cli.out_file, metavar="FILE", help="write the table of sizes: a .json or .csv")
     parser.add_argument("--left-out", action="store_true", help="compare measured times with interpolated ones")
     parser.add_argument("--run", action="store_true", help="run the plans here, and compare")
-    parser.add_argument("--warmup", type=cli.count, default=2, metavar="N", help="for --run: runs before a round (default: 2)")
-    parser.add_argument("--runs", type=cli.count, default=5, metavar="N", help="for --run: of a plan in a round (default: 5)")
-    parser.add_argument("--rounds", type=cli.count, default=4, metavar="N", help="for --run: turns of each plan (default: 4)")
+    parser.add_argument("--time-chains", action="store_true", help="time stages here as parts of chains")
+    parser.add_argument("--alone", action="store_true", help="plan with stages timed alone, although chains were timed")
+    for name, default, what in (("warmup", 2, "runs before those of a round"), ("runs", 5, "of a plan in a round"),
+                                ("rounds", 4, "turns of each plan")):
+        parser.add_argument(f"--{name}", type=cli.count, default=default, metavar="N",
+                            help=f"for --run and --time-chains: {what} (default: {default})")
     args = parser.parse_args()
     if (args.nodes is None) != (args.edges is None):
         parser.error("--nodes and --edges go together")
     if args.nodes and (args.out or args.sizes):
         parser.error("--out and --sizes are of the table of sizes: leave out --nodes and --edges")
-    if sum(map(bool, (args.nodes, args.run, args.left_out))) > 1:
-        parser.error("--run, --left-out, and --nodes with --edges exclude one another")
+    if sum(map(bool, (args.nodes, args.run, args.left_out, args.time_chains))) > 1:
+        parser.error("--run, --time-chains, --left-out, and --nodes with --edges exclude one another")
     if args.out and args.out.suffix not in (".json", ".csv"):
         parser.error(f"--out {args.out}: a .json or .csv")
     workspace = cli.start(args)
     folders = folders_of(args, workspace)
-    tables = read_tables(folders)
-    if args.run:
+    tables = read_tables(folders, args.alone)
+    if args.time_chains:
+        time_chains(tables, folders, args)
+    elif args.run:
         run_all(tables, folders, args)
     elif args.left_out:
         sizes_left_out(tables, args.json)

@@ -32,9 +32,9 @@ class _Partial:
 def best_plan(problem: PlanningProblem, objective: Objective = "latency") -> PlanCost:
     """The plan with the lowest latency, or with the highest throughput, of all assignments of stages to units.
 
-    Stage by stage, all that the past means for the future is where the tensors lie that later stages read. So of all beginnings
-    that leave them in the same memories, one is enough: the cheapest; for the throughput, all that no other beats on every
-    processor.
+    Stage by stage, all that the past means for the future is the unit of the last stage, and where the tensors lie that later
+    stages read. So of all beginnings that agree in these, one is enough: the cheapest; for the throughput, all that no other
+    beats on every processor.
 
     Raises:
         UserError: no unit can run some stage.
@@ -47,18 +47,20 @@ def best_plan(problem: PlanningProblem, objective: Objective = "latency") -> Pla
         busy = busy_times(problem, [step])
         return tuple(busy.get(processor, 0.0) for processor in processors)
 
-    kept: dict[Holders, list[_Partial]] = {problem.begin: [_Partial((), (0.0,) * len(cost_of(Step(None, ()))))]}
+    kept: dict[tuple[Holders, str | None], list[_Partial]] = {
+        (problem.begin, None): [_Partial((), (0.0,) * len(cost_of(Step(None, ()))))]}
     for stage in range(len(problem.stages)):
         if not (units := problem.units_for(stage)):
             raise UserError(f"stage {stage + 1} was measured on no unit; measure it first: python benchmark/profile_stages.py "
                             "--measure")
-        reached: dict[Holders, list[_Partial]] = {}
-        for holders, beginnings in kept.items():
+        reached: dict[tuple[Holders, str | None], list[_Partial]] = {}
+        for (holders, last), beginnings in kept.items():
             for unit in units:
-                step, after = advanced(problem, holders, stage, unit)
-                reached.setdefault(after, []).extend(_added(beginnings, cost_of(step), unit))
-        kept = {holders: _not_beaten(partials) for holders, partials in reached.items()}
-    complete = [ended for holders, partials in kept.items() for ended in _added(partials, cost_of(delivered(problem, holders)))]
+                step, after = advanced(problem, holders, stage, unit, last)
+                reached.setdefault((after, unit), []).extend(_added(beginnings, cost_of(step), unit))
+        kept = {state: _not_beaten(partials) for state, partials in reached.items()}
+    complete = [ended for (holders, _), partials in kept.items()
+                for ended in _added(partials, cost_of(delivered(problem, holders)))]
     return plan_cost(problem, min(complete, key=lambda partial: max(partial.cost)).assignment)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from utils.errors import UserError
@@ -35,12 +35,18 @@ class StageCost:
         memory: where it reads and writes: HOST, where its time includes what the unit copies for itself, or a processor's name.
         processor: what it occupies. Two units may be two ways to use one processor.
         std_ms: the spread of its runs.
+        after_ms: its time by the unit of the stage before it, where that is another one; `ms` holds for units that it lacks.
     """
 
     ms: float
     memory: str
     processor: str
     std_ms: float = 0.0
+    after_ms: Mapping[str, float] = field(default_factory=dict)
+
+    def after(self, previous: str | None) -> StageCost:
+        """Its cost after a stage on another unit."""
+        return self if previous is None or previous not in self.after_ms else replace(self, ms=self.after_ms[previous])
 
 
 @dataclass(frozen=True)
@@ -145,9 +151,10 @@ def copies_to(problem: PlanningProblem, holders: Holders, names: Sequence[str], 
     return tuple(copies), holders
 
 
-def advanced(problem: PlanningProblem, holders: Holders, stage: int, unit: str) -> tuple[Step, Holders]:
-    """Runs a stage on a unit: what it costs, and the tensors that later stages still need, where they are then."""
-    cost = problem.costs[unit, stage]
+def advanced(problem: PlanningProblem, holders: Holders, stage: int, unit: str, previous: str | None) -> tuple[Step, Holders]:
+    """Runs a stage on a unit after one on the previous unit (None: the first stage): what it costs, and the tensors that later
+    stages still need, where they are then."""
+    cost = problem.costs[unit, stage].after(previous)
     copies, holders = copies_to(problem, holders, problem.stages[stage].reads, cost.memory)
     holders |= {(name, cost.memory) for name in problem.stages[stage].writes}
     later = {name for data in problem.stages[stage + 1:] for name in data.reads} | set(problem.outputs)
@@ -182,7 +189,7 @@ def plan_cost(problem: PlanningProblem, assignment: Sequence[str]) -> PlanCost:
         if (unit, stage) not in problem.costs:
             raise UserError(f"stage {stage + 1} has no time on {unit}; it was measured on: "
                             f"{', '.join(problem.units_for(stage)) or 'no unit'}")
-        step, holders = advanced(problem, holders, stage, unit)
+        step, holders = advanced(problem, holders, stage, unit, assignment[stage - 1] if stage else None)
         steps.append(step)
     steps.append(delivered(problem, holders))
     return PlanCost(tuple(assignment), tuple(steps), busy_times(problem, steps))

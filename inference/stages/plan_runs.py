@@ -14,6 +14,7 @@ from benchmark.stages.opening import Refused, difference, open_stage
 from benchmark.stages.records import RAW, StageRecord, read_raw
 from benchmark.stages.work import GraphSource, StageUnit
 from inference.stages.interpolation import Size
+from inference.stages.plan_cost import plan_cost
 from inference.stages.ranking import RankedPlan, described, ranked
 from inference.stages.tables import StageTables, named
 from model_zoo.stages.definition import OUTPUT
@@ -37,7 +38,7 @@ class PlanRun(Frozen):
         nodes, edges: the size.
         units: of each stage.
         kind: as in `RankedPlan`.
-        predicted_ms: its latency by the tables.
+        predicted_ms: its latency by the tables when it was run.
         rounds_ms: measured latencies, those of each round together.
         output_error: the largest difference from the reference, relative to the largest value.
     """
@@ -120,14 +121,21 @@ def opened_at(units: Mapping[tuple[str, int, Size], StageUnit], size: Size) -> t
     return opened, tensors
 
 
-def run_plans(tables: StageTables, units: Mapping[tuple[str, int, Size], StageUnit], size: Size, home: str,
+def plans_left(tables: StageTables, size: Size, home: str, done: Iterable[PlanRun]) -> list[RankedPlan]:
+    """All candidates, home and the best plan at a size that was measured, without those that were run."""
+    ran = {run.units for run in done if run.size == size}
+    plans = {plan.cost.assignment: plan for plan in reversed(ranked(tables.setting(size), home))}  # of equal ones the first
+    return [plan for assignment, plan in plans.items() if assignment not in ran]
+
+
+def run_plans(wanted: Sequence[RankedPlan], units: Mapping[tuple[str, int, Size], StageUnit], size: Size,
               warmup: int, runs: int, rounds: int) -> Iterator[PlanRun]:
-    """Runs all candidates, home and the best plan at a size that was measured.
+    """Runs plans at a size that was measured.
 
     Raises:
         UserError: a stage can't be opened, or a plan computes something else than the reference.
     """
-    plans = {plan.cost.assignment: plan for plan in reversed(ranked(tables.setting(size), home))}  # of equal ones the first
+    plans = {plan.cost.assignment: plan for plan in wanted}
     opened, tensors = opened_at(units, size)
     times_ms = time_chains(opened, list(plans), tensors, warmup, runs, rounds)
     for assignment, rounds_ms in times_ms.items():
@@ -163,6 +171,12 @@ def read_runs(path: Path) -> list[PlanRun]:
         return [run for line in files.read_lines(path) for run in LINE.validate_json(line)]
     except ValidationError as error:
         raise UserError(f"{path}: damaged ({error.errors()[0]['msg']}); remove it, and run the plans again") from None
+
+
+def predicted_anew(tables: StageTables, runs: Iterable[PlanRun]) -> list[PlanRun]:
+    """The runs with latencies predicted from the tables of now."""
+    return [run.model_copy(update={"predicted_ms": plan_cost(tables.setting(run.size).problem, run.units).latency_ms})
+            for run in runs]
 
 
 def size_rows(runs: Iterable[PlanRun]) -> list[dict[str, Any]]:

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
+from benchmark.stages.chain_times import ChainRecord, read_chains
 from benchmark.stages.lookup import LookupKey, LookupRecord, read_lookup
 from benchmark.stages.records import RAW, read_raw
 from benchmark.stages.transfers import REMAKE, TransferTable, read_transfers
@@ -13,7 +16,9 @@ from inference.stages.interpolation import BASES, Basis, Size, estimated, outsid
 from inference.stages.plan_cost import HOST, PlanningProblem, StageCost, StageData
 from model_zoo.stages.definition import GRAPH_INPUTS, OUTPUT, STAGES, TENSORS, GraphSize
 from utils.errors import UserError
+from utils.logger import get_logger
 
+log = get_logger("plan_stages")
 NUMBERS = ("node_count",)  # known on both sides: never copied
 
 
@@ -25,12 +30,14 @@ class StageTimes:
         ms: typical times by size: in the unit's own memory where these were measured, else with all in the host's.
         std_ms: the spread of runs around them.
         memory, processor: see `StageCost`.
+        after_ms: by the unit of the stage before it, where that is another one, times by size.
     """
 
     ms: Mapping[Size, float]
     std_ms: Mapping[Size, float]
     memory: str
     processor: str
+    after_ms: Mapping[str, Mapping[Size, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,10 @@ class StageTables:
 
     def without(self, size: Size) -> StageTables:
         """The tables as if a size had not been measured."""
-        less = {key: replace(times, ms={one: ms for one, ms in times.ms.items() if one != size})
+        def rest(ms: Mapping[Size, float]) -> dict[Size, float]:
+            return {one: value for one, value in ms.items() if one != size}
+
+        less = {key: replace(times, ms=rest(times.ms), after_ms={unit: rest(ms) for unit, ms in times.after_ms.items()})
                 for key, times in self.times.items()}
         return replace(self, times=less)
 
@@ -90,10 +100,11 @@ class StageTables:
             try:
                 found = estimated(times.ms, size, extrapolate)
                 spread = estimated(times.std_ms, size, extrapolate)
+                after_ms = {other: estimated(ms, size, extrapolate).ms for other, ms in times.after_ms.items()}
             except UserError as error:
                 left_out.append(f"stage {stage + 1} on {unit}: {error}")
                 continue
-            costs[unit, stage] = StageCost(found.ms, times.memory, times.processor, spread.ms)
+            costs[unit, stage] = StageCost(found.ms, times.memory, times.processor, spread.ms, after_ms)
             bases.add(found.basis)
         if len({stage for _, stage in costs}) < len(STAGES):
             raise UserError(outside(self.sizes, size) if self.sizes else "no stage was measured")
@@ -119,12 +130,13 @@ def moved(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name not in NUMBERS)
 
 
-def read_tables(folders: Sequence[tuple[str, Path]]) -> StageTables:
+def read_tables(folders: Sequence[tuple[str, Path]], alone: bool = False) -> StageTables:
     """The tables of one or several folders of results of one machine.
 
     Args:
         folders: each with a label, which is added to the names of its units: `CPU` of the folder labelled `torch` is
             `CPU-torch`. "" adds nothing.
+        alone: whether to take times of stages that ran alone even where the first folder has times in chains of all units.
 
     Raises:
         UserError: a table is missing or damaged; folders have units of the same name; copies were not measured.
@@ -132,7 +144,28 @@ def read_tables(folders: Sequence[tuple[str, Path]]) -> StageTables:
     merged = StageTables({})
     for label, folder in folders:
         merged = _merged(merged, _read_folder(label, folder), folder)
-    return merged
+    return merged if alone else _in_chains(merged, read_chains(folders[0][1]))
+
+
+def _in_chains(tables: StageTables, records: Sequence[ChainRecord]) -> StageTables:
+    """With times in chains in place of those alone; without any where some stage was not timed so at each of its sizes."""
+    found: dict[tuple[str, int, str], dict[Size, float]] = {}
+    for record in records:
+        sizes = found.setdefault((record.unit, record.stage - 1, record.previous), {})
+        sizes[record.nodes, record.edges] = float(np.median(record.samples_ms))
+    lacking = [(unit, stage) for (unit, stage), times in tables.times.items()
+               if not times.ms.keys() <= found.get((unit, stage, unit), {}).keys()]
+    if lacking:
+        if records:
+            log.warning("%d stages were not timed in chains at each size, so none of these times is used; add --time-chains",
+                        len(lacking))
+        return tables
+    chained = {
+        (unit, stage): replace(times, ms={size: found[unit, stage, unit][size] for size in times.ms},
+                               after_ms={previous: ms for (of, at, previous), ms in found.items()
+                                         if (of, at) == (unit, stage) and previous in tables.units and previous != unit})
+        for (unit, stage), times in tables.times.items()}
+    return replace(tables, times=chained)
 
 
 def _merged(one: StageTables, other: StageTables, folder: Path) -> StageTables:

@@ -13,12 +13,14 @@ from command import run_script
 
 from benchmark.stages.analysis import analyze
 from benchmark.stages.chain import run_chain, time_chains
+from benchmark.stages.chain_times import read_chains
 from benchmark.stages.measure import measure_stage
 from benchmark.stages.opening import OpenedStage, difference, open_stage
 from benchmark.stages.profiling import record_of
 from benchmark.stages.records import RawMeasurements, raw_path
 from benchmark.stages.work import StageUnit
 from inference.stages.plan_runs import PlanRun, append_runs, read_runs, size_rows, summary
+from inference.stages.tables import read_tables
 from model_zoo.stages.definition import OUTPUT, STAGES, GraphSize
 from model_zoo.stages.export import export_stages, model_files
 from utils import files
@@ -69,6 +71,26 @@ def test_the_command_runs_all_plans_and_compares(profiled: Mapping[str, Path]) -
     again = run_script("inference/plan_stages.py", *options, "--home", "CPU-torch", "--run", "--sizes", "40/50", "150/200",
                        "--json")
     assert json.loads(again.stdout) == told  # nothing is run twice
+
+
+def test_times_in_chains_replace_those_alone(profiled: Mapping[str, Path]) -> None:
+    options = [f"--results={runtime}={folder}" for runtime, folder in profiled.items()]
+    folders = list(profiled.items())
+    alone = read_tables(folders)
+    done = run_script("inference/plan_stages.py", *options, "--time-chains", "--runs", "2", "--rounds", "2")
+    assert done.returncode == 0, done.stderr
+    assert "3 sizes timed in chains, 0 were there" in done.stderr
+    records = read_chains(profiled["ort"])
+    assert len(records) == 3 * (2 * 7 + 2 * 6)  # the first stage has none before it
+    tables = read_tables(folders)
+    times = tables.times["CPU-ort", 4]
+    (own,) = [one for one in records if (one.unit, one.previous, one.stage, one.nodes) == ("CPU-ort", "CPU-ort", 5, 150)]
+    assert times.ms[150, 200] == np.median(own.samples_ms)
+    assert len(own.samples_ms) == 4
+    assert list(times.after_ms) == ["CPU-torch"]
+    assert tables.setting((100, 200), extrapolate=True).problem.costs["CPU-ort", 4].after_ms["CPU-torch"] > 0
+    assert read_tables(folders, alone=True) == alone
+    assert read_tables([folders[1]]).times == read_tables([folders[1]], alone=True).times  # chains lie in the other folder
 
 
 class FarStage(OpenedStage):

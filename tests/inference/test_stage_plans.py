@@ -49,8 +49,18 @@ def drawn(seed: int, units: int, devices: int) -> PlanningProblem:
             ms, here = draw.uniform(0.1, 4), f"d{draw.randrange(devices)}"
             if number == 0 or draw.random() < 0.9:
                 memory = HOST if number == 0 or draw.random() < 0.2 else here
-                costs[unit, stage] = StageCost(ms, memory, "CPU" if number == 0 else here)
+                after_ms = {other: ms * draw.uniform(0.8, 3) for other in names if other != unit and draw.random() < 0.7}
+                costs[unit, stage] = StageCost(ms, memory, "CPU" if number == 0 else here, after_ms=after_ms)
     return PlanningProblem(SEVEN, ("x", "edges"), ("y",), tuple(names), costs, copies["in"], copies["out"])
+
+
+def test_a_stage_may_take_longer_after_another_unit() -> None:
+    problem = three_stages(costs={
+        ("CPU", 0): cpu(1.0), ("CPU", 1): cpu(5.0), ("CPU", 2): StageCost(3.0, HOST, "CPU", after_ms={"other": 9.0}),
+        ("other", 1): StageCost(1.0, HOST, "CPU", after_ms={"CPU": 4.0})}, units=("CPU", "other"))
+    assert plan_cost(problem, ("CPU",) * 3).latency_ms == 9.0
+    assert plan_cost(problem, ("CPU", "other", "CPU")).latency_ms == 1.0 + 4.0 + 9.0
+    assert best_plan(problem).assignment == ("CPU",) * 3
 
 
 def test_a_tensor_is_copied_once_and_stays_where_it_was() -> None:

@@ -1,0 +1,97 @@
+"""Times of stages within a chain: `results/chain_times.jsonl`.
+
+A stage that is timed alone, again and again, finds its inputs in the caches. In a chain the stages before it have used them,
+and where it follows a stage of another unit, that one's threads may still be spinning, and its own may sleep. So the same stage
+takes longer there: on a CPU by a quarter to a half, and more after another unit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from benchmark.stages.chain import OpenedStages, Plan, run_chain
+from model_zoo.stages.definition import STAGES
+from model_zoo.stages.layer import Array
+from utils import files
+from utils.errors import UserError
+from utils.frozen import Frozen
+
+CHAINS = "chain_times.jsonl"
+
+
+class ChainRecord(Frozen):
+    """Times of a stage in chains.
+
+    Attributes:
+        nodes, edges: the size.
+        unit: that it ran on.
+        previous: the unit of the stage before it; of the first stage, its own.
+        stage: 1 to 7.
+        samples_ms: one per run, without copies between memories.
+    """
+
+    nodes: int
+    edges: int
+    unit: str
+    previous: str
+    stage: int
+    samples_ms: tuple[float, ...]
+
+
+LINE = TypeAdapter(list[ChainRecord])
+
+
+def chain_plans(units: Sequence[str], opened: OpenedStages) -> list[Plan]:
+    """Chains in which each stage follows its own and each other unit: all stages on a unit, and two units in turns. Without
+    those that can't run."""
+    plans = [(unit,) * len(STAGES) for unit in units]
+    plans += [tuple(pair[stage % 2] for stage in range(len(STAGES))) for pair in itertools.permutations(units, 2)]
+    return [plan for plan in plans if all((unit, stage) in opened for stage, unit in enumerate(plan))]
+
+
+def time_in_chains(size: tuple[int, int], units: Sequence[str], opened: OpenedStages, feed: Mapping[str, Array], warmup: int,
+                   runs: int, rounds: int) -> list[ChainRecord]:
+    """Times each stage on each unit, after each unit.
+
+    Args:
+        size: nodes and edges.
+        units: their names.
+        opened: the stages.
+        feed: the layer's inputs by name.
+        warmup, runs: of a chain in one round.
+        rounds: how often each chain has its turn.
+    """
+    samples: dict[tuple[str, str, int], list[float]] = {}
+    for plan in chain_plans(units, opened) * rounds:
+        stages = [opened[unit, stage] for stage, unit in enumerate(plan)]
+        for _ in range(warmup):
+            run_chain(stages, feed)
+        for _ in range(runs):
+            stages_ms: list[float] = []
+            run_chain(stages, feed, stages_ms)
+            for stage, ms in enumerate(stages_ms):
+                samples.setdefault((plan[stage], plan[max(stage - 1, 0)], stage + 1), []).append(ms)
+    return [ChainRecord(nodes=size[0], edges=size[1], unit=unit, previous=previous, stage=stage, samples_ms=tuple(samples_ms))
+            for (unit, previous, stage), samples_ms in samples.items()]
+
+
+def append_chains(folder: Path, records: Iterable[ChainRecord]) -> None:
+    """Adds the records of one size, as one line."""
+    files.append_line(folder / CHAINS, LINE.dump_json(list(records)).decode())
+
+
+def read_chains(folder: Path) -> list[ChainRecord]:
+    """All records in a folder of results; none if chains were not timed.
+
+    Raises:
+        UserError: a line is damaged.
+    """
+    path = folder / CHAINS
+    try:
+        return [record for line in files.read_lines(path) for record in LINE.validate_json(line)]
+    except ValidationError as error:
+        raise UserError(f"{path}: damaged ({error.errors()[0]['msg']}); remove it, and time the chains again") from None
