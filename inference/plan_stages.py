@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--run", action="store_true", help="run the plans here, and compare")
     parser.add_argument("--time-chains", action="store_true", help="time stages here as parts of chains")
     parser.add_argument("--alone", action="store_true", help="plan with stages timed alone, although chains were timed")
-    for name, default, what in (("warmup", 2, "runs before those of a round"), ("runs", 5, "of a plan in a round"),
+    for name, default, what in (("warmup", 3, "runs before those of a round"), ("runs", 5, "of a plan in a round"),
                                 ("rounds", 4, "turns of each plan")):
         parser.add_argument(f"--{name}", type=cli.count, default=default, metavar="N",
                             help=f"for --run and --time-chains: {what} (default: {default})")

@@ -35,7 +35,7 @@ SLOW_FIXTURES = {
 }
 SLOW_FILES = {
     "benchmark/convolutions/test_gpu_path.py", "benchmark/convolutions/test_run_profile.py",
-    "benchmark/stages/test_profile_stages.py",    "benchmark/stages/test_analysis.py",
+    "benchmark/stages/test_profile_stages.py",    "benchmark/stages/test_analysis.py", "benchmark/stages/test_transfers.py",
     "benchmark/test_adding_a_unit.py", "benchmark/test_metrics_exporter.py", "benchmark/test_stressor.py",
     "inference/test_concurrency.py", "inference/test_evaluator.py", "inference/test_missing_kernels.py",
     "inference/test_no_training.py", "inference/test_prometheus.py", "kernel_model/test_kernel_errors.py",
