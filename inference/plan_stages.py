@@ -28,6 +28,7 @@ from benchmark.stages.chain_times import CHAINS, append_chains, read_chains, tim
 from inference.stages.options import add_results, add_sizes, folders_of
 from inference.stages.plan_runs import (
     RUNS,
+    UNSTEADY,
     append_runs,
     opened_at,
     plans_left,
@@ -122,13 +123,17 @@ def run_all(tables: StageTables, folders: list[tuple[str, Path]], args: argparse
     """Runs the plans, and prints how far the predictions are off, and what the chosen plans lose against the best (regret)."""
     units, home, path = stage_units(folders), home_of(tables, args.home), folders[0][1] / RUNS
     sizes = args.sizes or tables.sizes
+    both = tables, read_tables(folders, not args.alone)  # what either calls the best is run at the same time as all others
     with sole_writer(path.parent), measuring("cpu"):
         done = read_runs(path)
         for number, size in enumerate(sizes, 1):
-            if left := plans_left(tables, size, home, done):
+            if left := plans_left(both, size, home, done):
                 log.info("%d nodes, %d edges (%d of %d): %d plans", *size, number, len(sizes), len(left))
                 append_runs(path, run_plans(left, units, size, args.warmup, args.runs, args.rounds))
     rows = size_rows(predicted_anew(tables, (run for run in read_runs(path) if run.size in sizes)))
+    if unsteady := sum(row["repeat"] > UNSTEADY for row in rows):
+        log.warning("the machine was unsteady at %d of %d sizes: the same plan differed by more than %.0f %% between rounds; "
+                    "errors and regret there say little", unsteady, len(rows), 100 * UNSTEADY)
     if args.json:
         cli.print_json({"summary": summary(rows), "sizes": rows})
     else:

@@ -26,6 +26,7 @@ from utils.frozen import Frozen
 from utils.logger import get_logger
 
 RUNS = "plan_runs.jsonl"
+UNSTEADY = 0.1  # difference between the rounds of a plan above which its comparison says little
 MODELS = "exported_models"  # next to a folder of results
 TOLERANCE = 2e-2  # of a plan's output, relative to the largest value: units may compute in FP16
 log = get_logger("plan_stages")
@@ -121,10 +122,10 @@ def opened_at(units: Mapping[tuple[str, int, Size], StageUnit], size: Size) -> t
     return opened, tensors
 
 
-def plans_left(tables: StageTables, size: Size, home: str, done: Iterable[PlanRun]) -> list[RankedPlan]:
-    """All candidates, home and the best plan at a size that was measured, without those that were run."""
+def plans_left(tables: Sequence[StageTables], size: Size, home: str, done: Iterable[PlanRun]) -> list[RankedPlan]:
+    """All candidates, home and the best plan by each of some tables, at a size that was measured; those that were not run."""
     ran = {run.units for run in done if run.size == size}
-    plans = {plan.cost.assignment: plan for plan in reversed(ranked(tables.setting(size), home))}  # of equal ones the first
+    plans = {plan.cost.assignment: plan for one in reversed(tables) for plan in reversed(ranked(one.setting(size), home))}
     return [plan for assignment, plan in plans.items() if assignment not in ran]
 
 
