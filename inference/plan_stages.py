@@ -39,7 +39,7 @@ from inference.stages.plan_runs import (
     stage_units,
     summary,
 )
-from inference.stages.ranking import home_latency, home_of, left_out_rows, plan_table, ranked
+from inference.stages.ranking import home_latency, home_of, interpolation_error, left_out_rows, plan_table, ranked
 from inference.stages.tables import StageTables, read_tables
 from utils import cli, files
 from utils.locks import measuring, sole_writer
@@ -64,11 +64,14 @@ def at_one_size(tables: StageTables, args: argparse.Namespace) -> None:
     plans = ranked(setting, home, args.objective)
     for reason in setting.left_out:
         log.warning("left out: %s", reason)
+    error = interpolation_error(tables) if setting.basis == "interpolated" else None
+    if error is not None:
+        log.info("interpolated: times of stages at sizes left out are off by %.1f %% on average", 100 * error)
     if setting.basis == "extrapolated":
         log.warning("%d/%d lies outside the sizes measured: these times are guesses", args.nodes, args.edges)
     if args.json:
-        cli.print_json({"nodes": args.nodes, "edges": args.edges, "basis": setting.basis, "home": home,
-                        "objective": args.objective, "plans": [
+        cli.print_json({"nodes": args.nodes, "edges": args.edges, "basis": setting.basis, "interpolation_error": error,
+                        "home": home, "objective": args.objective, "plans": [
                             {"kind": plan.kind, "units": plan.cost.assignment, "latency_ms": plan.cost.latency_ms,
                              "std_ms": plan.cost.std_ms, "transfer_ms": plan.cost.transfer_ms, "busy_ms": plan.cost.busy_ms,
                              "throughput_per_s": plan.cost.throughput_per_s} for plan in plans[:args.top]]})

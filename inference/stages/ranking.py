@@ -117,3 +117,9 @@ def left_out_rows(tables: StageTables) -> list[dict[str, Any]]:
             rows.append({"nodes": size[0], "edges": size[1], "unit": unit, "stage": stage + 1, "measured_ms": times.ms[size],
                          "interpolated_ms": found.ms, "error": found.ms / times.ms[size] - 1.0})
     return rows
+
+
+def interpolation_error(tables: StageTables) -> float | None:
+    """The mean error of times at sizes left out, as a ratio; None if no size lies between others."""
+    errors = [abs(row["error"]) for row in left_out_rows(tables)]
+    return sum(errors) / len(errors) if errors else None

@@ -137,9 +137,16 @@ def test_the_command(results: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [line.split("\t")[1] for line in done.stdout.splitlines()][:2] == ["kind", "best of all"]
     assert len(done.stdout.splitlines()) == 4
+    assert "interpolated: times of stages at sizes left out are off by 0.0 % on average" in done.stderr
     done = run_script(*script, "--out", str(tmp_path / "plans.json"), "--json")
     assert json.loads(done.stdout) == files.read_json(tmp_path / "plans.json")
     assert len(json.loads(done.stdout)) == 15
+    for options, code, part in (
+            (("--nodes", "4"), 2, "--nodes and --edges go together"), (("--sizes", "4/4/4"), 2, "'4/4/4' is not NODES/EDGES"),
+            (("--home", "TPU"), 1, "--home TPU: not among the units that were measured: CPU, CUDA"),
+            (("--run", "--left-out"), 2, "exclude one another"), (("--out", "plans.txt"), 2, "a .json or .csv")):
+        done = run_script(*script, *options)
+        assert (done.returncode, part in done.stderr) == (code, True), done.stderr
     done = run_script(*script, "--nodes", "20000", "--edges", "20000")
     assert done.returncode == 1
     assert "lie outside the sizes that were measured" in done.stderr
