@@ -5,6 +5,8 @@ rem   run_profiling.bat                         environment MIX, everything (--a
 rem   run_profiling.bat NAME                    another environment
 rem   run_profiling.bat NAME --measure --runs 20     with options of profile_stages.py
 setlocal
+rem before shift, which changes the name of this file, too
+set "HERE=%~dp0"
 set "ENVIRONMENT=%~1"
 if "%ENVIRONMENT%"=="" set "ENVIRONMENT=MIX"
 set "STARTED_BY_CLICK="
@@ -34,7 +36,7 @@ if errorlevel 1 (
 
 rem so that tables redirected to a file need no particular code page
 set "PYTHONUTF8=1"
-pushd "%~dp0.."
+pushd "%HERE%.."
 python benchmark\profile_stages.py %OPTIONS%
 set "CODE=%ERRORLEVEL%"
 popd

@@ -46,6 +46,8 @@ SLOW_FILES = {
     "training/test_training.py",
 }
 SLOW_TESTS = {  # by file
+    "benchmark/stages/test_analysis.py": ["test_a_bandwidth_where_there_is_one_and_null_with_a_reason_elsewhere"],
+    "model_zoo/test_stages.py": ["test_torchs_stages_are_the_layer_of_torch_geometric"],
     "benchmark/test_anatomy.py": ["test_the_real_workers_need_no_record"],
     "benchmark/test_collector.py": [
         "test_a_further_background_is_measured_where_the_others_are_there", "test_a_worker_that_hangs_or_crashes_is_replaced",

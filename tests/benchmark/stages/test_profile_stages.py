@@ -297,5 +297,6 @@ def test_the_batch_file() -> None:
     assert 'set "ENVIRONMENT=MIX"' in text
     assert 'call conda activate "%ENVIRONMENT%"' in text
     assert r"python benchmark\profile_stages.py %OPTIONS%" in text
+    assert "%~dp0" not in text[text.index("shift\r\n"):]  # that is no longer this file then
     labels = set(re.findall(r"^:(\w+)", text, re.MULTILINE))
     assert set(re.findall(r"goto (\w+)", text)) == labels == {"next", "ready", "end"}
