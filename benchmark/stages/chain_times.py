@@ -2,7 +2,7 @@
 
 A stage that is timed alone, again and again, finds its inputs in the caches. In a chain the stages before it have used them,
 and where it follows a stage of another unit, that one's threads may still be spinning, and its own may sleep. So the same stage
-takes longer there: on a CPU by a quarter to a half, and more after another unit.
+takes longer there: on a CPU by a quarter to a half, and twice as long next to another unit on the same processor.
 """
 
 from __future__ import annotations

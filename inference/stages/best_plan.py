@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -32,14 +33,35 @@ class _Partial:
 def best_plan(problem: PlanningProblem, objective: Objective = "latency") -> PlanCost:
     """The plan with the lowest latency, or with the highest throughput, of all assignments of stages to units.
 
-    Stage by stage, all that the past means for the future is the unit of the last stage, and where the tensors lie that later
-    stages read. So of all beginnings that agree in these, one is enough: the cheapest; for the throughput, all that no other
-    beats on every processor.
-
     Raises:
         UserError: no unit can run some stage.
     """
+    for stage in range(len(problem.stages)):
+        if not problem.units_for(stage):
+            raise UserError(f"stage {stage + 1} was measured on no unit; measure it first: python benchmark/profile_stages.py "
+                            "--measure")
+    complete = [partial for units in _unit_sets(problem) for partial in _best_of(problem, objective, units)]
+    return plan_cost(problem, min(complete, key=lambda partial: max(partial.cost)).assignment)
+
+
+def _unit_sets(problem: PlanningProblem) -> list[frozenset[str]]:
+    """The sets of units to plan with: all at once, unless units on one processor slow each other down by being used at all."""
+    units = [unit for unit in problem.units if any(of == unit for of, _ in problem.costs)]
+    shared = problem.shared
+    if not any(shared[unit] & cost.after_ms.keys() for (unit, _), cost in problem.costs.items()):
+        return [frozenset(units)]
+    return [frozenset(some) for number in range(1, len(units) + 1) for some in itertools.combinations(units, number)]
+
+
+def _best_of(problem: PlanningProblem, objective: Objective, units: frozenset[str]) -> list[_Partial]:
+    """The best plans with some units, which slow each other down as if all of them were used; none if they can't run a stage.
+
+    Stage by stage, all that the past means for the future is the unit of the last stage, and where the tensors lie that later
+    stages read. So of all beginnings that agree in these, one is enough: the cheapest; for the throughput, all that no other
+    beats on every processor.
+    """
     processors = sorted({problem.host, *(cost.processor for cost in problem.costs.values())})
+    shared = problem.shared
 
     def cost_of(step: Step) -> tuple[float, ...]:
         if objective == "latency":
@@ -47,21 +69,17 @@ def best_plan(problem: PlanningProblem, objective: Objective = "latency") -> Pla
         busy = busy_times(problem, [step])
         return tuple(busy.get(processor, 0.0) for processor in processors)
 
-    kept: dict[tuple[Holders, str | None], list[_Partial]] = {
-        (problem.begin, None): [_Partial((), (0.0,) * len(cost_of(Step(None, ()))))]}
+    kept: dict[tuple[Holders, str], list[_Partial]] = {
+        (problem.begin, ""): [_Partial((), (0.0,) * len(cost_of(Step(None, ()))))]}
     for stage in range(len(problem.stages)):
-        if not (units := problem.units_for(stage)):
-            raise UserError(f"stage {stage + 1} was measured on no unit; measure it first: python benchmark/profile_stages.py "
-                            "--measure")
-        reached: dict[tuple[Holders, str | None], list[_Partial]] = {}
+        reached: dict[tuple[Holders, str], list[_Partial]] = {}
         for (holders, last), beginnings in kept.items():
-            for unit in units:
-                step, after = advanced(problem, holders, stage, unit, last)
+            for unit in units.intersection(problem.units_for(stage)):
+                step, after = advanced(problem, holders, stage, unit, ((shared[unit] & units) | {last}) - {unit})
                 reached.setdefault((after, unit), []).extend(_added(beginnings, cost_of(step), unit))
         kept = {state: _not_beaten(partials) for state, partials in reached.items()}
-    complete = [ended for (holders, _), partials in kept.items()
-                for ended in _added(partials, cost_of(delivered(problem, holders)))]
-    return plan_cost(problem, min(complete, key=lambda partial: max(partial.cost)).assignment)
+    return [ended for (holders, _), partials in kept.items()
+            for ended in _added(partials, cost_of(delivered(problem, holders)))]
 
 
 def _added(partials: Sequence[_Partial], cost: tuple[float, ...], *units: str) -> list[_Partial]:

@@ -8,7 +8,7 @@ host's.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -35,7 +35,9 @@ class StageCost:
         memory: where it reads and writes: HOST, where its time includes what the unit copies for itself, or a processor's name.
         processor: what it occupies. Two units may be two ways to use one processor.
         std_ms: the spread of its runs.
-        after_ms: its time by the unit of the stage before it, where that is another one; `ms` holds for units that it lacks.
+        after_ms: its time after a stage on another unit, by that unit; `ms` holds for units that it lacks. A unit on another
+            processor matters only to the stage right after it. One on the same processor matters to all stages of the plan: its
+            threads spin longer than a stage takes.
     """
 
     ms: float
@@ -44,9 +46,10 @@ class StageCost:
     std_ms: float = 0.0
     after_ms: Mapping[str, float] = field(default_factory=dict)
 
-    def after(self, previous: str | None) -> StageCost:
-        """Its cost after a stage on another unit."""
-        return self if previous is None or previous not in self.after_ms else replace(self, ms=self.after_ms[previous])
+    def beside(self, others: Iterable[str]) -> StageCost:
+        """Its cost where other units matter: the longest of its times after them."""
+        times_ms = [self.after_ms[unit] for unit in others if unit in self.after_ms]
+        return replace(self, ms=max(times_ms)) if times_ms else self
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,12 @@ class PlanningProblem:
     def units_for(self, stage: int) -> list[str]:
         """The units that can run a stage."""
         return [unit for unit in self.units if (unit, stage) in self.costs]
+
+    @property
+    def shared(self) -> dict[str, frozenset[str]]:
+        """By unit, the other units on its processors."""
+        uses = {unit: {cost.processor for (of, _), cost in self.costs.items() if of == unit} for unit in self.units}
+        return {unit: frozenset(other for other in self.units if other != unit and uses[unit] & uses[other]) for unit in uses}
 
     @property
     def begin(self) -> Holders:
@@ -151,10 +160,12 @@ def copies_to(problem: PlanningProblem, holders: Holders, names: Sequence[str], 
     return tuple(copies), holders
 
 
-def advanced(problem: PlanningProblem, holders: Holders, stage: int, unit: str, previous: str | None) -> tuple[Step, Holders]:
-    """Runs a stage on a unit after one on the previous unit (None: the first stage): what it costs, and the tensors that later
-    stages still need, where they are then."""
-    cost = problem.costs[unit, stage].after(previous)
+def advanced(problem: PlanningProblem, holders: Holders, stage: int, unit: str, others: Iterable[str]) -> tuple[Step, Holders]:
+    """Runs a stage on a unit: what it costs, and the tensors that later stages still need, where they are then.
+
+    `others` are the units that matter to it: that of the stage before, and those of the plan on the same processor.
+    """
+    cost = problem.costs[unit, stage].beside(others)
     copies, holders = copies_to(problem, holders, problem.stages[stage].reads, cost.memory)
     holders |= {(name, cost.memory) for name in problem.stages[stage].writes}
     later = {name for data in problem.stages[stage + 1:] for name in data.reads} | set(problem.outputs)
@@ -184,12 +195,13 @@ def plan_cost(problem: PlanningProblem, assignment: Sequence[str]) -> PlanCost:
     Raises:
         UserError: a unit can't run its stage.
     """
-    holders, steps = problem.begin, []
+    holders, steps, shared = problem.begin, [], problem.shared
     for stage, unit in enumerate(assignment):
         if (unit, stage) not in problem.costs:
             raise UserError(f"stage {stage + 1} has no time on {unit}; it was measured on: "
                             f"{', '.join(problem.units_for(stage)) or 'no unit'}")
-        step, holders = advanced(problem, holders, stage, unit, assignment[stage - 1] if stage else None)
+        others = (shared[unit] & set(assignment)) | set(assignment[stage - 1:stage])
+        step, holders = advanced(problem, holders, stage, unit, others - {unit})
         steps.append(step)
     steps.append(delivered(problem, holders))
     return PlanCost(tuple(assignment), tuple(steps), busy_times(problem, steps))

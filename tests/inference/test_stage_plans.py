@@ -63,6 +63,17 @@ def test_a_stage_may_take_longer_after_another_unit() -> None:
     assert best_plan(problem).assignment == ("CPU",) * 3
 
 
+def test_units_on_one_processor_matter_to_all_stages_of_a_plan() -> None:
+    """Those on another processor only to the stage right after them."""
+    slow = {"other": 8.0}
+    costs = {("CPU", stage): StageCost(3.0, HOST, "CPU", after_ms=slow) for stage in range(3)}
+    for processor, latency_ms in (("CPU", 8.0 + 8.0 + 1.0), ("NPU", 3.0 + 3.0 + 1.0)):
+        problem = three_stages(costs=costs | {("other", 2): StageCost(1.0, HOST, processor)}, units=("CPU", "other"))
+        assert plan_cost(problem, ("CPU", "CPU", "other")).latency_ms == latency_ms
+        assert plan_cost(problem, ("CPU", "CPU", "CPU")).latency_ms == 9.0
+        assert best_plan(problem).latency_ms == min(9.0, latency_ms)
+
+
 def test_a_tensor_is_copied_once_and_stays_where_it_was() -> None:
     """x goes to the GPU for the first stage, and is still on the CPU for the third."""
     problem = three_stages()
