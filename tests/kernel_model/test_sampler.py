@@ -113,7 +113,7 @@ def test_sizes_spread_around_the_seed() -> None:
 
 def test_free_kernels_are_what_onnx_runtime_makes_of_them() -> None:
     """ONNX Runtime opens each, and puts out the shapes that were worked out; all kinds of operators come up."""
-    found, refused = sample_free(250, np.random.default_rng(3), [1, 2], 0.5)
+    found, refused = sample_free(250, np.random.default_rng(5), [1, 2], 0.5)
     assert len(found) == 250
     assert refused["there already"] < 25
     assert {kernel.op_type for kernel, _ in found.values()} >= {

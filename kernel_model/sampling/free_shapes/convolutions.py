@@ -24,7 +24,7 @@ VIDEO_WINDOWS = ((1, 1, 1), (3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 7, 7), (7, 7, 7
 
 def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Dense, depthwise, grouped, the first of a network, or one that cuts an image into patches; mostly with a bias."""
-    kind = generator.choice(["dense", "depthwise", "grouped", "first", "patches"], p=[0.52, 0.18, 0.2, 0.05, 0.05])
+    kind = generator.choice(["dense", "depthwise", "grouped", "first", "patches"], p=[0.51, 0.17, 0.2, 0.05, 0.07])
     height = width = side(generator)
     if generator.random() < 0.1:
         width = side(generator)
@@ -48,8 +48,10 @@ def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
         patch = pick([2, 4, 8, 14, 16, 32], generator)
         cells = int(generator.integers(2, 25)) if patch > 2 else side(generator) // 2 + 1
         height = width = patch * cells
-        cin, cout = (3, channels(generator, 32, 1280)) if patch > 2 else (channels_at(height, generator),
-                                                                         channels_at(cells, generator))
+        if patch == 2 or (patch < 14 and generator.random() < 0.5):  # within a network: attention to fewer pixels
+            cin, cout = channels_at(height, generator), channels_at(cells, generator)
+        else:
+            cin, cout = 3, channels(generator, 32, 1280)
         window, stride = [patch, patch], patch
     pads = [0, 0] if kind == "patches" or generator.random() < 0.06 else [size // 2 for size in window]
     out = [max((size + 2 * pad - k) // stride + 1, 0) for size, pad, k in zip((height, width), pads, window, strict=True)]
@@ -61,9 +63,10 @@ def convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def signal_convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """Of a signal: dense, dilated, depthwise or grouped, or over tokens."""
+    """Of a signal: dense, dilated, depthwise, the first of a network, or over tokens; grouped ones also instead of products, or
+    as wide as a position embedding."""
     length = round(log_uniform(16, 16384, generator))
-    kind = generator.choice(["dense", "dilated", "depthwise", "grouped", "first"], p=[0.45, 0.15, 0.2, 0.1, 0.1])
+    kind = generator.choice(["dense", "dilated", "depthwise", "grouped", "first"], p=[0.36, 0.12, 0.16, 0.24, 0.12])
     wide = channels_at(max(int(length ** 0.5), 2), generator)
     k, stride, dilation, cin, cout, group = pick([1, 3, 5, 7, 9], generator), pick([1, 1, 1, 2], generator), 1, wide, wide, 1
     if kind == "dense":
@@ -73,8 +76,10 @@ def signal_convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
     elif kind == "depthwise":
         k, group = pick([3, 7, 9, 15, 31], generator), wide
     elif kind == "grouped":
-        cin = cout = 8 * max(wide // 8, 1)
-        group = pick([2, 4, 8], generator)
+        group, k, stride = pick([2, 4, 8, 16, 32], generator), pick([1, 1, 1, 3, 5, 9, 31, 128], generator), 1
+        cin = group * max(channels(generator, 64, 3072) // group, 1)
+        cout = pick([cin, cin, 4 * cin, group * max(cin // (4 * group), 1)], generator) if k == 1 else cin
+        length = min(length, 4096)
     else:
         cin, cout, k, stride = pick([1, 80], generator), channels(generator, 16, 512), pick([3, 10, 11, 25], generator), pick(
             [1, 2, 5], generator)

@@ -21,6 +21,7 @@ ORDERS = (  # the axes of tensors as `Sizes` names them, and how models permute 
     ("Btx", "021"), ("bcl", "021"), ("tbx", "102"), ("bx", "10"), ("bcss", "0231"), ("bssc", "0312"), ("bthd", "0213"),
     ("bhtd", "0213"), ("bhtd", "0132"), ("htbd", "1023"), ("bhtd", "2013"), ("bcss", "0321"), ("btkhd", "20314"),
     ("bnhwd", "01324"), ("bwtkd", "03142"), ("btkhd", "03214"), ("bkthd", "01342"), ("bcfss", "02341"), ("btthk", "03241"),
+    ("bttk", "0312"), ("bktt", "0231"),
     ("bfssc", "04123"), ("bcknw", "01243"), ("bhtkd", "01432"), ("bthww", "02134"), ("bktdt", "10243"), ("bkcss", "02134"),
     ("bnwnwc", "013245"), ("bcnwnw", "013524"), ("bhtkhd", "301425"), ("bcnwnw", "024351"), ("bnwnwc", "013425"),
     ("bnwnwc", "024135"), ("bcwnwn", "012435"), ("bxkkww", "012354"), ("bkhkhx", "052413"), ("bkkxww", "014253"),

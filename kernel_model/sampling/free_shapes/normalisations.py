@@ -61,8 +61,8 @@ def softmax(dtype: str, batch: int, generator: Generator) -> Kernel:
     sizes = Sizes(batch, generator)
     op = str(generator.choice(["Softmax", "LogSoftmax"], p=[0.65, 0.35]))
     letters, axis = [("Bhtt", -1), ("Bhtl", -1), ("Bhkd", -1), ("bkhtt", -1), ("bxt", -1), ("rx", -1), ("bx", -1),
-                     ("bthd", 1), ("bhtd", -2), ("bkx11", 1), ("bcss", 1)][int(generator.choice(
-                         11, p=[0.4, 0.12, 0.05, 0.05, 0.08, 0.08, 0.05, 0.05, 0.04, 0.04, 0.04]))]
+                     ("bthd", 1), ("bhtd", -2), ("bkx11", 1), ("bcss", 1), ("btlh", 2)][int(generator.choice(
+                         12, p=[0.36, 0.12, 0.05, 0.05, 0.08, 0.08, 0.05, 0.05, 0.04, 0.04, 0.04, 0.04]))]
     shape = sizes.shape(letters)
     return kernel(op, [tensor(dtype, *shape)], [shape], axis=axis)
 

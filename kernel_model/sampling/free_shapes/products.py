@@ -18,6 +18,7 @@ from kernel_model.sampling.free_shapes.sizes import (
 from ort_analysis.records.kernel_record import Kernel
 
 ROWS = (16, 49, 50, 64, 144, 196, 197, 256, 784, 3136)  # tokens of an image, or pixels
+LONG = (1125, 1569, 2048, 3136, 4096, 6272)  # tokens of a video, a large image, a long text
 SUMS = (  # equation, operands by the letters of `Sizes`, and whether the second is a weight
     ("ibnd,jbnd->bnij", "tbhd", "lbhd", "bhtl", False), ("bnij,jbnd->ibnd", "bhtl", "lbhd", "tbhd", False),
     ("ibh,hnd->ibnd", "tbx", "xhd", "tbhd", True), ("ibnd,hnd->ibh", "tbhd", "xhd", "tbx", True),
@@ -54,13 +55,18 @@ def layer_product(dtype: str, batch: int, generator: Generator) -> Kernel:
 def batched_product(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Attention's products: queries by keys (scaled, as ORT fuses it), or weights by values; of three to five dimensions.
 
-    Some have as many keys as another image has, share keys among heads, or take one query, as a decoder does.
+    Some have as many keys as another image has, share keys among heads, attend to a long sequence, or take one query, as a
+    decoder does, which may have a long cache.
     """
     images, heads, count, width = tokens(batch, generator)
+    if generator.random() < 0.1:
+        count = pick(LONG, generator)
     lead = [(images, heads), (images * heads,), (images, heads, pick([2, 4, 16], generator))][int(generator.choice(
         3, p=[0.75, 0.13, 0.12]))]
     keys = count if generator.random() < 0.6 else tokens(batch, generator)[2] + pick([0, 1], generator)
-    queries = 1 if generator.random() < 0.08 else count
+    queries = 1 if generator.random() < 0.12 else count
+    if queries == 1 and generator.random() < 0.5:
+        keys = pick(LONG, generator) + pick([0, 1], generator)
     shared = (lead[0], *[1] * (len(lead) - 1)) if len(lead) == 2 and generator.random() < 0.08 else lead
     if generator.random() < 0.5:
         turned = generator.random() < 0.35
