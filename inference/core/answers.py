@@ -70,9 +70,8 @@ class Prediction(Frozen):
         rough_estimate: whether the prediction is a rough estimate: uncertain kernels (estimated, measured in other forms only,
             or far beyond what was measured) could move the latency by more than uncertainty.ROUGH; or sizes that depend on
             data were taken to be the largest possible; or some nodes hold graphs that are not counted.
-        estimated_operators: kernel types that were never measured, so they are estimated from FLOPs and bytes.
-        doubtful_operators: kernel types that were measured for other ranks or element types only, or that a similar operator
-            stands in for.
+        estimated_operators: kernel types that were never measured, so they are estimated from operators of their class.
+        doubtful_operators: kernel types that were measured for other ranks or element types only.
         sum_latency_ms: α·Σ+β; the prediction itself, unless the composition uses the longest path.
         kernel_sum_ms: Σ of the kernels' times.
         critical_path_ms: the longest path, where the composition uses it.

@@ -5,7 +5,7 @@
 
 A model's time is put together from its kernels' times in the way that the target's composition says: a simulation of host and
 GPU, α·Σ+β, or α·(longest path)+β. A kernel's time is the measured one if this very kernel was measured (and nothing else
-runs), else the predicted one, else an estimate from its FLOPs and bytes. The result says how much of it is which.
+runs), else the predicted one, else an estimate from measured operators of its class. The result says how much of it is which.
 
 Each call makes a `Predictor`, which documents the arguments. Keep a `Predictor` to ask many questions about one target.
 """

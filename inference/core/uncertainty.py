@@ -42,10 +42,10 @@ UNKNOWN = 2.0  # the factor by which a prediction may be off if no errors are kn
 
 PACE_WORTH_SAYING = 0.05  # of the latency: no warning about an unknown host's pace that moves it by less
 
-Reason = Literal["estimated", "on the CPU", "stand-in", "other form", "beyond", "control flow"]
+Reason = Literal["estimated", "on the CPU", "other form", "beyond", "control flow"]
 # The reasons that a calibrated interval (training/composition/intervals.py) covers, and as what.
 CALIBRATED: dict[Reason, Strangeness] = {
-    "estimated": "unmeasured", "stand-in": "unmeasured", "other form": "other form", "beyond": "beyond"}
+    "estimated": "unmeasured", "other form": "other form", "beyond": "beyond"}
 
 
 class Span(NamedTuple):
@@ -130,8 +130,6 @@ def kernel_uncertainties(kernels: Iterable[Kernel], provenance: Iterable[str], f
             time, launches = (fitted.uncertainty.of_estimate(kernel, name) for name in (label, LAUNCHES))
             found[kernel.id] = KernelUncertainty("estimated", Span(time.low, time.high), Span(launches.low, launches.high),
                                                  True)
-        elif (other := fitted.predictors.stand_in(kernel, label)) is not None:
-            found[kernel.id] = KernelUncertainty("stand-in", Span(other.range.low, other.range.high), CERTAIN, True)
         elif (form := fitted.uncertainty.of_other_form(kernel)) is not None:
             found[kernel.id] = KernelUncertainty("other form", Span(form.low, form.high), CERTAIN, True)
         else:
@@ -235,9 +233,8 @@ def uncertainty_warnings(uncertainties: Sequence[tuple[Kernel, KernelUncertainty
     if moved.high < 1.0 + WORTH_SAYING and moved.low > 1.0 - WORTH_SAYING:
         return warnings  # the answer names the kernels and their provenance anyway
     by = f"may move the latency by {moved.low - 1:+.0%} to {moved.high - 1:+.0%}"
-    for reason, what in (("estimated", "never measured and estimated from FLOPs and bytes"),
+    for reason, what in (("estimated", "never measured and estimated from operators of their class"),
                          ("on the CPU", "run on the CPU in a CUDA session, where nothing was measured"),
-                         ("stand-in", "never measured and taken to cost what a like operator does"),
                          ("other form", "measured for other ranks or element types only")):
         if names := sorted({kernel.type for kernel, uncertainty in uncertainties if uncertainty.reason == reason}):
             warnings.append(f"{'rough estimate: ' if rough else ''}{', '.join(names)}: {what}; uncertain kernels {by}")

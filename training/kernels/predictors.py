@@ -17,7 +17,6 @@ from benchmark.records.labels import GPU_LABEL
 from ort_analysis.records.kernel_record import Kernel
 from training.kernels.beyond import times_beyond
 from training.kernels.boosters import SavedBoosters
-from training.kernels.class_boosters import ANY
 from training.kernels.estimators import SHARED, KernelModel, predict_kernels
 from training.kernels.measured_times import MeasuredTimes
 from training.kernels.schema import FeatureSchema
@@ -31,7 +30,6 @@ from training.kernels.sidecar import (
     read_sidecar,
     schema_of,
 )
-from training.kernels.stand_ins import StandIn, stand_in
 from training.kernels.transfer import CORRECTION_FEATURES, OtherPredictors, Transferred
 from utils import files
 from utils.errors import UserError
@@ -200,21 +198,6 @@ class Predictors:
         times = times_beyond(self.schema, self.features_of(moving), low, high)
         return {kernel.id: float(found) for kernel, found in zip(moving, times, strict=True) if found > 1.0}
 
-    def meant(self, kernel: Kernel, label: str) -> Kernel:
-        """The kernel that is predicted in place of `kernel`: itself, or its stand-in if its type was never measured."""
-        found = self.stand_in(kernel, label)
-        return kernel if found is None else found.kernel
-
-    def stand_in(self, kernel: Kernel, label: str) -> StandIn | None:
-        """The stand-in of a GPU kernel whose type was never measured; None where the type was measured, or there is none, or
-        classes of operators were learned, which tell more."""
-        known = self.sidecar.labels[label].predictor_of
-        if label not in ON_GPU or kernel.type in known:
-            return None
-        model = self.kernel_model(label)
-        boosters = (model.other if isinstance(model, Transferred) else model).boosters
-        return None if ANY in boosters else stand_in(kernel, known)
-
     def _time(self, kernels: Mapping[str, Kernel], load: tuple[float, ...], label: str,
               look_up: bool) -> dict[str, tuple[float, str]]:
         """Time and provenance of each kernel by id; all kernels of one predictor are predicted in one call."""
@@ -227,10 +210,9 @@ class Predictors:
         if not rest:
             return times
         model = self.kernel_model(label)
-        meant = [self.meant(kernel, label) for kernel in rest]
-        predicted = predict_kernels(model, meant, self.features_of(meant), load)
-        for kernel, taken, time_ms in zip(rest, meant, predicted.tolist(), strict=True):
-            known = taken.type in model.predictor_of
+        predicted = predict_kernels(model, rest, self.features_of(rest), load)
+        for kernel, time_ms in zip(rest, predicted.tolist(), strict=True):
+            known = kernel.type in model.predictor_of
             if not known and not kernel.moves_data:  # of any type: it only renames a tensor, which costs next to nothing
                 times[kernel.id] = (model.roofline.floor_ms, "predicted")
             else:
