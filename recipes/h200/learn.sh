@@ -2,7 +2,7 @@
 # Learns from the H200's datasets in this folder, on any machine, and shows how far off predictions are for models that were held
 # out of everything. Usage: recipes/h200/learn.sh [workspace [part...]]     The parts, in this order (default: all but pack):
 #   unpack       the dataset of this folder, into the workspace; without it, learns from what the workspace holds
-#   learn        the predictors of kernels, the host's side, the composition      a quarter of an hour on two cores
+#   learn        the predictors of kernels, the host's side, the composition      half an hour on two cores
 #   sharing      what a co-runner does to a model                                 ten minutes
 #   energy       what a run takes of the GPU's energy, by these predictors        some seconds
 #   collections  figures: each collection of models held out in turn              20 minutes

@@ -7,6 +7,7 @@ from kernel_model.sampling.free_shapes.sizes import (
     Sizes,
     channels_at,
     kernel,
+    log_uniform,
     numbers,
     pick,
     scalar,
@@ -77,9 +78,12 @@ def running_sum(dtype: str, batch: int, generator: Generator) -> Kernel:
 
 
 def largest(dtype: str, batch: int, generator: Generator) -> Kernel:
-    """TopK along the last axis: of boxes, classes or experts."""
-    shape = Sizes(batch, generator).shape(str(generator.choice(["bx", "rx", "bl", "bt"])))
-    count = min(pick([1, 2, 8, 100, 300, 1000], generator), shape[-1])
+    """TopK along the last axis: of boxes, classes, experts, or the words that continue the beams of a text."""
+    sizes = Sizes(batch, generator)
+    shape = sizes.shape(str(generator.choice(["bx", "rx", "bl", "bt", "bv"])))
+    if generator.random() < 0.12:
+        shape = (1, sizes["v"] * sizes["k"]) if generator.random() < 0.5 else (1, round(log_uniform(4096, 2e6, generator)))
+    count = min(pick([1, 2, 5, 8, 10, 100, 300, 1000], generator), shape[-1])
     found = (*shape[:-1], count)
     return kernel("TopK", [tensor(dtype, *shape), numbers(count)], [found, Tensor(dtype="int64", shape=found)], axis=-1,
                   largest=1, sorted=1)
