@@ -53,7 +53,7 @@ def made_parser() -> argparse.ArgumentParser:
     parser.add_argument("--undirected", action="store_true", help="each line of --edges stands for both directions")
     parser.add_argument("--features", type=cli.count, metavar="N", help="values of a node, in place of those of --cases")
     parser.add_argument("--hidden", type=cli.count, metavar="N", help="values of a node after the layer, in the same way")
-    parser.add_argument("--units", type=lambda text: text.split(","), default=[], metavar="NAMES",
+    parser.add_argument("--units", type=lambda text: text.upper().split(","), default=[], metavar="NAMES",
                         help=f"{', '.join(KINDS)} or OpenVINO's names such as GPU.1, separated by commas (default: all)")
     parser.add_argument("--cpu-runtime", choices=CPU_RUNTIMES,
                         help=f"what runs stages on the CPU (default: {OPENVINO}; without it {TORCH})")
