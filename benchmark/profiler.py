@@ -22,11 +22,12 @@ from benchmark.convolutions.forced import ForcedModel
 from benchmark.convolutions.measure import Instruments, measure_profile
 from benchmark.convolutions.profile_unit import ProfileSettings, ProfileUnit
 from benchmark.convolutions.results import ResultsJournal, write_settings
-from benchmark.convolutions.timing import LayerTimer, time_runs_ms
+from benchmark.convolutions.timing import LayerTimer
 from benchmark.measuring.bench import Bench, Steadiness
 from benchmark.measuring.loads import Totals, measure_loads
 from benchmark.measuring.pending import Planned, pending
 from benchmark.measuring.power import PowerMonitor
+from benchmark.measuring.run_times import time_warm_runs_ms
 from benchmark.metrics.power_sensors import NoPowerSensor, open_power_sensor
 from benchmark.records.blocks import Block
 from benchmark.records.measurement import Measurement
@@ -151,7 +152,6 @@ def canary(device: str) -> Callable[[bool], list[float]]:
         torch.nn.functional.conv2d(images, weights, padding=1)
 
     def run_ms(loaded: bool) -> list[float]:
-        time_runs_ms(run, CANARY_WARMUP, device)
-        return time_runs_ms(run, CANARY_RUNS, device)
+        return time_warm_runs_ms(run, CANARY_WARMUP, CANARY_RUNS, device)
 
     return run_ms

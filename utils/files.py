@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from utils.errors import UserError
 from utils.paths import to_convert
@@ -126,6 +126,29 @@ def read_lines(path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         number = whole.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}, line {number}: damaged (not UTF-8 text); remove the line") from None
+
+
+def append_records(path: Path, records: Iterable[BaseModel]) -> None:
+    """Appends records that belong together as one line, so that an interruption keeps all of them or none."""
+    append_line(path, f"[{','.join([record.model_dump_json() for record in records])}]")
+
+
+def read_records(path: Path, schema: type[M], remedy: str) -> list[M]:
+    """All records that `append_records` wrote; none if there is no file.
+
+    Args:
+        path: the file.
+        schema: their class.
+        remedy: what to do about a damaged file; the error names it.
+
+    Raises:
+        UserError: a line is damaged.
+    """
+    line_of: TypeAdapter[list[M]] = TypeAdapter(list[schema])  # type: ignore[valid-type]
+    try:
+        return [record for line in read_lines(path) for record in line_of.validate_json(line)]
+    except ValidationError as error:
+        raise UserError(f"{path}: damaged ({error.errors()[0]['msg']}); {remedy}") from None
 
 
 def sha256(path: Path) -> str:

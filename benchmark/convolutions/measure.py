@@ -22,8 +22,9 @@ from benchmark.convolutions.forced import (
 from benchmark.convolutions.kernel_names import counted
 from benchmark.convolutions.profile_unit import ProfileUnit
 from benchmark.convolutions.shapes import NotSupported
-from benchmark.convolutions.timing import CallTimes, hold_for_trace, time_layers, time_runs_ms, wait_for
+from benchmark.convolutions.timing import CallTimes, hold_for_trace, time_layers
 from benchmark.measuring.power import PowerMonitor, energy_of_runs
+from benchmark.measuring.run_times import time_runs_ms, wait_for
 from benchmark.metrics.power_sensors import PowerSensor
 from benchmark.records.labels import SLOWDOWN_ADMITTED
 from benchmark.records.measurement import Measurement, now

@@ -1,4 +1,4 @@
-"""Times of a model's runs and of its layers: CUDA events on a GPU, the host's clock on a CPU."""
+"""Times of a model's layers: CUDA events on a GPU, the host's clock on a CPU."""
 
 from __future__ import annotations
 
@@ -9,63 +9,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from benchmark.measuring.run_times import Stopwatch, wait_for
 from utils.lazy import torch
 
 AHEAD = 1.5  # how long the GPU is held before a layer that is timed, relative to the host's time of the layer
 CLOCK_KHZ = 2.0e6  # about a GPU's clock; a hold that is a little shorter or longer does no harm
 AHEAD_OF_TRACE, SHORTEST_HOLD_OF_TRACE_MS = 3.0, 0.2  # the same before a layer that is traced, which slows the host
 SHORTEST_HOLD_MS, LONGEST_HOLD_MS = 0.05, 20.0  # a layer whose launches fill the GPU's queue is not helped by more
-
-
-def wait_for(device: str) -> None:
-    """Waits until the device has finished its work."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-class Stopwatch:
-    """Takes the time between two moments of the device's work, in ms; read it after `wait_for`."""
-
-    def __init__(self, device: str) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device == "cuda" else []
-        self._times_s = [0.0, 0.0]
-
-    def start(self) -> None:
-        self._mark(0)
-
-    def stop(self) -> None:
-        self._mark(1)
-
-    def _mark(self, which: int) -> None:
-        if self._events:
-            self._events[which].record()
-        else:
-            self._times_s[which] = time.perf_counter()
-
-    @property
-    def began(self) -> bool:
-        """Whether a GPU has come to the first moment; False on a CPU, where nothing runs ahead."""
-        return bool(self._events) and bool(self._events[0].query())
-
-    @property
-    def ms(self) -> float:
-        if self._events:
-            return float(self._events[0].elapsed_time(self._events[1]))
-        return 1e3 * (self._times_s[1] - self._times_s[0])
-
-
-def time_runs_ms(run: Callable[[], Any], count: int, device: str) -> list[float]:
-    """The time of each of `count` runs in ms, from when the host begins until the device is done."""
-    times_ms = []
-    for _ in range(count):
-        watch = Stopwatch(device)
-        wait_for(device)
-        watch.start()
-        run()
-        watch.stop()
-        wait_for(device)
-        times_ms.append(watch.ms)
-    return times_ms
 
 
 @dataclass(frozen=True)

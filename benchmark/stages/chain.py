@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
 
+from benchmark.measuring.run_times import time_warm_runs_ms
 from benchmark.stages.opening import OpenedStage
-from model_zoo.stages.definition import GRAPH_INPUTS, OUTPUT, STAGES
+from model_zoo.stages.definition import GRAPH_INPUTS, HOST, OUTPUT, STAGES
 from model_zoo.stages.layer import Array
 
-HOST = "host"
 Plan: TypeAlias = "tuple[str, ...]"  # the unit of each stage
 OpenedStages: TypeAlias = "Mapping[tuple[str, int], OpenedStage]"  # by unit and number of the stage, from 0
 
@@ -78,12 +79,5 @@ def time_chains(opened: OpenedStages, plans: Sequence[Plan], feed: Mapping[str, 
     for _ in range(rounds):
         for plan in order.sample(list(plans), len(plans)):
             stages = [opened[unit, stage] for stage, unit in enumerate(plan)]
-            for _ in range(warmup):
-                run_chain(stages, feed)
-            samples_ms = []
-            for _ in range(runs):
-                began_s = perf_counter()
-                run_chain(stages, feed)
-                samples_ms.append(1e3 * (perf_counter() - began_s))
-            times_ms[plan].append(samples_ms)
+            times_ms[plan].append(time_warm_runs_ms(partial(run_chain, stages, feed), warmup, runs))
     return times_ms

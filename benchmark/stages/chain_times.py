@@ -11,13 +11,10 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
 from benchmark.stages.chain import OpenedStages, Plan, run_chain
 from model_zoo.stages.definition import STAGES
 from model_zoo.stages.layer import Array
 from utils import files
-from utils.errors import UserError
 from utils.frozen import Frozen
 
 CHAINS = "chain_times.jsonl"
@@ -40,9 +37,6 @@ class ChainRecord(Frozen):
     previous: str
     stage: int
     samples_ms: tuple[float, ...]
-
-
-LINE = TypeAdapter(list[ChainRecord])
 
 
 def chain_plans(units: Sequence[str], opened: OpenedStages) -> list[Plan]:
@@ -81,7 +75,7 @@ def time_in_chains(size: tuple[int, int], units: Sequence[str], opened: OpenedSt
 
 def append_chains(folder: Path, records: Iterable[ChainRecord]) -> None:
     """Adds the records of one size, as one line."""
-    files.append_line(folder / CHAINS, LINE.dump_json(list(records)).decode())
+    files.append_records(folder / CHAINS, records)
 
 
 def read_chains(folder: Path) -> list[ChainRecord]:
@@ -90,8 +84,4 @@ def read_chains(folder: Path) -> list[ChainRecord]:
     Raises:
         UserError: a line is damaged.
     """
-    path = folder / CHAINS
-    try:
-        return [record for line in files.read_lines(path) for record in LINE.validate_json(line)]
-    except ValidationError as error:
-        raise UserError(f"{path}: damaged ({error.errors()[0]['msg']}); remove it, and time the chains again") from None
+    return files.read_records(folder / CHAINS, ChainRecord, "remove it, and time the chains again")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
-from benchmark.convolutions.timing import time_runs_ms
+from benchmark.measuring.run_times import time_warm_runs_ms
 from benchmark.records.measurement import Measurement, Status, now
 from benchmark.stages.opening import Feed, OpenedStage, Refused, open_stage, wrong
 from benchmark.stages.work import StageUnit, facts_of
+from model_zoo.stages.definition import HOST
 
 SUBJECT = "stage"
 RESIDENT = "resident_ms"
@@ -24,9 +25,9 @@ def measure_stage(unit: StageUnit) -> Measurement:
     feed = unit.tensors
     samples_ms = time_opened(opened, feed, unit.warmup, unit.runs)
     quantities = {}
-    if opened.memory != "host":
+    if opened.memory != HOST:
         values = {name: opened.to_unit(name, feed[name]) for name in unit.definition.inputs}
-        quantities[RESIDENT] = rounded(timed(partial(opened.run_resident, values), unit.warmup, unit.runs))
+        quantities[RESIDENT] = rounded(time_warm_runs_ms(partial(opened.run_resident, values), unit.warmup, unit.runs))
     if why := wrong(opened.run(feed), feed[unit.definition.outputs[0]], opened.inference_precision):
         return failed(unit, "failed", f"{opened.runtime}: after {unit.runs} runs {why}", began)
     facts = facts_of(unit) | {"runtime": opened.runtime, "ran_on": opened.ran_on, "fallback": fallback,
@@ -37,13 +38,7 @@ def measure_stage(unit: StageUnit) -> Measurement:
 
 def time_opened(opened: OpenedStage, feed: Feed, warmup: int, runs: int) -> list[float]:
     """Times of runs in ms, with the copies to and from the unit."""
-    return timed(partial(opened.run, feed), warmup, runs)
-
-
-def timed(run: Callable[[], object], warmup: int, runs: int) -> list[float]:
-    """Times of runs in ms by the host's clock; those of the warm-up do not count."""
-    time_runs_ms(run, warmup, "cpu")
-    return time_runs_ms(run, runs, "cpu")
+    return time_warm_runs_ms(partial(opened.run, feed), warmup, runs)
 
 
 def failed(unit: StageUnit, status: Status, error: str, began: str = "") -> Measurement:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmark.stages.work import OPENVINO, ORT, TORCH, StageUnit
+from model_zoo.stages.definition import HOST
 from model_zoo.stages.export import has_openvino, kind_of
 from model_zoo.stages.layer import Array, stage_function
 from utils.errors import UserError
@@ -40,7 +41,7 @@ class OpenedStage:
         memory: where `run_resident` takes its inputs: `host`, or `cuda`. Stages of one runtime accept each other's values.
     """
 
-    memory = "host"
+    memory = HOST
 
     def __init__(self, unit: StageUnit, ran_on: str, runtime: str, precision: str, run: Callable[[Feed], Array]) -> None:
         self.output, self.threads = unit.definition.outputs[0], unit.threads

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from benchmark.convolutions.timing import time_runs_ms
+from benchmark.measuring.run_times import time_warm_runs_ms
 from benchmark.stages.records import statistics
 from utils import files
 from utils.frozen import Frozen
@@ -52,6 +52,14 @@ class TransferTable(Frozen):
     version: int = VERSION
     records: tuple[TransferRecord, ...]
 
+    @cached_property
+    def medians_ms(self) -> dict[tuple[str, Direction], list[tuple[int, float]]]:
+        """By memory and direction, numbers of bytes in rising order and the median times of their copies."""
+        points: dict[tuple[str, Direction], dict[int, float]] = {}
+        for one in self.records:
+            points.setdefault((one.memory, one.direction), {})[one.bytes] = statistics(one.samples_ms)["median"]
+        return {key: sorted(found.items()) for key, found in points.items()}
+
     def copy_ms(self, memory: str, direction: Direction, moved_bytes: int) -> float:
         """The time of a copy: between the numbers of bytes measured on a line, below them as long as the smallest, above them
         in proportion to the largest.
@@ -59,11 +67,9 @@ class TransferTable(Frozen):
         Raises:
             KeyError: copies of that memory were not measured.
         """
-        points = {one.bytes: statistics(one.samples_ms)["median"] for one in self.records
-                  if (one.memory, one.direction) == (memory, direction)}
-        if not points:
+        if (memory, direction) not in self.medians_ms:
             raise KeyError(memory)
-        moved, times_ms = zip(*sorted(points.items()), strict=True)
+        moved, times_ms = zip(*self.medians_ms[memory, direction], strict=True)
         if moved_bytes > moved[-1]:
             return float(times_ms[-1] * moved_bytes / moved[-1])
         return float(np.interp(moved_bytes, moved, times_ms))
@@ -91,8 +97,7 @@ def time_copy(copy: Copy, to_device: Callable[[Any], Any], to_host: Callable[[An
     """
     array = np.random.default_rng(0).random(copy.bytes // 4, np.float32)
     run = partial(to_device, array) if copy.direction == "to_device" else partial(to_host, to_device(array))
-    time_runs_ms(run, warmup, "cpu")
-    return time_runs_ms(run, runs, "cpu")
+    return time_warm_runs_ms(run, warmup, runs)
 
 
 def write_transfers(folder: Path, records: Iterable[TransferRecord]) -> Path:

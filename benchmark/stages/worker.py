@@ -16,6 +16,7 @@ from benchmark.stages.measure import SUBJECT, failed, measure_stage, rounded, ti
 from benchmark.stages.opening import Feed, OpenedStage, Refused, open_stage
 from benchmark.stages.transfers import Copy, time_copy
 from benchmark.stages.work import StageUnit
+from model_zoo.stages.definition import HOST
 from utils.errors import UserError
 from utils.frozen import Frozen
 from utils.processes import die_with_parent
@@ -56,7 +57,7 @@ def run_copy(unit: StageUnit, copy: Copy) -> Measurement:
         return failed(unit, "failed", str(refused))
     name = unit.definition.inputs[0]
     copies = partial(opened.to_unit, name), partial(opened.to_host, name)
-    samples_ms = time_copy(copy, *copies, unit.warmup, unit.runs) if opened.memory != "host" else []
+    samples_ms = time_copy(copy, *copies, unit.warmup, unit.runs) if opened.memory != HOST else []
     return Measurement(subject=COPY, id=COPY, label="run", context="alone", place="alone", samples_ms=rounded(samples_ms))
 
 

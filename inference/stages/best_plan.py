@@ -112,5 +112,5 @@ def possible_plans(problem: PlanningProblem, home: str) -> Iterator[PlanCost]:
     named = [(home,) * number, *(plan for other in problem.units if other != home
                                  for plan in candidate_plans(number, home, other))]
     for assignment in named:
-        if all((unit, stage) in problem.costs for stage, unit in enumerate(assignment)):
+        if problem.can_run(assignment):
             yield plan_cost(problem, assignment)

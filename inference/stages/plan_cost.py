@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from model_zoo.stages.definition import HOST
 from utils.errors import UserError
 
-HOST = "host"
 Holders: TypeAlias = "frozenset[tuple[str, str]]"  # (tensor, memory) for each copy that is still needed
 
 
@@ -78,6 +78,10 @@ class PlanningProblem:
     def units_for(self, stage: int) -> list[str]:
         """The units that can run a stage."""
         return [unit for unit in self.units if (unit, stage) in self.costs]
+
+    def can_run(self, assignment: Sequence[str]) -> bool:
+        """Whether each stage can run on the unit named for it."""
+        return all((unit, stage) in self.costs for stage, unit in enumerate(assignment))
 
     @property
     def shared(self) -> dict[str, frozenset[str]]:

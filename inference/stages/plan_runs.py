@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
 
 from benchmark.stages.chain import OpenedStages, Plan, run_chain, time_chains
 from benchmark.stages.opening import Refused, difference, open_stage
@@ -69,9 +68,6 @@ class PlanRun(Frozen):
             return float("nan")
         one, other = (float(np.median(np.concatenate(rounds))) for rounds in (self.rounds_ms[:half], self.rounds_ms[half:]))
         return abs(one - other) / ((one + other) / 2)
-
-
-LINE = TypeAdapter(list[PlanRun])
 
 
 def stage_units(folders: Sequence[tuple[str, Path]]) -> dict[tuple[str, int, Size], StageUnit]:
@@ -159,7 +155,7 @@ def _judged(plan: RankedPlan, rounds_ms: Sequence[Sequence[float]], error: float
 
 def append_runs(path: Path, runs: Iterable[PlanRun]) -> None:
     """Adds the runs at one size to a file, as one line."""
-    files.append_line(path, LINE.dump_json(list(runs)).decode())
+    files.append_records(path, runs)
 
 
 def read_runs(path: Path) -> list[PlanRun]:
@@ -168,16 +164,14 @@ def read_runs(path: Path) -> list[PlanRun]:
     Raises:
         UserError: a line is damaged.
     """
-    try:
-        return [run for line in files.read_lines(path) for run in LINE.validate_json(line)]
-    except ValidationError as error:
-        raise UserError(f"{path}: damaged ({error.errors()[0]['msg']}); remove it, and run the plans again") from None
+    return files.read_records(path, PlanRun, "remove it, and run the plans again")
 
 
 def predicted_anew(tables: StageTables, runs: Iterable[PlanRun]) -> list[PlanRun]:
     """The runs with latencies predicted from the tables of now."""
-    return [run.model_copy(update={"predicted_ms": plan_cost(tables.setting(run.size).problem, run.units).latency_ms})
-            for run in runs]
+    runs = list(runs)
+    problems = {size: tables.setting(size).problem for size in {run.size for run in runs}}
+    return [run.model_copy(update={"predicted_ms": plan_cost(problems[run.size], run.units).latency_ms}) for run in runs]
 
 
 def size_rows(runs: Iterable[PlanRun]) -> list[dict[str, Any]]:

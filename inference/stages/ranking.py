@@ -85,7 +85,8 @@ def plan_table(tables: StageTables, sizes: Iterable[Size], home: str, objective:
                                           sum(loss or 0.0 for loss in losses[plan].values()), plan))
     rows = []
     for size, setting in settings.items():
-        at_home = home_latency(ranked(setting, home, objective))
+        stay = (home,) * len(setting.problem.stages)
+        at_home = plan_cost(setting.problem, stay).latency_ms if setting.problem.can_run(stay) else None
         cost = best[size]
         rows.append({"nodes": size[0], "edges": size[1], "basis": setting.basis, "plan": described(cost.assignment),
                      "units": list(cost.assignment), "mixed": len(cost.units) > 1, "latency_ms": cost.latency_ms,
@@ -96,7 +97,7 @@ def plan_table(tables: StageTables, sizes: Iterable[Size], home: str, objective:
 
 def _loss(setting: Setting, plan: Sequence[str], best: PlanCost, objective: Objective) -> float | None:
     """How much worse a plan is than the best, as a ratio less 1; None where it can't run."""
-    if any((unit, stage) not in setting.problem.costs for stage, unit in enumerate(plan)):
+    if not setting.problem.can_run(plan):
         return None
     cost = plan_cost(setting.problem, plan)
     return (cost.latency_ms / best.latency_ms if objective == "latency" else cost.interval_ms / best.interval_ms) - 1.0

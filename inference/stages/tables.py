@@ -13,8 +13,8 @@ from benchmark.stages.lookup import LookupKey, LookupRecord, read_lookup
 from benchmark.stages.records import RAW, read_raw
 from benchmark.stages.transfers import REMAKE, TransferTable, read_transfers
 from inference.stages.interpolation import BASES, Basis, Size, estimated, outside
-from inference.stages.plan_cost import HOST, PlanningProblem, StageCost, StageData
-from model_zoo.stages.definition import GRAPH_INPUTS, OUTPUT, STAGES, TENSORS, GraphSize
+from inference.stages.plan_cost import PlanningProblem, StageCost, StageData
+from model_zoo.stages.definition import GRAPH_INPUTS, HOST, OUTPUT, STAGES, TENSORS, GraphSize
 from utils.errors import UserError
 from utils.logger import get_logger
 

@@ -22,6 +22,7 @@ from pydantic import Field
 
 from utils.frozen import Frozen
 
+HOST = "host"  # the memory that holds the inputs and the output of the layer
 DType = Literal["float32", "int64"]
 Dim = Literal["nodes", "edges", "features", "hidden", "one"]
 BYTES: dict[DType, int] = {"float32": 4, "int64": 8}

@@ -24,8 +24,9 @@ from benchmark.convolutions.measure import Instruments, _layer, _layer_facts, af
 from benchmark.convolutions.profile_unit import ProfileSettings
 from benchmark.convolutions.results import LAYERS, OVERALL, ResultsJournal
 from benchmark.convolutions.shapes import NotSupported
-from benchmark.convolutions.timing import CallTimes, LayerTimer, time_layers, time_runs_ms
+from benchmark.convolutions.timing import CallTimes, LayerTimer, time_layers
 from benchmark.measuring.bench import Steadiness
+from benchmark.measuring.run_times import time_runs_ms
 from benchmark.metrics.power_sensors import PowerSample, PowerSensor
 from benchmark.profiler import UnifiedProfiler, described
 from benchmark.records.journal import read_blocks
