@@ -66,7 +66,7 @@ def signal_convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
     """Of a signal: dense, dilated, depthwise, the first of a network, or over tokens; grouped ones also instead of products, or
     as wide as a position embedding."""
     length = round(log_uniform(16, 16384, generator))
-    kind = generator.choice(["dense", "dilated", "depthwise", "grouped", "first"], p=[0.36, 0.12, 0.16, 0.24, 0.12])
+    kind = generator.choice(["dense", "dilated", "depthwise", "grouped", "first"], p=[0.3, 0.1, 0.28, 0.22, 0.1])
     wide = channels_at(max(int(length ** 0.5), 2), generator)
     k, stride, dilation, cin, cout, group = pick([1, 3, 5, 7, 9], generator), pick([1, 1, 1, 2], generator), 1, wide, wide, 1
     if kind == "dense":
@@ -74,7 +74,7 @@ def signal_convolution(dtype: str, batch: int, generator: Generator) -> Kernel:
     elif kind == "dilated":
         k, stride, dilation = 3, 1, pick([2, 4, 8, 16, 32, 64, 128], generator)
     elif kind == "depthwise":
-        k, group = pick([3, 7, 9, 15, 31], generator), wide
+        k, group = pick([3, 4, 7, 9, 15, 31, 31, 51], generator), wide
     elif kind == "grouped":
         group, k, stride = pick([2, 4, 8, 16, 32], generator), pick([1, 1, 1, 3, 5, 9, 31, 128], generator), 1
         cin = group * max(channels(generator, 64, 3072) // group, 1)

@@ -28,14 +28,14 @@ SEEDED = {"Relu", "Sigmoid", "Gelu", "QuickGelu", "HardSwish", "HardSigmoid", "C
 Draw = Callable[[str, int, Generator], Kernel]
 # Convolutions are drawn most often: their times follow their shapes least simply.
 DRAWS: tuple[tuple[Draw, float], ...] = (  # how often, relative to each other
-    (convolutions.convolution, 100), (convolutions.signal_convolution, 30), (convolutions.video_convolution, 40),
+    (convolutions.convolution, 100), (convolutions.signal_convolution, 50), (convolutions.video_convolution, 40),
     (convolutions.transposed_convolution, 22), (convolutions.pool, 20), (convolutions.global_pool, 14),
     (products.gemm, 30), (products.layer_product, 44), (products.batched_product, 44), (products.attention_sum, 4),
     (products.sum_of_products, 22),
     (normalisations.layer_norm, 62), (normalisations.instance_norm, 22), (normalisations.batch_norm, 14),
     (normalisations.softmax, 40), (normalisations.biased_softmax, 18),
     (reductions.mean, 6), (reductions.norm, 4), (reductions.reduction, 80), (reductions.largest_place, 22),
-    (reductions.running_sum, 20), (reductions.largest, 18),
+    (reductions.running_sum, 20), (reductions.largest, 30),
     (gathers.embedding, 16), (gathers.taken, 20), (gathers.taken_elements, 18), (gathers.taken_slices, 18),
     (gathers.put_slices, 22), (gathers.put_elements, 22), (gathers.resize, 24), (gathers.sampled_image, 8),
     (movement.transpose, 14), (movement.any_order, 36), (movement.join, 6), (movement.join_any, 20), (movement.cut, 5),
