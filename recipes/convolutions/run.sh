@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The full table of convolution algorithms on this machine's GPU, and what is learned from it. Started again, it goes on.
 # Usage: recipes/convolutions/run.sh [workspace [minutes]]     About 16 minutes on an H200, of which two without the GPU.
-# The dataset becomes <workspace>/convolutions.tar.xz (tables) and convolutions-samples.tar.xz (every sample); the tables of
-# choices and the plots go to <workspace>/choice/.
+# The dataset becomes <workspace>/convolutions.tar.xz (tables) and convolutions-samples.tar.xz (every sample), a page of all runs
+# measured.md; the tables of choices and the plots go to <workspace>/choice/.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-out/convolutions}
@@ -14,4 +14,5 @@ hase benchmark/run_profile.py --check-cuda
 hase recipes/convolutions/measure_table.py --sizes 224 --batch 16 --energy-seconds 0 --minutes "$minutes" | tee "$out/table_b16.tsv"
 hase recipes/convolutions/measure_table.py --minutes "$minutes" | tee "$out/table_b1.tsv"
 hase recipes/convolutions/pack.py
+hase recipes/convolutions/table_page.py --markdown "$out/measured.md"
 hase training/convolution_choice.py --output-dir "$out/choice"

@@ -8,7 +8,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from command import run_script
 
+from benchmark.convolutions.algorithms import ON_GPU
 from benchmark.convolutions.kernel_names import unexpected
 from benchmark.convolutions.listing import MODELS
 from benchmark.convolutions.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL_MORE
@@ -20,6 +22,7 @@ from utils.paths import ROOT
 SHIPPED = ROOT / "recipes" / "convolutions"
 TABLES, SAMPLES = SHIPPED / "nvidia-h200.tar.xz", SHIPPED / "nvidia-h200-samples.tar.xz"
 NEVER = {"direct", "winograd"}
+MISSING = 18  # runs that were planned and not measured: see docs/convolutions.md
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +58,20 @@ def test_every_combination_at_batch_16(overall: Any) -> None:
 def test_times_by_events_and_by_cupti(overall: Any, layers: Any) -> None:
     """Layers of one CUDA kernel agree; with several the time between them counts by events alone."""
     one = layers[(layers.launches == 1) & (layers.cupti_ms < 0.1)]
-    assert len(one) > 2000
+    assert len(one) > 4000
     assert abs(1e3 * (one.median_ms - one.cupti_ms)).median() < 0.3  # us
     table = overall[(overall.batch == 16) & overall.model.isin(MODELS)]
     gpu_bound = table[table.layers_ms > 0.5 * table["mean"]]  # the GPU is the slower track
-    assert len(gpu_bound) > 20
+    assert len(gpu_bound) >= 26
     assert gpu_bound.layers_to_cupti.between(0.95, 1.05).all()
+    assert (table.late_layers.dropna() == 0).all()  # the GPU was held long enough before each layer
+    assert table.event_overhead_ms.dropna().between(0.0038, 0.0041).all()  # measured on the device
 
 
 def test_energy_agrees_with_the_counter(overall: Any) -> None:
     """In all windows but one, which says so."""
     found = overall[overall.energy_to_counter.notna()]
-    assert len(found) > 60
+    assert len(found) >= 135
     beyond = found[(found.energy_to_counter - 1).abs() > 0.1]
     assert len(beyond) <= 0.02 * len(found)
     assert beyond.energy_doubts.str.contains("energy counter").all()
@@ -97,11 +102,26 @@ def test_regret_of_predicted_choices(results: Path) -> None:
     regret = mean_regret(rows)
     assert regret is not None
     assert 0 <= regret < 5
-    finished = {row["model"] for row in rows if row["algorithms"] == 8}  # guess is none of its own
-    assert finished >= set(MODELS)
+    finished = [row for row in rows if row["algorithms"] == 8]  # guess is none of its own
+    assert {row["model"] for row in finished} >= set(MODELS)
+    for model in MODELS:
+        assert (mean_regret([row for row in finished if row["model"] == model]) or 0.0) < 4, model
 
 
 def test_a_file_that_is_no_archive(tmp_path: Path) -> None:
     (tmp_path / "x.tar.xz").write_text("no")
     with pytest.raises(UserError, match=r"x\.tar\.xz: no archive of tables"), unpacked(tmp_path / "x.tar.xz"):
         pass
+
+
+def test_the_page_of_all_runs(tmp_path: Path) -> None:
+    """It is the one that ships, with what can't run, and which runs the host delayed."""
+    done = run_script("recipes/convolutions/table_page.py", "--results", TABLES, "--markdown", tmp_path / "measured.md")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "measured.md").read_text(encoding="utf-8")
+    assert page == (SHIPPED / "measured.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    assert sum(row[0] in ON_GPU for row in rows) == 54
+    assert all(row[1:] == ["every layer", *["no layer"] * 6] for row in rows if row[0] in NEVER and "–" not in row)
+    assert sum(cell == "–" for row in rows for cell in row) == MISSING
+    assert "| fft | 0 to 4 of 13: 3x3 from 310 pixels on | 18.9* (76.6, 241 W, 15 J) | 191* (313) |" in page
