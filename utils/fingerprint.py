@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from utils.errors import UserError
 from utils.lazy import pynvml
@@ -87,13 +87,14 @@ class Target(_Frozen):
     flavour: Flavour
     provider_options: dict[str, str] = {}
     threads: int = 0  # intra-op threads; 0 on CUDA
+    cores: int = Field(0, exclude_if=lambda cores: not cores)  # that the threads are pinned to, all together; 0: not pinned
     sharing: SharingMode = "time_slices"
 
     @property
     def name(self) -> str:
         parts = [slug(self.device_name)]
         if self.flavour.device == "cpu":
-            parts.append(f"{self.threads}t")
+            parts.append(f"{self.threads}t" + (f"{self.cores}c" if self.cores else ""))
         return "-".join([*parts, self.flavour.name])
 
 
@@ -233,14 +234,20 @@ def resolve_device(device: str) -> str:
     return device
 
 
-RUNTIMES: dict[str, Callable[[], str]] = {"ort": ort_version}  # by name, what gives the full version that is installed here
+def tvm_version() -> str:
+    """TVM's full version; "" where it is not installed."""
+    return package_version("apache-tvm")
 
 
-def flavour_of(device: str, runtime: str = DEFAULT_RUNTIME) -> Flavour:
-    """The flavour that this machine's `runtime` gives graphs for `cpu` or `cuda`."""
+# By name, what gives the full version that is installed here.
+RUNTIMES: dict[str, Callable[[], str]] = {"ort": ort_version, "tvm": tvm_version}
+
+
+def flavour_of(device: str, runtime: str = DEFAULT_RUNTIME, optimization: str = "all") -> Flavour:
+    """The flavour that this machine's `runtime` gives graphs for `cpu` or `cuda` at a level of optimisation."""
     return Flavour(
         device=device, runtime=runtime, runtime_version=".".join(RUNTIMES[runtime]().split(".")[:2]),
-        instruction_set=instruction_set() if device == "cpu" else "",
+        optimization=optimization, instruction_set=instruction_set() if device == "cpu" else "",
     )
 
 
@@ -249,12 +256,21 @@ def boot_id() -> str:
     return BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else f"since {psutil.boot_time():.0f}"
 
 
-def local_target(device: str, runtime: str = DEFAULT_RUNTIME) -> Target:
-    """The target that this machine is, with the runtime's default options and threads."""
-    flavour = flavour_of(device, runtime)
+def local_target(device: str, runtime: str = DEFAULT_RUNTIME, optimization: str = "all", threads: int = 0,
+                 cores: int = 0) -> Target:
+    """The target that this machine is, with the runtime's default options.
+
+    Args:
+        device: `cpu` or `cuda`.
+        runtime, optimization: of the flavour.
+        threads: on a CPU; 0: one for each physical core.
+        cores: that the threads are pinned to; 0: they are not pinned.
+    """
+    flavour = flavour_of(device, runtime, optimization)
     if device == "cuda":
         return Target(device_name=gpu_facts()["name"], flavour=flavour)
-    return Target(device_name=_cpu_info()[0], flavour=flavour, threads=psutil.cpu_count(logical=False) or 1)
+    return Target(device_name=_cpu_info()[0], flavour=flavour, threads=threads or psutil.cpu_count(logical=False) or 1,
+                  cores=cores)
 
 
 def machine(device: str) -> Machine:

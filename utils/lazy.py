@@ -42,10 +42,14 @@ if TYPE_CHECKING:
     import torch
     import torch.profiler
     import torchvision
+    import tvm
+    import tvm.relax.frontend.onnx
+    import tvm.relax.frontend.torch
+    import tvm_ffi
     import xgboost
 
 __all__ = ["ai3", "matplotlib", "networkx", "onnx", "onnxruntime", "openvino", "pandas", "pynvml", "requests", "rich", "scipy",
-           "sklearn", "torch", "torchvision", "xgboost"]
+           "sklearn", "torch", "torchvision", "tvm", "tvm_ffi", "xgboost"]
 
 
 class LazyPackage:

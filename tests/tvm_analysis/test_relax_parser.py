@@ -1,0 +1,180 @@
+"""Models under TVM: operators and kernels, none of which is lost, and functions that compute what ONNX Runtime does."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from command import run_script
+from onnx import TensorProto, helper, numpy_helper
+from optional_packages import needs
+
+from graph_model.dag.dag import build_dag, longest_path
+from ort_analysis.records.kernel_costs import VIEW_OPS
+from ort_analysis.records.reading import read_index, read_model_records
+from tvm_analysis.functions import function_path, hash_of, read_function
+from tvm_analysis.operators import kind_of_all, name_of_function, network_kind, onnx_name, operator_kind
+from tvm_analysis.package import FUSED, UNFUSED, check_tvm, llvm_target, tvm_flavour
+from tvm_analysis.recording import Parsed, parse, write_parsed
+from utils.errors import UserError
+from utils.lazy import tvm
+from utils.paths import Workspace
+
+
+def residual(path: Path) -> Path:
+    """Convolutions (one depthwise), Relu, a sum, a pool, a product and a softmax; dimension `batch` is open."""
+    numbers = np.random.default_rng(0)
+
+    def weight(name: str, *shape: int) -> onnx.TensorProto:
+        return numpy_helper.from_array(numbers.standard_normal(shape).astype(np.float32) / 8, name)
+
+    nodes = [helper.make_node("Conv", ["x", "w1", "b1"], ["c1"], pads=[1, 1, 1, 1]), helper.make_node("Relu", ["c1"], ["r1"]),
+             helper.make_node("Conv", ["r1", "w2"], ["c2"], pads=[1, 1, 1, 1], group=8),
+             helper.make_node("Add", ["r1", "c2"], ["s"]),
+             helper.make_node("MaxPool", ["s"], ["p"], kernel_shape=[2, 2], strides=[2, 2]),
+             helper.make_node("Flatten", ["p"], ["f"]), helper.make_node("Gemm", ["f", "w3", "b3"], ["g"]),
+             helper.make_node("Softmax", ["g"], ["y"], axis=-1)]
+    graph = helper.make_graph(
+        nodes, "residual", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, 16, 16])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 10])],
+        [weight("w1", 8, 3, 3, 3), weight("b1", 8), weight("w2", 8, 1, 3, 3), weight("w3", 512, 10), weight("b3", 10)])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return residual(tmp_path_factory.mktemp("tvm") / "residual.onnx")
+
+
+@pytest.fixture(scope="module")
+def parsed(model: Path) -> dict[str, Parsed]:
+    needs("tvm", "requirements-tvm.txt")
+    return parse(model, {"batch": 2})
+
+
+def test_operators_and_kernels(parsed: dict[str, Parsed]) -> None:
+    unfused, fused = (parsed[level].record for level in (UNFUSED, FUSED))
+    assert [unfused.kernel_of(node).type for node in unfused.nodes] == [
+        "Conv", "Add", "Relu", "Conv", "Add", "MaxPool", "Reshape", "MatMul", "Add", "Softmax"]
+    assert [fused.kernel_of(node).type for node in fused.nodes] == [
+        "Conv_Add_Relu", "Conv_Add", "MaxPool", "Reshape", "MatMul_Add", "Softmax"]
+    first, second = (fused.kernel_of(node) for node in fused.nodes[:2])
+    assert (first.attributes["kernel_shape"], first.attributes["pads"]) == ([3, 3], [1, 1, 1, 1])
+    assert (second.attributes["group"], second.outputs[0].shape) == (8, (2, 8, 16, 16))
+    assert [one.shape for one in first.inputs] == [(2, 3, 16, 16), (8, 3, 3, 3), (1, 8, 1, 1)]
+    assert [one.constant for one in first.inputs] == [False, True, True]
+    assert first.flops == 2 * 8 * 16 * 16 * (2 * 3 * 3 * 3 + 1)
+    assert (fused.flavour.runtime, fused.flavour.optimization) == ("tvm", FUSED)
+
+
+def test_no_operator_is_lost(parsed: dict[str, Parsed]) -> None:
+    """What is fused is what was there, but for renamed tensors."""
+    unfused, fused = (parsed[level].record for level in (UNFUSED, FUSED))
+    before = Counter(name for node in unfused.nodes for name in unfused.kernel_of(node).attributes["operators"])
+    after = Counter(name for node in fused.nodes for name in fused.kernel_of(node).attributes["operators"])
+    views = {name for name in before if onnx_name(name) in VIEW_OPS}
+    assert {name: count for name, count in before.items() if name not in views} == {
+        name: count for name, count in after.items() if name not in views}
+
+
+def test_the_order_of_kernels_is_that_of_their_tensors(parsed: dict[str, Parsed]) -> None:
+    for level in (UNFUSED, FUSED):
+        dag = build_dag(parsed[level].record)
+        assert dag.number_of_nodes() == len(parsed[level].record.nodes)
+        made = set(parsed[level].record.inputs)
+        for node in parsed[level].record.nodes:
+            assert {name for name in node.inputs if name} <= made
+            made |= set(node.outputs)
+    length, path = longest_path(build_dag(parsed[FUSED].record), {node.name: 1.0 for node in parsed[FUSED].record.nodes})
+    assert length == len(path) == 6
+
+
+def test_kernels_one_after_another_compute_what_onnx_runtime_does(parsed: dict[str, Parsed], model: Path) -> None:
+    """The records name the right functions and tensors: run in their order, they give the model's output."""
+    graph, main = parsed[FUSED].graph, parsed[FUSED].lowered.module["main"]
+    x = np.random.default_rng(1).standard_normal((2, 3, 16, 16)).astype(np.float32)
+    tensors = {graph.inputs[0]: x}
+    weights = [[part.data.numpy() if hasattr(part, "data") else part.value.numpy() for part in binding.value.args[1].fields
+                if not isinstance(part, tvm.relax.Var)] if len(binding.value.args) > 1 and
+               isinstance(binding.value.args[1], tvm.relax.Tuple) else [] for binding in main.body.blocks[0].bindings]
+    for node, constants in zip(graph.nodes, weights, strict=True):
+        kernel, left = graph.kernels[node.kernel_id], iter(constants)
+        out = np.empty(kernel.outputs[0].shape, kernel.outputs[0].dtype)
+        if node.kernel_id not in graph.functions:
+            tensors[node.outputs[0]] = tensors[node.inputs[0]].reshape(out.shape)
+            continue
+        function = graph.functions[node.kernel_id].with_attr("global_symbol", "main")
+        built = tvm.compile(tvm.IRModule({"main": function}), llvm_target(1))
+        arguments = [tvm.runtime.tensor(tensors[name] if name else next(left)) for name in node.inputs]
+        result = tvm.runtime.tensor(out)
+        built["main"](*arguments, result)
+        tensors[node.outputs[0]] = result.numpy()
+    expected = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
+    np.testing.assert_allclose(tensors[graph.outputs[0]], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_kernels_of_one_kind_have_one_id_and_a_function_on_disk(parsed: dict[str, Parsed], model: Path, tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+    write_parsed(workspace, parsed)
+    again = parse(model, {"batch": 2})
+    assert again[FUSED].record == parsed[FUSED].record
+    other = parse(model, {"batch": 3})[FUSED].record
+    assert not set(other.kernels) & {name for name, kernel in parsed[FUSED].record.kernels.items() if kernel.moves_data}
+    for name, function in parsed[FUSED].graph.functions.items():
+        path = function_path(workspace, parsed[FUSED].record.flavour, name)
+        assert hash_of(read_function(path)) == hash_of(function) == parsed[FUSED].record.kernels[name].attributes["function"]
+    [record] = read_model_records(workspace, tvm_flavour())
+    assert record == parsed[FUSED].record
+    path.write_text("{")
+    with pytest.raises(UserError, match="not a function of this TVM"):
+        read_function(path)
+
+
+def test_the_command(model: Path, tmp_path: Path) -> None:
+    needs("tvm", "requirements-tvm.txt")
+    done = run_script("tvm_analysis/relax_parser.py", "--model", model, "--dim", "batch=1,4", "--workspace", tmp_path, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["records"]
+    assert [(row["model"], row["operators"], row["runs"], row["network"]) for row in rows] == [
+        ("residual@batch=1", 10, 6, "convolutional"), ("residual@batch=4", 10, 6, "convolutional")]
+    index = read_index(Workspace(tmp_path).kernel_records / tvm_flavour(level=UNFUSED).name / "index.json")
+    assert set(index.kernels) == {"Conv", "Add", "Relu", "MaxPool", "Reshape", "MatMul", "Softmax"}
+
+
+def test_a_model_that_tvm_cannot_read_is_an_error_of_one_line(tmp_path: Path) -> None:
+    needs("tvm", "requirements-tvm.txt")
+    graph = helper.make_graph([helper.make_node("StringNormalizer", ["x"], ["y"])], "odd",
+                              [helper.make_tensor_value_info("x", TensorProto.STRING, [1])],
+                              [helper.make_tensor_value_info("y", TensorProto.STRING, [1])])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), tmp_path / "odd.onnx")
+    with pytest.raises(UserError, match=r"odd: TVM can't take this model apart: .*"):
+        parse(tmp_path / "odd.onnx")
+
+
+def test_without_tvm_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tvm_analysis.package.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install -r requirements-tvm\.txt"):
+        check_tvm()
+
+
+def test_classes_of_the_document() -> None:
+    """Fully connected networks have only linear and multiplicative operators; convolutions bring nonlinear ones."""
+    assert [operator_kind(name) for name in ("Add", "Sub", "Mul", "Relu", "MatMul", "Conv", "Softmax")] == [
+        "linear", "linear", "multiplicative", "multiplicative", "multiplicative", "nonlinear", "nonlinear"]
+    assert kind_of_all(["Add", "Mul"]) == "multiplicative"
+    assert network_kind(["MatMul", "Add", "Relu", "Softmax"]) == "fully connected"
+    assert network_kind(["Conv", "Add", "Relu", "MaxPool", "MatMul"]) == "convolutional"
+    assert network_kind(["MatMul", "LayerNormalization", "Softmax"]) == "other"
+
+
+def test_names() -> None:
+    names = ("relax.nn.conv2d", "relax.add", "relax.nn.adaptive_avg_pool2d", "relax.scatter_nd")
+    assert [onnx_name(name) for name in names] == ["Conv", "Add", "GlobalAveragePool", "ScatterND"]
+    assert [name_of_function(name) for name in ("conv2d", "conv2d3", "add12", "tir_sigmoid", "transpose4")] == [
+        "Conv", "Conv", "Add", "Sigmoid", "Transpose"]

@@ -1,0 +1,57 @@
+"""Takes models apart under TVM, and writes their records and the functions of their kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ort_analysis.graph.source import Source, read_source
+from ort_analysis.records.kernel_record import ModelRecord
+from ort_analysis.records.reading import record_path
+from tvm_analysis.functions import write_functions
+from tvm_analysis.kernels import Graph, graph_of, record_of
+from tvm_analysis.loading import read_relax
+from tvm_analysis.lowering import Lowered, lower
+from tvm_analysis.package import FUSED, UNFUSED, tvm_flavour
+from utils import files
+from utils.paths import Workspace
+
+
+class Parsed(NamedTuple):
+    """A model at one level: its module, its calls and its record."""
+
+    lowered: Lowered
+    graph: Graph
+    record: ModelRecord
+
+
+def parse(model: Path, dims: Mapping[str, int] | None = None) -> dict[str, Parsed]:
+    """A model's operators (UNFUSED) and kernels (FUSED).
+
+    Raises:
+        UserError: TVM is not installed, or can't take this model apart; as `read_source`.
+    """
+    source = read_source(model, dims)
+    return parse_relax(source, read_relax(source))
+
+
+def parse_relax(source: Source, module: Any) -> dict[str, Parsed]:
+    """As `parse`, for a module that was read already. `source` says what it is."""
+    found = {}
+    for level, lowered in lower(source.name, module).items():
+        graph = graph_of(source.name, lowered)
+        found[level] = Parsed(lowered, graph, record_of(source, graph, tvm_flavour(level=level)))
+    return found
+
+
+def write_parsed(workspace: Workspace, parsed: Mapping[str, Parsed]) -> list[ModelRecord]:
+    """Writes a model's records, UNFUSED and FUSED, and the functions of its kernels where there is none yet; returns the
+    records."""
+    records = []
+    for level in (UNFUSED, FUSED):
+        _, graph, record = parsed[level]
+        files.write_json(record_path(workspace, record.flavour, record.model), record)
+        write_functions(workspace, record.flavour, graph.kernels, graph.functions)
+        records.append(record)
+    return records
