@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from ort_analysis.records.kernel_record import Kernel
 from utils import files
 from utils.errors import UserError
@@ -42,6 +44,19 @@ def write_function(path: Path, kernel: Kernel, function: Any) -> None:
     module = tvm.IRModule({MAIN: function.without_attr("global_symbol")})
     files.write_text(path.with_suffix(".json"), kernel.model_dump_json())
     files.write_text(path, str(tvm.ir.save_json(module)))
+
+
+def read_kernel(path: Path) -> Kernel:
+    """The kernel that the function in a file computes.
+
+    Raises:
+        UserError: its description is missing or damaged.
+    """
+    try:
+        return Kernel.model_validate_json(path.with_suffix(".json").read_bytes())
+    except (FileNotFoundError, ValidationError) as error:
+        raise UserError(f"{path.with_suffix('.json')}: describes no kernel ({str(error).splitlines()[0]}); remove both files, "
+                        "and make them anew with: python tvm_analysis/relax_parser.py") from None
 
 
 def read_function(path: Path) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from tvm_analysis.loading import unreadable
 from tvm_analysis.operators import Operator, attributes_of, name_of_function, onnx_name
 from tvm_analysis.package import FUSED, UNFUSED, llvm_target
+from tvm_analysis.quiet import without_known_warnings
 from utils.lazy import tvm
 
 
@@ -63,7 +64,7 @@ def lower(name: str, module: Any) -> dict[str, Lowered]:
     """
     passes = tvm.relax.transform
     try:
-        with llvm_target(1):
+        with llvm_target(1), without_known_warnings():
             first = _sequential(passes.DecomposeOpsForInference(), passes.FoldConstant(), passes.CanonicalizeBindings(),
                                 passes.DeadCodeElimination(), tvm.relax.backend.DispatchSampling(),
                                 tvm.relax.backend.DispatchSortScan())(module)

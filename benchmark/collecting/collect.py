@@ -23,7 +23,7 @@ from benchmark.records.files import DatasetHeader, DatasetKernel, header_path, r
 from benchmark.records.measurement import Measurement
 from kernel_model.sampling.kernel_errors import KernelError, read_errors
 from utils.errors import UserError
-from utils.fingerprint import Machine, Target, local_target, machine, resolve_device
+from utils.fingerprint import Machine, Target, machine, resolve_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import Workspace
@@ -49,12 +49,13 @@ def collect(workspace: Workspace, config: CollectorConfig, minutes: float | None
     device = resolve_device(config.device)
     if config.device == "auto" and device == "cpu":
         log.info("no NVIDIA GPU here: measuring the CPU")
-    target = local_target(device)
+    target = config.target(device)
     if not config.labels and header_path(workspace.dataset(target.name)).exists():
         config = config.model_copy(update={"labels": read_header(workspace.dataset(target.name)).labels})
     work = find_work(workspace, target, config.held_out)
     with (sole_writer(workspace.dataset(target.name)),
-          start_crew(config, device, config.labels_on(device)) as crew):
+          start_crew(config, device, config.labels_on(device),
+                     config.setting(target, workspace.kernel_onnx / target.flavour.name)) as crew):
         return collect_work(workspace, config, target, work, crew, stop_at_s=stop_at_s)
 
 
@@ -76,7 +77,7 @@ def collect_kernels(workspace: Workspace, config: CollectorConfig, kernels: Sequ
     Raises:
         UserError: a metric is missing; the dataset lacks a label that is needed; another process writes the dataset.
     """
-    target = local_target(resolve_device(config.device))
+    target = config.target(resolve_device(config.device))
     with sole_writer(workspace.dataset(target.name)):
         return collect_work(workspace, *_quick(workspace, config, target, kernels), crew)
 
@@ -94,7 +95,7 @@ def collect_in_models(workspace: Workspace, config: CollectorConfig, models: Seq
 
     The other arguments and the errors are those of `collect_kernels`.
     """
-    target = local_target(resolve_device(config.device))
+    target = config.target(resolve_device(config.device))
     with sole_writer(workspace.dataset(target.name)):
         config, target, work = _quick(workspace, config, target, kernels)
         return collect_work(workspace, config, target, Work((), (), work.described), crew,

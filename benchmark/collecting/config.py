@@ -13,8 +13,11 @@ from benchmark.metrics.power_sensors import NoPowerSensor, open_power_sensor
 from benchmark.metrics.source import MetricSource
 from benchmark.metrics.sources import SourceName, open_source
 from benchmark.records.labels import DEFAULT_LABELS, ENERGY, GPU_LABEL, UNPROFILED, VARIANTS, Label, Variant
+from benchmark.runtimes.protocol import Setting
+from tvm_analysis.package import check_tvm
 from utils.config import Config
 from utils.errors import UserError
+from utils.fingerprint import DEFAULT_RUNTIME, Target, local_target
 from utils.logger import get_logger
 
 log = get_logger("collector")
@@ -44,10 +47,21 @@ class StressConfig(Config):
         return backgrounds
 
 
+class TvmConfig(Config):
+    """How TVM runs what is measured; see `Setting`. With 0 threads it has one for each physical core."""
+
+    level: Literal["unfused", "fused", "tuned"] = "fused"
+    threads: int = Field(0, ge=0)
+    cores: int = Field(0, ge=0)
+    memory_limit_mib: float = Field(0.0, ge=0)
+
+
 class CollectorConfig(Config):
     """See the comments in benchmark/config.yaml."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
+    runtime: Literal["ort", "tvm"] = "ort"
+    tvm: TvmConfig = TvmConfig()
     labels: tuple[Label, ...] = ()
     model_labels: bool = True
     variants: tuple[Variant, ...] | None = None
@@ -119,12 +133,33 @@ class CollectorConfig(Config):
             background.check_on(device)
         return {background.name: background for background in self.stress.backgrounds}
 
+    def target(self, device: str) -> Target:
+        """The target that this machine is on `cpu` or `cuda`, with the config's runtime and setting.
+
+        Raises:
+            UserError: the runtime is not installed.
+        """
+        if self.runtime == DEFAULT_RUNTIME:
+            return local_target(device)
+        check_tvm()
+        return local_target(device, self.runtime, self.tvm.level, self.tvm.threads, self.tvm.cores)
+
+    def setting(self, target: Target, kernels: Path) -> Setting | None:
+        """How a worker is to run everything for a target, whose built kernels are in a folder; None where a worker takes that
+        from requests."""
+        if self.runtime == DEFAULT_RUNTIME:
+            return None
+        return Setting(level=self.tvm.level, threads=target.threads, cores=target.cores, kernels=str(kernels),
+                       memory_limit_mib=self.tvm.memory_limit_mib)
+
     def variants_on(self, device: str) -> tuple[str, ...]:
-        """The further ways in which whole models are run on `cpu` or `cuda`.
+        """The further ways in which whole models are run on `cpu` or `cuda`; TVM has none.
 
         Raises:
             UserError: `cuda_graph` is asked for on a CPU.
         """
+        if self.runtime != DEFAULT_RUNTIME:
+            return ()
         if self.variants is None:
             return VARIANTS if device == "cuda" else VARIANTS[:1]
         if device == "cpu" and "cuda_graph" in self.variants:
@@ -133,6 +168,9 @@ class CollectorConfig(Config):
 
     def with_energy_on(self, device: str) -> CollectorConfig:
         """This config for `cpu` or `cuda`; without energy, and with a warning that says why, where the device has no sensor."""
+        if self.energy_s and self.runtime != DEFAULT_RUNTIME:
+            log.warning("no energy is measured: that needs ONNX Runtime")
+            return self.model_copy(update={"energy_s": 0.0})
         if self.energy_s:
             try:
                 open_power_sensor(device)
@@ -149,8 +187,12 @@ class CollectorConfig(Config):
         """The labels that every kernel gets on `cpu` or `cuda`; a kernel without the first one counts as not measured.
 
         Raises:
-            UserError: `gpu` is asked for on a CPU, or `unprofiled` on a GPU.
+            UserError: `gpu` is asked for on a CPU, `unprofiled` on a GPU, or anything but `run` under TVM.
         """
+        if self.runtime != DEFAULT_RUNTIME:
+            if other := sorted(set(self.labels) - {"run"}):
+                raise UserError(f"labels: {', '.join(other)}: under {self.runtime}, kernels are timed alone (label run)")
+            return ("run",)
         if device == "cpu" and GPU_LABEL in self.labels:
             raise UserError("labels: gpu: only a GPU has this label, and this is a CPU target")
         if device == "cuda" and UNPROFILED in self.labels:

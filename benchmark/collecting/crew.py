@@ -13,7 +13,7 @@ from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.tracers import Tracers
 from benchmark.measuring.effort import Effort
 from benchmark.records.labels import GPU_LABEL
-from benchmark.runtimes.protocol import Request
+from benchmark.runtimes.protocol import Request, Setting
 from benchmark.runtimes.worker_client import Worker
 from utils.locks import measuring
 
@@ -31,14 +31,15 @@ class Crew(NamedTuple):
 
 
 @contextmanager
-def start_crew(config: CollectorConfig, device: str, labels: Sequence[str]) -> Iterator[Crew]:
-    """Starts the processes for some labels on `cpu` or `cuda`; they end with the block.
+def start_crew(config: CollectorConfig, device: str, labels: Sequence[str], setting: Setting | None = None) -> Iterator[Crew]:
+    """Starts the processes for some labels on `cpu` or `cuda`; they end with the block. `setting` is that of the worker, for a
+    runtime that has such.
 
     Raises:
         UserError: another process measures on this device.
     """
     request = Request(do="prepare", device=device, effort=Effort())
-    with (measuring(device), Worker(config.timeout_s) as worker,
+    with (measuring(device), Worker(config.timeout_s, config.runtime, setting) as worker,
           Tracers(config.tracers, config.timeout_s) as tracers):
         worker.prepare(request)
         if GPU_LABEL in labels:

@@ -1,6 +1,7 @@
 """How each runtime opens, runs and profiles its work: a folder for each runtime, and the table that names them."""
 
-MODULES = {"ort": "benchmark.runtimes.ort"}  # by the runtime's name (utils.fingerprint.RUNTIMES)
+# By the runtime's name (utils.fingerprint.RUNTIMES).
+MODULES = {"ort": "benchmark.runtimes.ort", "tvm": "benchmark.runtimes.tvm"}
 
 
 def worker_module(runtime: str) -> str:

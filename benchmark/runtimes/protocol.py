@@ -5,12 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from benchmark.load.probe_reading import ProbeReading
 from benchmark.measuring.effort import Effort
 from benchmark.records.measurement import Measurement
 from benchmark.traces.gpu_trace import GpuRun
 from ort_analysis.records.kernel_record import record_name
 from utils.frozen import Frozen
+
+
+class Setting(Frozen):
+    """How a runtime is to run everything that it is asked for; for runtimes that do not take it from a request's options.
+
+    Attributes:
+        level: the flavour's optimisation.
+        threads: of the runtime.
+        cores: the first cores of the process, to which all threads are pinned together; 0: they are not pinned.
+        memory_limit_mib: a model that needs more is not run; 0: no limit.
+        kernels: the folder with the functions of the flavour's kernels.
+    """
+
+    level: str
+    threads: int = Field(1, ge=1)
+    cores: int = Field(0, ge=0)
+    memory_limit_mib: float = Field(0.0, ge=0)
+    kernels: str = ""
 
 
 class Request(Frozen):
@@ -35,6 +55,7 @@ class Request(Frozen):
         energy_s: for a model or a batch of kernels, how long a window its energy is measured in, in seconds; 0: it is not.
         watch_host: for a model on an idle GPU, whether only runs on an undisturbed host count.
         turns: the folder of the locks for exclusive GPU access; "" for a worker that shares the GPU with none.
+        setting: how it is run, where the runtime has such settings.
     """
 
     do: Literal["alone", "carrier", "model", "model_labels", "model_gpu", "model_trace", "model_graph", "canary",
@@ -52,6 +73,7 @@ class Request(Frozen):
     watch_host: bool = False
     provider_options: dict[str, str] = {}
     turns: str = ""
+    setting: Setting | None = None
 
     @property
     def model_name(self) -> str:

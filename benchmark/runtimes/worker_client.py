@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmark.measuring.canary import IDLE_EFFORT, LOADED_EFFORT
 from benchmark.measuring.worker_process import WorkerFailed, WorkerProcess
 from benchmark.runtimes import worker_module
-from benchmark.runtimes.protocol import Reply, Request
+from benchmark.runtimes.protocol import Reply, Request, Setting
 from utils.fingerprint import DEFAULT_RUNTIME
 
 __all__ = ["Worker", "WorkerFailed"]
@@ -17,10 +17,15 @@ class Worker(WorkerProcess[Request, Reply]):
     Args:
         timeout_s: for one request.
         runtime: whose work it does, one of RUNTIMES.
+        setting: of every request.
     """
 
-    def __init__(self, timeout_s: float, runtime: str = DEFAULT_RUNTIME) -> None:
+    def __init__(self, timeout_s: float, runtime: str = DEFAULT_RUNTIME, setting: Setting | None = None) -> None:
         super().__init__(worker_module(runtime), Reply, timeout_s)
+        self._setting = setting
+
+    def _send(self, request: Request) -> None:
+        super()._send(request if self._setting is None else request.model_copy(update={"setting": self._setting}))
 
     def canary_ms(self, device: str, loaded: bool = False) -> tuple[float, ...]:
         """Times of the canary on `cpu` or `cuda` in ms; see `benchmark.measuring.canary.Canary.run_ms`.

@@ -8,8 +8,6 @@ echo '{"do": "canary", "device": "cpu", "effort": {}}' | python -m benchmark.run
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +22,8 @@ from benchmark.measuring.affinity import off_the_workers_cores
 from benchmark.measuring.effort import Effort
 from benchmark.measuring.quiet_host import quiet_samples_ms
 from benchmark.records.labels import GPU_LABEL, UNPROFILED
-from benchmark.records.measurement import Measurement, Place, now
+from benchmark.records.measurement import Measurement, Place
+from benchmark.runtimes import serving
 from benchmark.runtimes.ort.canary import NAME, canary
 from benchmark.runtimes.ort.control_flow import trip_ms
 from benchmark.runtimes.ort.energy import energy_of_kernels, energy_of_model
@@ -44,7 +43,6 @@ from ort_analysis.records.kernel_costs import CONTROL_FLOW, is_control_flow
 from ort_analysis.records.reading import read_model_record
 from utils.errors import UserError
 from utils.ort_sessions import model_errors, open_session
-from utils.processes import die_with_parent
 from utils.temporary import temporary_folder
 from utils.timing import covered_us
 
@@ -295,25 +293,11 @@ WORK: dict[str, Callable[[Request], Reply]] = {  # each returns the reply, witho
     "prepare": prepare, "kernels_energy": energy_of_kernels}
 
 
-def answer(request: Request) -> Reply:
-    """Does one piece of work, and stamps its measurements. An error of the unit itself is the reply's error."""
-    started = now()
-    try:
-        reply = WORK[request.do](request)
-    except UserError as error:
-        reply = Reply(error=str(error))
-    times = {"started": started, "ended": now()}
-    return reply.model_copy(update={**times, "measurements": tuple(m.model_copy(update=times) for m in reply.measurements)})
+answer = functools.partial(serving.answer, WORK)
 
 
 def main() -> None:
-    die_with_parent()  # a worker with a kernel that hangs would never read the end of its input
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")  # so that what a library prints on stdout is not in the replies
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        reply = answer(Request.model_validate_json(line))
-        replies.write(reply.model_dump_json() + "\n")
-        replies.flush()
+    serving.serve(WORK)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,161 @@
+"""The process that runs kernels and models under TVM for the collector.
+
+Speaks benchmark/runtimes/protocol.py. The setting of its first request (threads, cores) holds as long as it lives, since TVM
+starts its threads once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmark.records.measurement import Measurement
+from benchmark.runtimes.protocol import Reply, Request, Setting
+from benchmark.runtimes.serving import serve
+from benchmark.runtimes.tvm.runs import built_function, opened_model, samples_ms, tensor_for
+from ort_analysis.graph.source import read_source
+from ort_analysis.records.reading import read_model_record
+from tvm_analysis.functions import SUFFIX, read_function, read_kernel
+from tvm_analysis.kernels import graph_of
+from tvm_analysis.loading import read_relax
+from tvm_analysis.lowering import Lowered, lower
+from tvm_analysis.memory import planned_memory
+from tvm_analysis.package import FUSED, TUNED, check_tvm
+from utils.errors import UserError
+from utils.lazy import tvm
+
+CANARY_SIDE = 128  # of the matrices: about two milliseconds
+NAME = "canary"
+
+
+@functools.cache
+def settled(setting: Setting) -> None:
+    """Gives this process its threads and cores, before TVM starts its own.
+
+    Raises:
+        UserError: the process had another setting before, or there are fewer cores.
+    """
+    check_tvm()
+    if settled.cache_info().currsize:
+        raise UserError("a worker of TVM keeps its first setting; start another one")
+    there = sorted(os.sched_getaffinity(0))
+    if setting.cores > len(there):
+        raise UserError(f"cores: {setting.cores}, but this process may use {len(there)}")
+    if setting.cores:
+        os.sched_setaffinity(0, there[:setting.cores])
+    os.environ["TVM_NUM_THREADS"], os.environ["TVM_BIND_THREADS"] = str(setting.threads), "0"
+
+
+def setting_of(request: Request) -> Setting:
+    """The setting of a request, which holds from now on.
+
+    Raises:
+        UserError: see `settled`; or the device is none that this worker runs.
+    """
+    if request.device != "cpu":
+        raise UserError("device cuda: under TVM, Hase measures only the CPU so far")
+    setting = request.setting or Setting(level=FUSED)
+    settled(setting)
+    return setting
+
+
+@functools.cache
+def canary(threads: int) -> tuple[Any, tuple[Any, ...]]:
+    """A product of two matrices as a compiled function, with its arguments."""
+    te = tvm.te
+    a, b = (te.placeholder((CANARY_SIDE, CANARY_SIDE), name=name) for name in "ab")
+    k = te.reduce_axis((0, CANARY_SIDE), name="k")
+    product = te.compute((CANARY_SIDE, CANARY_SIDE), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), name="product")
+    numbers = np.ones((CANARY_SIDE, CANARY_SIDE), np.float32)
+    return built_function(te.create_prim_func([a, b, product]), threads), tuple(tvm.runtime.tensor(numbers) for _ in range(3))
+
+
+def time_canary(request: Request) -> Reply:
+    """The canary, as often as the effort says."""
+    built, arguments = canary(setting_of(request).threads)
+    return Reply(measurements=(Measurement(subject=NAME, id=NAME, label="run", context="alone", place="alone",
+                                           samples_ms=samples_ms(built, arguments, request.effort)),))
+
+
+def time_alone(request: Request) -> Reply:
+    """Label `run`: a kernel's function with tensors of its own. A kernel that only renames a tensor takes no time."""
+    setting, path = setting_of(request), Path(request.paths[0])
+    kernel = read_kernel(path)
+    built = built_function(read_function(path), setting.threads)
+    arguments = [tensor_for(one) for one in (*kernel.inputs, *kernel.outputs)]
+    return Reply(measurements=(Measurement(subject="kernel", id=kernel.id, label="run", context="alone", place="alone",
+                                           samples_ms=samples_ms(built, arguments, request.effort)),))
+
+
+def scheduled(lowered: Lowered, callees: dict[str, str], folder: Path) -> Any:
+    """The module of a model with the functions that lie in `folder`, which are those of the kernels with searched schedules.
+
+    Args:
+        lowered: the model.
+        callees: the kernels' ids by the names of functions in the module.
+        folder: of a flavour's kernels.
+    """
+    functions = dict(lowered.module.functions.items())
+    for gv in list(functions):
+        if gv.name_hint in callees and (path := folder / f"{callees[gv.name_hint]}{SUFFIX}").is_file():
+            functions[gv] = read_function(path)
+    return tvm.IRModule(functions)
+
+
+def time_model(request: Request) -> Reply:
+    """A whole model's latency in TVM's virtual machine, with the memory that it takes.
+
+    Raises:
+        UserError: it needs more memory than the limit; TVM can't take it apart; or its graph is not the one of its record.
+    """
+    setting, record = setting_of(request), read_model_record(Path(request.record))
+    source = read_source(Path(request.paths[0]), request.dims)
+    lowered = lower(source.name, read_relax(source))[FUSED if setting.level == TUNED else setting.level]
+    graph = graph_of(source.name, lowered)
+    if [node.kernel_id for node in graph.nodes] != [node.kernel_id for node in record.nodes]:
+        raise UserError(f"{request.paths[0]}: TVM's graph is not the one in its record; make the record anew: "
+                        "python tvm_analysis/relax_parser.py")
+    memory, limit_mib = planned_memory(lowered.module, record), setting.memory_limit_mib
+    if limit_mib and memory.peak > limit_mib:
+        raise UserError(f"{record.model}: refused, since it needs {memory.peak:.1f} MiB of memory at its peak and the limit is "
+                        f"{limit_mib:g} MiB")
+    module = lowered.module
+    if setting.level == TUNED:
+        module = scheduled(lowered, graph.callees, Path(setting.kernels))
+    before_mib = resident_mib()
+    machine = opened_model(module, setting.threads)
+    times = samples_ms(machine, [tensor_for(record.inputs[name]) for name in graph.inputs], request.effort)
+    facts = {"weights_mib": memory.weights, "activations_mib": memory.activations, "peak_memory_mib": memory.peak,
+             "resident_mib": max(resident_mib() - before_mib, 0.0)}
+    return Reply(measurements=(Measurement(
+        subject="model", id=record.model, label="latency", context=record.model, place="alone", samples_ms=times,
+        facts={name: round(value, 3) for name, value in facts.items()}),))
+
+
+def resident_mib() -> float:
+    """The most memory that this process ever had, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def prepare(request: Request) -> Reply:
+    """Loads TVM and runs something."""
+    time_canary(request)
+    return Reply()
+
+
+WORK: dict[str, Callable[[Request], Reply]] = {"alone": time_alone, "model": time_model, "canary": time_canary,
+                                               "prepare": prepare}
+
+
+def main() -> None:
+    serve(WORK)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Kernels and models measured under TVM by the collector, with its real worker, and what is learned from their dataset."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from optional_packages import needs
+
+from benchmark.collecting.collect import collect
+from benchmark.collecting.config import CollectorConfig
+from benchmark.measuring.effort import Effort
+from benchmark.records.files import kernel_table_path, model_table_path, read_header, read_journal
+from benchmark.runtimes.protocol import Request, Setting
+from benchmark.runtimes.worker_client import Worker
+from graph_model.dag.dag import build_dag, calculate_latency
+from ort_analysis.graph.analysis import update_index
+from ort_analysis.records.reading import read_model_records, record_path
+from tvm_analysis.functions import function_path
+from tvm_analysis.package import tvm_flavour
+from tvm_analysis.recording import parse, write_parsed
+from utils.config import validate
+from utils.errors import UserError
+from utils.paths import Workspace
+
+CONFIG = {"device": "cpu", "runtime": "tvm", "levels": [0.0], "window_s": 0.2, "attempts": 1, "patience_s": 0,
+          "kernel": {"warmup": 1, "budget_s": 0.02, "least_runs": 3, "most_runs": 5},
+          "model": {"warmup": 1, "budget_s": 0.05, "least_runs": 4, "most_runs": 10}, "tvm": {"threads": 1, "cores": 1}}
+
+
+def layers(path: Path, depth: int, width: int = 256) -> Path:
+    """Fully connected layers with Relu."""
+    nodes, weights = [], []
+    for number in range(depth):
+        nodes += [helper.make_node("MatMul", [f"x{number}", f"w{number}"], [f"p{number}"]),
+                  helper.make_node("Relu", [f"p{number}"], [f"x{number + 1}"])]
+        weights.append(numpy_helper.from_array(np.full((width, width), 0.01, np.float32), f"w{number}"))
+    graph = helper.make_graph(nodes, "layers", [helper.make_tensor_value_info("x0", TensorProto.FLOAT, [16, width])],
+                              [helper.make_tensor_value_info(f"x{depth}", TensorProto.FLOAT, [16, width])], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, dict[str, object]]:
+    """Two networks, taken apart and measured; the larger one needs more memory than the limit."""
+    needs("tvm", "requirements-tvm.txt")
+    workspace = Workspace(tmp_path_factory.mktemp("tvm"))
+    workspace.models.mkdir(parents=True)
+    for name, depth, width in (("small", 3, 256), ("large", 2, 1024)):
+        write_parsed(workspace, parse(layers(workspace.models / f"{name}.onnx", depth, width)))
+    update_index(workspace, tvm_flavour())
+    config = validate(CONFIG | {"tvm": {"threads": 1, "cores": 1, "memory_limit_mib": 4}}, CollectorConfig, "test")
+    return workspace, collect(workspace, config)
+
+
+def test_a_dataset_of_its_own_target(measured: tuple[Workspace, dict[str, object]]) -> None:
+    workspace, totals = measured
+    header = read_header(workspace.dataset(str(totals["target"])))
+    assert (header.target.flavour.runtime, header.target.threads, header.target.cores, header.labels) == ("tvm", 1, 1, ("run",))
+    assert str(totals["target"]).endswith(f"-1t1c-{tvm_flavour().name}")
+    with kernel_table_path(workspace.dataset(header.target.name)).open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert {row["OpType"] for row in rows} == {"MatMul_Relu"}
+    assert {row["Status"] for row in rows} == {"ok"}
+    times = {row["Input_Shape"]: float(row["run_median_ms"]) for row in rows}
+    assert times["16x1024;1024x1024"] > 4 * times["16x256;256x256"] > 0
+
+
+def test_the_sum_of_kernels_is_the_time_of_the_network(measured: tuple[Workspace, dict[str, object]]) -> None:
+    """A chain: sum and longest path are the same, and both are close to the whole network's time."""
+    workspace, totals = measured
+    folder = workspace.dataset(str(totals["target"]))
+    with kernel_table_path(folder).open() as lines:
+        times = {row["Kernel_ID"]: float(row["run_median_ms"]) for row in csv.DictReader(lines)}
+    [record] = [one for one in read_model_records(workspace, tvm_flavour()) if one.model == "small"]
+    dag = build_dag(record)
+    by_node = {node.name: times[node.kernel_id] for node in record.nodes}
+    total_ms = calculate_latency(dag, by_node)
+    assert total_ms == pytest.approx(calculate_latency(dag, by_node, "critical_path"))
+    with model_table_path(folder).open() as lines:
+        rows = {row["Model"]: row for row in csv.DictReader(lines)}
+    assert total_ms == pytest.approx(float(rows["small"]["median_ms"]), rel=0.5)  # on a busy machine
+
+
+def test_memory_is_reported_and_a_limit_refuses(measured: tuple[Workspace, dict[str, object]]) -> None:
+    workspace, totals = measured
+    found = {m.id: m for block in read_journal(workspace.dataset(str(totals["target"]))) for m in block.measurements
+             if m.subject == "model"}
+    facts = found["small"].facts
+    assert facts["weights_mib"] == pytest.approx(3 * 256 * 256 * 4 / 2**20)
+    assert facts["activations_mib"] == pytest.approx(2 * 16 * 256 * 4 / 2**20, rel=0.01)  # two layers' outputs at a time
+    assert float(facts["peak_memory_mib"]) > float(facts["weights_mib"])
+    assert found["large"].status == "failed"
+    assert "refused, since it needs 8.2" in found["large"].error
+    assert "the limit is 4 MiB" in found["large"].error
+    assert totals["failed"] == ["large"]
+
+
+def test_a_worker_keeps_its_setting_and_says_what_is_wrong(measured: tuple[Workspace, dict[str, object]],
+                                                           tmp_path: Path) -> None:
+    workspace, _ = measured
+    [record] = [one for one in read_model_records(workspace, tvm_flavour()) if one.model == "small"]
+    path = function_path(workspace, record.flavour, record.nodes[0].kernel_id)
+    request = Request(do="alone", device="cpu", effort=Effort(budget_s=0.01), paths=(str(path),))
+    with Worker(60, "tvm", Setting(level="fused", threads=2, cores=1)) as worker:
+        assert len(worker.ask(request).measurements[0].samples_ms) >= 5
+        assert "no carrier" in worker.ask(request.model_copy(update={"do": "carrier"})).error
+        assert "describes no kernel" in worker.ask(request.model_copy(update={"paths": (str(tmp_path / "x.tvm"),)})).error
+        other = parse(layers(tmp_path / "small.onnx", 4))["fused"].record
+        model = request.model_copy(update={"do": "model", "paths": (str(tmp_path / "small.onnx"),),
+                                           "record": str(record_path(workspace, record.flavour, "small"))})
+        assert len(other.nodes) == 4
+        assert "TVM's graph is not the one in its record" in worker.ask(model).error
+    with Worker(60, "tvm", Setting(level="fused", cores=10_000)) as worker:
+        assert "cores: 10000, but this process may use" in worker.ask(request).error
+
+
+def test_a_config_asks_only_for_what_tvm_has() -> None:
+    config = validate(CONFIG | {"labels": ["run", "kernel_time"]}, CollectorConfig, "test")
+    with pytest.raises(UserError, match="labels: kernel_time: under tvm, kernels are timed alone"):
+        config.labels_on("cpu")
+    assert validate(CONFIG, CollectorConfig, "test").variants_on("cpu") == ()
+    assert validate(CONFIG | {"energy_s": 3}, CollectorConfig, "test").with_energy_on("cpu").energy_s == 0
