@@ -12,6 +12,9 @@ of results. Plans are better with it, since a stage that ran alone found its inp
 --run runs all these plans on this machine, which must be the one that was measured, at each size that was measured, with inputs
 and outputs in the host's memory, and compares. It writes plan_runs.jsonl into the first folder of results; the same command
 goes on where it was stopped.
+
+With both, plans and chains run in turns at each size. That shows what the predictions themselves are worth: a machine whose
+pace changes from minute to minute changes it for both.
 """
 
 from __future__ import annotations
@@ -29,12 +32,14 @@ from inference.stages.options import add_results, add_sizes, folders_of
 from inference.stages.plan_runs import (
     RUNS,
     UNSTEADY,
+    PlanRun,
     append_runs,
     opened_at,
     plans_left,
     predicted_anew,
     read_runs,
     run_plans,
+    run_with_chains,
     size_rows,
     stage_units,
     summary,
@@ -42,6 +47,7 @@ from inference.stages.plan_runs import (
 from inference.stages.ranking import home_latency, home_of, interpolation_error, left_out_rows, plan_table, ranked
 from inference.stages.tables import StageTables, read_tables
 from utils import cli, files
+from utils.allocator import keep_freed_memory
 from utils.locks import measuring, sole_writer
 from utils.logger import get_logger
 from utils.timing import error_statistics
@@ -52,6 +58,7 @@ python inference/plan_stages.py --results benchmark/profiling/results --objectiv
 python inference/plan_stages.py --results openvino=out/openvino --results torch=out/torch --home CPU-openvino
 python inference/plan_stages.py --left-out
 python inference/plan_stages.py --time-chains
+python inference/plan_stages.py --time-chains --run
 python inference/plan_stages.py --run --sizes 1000/1000 10000/10000
 """
 log = get_logger("plan_stages")
@@ -123,21 +130,32 @@ def time_chains(tables: StageTables, folders: list[tuple[str, Path]], args: argp
 
 
 def run_all(tables: StageTables, folders: list[tuple[str, Path]], args: argparse.Namespace) -> None:
-    """Runs the plans, and prints how far the predictions are off, and what the chosen plans lose against the best (regret)."""
-    units, home, path = stage_units(folders), home_of(tables, args.home), folders[0][1] / RUNS
+    """Runs the plans, with --time-chains in turns with chains, and compares."""
+    units, home, folder = stage_units(folders), home_of(tables, args.home), folders[0][1]
     sizes = args.sizes or tables.sizes
     both = tables, read_tables(folders, not args.alone)  # what either calls the best is run at the same time as all others
-    with sole_writer(path.parent), measuring("cpu"):
-        done = read_runs(path)
+    with sole_writer(folder), measuring("cpu"):
+        done, timed = read_runs(folder / RUNS), {(record.nodes, record.edges) for record in read_chains(folder)}
         for number, size in enumerate(sizes, 1):
-            if left := plans_left(both, size, home, done):
+            if args.time_chains and size not in timed:
+                log.info("%d nodes, %d edges (%d of %d): plans and chains", *size, number, len(sizes))
+                alone = both[0] if args.alone else read_tables(folders, alone=True)
+                records, runs = run_with_chains(alone, units, size, home, args.warmup, args.runs, args.rounds)
+                append_chains(folder, records)
+                append_runs(folder / RUNS, runs)
+            elif left := plans_left(both, size, home, done):
                 log.info("%d nodes, %d edges (%d of %d): %d plans", *size, number, len(sizes), len(left))
-                append_runs(path, run_plans(left, units, size, args.warmup, args.runs, args.rounds))
-    rows = size_rows(predicted_anew(tables, (run for run in read_runs(path) if run.size in sizes)))
+                append_runs(folder / RUNS, run_plans(left, units, size, args.warmup, args.runs, args.rounds))
+    compare(read_tables(folders, args.alone), [run for run in read_runs(folder / RUNS) if run.size in sizes], args.json)
+
+
+def compare(tables: StageTables, runs: list[PlanRun], as_json: bool) -> None:
+    """Prints how far the predictions are off, and what the chosen plans lose against the best (regret)."""
+    rows = size_rows(predicted_anew(tables, runs))
     if unsteady := sum(row["repeat"] > UNSTEADY for row in rows):
         log.warning("the machine was unsteady at %d of %d sizes: the same plan differed by more than %.0f %% between rounds; "
                     "errors and regret there say little", unsteady, len(rows), 100 * UNSTEADY)
-    if args.json:
+    if as_json:
         cli.print_json({"summary": summary(rows), "sizes": rows})
     else:
         cli.print_table(rows, "predicted against measured latencies of plans")
@@ -167,17 +185,19 @@ def main() -> None:
         parser.error("--nodes and --edges go together")
     if args.nodes and (args.out or args.sizes):
         parser.error("--out and --sizes are of the table of sizes: leave out --nodes and --edges")
-    if sum(map(bool, (args.nodes, args.run, args.left_out, args.time_chains))) > 1:
-        parser.error("--run, --time-chains, --left-out, and --nodes with --edges exclude one another")
+    if sum(map(bool, (args.nodes, args.run or args.time_chains, args.left_out))) > 1:
+        parser.error("--run and --time-chains, --left-out, and --nodes with --edges exclude one another")
     if args.out and args.out.suffix not in (".json", ".csv"):
         parser.error(f"--out {args.out}: a .json or .csv")
     workspace = cli.start(args)
     folders = folders_of(args, workspace)
     tables = read_tables(folders, args.alone)
-    if args.time_chains:
-        time_chains(tables, folders, args)
-    elif args.run:
+    if args.run or args.time_chains:
+        keep_freed_memory()
+    if args.run:
         run_all(tables, folders, args)
+    elif args.time_chains:
+        time_chains(tables, folders, args)
     elif args.left_out:
         sizes_left_out(tables, args.json)
     elif args.nodes:

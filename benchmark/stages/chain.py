@@ -58,6 +58,22 @@ def run_chain(stages: Sequence[OpenedStage], feed: Mapping[str, Array], stages_m
     return output
 
 
+def time_round(opened: OpenedStages, times_ms: Mapping[Plan, list[list[float]]], feed: Mapping[str, Array], warmup: int,
+               runs: int, order: random.Random) -> None:
+    """Runs each plan a few times, the plans in random order.
+
+    Args:
+        opened: the stages.
+        times_ms: by plan, the times of each round; those of this one are appended.
+        feed: the layer's inputs by name.
+        warmup, runs: of a plan.
+        order: draws the order.
+    """
+    for plan in order.sample(list(times_ms), len(times_ms)):
+        stages = [opened[unit, stage] for stage, unit in enumerate(plan)]
+        times_ms[plan].append(time_warm_runs_ms(partial(run_chain, stages, feed), warmup, runs))
+
+
 def time_chains(opened: OpenedStages, plans: Sequence[Plan], feed: Mapping[str, Array], warmup: int, runs: int, rounds: int,
                 seed: int = 0) -> dict[Plan, list[list[float]]]:
     """Times plans: in each round each plan in turn, in random order, runs a few times. So what changes slowly on the machine
@@ -77,7 +93,5 @@ def time_chains(opened: OpenedStages, plans: Sequence[Plan], feed: Mapping[str, 
     order = random.Random(seed)
     times_ms: dict[Plan, list[list[float]]] = {plan: [] for plan in plans}
     for _ in range(rounds):
-        for plan in order.sample(list(plans), len(plans)):
-            stages = [opened[unit, stage] for stage, unit in enumerate(plan)]
-            times_ms[plan].append(time_warm_runs_ms(partial(run_chain, stages, feed), warmup, runs))
+        time_round(opened, times_ms, feed, warmup, runs, order)
     return times_ms

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from benchmark.stages.chain import OpenedStages, Plan, run_chain
 from model_zoo.stages.definition import STAGES
@@ -18,6 +19,7 @@ from utils import files
 from utils.frozen import Frozen
 
 CHAINS = "chain_times.jsonl"
+Samples: TypeAlias = "dict[tuple[str, str, int], list[float]]"  # in ms, by unit, the unit before it, and stage (from 1)
 
 
 class ChainRecord(Frozen):
@@ -47,6 +49,34 @@ def chain_plans(units: Sequence[str], opened: OpenedStages) -> list[Plan]:
     return [plan for plan in plans if all((unit, stage) in opened for stage, unit in enumerate(plan))]
 
 
+def sample_chains(units: Sequence[str], opened: OpenedStages, feed: Mapping[str, Array], warmup: int, runs: int,
+                  samples: Samples) -> None:
+    """Runs each chain a few times.
+
+    Args:
+        units: their names.
+        opened: the stages.
+        feed: the layer's inputs by name.
+        warmup, runs: of a chain.
+        samples: the times of stages; those of these runs are appended.
+    """
+    for plan in chain_plans(units, opened):
+        stages = [opened[unit, stage] for stage, unit in enumerate(plan)]
+        for _ in range(warmup):
+            run_chain(stages, feed)
+        for _ in range(runs):
+            stages_ms: list[float] = []
+            run_chain(stages, feed, stages_ms)
+            for stage, ms in enumerate(stages_ms):
+                samples.setdefault((plan[stage], plan[max(stage - 1, 0)], stage + 1), []).append(ms)
+
+
+def chain_records(size: tuple[int, int], samples: Samples) -> list[ChainRecord]:
+    """The samples at one size, its nodes and edges, as records."""
+    return [ChainRecord(nodes=size[0], edges=size[1], unit=unit, previous=previous, stage=stage, samples_ms=tuple(samples_ms))
+            for (unit, previous, stage), samples_ms in samples.items()]
+
+
 def time_in_chains(size: tuple[int, int], units: Sequence[str], opened: OpenedStages, feed: Mapping[str, Array], warmup: int,
                    runs: int, rounds: int) -> list[ChainRecord]:
     """Times each stage on each unit, after each unit.
@@ -59,18 +89,10 @@ def time_in_chains(size: tuple[int, int], units: Sequence[str], opened: OpenedSt
         warmup, runs: of a chain in one round.
         rounds: how often each chain has its turn.
     """
-    samples: dict[tuple[str, str, int], list[float]] = {}
-    for plan in chain_plans(units, opened) * rounds:
-        stages = [opened[unit, stage] for stage, unit in enumerate(plan)]
-        for _ in range(warmup):
-            run_chain(stages, feed)
-        for _ in range(runs):
-            stages_ms: list[float] = []
-            run_chain(stages, feed, stages_ms)
-            for stage, ms in enumerate(stages_ms):
-                samples.setdefault((plan[stage], plan[max(stage - 1, 0)], stage + 1), []).append(ms)
-    return [ChainRecord(nodes=size[0], edges=size[1], unit=unit, previous=previous, stage=stage, samples_ms=tuple(samples_ms))
-            for (unit, previous, stage), samples_ms in samples.items()]
+    samples: Samples = {}
+    for _ in range(rounds):
+        sample_chains(units, opened, feed, warmup, runs, samples)
+    return chain_records(size, samples)
 
 
 def append_chains(folder: Path, records: Iterable[ChainRecord]) -> None:

@@ -17,6 +17,7 @@ from benchmark.stages.opening import Feed, OpenedStage, Refused, open_stage
 from benchmark.stages.transfers import Copy, time_copy
 from benchmark.stages.work import StageUnit
 from model_zoo.stages.definition import HOST
+from utils.allocator import keep_freed_memory
 from utils.errors import UserError
 from utils.frozen import Frozen
 from utils.processes import die_with_parent
@@ -73,6 +74,7 @@ def answer(request: Request) -> Measurement:
 
 def main() -> None:
     die_with_parent()
+    keep_freed_memory()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no reply
     for line in sys.stdin.buffer:  # UTF-8, whatever Windows' code page is

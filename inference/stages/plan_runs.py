@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmark.stages.chain import OpenedStages, Plan, run_chain, time_chains
+from benchmark.stages.chain import OpenedStages, Plan, run_chain, time_chains, time_round
+from benchmark.stages.chain_times import ChainRecord, Samples, chain_records, sample_chains
 from benchmark.stages.opening import Refused, difference, open_stage
 from benchmark.stages.records import RAW, StageRecord, read_raw
 from benchmark.stages.work import GraphSource, StageUnit
 from inference.stages.interpolation import Size
 from inference.stages.plan_cost import plan_cost
 from inference.stages.ranking import RankedPlan, described, ranked
-from inference.stages.tables import StageTables, named
+from inference.stages.tables import StageTables, in_chains, named
 from model_zoo.stages.definition import OUTPUT
 from model_zoo.stages.graphs import DRAWN
 from model_zoo.stages.layer import Array
@@ -126,17 +128,47 @@ def plans_left(tables: Sequence[StageTables], size: Size, home: str, done: Itera
 
 
 def run_plans(wanted: Sequence[RankedPlan], units: Mapping[tuple[str, int, Size], StageUnit], size: Size,
-              warmup: int, runs: int, rounds: int) -> Iterator[PlanRun]:
+              warmup: int, runs: int, rounds: int) -> list[PlanRun]:
     """Runs plans at a size that was measured.
 
     Raises:
         UserError: a stage can't be opened, or a plan computes something else than the reference.
     """
-    plans = {plan.cost.assignment: plan for plan in wanted}
     opened, tensors = opened_at(units, size)
-    times_ms = time_chains(opened, list(plans), tensors, warmup, runs, rounds)
-    for assignment, rounds_ms in times_ms.items():
-        yield _judged(plans[assignment], rounds_ms, _output_error(opened, assignment, tensors), size)
+    times_ms = time_chains(opened, [plan.cost.assignment for plan in wanted], tensors, warmup, runs, rounds)
+    return _judged(wanted, times_ms, opened, tensors, size)
+
+
+def run_with_chains(tables: StageTables, units: Mapping[tuple[str, int, Size], StageUnit], size: Size, home: str,
+                    warmup: int, runs: int, rounds: int) -> tuple[list[ChainRecord], list[PlanRun]]:
+    """Times stages in chains and runs the plans in turns, so that what changes slowly on the machine reaches both.
+
+    The plans are the candidates, home, and the best of all by times alone and by the first round of chains.
+
+    Args:
+        tables: of stages that ran alone.
+        units: as `stage_units` gives them.
+        size: one that was measured.
+        home: the unit of the candidates.
+        warmup, runs: of a chain or a plan in one round.
+        rounds: how often each has its turn.
+
+    Raises:
+        UserError: as `run_plans`.
+    """
+    opened, tensors = opened_at(units, size)
+    samples: Samples = {}
+    sample_chains(tables.units, opened, tensors, warmup, runs, samples)
+    here = tables.only(size)
+    wanted = plans_left((in_chains(here, chain_records(size, samples)), here), size, home, ())
+    times_ms: dict[Plan, list[list[float]]] = {plan.cost.assignment: [] for plan in wanted}
+    order = random.Random(0)
+    for number in range(rounds):
+        if number:
+            sample_chains(tables.units, opened, tensors, warmup, runs, samples)
+        time_round(opened, times_ms, tensors, warmup, runs, order)
+    records = chain_records(size, samples)
+    return records, predicted_anew(in_chains(here, records), _judged(wanted, times_ms, opened, tensors, size))
 
 
 def _output_error(opened: OpenedStages, plan: Plan, tensors: Mapping[str, Array]) -> float:
@@ -147,10 +179,12 @@ def _output_error(opened: OpenedStages, plan: Plan, tensors: Mapping[str, Array]
     return off
 
 
-def _judged(plan: RankedPlan, rounds_ms: Sequence[Sequence[float]], error: float, size: Size) -> PlanRun:
-    return PlanRun(nodes=size[0], edges=size[1], units=plan.cost.assignment, kind=plan.kind,
-                   predicted_ms=plan.cost.latency_ms, rounds_ms=tuple(tuple(samples) for samples in rounds_ms),
-                   output_error=error)
+def _judged(plans: Sequence[RankedPlan], times_ms: Mapping[Plan, Sequence[Sequence[float]]], opened: OpenedStages,
+            tensors: Mapping[str, Array], size: Size) -> list[PlanRun]:
+    """The times of each round by plan, as records."""
+    return [PlanRun(nodes=size[0], edges=size[1], units=plan.cost.assignment, kind=plan.kind, predicted_ms=plan.cost.latency_ms,
+                    rounds_ms=tuple(map(tuple, times_ms[plan.cost.assignment])),
+                    output_error=_output_error(opened, plan.cost.assignment, tensors)) for plan in plans]
 
 
 def append_runs(path: Path, runs: Iterable[PlanRun]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -80,10 +80,18 @@ class StageTables:
 
     def without(self, size: Size) -> StageTables:
         """The tables as if a size had not been measured."""
-        def rest(ms: Mapping[Size, float]) -> dict[Size, float]:
-            return {one: value for one, value in ms.items() if one != size}
+        return self._of_sizes(lambda one: one != size)
 
-        less = {key: replace(times, ms=rest(times.ms), after_ms={unit: rest(ms) for unit, ms in times.after_ms.items()})
+    def only(self, size: Size) -> StageTables:
+        """The tables as if nothing else had been measured."""
+        return self._of_sizes(lambda one: one == size)
+
+    def _of_sizes(self, wanted: Callable[[Size], bool]) -> StageTables:
+        def kept(ms: Mapping[Size, float]) -> dict[Size, float]:
+            return {size: value for size, value in ms.items() if wanted(size)}
+
+        less = {key: replace(times, ms=kept(times.ms), std_ms=kept(times.std_ms),
+                             after_ms={unit: kept(ms) for unit, ms in times.after_ms.items()})
                 for key, times in self.times.items()}
         return replace(self, times=less)
 
@@ -144,10 +152,10 @@ def read_tables(folders: Sequence[tuple[str, Path]], alone: bool = False) -> Sta
     merged = StageTables({})
     for label, folder in folders:
         merged = _merged(merged, _read_folder(label, folder), folder)
-    return merged if alone else _in_chains(merged, read_chains(folders[0][1]))
+    return merged if alone else in_chains(merged, read_chains(folders[0][1]))
 
 
-def _in_chains(tables: StageTables, records: Sequence[ChainRecord]) -> StageTables:
+def in_chains(tables: StageTables, records: Sequence[ChainRecord]) -> StageTables:
     """With times in chains in place of those alone; without any where some stage was not timed so at each of its sizes."""
     found: dict[tuple[str, int, str], dict[Size, float]] = {}
     for record in records:

@@ -22,8 +22,7 @@ for threads in "$@"; do
   python benchmark/profile_stages.py --workspace "$folder" --all --units "$units" --cpu-runtime torch --threads "$threads" \
     --cases "$cases" > "$folder/stages.tsv"
   python inference/plan_stages.py --workspace "$folder" --left-out | tee "$folder/left_out.tsv"
-  python inference/plan_stages.py --workspace "$folder" --time-chains --runs 10 --rounds 3
-  python inference/plan_stages.py --workspace "$folder" --run --runs 5 --rounds 3 | tee "$folder/plans.tsv"
+  python inference/plan_stages.py --workspace "$folder" --time-chains --run --warmup 2 --runs 5 --rounds 5 | tee "$folder/plans.tsv"
   python inference/plan_stages.py --workspace "$folder" --run --alone --json > "$folder/plans_alone.json"
   python inference/plan_stages.py --workspace "$folder" --out "$folder/plan_table.json" > "$folder/plan_table.tsv"
 done

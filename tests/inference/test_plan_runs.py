@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from benchmark.stages.opening import OpenedStage, difference, open_stage
 from benchmark.stages.profiling import record_of
 from benchmark.stages.records import RawMeasurements, raw_path
 from benchmark.stages.work import StageUnit
-from inference.stages.plan_runs import PlanRun, append_runs, read_runs, size_rows, summary
+from inference.stages.plan_runs import PlanRun, append_runs, predicted_anew, read_runs, size_rows, summary
 from inference.stages.tables import read_tables
 from model_zoo.stages.definition import OUTPUT, STAGES, GraphSize
 from model_zoo.stages.export import export_stages, model_files
@@ -91,6 +92,26 @@ def test_times_in_chains_replace_those_alone(profiled: Mapping[str, Path]) -> No
     assert tables.setting((100, 200), extrapolate=True).problem.costs["CPU-ort", 4].after_ms["CPU-torch"] > 0
     assert read_tables(folders, alone=True) == alone
     assert read_tables([folders[1]]).times == read_tables([folders[1]], alone=True).times  # chains lie in the other folder
+
+
+def test_plans_and_chains_run_in_turns(profiled: Mapping[str, Path], tmp_path: Path) -> None:
+    for name, folder in profiled.items():
+        shutil.copytree(folder.parent, tmp_path / name, ignore=shutil.ignore_patterns("*.jsonl"))
+    folders = [(name, tmp_path / name / folder.name) for name, folder in profiled.items()]
+    options = [f"--results={name}={folder}" for name, folder in folders]
+    done = run_script("inference/plan_stages.py", *options, "--home", "CPU-torch", "--time-chains", "--run", "--runs", "2",
+                      "--rounds", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["summary"]["sizes"] == 3
+    runs, records = read_runs(folders[0][1] / "plan_runs.jsonl"), read_chains(folders[0][1])
+    assert {len(run.rounds_ms) for run in runs} == {3}
+    assert {len(record.samples_ms) for record in records if record.stage > 1} == {6}
+    anew = predicted_anew(read_tables(folders), runs)
+    assert [run.predicted_ms for run in runs] == pytest.approx([run.predicted_ms for run in anew])
+    again = run_script("inference/plan_stages.py", *options, "--home", "CPU-torch", "--time-chains", "--run", "--json")
+    assert again.returncode == 0, again.stderr
+    assert len(read_chains(folders[0][1])) == len(records)  # chains are not timed twice
 
 
 class FarStage(OpenedStage):
