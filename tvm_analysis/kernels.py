@@ -75,6 +75,9 @@ def described(operators: Sequence[Operator], function: str, inputs: Sequence[Ker
     others = [other.name for place, other in enumerate(operators) if place != first and other.name not in VIEW_OPS]
     name = "_".join([one.name, *others[:NAMED]]) + (f"_and{len(others) - NAMED}" if len(others) > NAMED else "")
     attributes = dict(one.attributes)
+    if "perm" in attributes and len(inputs[0].shape) != len(attributes["perm"]):
+        # A reshape comes first in the kernel: it permutes no dimensions of the kernel's own input.
+        attributes["perm"] = list(range(len(inputs[0].shape)))
     if one.name == "Conv" and len(inputs) > 1:
         attributes["kernel_shape"] = list(inputs[1].shape[2:])
     kept = normalize(attributes) | {"operators": [each.relax for each in operators]}

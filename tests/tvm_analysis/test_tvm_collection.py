@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from command import run_script
 from onnx import TensorProto, helper, numpy_helper
 from optional_packages import needs
 
@@ -16,12 +18,15 @@ from benchmark.collecting.config import CollectorConfig
 from benchmark.measuring.effort import Effort
 from benchmark.records.files import kernel_table_path, model_table_path, read_header, read_journal
 from benchmark.runtimes.protocol import Request, Setting
+from benchmark.runtimes.tvm.tuning import DATABASE
 from benchmark.runtimes.worker_client import Worker
+from benchmark.tune_kernels import tune_kernels
 from graph_model.dag.dag import build_dag, calculate_latency
+from inference.sum_and_path import chosen_by_others, kernel_times
 from ort_analysis.graph.analysis import update_index
 from ort_analysis.records.reading import read_model_records, record_path
 from tvm_analysis.functions import function_path
-from tvm_analysis.package import tvm_flavour
+from tvm_analysis.package import TUNED, tvm_flavour
 from tvm_analysis.recording import parse, write_parsed
 from utils.config import validate
 from utils.errors import UserError
@@ -127,3 +132,55 @@ def test_a_config_asks_only_for_what_tvm_has() -> None:
         config.labels_on("cpu")
     assert validate(CONFIG, CollectorConfig, "test").variants_on("cpu") == ()
     assert validate(CONFIG | {"energy_s": 3}, CollectorConfig, "test").with_energy_on("cpu").energy_s == 0
+
+
+def test_sum_and_path_in_one_table(measured: tuple[Workspace, dict[str, object]]) -> None:
+    """The network that was refused has no time, so it has no row."""
+    workspace, totals = measured
+    done = run_script("inference/sum_and_path.py", "--workspace", workspace.root, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    [row] = found["models"]
+    assert (row["model"], row["network"], row["nodes"], row["chain"]) == ("small", "fully connected", 3, 3)
+    assert row["sum_ms"] == pytest.approx(row["critical_path_ms"])
+    assert row["sum_error_%"] == pytest.approx(100 * (row["sum_ms"] / row["whole_ms"] - 1))
+    assert row["peak_MiB"] > 0.75
+    assert [(one["target"], one["models"]) for one in found["targets"]] == [(totals["target"], 1)]
+
+
+def test_the_other_models_choose_the_composition() -> None:
+    """The row's own error does not count, nor do those of its family."""
+    rows = [{"family": family, "sum_error_%": of_sum, "critical_path_error_%": of_path}
+            for family, of_sum, of_path in (("a", 0.0, 50.0), ("a", 0.0, 60.0), ("b", -30.0, 4.0), ("c", 20.0, -3.0))]
+    assert [chosen_by_others(rows, place) for place in range(4)] == ["critical_path", "critical_path", "sum", "sum"]
+    assert chosen_by_others(rows[:1], 0) == "sum"
+
+
+def test_a_kernel_without_a_time_is_named(measured: tuple[Workspace, dict[str, object]]) -> None:
+    workspace, _ = measured
+    [record] = [one for one in read_model_records(workspace, tvm_flavour()) if one.model == "small"]
+    with pytest.raises(UserError, match="small: 1 of 1 kernels were not measured, MatMul_Relu_"):
+        kernel_times(record, {}, "run")
+
+
+def test_schedules_are_searched_once_and_make_another_target(tmp_path: Path) -> None:
+    """Two trials of an elementwise kernel: enough for the path, not for a good schedule."""
+    needs("tvm", "requirements-tvm.txt")
+    workspace = Workspace(tmp_path)
+    workspace.models.mkdir(parents=True)
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "relu",
+                              [helper.make_tensor_value_info("x", TensorProto.FLOAT, [64, 1024])],
+                              [helper.make_tensor_value_info("y", TensorProto.FLOAT, [64, 1024])])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10),
+              workspace.models / "relu.onnx")
+    write_parsed(workspace, parse(workspace.models / "relu.onnx"))
+    [row] = tune_kernels(workspace, trials=2, threads=1)
+    assert row["type"] == "Relu"
+    assert 0 < row["after_ms"] <= row["before_ms"]
+    assert row["trials"] >= 1
+    assert tune_kernels(workspace, trials=2, threads=1) == []
+    assert len(list((workspace.kernel_onnx / tvm_flavour(level=TUNED).name / DATABASE).glob("*.json"))) == 2
+    tuned = CONFIG | {"tvm": {"level": "tuned", "threads": 1, "cores": 1}}
+    totals = collect(workspace, validate(tuned, CollectorConfig, "test"))
+    assert str(totals["target"]).endswith("-tuned")
+    assert (totals["kernel_rows"], totals["model_rows"], totals["failed"]) == (1, 1, [])

@@ -1,0 +1,110 @@
+"""Searches schedules for kernels by TVM's meta-schedule, under a budget of trials.
+
+Trials are built and run in this process. TVM's own pools of processes load its intrinsics for GPUs each, which takes 10 s and
+more: on two busy cores, all of 16 trials ran into their time limit of 30 s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmark.measuring.effort import Effort
+from benchmark.runtimes.tvm.runs import built_function, samples_ms, tensor_for
+from ort_analysis.records.kernel_record import Kernel
+from tvm_analysis.functions import MAIN
+from tvm_analysis.package import llvm_target
+from utils.errors import UserError
+from utils.lazy import tvm
+
+COMPARISON = Effort(budget_s=0.1, least_runs=5, most_runs=50)
+TRIAL = Effort(warmup=0, budget_s=0.05, least_runs=2, most_runs=20)
+DATABASE = "tuning"  # the folder of the database, next to the kernels
+
+
+class Tuned(NamedTuple):
+    """The fastest function that a search found, that without a schedule included; the times (ms) before and after, and how many
+    trials worked."""
+
+    function: Any
+    before_ms: float
+    after_ms: float
+    worked: int
+
+
+def _in_process(arguments: Sequence[Any], threads: int) -> tuple[Any, Any]:
+    """A builder and a runner for one kernel, whose tensors are `arguments`."""
+    schedules, found = tvm.s_tir.meta_schedule, dict[str, Any]()
+    derived = tvm.ir.utils.derived_object
+
+    @derived
+    class Builder(schedules.builder.PyBuilder):  # type: ignore[name-defined]
+        def build(self, build_inputs: Sequence[Any]) -> list[Any]:
+            results = []
+            for one in build_inputs:
+                name = f"trial {len(found)}"
+                try:
+                    found[name] = built_function(one.mod[MAIN], threads)
+                    results.append(schedules.builder.BuilderResult(name, None))
+                except UserError as error:
+                    results.append(schedules.builder.BuilderResult(None, str(error)))
+            return results
+
+    @derived
+    class Result(schedules.runner.PyRunnerFuture):  # type: ignore[name-defined]
+        def __init__(self, times_s: list[float]) -> None:
+            super().__init__()
+            self.times_s = times_s
+
+        def done(self) -> bool:
+            return True
+
+        def result(self) -> Any:
+            return schedules.runner.RunnerResult(self.times_s, None)
+
+    @derived
+    class Runner(schedules.runner.PyRunner):  # type: ignore[name-defined]
+        def run(self, runner_inputs: Sequence[Any]) -> list[Any]:
+            return [Result([1e-3 * time_ms for time_ms in samples_ms(found.pop(str(one.artifact_path)), arguments, TRIAL)])
+                    for one in runner_inputs]
+
+    return Builder(), Runner()
+
+
+def tune(function: Any, kernel: Kernel, threads: int, trials: int, database: Path, seed: int = 0) -> Tuned:
+    """Searches a schedule for a kernel.
+
+    Args:
+        function: of the kernel, not scheduled.
+        kernel: its tensors.
+        threads: that the schedule may use.
+        trials: at most.
+        database: TVM's database of trials, a folder. Trials of earlier searches count for the best.
+        seed: of the schedules drawn.
+
+    Raises:
+        UserError: TVM can't compile the function as it is.
+    """
+    schedules, module = tvm.s_tir.meta_schedule, tvm.IRModule({MAIN: function.with_attr("global_symbol", MAIN)})
+    database.mkdir(parents=True, exist_ok=True)
+    logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.ERROR)
+    arguments = [tensor_for(one) for one in (*kernel.inputs, *kernel.outputs)]
+    builder, runner = _in_process(arguments, threads)
+    there = len(schedules.database.JSONDatabase(work_dir=str(database)))
+    kept = schedules.tune_tir(module, llvm_target(threads), work_dir=str(database), max_trials_global=trials,
+                              num_trials_per_iter=min(trials, 16), builder=builder, runner=runner, cost_model="random",
+                              strategy="replay-trace", seed=seed,
+                              measure_callbacks=[schedules.measure_callback.AddToDatabase()])
+    schedule = schedules.tir_integration.compile_tir(kept, module, llvm_target(threads))
+
+    def time_ms(candidate: Any) -> float:
+        return median(samples_ms(built_function(candidate, threads), arguments, COMPARISON))
+
+    before_ms = time_ms(function)
+    after_ms = before_ms if schedule is None else time_ms(schedule.mod[MAIN])
+    if schedule is None or after_ms >= before_ms:
+        return Tuned(function, before_ms, before_ms, len(kept) - there)
+    return Tuned(schedule.mod[MAIN], before_ms, after_ms, len(kept) - there)

@@ -1,0 +1,142 @@
+"""Phase 7.8: the sum of a model's kernel times, and the longest path through them, against the time of the whole network.
+
+Reads the datasets of some targets, under ONNX Runtime or TVM, and their kernel records. For each model that was measured
+whole and by kernels it adds the kernels up, and finds the longest path in linear time. Which of the two a target uses is
+chosen, for each model, by the other models. Where a composition was fitted, its prediction for the model (from predicted
+kernels, with the model's family held out of all training) comes next to it. Prints a table; writes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from benchmark.records.files import collected_targets, read_header, read_journal
+from benchmark.records.host_pace import idle_models
+from benchmark.records.reading import read_model_table
+from graph_model.dag.dag import build_dag, longest_path
+from ort_analysis.records.kernel_record import ModelRecord
+from ort_analysis.records.reading import read_model_record, record_path
+from training.composition.candidates import compose
+from training.composition.fitted import composition_path, read_composition
+from training.kernels.training_set import measured_times
+from tvm_analysis.operators import network_kind
+from utils import cli
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+log = get_logger("sum_and_path")
+IN_MODEL = "kernel_time"  # the label of kernels that adds up under ONNX Runtime on a CPU
+KINDS = ("sum", "critical_path")
+EXAMPLES = """
+python inference/sum_and_path.py
+python inference/sum_and_path.py --target amd-epyc-2t-cpu-avx512-tvm0.27-fused --target amd-epyc-2t-cpu-avx512-ort1.31-all
+"""
+
+
+def kernel_times(record: ModelRecord, measured: Mapping[str, Mapping[str, float]], label: str) -> dict[str, float]:
+    """The measured times (ms) of a record's kernels by id; 0 for those that only rename a tensor.
+
+    Raises:
+        UserError: some were not measured.
+    """
+    times = {name: measured.get(name, {}).get(label, 0.0 if not kernel.moves_data else None)
+             for name, kernel in record.kernels.items()}
+    if missing := [name for name, time_ms in times.items() if time_ms is None]:
+        raise UserError(f"{record.model}: {len(missing)} of {len(times)} kernels were not measured, {missing[0]} for instance")
+    return {name: time_ms for name, time_ms in times.items() if time_ms is not None}
+
+
+def chosen_by_others(rows: Sequence[Mapping[str, Any]], place: int) -> str:
+    """The composition with the smaller mean error on the models of other families than that of one row; the sum where there are
+    none, or where both are as good."""
+    others = [row for row in rows if row["family"] != rows[place]["family"]]
+    errors = {kind: fmean(abs(row[f"{kind}_error_%"]) for row in others) if others else 0.0 for kind in KINDS}
+    return min(KINDS, key=errors.__getitem__)
+
+
+def error_percent(found_ms: float, whole_ms: float) -> float:
+    return 100 * (found_ms / whole_ms - 1)
+
+
+def model_row(record: ModelRecord, whole_ms: float, times_ms: Mapping[str, float]) -> dict[str, Any]:
+    """What is known of one model; `chain` is the number of kernels in the longest path."""
+    dag, composed = build_dag(record), compose(record, times_ms)
+    path = longest_path(dag, {node.name: times_ms[node.kernel_id] for node in record.nodes})[1]
+    return {"model": record.model, "family": record.group,
+            "network": network_kind(kernel.op_type for kernel in record.kernels.values()),
+            "nodes": len(record.nodes), "chain": len(path), "whole_ms": whole_ms,
+            **{f"{kind}_ms": composed[kind] for kind in KINDS},
+            **{f"{kind}_error_%": error_percent(composed[kind], whole_ms) for kind in KINDS}}
+
+
+def target_rows(workspace: Workspace, target: str) -> list[dict[str, Any]]:
+    """One row for each model of a target.
+
+    Raises:
+        UserError: there is no dataset.
+    """
+    folder = workspace.dataset(target)
+    header, measured = read_header(folder), measured_times(workspace, target)
+    label = IN_MODEL if IN_MODEL in header.labels else header.labels[0]
+    memory = {m.id: m.facts.get("peak_memory_mib") for block in read_journal(folder) for m in block.measurements
+              if m.subject == "model" and m.status == "ok"}
+    predicted = {one.model: one.predicted_ms for one in read_composition(workspace.predictors(target)).models} if (
+        composition_path(workspace.predictors(target)).is_file()) else {}
+    rows = []
+    for name, times in idle_models(read_model_table(workspace, target)).iterrows():
+        path = record_path(workspace, header.target.flavour, str(name))
+        try:
+            record = read_model_record(path)
+            row = model_row(record, float(times["median_ms"]), kernel_times(record, measured, label))
+        except UserError as error:
+            log.warning("%s: left out: %s", target, error)
+            continue
+        rows.append({"target": target, "label": label, **row, "peak_MiB": memory.get(record.model)})
+    for place, row in enumerate(rows):
+        used = chosen_by_others(rows, place)
+        row |= {"used": used, "used_error_%": row[f"{used}_error_%"]}
+        if row["model"] in predicted:
+            row |= {"predicted_ms": predicted[row["model"]],
+                    "predicted_error_%": error_percent(predicted[row["model"]], row["whole_ms"])}
+    return rows
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean errors of a target, without signs."""
+    found: dict[str, Any] = {"target": rows[0]["target"], "models": len(rows)}
+    for column in ("sum", "critical_path", "used", "predicted"):
+        errors = [abs(row[f"{column}_error_%"]) for row in rows if f"{column}_error_%" in row]
+        found[f"{column}_MAPE_%"] = fmean(errors) if errors else None
+        found[f"{column}_max_%"] = max(errors, default=None)
+    return found
+
+
+def main() -> None:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--target", action="append", metavar="NAME", help="whose dataset (repeatable; default: all)")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    tables = [rows for target in args.target or collected_targets(workspace) if (rows := target_rows(workspace, target))]
+    if not tables:
+        raise UserError("no model was measured together with its kernels; measure with: python benchmark/collector.py")
+    summaries = [summary(rows) for rows in tables]
+    if args.json:
+        cli.print_json({"targets": summaries, "models": [row for rows in tables for row in rows]})
+        return
+    for rows in tables:
+        cli.print_table([{name: value for name, value in row.items() if name not in ("target", "family")} for row in rows],
+                        str(rows[0]["target"]))
+    cli.print_table(summaries, "mean errors against the whole network")
+
+
+if __name__ == "__main__":
+    cli.run(main)
