@@ -130,6 +130,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--fail-on-rough", action="store_true",
                         help=f"end with status {cli.EXIT_ROUGH} where a prediction is a rough estimate")
     cli.add_trust(parser)
+    cli.add_estimators(parser)
     return parser
 
 
@@ -248,7 +249,7 @@ def main() -> int:
         raise UserError("--measure-missing: idle times are not looked up under a load; set prometheus.url to null in "
                         f"{args.config or CONFIG_FILE}")
     surroundings = Surroundings(
-        Predictor(workspace, args.target, strict=args.strict, force=args.force),
+        Predictor(workspace, args.target, strict=args.strict, force=args.force, estimators=args.estimators),
         RunMode(io=args.io, cuda_graph=args.cuda_graph), config, args.metrics, args.probe,
         PaceAsked(args.host_pace, args.machine, watched=bool(args.watch)))
     if args.watch:

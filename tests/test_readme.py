@@ -150,7 +150,8 @@ def test_every_phase_of_the_table_in_its_order(copy: Path) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/predicting.md"])
 def test_the_python_examples(page: str, copy: Path) -> None:
-    """After the table's commands: on the exporter's dynamic model. (docs/adding_a_unit.md has a test of its own.)"""
+    """After the table's commands: on the exporter's dynamic model. (docs/adding_a_unit.md and
+    docs/estimators.md have tests of their own.)"""
     (code,) = fenced("python", (ROOT / page).read_text(encoding="utf-8"))
     program = code.replace('"model.onnx"', '"resnet18.onnx"')
     assert float(run(f"python - <<'END'\n{program}\nEND", copy).split()[0]) > 0
@@ -158,7 +159,7 @@ def test_the_python_examples(page: str, copy: Path) -> None:
 
 def test_no_other_page_has_python() -> None:
     pages = {page.name for page in (ROOT / "docs").glob("*.md") if fenced("python", page.read_text(encoding="utf-8"))}
-    assert pages == {"predicting.md", "adding_a_unit.md"}
+    assert pages == {"predicting.md", "adding_a_unit.md", "estimators.md"}
 
 
 def test_make_names_the_demo_and_the_tests() -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import scipy.stats
     import sklearn.ensemble
     import sklearn.linear_model
+    import sklearn.neural_network
     import torch
     import torch.profiler
     import torchvision

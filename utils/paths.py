@@ -10,6 +10,7 @@ from utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "training" / "shipped"  # predictors that come with Hase, in the same layout as those of a workspace
+ESTIMATORS = ROOT / "training" / "estimators"  # estimators that come with Hase, a file each
 SIDECAR = "predictors.json"  # describes the predictors of a target. Training writes it last: without it they do not count
 COMPOSITION = "composition.json"  # how kernel times add up to a model's time
 OPTIMIZED_SUFFIX = ".ort.onnx"  # ORT's optimised graph of a model: `<model>.<flavour>.ort.onnx`; never taken for a model
@@ -79,8 +80,8 @@ class Workspace:
 
     def predictors(self, target: str) -> Path:
         """What is learned for one target. Written by train_kernel_model, fit_composition (composition.json), fit_sharing
-        (sharing.json), fit_doubt (doubt.json), fit_energy (energy.json) and predict_model_latency --measure-missing (measured
-        times); read by the predictor."""
+        (sharing.json), fit_doubt (doubt.json), fit_energy (energy.json), check_estimator (estimators.json) and
+        predict_model_latency --measure-missing (measured times); read by the predictor."""
         return self.root / "training" / "predictors" / target
 
     def kernel_errors(self, target: str) -> Path:

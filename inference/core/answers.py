@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import Field
+
 from graph_model.simulation.pipeline import PipelineCosts
 from inference.core.host_pace import PaceSource
 from inference.core.memory import Memory
@@ -56,6 +58,23 @@ class KernelShare:
     provider: str = ""
 
 
+class UsedEstimator(Frozen):
+    """An admitted estimator that predicted kernels of the model (docs/estimators.md).
+
+    Attributes:
+        name, source: of the estimator, and where its code comes from.
+        types: the kernel types of the model that it predicted.
+        mape: its error on held-out kernels, a ratio.
+        forced: whether it was admitted although it is not better than what it replaced.
+    """
+
+    name: str
+    source: str
+    types: tuple[str, ...]
+    mape: float
+    forced: bool
+
+
 class Prediction(Frozen):
     """A model's predicted latency and what it rests on. `--json` prints it as it is. Version 1 is the first.
 
@@ -86,6 +105,7 @@ class Prediction(Frozen):
         time_share, kernel_count: by provenance: ratios of kernel_sum_ms, and numbers of nodes.
         kernels: each kernel once, the ones with the most time first.
         types_without_predictor: an older name of estimated_operators.
+        estimators: the admitted estimators that predicted some of the kernels; left out where there are none.
         dims: the sizes given to dynamic dimensions.
         static: whether sizes were fixed before ONNX Runtime optimised the model; true where the file fixes all of them.
         batch, items_per_second: of the first input; None where it has no dimension.
@@ -118,6 +138,7 @@ class Prediction(Frozen):
     kernel_count: dict[Provenance, int]
     kernels: tuple[KernelShare, ...]
     types_without_predictor: tuple[str, ...]
+    estimators: tuple[UsedEstimator, ...] = Field((), exclude_if=lambda used: not used)
     dims: dict[str, int]
     static: bool = True
     batch: int | None

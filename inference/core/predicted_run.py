@@ -37,6 +37,7 @@ from inference.core.uncertainty import (
     shortness,
     uncertainty_warnings,
 )
+from inference.core.used_estimators import used_estimators
 from inference.sharing.co_runner import UnderLoad, under_load
 
 if TYPE_CHECKING:
@@ -185,7 +186,8 @@ def _prediction(run: ModelRun, conditions: Conditions, composed: Composed, times
         load=conditions.load or ({} if shared else "idle"), under_load=shared,
         host_pace=pace.ratio if pace else None, host_pace_source=pace.source if pace else None,
         strict=conditions.strict, time_share=times.shares, kernel_count=times.nodes, kernels=_kernel_shares(run, times),
-        types_without_predictor=estimated, dims=record.dims, static=record.static, batch=record.batch,
+        types_without_predictor=estimated, estimators=used_estimators(record, run.known, conditions),
+        dims=record.dims, static=record.static, batch=record.batch,
         items_per_second=record.batch / latency * 1e3 if record.batch and latency else None,
         memory=memory, peak_memory_mib=memory.peak_mib, device_memory_mib=there_mib,
         fits_memory=None if there_mib is None else memory.least_mib <= there_mib,

@@ -22,6 +22,7 @@ from inference.core.predicted_run import PredictedRun, predicted_run
 from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.sources import Source, record_of
 from inference.core.targets import Fitted, check_target, fitted_for, predictor_folders
+from inference.core.used_estimators import estimator_warnings
 from inference.sharing.shared_models import SharedModel, shared_model_of
 from inference.sharing.slo import PERCENTILE, SloUnderLoad, objective_of
 from training.energy.learned import EnergyModel, read_energy
@@ -86,21 +87,23 @@ class Predictor:
         target: the name that was given; `fitted.target` is the target that was found for it.
         strict: predict every kernel, even measured ones.
         force: predict although the element type or ONNX Runtime's minor version is not the predictors' (with a warning).
+        estimators: files and folders with the code of admitted estimators of your own (docs/estimators.md); it is run.
     """
 
     def __init__(self, workspace: Workspace | None = None, target: str | None = None, *, strict: bool = False,
-                 force: bool = False) -> None:
+                 force: bool = False, estimators: Sequence[Path] = ()) -> None:
         """Makes a predictor; nothing is read yet.
 
         Args:
             workspace: by default the repository.
             target: the target's name, or a part of it; by default this machine, or the only target with predictors.
-            strict, force: see the class.
+            strict, force, estimators: see the class.
         """
         self.workspace = workspace or Workspace()
         self.target = target
         self.strict = strict
         self.force = force
+        self.estimators = tuple(estimators)
 
     @cached_property
     def fitted(self) -> Fitted:
@@ -109,7 +112,7 @@ class Predictor:
         Raises:
             UserError: there are no predictors for it, or they can't be read.
         """
-        return fitted_for(self.workspace, self.target)
+        return fitted_for(self.workspace, self.target, self.estimators)
 
     @cached_property
     def learned_energy(self) -> EnergyModel:
@@ -174,7 +177,8 @@ class Predictor:
                                 shared_gpu_of(fitted, used, run_mode, load, co_runner), pace)
         known = kernels_in_models(records, conditions)
         return [predicted_run(record, known, conditions, (
-            *notices, *of_record, *sharing_warning(conditions.shared_gpu), *model_warnings(record, known, run_mode)))
+            *notices, *of_record, *sharing_warning(conditions.shared_gpu), *model_warnings(record, known, run_mode),
+            *estimator_warnings(record, known, conditions)))
             for record, of_record in zip(records, mismatches, strict=True)]
 
 

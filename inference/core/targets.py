@@ -146,8 +146,12 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def fitted_for(workspace: Workspace, name: str | None = None) -> Fitted:
+def fitted_for(workspace: Workspace, name: str | None = None, estimators: Sequence[Path] = ()) -> Fitted:
     """What was learned for the target `name` (or for the one that `choose_target` finds).
+
+    Args:
+        workspace, name: as of `choose_target`.
+        estimators: the user's files and folders in which the code of admitted estimators may lie.
 
     Raises:
         UserError: as `choose_target`, and where the files can't be read.
@@ -155,10 +159,11 @@ def fitted_for(workspace: Workspace, name: str | None = None) -> Fitted:
     name, notices = choose_target(workspace, name)
     folder = predictor_folders(workspace)[name]
     there = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))  # not what is just being written
-    key = (str(folder), *((entry.name, about.st_size, about.st_mtime_ns) for entry in there if (about := _about(entry))))
+    key = (str(folder), tuple(map(str, estimators)),
+           *((entry.name, about.st_size, about.st_mtime_ns) for entry in there if (about := _about(entry))))
 
     def load() -> tuple[Predictors, Composition, HostSide, Sharing | None, Uncertainty]:
-        predictors = read_predictors(folder)
+        predictors = read_predictors(folder, tuple(estimators))
         composition = read_composition(folder, predictors.sidecar.dataset_sha256)
         return predictors, composition, read_host_side(folder), read_sharing(folder), read_uncertainty(folder)
 

@@ -12,7 +12,7 @@ Where that moves the latency by more than ROUGH, the prediction is a rough estim
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ort_analysis.records.kernel_record import Kernel
@@ -42,7 +42,7 @@ UNKNOWN = 2.0  # the factor by which a prediction may be off if no errors are kn
 
 PACE_WORTH_SAYING = 0.05  # of the latency: no warning about an unknown host's pace that moves it by less
 
-Reason = Literal["estimated", "on the CPU", "other form", "beyond", "control flow"]
+Reason = Literal["estimated", "on the CPU", "other form", "beyond", "control flow", "forced"]
 # The reasons that a calibrated interval (training/composition/intervals.py) covers, and as what.
 CALIBRATED: dict[Reason, Strangeness] = {
     "estimated": "unmeasured", "other form": "other form", "beyond": "beyond"}
@@ -122,7 +122,8 @@ class KernelUncertainty(NamedTuple):
 def kernel_uncertainties(kernels: Iterable[Kernel], provenance: Iterable[str], fitted: Fitted,
                          label: str) -> dict[str, KernelUncertainty]:
     """The kernels that are uncertain, by id. Measured kernels are not, nor are those that only rename a tensor."""
-    found, predicted = dict[str, KernelUncertainty](), []
+    found, predicted = dict[str, KernelUncertainty](), list[Kernel]()
+    kernels, provenance = list(kernels), list(provenance)
     for kernel, origin in zip(kernels, provenance, strict=True):
         if not kernel.moves_data or origin == "measured":
             continue
@@ -137,7 +138,23 @@ def kernel_uncertainties(kernels: Iterable[Kernel], provenance: Iterable[str], f
     for name, times in fitted.predictors.beyond_range(predicted).items():
         off = times ** BEYOND_POWER
         found[name] = KernelUncertainty("beyond", Span(1.0 / off, off), CERTAIN, times >= FAR)
-    return found
+    return found | _forced(kernels, provenance, fitted.predictors, label, found)
+
+
+def _forced(kernels: Iterable[Kernel], provenance: Iterable[str], predictors: Predictors, label: str,
+            found: Mapping[str, KernelUncertainty]) -> dict[str, KernelUncertainty]:
+    """The kernels that an estimator predicts which was admitted by force: its errors on held-out kernels, together with what is
+    `found` already."""
+    if predictors.admitted is None:
+        return {}
+    entries = {name: entry for name, entry in predictors.admitted.of(label).items() if entry.forced}
+    forced = {}
+    for kernel, origin in zip(kernels, provenance, strict=True):
+        if kernel.type in entries and kernel.moves_data and origin == "predicted":
+            own = Span(*entries[kernel.type].true_over_predicted)
+            before = found.get(kernel.id, KernelUncertainty("forced", CERTAIN, CERTAIN, True))
+            forced[kernel.id] = KernelUncertainty("forced", joined([own, before.time]), before.launches, True)
+    return forced
 
 
 def joined(spans: Iterable[Span]) -> Span:
@@ -235,7 +252,8 @@ def uncertainty_warnings(uncertainties: Sequence[tuple[Kernel, KernelUncertainty
     by = f"may move the latency by {moved.low - 1:+.0%} to {moved.high - 1:+.0%}"
     for reason, what in (("estimated", "never measured and estimated from operators of their class"),
                          ("on the CPU", "run on the CPU in a CUDA session, where nothing was measured"),
-                         ("other form", "measured for other ranks or element types only")):
+                         ("other form", "measured for other ranks or element types only"),
+                         ("forced", "predicted by an estimator that was admitted by force")):
         if names := sorted({kernel.type for kernel, uncertainty in uncertainties if uncertainty.reason == reason}):
             warnings.append(f"{'rough estimate: ' if rough else ''}{', '.join(names)}: {what}; uncertain kernels {by}")
     if rough and not warnings:

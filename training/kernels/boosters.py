@@ -61,7 +61,7 @@ class SavedBoosters(Mapping[str, "xgboost.Booster"]):
 
     def __getitem__(self, name: str) -> xgboost.Booster:
         if name not in self._read:
-            self._read[name] = self._open(self._packed[name])
+            self._read[name] = open_booster(self._packed[name], self._where)
         return self._read[name]
 
     @property
@@ -74,15 +74,6 @@ class SavedBoosters(Mapping[str, "xgboost.Booster"]):
 
     def __len__(self) -> int:
         return len(self._packed)
-
-    def _open(self, packed: bytes) -> xgboost.Booster:
-        xgboost = import_xgboost()
-        try:
-            booster = xgboost.Booster(model_file=bytearray(zlib.decompress(packed)))
-        except (zlib.error, xgboost.core.XGBoostError, ValueError) as error:
-            raise UserError(f"{self._where}: not a saved predictor ({error}); train again: {TRAIN}") from None
-        booster.set_param({"nthread": 1})  # for a few dozen rows, starting threads would take longer than predicting
-        return booster
 
 
 def import_xgboost() -> ModuleType:
@@ -98,6 +89,21 @@ def import_xgboost() -> ModuleType:
         finally:
             del sys.modules["sklearn"]
     return importlib.import_module("xgboost")
+
+
+def open_booster(packed: bytes, where: Path) -> xgboost.Booster:
+    """The booster that `pack_booster` packed. It predicts with one thread.
+
+    Raises:
+        UserError: it is none; the message names `where` it lies.
+    """
+    xgboost = import_xgboost()
+    try:
+        booster = xgboost.Booster(model_file=bytearray(zlib.decompress(packed)))
+    except (zlib.error, xgboost.core.XGBoostError, ValueError) as error:
+        raise UserError(f"{where}: not a saved predictor ({error}); train again: {TRAIN}") from None
+    booster.set_param({"nthread": 1})  # for a few dozen rows, starting threads would take longer than predicting
+    return booster
 
 
 def pack_booster(booster: xgboost.Booster) -> bytes:

@@ -196,14 +196,14 @@ def fit_kernel_model(rows: TrainingSet, label: str, own: Sequence[str], config: 
     predictor_of = dict.fromkeys(problem.type_codes, SHARED)
     for name in own:
         if (rows.types == name).any():
-            boosters[name] = _train_own(name, rows, problem, settings, config.seed, label == GPU_LABEL)
+            boosters[name] = train_own(name, rows, problem, settings, config.seed, label == GPU_LABEL)
             predictor_of[name] = name
     of_classes = learn_classes(rows, problem, config, steady=steady)
     return KernelModel(rows.schema, problem.roofline, problem.type_codes, predictor_of, WithClasses(boosters, of_classes),
                        tuple(rows.idle_load.values()))
 
 
-def _train_own(name: str, rows: TrainingSet, problem: Problem, settings: XgboostSettings, seed: int,
+def train_own(name: str, rows: TrainingSet, problem: Problem, settings: XgboostSettings, seed: int,
                on_gpu: bool) -> xgboost.Booster:
     """The booster of one kernel type; `on_gpu`: of the GPU's time, learned from related types too (see relatives.py)."""
     weights = row_weights(name, rows.types) if on_gpu else (rows.types == name).astype(float)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from benchmark.records.labels import GPU_LABEL
 from ort_analysis.records.kernel_record import Kernel
+from training.admission.admitted import AdmittedEstimators, read_entries
 from training.kernels.beyond import times_beyond
 from training.kernels.boosters import SavedBoosters
 from training.kernels.estimators import SHARED, KernelModel, predict_kernels
@@ -88,12 +89,14 @@ class Predictors:
         sidecar: what it says of them.
         measured: idle times (ms) by kernel id and label.
         pickles: the bytes of the files with boosters, by file name, checked when they are read.
+        admitted: estimators that were admitted for some kernel types, which they predict in place of the boosters.
     """
 
     folder: Path
     sidecar: Sidecar
     measured: Mapping[str, dict[str, float]]
     pickles: Mapping[str, bytes]
+    admitted: AdmittedEstimators | None = None
     _models: dict[str, KernelModel | Transferred] = field(default_factory=dict, repr=False)
     _features: dict[str, list[float]] = field(default_factory=dict, repr=False)
     _times: dict[tuple[Any, ...], dict[str, tuple[float, str]]] = field(default_factory=dict, repr=False)
@@ -211,6 +214,8 @@ class Predictors:
             return times
         model = self.kernel_model(label)
         predicted = predict_kernels(model, rest, self.features_of(rest), load)
+        if self.admitted:
+            predicted = self._by_admitted(self.admitted, rest, predicted, load, label)
         for kernel, time_ms in zip(rest, predicted.tolist(), strict=True):
             known = kernel.type in model.predictor_of
             if not known and not kernel.moves_data:  # of any type: it only renames a tensor, which costs next to nothing
@@ -219,15 +224,38 @@ class Predictors:
                 times[kernel.id] = (time_ms, "predicted" if known else "estimated")
         return times
 
+    def _by_admitted(self, admitted: AdmittedEstimators, kernels: Sequence[Kernel], predicted: npt.NDArray[np.float64],
+                     load: tuple[float, ...], label: str) -> npt.NDArray[np.float64]:
+        """The times (ms) of kernels, those of some types by admitted estimators. Under a load, these are multiplied by the
+        slowdown that the boosters predict.
+
+        Args:
+            predicted: by the boosters, under `load`.
+        """
+        times, entry_of, idle_load = predicted.copy(), admitted.of(label), tuple(self.sidecar.idle_load.values())
+        for entry in {entry.file: entry for entry in entry_of.values()}.values():
+            rows = [row for row, kernel in enumerate(kernels) if entry_of.get(kernel.type) == entry and kernel.moves_data]
+            if rows:
+                served = [kernels[row] for row in rows]
+                times[rows] = admitted.predict_ms(entry, served)
+                if load != idle_load:
+                    idle = predict_kernels(self.kernel_model(label), served, self.features_of(served), idle_load)
+                    times[rows] *= predicted[rows] / idle
+        return times
+
 
 def read_measured(folder: Path, sidecar: Sidecar) -> MeasuredTimes:
     """The measured idle times (ms) by kernel id and label; errors as of `read_checked`."""
     return MeasuredTimes(gzip.decompress(read_checked(folder / sidecar.measured, sidecar.measured_sha256)))
 
 
-def read_predictors(folder: Path) -> Predictors:
-    """The predictors in `folder`. Every file is checked against the sidecar when it is read. Boosters are read at the first
-    prediction that needs them, which then raises the same errors.
+def read_predictors(folder: Path, estimators: Sequence[Path] = ()) -> Predictors:
+    """The predictors in `folder`. Every file is checked against the sidecar when it is read. Boosters and admitted estimators
+    are read at the first prediction that needs them, which then raises the same errors.
+
+    Args:
+        folder: of the target's predictors.
+        estimators: the user's files and folders in which the code of admitted estimators may lie.
 
     Raises:
         UserError: there are none, they are of another version, or a file is missing or damaged.
@@ -238,4 +266,6 @@ def read_predictors(folder: Path) -> Predictors:
     for path, sha256 in files_of.values():
         if not path.is_file():
             read_checked(path, sha256)
-    return Predictors(folder, sidecar, read_measured(folder, sidecar), CheckedFiles(files_of))
+    entries = read_entries(folder)
+    admitted = AdmittedEstimators(folder, sidecar.target, entries, estimators) if entries else None
+    return Predictors(folder, sidecar, read_measured(folder, sidecar), CheckedFiles(files_of), admitted)

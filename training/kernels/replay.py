@@ -61,13 +61,24 @@ class Replay:
 
     def held_out(self, count: int) -> Replay:
         """The same with each family held out, at most `count` folds."""
-        families = sorted(set().union(*self.rows.groups))
-        folds = []
-        for place in range(min(count, len(families))):
-            out = {name for number, name in enumerate(families) if number % count == place}
-            tested = [bool(groups) and groups <= out for groups in self.rows.groups]
-            folds.append(Fold(np.array([not groups & out for groups in self.rows.groups]), np.array(tested) & self.of_models))
-        return replace(self, folds=tuple(fold for fold in folds if fold.tested.any()))
+        return replace(self, folds=family_folds(self.rows.groups, self.of_models, count))
+
+
+def family_folds(groups: Sequence[frozenset[str]], of_models: Mask, count: int) -> tuple[Fold, ...]:
+    """At most `count` folds in which each family is held out once.
+
+    Args:
+        groups: the families of each row.
+        of_models: whether a model holds the kernel of each row.
+        count: of the folds; several families share one where there are more of them.
+    """
+    families = sorted(set().union(*groups))
+    folds = []
+    for place in range(min(count, len(families))):
+        out = {name for number, name in enumerate(families) if number % count == place}
+        tested = np.array([bool(of_row) and of_row <= out for of_row in groups])
+        folds.append(Fold(np.array([not of_row & out for of_row in groups]), tested & of_models))
+    return tuple(fold for fold in folds if fold.tested.any())
 
 
 def read_replay(workspace: Workspace, target: str, rows: TrainingSet, label: str) -> Replay:

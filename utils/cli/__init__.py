@@ -3,6 +3,7 @@
 from utils.cli.option_types import address, count, counts, out_file, pace, percentile, port, positive, whole
 from utils.cli.options import (
     add_dim,
+    add_estimators,
     add_load,
     add_model,
     add_run_mode,
@@ -26,6 +27,7 @@ __all__ = [
     "LEFT_OUT",
     "OS_ERROR_ADVICE",
     "add_dim",
+    "add_estimators",
     "add_load",
     "add_model",
     "add_run_mode",

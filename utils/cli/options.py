@@ -44,6 +44,12 @@ def add_trust(made: argparse.ArgumentParser) -> None:
                       help="predict although element type or ONNX Runtime version are not the predictors'")
 
 
+def add_estimators(made: argparse.ArgumentParser) -> None:
+    """`--estimators`: the user's own estimators, which are run."""
+    made.add_argument("--estimators", type=Path, action="append", default=[], metavar="PATH",
+                      help="a file with estimators of your own, or a folder of them; they are run (repeatable)")
+
+
 def add_dim(made: argparse.ArgumentParser) -> None:
     """`--dim NAME=SIZE[,SIZE…]` (repeatable): the sizes of a model's dynamic dimensions; and `--branch`, which is kept as such
     a size."""

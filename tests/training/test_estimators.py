@@ -1,0 +1,356 @@
+"""The open door: estimators from a file, a package and the repository are checked, admitted, and used; or refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trained_workspace
+from command import run_script
+from conftest import Once
+
+from inference.core.predictor import Predictor
+from ort_analysis.graph.analysis import analyze
+from ort_analysis.records.kernel_record import Kernel
+from ort_analysis.records.reading import record_path
+from training.admission import admitted, finding
+from training.admission.checking import task_for
+from training.admission.finding import VARIABLE, find_estimator, find_estimators
+from training.admission.interface import Environment
+from training.admission.saved_form import CLASS, from_bytes, to_bytes
+from training.kernels.estimators import train_forest
+from training.kernels.settings import TrainingConfig
+from training.kernels.training_set import read_training_set
+from utils import files
+from utils.errors import UserError
+from utils.fingerprint import local_target
+from utils.paths import ROOT, Workspace
+
+CHECK = "training/check_estimator.py"
+NAME = "softmax_by_bytes"
+PAGE = (ROOT / "docs" / "estimators.md").read_text(encoding="utf-8")
+(EXAMPLE,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+COMMANDS = [line for line in re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[0].splitlines() if line]
+NEW = dict(channels=20, batch=2, extra="Softmax")
+SHIPPED = ("boosted_trees", "in_use", "neural_network", "random_forest", "roofline")
+
+
+def make_softmax_workspace(root: Path) -> None:
+    """Three families of eight small nets with a Softmax, a made-up dataset of their kernels, and predictors trained on it."""
+    workspace = Workspace(root)
+    records = []
+    for family, batch in (("anet", 1), ("bnet", 2), ("cnet", 4)):
+        for channels in (8, 16, 24, 32, 40, 48, 56, 64):
+            path = trained_workspace.conv_net(workspace.models / f"{family}_c{channels}.onnx", channels=channels, batch=batch,
+                                              extra="Softmax")
+            record = analyze(path, "cpu")
+            files.write_json(record_path(workspace, record.flavour, record.model), record)
+            records.append(record)
+    trained_workspace.make_dataset(workspace, records)
+    files.write_text(root / "training.yaml", trained_workspace.TRAINING)
+    for script, *options in (["training/train_kernel_model.py", "--config", str(root / "training.yaml")],
+                             ["training/fit_composition.py"]):
+        done = run_script(script, "--workspace", root, "--quiet", *options)
+        assert done.returncode == 0, done.stderr
+    trained_workspace.conv_net(workspace.models / "mine.onnx", **NEW)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def made(once: Once) -> Path:
+    return once("softmax", make_softmax_workspace)
+
+
+@pytest.fixture
+def mine(made: Path, tmp_path: Path) -> Workspace:
+    """A copy that a test may change, with the page's example in a folder of its own."""
+    workspace = Workspace(Path(shutil.copytree(made, tmp_path / "mine")))
+    files.write_text(workspace.root / "estimators" / f"{NAME}.py", EXAMPLE)
+    return workspace
+
+
+def named(workspace: Workspace) -> Path:
+    return workspace.root / "estimators" / f"{NAME}.py"
+
+
+def check(workspace: Workspace, *options: str | Path) -> subprocess.CompletedProcess[str]:
+    return run_script(CHECK, "--workspace", workspace.root, "--config", workspace.root / "training.yaml", *options)
+
+
+def folder_of(workspace: Workspace) -> Path:
+    return workspace.predictors(local_target("cpu").name)
+
+
+def softmax_of(workspace: Workspace) -> Kernel:
+    return next(kernel for kernel in analyze(workspace.models / "mine.onnx", "cpu").kernels.values() if kernel.type == "Softmax")
+
+
+def worse(workspace: Workspace) -> Path:
+    """An estimator that takes every time to be eight times as long."""
+    path = workspace.root / "worse.py"
+    files.write_text(path, EXAMPLE.replace(NAME, "worse").replace("return self.floor_ms +", "return 8 * self.floor_ms + 8 *"))
+    return path
+
+
+def test_the_page_as_it_stands(mine: Workspace) -> None:
+    """Its file and its commands, each in a process of its own."""
+    said = []
+    for line in COMMANDS:
+        words = line.replace("out/mine", str(mine.root)).split()
+        done = subprocess.run([sys.executable, *words[1:], "--json"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        said.append((json.loads(done.stdout) if done.stdout else None, done.stderr))
+    (table, told), (answers, warned), (listed, _), _ = said
+    errors = {row["estimator"]: row["MAPE_%"] for row in table}
+    assert errors[NAME] < 0.01  # the made-up times are exactly of this form
+    assert errors[NAME] < errors["what is in use"]
+    assert f"{NAME}: admitted for Softmax" in told
+    (answer,) = answers
+    (used,) = answer["estimators"]
+    assert (used["name"], used["types"], used["forced"]) == (NAME, ["Softmax"], False)
+    assert f"Softmax: predicted by the estimator {NAME}" in warned
+    (softmax,) = [kernel for kernel in answer["kernels"] if kernel["type"] == "Softmax"]
+    assert softmax["latency_ms"] == pytest.approx(trained_workspace.made_up_ms(softmax_of(mine)), rel=1e-3)
+    assert softmax["provenance"] == "predicted"
+    (row,) = [row for row in listed if row["estimator"] == NAME]
+    assert (row["from"], row["admitted for"]) == (f"file {NAME}.py", "Softmax")
+    assert not admitted.read_entries(folder_of(mine))  # the last command removed it
+    assert not list(folder_of(mine).glob("estimator_*"))
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package on the path that declares the page's example as an entry point."""
+    site = tmp_path / "site"
+    files.write_text(site / "bytes_of_softmax" / "__init__.py", EXAMPLE.replace(f'"{NAME}"', '"from_a_package"'))
+    about = site / "bytes_of_softmax-1.5.dist-info"
+    files.write_text(about / "METADATA", "Metadata-Version: 2.1\nName: bytes-of-softmax\nVersion: 1.5\n")
+    files.write_text(about / "entry_points.txt", f"[{finding.GROUP}]\nfrom_a_package = bytes_of_softmax:SoftmaxByBytes\n")
+    monkeypatch.syspath_prepend(str(site))
+    yield site
+    sys.modules.pop("bytes_of_softmax", None)
+
+
+def test_one_through_an_entry_point(mine: Workspace, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = check(mine, "from_a_package")
+    assert done.returncode == 0, done.stderr
+    answer = Predictor(mine).predict("mine.onnx")
+    assert [(one.name, one.source) for one in answer.estimators] == [("from_a_package", "package bytes-of-softmax 1.5")]
+    sys.path.remove(str(package))
+    with pytest.raises(UserError, match=r"from_a_package: not found.*--remove from_a_package"):
+        Predictor(mine, estimators=[mine.root / "estimators"]).predict("mine.onnx")
+
+
+def test_one_in_the_repositorys_folder(mine: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file put next to those of Hase is found; here the folder is a copy."""
+    import training.estimators
+
+    copy = Path(shutil.copytree(ROOT / "training" / "estimators", tmp_path / "estimators"))
+    files.write_text(copy / "added.py", EXAMPLE.replace(NAME, "added"))
+    monkeypatch.setattr(finding, "ESTIMATORS", copy)
+    monkeypatch.setattr(training.estimators, "__path__", [*training.estimators.__path__, str(copy)])
+    assert find_estimator("added").source == "Hase"
+    assert check(mine, "added").returncode == 0
+
+
+def test_what_is_not_better_is_not_admitted_unless_forced(mine: Workspace) -> None:
+    before = Predictor(mine, strict=True).predict("mine.onnx")
+    done = check(mine, "worse", "--estimators", worse(mine))
+    assert done.returncode == 1
+    assert "not admitted: its error on held-out kernels is 700.0%" in done.stderr
+    assert not (folder_of(mine) / admitted.FILE).exists()
+    assert check(mine, "worse", "--estimators", worse(mine), "--force").returncode == 0
+    forced = Predictor(mine, strict=True, estimators=[worse(mine)]).predict("mine.onnx")
+    assert [one.forced for one in forced.estimators] == [True]
+    assert any("forced: it is not better" in warning for warning in forced.warnings)
+    (softmax,) = [kernel for kernel in forced.kernels if kernel.type == "Softmax"]
+    assert softmax.latency_ms == pytest.approx(8 * trained_workspace.made_up_ms(softmax_of(mine)), rel=1e-3)
+    assert forced.interval_ms[0] / forced.latency_ms < 0.9 * before.interval_ms[0] / before.latency_ms  # the truth is below
+    assert (before.rough_estimate, forced.rough_estimate) == (False, True)
+
+
+def test_another_check_compares_with_what_was_admitted(mine: Workspace) -> None:
+    """What an estimator replaces may itself be one; it takes over the types, and is not compared with itself."""
+    assert check(mine, NAME, "--estimators", named(mine)).returncode == 0
+    assert check(mine, NAME, "--estimators", named(mine)).returncode == 0
+    second = mine.root / "second.py"
+    files.write_text(second, EXAMPLE.replace(NAME, "second"))
+    done = check(mine, "second", "--estimators", second, "--estimators", named(mine))
+    assert (done.returncode, "not admitted" in done.stderr) == (1, True)  # just as good as the first is not better
+    assert check(mine, "second", "--estimators", second, "--estimators", named(mine), "--force").returncode == 0
+    (entry,) = admitted.read_entries(folder_of(mine))
+    assert (entry.name, entry.types, entry.forced) == ("second", ("Softmax",), True)
+    assert len(list(folder_of(mine).glob("estimator_*"))) == 1
+
+
+def test_a_workspaces_files_do_not_run_by_themselves(mine: Workspace) -> None:
+    mark = mine.root / "it_ran"
+    files.write_text(mine.root / "estimators" / "hostile.py", f"open({str(mark)!r}, 'w')\n{EXAMPLE}")
+    assert check(mine, "--list").returncode == 0
+    assert check(mine, "xgboost", "--types", "Softmax", "--dry-run").returncode in (0, 1)
+    Predictor(mine).predict("mine.onnx")
+    assert not mark.exists()
+    find_estimators([mine.root / "estimators" / "hostile.py"])
+    assert mark.exists()
+
+
+def test_other_code_than_was_checked_is_refused(mine: Workspace) -> None:
+    assert check(mine, NAME, "--estimators", named(mine)).returncode == 0
+    with pytest.raises(UserError, match=f"{NAME}: not found"):
+        Predictor(mine).predict("mine.onnx")
+    assert Predictor(mine, estimators=[named(mine)]).predict("mine.onnx").estimators
+    named(mine).write_text(EXAMPLE + "\n# changed\n")
+    with pytest.raises(UserError, match="is another; check it again"):
+        Predictor(mine, estimators=[named(mine).parent]).predict("mine.onnx")
+    (path,) = folder_of(mine).glob("estimator_*")
+    named(mine).write_text(EXAMPLE)
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(UserError, match="damaged or changed"):
+        Predictor(mine, estimators=[named(mine)]).predict("mine.onnx")
+
+
+def test_the_environment_names_files_too(mine: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert NAME not in find_estimators()
+    monkeypatch.setenv(VARIABLE, str(named(mine).parent))
+    assert find_estimator(NAME).source == f"file {NAME}.py"
+
+
+def test_under_a_load_it_takes_the_predictors_slowdown(mine: Workspace) -> None:
+    kernel, load = softmax_of(mine), {trained_workspace.METRIC: 0.5}
+    plain = Predictor(mine).fitted.predictors
+    slowdown = plain.predict([kernel], load).latency_ms[0] / plain.predict([kernel], {}, strict=True).latency_ms[0]
+    assert slowdown > 1.2
+    assert check(mine, NAME, "--estimators", named(mine), "--label", plain.labels[0]).returncode == 0
+    found = Predictor(mine, estimators=[named(mine)]).fitted.predictors
+    idle, loaded = (found.predict([kernel], one, strict=True).latency_ms[0] for one in ({}, load))
+    assert idle == pytest.approx(trained_workspace.made_up_ms(kernel), rel=1e-3)
+    assert loaded / idle == pytest.approx(slowdown)
+
+
+def test_where_none_is_admitted_nothing_is_looked_for(mine: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def looked(*_: object) -> None:
+        raise AssertionError("looked for estimators")
+
+    monkeypatch.setattr(finding, "find_estimators", looked)
+    predictor = Predictor(mine)
+    answer = predictor.predict("mine.onnx")
+    assert predictor.fitted.predictors.admitted is None
+    assert "estimators" not in answer.model_dump(mode="json")
+
+
+def softmax_task(workspace: Workspace) -> Any:
+    config = TrainingConfig(folds=2, threads=1)
+    rows = read_training_set(workspace, local_target("cpu").name)
+    return task_for(workspace, rows, "run", lambda name: name == "Softmax", None, config)
+
+
+def test_families_are_held_out(made: Path) -> None:
+    task = softmax_task(Workspace(made))
+    assert task.hold_out == "family"
+    assert (task.types, int(task.tested.sum())) == (("Softmax",), 24)
+    for learn, test in task.folds:
+        out = set().union(*(task.rows.groups[row] for row in np.flatnonzero(test)))
+        assert not any(task.rows.groups[row] & out for row in np.flatnonzero(learn))
+    with pytest.raises(UserError, match="0 such kernels were measured, a check needs 20"):
+        task_for(Workspace(made), task.rows, "run", lambda name: name == "Tanh", None, task.config)
+
+
+@pytest.mark.parametrize("name", ["roofline", "random_forest", "xgboost", "neural_network", "in_use"])
+def test_those_of_hase_predict_the_same_after_saving(name: str, made: Path) -> None:
+    task = softmax_task(Workspace(made))
+    found = find_estimator(name).estimator
+    fitted = task.fitted_to_all(found)
+    features = task.features(found.features, task.chosen)
+    types = task.rows.types[task.chosen].tolist()
+    again = from_bytes(to_bytes(fitted), found, Path("saved"))
+    predicted = fitted.predict_ms(types, features)
+    assert np.array_equal(again.predict_ms(types, features), predicted)
+    assert np.abs(predicted / task.rows.times_ms["run"][task.chosen] - 1).mean() < 0.25  # on what it learned from
+    if name == "random_forest":
+        matrix = fitted._matrix(types, features)
+        moved, flops = features[:, 1], features[:, 0]
+        ratios = np.log(task.rows.times_ms["run"][task.chosen] / fitted.roofline.bound_ms(flops, moved))
+        real = train_forest(matrix, ratios, task.config.forest, task.config.seed)
+        assert fitted.log_ratios(matrix) == pytest.approx(real.predict(matrix))
+
+
+def test_all_of_them_in_one_table(mine: Workspace) -> None:
+    done = check(mine, "--types", "Softmax,Gemm", "--estimators", named(mine), "--json")
+    assert done.returncode == 0, done.stderr
+    table = json.loads(done.stdout)
+    by_type = {part: [row["estimator"] for row in table if row["type"] == part] for part in ("all", "Gemm", "Softmax")}
+    for_all = ["what is in use", "roofline", "neural_network", "random_forest", "xgboost"]
+    assert sorted(by_type["all"]) == sorted(by_type["Gemm"]) == sorted(for_all)
+    assert sorted(by_type["Softmax"]) == sorted([*for_all, NAME])
+    assert not (folder_of(mine) / admitted.FILE).exists()
+
+
+def test_a_class_that_is_not_listed_is_refused(made: Path) -> None:
+    task = softmax_task(Workspace(made))
+    found = find_estimator("roofline").estimator
+    fitted = task.fitted_to_all(found)
+    data = json.loads(gzip.decompress(to_bytes(fitted)))
+    assert data["learned"]["roofline"][CLASS] == "Roofline"
+    data["learned"]["roofline"][CLASS] = "Popen"
+    with pytest.raises(UserError, match="refused: it holds a Popen"):
+        from_bytes(gzip.compress(json.dumps(data).encode()), found, Path("saved"))
+
+    class Forgetful(found):  # type: ignore[valid-type, misc]
+        saved_classes = ()
+
+    forgetful = Forgetful()
+    forgetful.restore(fitted.saved())
+    with pytest.raises(UserError, match="saves a Roofline, which its saved_classes do not list"):
+        to_bytes(forgetful)
+    with pytest.raises(UserError, match="refused: it holds a Roofline"):
+        from_bytes(to_bytes(fitted), Forgetful, Path("saved"))
+
+
+@pytest.mark.parametrize(("damage", "said"), [
+    ({"version": 2}, "version 2"), ({"estimator_version": 7}, "estimator_version 7"),
+    ({"feature_schema": ["work", 9]}, "feature_schema"), ({"learned": {}}, "can't read what it saved"),
+    ({"learned": {"roofline": {CLASS: "Roofline", "fields": {"floor_ms": "x"}}}}, "damaged: Roofline")])
+def test_damaged_forms_are_refused(damage: dict[str, Any], said: str, made: Path) -> None:
+    found = find_estimator("roofline").estimator
+    data = json.loads(gzip.decompress(to_bytes(softmax_task(Workspace(made)).fitted_to_all(found))))
+    with pytest.raises(UserError, match=said):
+        from_bytes(gzip.compress(json.dumps(data | damage).encode()), found, Path("saved"))
+    with pytest.raises(UserError, match="not a saved estimator"):
+        from_bytes(b"\x80\x04pickle", found, Path("saved"))
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("x = 1\n", "defines no Estimator"), ("import nowhere_to_be_found\n", "can't be run"),
+    (EXAMPLE.replace('    name = "softmax_by_bytes"\n', ""), "does not state its name"),
+    (EXAMPLE.replace(NAME, "../x"), "letters, digits"), (EXAMPLE.replace(f'"{NAME}"', '"roofline"'), "two have this name"),
+    (EXAMPLE.replace('Environment(device="cpu"), ', ""), "no tuple of Environment")])
+def test_files_that_are_no_estimators(text: str, said: str, tmp_path: Path) -> None:
+    files.write_text(tmp_path / "one.py", text)
+    with pytest.raises(UserError, match=said):
+        find_estimators([tmp_path])
+
+
+def test_predictions_that_are_no_times_are_refused(mine: Workspace) -> None:
+    path = mine.root / "negative.py"
+    files.write_text(path, EXAMPLE.replace(NAME, "negative").replace("return self", "return -self"))
+    done = check(mine, "negative", "--estimators", path, "--force")
+    assert (done.returncode, "something else than a positive number of ms" in done.stderr) == (1, True)
+
+
+def test_it_holds_where_it_says(mine: Workspace) -> None:
+    target = local_target("cpu")
+    assert Environment().holds_for(target)
+    assert Environment(device="cpu", runtime="ort", target=f"{target.name[:5]}*").holds_for(target)
+    assert not Environment(runtime="tvm").holds_for(target)
+    path = mine.root / "elsewhere.py"
+    files.write_text(path, EXAMPLE.replace(NAME, "elsewhere").replace('Environment(device="cpu")', 'Environment(runtime="tvm")'))
+    done = check(mine, "elsewhere", "--estimators", path)
+    assert (done.returncode, "does not hold for" in done.stderr) == (1, True)

@@ -1,0 +1,122 @@
+"""The interface of an estimator of kernel times (docs/estimators.md)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel
+
+from ort_analysis.records.kernel_record import Kernel
+from ort_analysis.records.kernel_types import operator_of
+from training.kernels.operator_classes import OperatorClass, class_of_type
+from training.kernels.schema import FeatureSchema
+from utils.fingerprint import Target
+from utils.frozen import Frozen
+
+if TYPE_CHECKING:
+    from training.kernels.settings import TrainingConfig
+    from training.kernels.training_set import TrainingSet  # needs pandas, which a prediction does not
+
+Floats = npt.NDArray[np.float64]
+Types = npt.NDArray[np.str_]
+
+
+class Environment(Frozen):
+    """Targets that an estimator holds for; "" stands for any.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        runtime: `ort` or `tvm`.
+        target: a pattern of the target's name, such as `nvidia-h200-*`.
+    """
+
+    device: str = ""
+    runtime: str = ""
+    target: str = ""
+
+    def holds_for(self, target: Target) -> bool:
+        return (self.device in ("", target.flavour.device) and self.runtime in ("", target.flavour.runtime)
+                and fnmatchcase(target.name, self.target or "*"))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an estimator is fitted to.
+
+    Attributes:
+        types: kernel type of each row.
+        features: rows × the estimator's features.
+        times_ms: of each row, measured on an idle device.
+        target: the environment: device, runtime, threads.
+        label: which time of a kernel it is (benchmark/records/labels.py).
+        config: of the training.
+        all_rows: everything that may be learned from: kernels of other types, and rows under load, too.
+    """
+
+    types: Types
+    features: Floats
+    times_ms: Floats
+    target: Target
+    label: str
+    config: TrainingConfig
+    all_rows: TrainingSet
+
+
+class Estimator(ABC):
+    """Predicts the times of kernels of some types on an idle device. A subclass states the attributes and has the four methods.
+
+    Attributes:
+        name: unique among all estimators; letters, digits, `_` and `-`.
+        version: changes whenever the saved form, the features or the predictions from them change.
+        operators: ONNX operators that it is for, with whatever is fused into them.
+        classes: classes of operators that it is for. Without operators and classes, it is for every kernel.
+        environments: the targets that it holds for.
+        features: the numbers of a kernel that it reads, and how they are computed.
+        saved_classes: the classes whose instances its saved form holds. Any other is refused when it is read.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+    operators: ClassVar[frozenset[str]] = frozenset()
+    classes: ClassVar[frozenset[OperatorClass]] = frozenset()
+    environments: ClassVar[tuple[Environment, ...]] = (Environment(),)
+    features: ClassVar[FeatureSchema[Kernel]]
+    saved_classes: ClassVar[tuple[type[BaseModel], ...]] = ()
+
+    @abstractmethod
+    def fit(self, measured: Measured) -> None:
+        """Learns from measured kernels."""
+
+    @abstractmethod
+    def predict_ms(self, types: Sequence[str], features: Floats) -> Floats:
+        """The time (ms) of each row.
+
+        Args:
+            types: kernel type of each row.
+            features: rows × the estimator's features.
+        """
+
+    @abstractmethod
+    def saved(self) -> dict[str, Any]:
+        """What was learned: numbers, text, lists, dictionaries, and instances of `saved_classes`."""
+
+    @abstractmethod
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """The opposite of `saved`."""
+
+    @classmethod
+    def is_for(cls, kernel_type: str) -> bool:
+        """Whether it estimates kernels of a type."""
+        if not cls.operators and not cls.classes:
+            return True
+        return operator_of(kernel_type) in cls.operators or class_of_type(kernel_type) in cls.classes
+
+    @classmethod
+    def holds_for(cls, target: Target) -> bool:
+        return any(environment.holds_for(target) for environment in cls.environments)

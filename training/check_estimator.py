@@ -1,0 +1,191 @@
+"""Phase 5.12: measures an estimator of kernel times on held-out kernels, and admits it if it is better (docs/estimators.md).
+
+Reads the dataset and predictors of a target. Holds out families of models in turn (or kernels), fits the estimator, a roofline
+and what is in use to the rest, and prints their errors on the same kernels. If the estimator's is clearly smaller than that of
+what is in use for its kernel types, it is fitted to all kernels and written to training/predictors/<target>/: from then on it
+predicts these types. With --force it is admitted anyway, and predictions that rest on it are less sure.
+
+Without a name, all estimators are compared, and nothing is written. Exit status 1: not admitted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from benchmark.records.labels import GPU_LABEL
+from training.admission.admitted import admit, read_entries, remove
+from training.admission.checking import (
+    BEFORE,
+    ROOFLINE,
+    Floats,
+    Task,
+    about_admitted,
+    environment_error,
+    error_rows,
+    errors_of,
+    in_use_ms,
+    task_for,
+    why_not,
+)
+from training.admission.finding import Found, find_estimator, find_estimators
+from training.composition.fitted import composition_path, read_composition
+from training.estimators.in_use import InUse
+from training.kernels.settings import LAUNCHES, TrainingConfig
+from training.kernels.sidecar import Sidecar, read_sidecar
+from training.kernels.targets import CONFIG, trained_targets
+from training.kernels.training_set import TrainingSet, read_training_set
+from utils import cli
+from utils.config import read_config
+from utils.errors import UserError
+from utils.locks import sole_writer
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+log = get_logger("estimators")
+EXAMPLES = """
+python training/check_estimator.py --types Softmax,Transpose
+python training/check_estimator.py random_forest --types Softmax
+python training/check_estimator.py softmax_by_bytes --estimators out/mine/estimators --workspace out/mine
+python training/check_estimator.py --list
+python training/check_estimator.py --remove random_forest
+"""
+
+
+def options() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("name", nargs="?", help="the estimator to check (default: compare all)")
+    parser.add_argument("--target", help="name of a target with a dataset and predictors (default: the only one)")
+    cli.add_estimators(parser)
+    parser.add_argument("--types", type=lambda text: text.split(","), metavar="TYPE,…",
+                        help="kernel types, such as Softmax,Conv_Relu (default: all that the estimator is for)")
+    parser.add_argument("--hold-out", choices=("family", "kernel"),
+                        help="what is held out together (default: families of models, or kernels where there are too few)")
+    parser.add_argument("--label", help="which time of a kernel (default: the one that predictions are made from)")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="settings (default: training/config.yaml)")
+    parser.add_argument("--force", action="store_true", help="admit it although it is not better")
+    parser.add_argument("--dry-run", action="store_true", help="only say whether it would be admitted")
+    parser.add_argument("--list", action="store_true", help="print the estimators that are there and those that are admitted")
+    parser.add_argument("--remove", metavar="NAME", help="do without an admitted estimator from now on")
+    return parser
+
+
+def only_target(workspace: Workspace, name: str | None) -> str:
+    """The target that is asked for, or the only one with predictors.
+
+    Raises:
+        UserError: there is none, or several.
+    """
+    if name:
+        return name
+    there = trained_targets(workspace)
+    if len(there) > 1:
+        raise UserError(f"which target? give --target: {', '.join(there)}")
+    return there[0]
+
+
+def label_of(folder: Path, sidecar: Sidecar, rows: TrainingSet, asked: str | None) -> str:
+    """The label that is asked for, else that of the composition, else the GPU's or the first.
+
+    Raises:
+        UserError: it was not measured, or is no time.
+    """
+    label = asked or (read_composition(folder, sidecar.dataset_sha256).label if composition_path(folder).is_file() else
+                      GPU_LABEL if GPU_LABEL in rows.times_ms else next(iter(rows.times_ms)))
+    if label == LAUNCHES or label not in rows.times_ms or label not in sidecar.labels:
+        there = [name for name in rows.times_ms if name != LAUNCHES]
+        raise UserError(f"label {label}: no time that was measured on {sidecar.target.name} (there: {', '.join(there)})")
+    return label
+
+
+def wanted_by(found: Sequence[Found], types: Sequence[str] | None, kernel_type: str) -> bool:
+    """Whether kernels of a type are estimated: some estimator is for it, and it is among the types that are asked for."""
+    return (types is None or kernel_type in types) and any(one.estimator.is_for(kernel_type) for one in found)
+
+
+def held_out(task: Task, found: Sequence[Found], in_use: Floats) -> dict[str, Floats]:
+    """The held-out times by name: of what is in use, the roofline, and each estimator."""
+    times_ms = {BEFORE: in_use}
+    for one in cli.progress([find_estimator(ROOFLINE), *(one for one in found if one.estimator.name != ROOFLINE)], "checking"):
+        types = [name for name in task.types if one.estimator.is_for(name)]
+        if types and one.estimator.name != InUse.name:
+            times_ms[one.estimator.name] = task.held_out_ms(one.estimator, types)
+    return times_ms
+
+
+def check(workspace: Workspace, target: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], str, Task]:
+    """The table of errors, and why the estimator is not admitted ("": it is)."""
+    folder, config = workspace.predictors(target), read_config(args.config, TrainingConfig)
+    sidecar, rows = read_sidecar(folder), read_training_set(workspace, target)
+    found = [find_estimator(args.name, args.estimators)] if args.name else [
+        one for one in find_estimators(args.estimators).values() if not environment_error(one.estimator, rows)]
+    if args.name and (error := environment_error(found[0].estimator, rows)):
+        raise UserError(error)
+    if args.name == InUse.name:
+        raise UserError(f"estimator {InUse.name}: it is in use already; others are compared with it")
+    label = label_of(folder, sidecar, rows, args.label)
+    task = task_for(workspace, rows, label, partial(wanted_by, found, args.types), args.hold_out, config)
+    predictors = partial(InUse, sidecar.labels[label].own_types)
+    others = [one for one in read_entries(folder) if one.name != args.name]
+    times_ms = held_out(task, found, in_use_ms(task, predictors, others, args.estimators))
+    refused = ""
+    if args.name:
+        refused = why_not(errors_of(task, times_ms[args.name]), errors_of(task, times_ms[BEFORE]))
+        if not args.dry_run and (not refused or args.force):
+            estimator = task.fitted_to_all(found[0].estimator)
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            with sole_writer(folder):
+                admit(folder, estimator, about_admitted(task, found[0], times_ms, bool(refused), now))
+    return error_rows(task, times_ms), refused, task
+
+
+def listed(workspace: Workspace, target: str, named: Sequence[Path]) -> list[dict[str, Any]]:
+    """The estimators that are there, and what is admitted of them."""
+    entries = {entry.name: entry for entry in read_entries(workspace.predictors(target))}
+    found = find_estimators(named)
+    return [{"estimator": name, "from": found[name].source if name in found else f"{entries[name].source}, not found",
+             "admitted for": ", ".join(entries[name].types) if name in entries else None,
+             "MAPE_%": 100 * entries[name].errors.mape if name in entries else None,
+             "forced": entries[name].forced if name in entries else None} for name in sorted({*found, *entries})]
+
+
+def main() -> int:
+    parser = options()
+    args = parser.parse_args()
+    if args.force and not args.name:
+        parser.error("--force needs the NAME of an estimator")
+    workspace = cli.start(args)
+    target = only_target(workspace, args.target)
+    if args.remove:
+        with sole_writer(workspace.predictors(target)):
+            remove(workspace.predictors(target), args.remove)
+        return 0
+    if args.list:
+        cli.print_rows(listed(workspace, target, args.estimators), args.json)
+        return 0
+    table, refused, task = check(workspace, target, args)
+    title = (f"{target}, label {task.label}: {len(set(task.rows.ids[task.tested].tolist()))} kernels, each "
+             f"{task.hold_out} held out")
+    cli.print_rows(table, args.json, title)
+    if not args.name:
+        return 0
+    would = "would be " if args.dry_run else ""
+    if not refused:
+        log.info("%s: %sadmitted for %s", args.name, would, ", ".join(task.types))
+    else:
+        log.warning("%s: %s%s: %s", args.name, would, "admitted by force" if args.force else "not admitted", refused)
+    return 1 if refused and not args.force else 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,69 @@
+"""A small neural network on log(time / roofline): T = F(operator parameters), on the features that the boosters read.
+
+Two hidden layers of 64. Sizes are taken as logarithms and all features are standardised. It is saved as its weights, so a
+prediction needs no scikit-learn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from training.admission.interface import Floats, Measured
+from training.admission.saved_form import SavedArray
+from training.estimators.on_roofline import Matrix, OnRoofline
+from training.kernels.features import KERNEL_FEATURES
+from training.kernels.roofline import Roofline
+from utils.lazy import sklearn
+
+LAYERS = (64, 64)
+EPOCHS = 150
+FURTHEST = 6.0  # standard deviations from the mean: a feature further out is taken as this, or the network runs off to anywhere
+
+
+class NeuralNetwork(OnRoofline):
+    """scikit-learn's MLPRegressor with ReLU."""
+
+    name = "neural_network"
+    saved_classes = (Roofline, SavedArray)
+    middle: Floats
+    spread: Floats
+    weights: list[Floats]
+    offsets: list[Floats]
+
+    def learn(self, matrix: Matrix, log_ratios: Floats, measured: Measured) -> None:
+        sizes = _as_sizes(matrix)
+        self.middle, self.spread = sizes.mean(axis=0), np.maximum(sizes.std(axis=0), 1e-6)
+        network = sklearn.neural_network.MLPRegressor(
+            hidden_layer_sizes=LAYERS, max_iter=EPOCHS, early_stopping=len(matrix) >= 200, n_iter_no_change=15, alpha=1e-3,
+            random_state=measured.config.seed)
+        network.fit(self._standardised(matrix), log_ratios)
+        self.weights, self.offsets = network.coefs_, network.intercepts_
+
+    def log_ratios(self, matrix: Matrix) -> Floats:
+        values = self._standardised(matrix)
+        for layer, (weights, offsets) in enumerate(zip(self.weights, self.offsets, strict=True)):
+            values = (np.maximum(values, 0.0) if layer else values) @ weights + offsets
+        return values[:, 0]
+
+    def saved(self) -> dict[str, Any]:
+        return super().saved() | {
+            "middle": SavedArray.of(self.middle), "spread": SavedArray.of(self.spread),
+            "weights": [SavedArray.of(one) for one in self.weights], "offsets": [SavedArray.of(one) for one in self.offsets]}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        super().restore(saved)
+        self.middle, self.spread = saved["middle"].values, saved["spread"].values
+        self.weights, self.offsets = ([one.values for one in saved[name]] for name in ("weights", "offsets"))
+
+    def _standardised(self, matrix: Matrix) -> Floats:
+        return np.clip((_as_sizes(matrix) - self.middle) / self.spread, -FURTHEST, FURTHEST)
+
+
+def _as_sizes(matrix: Matrix) -> Floats:
+    """Logarithms of all features that are none yet; 0 for the code of an unknown type."""
+    values = np.nan_to_num(matrix.astype(float))
+    is_log = np.append(KERNEL_FEATURES.logarithmic, True)  # the code of the type stays as it is
+    return np.where(is_log, values, np.sign(values) * np.log2(1.0 + np.abs(values)))
