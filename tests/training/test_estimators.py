@@ -40,8 +40,6 @@ NAME = "softmax_by_bytes"
 PAGE = (ROOT / "docs" / "estimators.md").read_text(encoding="utf-8")
 (EXAMPLE,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for line in re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[0].splitlines() if line]
-NEW = dict(channels=20, batch=2, extra="Softmax")
-SHIPPED = ("boosted_trees", "in_use", "neural_network", "random_forest", "roofline")
 
 
 def make_softmax_workspace(root: Path) -> None:
@@ -61,7 +59,7 @@ def make_softmax_workspace(root: Path) -> None:
                              ["training/fit_composition.py"]):
         done = run_script(script, "--workspace", root, "--quiet", *options)
         assert done.returncode == 0, done.stderr
-    trained_workspace.conv_net(workspace.models / "mine.onnx", **NEW)  # type: ignore[arg-type]
+    trained_workspace.conv_net(workspace.models / "mine.onnx", channels=20, batch=2, extra="Softmax")
 
 
 @pytest.fixture(scope="module")
@@ -90,19 +88,21 @@ def folder_of(workspace: Workspace) -> Path:
 
 
 def softmax_of(workspace: Workspace) -> Kernel:
-    return next(kernel for kernel in analyze(workspace.models / "mine.onnx", "cpu").kernels.values() if kernel.type == "Softmax")
+    record = analyze(workspace.models / "mine.onnx", "cpu")
+    return next(kernel for kernel in record.kernels.values() if kernel.type == "Softmax")
 
 
 def worse(workspace: Workspace) -> Path:
     """An estimator that takes every time to be eight times as long."""
     path = workspace.root / "worse.py"
-    files.write_text(path, EXAMPLE.replace(NAME, "worse").replace("return self.floor_ms +", "return 8 * self.floor_ms + 8 *"))
+    eightfold = EXAMPLE.replace("return self.floor_ms +", "return 8 * self.floor_ms + 8 *")
+    files.write_text(path, eightfold.replace(NAME, "worse"))
     return path
 
 
 def test_the_page_as_it_stands(mine: Workspace) -> None:
     """Its file and its commands, each in a process of its own."""
-    said = []
+    said: list[tuple[Any, str]] = []
     for line in COMMANDS:
         words = line.replace("out/mine", str(mine.root)).split()
         done = subprocess.run([sys.executable, *words[1:], "--json"], cwd=ROOT, capture_output=True, text=True)
@@ -351,6 +351,7 @@ def test_it_holds_where_it_says(mine: Workspace) -> None:
     assert Environment(device="cpu", runtime="ort", target=f"{target.name[:5]}*").holds_for(target)
     assert not Environment(runtime="tvm").holds_for(target)
     path = mine.root / "elsewhere.py"
-    files.write_text(path, EXAMPLE.replace(NAME, "elsewhere").replace('Environment(device="cpu")', 'Environment(runtime="tvm")'))
+    of_tvm = EXAMPLE.replace('Environment(device="cpu")', 'Environment(runtime="tvm")')
+    files.write_text(path, of_tvm.replace(NAME, "elsewhere"))
     done = check(mine, "elsewhere", "--estimators", path)
     assert (done.returncode, "does not hold for" in done.stderr) == (1, True)
