@@ -30,6 +30,7 @@ IN_FUNCTIONS: dict[tuple[str, str], str] = {  # (file, module imported in a func
     ("inference/predict_model_latency.py", "inference.live.follow"): NOT_FOR_A_PREDICTION,
     ("inference/sharing/co_runner.py", "benchmark.load.sharing_probe"): NOT_FOR_A_PREDICTION,
     ("recipes/kinds/recipe_list.py", "recipes.kinds"): "its networks are subclasses of torch's, so torch is loaded with them",
+    ("training/kernels/predictors.py", "training.admission.admitted"): NOT_FOR_A_PREDICTION,
     ("training/kernels/uncertainty.py", "benchmark.records.files"): NOT_FOR_A_PREDICTION,
 }
 

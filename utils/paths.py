@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "training" / "shipped"  # predictors that come with Hase, in the same layout as those of a workspace
 ESTIMATORS = ROOT / "training" / "estimators"  # estimators that come with Hase, a file each
 SIDECAR = "predictors.json"  # describes the predictors of a target. Training writes it last: without it they do not count
+ADMITTED = "estimators.json"  # estimators that were admitted for a target, beside its sidecar
 COMPOSITION = "composition.json"  # how kernel times add up to a model's time
 OPTIMIZED_SUFFIX = ".ort.onnx"  # ORT's optimised graph of a model: `<model>.<flavour>.ort.onnx`; never taken for a model
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from inference.core.answers import UsedEstimator
 from inference.core.kernels_in_model import KernelInModel, Placed, runs_of_kernels
-from training.admission.saved_form import CHECK
 
 if TYPE_CHECKING:
     from inference.core.conditions import Conditions
@@ -43,7 +42,6 @@ def estimator_warnings(record: ModelRecord, known: Mapping[Placed, KernelInModel
     trained_on, found = conditions.fitted.predictors.sidecar.dataset_sha256, []
     for entry, types in entries_used(record, known, conditions):
         found.append(entry.model_copy(update={"types": types}).said)
-        if entry.dataset_sha256 != trained_on:
-            found.append(f"the estimator {entry.name} was checked on another dataset than the predictors were trained on; "
-                         f"check it again: {CHECK} {entry.name} --target {conditions.fitted.target.name}")
+        if doubt := entry.doubt(conditions.fitted.target.name, trained_on):
+            found.append(doubt)
     return tuple(found)

@@ -33,7 +33,7 @@ from training.kernels.training_set import read_training_set
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import local_target
-from utils.paths import ROOT, Workspace
+from utils.paths import ADMITTED, ROOT, Workspace
 
 CHECK = "training/check_estimator.py"
 NAME = "softmax_by_bytes"
@@ -166,7 +166,7 @@ def test_what_is_not_better_is_not_admitted_unless_forced(mine: Workspace) -> No
     done = check(mine, "worse", "--estimators", worse(mine))
     assert done.returncode == 1
     assert "not admitted: its error on held-out kernels is 700.0%" in done.stderr
-    assert not (folder_of(mine) / admitted.FILE).exists()
+    assert not (folder_of(mine) / ADMITTED).exists()
     assert check(mine, "worse", "--estimators", worse(mine), "--force").returncode == 0
     forced = Predictor(mine, strict=True, estimators=[worse(mine)]).predict("mine.onnx")
     assert [one.forced for one in forced.estimators] == [True]
@@ -235,15 +235,21 @@ def test_under_a_load_it_takes_the_predictors_slowdown(mine: Workspace) -> None:
     assert loaded / idle == pytest.approx(slowdown)
 
 
-def test_where_none_is_admitted_nothing_is_looked_for(mine: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    def looked(*_: object) -> None:
-        raise AssertionError("looked for estimators")
-
-    monkeypatch.setattr(finding, "find_estimators", looked)
-    predictor = Predictor(mine)
-    answer = predictor.predict("mine.onnx")
-    assert predictor.fitted.predictors.admitted is None
-    assert "estimators" not in answer.model_dump(mode="json")
+def test_where_none_is_admitted_nothing_is_looked_for(mine: Workspace) -> None:
+    """Not even the modules that would look are loaded."""
+    program = f"""
+import sys
+from pathlib import Path
+from inference.core.predictor import Predictor
+from utils.paths import Workspace
+predictor = Predictor(Workspace(Path({str(mine.root)!r})))
+answer = predictor.predict("mine.onnx")
+assert predictor.fitted.predictors.admitted is None
+assert "estimators" not in answer.model_dump(mode="json")
+print([name for name in sys.modules if name.startswith(("training.admission", "training.estimators"))])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def softmax_task(workspace: Workspace) -> Any:
@@ -290,7 +296,7 @@ def test_all_of_them_in_one_table(mine: Workspace) -> None:
     for_all = ["what is in use", "roofline", "neural_network", "random_forest", "xgboost"]
     assert sorted(by_type["all"]) == sorted(by_type["Gemm"]) == sorted(for_all)
     assert sorted(by_type["Softmax"]) == sorted([*for_all, NAME])
-    assert not (folder_of(mine) / admitted.FILE).exists()
+    assert not (folder_of(mine) / ADMITTED).exists()
 
 
 def test_a_class_that_is_not_listed_is_refused(made: Path) -> None:

@@ -23,11 +23,11 @@ from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Target
 from utils.frozen import Frozen
+from utils.paths import ADMITTED
 from utils.safe_names import FileName
 from utils.timing import ErrorStatistics
 
 ADMITTED_VERSION = 1
-FILE = "estimators.json"
 Floats = npt.NDArray[np.float64]
 
 
@@ -72,6 +72,12 @@ class Admitted(Frozen):
         return (f"{', '.join(self.types)}: predicted by the estimator {self.name} ({self.source}), which was off by "
                 f"{self.errors.mape:.1%} on {self.errors.count} held-out kernels (what it replaced: "
                 f"{self.errors_before.mape:.1%}){forced}")
+
+    def doubt(self, target: str, dataset_sha256: str) -> str:
+        """A sentence where `target`'s predictors were trained on another dataset than it was checked on; else ""."""
+        return "" if self.dataset_sha256 == dataset_sha256 else (
+            f"the estimator {self.name} was checked on another dataset than the predictors were trained on; check it again: "
+            f"{CHECK} {self.name} --target {target}")
 
 
 class AdmittedFile(Frozen):
@@ -120,14 +126,14 @@ class AdmittedEstimators:
         try:
             found = find_estimator(entry.name, self.named)
         except UserError as error:
-            raise UserError(f"{path.parent / FILE}: {error}; or do without it: {CHECK} --remove {entry.name} --target "
+            raise UserError(f"{path.parent / ADMITTED}: {error}; or do without it: {CHECK} --remove {entry.name} --target "
                             f"{self.target.name}") from None
         if (found.code_sha256, found.estimator.version) != (entry.code_sha256, entry.version):
-            raise UserError(f"{path.parent / FILE}: estimator {entry.name} was checked as version {entry.version} of "
+            raise UserError(f"{path.parent / ADMITTED}: estimator {entry.name} was checked as version {entry.version} of "
                             f"{entry.source}, but the code of {found.source}, version {found.estimator.version}, is another; "
                             f"{remedy}")
         if not found.estimator.holds_for(self.target):
-            raise UserError(f"{path.parent / FILE}: estimator {entry.name} does not hold for {self.target.name}; {remedy}")
+            raise UserError(f"{path.parent / ADMITTED}: estimator {entry.name} does not hold for {self.target.name}; {remedy}")
         data = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise UserError(f"{path}: {'damaged or changed' if data else 'missing'}; {remedy}")
@@ -153,8 +159,14 @@ def read_entries(folder: Path) -> tuple[Admitted, ...]:
     Raises:
         UserError: it is damaged or of another version.
     """
-    path = folder / FILE
+    path = folder / ADMITTED
     return files.read_record(path, AdmittedFile, ADMITTED_VERSION, CHECK).estimators if path.is_file() else ()
+
+
+def read_admitted(folder: Path, target: Target, named: Sequence[Path]) -> AdmittedEstimators | None:
+    """The admitted estimators of a target, None where there are none; errors as of `read_entries`."""
+    entries = read_entries(folder)
+    return AdmittedEstimators(folder, target, entries, named) if entries else None
 
 
 def admit(folder: Path, estimator: Estimator, about: Mapping[str, object]) -> Admitted:
@@ -189,13 +201,13 @@ def remove(folder: Path, name: str) -> None:
     """
     entries = read_entries(folder)
     if name not in (there := sorted({one.name for one in entries})):
-        raise UserError(f"{folder / FILE}: estimator {name} is not admitted (there: {', '.join(there) or 'none'})")
+        raise UserError(f"{folder / ADMITTED}: estimator {name} is not admitted (there: {', '.join(there) or 'none'})")
     _write(folder, [one for one in entries if one.name != name])
 
 
 def _write(folder: Path, entries: Sequence[Admitted]) -> None:
     """Writes the list, then removes the files that it no longer names."""
-    files.write_json(folder / FILE, AdmittedFile(estimators=tuple(entries)))
+    files.write_json(folder / ADMITTED, AdmittedFile(estimators=tuple(entries)))
     for old in folder.glob("estimator_*-*.json.gz"):
         if old.name not in {one.file for one in entries}:
             old.unlink()

@@ -6,6 +6,7 @@ prediction needs no scikit-learn.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +40,9 @@ class NeuralNetwork(OnRoofline):
         network = sklearn.neural_network.MLPRegressor(
             hidden_layer_sizes=LAYERS, max_iter=EPOCHS, early_stopping=len(matrix) >= 200, n_iter_no_change=15, alpha=1e-3,
             random_state=measured.config.seed)
-        network.fit(self._standardised(matrix), log_ratios)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", sklearn.exceptions.ConvergenceWarning)  # so many epochs are enough
+            network.fit(self._standardised(matrix), log_ratios)
         self.weights, self.offsets = network.coefs_, network.intercepts_
 
     def log_ratios(self, matrix: Matrix) -> Floats:

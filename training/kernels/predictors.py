@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from benchmark.records.labels import GPU_LABEL
 from ort_analysis.records.kernel_record import Kernel
-from training.admission.admitted import AdmittedEstimators, read_entries
 from training.kernels.beyond import times_beyond
 from training.kernels.boosters import SavedBoosters
 from training.kernels.estimators import SHARED, KernelModel, predict_kernels
@@ -35,9 +34,12 @@ from training.kernels.transfer import CORRECTION_FEATURES, OtherPredictors, Tran
 from utils import files
 from utils.errors import UserError
 from utils.logger import get_logger
+from utils.paths import ADMITTED
 
 if TYPE_CHECKING:
     import xgboost
+
+    from training.admission.admitted import AdmittedEstimators
 
 log = get_logger("predictors")
 ON_GPU = (GPU_LABEL, LAUNCHES)
@@ -266,6 +268,9 @@ def read_predictors(folder: Path, estimators: Sequence[Path] = ()) -> Predictors
     for path, sha256 in files_of.values():
         if not path.is_file():
             read_checked(path, sha256)
-    entries = read_entries(folder)
-    admitted = AdmittedEstimators(folder, sidecar.target, entries, estimators) if entries else None
-    return Predictors(folder, sidecar, read_measured(folder, sidecar), CheckedFiles(files_of), admitted)
+    predictors = Predictors(folder, sidecar, read_measured(folder, sidecar), CheckedFiles(files_of))
+    if (folder / ADMITTED).is_file():
+        from training.admission.admitted import read_admitted
+
+        predictors.admitted = read_admitted(folder, sidecar.target, estimators)
+    return predictors
