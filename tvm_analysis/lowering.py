@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm_analysis.loading import unreadable
-from tvm_analysis.operators import Operator, attributes_of, name_of_function, onnx_name
+from tvm_analysis.operators import Operator, attributes_of, onnx_name, operator_of_function
 from tvm_analysis.package import FUSED, UNFUSED, llvm_target
 from tvm_analysis.quiet import without_known_warnings
 from utils.lazy import tvm
@@ -101,7 +101,8 @@ def operators_of(before: Any, after: Any) -> dict[str, tuple[Operator, ...]]:
         if not function or function in found:
             continue
         if call is None or relax_name(call).startswith("relax.call_"):
-            found[function] = (Operator(name_of_function(function), {}, function),)
+            name = operator_of_function(function)
+            found[function] = (Operator(onnx_name(name), {}, name),)
         else:
             found[function] = (Operator(onnx_name(relax_name(call)), attributes_of(relax_name(call), call.attrs),
                                         relax_name(call)),)

@@ -29,11 +29,11 @@ ONNX_NAMES = {  # of TVM's operators; the others' are the same but for capitals
     "ArgMin", "cumsum": "CumSum", "topk": "TopK", "full": "ConstantOfShape", "arange": "Range"}
 LINEAR_OPS = {  # additions, comparisons, and what only moves data
     "Add", "Sub", "Neg", "Sum", "Mean", "ReduceSum", "ReduceMean", "Less", "LessOrEqual", "Greater", "GreaterOrEqual",
-    "Equal", "And", "Or", "Not", "Transpose", "Concat", "Split", "Slice", "Gather", "Expand", "Cast", "Pad", "Tile", "Where",
-    "ReorderInput", "ReorderOutput", "ConstantOfShape", "Range", *VIEW_OPS}
+    "Equal", "And", "Or", "Not", "Transpose", "Concat", "Split", "Slice", "Gather", "GatherND", "GatherElements", "Expand",
+    "Cast", "Pad", "Tile", "Where", "ReorderInput", "ReorderOutput", "ConstantOfShape", "Range", *VIEW_OPS}
 ACTIVATION_OPS = {
     "Relu", "Sigmoid", "Tanh", "Gelu", "FastGelu", "BiasGelu", "QuickGelu", "Silu", "LeakyRelu", "PRelu", "Clip", "Elu",
-    "Selu", "HardSigmoid", "HardSwish", "Erf", "Exp", "Softplus", "Mish", "Swish"}
+    "Selu", "HardSigmoid", "HardSwish", "Erf", "Exp", "Max", "Min", "Softplus", "Mish", "Swish"}
 MULTIPLICATIVE_OPS = ({"Mul", "Div", "Reciprocal", "Pow", "Sqrt", "Rsqrt"} | ACTIVATION_OPS | PRODUCT_OPS) - {
     "Attention", "MultiHeadAttention"}  # these hold a softmax
 USUAL_OPS = {"Relu", "MaxPool", "AveragePool", "GlobalAveragePool", "BatchNormalization", "LRN"} | CONVOLUTION_OPS
@@ -59,12 +59,11 @@ def onnx_name(relax: str) -> str:
     return ONNX_NAMES.get(last) or "".join(part[:1].upper() + part[1:] for part in last.split("_"))
 
 
-def name_of_function(function: str) -> str:
-    """ONNX's name of the operator that a function of TVM computes, from the function's name alone: `Add` for `add12`."""
-    for base in (function, re.sub(r"\d+$", "", function)):
-        if base.removeprefix("tir_") in ONNX_NAMES:
-            return onnx_name(base)
-    return onnx_name({"transpose": "permute_dims"}.get(base, base).rstrip("_"))
+def operator_of_function(function: str) -> str:
+    """The name of the operator that a function of TVM computes: `add` for `add12`. TVM numbers functions of one name."""
+    plain = function.removeprefix("tir_")
+    base = plain if plain in ONNX_NAMES else re.sub(r"\d+$", "", plain)
+    return {"transpose": "permute_dims"}.get(base, base)
 
 
 def _numbers(values: Iterable[Any]) -> list[int]:

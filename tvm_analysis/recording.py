@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ort_analysis.graph.source import Source, read_source
 from ort_analysis.records.kernel_record import ModelRecord
@@ -17,6 +17,9 @@ from tvm_analysis.package import FUSED, UNFUSED, tvm_flavour
 from utils import files
 from utils.paths import Workspace
 
+if TYPE_CHECKING:
+    import onnx
+
 
 class Parsed(NamedTuple):
     """A model at one level: its module, its calls and its record."""
@@ -26,13 +29,13 @@ class Parsed(NamedTuple):
     record: ModelRecord
 
 
-def parse(model: Path, dims: Mapping[str, int] | None = None) -> dict[str, Parsed]:
-    """A model's operators (UNFUSED) and kernels (FUSED).
+def parse(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> dict[str, Parsed]:
+    """A model's operators (UNFUSED) and kernels (FUSED); `name` is that of a model in memory.
 
     Raises:
         UserError: TVM is not installed, or can't take this model apart; as `read_source`.
     """
-    source = read_source(model, dims)
+    source = read_source(model, dims, name)
     return parse_relax(source, read_relax(source))
 
 

@@ -182,7 +182,8 @@ def open_dataset(workspace: Workspace, config: CollectorConfig, target: Target, 
     header = DatasetHeader(target=target, metrics=tuple(metrics), held_out=config.held_out, labels=config.labels_on(device),
                            machines={here.uuid: here}, backgrounds=backgrounds,
                            held_out_backgrounds=config.held_out_backgrounds if backgrounds else (),
-                           groups=dict(work.groups), collections=dict(work.collections), energy=bool(config.energy_s))
+                           groups=dict(work.groups), collections=dict(work.collections), energy=bool(config.energy_s),
+                           environment=config.environment(target))
     writer = DatasetWriter(folder, header, work.described)
     log.info("%s: %d kernels and %d models at levels %s%s into %s", target.name, len(work.kernels), len(work.models),
              ", ".join(map(str, config.levels)), f" of {', '.join(backgrounds)}" if backgrounds else "", folder)

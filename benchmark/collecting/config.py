@@ -12,6 +12,7 @@ from benchmark.measuring.effort import Effort
 from benchmark.metrics.power_sensors import NoPowerSensor, open_power_sensor
 from benchmark.metrics.source import MetricSource
 from benchmark.metrics.sources import SourceName, open_source
+from benchmark.records.environment import Environment, environment_of
 from benchmark.records.labels import DEFAULT_LABELS, ENERGY, GPU_LABEL, UNPROFILED, VARIANTS, Label, Variant
 from benchmark.runtimes.protocol import Setting
 from tvm_analysis.package import check_tvm
@@ -143,6 +144,10 @@ class CollectorConfig(Config):
             return local_target(device)
         check_tvm()
         return local_target(device, self.runtime, self.tvm.level, self.tvm.threads, self.tvm.cores)
+
+    def environment(self, target: Target) -> Environment | None:
+        """The environment to be kept with a dataset; None under ONNX Runtime, whose targets say it all."""
+        return None if self.runtime == DEFAULT_RUNTIME else environment_of(target, self.tvm.memory_limit_mib)
 
     def setting(self, target: Target, kernels: Path) -> Setting | None:
         """How a worker is to run everything for a target, whose built kernels are in a folder; None where a worker takes that

@@ -11,6 +11,7 @@ from pydantic_core import from_json
 
 from benchmark.load.backgrounds import Background
 from benchmark.records.blocks import Block
+from benchmark.records.environment import Environment
 from benchmark.records.journal import read_blocks
 from benchmark.records.labels import COLLECT, DATASET_VERSION, DEFAULT_LABELS
 from ort_analysis.records.kernel_costs import recosted
@@ -62,7 +63,7 @@ class DatasetKernel(Frozen):
 class DatasetHeader(Frozen):
     """`dataset.json`: what all rows of a dataset have in common, the machines by uuid, and the backgrounds by name.
 
-    History: `collections` and `energy` came later; older files leave them out.
+    History: `collections`, `energy` and `environment` came later; older files leave them out.
     """
 
     version: int = DATASET_VERSION
@@ -76,6 +77,7 @@ class DatasetHeader(Frozen):
     backgrounds: dict[str, Background] = {}  # a block under load that names none is of the first
     held_out_backgrounds: tuple[str, ...] = ()  # measured for evaluation only: their rows are in no fit
     energy: bool = Field(False, exclude_if=lambda energy: not energy)  # whether the energy of models was measured
+    environment: Environment | None = Field(None, exclude_if=lambda found: found is None)  # of kernels under TVM
 
     @cached_property
     def families(self) -> dict[str, frozenset[str]]:

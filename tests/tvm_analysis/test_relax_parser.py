@@ -18,7 +18,7 @@ from graph_model.dag.dag import build_dag, longest_path
 from ort_analysis.records.kernel_costs import VIEW_OPS
 from ort_analysis.records.reading import read_index, read_model_records
 from tvm_analysis.functions import function_path, hash_of, read_function
-from tvm_analysis.operators import kind_of_all, name_of_function, network_kind, onnx_name, operator_kind
+from tvm_analysis.operators import kind_of_all, network_kind, onnx_name, operator_kind, operator_of_function
 from tvm_analysis.package import FUSED, UNFUSED, check_tvm, llvm_target, tvm_flavour
 from tvm_analysis.recording import Parsed, parse, write_parsed
 from utils.errors import UserError
@@ -176,5 +176,5 @@ def test_classes_of_the_document() -> None:
 def test_names() -> None:
     names = ("relax.nn.conv2d", "relax.add", "relax.nn.adaptive_avg_pool2d", "relax.scatter_nd")
     assert [onnx_name(name) for name in names] == ["Conv", "Add", "GlobalAveragePool", "ScatterND"]
-    assert [name_of_function(name) for name in ("conv2d", "conv2d3", "add12", "tir_sigmoid", "transpose4")] == [
-        "Conv", "Conv", "Add", "Sigmoid", "Transpose"]
+    assert [operator_of_function(name) for name in ("conv2d", "add12", "tir_sigmoid", "transpose4", "maximum7")] == [
+        "conv2d", "add", "sigmoid", "permute_dims", "maximum"]

@@ -23,7 +23,7 @@ SAMPLE_S = 0.0005  # a sample of a function that is shorter is the mean of sever
 def tensor_for(described: Tensor) -> Any:
     """A tensor of TVM: random numbers, or zeros if they are integers, since they may be indices."""
     if "float" in described.dtype:
-        return tvm.runtime.tensor(np.ascontiguousarray(random_floats(described.shape, described.dtype)))
+        return tvm.runtime.tensor(np.array(random_floats(described.shape, described.dtype), order="C"))
     return tvm.runtime.tensor(np.zeros(described.shape, numpy_dtype(described.dtype)))
 
 
@@ -59,10 +59,16 @@ def samples_ms(timed: Any, arguments: Sequence[Any], effort: Effort) -> tuple[fl
         timed: what has a time evaluator: a compiled function, or a virtual machine.
         arguments: of `main`, outputs of a function included.
         effort: how often. If a run is shorter than SAMPLE_S, a sample is the mean of as many runs as fit into that.
+
+    Raises:
+        UserError: TVM can't run it.
     """
     def times_s(number: int, repeat: int) -> list[float]:
         evaluate = timed.time_evaluator(MAIN, tvm.cpu(), number=number, repeat=repeat)
-        return [float(seconds) for seconds in evaluate(*arguments).results]
+        try:
+            return [float(seconds) for seconds in evaluate(*arguments).results]
+        except Exception as error:  # TVM raises all sorts
+            raise UserError(f"TVM can't run it: {type(error).__name__}: {error}") from error
 
     one_run_s = min(times_s(1, effort.warmup + 1))
     if one_run_s < effort.warmup_s:

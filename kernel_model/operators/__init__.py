@@ -1,0 +1,1 @@
+"""Small models of operators of drawn sizes, for runtimes that fuse operators themselves."""

@@ -1,0 +1,102 @@
+"""Operators of drawn sizes, measured under settings of threads and cores, and the setting that is left out."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import run_script
+from optional_packages import needs
+
+from benchmark.collecting.collect import collect
+from benchmark.collecting.config import CollectorConfig
+from benchmark.records.environment import cache_kib, container_limit_mib, environment_of
+from benchmark.records.files import read_header, read_kernels
+from kernel_model.operator_sampler import sample
+from kernel_model.operators.drawn import DRAWS, OperatorSizes
+from kernel_model.sampling.seeds import read_seeds
+from training.leave_settings_out import FEATURES, settings_of
+from tvm_analysis.package import tvm_flavour
+from utils.config import validate
+from utils.errors import UserError
+from utils.fingerprint import Target, flavour_of
+from utils.paths import Workspace
+
+SMALL = OperatorSizes(batch=(1, 2), channels=(1, 16), side=(4, 12), rows=(4, 32), inner=(8, 32), columns=(8, 32),
+                      windows=(1, 3))
+SETTINGS = ((1, 1), (2, 1), (1, 0))
+
+
+def test_draws_stay_within_the_bounds() -> None:
+    numbers = np.random.default_rng(0)
+    for draw in DRAWS.values():
+        for _ in range(10):
+            model = draw(SMALL, numbers)
+            tensors = (*model.graph.input, *model.graph.output)
+            shapes = [[dim.dim_value for dim in one.type.tensor_type.shape.dim] for one in tensors]
+            assert all(shapes)
+            assert max(max(shape) for shape in shapes) <= 32
+            assert len(model.graph.node) <= 3
+    with pytest.raises(UserError, match="side: the smallest size comes first"):
+        validate({"side": [9, 3]}, OperatorSizes, "sizes.yaml")
+
+
+def test_the_environment_of_this_machine(tmp_path: Path) -> None:
+    """Caches and limits are read from files as Linux writes them."""
+    for index, (level, kind, size) in enumerate((("1", "Data", "32K"), ("1", "Instruction", "64K"), ("2", "Unified", "1M"))):
+        folder = tmp_path / f"index{index}"
+        folder.mkdir()
+        for name, text in (("level", level), ("type", kind), ("size", size)):
+            (folder / name).write_text(text + "\n")
+    assert cache_kib(tmp_path) == {1: 32, 2: 1024}
+    assert cache_kib(tmp_path / "none") == {}
+    (tmp_path / "memory.max").write_text(f"{512 * 2**20}\n")
+    assert container_limit_mib(tmp_path / "memory.max") == 512
+    (tmp_path / "memory.max").write_text("max\n")
+    assert container_limit_mib(tmp_path / "memory.max") is None
+    target = Target(device_name="x", flavour=flavour_of("cpu"), threads=3, cores=1)
+    found = environment_of(target, limit_mib=100)
+    assert (found.threads, found.cores, found.memory_limit_mib) == (3, 1, 100)
+    assert environment_of(target).memory_limit_mib > 100
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """Drawn kernels, measured under three settings."""
+    needs("tvm", "requirements-tvm.txt")
+    workspace = Workspace(tmp_path_factory.mktemp("settings"))
+    found = sample(workspace, SMALL, 10, list(DRAWS), seed=0)
+    assert found.total() >= 8
+    for threads, cores in SETTINGS:
+        collect(workspace, validate({
+            "device": "cpu", "runtime": "tvm", "levels": [0.0], "window_s": 0.2, "attempts": 1, "patience_s": 0,
+            "kernel": {"warmup": 1, "budget_s": 0.005, "least_runs": 3, "most_runs": 5},
+            "tvm": {"threads": threads, "cores": cores, "memory_limit_mib": 512}}, CollectorConfig, "test"))
+    return workspace
+
+
+def test_drawn_kernels_are_measured_under_each_setting(settings: Workspace) -> None:
+    seeds = read_seeds(settings.kernel_onnx / tvm_flavour().name)
+    for target, rows in settings_of(settings, "fused").items():
+        header = read_header(settings.dataset(target))
+        assert header.environment is not None
+        assert (header.environment.threads, header.environment.memory_limit_mib) == (header.target.threads, 512)
+        assert {one.kernel.id for one in read_kernels(settings.dataset(target))} == set(seeds)
+        assert rows.metrics == FEATURES
+        assert rows.load[0, 0] == math.log2(1 + header.target.threads)
+
+
+def test_each_setting_is_left_out_once(settings: Workspace, tmp_path: Path) -> None:
+    config = tmp_path / "training.yaml"
+    config.write_text("folds: 2\nxgboost: {trees: 30}\nforest: {trees: 3}\n")
+    done = run_script("training/leave_settings_out.py", "--workspace", settings.root, "--config", config, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert sorted((row["threads"], row["cores"]) for row in rows) == sorted(SETTINGS)
+    assert {row["learned_from"] for row in rows} == {2 * rows[0]["kernels"]}
+    assert all(0 < row["median_%"] < math.inf for row in rows)
+    with pytest.raises(UserError, match="0 settings of level tuned were measured"):
+        settings_of(settings, "tuned")
