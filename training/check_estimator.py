@@ -2,10 +2,10 @@
 
 Reads the dataset and predictors of a target. Holds out families of models in turn (or kernels), fits the estimator, a roofline
 and what is in use to the rest, and prints their errors on the same kernels. If the estimator's is clearly smaller than that of
-what is in use for its kernel types, it is fitted to all kernels and written to training/predictors/<target>/: from then on it
-predicts these types. With --force it is admitted anyway, and predictions that rest on it are less sure.
+what is in use for a kernel type, it is fitted to all kernels and written to training/predictors/<target>/: from then on it
+predicts this type. With --force it is admitted anyway, and predictions that rest on it are less sure.
 
-Without a name, all estimators are compared, and nothing is written. Exit status 1: not admitted.
+Without a name, all estimators are compared, and nothing is written. Exit status 1: admitted for no type.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -32,7 +32,6 @@ from training.admission.checking import (
     about_admitted,
     environment_error,
     error_rows,
-    errors_of,
     in_use_ms,
     task_for,
     why_not,
@@ -113,6 +112,19 @@ def wanted_by(found: Sequence[Found], types: Sequence[str] | None, kernel_type: 
     return (types is None or kernel_type in types) and any(one.estimator.is_for(kernel_type) for one in found)
 
 
+def check_types(types: Sequence[str], found: Sequence[Found], rows: TrainingSet) -> None:
+    """Checks the types that are asked for.
+
+    Raises:
+        UserError: no kernel of one was measured, or no estimator is for it.
+    """
+    for kernel_type in types:
+        if kernel_type not in rows.types:
+            raise UserError(f"--types {kernel_type}: no kernel of this type was measured on {rows.header.target.name}")
+        if not wanted_by(found, types, kernel_type):
+            raise UserError(f"--types {kernel_type}: estimator {', '.join(one.estimator.name for one in found)} is not for it")
+
+
 def held_out(task: Task, found: Sequence[Found], in_use: Floats) -> dict[str, Floats]:
     """The held-out times by name: of what is in use, the roofline, and each estimator."""
     times_ms = {BEFORE: in_use}
@@ -123,8 +135,8 @@ def held_out(task: Task, found: Sequence[Found], in_use: Floats) -> dict[str, Fl
     return times_ms
 
 
-def check(workspace: Workspace, target: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], str, Task]:
-    """The table of errors, and why the estimator is not admitted ("": it is)."""
+def check(workspace: Workspace, target: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str], Task]:
+    """The table of errors; for one estimator also by kernel type why it is not admitted ("": it is)."""
     folder, config = workspace.predictors(target), read_config(args.config, TrainingConfig)
     sidecar, rows = read_sidecar(folder), read_training_set(workspace, target)
     found = [find_estimator(args.name, args.estimators)] if args.name else [
@@ -133,20 +145,31 @@ def check(workspace: Workspace, target: str, args: argparse.Namespace) -> tuple[
         raise UserError(error)
     if args.name == InUse.name:
         raise UserError(f"estimator {InUse.name}: it is in use already; others are compared with it")
+    check_types(args.types or (), found, rows)
     label = label_of(folder, sidecar, rows, args.label)
     task = task_for(workspace, rows, label, partial(wanted_by, found, args.types), args.hold_out, config)
     predictors = partial(InUse, sidecar.labels[label].own_types)
     others = [one for one in read_entries(folder) if one.name != args.name]
     times_ms = held_out(task, found, in_use_ms(task, predictors, others, args.estimators))
-    refused = ""
-    if args.name:
-        refused = why_not(errors_of(task, times_ms[args.name]), errors_of(task, times_ms[BEFORE]))
-        if not args.dry_run and (not refused or args.force):
-            estimator = task.fitted_to_all(found[0].estimator)
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            with sole_writer(folder):
-                admit(folder, estimator, about_admitted(task, found[0], times_ms, bool(refused), now))
-    return error_rows(task, times_ms), refused, task
+    reasons = why_not(task, times_ms[args.name], times_ms[BEFORE]) if args.name else {}
+    types = [name for name, reason in reasons.items() if args.force or not reason]
+    if types and not args.dry_run:
+        estimator, now = task.fitted_to_all(found[0].estimator), datetime.now(UTC).isoformat(timespec="seconds")
+        with sole_writer(folder):
+            admit(folder, estimator, about_admitted(task, found[0], times_ms, types, any(reasons.values()) and args.force, now))
+    return error_rows(task, times_ms), reasons, task
+
+
+def report(name: str, reasons: Mapping[str, str], force: bool, dry_run: bool) -> int:
+    """Says for which types an estimator is admitted, and why not for others. Returns the exit status: 1 where for none."""
+    better = [kernel_type for kernel_type, reason in reasons.items() if not reason]
+    if better:
+        log.info("%s: %s for %s", name, "would be admitted" if dry_run else "admitted", ", ".join(better))
+    refusal = "would not be admitted" if dry_run else "admitted by force" if force else "not admitted"
+    for reason in dict.fromkeys(filter(None, reasons.values())):
+        types = [kernel_type for kernel_type, said in reasons.items() if said == reason]
+        log.warning("%s: %s for %s: %s", name, refusal, ", ".join(types), reason)
+    return 0 if better or force else 1
 
 
 def listed(workspace: Workspace, target: str, named: Sequence[Path]) -> list[dict[str, Any]]:
@@ -173,18 +196,11 @@ def main() -> int:
     if args.list:
         cli.print_rows(listed(workspace, target, args.estimators), args.json)
         return 0
-    table, refused, task = check(workspace, target, args)
+    table, reasons, task = check(workspace, target, args)
     title = (f"{target}, label {task.label}: {len(set(task.rows.ids[task.tested].tolist()))} kernels, each "
              f"{task.hold_out} held out")
     cli.print_rows(table, args.json, title)
-    if not args.name:
-        return 0
-    would = "would be " if args.dry_run else ""
-    if not refused:
-        log.info("%s: %sadmitted for %s", args.name, would, ", ".join(task.types))
-    else:
-        log.warning("%s: %s%s: %s", args.name, would, "admitted by force" if args.force else "not admitted", refused)
-    return 1 if refused and not args.force else 0
+    return report(args.name, reasons, args.force, args.dry_run) if args.name else 0
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def test_what_is_not_better_is_not_admitted_unless_forced(mine: Workspace) -> No
     before = Predictor(mine, strict=True).predict("mine.onnx")
     done = check(mine, "worse", "--estimators", worse(mine))
     assert done.returncode == 1
-    assert "not admitted: its error on held-out kernels is 700.0%" in done.stderr
+    assert "not admitted for Softmax: its error on held-out kernels is 700.0%" in done.stderr
     assert not (folder_of(mine) / ADMITTED).exists()
     assert check(mine, "worse", "--estimators", worse(mine), "--force").returncode == 0
     forced = Predictor(mine, strict=True, estimators=[worse(mine)]).predict("mine.onnx")
@@ -175,6 +175,20 @@ def test_what_is_not_better_is_not_admitted_unless_forced(mine: Workspace) -> No
     assert softmax.latency_ms == pytest.approx(8 * trained_workspace.made_up_ms(softmax_of(mine)), rel=1e-3)
     assert forced.interval_ms[0] / forced.latency_ms < 0.9 * before.interval_ms[0] / before.latency_ms  # the truth is below
     assert (before.rough_estimate, forced.rough_estimate) == (False, True)
+
+
+def test_it_is_admitted_for_the_types_where_it_is_better(mine: Workspace) -> None:
+    path = mine.root / "both.py"
+    for_two = EXAMPLE.replace('{"Softmax"}', '{"Softmax", "Gemm"}').replace(
+        "* features[:, 0]", '* features[:, 0] * np.where(np.array(types) == "Gemm", 8.0, 1.0)')
+    files.write_text(path, for_two.replace(NAME, "both"))
+    done = check(mine, "both", "--estimators", path)
+    assert (done.returncode, "not admitted for Gemm: its error" in done.stderr) == (0, True)
+    (entry,) = admitted.read_entries(folder_of(mine))
+    assert (entry.types, entry.forced, entry.errors.count) == (("Softmax",), False, 24)
+    assert entry.errors.mape < 0.97 * entry.errors_before.mape
+    answer = Predictor(mine, strict=True, estimators=[path]).predict("mine.onnx")
+    assert [one.types for one in answer.estimators] == [("Softmax",)]
 
 
 def test_another_check_compares_with_what_was_admitted(mine: Workspace) -> None:
@@ -349,6 +363,12 @@ def test_predictions_that_are_no_times_are_refused(mine: Workspace) -> None:
     files.write_text(path, EXAMPLE.replace(NAME, "negative").replace("return self", "return -self"))
     done = check(mine, "negative", "--estimators", path, "--force")
     assert (done.returncode, "something else than a positive number of ms" in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(("types", "said"), [("Softmaks", "no kernel of this type"), ("Softmax,Gemm", "is not for it")])
+def test_types_that_can_not_be_checked(types: str, said: str, mine: Workspace) -> None:
+    done = check(mine, NAME, "--estimators", named(mine), "--types", types)
+    assert (done.returncode, said in done.stderr) == (1, True)
 
 
 def test_it_holds_where_it_says(mine: Workspace) -> None:
