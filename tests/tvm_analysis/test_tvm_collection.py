@@ -23,14 +23,15 @@ from benchmark.runtimes.worker_client import Worker
 from benchmark.tune_kernels import tune_kernels
 from graph_model.dag.dag import build_dag, calculate_latency
 from inference.sum_and_path import chosen_by_others, kernel_times
+from model_zoo.exporting.zoo_config import read_zoo_config
 from ort_analysis.graph.analysis import update_index
 from ort_analysis.records.reading import read_model_records, record_path
 from tvm_analysis.functions import function_path
 from tvm_analysis.package import TUNED, tvm_flavour
 from tvm_analysis.recording import parse, write_parsed
-from utils.config import validate
+from utils.config import read_config, validate
 from utils.errors import UserError
-from utils.paths import Workspace
+from utils.paths import ROOT, Workspace
 
 CONFIG = {"device": "cpu", "runtime": "tvm", "levels": [0.0], "window_s": 0.2, "attempts": 1, "patience_s": 0,
           "kernel": {"warmup": 1, "budget_s": 0.02, "least_runs": 3, "most_runs": 5},
@@ -184,3 +185,15 @@ def test_schedules_are_searched_once_and_make_another_target(tmp_path: Path) -> 
     totals = collect(workspace, validate(tuned, CollectorConfig, "test"))
     assert str(totals["target"]).endswith("-tuned")
     assert (totals["kernel_rows"], totals["model_rows"], totals["failed"]) == (1, 1, [])
+
+
+def test_the_recipes_configs_are_valid() -> None:
+    """Three settings, and one with searched schedules, each a target of its own."""
+    found = {path.stem: read_config(path, CollectorConfig) for path in (ROOT / "recipes" / "tvm").glob("*.yaml")
+             if path.stem != "model_zoo"}
+    of_tvm = {(one.tvm.level, one.tvm.threads, one.tvm.cores) for one in found.values() if one.runtime == "tvm"}
+    assert of_tvm == {("fused", 2, 2), ("fused", 2, 1), ("fused", 1, 1), ("tuned", 2, 2)}
+    assert found["ort"].runtime == "ort"
+    script = (ROOT / "recipes" / "tvm" / "run.sh").read_text(encoding="utf-8")
+    assert all(name in script for name in found)
+    assert len(read_zoo_config(ROOT / "recipes" / "tvm" / "model_zoo.yaml").models) == 8
