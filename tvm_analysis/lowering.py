@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,23 +88,27 @@ def _sequential(*passes: Any) -> Any:
 
 
 def operators_of(before: Any, after: Any) -> dict[str, tuple[Operator, ...]]:
-    """The operator that each function of a legalised module computes. Legalising keeps the names of variables; a function that
-    no variable leads to is named by itself.
+    """The operator that each function of a legalised module computes. Mostly, legalising makes one call of each; else it keeps
+    the names of variables. A function that neither leads to is named by itself.
 
     Args:
         before, after: the module before and after it was legalised.
     """
-    calls = {binding.var.name: binding.value for binding in bindings(before["main"])
-             if isinstance(binding.value, tvm.relax.Call) and isinstance(binding.value.op, tvm.ir.Op)}
+    old, new = list(bindings(before["main"])), list(bindings(after["main"]))
+    count = Counter(binding.var.name for binding in old)
+    by_name = {binding.var.name: binding.value for binding in old if count[binding.var.name] == 1}
+    calls: list[Any] = [by_name.get(binding.var.name) for binding in new]
+    if len(old) == len(new):
+        calls = [binding.value for binding in old]
     found: dict[str, tuple[Operator, ...]] = {}
-    for binding in bindings(after["main"]):
-        function, call = called(binding.value), calls.get(binding.var.name)
+    for binding, call in zip(new, calls, strict=True):
+        function = called(binding.value)
         if not function or function in found:
             continue
-        if call is None or relax_name(call).startswith("relax.call_"):
+        operator = relax_name(call) if isinstance(call, tvm.relax.Call) and isinstance(call.op, tvm.ir.Op) else ""
+        if not operator or operator.startswith("relax.call_"):
             name = operator_of_function(function)
             found[function] = (Operator(onnx_name(name), {}, name),)
         else:
-            found[function] = (Operator(onnx_name(relax_name(call)), attributes_of(relax_name(call), call.attrs),
-                                        relax_name(call)),)
+            found[function] = (Operator(onnx_name(operator), attributes_of(operator, call.attrs), operator),)
     return found

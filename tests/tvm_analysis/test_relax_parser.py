@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
 from command import run_script
 from onnx import TensorProto, helper, numpy_helper
 from optional_packages import needs
@@ -18,6 +19,9 @@ from graph_model.dag.dag import build_dag, longest_path
 from ort_analysis.records.kernel_costs import VIEW_OPS
 from ort_analysis.records.reading import read_index, read_model_records
 from tvm_analysis.functions import function_path, hash_of, read_function
+from tvm_analysis.kernels import graph_of
+from tvm_analysis.loading import relax_of_torch
+from tvm_analysis.lowering import lower
 from tvm_analysis.operators import kind_of_all, network_kind, onnx_name, operator_kind, operator_of_function
 from tvm_analysis.package import FUSED, UNFUSED, check_tvm, llvm_target, tvm_flavour
 from tvm_analysis.recording import Parsed, parse, write_parsed
@@ -178,3 +182,16 @@ def test_names() -> None:
     assert [onnx_name(name) for name in names] == ["Conv", "Add", "GlobalAveragePool", "ScatterND"]
     assert [operator_of_function(name) for name in ("conv2d", "add12", "tir_sigmoid", "transpose4", "maximum7")] == [
         "conv2d", "add", "sigmoid", "permute_dims", "maximum"]
+
+
+def test_pytorch_without_onnx_in_between() -> None:
+    """TVM takes the normalisation apart; each of its operators keeps its own name."""
+    needs("tvm", "requirements-tvm.txt")
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 1))
+    module = relax_of_torch(network.eval(), (torch.ones(1, 3, 8, 8),), "network")
+    graph = graph_of("network", lower("network", module)[UNFUSED])
+    types = [graph.kernels[node.kernel_id].type for node in graph.nodes]
+    assert types.count("Conv") == 2
+    assert {"Sub", "Mul", "Add", "Relu"} <= set(types)
+    assert [graph.kernels[node.kernel_id].attributes["kernel_shape"] for node, kind in zip(graph.nodes, types, strict=True)
+            if kind == "Conv"] == [[3, 3], [1, 1]]
