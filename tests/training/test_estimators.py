@@ -25,7 +25,7 @@ from ort_analysis.records.reading import record_path
 from training.admission import admitted, finding
 from training.admission.checking import task_for
 from training.admission.finding import VARIABLE, find_estimator, find_estimators
-from training.admission.interface import Environment
+from training.admission.interface import EnvironmentPattern
 from training.admission.saved_form import CLASS, from_bytes, to_bytes
 from training.kernels.estimators import train_forest
 from training.kernels.settings import TrainingConfig
@@ -351,7 +351,7 @@ def test_damaged_forms_are_refused(damage: dict[str, Any], said: str, made: Path
     ("x = 1\n", "defines no Estimator"), ("import nowhere_to_be_found\n", "can't be run"),
     (EXAMPLE.replace('    name = "softmax_by_bytes"\n', ""), "does not state its name"),
     (EXAMPLE.replace(NAME, "../x"), "letters, digits"), (EXAMPLE.replace(f'"{NAME}"', '"roofline"'), "two have this name"),
-    (EXAMPLE.replace('Environment(device="cpu"), ', ""), "no tuple of Environment")])
+    (EXAMPLE.replace('EnvironmentPattern(device="cpu"), ', ""), "no tuple of EnvironmentPattern")])
 def test_files_that_are_no_estimators(text: str, said: str, tmp_path: Path) -> None:
     files.write_text(tmp_path / "one.py", text)
     with pytest.raises(UserError, match=said):
@@ -373,11 +373,11 @@ def test_types_that_can_not_be_checked(types: str, said: str, mine: Workspace) -
 
 def test_it_holds_where_it_says(mine: Workspace) -> None:
     target = local_target("cpu")
-    assert Environment().holds_for(target)
-    assert Environment(device="cpu", runtime="ort", target=f"{target.name[:5]}*").holds_for(target)
-    assert not Environment(runtime="tvm").holds_for(target)
+    assert EnvironmentPattern().holds_for(target)
+    assert EnvironmentPattern(device="cpu", runtime="ort", target=f"{target.name[:5]}*").holds_for(target)
+    assert not EnvironmentPattern(runtime="tvm").holds_for(target)
     path = mine.root / "elsewhere.py"
-    of_tvm = EXAMPLE.replace('Environment(device="cpu")', 'Environment(runtime="tvm")')
+    of_tvm = EXAMPLE.replace('EnvironmentPattern(device="cpu")', 'EnvironmentPattern(runtime="tvm")')
     files.write_text(path, of_tvm.replace(NAME, "elsewhere"))
     done = check(mine, "elsewhere", "--estimators", path)
     assert (done.returncode, "does not hold for" in done.stderr) == (1, True)

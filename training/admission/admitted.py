@@ -70,7 +70,7 @@ class Admitted(Frozen):
         """A sentence about it, for the answer."""
         forced = "; forced: it is not better, so the prediction is less sure" if self.forced else ""
         return (f"{', '.join(self.types)}: predicted by the estimator {self.name} ({self.source}), which was off by "
-                f"{self.errors.mape:.1%} on {self.errors.count} held-out kernels (what it replaced: "
+                f"{self.errors.mape:.1%} on {self.errors.count} held-out measurements (what it replaced: "
                 f"{self.errors_before.mape:.1%}){forced}")
 
     def doubt(self, target: str, dataset_sha256: str) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from training.admission.interface import Environment, Estimator
+from training.admission.interface import EnvironmentPattern, Estimator
 from utils.errors import UserError
 from utils.paths import ESTIMATORS
 
@@ -148,8 +148,9 @@ def _checked(estimator: type[Estimator], where: str) -> type[Estimator]:
         raise UserError(f"{where}: estimator {estimator.__name__} does not state its {' and '.join(missing)}")
     if not NAME.fullmatch(estimator.name):
         raise UserError(f"{where}: the name {estimator.name!r} of an estimator: letters, digits, _ and -, at most 60")
-    if not isinstance(estimator.environments, tuple) or not all(isinstance(one, Environment) for one in estimator.environments):
-        raise UserError(f"{where}: estimator {estimator.name}: environments is no tuple of Environment")
+    stated = estimator.environments
+    if not isinstance(stated, tuple) or not all(isinstance(one, EnvironmentPattern) for one in stated):
+        raise UserError(f"{where}: estimator {estimator.name}: environments is no tuple of EnvironmentPattern")
     return estimator
 
 

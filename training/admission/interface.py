@@ -20,6 +20,7 @@ from utils.fingerprint import Target
 from utils.frozen import Frozen
 
 if TYPE_CHECKING:
+    from benchmark.records.environment import Environment
     from training.kernels.settings import TrainingConfig
     from training.kernels.training_set import TrainingSet  # needs pandas, which a prediction does not
 
@@ -27,8 +28,8 @@ Floats = npt.NDArray[np.float64]
 Types = npt.NDArray[np.str_]
 
 
-class Environment(Frozen):
-    """Targets that an estimator holds for; "" stands for any.
+class EnvironmentPattern(Frozen):
+    """Environments that an estimator holds for; "" stands for any.
 
     Attributes:
         device: `cpu` or `cuda`.
@@ -53,7 +54,7 @@ class Measured:
         types: kernel type of each row.
         features: rows × the estimator's features.
         times_ms: of each row, measured on an idle device.
-        target: the environment: device, runtime, threads.
+        target: device, runtime, threads.
         label: which time of a kernel it is (benchmark/records/labels.py).
         config: of the training.
         all_rows: everything that may be learned from: kernels of other types, and rows under load, too.
@@ -66,6 +67,11 @@ class Measured:
     label: str
     config: TrainingConfig
     all_rows: TrainingSet
+
+    @property
+    def environment(self) -> Environment | None:
+        """Threads, cores, frequency, memory limit and caches of the machine; None where the dataset does not say."""
+        return self.all_rows.header.environment
 
 
 class Estimator(ABC):
@@ -85,7 +91,7 @@ class Estimator(ABC):
     version: ClassVar[int] = 1
     operators: ClassVar[frozenset[str]] = frozenset()
     classes: ClassVar[frozenset[OperatorClass]] = frozenset()
-    environments: ClassVar[tuple[Environment, ...]] = (Environment(),)
+    environments: ClassVar[tuple[EnvironmentPattern, ...]] = (EnvironmentPattern(),)
     features: ClassVar[FeatureSchema[Kernel]]
     saved_classes: ClassVar[tuple[type[BaseModel], ...]] = ()
 
