@@ -147,6 +147,9 @@ def check(workspace: Workspace, target: str, args: argparse.Namespace) -> tuple[
         raise UserError(f"estimator {InUse.name}: it is in use already; others are compared with it")
     check_types(args.types or (), found, rows)
     label = label_of(folder, sidecar, rows, args.label)
+    if (start := sidecar.labels[label].start) is not None:
+        log.warning("the predictors of %s correct those of %s; here they are compared as if they were learned alone", target,
+                    start.target)
     task = task_for(workspace, rows, label, partial(wanted_by, found, args.types), args.hold_out, config)
     predictors = partial(InUse, sidecar.labels[label].own_types)
     others = [one for one in read_entries(folder) if one.name != args.name]
