@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from utils.frozen import Frozen
 
 
@@ -20,6 +22,11 @@ class Effort(Frozen):
     budget_s: float = 0.05
     least_runs: int = 5
     most_runs: int = 50
+
+    def part(self, parts: int) -> Effort:
+        """An effort of which `parts` together are as this one, or a little more."""
+        return self.model_copy(update={"budget_s": self.budget_s / parts, "least_runs": math.ceil(self.least_runs / parts),
+                                       "most_runs": math.ceil(self.most_runs / parts)})
 
     def runs(self, one_run_s: float) -> int:
         """The number of runs that fits the budget when one takes `one_run_s` seconds."""

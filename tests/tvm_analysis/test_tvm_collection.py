@@ -115,7 +115,7 @@ def test_a_worker_keeps_its_setting_and_says_what_is_wrong(measured: tuple[Works
     path = function_path(workspace, record.flavour, record.nodes[0].kernel_id)
     request = Request(do="alone", device="cpu", effort=Effort(budget_s=0.01), paths=(str(path),))
     with Worker(60, "tvm", Setting(level="fused", threads=2, cores=1)) as worker:
-        assert len(worker.ask(request).measurements[0].samples_ms) >= 5
+        assert len(worker.ask(request).measurements[0].samples_ms) >= 3 * 2  # at least 5 runs, in three places of the memory
         assert "no carrier" in worker.ask(request.model_copy(update={"do": "carrier"})).error
         assert "describes no kernel" in worker.ask(request.model_copy(update={"paths": (str(tmp_path / "x.tvm"),)})).error
         other = parse(layers(tmp_path / "small.onnx", 4))["fused"].record
