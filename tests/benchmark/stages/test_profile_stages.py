@@ -106,7 +106,7 @@ def test_a_run_that_is_killed_goes_on(cases: Path, tmp_path: Path) -> None:
     journal = Workspace(tmp_path).stage_results / profiling.JOURNAL
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
         until = time.monotonic() + 60
-        while not journal.exists() and time.monotonic() < until:
+        while not (journal.exists() and journal.stat().st_size) and time.monotonic() < until:
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.communicate()
