@@ -27,7 +27,7 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmark.stages.chain_times import CHAINS, append_chains, read_chains, time_in_chains
+from benchmark.stages.chain_times import CHAINS, append_chains, time_in_chains, timed_sizes
 from inference.stages.options import add_results, add_sizes, folders_of
 from inference.stages.plan_runs import (
     RUNS,
@@ -120,7 +120,7 @@ def time_chains(tables: StageTables, folders: list[tuple[str, Path]], args: argp
     """Times stages in chains at the sizes that lack it."""
     units, folder = stage_units(folders), folders[0][1]
     with sole_writer(folder), measuring("cpu"):
-        done = {(record.nodes, record.edges) for record in read_chains(folder)}
+        done = timed_sizes(folder)
         left = [size for size in tables.sizes if size not in done]
         for number, size in enumerate(left, 1):
             log.info("%d nodes, %d edges (%d of %d)", *size, number, len(left))
@@ -134,12 +134,12 @@ def run_all(tables: StageTables, folders: list[tuple[str, Path]], args: argparse
     units, home, folder = stage_units(folders), home_of(tables, args.home), folders[0][1]
     sizes = args.sizes or tables.sizes
     both = tables, read_tables(folders, not args.alone)  # what either calls the best is run at the same time as all others
+    alone = both[0 if args.alone else 1]
     with sole_writer(folder), measuring("cpu"):
-        done, timed = read_runs(folder / RUNS), {(record.nodes, record.edges) for record in read_chains(folder)}
+        done, timed = read_runs(folder / RUNS), timed_sizes(folder)
         for number, size in enumerate(sizes, 1):
             if args.time_chains and size not in timed:
                 log.info("%d nodes, %d edges (%d of %d): plans and chains", *size, number, len(sizes))
-                alone = both[0] if args.alone else read_tables(folders, alone=True)
                 records, runs = run_with_chains(alone, units, size, home, args.warmup, args.runs, args.rounds)
                 append_chains(folder, records)
                 append_runs(folder / RUNS, runs)

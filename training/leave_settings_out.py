@@ -24,11 +24,13 @@ from benchmark.records.environment import Environment
 from benchmark.records.files import collected_targets, read_header
 from training.kernels.estimators import fit_kernel_model, predict_rows
 from training.kernels.settings import TrainingConfig
+from training.kernels.targets import CONFIG
 from training.kernels.training_set import TrainingSet, read_training_set
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
+from utils.timing import error_statistics, time_weighted_error
 
 FEATURES = ("threads", "cores", "mhz", "memory_limit_mib", "l1_kib", "l2_kib", "l3_kib")  # of an Environment
 COLUMNS = ("ids", "types", "forms", "backgrounds", "idle", "features", "load", "flops", "bytes_moved")  # of a TrainingSet
@@ -70,11 +72,11 @@ def left_out_row(settings: dict[str, TrainingSet], target: str, config: Training
     there, here = joined([rows for name, rows in settings.items() if name != target]), settings[target]
     label = here.header.labels[0]
     model = fit_kernel_model(there, label, (), config)
-    errors = np.abs(predict_rows(model, here) / here.times_ms[label] - 1)
+    predicted_ms, measured_ms = predict_rows(model, here), here.times_ms[label]
+    errors = error_statistics(predicted_ms.tolist(), measured_ms.tolist())
     return {"left_out": target, "threads": here.header.target.threads, "cores": here.header.target.cores,
-            "kernels": len(here), "learned_from": len(there), "MAPE_%": 100 * float(errors.mean()),
-            "median_%": 100 * float(np.median(errors)),
-            "time_weighted_%": 100 * float((errors * here.times_ms[label]).sum() / here.times_ms[label].sum())}
+            "kernels": len(here), "learned_from": len(there), "MAPE_%": 100 * errors.mape,
+            "median_%": 100 * errors.median, "time_weighted_%": 100 * time_weighted_error(predicted_ms, measured_ms)}
 
 
 def settings_of(workspace: Workspace, level: str) -> dict[str, TrainingSet]:
@@ -99,7 +101,7 @@ def main() -> None:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--level", choices=("unfused", "fused", "tuned"), default="fused",
                         help="the flavour's level (default: fused)")
-    parser.add_argument("--config", type=Path, default=ROOT / "training" / "config.yaml", metavar="FILE",
+    parser.add_argument("--config", type=Path, default=CONFIG, metavar="FILE",
                         help="default: training/config.yaml")
     args = parser.parse_args()
     workspace = cli.start(args)

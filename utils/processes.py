@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import os
 import signal
 import sys
 import tempfile
@@ -30,6 +31,16 @@ def die_with_parent(by: signal.Signals | None = None) -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, by or signal.SIGKILL)
+
+
+def serve_lines(answer: Callable[[bytes], str]) -> None:
+    """Writes one line on standard output for each line on standard input, until that ends. Ends with its parent: a worker that
+    hangs would never read the end of its input."""
+    die_with_parent()
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is no reply
+    for line in sys.stdin.buffer:  # UTF-8, whatever Windows' code page is
+        print(answer(line), file=replies, flush=True)
 
 
 def exit_cause(code: int) -> str:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
+Floats = npt.NDArray[np.float64]
 UNSTABLE_SPREAD = 0.10  # (p75 − p25) / median above which a timing counts as unstable
 
 
@@ -73,6 +75,12 @@ class ErrorStatistics(BaseModel):
     within_5: float
     within_10: float
     worst: float
+
+
+def time_weighted_error(predicted_ms: Floats, measured_ms: Floats) -> float:
+    """The mean of |predicted − measured| / measured, each weighted by its measured time, which is above 0."""
+    errors = np.abs(predicted_ms / measured_ms - 1.0)
+    return float((errors * measured_ms).sum() / measured_ms.sum())
 
 
 def error_statistics(predicted: Sequence[float], measured: Sequence[float]) -> ErrorStatistics:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Mapping
 
 from benchmark.records.measurement import now
 from benchmark.runtimes.protocol import Reply, Request
 from utils.errors import UserError
-from utils.processes import die_with_parent
+from utils.processes import serve_lines
 
 Work = Mapping[str, Callable[[Request], Reply]]  # by `Request.do`; each returns the reply, without its times
 
@@ -29,10 +27,4 @@ def answer(work: Work, request: Request) -> Reply:
 
 def serve(work: Work) -> None:
     """Answers every request until the input ends."""
-    die_with_parent()  # a worker with a kernel that hangs would never read the end of its input
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")  # so that what a library prints on stdout is not in the replies
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        reply = answer(work, Request.model_validate_json(line))
-        replies.write(reply.model_dump_json() + "\n")
-        replies.flush()
+    serve_lines(lambda line: answer(work, Request.model_validate_json(line)).model_dump_json())

@@ -100,6 +100,11 @@ def append_chains(folder: Path, records: Iterable[ChainRecord]) -> None:
     files.append_records(folder / CHAINS, records)
 
 
+def timed_sizes(folder: Path) -> set[tuple[int, int]]:
+    """The sizes, nodes and edges, at which chains were timed; errors as of `read_chains`."""
+    return {(record.nodes, record.edges) for record in read_chains(folder)}
+
+
 def read_chains(folder: Path) -> list[ChainRecord]:
     """All records in a folder of results; none if chains were not timed.
 

@@ -6,8 +6,6 @@ benchmark/profile_stages.py starts it.
 
 from __future__ import annotations
 
-import os
-import sys
 from functools import lru_cache, partial
 from typing import Literal
 
@@ -20,7 +18,7 @@ from model_zoo.stages.definition import HOST
 from utils.allocator import keep_freed_memory
 from utils.errors import UserError
 from utils.frozen import Frozen
-from utils.processes import die_with_parent
+from utils.processes import serve_lines
 
 CANARY, COPY = "canary", "copy"
 CANARY_WARMUP, CANARY_RUNS = 3, 15
@@ -73,12 +71,8 @@ def answer(request: Request) -> Measurement:
 
 
 def main() -> None:
-    die_with_parent()
     keep_freed_memory()
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no reply
-    for line in sys.stdin.buffer:  # UTF-8, whatever Windows' code page is
-        print(answer(Request.model_validate_json(line)).model_dump_json(), file=replies, flush=True)
+    serve_lines(lambda line: answer(Request.model_validate_json(line)).model_dump_json())
 
 
 if __name__ == "__main__":

@@ -34,12 +34,13 @@ from training.composition.off_gpu import guessed_ms, is_copy, reads_shape, takes
 from training.composition.selection import row_selection_ms, selects_boxes, selects_in_rows
 from training.kernels.predictors import ON_GPU, read_predictors
 from training.kernels.settings import TrainingConfig
+from training.kernels.targets import CONFIG
 from training.kernels.training_set import read_training_set
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError
 from utils.logger import get_logger
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 from utils.timing import error_statistics
 
 log = get_logger("host")
@@ -175,7 +176,7 @@ def main() -> int:
     parser.add_argument("--host", type=Path, metavar="DIR", help="the workspace with the host's kernels")
     parser.add_argument("--parts", type=cli.count, default=PARTS, metavar="N",
                         help=f"in how many parts families are held out (default: {PARTS})")
-    parser.add_argument("--config", type=Path, default=ROOT / "training" / "config.yaml", help="of the training")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="of the training")
     args = parser.parse_args()
     workspace = cli.start(args)
     fitted: Fitted = fitted_for(workspace, args.target)

@@ -23,7 +23,7 @@ from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import TrainingSet
 from utils.errors import UserError
 from utils.paths import Workspace
-from utils.timing import ErrorStatistics, error_statistics
+from utils.timing import ErrorStatistics, error_statistics, time_weighted_error
 
 HoldOut = Literal["family", "kernel"]
 LEAST_HELD_OUT = 20  # kernels; a comparison on fewer would be chance
@@ -158,10 +158,9 @@ def error_rows(task: Task, times_ms: Mapping[str, Floats]) -> list[dict[str, Any
             if np.isnan(times[mask]).any():
                 continue
             found = error_statistics(times[mask].tolist(), measured.tolist())
-            weighted = float(np.abs(times[mask] - measured).sum() / measured.sum())
             table.append({"type": part, "estimator": name, "kernels": len(set(task.rows.ids[mask].tolist())),
                           "MAPE_%": 100 * found.mape, "median_%": 100 * found.median, "within_10_%": 100 * found.within_10,
-                          "time_weighted_MAPE_%": 100 * weighted})
+                          "time_weighted_MAPE_%": 100 * time_weighted_error(times[mask], measured)})
     return table
 
 

@@ -15,6 +15,7 @@ from training.kernels.predictors import Predictors, leaves_gpu_idle
 from training.kernels.transfer import learner
 from utils import cli
 from utils.logger import get_logger
+from utils.timing import time_weighted_error
 
 if TYPE_CHECKING:
     from ort_analysis.records.kernel_record import Kernel
@@ -135,4 +136,4 @@ def kernel_errors(out_of_fold: TimesOfModels, measured: Mapping[str, Mapping[str
     predicted, times = np.array(list(pairs.values())).T
     errors = np.abs(predicted / times - 1)
     return {"MAPE_%": 100 * float(errors.mean()), "median_%": 100 * float(np.median(errors)),
-            "time_weighted_MAPE_%": 100 * float((errors * times).sum() / times.sum()), "kernels": len(pairs)}
+            "time_weighted_MAPE_%": 100 * time_weighted_error(predicted, times), "kernels": len(pairs)}

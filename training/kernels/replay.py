@@ -14,6 +14,7 @@ from kernel_model.sampling.usefulness import Points, error_weights, order_by_use
 from training.kernels.estimators import TimePredictor, assign_folds, fit_kernel_model, parallel_map
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.transfer import OtherPredictors, fit_transferred
+from utils.timing import time_weighted_error
 
 if TYPE_CHECKING:
     from ort_analysis.records.kernel_record import Kernel, Tensor
@@ -208,5 +209,5 @@ def errors_of(replay: Replay, sizes: Sequence[int], order: Order, config: Traini
         predicted, measured = (np.concatenate(one) for one in zip(*parts, strict=True))
         errors = np.abs(predicted / measured - 1)
         table.append({"MAPE_%": 100 * float(errors.mean()), "median_%": 100 * float(np.median(errors)),
-                      "time_weighted_MAPE_%": 100 * float((errors * measured).sum() / measured.sum()), "tested": len(errors)})
+                      "time_weighted_MAPE_%": 100 * time_weighted_error(predicted, measured), "tested": len(errors)})
     return table
