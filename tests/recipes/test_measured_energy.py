@@ -1,8 +1,9 @@
-"""The energy that was measured on two H200s and ships with Hase: how sound it is, what is learned from it, and how far
+"""The energy that was measured on three H200s and ships with Hase: how sound it is, what is learned from it, and how far
 predictions are off. Nothing is measured here."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -62,9 +63,9 @@ def test_the_readings_are_sound(shipped_energy: Workspace) -> None:
     assert ARCHIVE.stat().st_size < 1.5e6
     table = pd.read_csv(model_table_path(shipped_energy.dataset(TARGET)))
     apart = (table["energy_j"] / table["counter_j"] - 1.0).abs()
-    assert (len(table), table["Model"].nunique(), table["energy_doubts"].notna().sum()) == (103, 81, 2)
+    assert (len(table), table["Model"].nunique(), table["energy_doubts"].notna().sum()) == (126, 82, 3)
     assert (apart.median() < 0.005, apart.max() < 0.02) == (True, True)
-    assert table["idle_w"].between(120.0, 124.0).all()
+    assert table["idle_w"].between(120.0, 126.0).all()
     assert (table["power_w"] > table["idle_w"]).all()
     assert table["power_w"].max() < LIMIT_W + NOISE_W
     assert (table["energy_j"] / table["energy_ms"] * 1e3).to_numpy() == pytest.approx(table["power_w"].to_numpy(), rel=1e-3)
@@ -74,37 +75,38 @@ def test_the_readings_are_sound(shipped_energy: Workspace) -> None:
     assert len(batches) == 7
 
 
-def test_two_cards_differ_little(shipped_energy: Workspace) -> None:
-    """22 models were measured on both. Where the host was as fast, they took about the same energy."""
+def test_cards_differ_little(shipped_energy: Workspace) -> None:
+    """Where two hosts were as fast, models took about the same energy on their cards."""
     table = pd.read_csv(model_table_path(shipped_energy.dataset(TARGET)))
-    both = table.pivot(index="Model", columns="Machine", values=["energy_j", "energy_ms"]).dropna()
-    assert len(both) == 22
-    first, second = table["Machine"].unique()
-    apart = {name: both[name, second] / both[name, first] - 1.0 for name in ("energy_j", "energy_ms")}
-    alike = apart["energy_j"][apart["energy_ms"].abs() < 0.025]
-    assert len(alike) == 12
-    assert alike.median() == pytest.approx(-0.022, abs=0.001)
-    assert alike.between(-0.065, 0.011).all()
+    of_cards = table.pivot_table(index="Model", columns="Machine", values=["energy_j", "energy_ms"])
+    found = []
+    for one, other in itertools.combinations(table["Machine"].unique(), 2):
+        apart = {name: (of_cards[name, other] / of_cards[name, one] - 1.0).dropna() for name in ("energy_j", "energy_ms")}
+        alike = apart["energy_j"][apart["energy_ms"].abs() < 0.025]
+        assert alike.between(-0.065, 0.031).all()
+        found.append((len(apart["energy_j"]), len(alike), round(100 * alike.median(), 1)))
+    assert found == [(22, 12, -2.2), (12, 7, -0.7), (22, 14, 1.8)]
 
 
 def test_predictions_from_before_the_measurements(shipped_energy: Workspace) -> None:
-    """The blind test of docs/energy.md."""
-    measured = pd.read_csv(model_table_path(shipped_energy.dataset(TARGET))).set_index("Model")[["energy_j", "power_w"]]
-    found = pd.read_csv(PREDICTED_FIRST).set_index("model").join(measured.rename(columns={"energy_j": "measured_j"}))
+    """The blind test of docs/energy.md: the first measurement of each model counts."""
+    measured = pd.read_csv(model_table_path(shipped_energy.dataset(TARGET))).drop_duplicates("Model").set_index("Model")
+    found = pd.read_csv(PREDICTED_FIRST).set_index("model").join(
+        measured[["energy_j", "power_w"]].rename(columns={"energy_j": "measured_j"}))
     assert len(found) == 28
     found = found.dropna(subset="measured_j")
-    assert len(found) == 21
+    assert len(found) == 22
     errors = (found["energy_j"] / found["measured_j"] - 1.0).abs()
     by_gpu = found["power_w"] > 242.0
-    assert (errors.mean(), errors.median()) == pytest.approx((0.060, 0.031), abs=0.001)
-    assert (errors[by_gpu].mean(), errors[~by_gpu].mean()) == pytest.approx((0.039, 0.093), abs=0.001)
-    assert found["measured_j"].between(found["low_j"], found["high_j"]).sum() == 19
+    assert (errors.mean(), errors.median()) == pytest.approx((0.058, 0.030), abs=0.001)
+    assert (errors[by_gpu].mean(), errors[~by_gpu].mean()) == pytest.approx((0.038, 0.093), abs=0.001)
+    assert found["measured_j"].between(found["low_j"], found["high_j"]).sum() == 20
 
 
 def test_families_left_out_are_within_the_bar(learned: EnergyModel) -> None:
     """10 %, better 6 %."""
     assert learned.left_out is not None
-    assert learned.left_out.count == 79
+    assert learned.left_out.count == 80
     assert learned.left_out.mape < 0.06
     assert learned.left_out.median < 0.04
     assert learned.left_out_with_latency is not None
@@ -143,7 +145,7 @@ def test_the_figures_of_the_pages(shipped_energy: Workspace, tmp_path: Path) -> 
 
 
 def test_a_prediction_with_the_predictors_that_come_with_hase(shipped_energy: Workspace, tmp_path: Path) -> None:
-    """ResNet-50 at batch 16 was not measured. It takes less than ResNeXt-50, and more than SE-ResNet-50 at batch 1."""
+    """ResNet-50 at batch 16 takes less than ResNeXt-50, and more than SE-ResNet-50 at batch 1."""
     record = shipped_energy.root / "ort_analysis" / "ort_kernel_record" / "cuda-ort1.31-all" / "resnet50@batch=16.json"
     done = run_script("inference/predict_model_latency.py", "--workspace", tmp_path, "--target", "nvidia-h200", "--energy",
                       "--model", record, "--json")
