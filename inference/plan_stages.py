@@ -6,8 +6,9 @@ gives the number alone), staying at home, and the best of all assignments. With 
 size; without, a table of sizes and their best plans, for switching plans by size. Times between sizes measured are
 interpolated. Stages of a run follow one another. Throughput is that of many runs in a row: the busiest processor limits it.
 
---time-chains times stages as parts of chains, on each unit after each unit, and writes chain_times.jsonl into the first folder
-of results. Plans are better with it, since a stage that ran alone found its inputs in the caches.
+--time-chains times stages and copies as parts of chains, on each unit after each unit, and writes chain_times.jsonl and
+chain_copies.jsonl into the first folder of results. Plans are better with it, since a stage that ran alone found its inputs in
+the caches.
 
 --run runs all these plans on this machine, which must be the one that was measured, at each size that was measured, with inputs
 and outputs in the host's memory, and compares. It writes plan_runs.jsonl into the first folder of results; the same command
@@ -140,8 +141,8 @@ def run_all(tables: StageTables, folders: list[tuple[str, Path]], args: argparse
         for number, size in enumerate(sizes, 1):
             if args.time_chains and size not in timed:
                 log.info("%d nodes, %d edges (%d of %d): plans and chains", *size, number, len(sizes))
-                records, runs = run_with_chains(alone, units, size, home, args.warmup, args.runs, args.rounds)
-                append_chains(folder, records)
+                times, runs = run_with_chains(alone, units, size, home, args.warmup, args.runs, args.rounds)
+                append_chains(folder, times)
                 append_runs(folder / RUNS, runs)
             elif left := plans_left(both, size, home, done):
                 log.info("%d nodes, %d edges (%d of %d): %d plans", *size, number, len(sizes), len(left))

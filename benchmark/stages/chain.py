@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
 
 from benchmark.measuring.run_times import time_warm_runs_ms
 from benchmark.stages.opening import OpenedStage
+from benchmark.stages.transfers import Direction
 from model_zoo.stages.definition import GRAPH_INPUTS, HOST, OUTPUT, STAGES
 from model_zoo.stages.layer import Array
 
 Plan: TypeAlias = "tuple[str, ...]"  # the unit of each stage
 OpenedStages: TypeAlias = "Mapping[tuple[str, int], OpenedStage]"  # by unit and number of the stage, from 0
+CopyKey: TypeAlias = "tuple[str, Direction, str]"  # the memory of a device, by its name; from or to the host's; the tensor
+
+
+@dataclass
+class PartTimes:
+    """The times of one run's parts.
+
+    Attributes:
+        stages_ms: of each stage, with what `run_chain` does for it, but without copies.
+        copies_ms: of each copy.
+    """
+
+    stages_ms: list[float] = field(default_factory=list)
+    copies_ms: dict[CopyKey, float] = field(default_factory=dict)
+
+    def copied(self, key: CopyKey, copy: Callable[[], Any]) -> Any:
+        """What a copy gives; its time is kept."""
+        began_s = perf_counter()
+        value = copy()
+        self.copies_ms[key] = 1e3 * (perf_counter() - began_s)
+        return value
 
 
 def place_of(opened: OpenedStage) -> str:
@@ -22,7 +45,7 @@ def place_of(opened: OpenedStage) -> str:
     return HOST if opened.memory == HOST else f"{opened.memory} of {opened.runtime}"
 
 
-def run_chain(stages: Sequence[OpenedStage], feed: Mapping[str, Array], stages_ms: list[float] | None = None) -> Array:
+def run_chain(stages: Sequence[OpenedStage], feed: Mapping[str, Array], times: PartTimes | None = None) -> Array:
     """The layer's output, in the host's memory as its inputs are.
 
     A tensor is copied when a stage needs it elsewhere, and then lies in both places.
@@ -30,29 +53,35 @@ def run_chain(stages: Sequence[OpenedStage], feed: Mapping[str, Array], stages_m
     Args:
         stages: one for each of STAGES, in their order.
         feed: the layer's inputs by name.
-        stages_ms: if given, the time of each stage is appended, with what this function does for it, but without copies.
+        times: if given, those of this run's parts are added.
     """
+    times = times or PartTimes()
     held: dict[tuple[str, str], Any] = {(name, HOST): feed[name] for name in GRAPH_INPUTS}
     makers: dict[str, OpenedStage] = {}  # of tensors that stages gave
 
     def fetch(name: str) -> None:
         if (name, HOST) not in held:
             maker = makers[name]
-            held[name, HOST] = maker.to_host(name, held[name, place_of(maker)])
+            held[name, HOST] = times.copied((maker.ran_on, "to_host", name),
+                                            lambda: maker.to_host(name, held[name, place_of(maker)]))
+
+    def bring(name: str, opened: OpenedStage) -> None:
+        if (name, place_of(opened)) in held:
+            return
+        fetch(name)
+        if opened.memory != HOST:
+            held[name, place_of(opened)] = times.copied((opened.ran_on, "to_device", name),
+                                                        lambda: opened.to_unit(name, held[name, HOST]))
 
     for definition, opened in zip(STAGES, stages, strict=True):
-        place, began_s, copied_s = place_of(opened), perf_counter(), 0.0
+        place = place_of(opened)
         for name in definition.inputs:
-            if (name, place) not in held:
-                copying_s = perf_counter()
-                fetch(name)
-                held[name, place] = opened.to_unit(name, held[name, HOST])
-                copied_s += perf_counter() - copying_s
+            bring(name, opened)
+        began_s = perf_counter()
         values = opened.run_resident({name: held[name, place] for name in definition.inputs})
         held |= {(name, place): value for name, value in values.items()}
         makers |= dict.fromkeys(values, opened)
-        if stages_ms is not None:
-            stages_ms.append(1e3 * (perf_counter() - began_s - copied_s))
+        times.stages_ms.append(1e3 * (perf_counter() - began_s))
     fetch(OUTPUT)
     output: Array = held[OUTPUT, HOST]
     return output

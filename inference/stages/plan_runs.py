@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmark.stages.chain import OpenedStages, Plan, run_chain, time_chains, time_round
-from benchmark.stages.chain_times import ChainRecord, Samples, chain_records, sample_chains
+from benchmark.stages.chain_times import ChainSamples, ChainTimes, chain_times, sample_chains
 from benchmark.stages.opening import Refused, difference, open_stage
 from benchmark.stages.records import RAW, StageRecord, read_raw
 from benchmark.stages.work import GraphSource, StageUnit
@@ -140,7 +140,7 @@ def run_plans(wanted: Sequence[RankedPlan], units: Mapping[tuple[str, int, Size]
 
 
 def run_with_chains(tables: StageTables, units: Mapping[tuple[str, int, Size], StageUnit], size: Size, home: str,
-                    warmup: int, runs: int, rounds: int) -> tuple[list[ChainRecord], list[PlanRun]]:
+                    warmup: int, runs: int, rounds: int) -> tuple[ChainTimes, list[PlanRun]]:
     """Times stages in chains and runs the plans in turns, so that what changes slowly on the machine reaches both.
 
     The plans are the candidates, home, and the best of all by times alone and by the first round of chains.
@@ -157,18 +157,18 @@ def run_with_chains(tables: StageTables, units: Mapping[tuple[str, int, Size], S
         UserError: as `run_plans`.
     """
     opened, tensors = opened_at(units, size)
-    samples: Samples = {}
+    samples = ChainSamples()
     sample_chains(tables.units, opened, tensors, warmup, runs, samples)
     here = tables.only(size)
-    wanted = plans_left((in_chains(here, chain_records(size, samples)), here), size, home, ())
+    wanted = plans_left((in_chains(here, chain_times(size, samples)), here), size, home, ())
     times_ms: dict[Plan, list[list[float]]] = {plan.cost.assignment: [] for plan in wanted}
     order = random.Random(0)
     for number in range(rounds):
         if number:
             sample_chains(tables.units, opened, tensors, warmup, runs, samples)
         time_round(opened, times_ms, tensors, warmup, runs, order)
-    records = chain_records(size, samples)
-    return records, predicted_anew(in_chains(here, records), _judged(wanted, times_ms, opened, tensors, size))
+    times = chain_times(size, samples)
+    return times, predicted_anew(in_chains(here, times), _judged(wanted, times_ms, opened, tensors, size))
 
 
 def _output_error(opened: OpenedStages, plan: Plan, tensors: Mapping[str, Array]) -> float:

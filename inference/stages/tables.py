@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from benchmark.stages.chain_times import ChainRecord, read_chains
+from benchmark.stages.chain import CopyKey
+from benchmark.stages.chain_times import ChainRecord, ChainTimes, CopyRecord, read_chains
 from benchmark.stages.lookup import LookupKey, LookupRecord, read_lookup
 from benchmark.stages.records import RAW, read_raw
 from benchmark.stages.transfers import REMAKE, TransferTable, read_transfers
@@ -19,6 +21,7 @@ from utils.errors import UserError
 from utils.logger import get_logger
 
 log = get_logger("plan_stages")
+Key = TypeVar("Key")
 NUMBERS = ("node_count",)  # known on both sides: never copied
 
 
@@ -63,11 +66,13 @@ class StageTables:
         times: by unit and number of the stage, from 0.
         widths: features and hidden values, where copies need them.
         copies: between the host's memory and that of units.
+        chain_copies_ms: copies of tensors in chains, by size. Where one is missing, `copies` has it by its bytes.
     """
 
     times: Mapping[tuple[str, int], StageTimes]
     widths: tuple[int, int] = (0, 0)
     copies: TransferTable = field(default_factory=lambda: TransferTable(records=()))
+    chain_copies_ms: Mapping[CopyKey, Mapping[Size, float]] = field(default_factory=dict)
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -93,7 +98,7 @@ class StageTables:
         less = {key: replace(times, ms=kept(times.ms), std_ms=kept(times.std_ms),
                              after_ms={unit: kept(ms) for unit, ms in times.after_ms.items()})
                 for key, times in self.times.items()}
-        return replace(self, times=less)
+        return replace(self, times=less, chain_copies_ms={key: kept(ms) for key, ms in self.chain_copies_ms.items()})
 
     def setting(self, size: Size, extrapolate: bool = False) -> Setting:
         """The planning problem at a size.
@@ -118,19 +123,24 @@ class StageTables:
             raise UserError(outside(self.sizes, size) if self.sizes else "no stage was measured")
         problem = PlanningProblem(
             tuple(StageData(moved(stage.inputs), moved(stage.outputs)) for stage in STAGES), moved(GRAPH_INPUTS), (OUTPUT,),
-            self.units, costs, *self._copies(size, {cost.memory for cost in costs.values()} - {HOST}))
+            self.units, costs, *self._copies(size, {cost.memory for cost in costs.values()} - {HOST}, extrapolate))
         return Setting(problem, max(bases, key=BASES.index), tuple(left_out))
 
-    def _copies(self, size: Size, memories: Iterable[str]) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]:
+    def _copies(self, size: Size, memories: Iterable[str], extrapolate: bool) -> tuple[
+            dict[tuple[str, str], float], dict[tuple[str, str], float]]:
         """The times of copying each tensor to each memory, and back."""
-        to_device: dict[tuple[str, str], float] = {}
-        to_host: dict[tuple[str, str], float] = {}
-        for memory in memories:
-            graph = GraphSize(nodes=size[0], edges=size[1], features=self.widths[0], hidden=self.widths[1])
-            for tensor in TENSORS.values():
-                to_device[memory, tensor.name] = self.copies.copy_ms(memory, "to_device", tensor.bytes(graph))
-                to_host[memory, tensor.name] = self.copies.copy_ms(memory, "to_host", tensor.bytes(graph))
-        return to_device, to_host
+        keys = [(memory, tensor) for memory in memories for tensor in TENSORS]
+        return ({(memory, tensor): self._copy_ms((memory, "to_device", tensor), size, extrapolate) for memory, tensor in keys},
+                {(memory, tensor): self._copy_ms((memory, "to_host", tensor), size, extrapolate) for memory, tensor in keys})
+
+    def _copy_ms(self, key: CopyKey, size: Size, extrapolate: bool) -> float:
+        """In chains if it was timed so at each size, else by its bytes."""
+        in_chains_ms = self.chain_copies_ms.get(key, {})
+        if in_chains_ms.keys() >= set(self.sizes):
+            return estimated(in_chains_ms, size, extrapolate).ms
+        memory, direction, tensor = key
+        graph = GraphSize(nodes=size[0], edges=size[1], features=self.widths[0], hidden=self.widths[1])
+        return self.copies.copy_ms(memory, direction, TENSORS[tensor].bytes(graph))
 
 
 def moved(names: Iterable[str]) -> tuple[str, ...]:
@@ -155,16 +165,13 @@ def read_tables(folders: Sequence[tuple[str, Path]], alone: bool = False) -> Sta
     return merged if alone else in_chains(merged, read_chains(folders[0][1]))
 
 
-def in_chains(tables: StageTables, records: Sequence[ChainRecord]) -> StageTables:
+def in_chains(tables: StageTables, measured: ChainTimes) -> StageTables:
     """With times in chains in place of those alone; without any where some stage was not timed so at each of its sizes."""
-    found: dict[tuple[str, int, str], dict[Size, float]] = {}
-    for record in records:
-        sizes = found.setdefault((record.unit, record.stage - 1, record.previous), {})
-        sizes[record.nodes, record.edges] = float(np.median(record.samples_ms))
+    found = _medians_ms(((one.unit, one.stage - 1, one.previous), one) for one in measured.stages)
     lacking = [(unit, stage) for (unit, stage), times in tables.times.items()
                if not times.ms.keys() <= found.get((unit, stage, unit), {}).keys()]
     if lacking:
-        if records:
+        if measured.stages:
             log.warning("%d stages were not timed in chains at each size, so none of these times is used; add --time-chains",
                         len(lacking))
         return tables
@@ -173,7 +180,16 @@ def in_chains(tables: StageTables, records: Sequence[ChainRecord]) -> StageTable
                                after_ms={previous: ms for (of, at, previous), ms in found.items()
                                          if (of, at) == (unit, stage) and previous in tables.units and previous != unit})
         for (unit, stage), times in tables.times.items()}
-    return replace(tables, times=chained)
+    copies_ms = _medians_ms(((one.memory, one.direction, one.tensor), one) for one in measured.copies)
+    return replace(tables, times=chained, chain_copies_ms=copies_ms)
+
+
+def _medians_ms(records: Iterable[tuple[Key, ChainRecord | CopyRecord]]) -> dict[Key, dict[Size, float]]:
+    """The median time of each record, by its key and size."""
+    found: dict[Key, dict[Size, float]] = {}
+    for key, record in records:
+        found.setdefault(key, {})[record.nodes, record.edges] = float(np.median(record.samples_ms))
+    return found
 
 
 def _merged(one: StageTables, other: StageTables, folder: Path) -> StageTables:

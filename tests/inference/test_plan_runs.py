@@ -14,15 +14,16 @@ from command import run_script
 
 from benchmark.stages.analysis import analyze
 from benchmark.stages.chain import run_chain, time_chains
-from benchmark.stages.chain_times import read_chains
+from benchmark.stages.chain_times import append_chains, read_chains, time_in_chains
 from benchmark.stages.measure import measure_stage
 from benchmark.stages.opening import OpenedStage, difference, open_stage
 from benchmark.stages.profiling import record_of
 from benchmark.stages.records import RawMeasurements, raw_path
+from benchmark.stages.transfers import DIRECTIONS, TransferRecord, TransferTable
 from benchmark.stages.work import StageUnit
 from inference.stages.plan_runs import PlanRun, append_runs, predicted_anew, read_runs, size_rows, summary
-from inference.stages.tables import read_tables
-from model_zoo.stages.definition import OUTPUT, STAGES, GraphSize
+from inference.stages.tables import StageTables, StageTimes, in_chains, read_tables
+from model_zoo.stages.definition import HOST, OUTPUT, STAGES, GraphSize
 from model_zoo.stages.export import export_stages, model_files
 from utils import files
 from utils.errors import UserError
@@ -81,7 +82,7 @@ def test_times_in_chains_replace_those_alone(profiled: Mapping[str, Path]) -> No
     done = run_script("inference/plan_stages.py", *options, "--time-chains", "--runs", "2", "--rounds", "2")
     assert done.returncode == 0, done.stderr
     assert "3 sizes timed in chains, 0 were there" in done.stderr
-    records = read_chains(profiled["ort"])
+    records = read_chains(profiled["ort"]).stages
     assert len(records) == 3 * (2 * 7 + 2 * 6)  # the first stage has none before it
     tables = read_tables(folders)
     times = tables.times["CPU-ort", 4]
@@ -104,14 +105,14 @@ def test_plans_and_chains_run_in_turns(profiled: Mapping[str, Path], tmp_path: P
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["summary"]["sizes"] == 3
-    runs, records = read_runs(folders[0][1] / "plan_runs.jsonl"), read_chains(folders[0][1])
+    runs, records = read_runs(folders[0][1] / "plan_runs.jsonl"), read_chains(folders[0][1]).stages
     assert {len(run.rounds_ms) for run in runs} == {3}
     assert {len(record.samples_ms) for record in records if record.stage > 1} == {6}
     anew = predicted_anew(read_tables(folders), runs)
     assert [run.predicted_ms for run in runs] == pytest.approx([run.predicted_ms for run in anew])
     again = run_script("inference/plan_stages.py", *options, "--home", "CPU-torch", "--time-chains", "--run", "--json")
     assert again.returncode == 0, again.stderr
-    assert len(read_chains(folders[0][1])) == len(records)  # chains are not timed twice
+    assert len(read_chains(folders[0][1]).stages) == len(records)  # chains are not timed twice
 
 
 class FarStage(OpenedStage):
@@ -153,6 +154,34 @@ def test_a_tensor_is_copied_once(tmp_path: Path) -> None:
     plans = [("near",) * 7, ("far",) * 7]
     times_ms = time_chains(opened, plans, tensors, 1, 3, 2)
     assert [[len(samples) for samples in times_ms[plan]] for plan in plans] == [[3, 3], [3, 3]]
+
+
+def test_copies_are_timed_in_chains(tmp_path: Path) -> None:
+    units = [unit_of(tmp_path, SIZES[2], stage.id, "torch") for stage in STAGES]
+    near = [open_stage(unit)[0] for unit in units]
+    far = [FarStage(unit, "CUDA", "ort", "f32", opened.run) for unit, opened in zip(units, near, strict=True)]
+    opened = {("far", stage): one for stage, one in enumerate(far)} | {("near", stage): one for stage, one in enumerate(near)}
+    times = time_in_chains((150, 200), ("far", "near"), opened, units[0].tensors, 1, 2, 2)
+    append_chains(tmp_path, times)
+    assert read_chains(tmp_path) == times
+
+    copied = {(one.direction, one.tensor): one.samples_ms for one in times.copies}
+    passed = {"messages", "sums", "degrees", "means", "neighbours", "combined"}  # from one stage to a later one
+    given = {"x", "source", "target", "node_count"}
+    assert {tensor for direction, tensor in copied if direction == "to_device"} == passed | given
+    assert {tensor for direction, tensor in copied if direction == "to_host"} == passed | {"output"}
+    assert len(copied["to_device", "sums"]) == 4  # one chain has it
+    assert {one.memory for one in times.copies} == {"CUDA"}
+
+    alone = {(150, 200): 1.0}
+    stages = {(unit, stage): StageTimes(alone, alone, memory, memory)
+              for unit, memory in (("far", "CUDA"), ("near", HOST)) for stage in range(7)}
+    by_bytes = TransferTable(records=tuple(TransferRecord(memory="CUDA", direction=direction, bytes=4096, samples_ms=(7.0,))
+                                           for direction in DIRECTIONS))
+    problem = in_chains(StageTables(stages, (12, 6), by_bytes), times).setting((150, 200)).problem
+    assert problem.to_device_ms["CUDA", "output"] == 7.0  # no chain copies it
+    assert problem.to_device_ms["CUDA", "sums"] == np.median(copied["to_device", "sums"])
+    assert problem.to_host_ms["CUDA", "output"] == np.median(copied["to_host", "output"])
 
 
 def run_of(units: str, predicted_ms: float, measured_ms: float) -> PlanRun:
