@@ -81,10 +81,10 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
     cold, cold_strict = (milliseconds(partial(from_the_shell, model, workspace, target, strict), min(repeats, SHELLS))
                          for strict in (False, True))
     one, several = partial(predict, target=target), partial(predict_many, target=target)
-    device = fitted_for(workspace, target).target.flavour.device
+    flavour = fitted_for(workspace, target).target.flavour
     first = milliseconds(lambda: one(model, workspace=workspace), 1)
     again = milliseconds(lambda: one(model, workspace=workspace), repeats)
-    record = record_of(model, device)
+    record = record_of(model, flavour)
     from_record = milliseconds(lambda: one(record, workspace=workspace), repeats)
     strict_first = milliseconds(lambda: one(record, workspace=workspace, strict=True), 1)
     strict_again = milliseconds(lambda: one(record, workspace=workspace, strict=True), repeats)

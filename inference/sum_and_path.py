@@ -2,8 +2,9 @@
 
 Reads the datasets of some targets, under ONNX Runtime or TVM, and their kernel records. For each model that was measured
 whole and by kernels it adds the kernels up, and finds the longest path in linear time. Which of the two a target uses is
-chosen, for each model, by the other models. Where a composition was fitted, its prediction for the model (from predicted
-kernels, with the model's family held out of all training) comes next to it. Prints a table; writes nothing.
+chosen, for each model, by the models of other families; with --choose-by by those of the families named, which then count in
+no mean error. Where a composition was fitted, its prediction for the model (from predicted kernels, with the model's family
+held out of all training) comes next to it. Prints a table; writes nothing.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ IN_MODEL = "kernel_time"  # the label of kernels that adds up under ONNX Runtime
 KINDS = ("sum", "critical_path")
 EXAMPLES = """
 python inference/sum_and_path.py
+python inference/sum_and_path.py --choose-by densenet --choose-by efficientnet
 python inference/sum_and_path.py --target amd-epyc-2t-cpu-avx512-tvm0.27-fused --target amd-epyc-2t-cpu-avx512-ort1.31-all
 """
 
@@ -55,10 +57,10 @@ def kernel_times(record: ModelRecord, measured: Mapping[str, Mapping[str, float]
     return {name: time_ms for name, time_ms in times.items() if time_ms is not None}
 
 
-def chosen_by_others(rows: Sequence[Mapping[str, Any]], place: int) -> str:
+def chosen_by_others(rows: Sequence[Mapping[str, Any]], place: int, families: Sequence[str] = ()) -> str:
     """The composition with the smaller mean error on the models of other families than that of one row; the sum where there are
-    none, or where both are as good."""
-    others = [row for row in rows if row["family"] != rows[place]["family"]]
+    none, or where both are as good. `families` are those that choose; by default all."""
+    others = [row for row in rows if row["family"] != rows[place]["family"] and (not families or row["family"] in families)]
     errors = {kind: fmean(abs(row[f"{kind}_error_%"]) for row in others) if others else 0.0 for kind in KINDS}
     return min(KINDS, key=errors.__getitem__)
 
@@ -78,11 +80,16 @@ def model_row(record: ModelRecord, whole_ms: float, times_ms: Mapping[str, float
             **{f"{kind}_error_%": error_percent(composed[kind], whole_ms) for kind in KINDS}}
 
 
-def target_rows(workspace: Workspace, target: str) -> list[dict[str, Any]]:
+def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ()) -> list[dict[str, Any]]:
     """One row for each model of a target.
 
+    Args:
+        workspace: with its dataset.
+        target: its name.
+        families: those whose models choose the composition; empty: all.
+
     Raises:
-        UserError: there is no dataset.
+        UserError: there is no dataset, or it holds no model of a family.
     """
     folder = workspace.dataset(target)
     header, measured = read_header(folder), measured_times(workspace, target)
@@ -101,8 +108,11 @@ def target_rows(workspace: Workspace, target: str) -> list[dict[str, Any]]:
             log.warning("%s: left out: %s", target, error)
             continue
         rows.append({"target": target, "label": label, **row, "peak_MiB": memory.get(record.model)})
+    if rows and (missing := set(families) - {row["family"] for row in rows}):
+        raise UserError(f"{target}: no model of {', '.join(sorted(missing))} was measured; there are: "
+                        f"{', '.join(sorted({row['family'] for row in rows}))}")
     for place, row in enumerate(rows):
-        used = chosen_by_others(rows, place)
+        used = chosen_by_others(rows, place, families)
         row |= {"used": used, "used_error_%": row[f"{used}_error_%"]}
         if row["model"] in predicted:
             row |= {"predicted_ms": predicted[row["model"]],
@@ -110,8 +120,10 @@ def target_rows(workspace: Workspace, target: str) -> list[dict[str, Any]]:
     return rows
 
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean errors of a target, without signs."""
+def summary(rows: Sequence[Mapping[str, Any]], families: Sequence[str] = ()) -> dict[str, Any]:
+    """The mean errors of a target, without signs, over the models of other families than those named (over all if there are
+    none)."""
+    rows = [row for row in rows if row["family"] not in families] or rows
     found: dict[str, Any] = {"target": rows[0]["target"], "models": len(rows)}
     for column in ("sum", "critical_path", "used", "predicted"):
         errors = [abs(row[f"{column}_error_%"]) for row in rows if f"{column}_error_%" in row]
@@ -123,12 +135,15 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--target", action="append", metavar="NAME", help="whose dataset (repeatable; default: all)")
+    parser.add_argument("--choose-by", action="append", default=[], metavar="FAMILY",
+                        help="whose models choose between sum and path (repeatable; default: all other families)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    tables = [rows for target in args.target or collected_targets(workspace) if (rows := target_rows(workspace, target))]
+    tables = [rows for target in args.target or collected_targets(workspace)
+              if (rows := target_rows(workspace, target, args.choose_by))]
     if not tables:
         raise UserError("no model was measured together with its kernels; measure with: python benchmark/collector.py")
-    summaries = [summary(rows) for rows in tables]
+    summaries = [summary(rows, args.choose_by) for rows in tables]
     if args.json:
         cli.print_json({"targets": summaries, "models": [row for rows in tables for row in rows]})
         return

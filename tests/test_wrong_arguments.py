@@ -12,6 +12,7 @@ from inference import predict
 from inference.core.sources import record_of
 from utils import files
 from utils.errors import UserError
+from utils.fingerprint import flavour_of
 from utils.paths import Workspace
 
 PREDICT = "inference/predict_model_latency.py --model dyn.onnx"
@@ -23,6 +24,7 @@ CASES = [  # the command, its exit code, and a part of the line; {here} is a wor
     (f"{PREDICT} --slo-ms fast", 2, "--slo-ms: 'fast' is not a number"),
     (f"{PREDICT} --slo-ms -5", 2, "--slo-ms: -5 is not a positive number"),
     (f"{PREDICT} --trace {{here}}/no/such/trace.json", 2, "--trace: {here}/no/such/trace.json: no folder {here}/no/such"),
+    (f"{PREDICT} --estimators {{here}}/none", 2, "--estimators: {here}/none: no such file or folder"),
     (f"{PREDICT} --trace {{here}}", 2, "--trace: {here} is a folder; name a file in it"),
     (f"{PREDICT} --target h20x", 1, "target h20x: no predictors for it"),
     (f"{PREDICT} --target", 2, "--target: expected one argument"),
@@ -116,7 +118,7 @@ def test_what_is_no_model(nothing: object) -> None:
     with pytest.raises(UserError, match=f"{type(nothing).__name__} is no model: give the path of an ONNX file"):
         predict(nothing, target="h200")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="is no model"):
-        record_of(nothing, "cpu")  # type: ignore[arg-type]
+        record_of(nothing, flavour_of("cpu"))  # type: ignore[arg-type]
 
 
 def test_a_folder_is_no_model(tmp_path: Path) -> None:

@@ -1,17 +1,20 @@
-"""Reads a model into TVM's Relax."""
+"""Reads a model into TVM's Relax: an ONNX file, or a program of PyTorch (torch.export)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
-from ort_analysis.graph.source import Source
+from ort_analysis.graph.source import Source, read_source
 from tvm_analysis.package import check_tvm
+from utils import files
 from utils.errors import UserError
 from utils.lazy import onnx, torch, tvm
 from utils.model_files import read_whole_model
+from utils.paths import TORCH_SUFFIX
 
 
 def _input_shapes(source: Source) -> dict[str, list[int]]:
@@ -23,6 +26,21 @@ def _input_shapes(source: Source) -> dict[str, list[int]]:
             for value in proto.graph.input if value.name not in constants and value.type.HasField("tensor_type")}
 
 
+def source_of(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> Source:
+    """The model as the user gave it. The sizes of a program of PyTorch are those that it was exported with.
+
+    Raises:
+        UserError: as `read_source`; or sizes are given for a program of PyTorch.
+    """
+    if not isinstance(model, Path) or model.suffix != TORCH_SUFFIX:
+        return read_source(model, dims, name)
+    if not is_zipfile(model):
+        raise UserError(f"{model}: no program of PyTorch; write it with torch.export.save")
+    if dims:
+        raise UserError(f"{model}: the sizes of a program of PyTorch are fixed, so {', '.join(sorted(dims))} can't be set")
+    return Source(model.stem, "", "", onnx.ModelProto(), model, files.sha256(model), {})
+
+
 def read_relax(source: Source) -> Any:
     """The model as an `IRModule` of Relax, its weights as constants and its inputs of fixed sizes.
 
@@ -30,6 +48,9 @@ def read_relax(source: Source) -> Any:
         UserError: TVM is not installed, or can't read this model.
     """
     check_tvm()
+    path = source.loadable
+    if isinstance(path, Path) and path.suffix == TORCH_SUFFIX:
+        return _relax_of_program(lambda: torch.export.load(path), source.name)
     proto = (read_whole_model(source.loadable) if isinstance(source.loadable, Path)
              else onnx.load_model_from_string(source.loadable))
     try:
@@ -50,10 +71,14 @@ def relax_of_torch(module: Any, inputs: Sequence[Any], name: str) -> Any:
         UserError: TVM is not installed, or can't read this module.
     """
     check_tvm()
+    return _relax_of_program(lambda: torch.export.export(module, tuple(inputs)), name)
+
+
+def _relax_of_program(program: Callable[[], Any], name: str) -> Any:
     frontend = import_module("tvm.relax.frontend.torch")
     try:
         with torch.no_grad():
-            return frontend.from_exported_program(torch.export.export(module, tuple(inputs)))
+            return frontend.from_exported_program(program())
     except Exception as error:  # torch.export and TVM raise all sorts
         raise unreadable(name, error) from error
 

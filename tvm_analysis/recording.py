@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ort_analysis.graph.source import Source, read_source
+from ort_analysis.graph.source import Source
 from ort_analysis.records.kernel_record import ModelRecord
 from ort_analysis.records.reading import record_path
 from tvm_analysis.functions import write_functions
 from tvm_analysis.kernels import Graph, graph_of, record_of
-from tvm_analysis.loading import read_relax
+from tvm_analysis.loading import read_relax, source_of
 from tvm_analysis.lowering import Lowered, lower
-from tvm_analysis.package import FUSED, UNFUSED, tvm_flavour
+from tvm_analysis.package import FUSED, TUNED, UNFUSED, tvm_flavour
 from utils import files
 from utils.paths import Workspace
 
@@ -35,7 +35,7 @@ def parse(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, 
     Raises:
         UserError: TVM is not installed, or can't take this model apart; as `read_source`.
     """
-    source = read_source(model, dims, name)
+    source = source_of(model, dims, name)
     return parse_relax(source, read_relax(source))
 
 
@@ -46,6 +46,12 @@ def parse_relax(source: Source, module: Any) -> dict[str, Parsed]:
         graph = graph_of(source.name, lowered)
         found[level] = Parsed(lowered, graph, record_of(source, graph, tvm_flavour(level=level)))
     return found
+
+
+def parse_at(level: str, model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None) -> Parsed:
+    """A model at one of LEVELS; errors as of `parse`. Tuned kernels are the fused ones, with other schedules."""
+    parsed = parse(model, dims)[FUSED if level == TUNED else level]
+    return parsed._replace(record=parsed.record.model_copy(update={"flavour": tvm_flavour(level=level)}))
 
 
 def write_parsed(workspace: Workspace, parsed: Mapping[str, Parsed]) -> list[ModelRecord]:

@@ -1,7 +1,8 @@
 """Phase 2.3: what TVM makes of models: their operators, and the kernels that it fuses them into.
 
-Reads ONNX files. Writes, for both flavours of TVM (unfused: one kernel for each operator; fused: those that really run), the
-same kernel records as fusion_detector, and the functions of the kernels to kernel_model/kernel_onnx/<flavour>/<kernel id>.tvm.
+Reads ONNX files, and programs of PyTorch (.pt2, written by torch.export.save). Writes, for both flavours of TVM (unfused: one
+kernel for each operator; fused: those that really run), the same kernel records as fusion_detector, and the functions of the
+kernels to kernel_model/kernel_onnx/<flavour>/<kernel id>.tvm.
 Needs TVM: pip install -r requirements-tvm.txt
 """
 
@@ -25,12 +26,13 @@ from utils import cli
 from utils.errors import UserError
 from utils.locks import sole_writer
 from utils.logger import get_logger
-from utils.paths import model_files
+from utils.paths import MODEL_SUFFIXES, model_files
 
 log = get_logger("tvm")
 EXAMPLES = """
 python tvm_analysis/relax_parser.py
 python tvm_analysis/relax_parser.py --model resnet18.onnx --dim batch=1
+python tvm_analysis/relax_parser.py --model my_network.pt2
 """
 
 
@@ -61,12 +63,12 @@ def node_rows(record: ModelRecord) -> list[dict[str, Any]]:
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--model", type=Path, action="append",
-                        help="an ONNX file (repeatable; default: all in model_zoo/models)")
+                        help="an ONNX file or a program of PyTorch (repeatable; default: all in model_zoo/models)")
     cli.add_dim(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
     check_tvm()
-    paths = workspace.find_models(args.model) if args.model else model_files([workspace.models])
+    paths = workspace.find_models(args.model) if args.model else model_files([workspace.models], MODEL_SUFFIXES["tvm"])
     if not paths:
         raise UserError(f"{workspace.models}: no models; export some with: python model_zoo/torchvision_exporter.py")
     done: list[list[ModelRecord]] = []

@@ -21,6 +21,7 @@ from benchmark.records.blocks import Block
 from benchmark.records.dataset_writer import DatasetWriter
 from benchmark.records.files import DatasetHeader, DatasetKernel, header_path, read_header, read_kernels
 from benchmark.records.measurement import Measurement
+from benchmark.runtimes.protocol import Setting
 from kernel_model.sampling.kernel_errors import KernelError, read_errors
 from utils.errors import UserError
 from utils.fingerprint import Machine, Target, machine, resolve_device
@@ -55,7 +56,7 @@ def collect(workspace: Workspace, config: CollectorConfig, minutes: float | None
     work = find_work(workspace, target, config.held_out)
     with (sole_writer(workspace.dataset(target.name)),
           start_crew(config, device, config.labels_on(device),
-                     config.setting(target, workspace.kernel_onnx / target.flavour.name)) as crew):
+                     Setting.of(target, workspace.kernel_onnx, config.tvm.memory_limit_mib)) as crew):
         return collect_work(workspace, config, target, work, crew, stop_at_s=stop_at_s)
 
 

@@ -14,7 +14,6 @@ from benchmark.metrics.source import MetricSource
 from benchmark.metrics.sources import SourceName, open_source
 from benchmark.records.environment import Environment, environment_of
 from benchmark.records.labels import DEFAULT_LABELS, ENERGY, GPU_LABEL, UNPROFILED, VARIANTS, Label, Variant
-from benchmark.runtimes.protocol import Setting
 from tvm_analysis.package import check_tvm
 from utils.config import Config
 from utils.errors import UserError
@@ -148,14 +147,6 @@ class CollectorConfig(Config):
     def environment(self, target: Target) -> Environment | None:
         """The environment to be kept with a dataset; None under ONNX Runtime, whose targets say it all."""
         return None if self.runtime == DEFAULT_RUNTIME else environment_of(target, self.tvm.memory_limit_mib)
-
-    def setting(self, target: Target, kernels: Path) -> Setting | None:
-        """How a worker is to run everything for a target, whose built kernels are in a folder; None where a worker takes that
-        from requests."""
-        if self.runtime == DEFAULT_RUNTIME:
-            return None
-        return Setting(level=self.tvm.level, threads=target.threads, cores=target.cores, kernels=str(kernels),
-                       memory_limit_mib=self.tvm.memory_limit_mib)
 
     def variants_on(self, device: str) -> tuple[str, ...]:
         """The further ways in which whole models are run on `cpu` or `cuda`; TVM has none.

@@ -15,7 +15,7 @@ from ort_analysis.records.reading import index_path, read_index, record_path, re
 from tvm_analysis.functions import SUFFIX, read_kernel
 from utils.errors import UserError
 from utils.fingerprint import Target
-from utils.paths import Workspace, model_files
+from utils.paths import MODEL_SUFFIXES, Workspace, model_files
 from utils.safe_names import as_file_name
 
 CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # largest memory of one carrier's kernels
@@ -107,7 +107,8 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
     if not items:
         made_by = "tvm_analysis/relax_parser.py" if target.flavour.runtime == "tvm" else "kernel_model/kernel_builder.py"
         raise UserError(f"{folder}: no kernels built for {target.flavour.name}; build them with: python {made_by}")
-    by_stem = {as_file_name(path.stem): path for path in model_files([workspace.models])}
+    paths = model_files([workspace.models], MODEL_SUFFIXES[target.flavour.runtime])
+    by_stem = {as_file_name(path.stem): path for path in paths}
     models_found = []
     for record in records_in(workspace, target.flavour):
         model_path = by_stem.get(record.file_stem)

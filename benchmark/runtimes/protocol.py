@@ -12,6 +12,7 @@ from benchmark.measuring.effort import Effort
 from benchmark.records.measurement import Measurement
 from benchmark.traces.gpu_trace import GpuRun
 from ort_analysis.records.kernel_record import record_name
+from utils.fingerprint import DEFAULT_RUNTIME, Target
 from utils.frozen import Frozen
 
 
@@ -31,6 +32,15 @@ class Setting(Frozen):
     cores: int = Field(0, ge=0)
     memory_limit_mib: float = Field(0.0, ge=0)
     kernels: str = ""
+
+    @classmethod
+    def of(cls, target: Target, kernels: Path, memory_limit_mib: float = 0.0) -> Setting | None:
+        """How a worker is to run everything for a target, whose built kernels are in a folder below `kernels`; None for ONNX
+        Runtime, whose worker takes that from requests."""
+        if target.flavour.runtime == DEFAULT_RUNTIME:
+            return None
+        return cls(level=target.flavour.optimization, threads=target.threads, cores=target.cores,
+                   kernels=str(kernels / target.flavour.name), memory_limit_mib=memory_limit_mib)
 
 
 class Request(Frozen):

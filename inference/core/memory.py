@@ -18,6 +18,8 @@ resident (`malloc_trim` gives it back: a session then holds its weights and abou
 of loading and differs by tens of per cent from run to run: the shares below are medians over 24 models (ONNX Runtime 1.31,
 glibc 2.36); `python inference/memory_error.py` measures them again.
 
+TVM plans one place for each intermediate tensor beforehand: nothing is kept twice, and loading leaves nothing.
+
 Not counted: the process without the session (about 70 MiB with Python and ONNX Runtime), and a CUDA context (some 0.5 GiB of
 the device, the same for every model).
 """
@@ -27,10 +29,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ort_analysis.records.kernel_record import Kernel, ModelRecord, Node
+from utils.fingerprint import DEFAULT_RUNTIME
 from utils.frozen import Frozen
 
 MIB = 2**20
@@ -140,20 +143,24 @@ def peak_memory(record: ModelRecord, workspace_mib: float | None = None,
     if layouts is None:
         layouts = {name: layout_of(kernel) for name, kernel in record.kernels.items()}
     activations = live_activations(record, layouts)
-    own = activations.intermediate_peak_bytes
-    used = [layouts[node.kernel_id] for node in record.nodes]
-    if record.flavour.device == "cuda":
-        arena, loading = CUDA_ARENA * activations.peak_bytes, 0.0
-        operators = {kernel.op_type for kernel in record.kernels.values()}
-        scratch = CUDA_LIBRARIES_BYTES if any(user in operator for operator in operators for user in CUDA_LIBRARY_USERS) else 0
-    else:
-        arena, loading = own, LOADED_BASE_BYTES + sum(layout.loading_bytes for layout in used)
-        scratch = max((layout.scratch_bytes for layout in used), default=0)
+    arena, scratch, loading = _surplus(record, activations, [layouts[node.kernel_id] for node in record.nodes])
     if workspace_mib is None:
         workspace_mib = scratch / MIB
     weights, live = record.weight_bytes / MIB, activations.peak_bytes / MIB
     return Memory(weights_mib=weights, activations_mib=live, arena_mib=arena / MIB, workspace_mib=workspace_mib,
                   loading_mib=loading / MIB, peak_mib=weights + live + arena / MIB + workspace_mib + loading / MIB)
+
+
+def _surplus(record: ModelRecord, activations: Activations, used: Sequence[Layout]) -> tuple[float, float, float]:
+    """Bytes beyond weights and activations: the arena's surplus, the kernels' scratch, and what loading leaves in the heap."""
+    if record.flavour.runtime != DEFAULT_RUNTIME:
+        return 0.0, 0.0, 0.0
+    if record.flavour.device == "cuda":
+        operators = {kernel.op_type for kernel in record.kernels.values()}
+        libraries = any(user in operator for operator in operators for user in CUDA_LIBRARY_USERS)
+        return CUDA_ARENA * activations.peak_bytes, CUDA_LIBRARIES_BYTES if libraries else 0, 0.0
+    return (activations.intermediate_peak_bytes, max((layout.scratch_bytes for layout in used), default=0),
+            LOADED_BASE_BYTES + sum(layout.loading_bytes for layout in used))
 
 
 def live_activations(record: ModelRecord, layouts: Mapping[str, Layout] | None = None) -> Activations:

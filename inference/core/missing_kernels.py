@@ -166,7 +166,7 @@ def _records(source: Source, sizes: Sequence[Mapping[str, int]], fitted: Fitted,
     """The model's record at each size, checked; errors as for `measure_missing`."""
     flavour = fitted.target.flavour
     model = workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
-    records = [record_of(model, flavour.device, dims, static) for dims in sizes]
+    records = [record_of(model, flavour, dims, static) for dims in sizes]
     for record in records:
         check_target(record, fitted.target, fitted.predictors.sidecar.dtypes, force)
         if record.flavour != flavour:

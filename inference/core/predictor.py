@@ -131,7 +131,7 @@ class Predictor:
     def record(self, source: Source, dims: Mapping[str, int] | None = None, static: bool = False) -> ModelRecord:
         """The record of a model for the target; arguments and errors as of `inference.core.sources.record_of`."""
         model = self.workspace.find_model(Path(source)) if isinstance(source, (str, Path)) else source
-        return record_of(model, self.fitted.target.flavour.device, dims, static)
+        return record_of(model, self.fitted.target.flavour, dims, static)
 
     def predict(self, source: Source, **options: Unpack[Options]) -> Prediction:
         """The latency of one model.

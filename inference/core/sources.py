@@ -14,6 +14,7 @@ from ort_analysis.records.kernel_record import ModelRecord
 from ort_analysis.records.reading import read_model_record
 from utils.errors import UserError
 from utils.files import cached, signature
+from utils.fingerprint import DEFAULT_RUNTIME, Flavour
 from utils.lazy import onnx
 from utils.model_files import weight_files
 
@@ -24,32 +25,32 @@ _files: dict[Any, tuple[tuple[Path, ...], Signature, ModelRecord]] = {}
 _weights: dict[Signature, list[Path]] = {}  # of each model file, by its signature: a model is read at several sizes
 
 
-def record_of(source: Source, device: str,
+def record_of(source: Source, wanted: Flavour,
               dims: Mapping[str, int] | None = None, static: bool = False) -> ModelRecord:
-    """The record of `source` in the graph flavour of `device` (`cpu` or `cuda`).
+    """The record of `source`, of the graph that this machine makes of it.
 
     Args:
         source: an ONNX file, the JSON file of a record, a model in memory, or a record, which is returned as it is.
-        device: whose optimised graph is wanted.
+        wanted: the graph's device, runtime and level. Its version and instruction set are those of this machine.
         dims: sizes of dynamic dimensions by name.
-        static: whether they are fixed before ONNX Runtime optimises the model.
+        static: whether they are fixed before ONNX Runtime optimises the model. TVM always fixes them.
 
     Raises:
         UserError: the model can't be read or analysed, or `dims` are given for a record, whose shapes are fixed.
     """
     if isinstance(source, (str, Path)):
-        return _record_of_file(Path(source), device, dict(dims or {}), static)
+        return _record_of_file(Path(source), wanted, dict(dims or {}), static)
     if not isinstance(source, ModelRecord):
         if not isinstance(source, onnx.ModelProto):
             raise UserError(f"{type(source).__name__} is no model: give the path of an ONNX file or of a kernel record, an "
                             "onnx.ModelProto, or a ModelRecord")
-        return _analysed(source, device, dims or {}, static)
+        return _analysed(source, wanted, dims or {}, static)
     _refuse_other_dims(source, dims)
     return source
 
 
-def _record_of_file(path: Path, device: str, dims: dict[str, int], static: bool) -> ModelRecord:
-    key = (str(path.absolute()), device, tuple(sorted(dims.items())), static)
+def _record_of_file(path: Path, wanted: Flavour, dims: dict[str, int], static: bool) -> ModelRecord:
+    key = (str(path.absolute()), wanted.device, wanted.runtime, wanted.optimization, tuple(sorted(dims.items())), static)
     if kept := _files.get(key):
         watched, before, record = kept
         if _signature(watched) == before:
@@ -60,17 +61,21 @@ def _record_of_file(path: Path, device: str, dims: dict[str, int], static: bool)
         record, watched = read_model_record(path), (path,)
         _refuse_other_dims(record, dims)
     else:
-        record = _analysed(path, device, dims, static)
+        record = _analysed(path, wanted, dims, static)
         watched = (path, *cached(_weights, before, lambda: weight_files(path), KEPT_FILES))
     if before == _signature((path,)):  # else the file changed meanwhile: what was read is not kept
         cached(_files, key, lambda: (watched, _signature(watched), record), KEPT_FILES)
     return record
 
 
-def _analysed(source: Path | onnx.ModelProto, device: str, dims: Mapping[str, int], static: bool) -> ModelRecord:
+def _analysed(source: Path | onnx.ModelProto, wanted: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
+    if wanted.runtime != DEFAULT_RUNTIME:
+        from tvm_analysis.recording import parse_at
+
+        return parse_at(wanted.optimization, source, dims).record
     from ort_analysis.graph.analysis import analyze  # a record needs none of it
 
-    return analyze(source, device, dims, static=static)
+    return analyze(source, wanted.device, dims, static=static)
 
 
 def _refuse_other_dims(record: ModelRecord, dims: Mapping[str, int] | None) -> None:

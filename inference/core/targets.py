@@ -17,7 +17,7 @@ from training.kernels.uncertainty import Uncertainty, read_uncertainty
 from training.sharing.learned import Sharing, read_sharing
 from utils.errors import UserError
 from utils.files import cached
-from utils.fingerprint import CUDNN, Target, has_cuda, local_target, package_version
+from utils.fingerprint import CUDNN, DEFAULT_RUNTIME, RUNTIMES, Target, has_cuda, local_target, package_version
 from utils.paths import SHIPPED, SIDECAR, Workspace
 
 if TYPE_CHECKING:
@@ -115,7 +115,11 @@ def _named(name: str, targets: Sequence[str], workspace: Workspace) -> str:
 
 def is_here(target: Target) -> bool:
     """Whether this machine is the target."""
-    return target.name in {local.name for local in local_targets()}
+    flavour = target.flavour
+    own = local_targets()
+    if flavour.runtime != DEFAULT_RUNTIME and flavour.device == "cpu" and RUNTIMES[flavour.runtime]():
+        own = (local_target("cpu", flavour.runtime, flavour.optimization, target.threads, target.cores),)
+    return target.name in {local.name for local in own}
 
 
 def other_cudnn(sidecar: Sidecar) -> tuple[str, str] | None:
@@ -136,6 +140,8 @@ def version_notice(sidecar: Sidecar) -> str:
     measured = sidecar.machines[-1] if sidecar.machines else None
     if measured is None or is_here(sidecar.target):
         return ""
+    if sidecar.target.flavour.runtime != DEFAULT_RUNTIME:
+        return f"the predictions hold for {sidecar.target.name}"
     about = [f"{what} {measured.versions[key]}" for what, key in (("ONNX Runtime", "onnxruntime"), ("cuDNN", "cudnn"))
              if measured.versions.get(key)]
     return f"the predictions hold for {measured.device_name} with {', '.join(about)}, driver {measured.driver}"

@@ -55,7 +55,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
     paths = workspace.find_models(models)  # checked first: a name may be mistyped
     fitted, run_mode, loads = fitted_for(workspace, target), run_mode or AS_USUAL, loads or LoadsHere()
     check_run_mode(run_mode, fitted.composition, fitted.target.name)
-    name, device = fitted.target.name, fitted.target.flavour.device
+    name, flavour = fitted.target.name, fitted.target.flavour
     failures = Failures()
     if recorded:
         found = MeasuredHere(recorded_models(workspace, paths, dims or {}, fitted, run_mode, failures, static), "recorded")
@@ -70,7 +70,7 @@ def evaluate(workspace: Workspace, models: Sequence[Path], *, dims: Mapping[str,
                             "with the measurements in its dataset (--recorded), or have predictors of this machine made: "
                             f"{'; '.join(MAKE_PREDICTORS)}")
         loads.check(fitted, run_mode, workspace)
-        ready = models_of(paths, dims or {}, device, failures, static)
+        ready = models_of(paths, dims or {}, flavour, failures, static)
         found = measure_all(ready, fitted, run_mode, loads, plan or MeasuringPlan(), workspace, force, failures) if ready else (
             MeasuredHere())
     held_out = held_out_of_fits(workspace, name)
@@ -116,6 +116,6 @@ def recorded_records(workspace: Workspace, paths: Sequence[Path], dims: Mapping[
     """Records by name: of the models in `paths`, else all records of the target's flavour."""
     flavour = fitted.target.flavour
     if paths:
-        models = models_of(paths, dims, flavour.device, failures, static)
+        models = models_of(paths, dims, flavour, failures, static)
         return {model.record.model: model.record for model in models}
     return {record.model: record for record in read_model_records(workspace, flavour)}

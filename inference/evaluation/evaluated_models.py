@@ -26,6 +26,7 @@ from ort_analysis.records.kernel_record import ModelRecord
 from training.sharing.learned import busy_share
 from utils import cli
 from utils.errors import UserError
+from utils.fingerprint import Flavour
 from utils.lazy import pandas as pd
 from utils.logger import get_logger
 from utils.paths import Workspace
@@ -114,7 +115,7 @@ class Failures(dict[str, str]):
         self.add(name, reason)
 
 
-def models_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], device: str,
+def models_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], flavour: Flavour,
               failures: Failures, static: bool = False) -> list[EvaluatedModel]:
     """The models of `paths`, analysed: one per combination of the sizes in `dims` that are dynamic in the model.
 
@@ -129,11 +130,11 @@ def models_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], device: 
             sizes = own_sizes(path, dims)
             unused -= set(sizes[0])
             sized += [(path, size) for size in sizes]
-    apart = each_in_a_process(partial(_analysed, device, static), sized, 1, crashed, "analysing") if (
+    apart = each_in_a_process(partial(_analysed, flavour, static), sized, 1, crashed, "analysing") if (
         len(sized) >= APART_FROM) else None
     for number, (path, size) in enumerate(sized if apart else cli.progress(sized, "analysing")):
         with failures.costing(path.name):
-            found = apart[number] if apart else record_of(path, device, size, static)
+            found = apart[number] if apart else record_of(path, flavour, size, static)
             if isinstance(found, Exception):
                 raise found
             models.append(EvaluatedModel(record=found, path=path))
@@ -142,10 +143,10 @@ def models_of(paths: Iterable[Path], dims: Mapping[str, Sequence[int]], device: 
     return models
 
 
-def _analysed(device: str, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
+def _analysed(flavour: Flavour, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
     """The record of a model at some sizes, or the exception; runs in another process."""
     try:
-        return record_of(sized[0], device, sized[1], static)
+        return record_of(sized[0], flavour, sized[1], static)
     except UserError as error:
         return error
     except Exception:  # noqa: BLE001 - not all exceptions can be pickled; `Failures.costing` reports it

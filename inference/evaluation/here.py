@@ -20,7 +20,7 @@ from benchmark.measuring.effort import Effort
 from benchmark.metrics.source import MetricSource, values
 from benchmark.records.files import model_table_path
 from benchmark.records.reading import read_model_table
-from benchmark.runtimes.protocol import Reply, Request
+from benchmark.runtimes.protocol import Reply, Request, Setting
 from benchmark.runtimes.worker_client import Worker, WorkerFailed
 from inference.core.conditions import check_mode_while_shared
 from inference.core.host_pace import HostPace, compares, ratio_of
@@ -171,7 +171,8 @@ def measure_all(ready: Sequence[EvaluatedModel], fitted: Fitted, run_mode: RunMo
     Raises:
         UserError: no load is started, and what else runs is not known; or another process measures on this device.
     """
-    with measuring(fitted.target.flavour.device), Worker(plan.timeout_s, fitted.target.flavour.runtime) as worker:
+    setting = Setting.of(fitted.target, workspace.kernel_onnx)
+    with measuring(fitted.target.flavour.device), Worker(plan.timeout_s, fitted.target.flavour.runtime, setting) as worker:
         return _measure_all(ready, worker, fitted, run_mode, loads, plan, workspace, force, failures)
 
 

@@ -29,11 +29,11 @@ class OperatorSizes(Config):
     channels: Span = (1, 512)
     side: Span = (4, 112)
     rows: Span = (1, 1024)
-    inner: Span = (8, 1024)
-    columns: Span = (8, 1024)
+    inner: Span = (8, 16384)
+    columns: Span = (8, 8192)
     windows: tuple[int, ...] = Field((1, 3, 5, 7), min_length=1)
     most_gflop: float = Field(0.2, gt=0)
-    most_mib: float = Field(64.0, gt=0)
+    most_mib: float = Field(192.0, gt=0)
 
     @field_validator("batch", "channels", "side", "rows", "inner", "columns")
     @classmethod
@@ -45,6 +45,17 @@ class OperatorSizes(Config):
 
 def _size(span: Span, numbers: np.random.Generator) -> int:
     return round(math.exp(numbers.uniform(math.log(span[0]), math.log(span[1]))))
+
+
+def _width(span: Span, numbers: np.random.Generator) -> int:
+    """A size; half of them are 2ⁿ or 3·2ⁿ, as in real layers. A column of such a matrix falls into few sets of a cache, and
+    pushes itself out of it."""
+    size = _size(span, numbers)
+    if numbers.random() < 0.5:
+        return size
+    power = 2 ** round(math.log2(size))
+    near = [one for one in (power, 3 * power // 2, 3 * power // 4) if span[0] <= one <= span[1]]
+    return min(near, key=lambda one: abs(math.log(one / size)), default=size)
 
 
 def _model(nodes: list[NodeProto], inputs: dict[str, list[int]], weights: dict[str, list[int]], output: str) -> ModelProto:
@@ -68,9 +79,9 @@ def _activated(nodes: list[NodeProto], last: str, numbers: np.random.Generator) 
 
 def draw_convolution(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
     """A convolution of images with bias, perhaps depthwise, perhaps with an activation."""
-    channels, side = _size(sizes.channels, numbers), _size(sizes.side, numbers)
+    channels, side = _width(sizes.channels, numbers), _size(sizes.side, numbers)
     window, depthwise = int(numbers.choice(sizes.windows)), bool(numbers.random() < 0.25)
-    out = channels if depthwise else _size(sizes.channels, numbers)
+    out = channels if depthwise else _width(sizes.channels, numbers)
     nodes = [onnx.helper.make_node("Conv", ["x", "w", "b"], ["y"], pads=[window // 2] * 4, kernel_shape=[window] * 2,
                                    strides=[int(numbers.integers(1, 3))] * 2, group=channels if depthwise else 1)]
     weights = {"w": [out, 1 if depthwise else channels, window, window], "b": [out]}
@@ -78,10 +89,13 @@ def draw_convolution(sizes: OperatorSizes, numbers: np.random.Generator) -> Mode
 
 
 def draw_product(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
-    """A fully connected layer: a product with a matrix of weights, a bias, perhaps an activation."""
-    rows, inner, columns = (_size(span, numbers) for span in (sizes.rows, sizes.inner, sizes.columns))
+    """A fully connected layer: a product with a matrix of weights, a bias, perhaps an activation. Its rows lie in a matrix, in
+    a sequence, or in an image whose channels come last."""
+    rows, inner, columns = _size(sizes.rows, numbers), _width(sizes.inner, numbers), _width(sizes.columns, numbers)
+    height = round(math.sqrt(rows))
+    shape = [[rows], [1, rows], [1, height, rows // height]][int(numbers.integers(3))]
     nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["p"]), onnx.helper.make_node("Add", ["p", "b"], ["y"])]
-    return _model(nodes, {"x": [rows, inner]}, {"w": [inner, columns], "b": [columns]}, _activated(nodes, "y", numbers))
+    return _model(nodes, {"x": [*shape, inner]}, {"w": [inner, columns], "b": [columns]}, _activated(nodes, "y", numbers))
 
 
 def draw_elementwise(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Eight networks under TVM and under ONNX Runtime, on this CPU: sums and longest paths against whole networks, kernels with and
+# Twelve networks under TVM and under ONNX Runtime, on this CPU: sums and longest paths against whole networks, kernels with and
 # without searched schedules, predictions with each family held out, and a setting of threads and cores that was left out.
 # Usage: recipes/tvm/run.sh [workspace]     Needs TVM: pip install -r requirements-tvm.txt. A second run goes on where it stopped.
 set -euo pipefail
@@ -10,7 +10,8 @@ hase() { python "$1" --workspace "$out" "${@:2}"; }
 mkdir -p "$out"
 hase model_zoo/torchvision_exporter.py --config recipes/tvm/model_zoo.yaml > "$out/exported.txt"
 hase tvm_analysis/relax_parser.py
-hase kernel_model/operator_sampler.py --count 500
+hase kernel_model/operator_sampler.py --count 400
+hase kernel_model/operator_sampler.py --count 550 --operators product,convolution --seed 1
 hase ort_analysis/fusion_detector.py --device cpu > "$out/analysed.txt"
 hase kernel_model/kernel_builder.py > "$out/kernels.txt"
 for setting in two_threads two_threads_one_core one_thread; do
@@ -21,5 +22,5 @@ hase benchmark/collector.py --config recipes/tvm/tuned.yaml
 hase benchmark/collector.py --config recipes/tvm/ort.yaml
 hase training/train_kernel_model.py
 hase training/fit_composition.py
-hase inference/sum_and_path.py
+hase inference/sum_and_path.py --choose-by densenet --choose-by efficientnet --choose-by regnet --choose-by convnext
 hase training/leave_settings_out.py

@@ -17,7 +17,7 @@ from optional_packages import needs
 
 from graph_model.dag.dag import build_dag, longest_path
 from ort_analysis.records.kernel_costs import VIEW_OPS
-from ort_analysis.records.reading import read_index, read_model_records
+from ort_analysis.records.reading import read_index, read_model_record, read_model_records, record_path
 from tvm_analysis.functions import function_path, hash_of, read_function
 from tvm_analysis.kernels import graph_of
 from tvm_analysis.loading import relax_of_torch
@@ -195,3 +195,26 @@ def test_pytorch_without_onnx_in_between() -> None:
     assert {"Sub", "Mul", "Add", "Relu"} <= set(types)
     assert [graph.kernels[node.kernel_id].attributes["kernel_shape"] for node, kind in zip(graph.nodes, types, strict=True)
             if kind == "Conv"] == [[3, 3], [1, 1]]
+
+
+def test_a_program_of_pytorch_is_a_model(workspace: Workspace) -> None:
+    """A file of torch.export gives the same kernels as the module, and a wrong one an error of one line."""
+    needs("tvm", "requirements-tvm.txt")
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 5)).eval()
+    workspace.models.mkdir(parents=True, exist_ok=True)
+    path = workspace.models / "network.pt2"
+    torch.export.save(torch.export.export(network, (torch.ones(1, 3, 8, 8),)), path)
+    done = run_script("tvm_analysis/relax_parser.py", "--workspace", workspace.root)
+    assert done.returncode == 0, done.stderr
+    record = read_model_record(record_path(workspace, tvm_flavour(), "network"))
+    assert [one.shape for one in record.inputs.values()] == [(1, 3, 8, 8)]
+    assert [one.shape for one in record.outputs.values()] == [(1, 5)]
+    assert record.weight_bytes == sum(4 * one.numel() for one in network.parameters())
+    assert sum(record.kernel_of(node).flops for node in record.nodes) > 2 * (3 * 9 * 4 * 36 + 144 * 5)
+
+    done = run_script("tvm_analysis/relax_parser.py", "--workspace", workspace.root, "--model", "network.pt2", "--dim", "n=2")
+    assert (done.returncode, "the sizes of a program of PyTorch are fixed, so n can't be set" in done.stderr) == (1, True)
+    path.write_bytes(b"no program")
+    done = run_script("tvm_analysis/relax_parser.py", "--workspace", workspace.root, "--model", "network.pt2")
+    assert (done.returncode, "network.pt2: no program of PyTorch; write it with torch.export.save" in done.stderr) == (1, True)
+    assert "Traceback" not in done.stderr

@@ -149,12 +149,42 @@ def test_sum_and_path_in_one_table(measured: tuple[Workspace, dict[str, object]]
     assert [(one["target"], one["models"]) for one in found["targets"]] == [(totals["target"], 1)]
 
 
+def test_predictions_and_the_evaluator(tmp_path: Path) -> None:
+    """The model is taken apart by TVM for the prediction, and run under the target's setting for the comparison."""
+    needs("tvm", "requirements-tvm.txt")
+    workspace, widths = Workspace(tmp_path), (64, 96, 128, 160, 192, 256)
+    workspace.models.mkdir(parents=True)
+    for width in widths:
+        write_parsed(workspace, parse(layers(workspace.models / f"wide{width}.onnx", 3, width)))
+    update_index(workspace, tvm_flavour())
+    target = str(collect(workspace, validate(CONFIG, CollectorConfig, "test"))["target"])
+    for script in ("training/train_kernel_model.py", "training/fit_composition.py"):
+        done = run_script(script, "--workspace", workspace.root, "--target", target)
+        assert done.returncode == 0, done.stderr
+    done = run_script("inference/predict_model_latency.py", "--workspace", workspace.root, "--target", target,
+                      "--model", "wide256.onnx", "--json")
+    assert done.returncode == 0, done.stderr
+    [found] = json.loads(done.stdout)
+    assert found["flavour"] == tvm_flavour().name
+    assert found["latency_ms"] > 0
+    held_mib = 3 * 256 * 256 * 4 / 2**20  # weights
+    assert held_mib < found["memory"]["peak_mib"] < held_mib + 4 * 16 * 256 * 4 / 2**20
+    done = run_script("evaluator.py", "--workspace", workspace.root, "--target", target, "--rounds", "1", "--json",
+                      "wide64.onnx", "wide256.onnx")
+    assert done.returncode == 0, done.stderr
+    rows = {row["model"]: row for row in json.loads(done.stdout)["comparisons"]}
+    assert rows["wide256"]["measured_ms"] > rows["wide64"]["measured_ms"] > 0
+    assert rows["wide256"]["measured_memory_mib"] == pytest.approx(found["memory"]["peak_mib"], rel=0.1)
+
+
 def test_the_other_models_choose_the_composition() -> None:
     """The row's own error does not count, nor do those of its family."""
     rows = [{"family": family, "sum_error_%": of_sum, "critical_path_error_%": of_path}
             for family, of_sum, of_path in (("a", 0.0, 50.0), ("a", 0.0, 60.0), ("b", -30.0, 4.0), ("c", 20.0, -3.0))]
     assert [chosen_by_others(rows, place) for place in range(4)] == ["critical_path", "critical_path", "sum", "sum"]
     assert chosen_by_others(rows[:1], 0) == "sum"
+    assert [chosen_by_others(rows, place, ("a",)) for place in range(4)] == ["sum"] * 4
+    assert [chosen_by_others(rows, place, ("b",)) for place in range(4)] == [*["critical_path"] * 2, "sum", "critical_path"]
 
 
 def test_a_kernel_without_a_time_is_named(measured: tuple[Workspace, dict[str, object]]) -> None:
@@ -196,4 +226,4 @@ def test_the_recipes_configs_are_valid() -> None:
     assert found["ort"].runtime == "ort"
     script = (ROOT / "recipes" / "tvm" / "run.sh").read_text(encoding="utf-8")
     assert all(name in script for name in found)
-    assert len(read_zoo_config(ROOT / "recipes" / "tvm" / "model_zoo.yaml").models) == 8
+    assert len(read_zoo_config(ROOT / "recipes" / "tvm" / "model_zoo.yaml").models) == 8 + 4  # four that choose the composition

@@ -15,6 +15,7 @@ from ort_analysis.graph.recording import write_records
 from ort_analysis.records.kernel_record import ModelRecord
 from tests.conftest import small_model
 from utils.errors import UserError
+from utils.fingerprint import Flavour, flavour_of
 from utils.paths import Workspace
 from utils.processes import each_in_a_process
 
@@ -43,12 +44,12 @@ def analyzed_or_dead(workspace: Workspace, device: str, static: bool, group: str
     return recording.write_record(workspace, one[0], device, one[1], static, group, collection)
 
 
-def recorded_or_dead(device: str, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
+def recorded_or_dead(flavour: Flavour, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
     if sized[0].stem == "dies":
         os.kill(os.getpid(), signal.SIGABRT)
     from inference.core.sources import record_of
 
-    return record_of(sized[0], device, sized[1], static)
+    return record_of(sized[0], flavour, sized[1], static)
 
 
 def test_folder_runs_survive_a_crash(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,5 +62,5 @@ def test_folder_runs_survive_a_crash(workspace: Workspace, monkeypatch: pytest.M
     assert "takes ONNX Runtime down" in str(found[2])
     monkeypatch.setattr(evaluation_cases, "_analysed", recorded_or_dead)
     failures = Failures()
-    assert [model.record.model for model in models_of(paths, {}, "cpu", failures)] == ["a", "b", "z"]
+    assert [model.record.model for model in models_of(paths, {}, flavour_of("cpu"), failures)] == ["a", "b", "z"]
     assert list(failures) == ["dies.onnx"]

@@ -150,7 +150,7 @@ def test_weights_elsewhere_are_refused_and_never_opened(location: str, inside: s
     (folder / "link.bin").symlink_to(tmp_path / "weights.bin")
     os.mkfifo(folder / "pipe")
     with pytest.raises(UserError, match=r"outside its own folder|a plain file is expected|missing from"):
-        record_of(with_weights_in(folder, location, inside), "cpu")
+        record_of(with_weights_in(folder, location, inside), flavour_of("cpu"))
 
 
 def test_weights_beside_a_model_that_is_a_link_are_found(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_weights_beside_a_model_that_is_a_link_are_found(tmp_path: Path) -> None
     (store / "3c4d").write_bytes(np.ones(256, dtype=np.float32).tobytes())
     (shown / "model.onnx").symlink_to(store / "1a2b")  # as a download cache lays a model out
     (shown / "weights.bin").symlink_to(store / "3c4d")
-    assert record_of(shown / "model.onnx", "cpu").kernels
+    assert record_of(shown / "model.onnx", flavour_of("cpu")).kernels
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
@@ -174,7 +174,7 @@ def test_a_model_is_a_plain_file(kind: str, tmp_path: Path) -> None:
     else:
         path = Path("/dev/zero")
     with pytest.raises(UserError, match="a plain file is expected"):
-        record_of(path, "cpu")
+        record_of(path, flavour_of("cpu"))
 
 
 # damage that leaves valid JSON -------------------------------------------------------------------------------------------

@@ -67,6 +67,14 @@ def port(text: str) -> int:
     return int(text)
 
 
+def existing(text: str) -> Path:
+    """An option that names a file or folder to read."""
+    path = Path(text)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"{text}: no such file or folder")
+    return path
+
+
 def out_file(text: str) -> Path:
     """An option that names a file to write; checked before the work starts."""
     path = Path(text)

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from utils.cli.option_types import existing
 from utils.errors import UserError
 
 
@@ -46,7 +47,7 @@ def add_trust(made: argparse.ArgumentParser) -> None:
 
 def add_estimators(made: argparse.ArgumentParser) -> None:
     """`--estimators`: the user's own estimators, which are run."""
-    made.add_argument("--estimators", type=Path, action="append", default=[], metavar="PATH",
+    made.add_argument("--estimators", type=existing, action="append", default=[], metavar="PATH",
                       help="a file with estimators of your own, or a folder of them; they are run (repeatable)")
 
 

@@ -18,6 +18,7 @@ from utils.errors import UserError
 from utils.lazy import tvm
 
 SAMPLE_S = 0.0005  # a sample of a function that is shorter is the mean of several runs
+FLUSH = "cache_flush_cpu_non_first_arg"  # TVM's own
 
 
 def tensor_for(described: Tensor) -> Any:
@@ -52,19 +53,21 @@ def opened_model(module: Any, threads: int) -> Any:
         raise UserError(f"TVM can't compile it: {type(error).__name__}: {error}") from error
 
 
-def samples_ms(timed: Any, arguments: Sequence[Any], effort: Effort) -> tuple[float, ...]:
+def samples_ms(timed: Any, arguments: Sequence[Any], effort: Effort, cold: bool = False) -> tuple[float, ...]:
     """Times of runs of `main` in ms, by the time evaluator.
 
     Args:
         timed: what has a time evaluator: a compiled function, or a virtual machine.
         arguments: of `main`, outputs of a function included.
         effort: how often. If a run is shorter than SAMPLE_S, a sample is the mean of as many runs as fit into that.
+        cold: whether all arguments but the first are taken out of the caches before each sample of a single run.
 
     Raises:
         UserError: TVM can't run it.
     """
     def times_s(number: int, repeat: int) -> list[float]:
-        evaluate = timed.time_evaluator(MAIN, tvm.cpu(), number=number, repeat=repeat)
+        flush = {"f_preproc": FLUSH} if cold and number == 1 else {}
+        evaluate = timed.time_evaluator(MAIN, tvm.cpu(), number=number, repeat=repeat, **flush)
         try:
             return [float(seconds) for seconds in evaluate(*arguments).results]
         except Exception as error:  # TVM raises all sorts

@@ -15,26 +15,26 @@ from typing import Any
 
 import numpy as np
 
+from benchmark.measuring.effort import Effort
 from benchmark.records.measurement import Measurement
 from benchmark.runtimes.protocol import Reply, Request, Setting
 from benchmark.runtimes.serving import serve
 from benchmark.runtimes.tvm.runs import built_function, opened_model, samples_ms, tensor_for
-from ort_analysis.graph.source import read_source
 from ort_analysis.records.reading import read_model_record
 from tvm_analysis.functions import SUFFIX, read_function, read_kernel
-from tvm_analysis.kernels import graph_of
-from tvm_analysis.loading import read_relax
-from tvm_analysis.lowering import Lowered, lower
+from tvm_analysis.lowering import Lowered
 from tvm_analysis.memory import planned_memory
 from tvm_analysis.package import FUSED, TUNED, check_tvm
+from tvm_analysis.recording import Parsed, parse_at
 from utils.errors import UserError
 from utils.lazy import tvm
 
 CANARY_SIDE = 128  # of the matrices: about two milliseconds
 NAME = "canary"
 # Where the tensors of a kernel lie decides which of their lines a cache can hold together: one product of 5 x 768 by 768 x 3072
-# took 40 ms with some tensors and 48 ms with others. A network has many such places, so a kernel is timed in several.
-PLACEMENTS = 3
+# took 32 ms with some tensors and 48 ms with others. A network has many such places, so a kernel is timed in several. A network
+# reads each weight once a run, so weights are not in the caches when their kernel begins.
+PLACEMENTS = 5
 
 
 @functools.cache
@@ -95,7 +95,7 @@ def time_alone(request: Request) -> Reply:
     held, samples = [], list[float]()  # all are held, or the next tensors would lie where the last ones did
     for _ in range(PLACEMENTS):
         held.append([tensor_for(one) for one in (*kernel.inputs, *kernel.outputs)])
-        samples += samples_ms(built, held[-1], part)
+        samples += samples_ms(built, held[-1], part, cold=True)
     return Reply(measurements=(Measurement(subject="kernel", id=kernel.id, label="run", context="alone", place="alone",
                                            samples_ms=tuple(samples)),))
 
@@ -119,15 +119,29 @@ def time_model(request: Request) -> Reply:
     """A whole model's latency in TVM's virtual machine, with the memory that it takes.
 
     Raises:
-        UserError: it needs more memory than the limit; TVM can't take it apart; or its graph is not the one of its record.
+        UserError: as `timed`; or TVM's graph is not the one of the model's record.
     """
     setting, record = setting_of(request), read_model_record(Path(request.record))
-    source = read_source(Path(request.paths[0]), request.dims)
-    lowered = lower(source.name, read_relax(source))[FUSED if setting.level == TUNED else setting.level]
-    graph = graph_of(source.name, lowered)
-    if [node.kernel_id for node in graph.nodes] != [node.kernel_id for node in record.nodes]:
+    parsed = parse_at(setting.level, Path(request.paths[0]), request.dims)
+    if [node.kernel_id for node in parsed.graph.nodes] != [node.kernel_id for node in record.nodes]:
         raise UserError(f"{request.paths[0]}: TVM's graph is not the one in its record; make the record anew: "
                         "python tvm_analysis/relax_parser.py")
+    return timed(parsed._replace(record=record), setting, request.effort)
+
+
+def time_session(request: Request) -> Reply:
+    """As `time_model`, without a record; errors as of `timed`."""
+    setting = setting_of(request)
+    return timed(parse_at(setting.level, Path(request.paths[0]), request.dims), setting, request.effort)
+
+
+def timed(parsed: Parsed, setting: Setting, effort: Effort) -> Reply:
+    """The latency of a model that was taken apart.
+
+    Raises:
+        UserError: it needs more memory than the limit; or TVM can't take it apart.
+    """
+    lowered, graph, record = parsed
     memory, limit_mib = planned_memory(lowered.module, record), setting.memory_limit_mib
     if limit_mib and memory.peak > limit_mib:
         raise UserError(f"{record.model}: refused, since it needs {memory.peak:.1f} MiB of memory at its peak and the limit is "
@@ -137,12 +151,12 @@ def time_model(request: Request) -> Reply:
         module = scheduled(lowered, graph.callees, Path(setting.kernels))
     before_mib = resident_mib()
     machine = opened_model(module, setting.threads)
-    times = samples_ms(machine, [tensor_for(record.inputs[name]) for name in graph.inputs], request.effort)
+    times = samples_ms(machine, [tensor_for(record.inputs[name]) for name in graph.inputs], effort)
     facts = {"weights_mib": memory.weights, "activations_mib": memory.activations, "peak_memory_mib": memory.peak,
              "resident_mib": max(resident_mib() - before_mib, 0.0)}
     return Reply(measurements=(Measurement(
         subject="model", id=record.model, label="latency", context=record.model, place="alone", samples_ms=times,
-        facts={name: round(value, 3) for name, value in facts.items()}),))
+        facts={name: round(value, 3) for name, value in facts.items()}),), memory_mib=memory.peak)
 
 
 def resident_mib() -> float:
@@ -156,8 +170,8 @@ def prepare(request: Request) -> Reply:
     return Reply()
 
 
-WORK: dict[str, Callable[[Request], Reply]] = {"alone": time_alone, "model": time_model, "canary": time_canary,
-                                               "prepare": prepare}
+WORK: dict[str, Callable[[Request], Reply]] = {"alone": time_alone, "model": time_model, "session": time_session,
+                                               "canary": time_canary, "prepare": prepare}
 
 
 def main() -> None:
