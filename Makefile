@@ -10,14 +10,15 @@ setup: $(VENV)/.installed
 
 $(VENV)/.installed: requirements.txt
 	@echo "installing requirements.txt into $(VENV): needs about 7 GB of disk (most of it torch's CUDA libraries)"
-	@$(PYTHON) -c 'import shutil, sys; free = shutil.disk_usage(".").free / 2**30; sys.exit(0 if free > 9 else f"error: {free:.1f} GB are free here; 9 GB are needed")'
+	@mkdir -p $(VENV)
+	@$(PYTHON) -c 'import shutil, sys; free = shutil.disk_usage("$(VENV)").free / 2**30; sys.exit(0 if free > 9 else f"error: {free:.1f} GB are free here; 9 GB are needed")'
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: Python 3.11 or later is needed; name one with: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 
 demo: setup
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash recipes/demo/run.sh out/demo
+	@PATH="$(abspath $(VENV))/bin:$$PATH" bash recipes/demo/run.sh out/demo
 
 test: setup
 	$(RUN) -m pytest -n 2
