@@ -59,7 +59,7 @@ def kernel_times(record: ModelRecord, measured: Mapping[str, Mapping[str, float]
 
 def chosen_by_others(rows: Sequence[Mapping[str, Any]], place: int, families: Sequence[str] = ()) -> str:
     """The composition with the smaller mean error on the models of other families than that of one row; the sum where there are
-    none, or where both are as good. `families` are those that choose; by default all."""
+    none, or where both are as good. `families` are those that choose; none: all."""
     others = [row for row in rows if row["family"] != rows[place]["family"] and (not families or row["family"] in families)]
     errors = {kind: fmean(abs(row[f"{kind}_error_%"]) for row in others) if others else 0.0 for kind in KINDS}
     return min(KINDS, key=errors.__getitem__)
@@ -89,7 +89,7 @@ def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ())
         families: those whose models choose the composition; empty: all.
 
     Raises:
-        UserError: there is no dataset, or it holds no model of a family.
+        UserError: there is no dataset.
     """
     folder = workspace.dataset(target)
     header, measured = read_header(folder), measured_times(workspace, target)
@@ -109,8 +109,7 @@ def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ())
             continue
         rows.append({"target": target, "label": label, **row, "peak_MiB": memory.get(record.model)})
     if rows and (missing := set(families) - {row["family"] for row in rows}):
-        raise UserError(f"{target}: no model of {', '.join(sorted(missing))} was measured; there are: "
-                        f"{', '.join(sorted({row['family'] for row in rows}))}")
+        log.warning("%s: no model of %s was measured, so it does not help to choose", target, ", ".join(sorted(missing)))
     for place, row in enumerate(rows):
         used = chosen_by_others(rows, place, families)
         row |= {"used": used, "used_error_%": row[f"{used}_error_%"]}
@@ -118,6 +117,18 @@ def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ())
             row |= {"predicted_ms": predicted[row["model"]],
                     "predicted_error_%": error_percent(predicted[row["model"]], row["whole_ms"])}
     return rows
+
+
+def check_families(tables: Sequence[Sequence[Mapping[str, Any]]], families: Sequence[str]) -> None:
+    """Checks that each of `families` was measured under some target, of whose rows there is one table each.
+
+    Raises:
+        UserError: no target has models of a family.
+    """
+    there = {row["family"] for rows in tables for row in rows}
+    if missing := set(families) - there:
+        raise UserError(f"--choose-by: no target has measured models of {', '.join(sorted(missing))}; there are: "
+                        f"{', '.join(sorted(there))}")
 
 
 def summary(rows: Sequence[Mapping[str, Any]], families: Sequence[str] = ()) -> dict[str, Any]:
@@ -143,6 +154,7 @@ def main() -> None:
               if (rows := target_rows(workspace, target, args.choose_by))]
     if not tables:
         raise UserError("no model was measured together with its kernels; measure with: python benchmark/collector.py")
+    check_families(tables, args.choose_by)
     summaries = [summary(rows, args.choose_by) for rows in tables]
     if args.json:
         cli.print_json({"targets": summaries, "models": [row for rows in tables for row in rows]})

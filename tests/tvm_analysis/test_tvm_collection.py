@@ -22,7 +22,7 @@ from benchmark.runtimes.tvm.tuning import DATABASE
 from benchmark.runtimes.worker_client import Worker
 from benchmark.tune_kernels import tune_kernels
 from graph_model.dag.dag import build_dag, calculate_latency
-from inference.sum_and_path import chosen_by_others, kernel_times
+from inference.sum_and_path import check_families, chosen_by_others, kernel_times, target_rows
 from model_zoo.exporting.zoo_config import read_zoo_config
 from ort_analysis.graph.analysis import update_index
 from ort_analysis.records.reading import read_model_records, record_path
@@ -147,6 +147,18 @@ def test_sum_and_path_in_one_table(measured: tuple[Workspace, dict[str, object]]
     assert row["sum_error_%"] == pytest.approx(100 * (row["sum_ms"] / row["whole_ms"] - 1))
     assert row["peak_MiB"] > 0.75
     assert [(one["target"], one["models"]) for one in found["targets"]] == [(totals["target"], 1)]
+
+
+def test_families_that_choose_may_be_missing_under_one_target_but_not_under_all(
+        measured: tuple[Workspace, dict[str, object]]) -> None:
+    """A target with searched schedules often has fewer whole models than the others of the same table."""
+    workspace, totals = measured
+    [row] = target_rows(workspace, str(totals["target"]), ["vgg"])
+    assert (row["model"], row["used"]) == ("small", "sum")
+    done = run_script("inference/sum_and_path.py", "--workspace", workspace.root, "--choose-by", "small", "--choose-by", "vgg")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: --choose-by: no target has measured models of vgg; there are: small"
+    check_families([[row], [row | {"family": "vgg"}]], ["small", "vgg"])
 
 
 def test_predictions_and_the_evaluator(tmp_path: Path) -> None:
