@@ -20,7 +20,7 @@ import numpy as np
 from benchmark.collecting.collect import start_loads
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import start_crew
-from benchmark.collecting.units import OrtUnits, open_bench
+from benchmark.collecting.units import KernelUnits, open_bench
 from benchmark.collecting.work import Item, find_work
 from benchmark.measuring.loads import measure_loads
 from benchmark.measuring.pending import Planned, chunks
@@ -76,7 +76,7 @@ def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> li
         bench = open_bench(config, device, here.uuid, config.open_source(device), crew)
 
         def time_units(items: Sequence[Item], level: float) -> list[Measurement]:
-            return OrtUnits(config, target, crew, level).time(items)
+            return KernelUnits(config, target, crew, level).time(items)
 
         for level, name in sorted({block.load for block in blocks}):
             of_load = [block for block in blocks if block.load == (level, name)]

@@ -44,19 +44,20 @@ def too_large(kernel: Kernel, sizes: OperatorSizes) -> bool:
             kernel.bytes_read + kernel.bytes_written > sizes.most_mib * 2**20)
 
 
-def sample(workspace: Workspace, sizes: OperatorSizes, count: int, operators: Sequence[str], seed: int) -> Counter[str]:
+def sample(workspace: Workspace, sizes: OperatorSizes, count: int, operators: Sequence[str], seed: int,
+           device: str = "cpu") -> Counter[str]:
     """Draws `count` models, and writes the kernels that are small enough; returns how many are new of each type, and how many
     were too large.
 
     Raises:
         UserError: TVM is not installed.
     """
-    flavour = tvm_flavour(level=FUSED)
+    flavour = tvm_flavour(device, FUSED)
     folder, numbers, found = workspace.kernel_onnx / flavour.name, np.random.default_rng(seed), Counter[str]()
     seeds: Seeds = read_seeds(folder)
     for number in cli.progress(range(count), "drawing operators"):
         drawn = DRAWS[operators[number % len(operators)]](sizes, numbers)
-        graph = parse(drawn, name="drawn")[FUSED].graph
+        graph = parse(drawn, name="drawn", device=device)[FUSED].graph
         for name, kernel in graph.kernels.items():
             if name not in graph.functions or name in seeds:
                 continue
@@ -78,13 +79,15 @@ def main() -> None:
                         help=f"of {', '.join(DRAWS)} (default: all, in turns)")
     parser.add_argument("--config", type=Path, default=ROOT / "kernel_model" / "operator_sizes.yaml", metavar="FILE",
                         help="bounds of sizes (default: kernel_model/operator_sizes.yaml)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose kernels (default: cpu)")
     parser.add_argument("--seed", type=cli.whole, default=0, metavar="N", help="of the draws (default: 0)")
     args = parser.parse_args()
     if unknown := sorted(set(args.operators) - set(DRAWS)):
         parser.error(f"--operators: {', '.join(unknown)}: choose from {', '.join(DRAWS)}")
     workspace = cli.start(args)
     with sole_writer(workspace.kernel_records):
-        found = sample(workspace, read_config(args.config, OperatorSizes), args.count, args.operators, args.seed)
+        found = sample(workspace, read_config(args.config, OperatorSizes), args.count, args.operators, args.seed,
+                       args.device)
     cli.print_rows([{"type": kind, "kernels": number} for kind, number in found.most_common()], args.json, "kernels drawn")
 
 

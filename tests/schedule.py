@@ -16,7 +16,8 @@ MEASURING_FILES = (
     "benchmark/test_sharing_probe.py", "benchmark/test_anatomy.py", "benchmark/test_metrics.py", "benchmark/test_gpu_access.py",
     "inference/test_evaluator.py", "inference/test_missing_kernels.py", "inference/test_no_training.py",
     "recipes/test_this_device.py", "test_stopping.py",
-    "tvm_analysis/test_operators_and_settings.py", "tvm_analysis/test_tvm_collection.py")
+    "tvm_analysis/test_operators_and_settings.py", "tvm_analysis/test_tvm_collection.py",
+    "tvm_analysis/test_tvm_cuda.py")
 LONGEST_FIRST = (  # files and groups
     MEASURING, "recipes/test_gpu_dataset.py", "test_readme.py", "inference/test_prometheus.py", "model_zoo/test_exporter.py",
     "inference/test_memory.py", "inference/test_answers.py", "benchmark/test_probe_metrics.py", "test_light_install.py")
@@ -45,6 +46,7 @@ SLOW_FILES = {
     "recipes/test_same_predictions.py", "test_light_install.py", "test_scripts.py", "test_stopping.py",
     "training/convolutions/test_convolution_choice.py", "training/test_ablation.py", "training/test_composition.py",
     "training/test_training.py", "tvm_analysis/test_operators_and_settings.py", "tvm_analysis/test_tvm_collection.py",
+    "tvm_analysis/test_tvm_cuda.py",
 }
 SLOW_TESTS = {  # by file
     "benchmark/stages/test_analysis.py": ["test_a_bandwidth_where_there_is_one_and_null_with_a_reason_elsewhere"],

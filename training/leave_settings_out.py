@@ -2,7 +2,8 @@
 
 Reads the datasets of one flavour under several settings (targets that differ in threads and cores, or in the machine). Learns
 from all but one, with the environment of each as further features (threads, cores, frequency, memory limit, caches), and
-predicts the kernels of the one that was left out. Prints a row for each setting; writes nothing.
+predicts the kernels of the one that was left out. Prints a row for each setting and whether its kernels were measured under
+other settings too (known) or not (new), whose errors are not the setting's alone; writes nothing.
 """
 
 from __future__ import annotations
@@ -67,16 +68,22 @@ def joined(parts: Sequence[TrainingSet]) -> TrainingSet:
         times_ms={label: np.concatenate([part.times_ms[label] for part in parts])})
 
 
-def left_out_row(settings: dict[str, TrainingSet], target: str, config: TrainingConfig) -> dict[str, Any]:
-    """The errors on the kernels of one setting of a training on the others."""
+def left_out_rows(settings: dict[str, TrainingSet], target: str, config: TrainingConfig) -> list[dict[str, Any]]:
+    """The errors on the kernels of one setting of a training on the others: a row for those that are known there, and one for
+    those that are new."""
     there, here = joined([rows for name, rows in settings.items() if name != target]), settings[target]
     label = here.header.labels[0]
-    model = fit_kernel_model(there, label, (), config)
-    predicted_ms, measured_ms = predict_rows(model, here), here.times_ms[label]
-    errors = error_statistics(predicted_ms.tolist(), measured_ms.tolist())
-    return {"left_out": target, "threads": here.header.target.threads, "cores": here.header.target.cores,
-            "kernels": len(here), "learned_from": len(there), "MAPE_%": 100 * errors.mape,
-            "median_%": 100 * errors.median, "time_weighted_%": 100 * time_weighted_error(predicted_ms, measured_ms)}
+    predicted_ms, measured_ms = predict_rows(fit_kernel_model(there, label, (), config), here), here.times_ms[label]
+    known, found = np.isin(here.ids, there.ids), []
+    for name, chosen in (("known", known), ("new", ~known)):
+        if chosen.any():
+            predicted, measured = predicted_ms[chosen], measured_ms[chosen]
+            errors = error_statistics(predicted.tolist(), measured.tolist())
+            found.append({
+                "left_out": target, "threads": here.header.target.threads, "cores": here.header.target.cores, "kernels": name,
+                "count": len(measured), "learned_from": len(there), "MAPE_%": 100 * errors.mape,
+                "median_%": 100 * errors.median, "time_weighted_%": 100 * time_weighted_error(predicted, measured)})
+    return found
 
 
 def settings_of(workspace: Workspace, level: str) -> dict[str, TrainingSet]:
@@ -106,7 +113,8 @@ def main() -> None:
     args = parser.parse_args()
     workspace = cli.start(args)
     config, settings = read_config(args.config, TrainingConfig), settings_of(workspace, args.level)
-    cli.print_rows([left_out_row(settings, target, config) for target in settings], args.json, "settings left out")
+    rows = [row for target in settings for row in left_out_rows(settings, target, config)]
+    cli.print_rows(rows, args.json, "settings left out")
 
 
 if __name__ == "__main__":

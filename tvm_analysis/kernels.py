@@ -92,8 +92,8 @@ def described(operators: Sequence[Operator], function: str, inputs: Sequence[Ker
 class _Reader:
     """Reads the calls of a lowered module."""
 
-    def __init__(self, name: str, lowered: Lowered) -> None:
-        self.name, self.lowered, self.graph = name, lowered, Graph()
+    def __init__(self, name: str, lowered: Lowered, device: str) -> None:
+        self.name, self.lowered, self.device, self.graph = name, lowered, device, Graph()
         self.functions = {gv.name_hint: function for gv, function in lowered.module.functions.items()}
         self.names: dict[Any, tuple[str, ...]] = {}  # of the tensors that a variable stands for
 
@@ -162,21 +162,23 @@ class _Reader:
         if function is not None:
             graph.functions[kernel.id], graph.callees[callee] = function, kernel.id
         graph.nodes.append(Node(
-            name=node, kernel_id=kernel.id, provider="cpu", inputs=tuple(name for name, _ in inputs), outputs=tuple(outputs),
+            name=node, kernel_id=kernel.id, provider=self.device,
+            inputs=tuple(name for name, _ in inputs), outputs=tuple(outputs),
             origins=tuple(Origin(name=f"{node}.{place}", op_type=one.relax) for place, one in enumerate(operators))))
 
 
-def graph_of(name: str, lowered: Lowered) -> Graph:
+def graph_of(name: str, lowered: Lowered, device: str = "cpu") -> Graph:
     """The calls of a lowered module.
 
     Args:
         name: of the model, for messages.
         lowered: the module.
+        device: on which it runs, `cpu` or `cuda`.
 
     Raises:
         UserError: a size or a branch is known only when the model runs.
     """
-    return _Reader(name, lowered).read()
+    return _Reader(name, lowered, device).read()
 
 
 def record_of(source: Source, graph: Graph, flavour: Flavour) -> ModelRecord:

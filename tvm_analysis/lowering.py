@@ -9,7 +9,7 @@ from typing import Any
 
 from tvm_analysis.loading import unreadable
 from tvm_analysis.operators import Operator, attributes_of, onnx_name, operator_of_function
-from tvm_analysis.package import FUSED, UNFUSED, llvm_target
+from tvm_analysis.package import FUSED, UNFUSED, target_to_lower_for
 from tvm_analysis.quiet import without_known_warnings
 from utils.lazy import tvm
 
@@ -53,19 +53,20 @@ def relax_name(value: Any) -> str:
     return str(getattr(value.op, "global_symbol", getattr(value.op, "name_hint", value.op)))
 
 
-def lower(name: str, module: Any) -> dict[str, Lowered]:
+def lower(name: str, module: Any, device: str = "cpu") -> dict[str, Lowered]:
     """The operators of a model (UNFUSED) and its kernels (FUSED).
 
     Args:
         name: of the model, for messages.
         module: as `read_relax` gives it; it stays as it is.
+        device: `cpu` or `cuda`.
 
     Raises:
         UserError: TVM can't lower it.
     """
     passes = tvm.relax.transform
     try:
-        with llvm_target(1), without_known_warnings():
+        with target_to_lower_for(device), without_known_warnings():
             first = _sequential(passes.DecomposeOpsForInference(), passes.FoldConstant(), passes.CanonicalizeBindings(),
                                 passes.DeadCodeElimination(), tvm.relax.backend.DispatchSampling(),
                                 tvm.relax.backend.DispatchSortScan())(module)

@@ -29,29 +29,31 @@ class Parsed(NamedTuple):
     record: ModelRecord
 
 
-def parse(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> dict[str, Parsed]:
-    """A model's operators (UNFUSED) and kernels (FUSED); `name` is that of a model in memory.
+def parse(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None,
+          device: str = "cpu") -> dict[str, Parsed]:
+    """A model's operators (UNFUSED) and kernels (FUSED) on `cpu` or `cuda`; `name` is that of a model in memory.
 
     Raises:
         UserError: TVM is not installed, or can't take this model apart; as `read_source`.
     """
     source = source_of(model, dims, name)
-    return parse_relax(source, read_relax(source))
+    return parse_relax(source, read_relax(source), device)
 
 
-def parse_relax(source: Source, module: Any) -> dict[str, Parsed]:
+def parse_relax(source: Source, module: Any, device: str = "cpu") -> dict[str, Parsed]:
     """As `parse`, for a module that was read already. `source` says what it is."""
     found = {}
-    for level, lowered in lower(source.name, module).items():
-        graph = graph_of(source.name, lowered)
-        found[level] = Parsed(lowered, graph, record_of(source, graph, tvm_flavour(level=level)))
+    for level, lowered in lower(source.name, module, device).items():
+        graph = graph_of(source.name, lowered, device)
+        found[level] = Parsed(lowered, graph, record_of(source, graph, tvm_flavour(device, level)))
     return found
 
 
-def parse_at(level: str, model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None) -> Parsed:
-    """A model at one of LEVELS; errors as of `parse`. Tuned kernels are the fused ones, with other schedules."""
-    parsed = parse(model, dims)[FUSED if level == TUNED else level]
-    return parsed._replace(record=parsed.record.model_copy(update={"flavour": tvm_flavour(level=level)}))
+def parse_at(level: str, model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, device: str = "cpu") -> Parsed:
+    """A model at one of LEVELS on `cpu` or `cuda`. Tuned kernels are the fused ones, with other schedules; errors as of
+    `parse`."""
+    parsed = parse(model, dims, device=device)[FUSED if level == TUNED else level]
+    return parsed._replace(record=parsed.record.model_copy(update={"flavour": tvm_flavour(device, level)}))
 
 
 def write_parsed(workspace: Workspace, parsed: Mapping[str, Parsed]) -> list[ModelRecord]:

@@ -33,6 +33,7 @@ EXAMPLES = """
 python tvm_analysis/relax_parser.py
 python tvm_analysis/relax_parser.py --model resnet18.onnx --dim batch=1
 python tvm_analysis/relax_parser.py --model my_network.pt2
+python tvm_analysis/relax_parser.py --device cuda
 """
 
 
@@ -64,6 +65,8 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--model", type=Path, action="append",
                         help="an ONNX file or a program of PyTorch (repeatable; default: all in model_zoo/models)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
+                        help="whose graphs; those of cuda need no GPU here (default: cpu)")
     cli.add_dim(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
@@ -77,13 +80,13 @@ def main() -> int:
         for path, dims in cli.progress([(path, dims) for path in paths for dims in cli.combinations(cli.parse_dims(args.dim))],
                                        "taking models apart"):
             try:
-                done.append(write_parsed(workspace, parse(path, dims)))
+                done.append(write_parsed(workspace, parse(path, dims, device=args.device)))
             except UserError as error:
                 log.error("%s", error)
                 failed.append(path.name)
         if done:
             for level in (UNFUSED, FUSED):
-                update_index(workspace, tvm_flavour(level=level))
+                update_index(workspace, tvm_flavour(args.device, level))
     rows = [summary(*records) for records in done]
     if args.json:
         cli.print_json({"records": rows, "failed": failed})

@@ -11,7 +11,7 @@ from typing import Any
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import Crew, start_crew
 from benchmark.collecting.planning import plan_by_usefulness, plan_load
-from benchmark.collecting.units import OrtUnits, open_bench
+from benchmark.collecting.units import KernelUnits, open_bench
 from benchmark.collecting.work import Item, KernelItem, ModelItem, Work, find_work
 from benchmark.load.backgrounds import Background
 from benchmark.load.stress import Stress
@@ -148,7 +148,7 @@ def collect_work(workspace: Workspace, config: CollectorConfig, target: Target, 
         return plan_by_usefulness(config, work, device, here.uuid, load[0], there, known_errors(workspace, target))
 
     def time_units(items: Sequence[Item], level: float) -> list[Measurement]:
-        return OrtUnits(config, target, crew, level).time(items)
+        return KernelUnits(config, target, crew, level).time(items)
 
     totals = measure_loads(bench, blocks_of, time_units, writer, config.loads(), start_loads(config, device, workspace, crew),
                            stop_at_s)

@@ -1,4 +1,4 @@
-"""Times kernels and models under ONNX Runtime: the collector's units of measurement."""
+"""Times kernels and models under a runtime: the collector's units of measurement."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from benchmark.records.measurement import Measurement, Place, Status, now
 from benchmark.runtimes.protocol import Reply, Request
 from benchmark.runtimes.worker_client import Worker, WorkerFailed
 from utils.errors import UserError
-from utils.fingerprint import Target
+from utils.fingerprint import DEFAULT_RUNTIME, Target
 from utils.logger import get_logger
 
 log = get_logger("collector")
 
 
 @dataclass(frozen=True)
-class OrtUnits:
+class KernelUnits:
     """Times kernels and models of one target at one level."""
 
     config: CollectorConfig
@@ -177,13 +177,13 @@ def _canary_ms(worker: Worker, device: str, loaded: bool) -> tuple[float, ...]:
 
 
 def _probe(config: CollectorConfig, device: str, worker: Worker) -> ProbeReading | None:
-    """How long tiny work waits for other work on the GPU. None on a CPU, if the config turns the probe off, and if only idle
-    levels are measured, so that there is nothing to compare.
+    """How long tiny work waits for other work on the GPU. None on a CPU, under another runtime than ONNX Runtime, if the
+    config turns the probe off, and if only idle levels are measured, so that there is nothing to compare.
 
     Raises:
         UserError: the probe itself does not run.
     """
-    if device == "cpu" or not config.probe_s or not any(config.levels):
+    if device == "cpu" or config.runtime != DEFAULT_RUNTIME or not config.probe_s or not any(config.levels):
         return None
     reply, status = ask(worker, Request(do="sharing_probe", device=device, effort=Effort(budget_s=config.probe_s)))
     if status != "ok":

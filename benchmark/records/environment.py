@@ -56,7 +56,7 @@ def container_limit_mib(path: Path = MEMORY_LIMIT) -> float | None:
 
 
 def environment_of(target: Target, limit_mib: float = 0.0) -> Environment:
-    """This machine's environment for a CPU target; `limit_mib` is the config's memory limit, 0 for none."""
+    """This machine's environment, that of the host for a GPU; `limit_mib` is the config's memory limit, 0 for none."""
     frequency, caches = psutil.cpu_freq(), cache_kib()
     limits = [psutil.virtual_memory().total / 2**20, container_limit_mib(), limit_mib or None]
     return Environment(

@@ -39,7 +39,7 @@ class Setting(Frozen):
         Runtime, whose worker takes that from requests."""
         if target.flavour.runtime == DEFAULT_RUNTIME:
             return None
-        return cls(level=target.flavour.optimization, threads=target.threads, cores=target.cores,
+        return cls(level=target.flavour.optimization, threads=max(target.threads, 1), cores=target.cores,
                    kernels=str(kernels / target.flavour.name), memory_limit_mib=memory_limit_mib)
 
 

@@ -72,7 +72,7 @@ def _analysed(source: Path | onnx.ModelProto, wanted: Flavour, dims: Mapping[str
     if wanted.runtime != DEFAULT_RUNTIME:
         from tvm_analysis.recording import parse_at
 
-        return parse_at(wanted.optimization, source, dims).record
+        return parse_at(wanted.optimization, source, dims, wanted.device).record
     from ort_analysis.graph.analysis import analyze  # a record needs none of it
 
     return analyze(source, wanted.device, dims, static=static)

@@ -117,15 +117,16 @@ def is_here(target: Target) -> bool:
     """Whether this machine is the target."""
     flavour = target.flavour
     own = local_targets()
-    if flavour.runtime != DEFAULT_RUNTIME and flavour.device == "cpu" and RUNTIMES[flavour.runtime]():
-        own = (local_target("cpu", flavour.runtime, flavour.optimization, target.threads, target.cores),)
+    if flavour.runtime != DEFAULT_RUNTIME and RUNTIMES[flavour.runtime]() and (flavour.device == "cpu" or has_cuda()):
+        own = (local_target(flavour.device, flavour.runtime, flavour.optimization, target.threads, target.cores),)
     return target.name in {local.name for local in own}
 
 
 def other_cudnn(sidecar: Sidecar) -> tuple[str, str] | None:
     """The minor versions of cuDNN that was measured and of this machine's, where it is the target and they differ; else
     None."""
-    if sidecar.target.flavour.device != "cuda" or not sidecar.machines or not is_here(sidecar.target):
+    flavour = sidecar.target.flavour
+    if (flavour.device, flavour.runtime) != ("cuda", DEFAULT_RUNTIME) or not sidecar.machines or not is_here(sidecar.target):
         return None
     then, now = (minor(version) for version in (sidecar.machines[-1].versions.get("cudnn", ""), package_version(CUDNN)))
     return (then, now) if then and now and then != now else None

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Twelve networks under TVM and under ONNX Runtime, on this CPU: sums and longest paths against whole networks, kernels with and
 # without searched schedules, predictions with each family held out, and a setting of threads and cores that was left out.
-# Usage: recipes/tvm/run.sh [workspace]     Needs TVM: pip install -r requirements-tvm.txt. A second run goes on where it stopped.
+# Usage: recipes/tvm/run.sh [workspace] [minutes of search, default 60]
+# Needs TVM: pip install -r requirements-tvm.txt. A second run goes on where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-out=${1:-out/tvm}
+out=${1:-out/tvm} search_minutes=${2:-60}
 hase() { python "$1" --workspace "$out" "${@:2}"; }
 
 mkdir -p "$out"
@@ -17,7 +18,7 @@ hase kernel_model/kernel_builder.py > "$out/kernels.txt"
 for setting in two_threads two_threads_one_core one_thread; do
   hase benchmark/collector.py --config "recipes/tvm/$setting.yaml"
 done
-hase benchmark/tune_kernels.py --trials 32 --minutes 60
+hase benchmark/tune_kernels.py --trials 32 --minutes "$search_minutes"
 hase benchmark/collector.py --config recipes/tvm/tuned.yaml
 hase benchmark/collector.py --config recipes/tvm/ort.yaml
 hase training/train_kernel_model.py

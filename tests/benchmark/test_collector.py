@@ -24,7 +24,7 @@ from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import start_crew
 from benchmark.collecting.planning import plan
-from benchmark.collecting.units import OrtUnits, open_bench
+from benchmark.collecting.units import KernelUnits, open_bench
 from benchmark.collecting.work import KernelItem, ModelItem, Work, carriers, find_work
 from benchmark.load.backgrounds import COMPUTE, KINDS, QUEUES, Background
 from benchmark.measuring.blocks import idle, measure_block
@@ -523,7 +523,7 @@ def test_canaries_that_part_have_their_block_measured_again(collected: Collected
     item = find_work(collected.workspace, target, ()).kernels[-1]
     with start_crew(config, "cpu", config.labels_on("cpu")) as crew:
         bench = open_bench(config, "cpu", "here", open_source("cpu", METRICS), crew)
-        block = measure_block(bench, "one", lambda: OrtUnits(config, target, crew).time([item]), idle(bench))
+        block = measure_block(bench, "one", lambda: KernelUnits(config, target, crew).time([item]), idle(bench))
     assert block.attempts == 2
     assert block.drift > 0
     assert {m.label for m in block.measurements} == {"run", "kernel_time", "node_span"}

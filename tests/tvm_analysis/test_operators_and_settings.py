@@ -18,7 +18,8 @@ from benchmark.records.files import read_header, read_kernels
 from kernel_model.operator_sampler import sample
 from kernel_model.operators.drawn import DRAWS, OperatorSizes
 from kernel_model.sampling.seeds import read_seeds
-from training.leave_settings_out import FEATURES, settings_of
+from training.kernels.settings import TrainingConfig
+from training.leave_settings_out import FEATURES, left_out_rows, settings_of
 from tvm_analysis.package import tvm_flavour
 from utils.config import validate
 from utils.errors import UserError
@@ -96,7 +97,22 @@ def test_each_setting_is_left_out_once(settings: Workspace, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert sorted((row["threads"], row["cores"]) for row in rows) == sorted(SETTINGS)
-    assert {row["learned_from"] for row in rows} == {2 * rows[0]["kernels"]}
+    assert {row["kernels"] for row in rows} == {"known"}
+    assert {row["learned_from"] for row in rows} == {2 * rows[0]["count"]}
     assert all(0 < row["median_%"] < math.inf for row in rows)
     with pytest.raises(UserError, match="0 settings of level tuned were measured"):
         settings_of(settings, "tuned")
+
+
+def test_kernels_that_no_other_setting_has_are_a_row_of_their_own(settings: Workspace) -> None:
+    """What is wrong with these is not the setting's error alone."""
+    found = settings_of(settings, "fused")
+    whole, *others = found
+    for name in others:
+        found[name] = found[name].rows(np.arange(len(found[name])) < 5)
+    config = TrainingConfig(folds=2)
+    known, new = left_out_rows(found, whole, config)
+    there = {kernel for name in others for kernel in found[name].ids}
+    assert (known["kernels"], known["count"]) == ("known", len(there & set(found[whole].ids)))
+    assert (new["kernels"], new["count"]) == ("new", len(found[whole]) - known["count"])
+    assert known["learned_from"] == new["learned_from"] == 10

@@ -13,7 +13,7 @@ from kernel_model.building.dummy_data import random_floats
 from ort_analysis.records.elements import numpy_dtype
 from ort_analysis.records.kernel_record import Tensor
 from tvm_analysis.functions import MAIN
-from tvm_analysis.package import llvm_target
+from tvm_analysis.gpu_schedules import pipeline_after_schedules, with_gpu_schedules
 from utils.errors import UserError
 from utils.lazy import tvm
 
@@ -21,53 +21,78 @@ SAMPLE_S = 0.0005  # a sample of a function that is shorter is the mean of sever
 FLUSH = "cache_flush_cpu_non_first_arg"  # TVM's own
 
 
-def tensor_for(described: Tensor) -> Any:
-    """A tensor of TVM: random numbers, or zeros if they are integers, since they may be indices."""
+def tensor_for(described: Tensor, device: str = "cpu") -> Any:
+    """A tensor of TVM on `cpu` or `cuda`: random numbers, or zeros if they are integers, since they may be indices."""
     if "float" in described.dtype:
-        return tvm.runtime.tensor(np.array(random_floats(described.shape, described.dtype), order="C"))
-    return tvm.runtime.tensor(np.zeros(described.shape, numpy_dtype(described.dtype)))
+        numbers = np.array(random_floats(described.shape, described.dtype), order="C")
+    else:
+        numbers = np.zeros(described.shape, numpy_dtype(described.dtype))
+    return tvm.runtime.tensor(numbers, device=tvm.device(device))
 
 
-def built_function(function: Any, threads: int) -> Any:
-    """A function of TVM, compiled for this CPU.
+def on_gpu(target: Any) -> bool:
+    """Whether a target of TVM is a GPU."""
+    return "gpu" in target.keys
+
+
+def built_function(function: Any, target: Any) -> Any:
+    """A function of TVM, compiled for a target of TVM; for a GPU, with a schedule by rules if it has none.
 
     Raises:
         UserError: TVM can't compile it.
     """
     try:
-        built = tvm.compile(tvm.IRModule({MAIN: function.with_attr("global_symbol", MAIN)}), llvm_target(threads))
+        module = tvm.IRModule({MAIN: function.with_attr("global_symbol", MAIN)})
+        built = tvm.compile(with_gpu_schedules(module, target) if on_gpu(target) else module, target)
     except Exception as error:  # TVM raises all sorts
         raise UserError(f"TVM can't compile it: {type(error).__name__}: {error}") from error
     return built.mod if hasattr(built, "mod") else built
 
 
-def opened_model(module: Any, threads: int) -> Any:
-    """A lowered module, compiled for this CPU and opened in TVM's virtual machine.
+def compiled_model(module: Any, target: Any) -> Any:
+    """A lowered module, compiled for a target of TVM; its functions as `built_function` compiles them.
 
     Raises:
         UserError: TVM can't compile it.
     """
     try:
-        return tvm.relax.VirtualMachine(tvm.compile(module, llvm_target(threads)), tvm.cpu())
+        if on_gpu(target):
+            return tvm.compile(with_gpu_schedules(module, target), target, relax_pipeline=pipeline_after_schedules(target))
+        return tvm.compile(module, target)
     except Exception as error:  # TVM raises all sorts
         raise UserError(f"TVM can't compile it: {type(error).__name__}: {error}") from error
 
 
+def opened_model(module: Any, target: Any) -> Any:
+    """A lowered module, compiled for a target of TVM and opened in TVM's virtual machine.
+
+    Raises:
+        UserError: TVM can't compile it, or the device can't hold it.
+    """
+    compiled = compiled_model(module, target)
+    try:
+        return tvm.relax.VirtualMachine(compiled, tvm.device("cuda" if on_gpu(target) else "cpu"))
+    except Exception as error:  # TVM raises all sorts
+        raise UserError(f"TVM can't open it: {type(error).__name__}: {error}") from error
+
+
 def samples_ms(timed: Any, arguments: Sequence[Any], effort: Effort, cold: bool = False) -> tuple[float, ...]:
-    """Times of runs of `main` in ms, by the time evaluator.
+    """Times of runs of `main` in ms, by the time evaluator. On a GPU, CUDA events time them.
 
     Args:
         timed: what has a time evaluator: a compiled function, or a virtual machine.
         arguments: of `main`, outputs of a function included.
         effort: how often. If a run is shorter than SAMPLE_S, a sample is the mean of as many runs as fit into that.
-        cold: whether all arguments but the first are taken out of the caches before each sample of a single run.
+        cold: whether all arguments but the first are taken out of the caches before each sample of a single run; on a CPU only.
 
     Raises:
         UserError: TVM can't run it.
     """
+    device = arguments[0].device
+
     def times_s(number: int, repeat: int) -> list[float]:
         flush = {"f_preproc": FLUSH} if cold and number == 1 else {}
-        evaluate = timed.time_evaluator(MAIN, tvm.cpu(), number=number, repeat=repeat, **flush)
+        evaluate = timed.time_evaluator(MAIN, device, number=number, repeat=repeat, **flush)
         try:
             return [float(seconds) for seconds in evaluate(*arguments).results]
         except Exception as error:  # TVM raises all sorts

@@ -47,7 +47,7 @@ def _in_process(arguments: Sequence[Any], threads: int) -> tuple[Any, Any]:
             for one in build_inputs:
                 name = f"trial {len(found)}"
                 try:
-                    found[name] = built_function(one.mod[MAIN], threads)
+                    found[name] = built_function(one.mod[MAIN], llvm_target(threads))
                     results.append(schedules.builder.BuilderResult(name, None))
                 except UserError as error:
                     results.append(schedules.builder.BuilderResult(None, str(error)))
@@ -101,7 +101,7 @@ def tune(function: Any, kernel: Kernel, threads: int, trials: int, database: Pat
     schedule = schedules.tir_integration.compile_tir(kept, module, llvm_target(threads))
 
     def time_ms(candidate: Any) -> float:
-        return median(samples_ms(built_function(candidate, threads), arguments, COMPARISON))
+        return median(samples_ms(built_function(candidate, llvm_target(threads)), arguments, COMPARISON))
 
     before_ms = time_ms(function)
     after_ms = before_ms if schedule is None else time_ms(schedule.mod[MAIN])

@@ -13,23 +13,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmark.measuring.effort import Effort
 from benchmark.records.measurement import Measurement
 from benchmark.runtimes.protocol import Reply, Request, Setting
 from benchmark.runtimes.serving import serve
 from benchmark.runtimes.tvm.runs import built_function, opened_model, samples_ms, tensor_for
+from ort_analysis.records.kernel_record import Tensor
 from ort_analysis.records.reading import read_model_record
 from tvm_analysis.functions import SUFFIX, read_function, read_kernel
 from tvm_analysis.lowering import Lowered
 from tvm_analysis.memory import planned_memory
-from tvm_analysis.package import FUSED, TUNED, check_tvm
+from tvm_analysis.package import FUSED, TUNED, check_tvm, target_to_run_on
 from tvm_analysis.recording import Parsed, parse_at
 from utils.errors import UserError
 from utils.lazy import tvm
 
-CANARY_SIDE = 128  # of the matrices: about two milliseconds
+CANARY_SIDE = {"cpu": 128, "cuda": 1024}  # of the matrices: about two milliseconds on a CPU
 NAME = "canary"
 # Where the tensors of a kernel lie decides which of their lines a cache can hold together: one product of 5 x 768 by 768 x 3072
 # took 32 ms with some tensors and 48 ms with others. A network has many such places, so a kernel is timed in several. A network
@@ -39,7 +38,7 @@ PLACEMENTS = 5
 
 @functools.cache
 def settled(setting: Setting) -> None:
-    """Gives this process its threads and cores, before TVM starts its own.
+    """Gives this process its threads and cores, before TVM starts its own. On a GPU, they are the host's.
 
     Raises:
         UserError: the process had another setting before, or there are fewer cores.
@@ -59,29 +58,28 @@ def setting_of(request: Request) -> Setting:
     """The setting of a request, which holds from now on.
 
     Raises:
-        UserError: see `settled`; or the device is none that this worker runs.
+        UserError: see `settled`.
     """
-    if request.device != "cpu":
-        raise UserError("device cuda: under TVM, Hase measures only the CPU so far")
     setting = request.setting or Setting(level=FUSED)
     settled(setting)
     return setting
 
 
 @functools.cache
-def canary(threads: int) -> tuple[Any, tuple[Any, ...]]:
+def canary(device: str, threads: int) -> tuple[Any, tuple[Any, ...]]:
     """A product of two matrices as a compiled function, with its arguments."""
-    te = tvm.te
-    a, b = (te.placeholder((CANARY_SIDE, CANARY_SIDE), name=name) for name in "ab")
-    k = te.reduce_axis((0, CANARY_SIDE), name="k")
-    product = te.compute((CANARY_SIDE, CANARY_SIDE), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), name="product")
-    numbers = np.ones((CANARY_SIDE, CANARY_SIDE), np.float32)
-    return built_function(te.create_prim_func([a, b, product]), threads), tuple(tvm.runtime.tensor(numbers) for _ in range(3))
+    te, side = tvm.te, CANARY_SIDE[device]
+    a, b = (te.placeholder((side, side), name=name) for name in "ab")
+    k = te.reduce_axis((0, side), name="k")
+    product = te.compute((side, side), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), name="product")
+    matrix = Tensor(dtype="float32", shape=(side, side))
+    built = built_function(te.create_prim_func([a, b, product]), target_to_run_on(device, threads))
+    return built, tuple(tensor_for(matrix, device) for _ in range(3))
 
 
 def time_canary(request: Request) -> Reply:
     """The canary, as often as the effort says."""
-    built, arguments = canary(setting_of(request).threads)
+    built, arguments = canary(request.device, setting_of(request).threads)
     return Reply(measurements=(Measurement(subject=NAME, id=NAME, label="run", context="alone", place="alone",
                                            samples_ms=samples_ms(built, arguments, request.effort)),))
 
@@ -90,12 +88,14 @@ def time_alone(request: Request) -> Reply:
     """Label `run`: a kernel's function with tensors of its own, in several places of the memory."""
     setting, path = setting_of(request), Path(request.paths[0])
     kernel = read_kernel(path)
-    built = built_function(read_function(path), setting.threads)
-    part = request.effort.part(PLACEMENTS)
+    built = built_function(read_function(path), target_to_run_on(request.device, setting.threads))
+    on_cpu = request.device == "cpu"
+    placements = PLACEMENTS if on_cpu else 1
+    part = request.effort.part(placements)
     held, samples = [], list[float]()  # all are held, or the next tensors would lie where the last ones did
-    for _ in range(PLACEMENTS):
-        held.append([tensor_for(one) for one in (*kernel.inputs, *kernel.outputs)])
-        samples += samples_ms(built, held[-1], part, cold=True)
+    for _ in range(placements):
+        held.append([tensor_for(one, request.device) for one in (*kernel.inputs, *kernel.outputs)])
+        samples += samples_ms(built, held[-1], part, cold=on_cpu)
     return Reply(measurements=(Measurement(subject="kernel", id=kernel.id, label="run", context="alone", place="alone",
                                            samples_ms=tuple(samples)),))
 
@@ -122,7 +122,7 @@ def time_model(request: Request) -> Reply:
         UserError: as `timed`; or TVM's graph is not the one of the model's record.
     """
     setting, record = setting_of(request), read_model_record(Path(request.record))
-    parsed = parse_at(setting.level, Path(request.paths[0]), request.dims)
+    parsed = parse_at(setting.level, Path(request.paths[0]), request.dims, request.device)
     if [node.kernel_id for node in parsed.graph.nodes] != [node.kernel_id for node in record.nodes]:
         raise UserError(f"{request.paths[0]}: TVM's graph is not the one in its record; make the record anew: "
                         "python tvm_analysis/relax_parser.py")
@@ -132,16 +132,18 @@ def time_model(request: Request) -> Reply:
 def time_session(request: Request) -> Reply:
     """As `time_model`, without a record; errors as of `timed`."""
     setting = setting_of(request)
-    return timed(parse_at(setting.level, Path(request.paths[0]), request.dims), setting, request.effort)
+    parsed = parse_at(setting.level, Path(request.paths[0]), request.dims, request.device)
+    return timed(parsed, setting, request.effort)
 
 
 def timed(parsed: Parsed, setting: Setting, effort: Effort) -> Reply:
-    """The latency of a model that was taken apart.
+    """The latency of a model that was taken apart, on the device of its record.
 
     Raises:
         UserError: it needs more memory than the limit; or TVM can't take it apart.
     """
     lowered, graph, record = parsed
+    device = record.flavour.device
     memory, limit_mib = planned_memory(lowered.module, record), setting.memory_limit_mib
     if limit_mib and memory.peak > limit_mib:
         raise UserError(f"{record.model}: refused, since it needs {memory.peak:.1f} MiB of memory at its peak and the limit is "
@@ -150,8 +152,8 @@ def timed(parsed: Parsed, setting: Setting, effort: Effort) -> Reply:
     if setting.level == TUNED:
         module = scheduled(lowered, graph.callees, Path(setting.kernels))
     before_mib = resident_mib()
-    machine = opened_model(module, setting.threads)
-    times = samples_ms(machine, [tensor_for(record.inputs[name]) for name in graph.inputs], effort)
+    machine = opened_model(module, target_to_run_on(device, setting.threads))
+    times = samples_ms(machine, [tensor_for(record.inputs[name], device) for name in graph.inputs], effort)
     facts = {"weights_mib": memory.weights, "activations_mib": memory.activations, "peak_memory_mib": memory.peak,
              "resident_mib": max(resident_mib() - before_mib, 0.0)}
     return Reply(measurements=(Measurement(
