@@ -76,23 +76,23 @@ def opened_model(module: Any, target: Any) -> Any:
         raise UserError(f"TVM can't open it: {type(error).__name__}: {error}") from error
 
 
-def samples_ms(timed: Any, arguments: Sequence[Any], effort: Effort, cold: bool = False) -> tuple[float, ...]:
+def samples_ms(timed: Any, arguments: Sequence[Any], effort: Effort, device: str = "cpu",
+               cold: bool = False) -> tuple[float, ...]:
     """Times of runs of `main` in ms, by the time evaluator. On a GPU, CUDA events time them.
 
     Args:
         timed: what has a time evaluator: a compiled function, or a virtual machine.
         arguments: of `main`, outputs of a function included.
         effort: how often. If a run is shorter than SAMPLE_S, a sample is the mean of as many runs as fit into that.
+        device: where the arguments lie, `cpu` or `cuda`.
         cold: whether all arguments but the first are taken out of the caches before each sample of a single run; on a CPU only.
 
     Raises:
         UserError: TVM can't run it.
     """
-    device = arguments[0].device
-
     def times_s(number: int, repeat: int) -> list[float]:
         flush = {"f_preproc": FLUSH} if cold and number == 1 else {}
-        evaluate = timed.time_evaluator(MAIN, device, number=number, repeat=repeat, **flush)
+        evaluate = timed.time_evaluator(MAIN, tvm.device(device), number=number, repeat=repeat, **flush)
         try:
             return [float(seconds) for seconds in evaluate(*arguments).results]
         except Exception as error:  # TVM raises all sorts

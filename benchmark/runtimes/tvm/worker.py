@@ -81,7 +81,7 @@ def time_canary(request: Request) -> Reply:
     """The canary, as often as the effort says."""
     built, arguments = canary(request.device, setting_of(request).threads)
     return Reply(measurements=(Measurement(subject=NAME, id=NAME, label="run", context="alone", place="alone",
-                                           samples_ms=samples_ms(built, arguments, request.effort)),))
+                                           samples_ms=samples_ms(built, arguments, request.effort, request.device)),))
 
 
 def time_alone(request: Request) -> Reply:
@@ -95,7 +95,7 @@ def time_alone(request: Request) -> Reply:
     held, samples = [], list[float]()  # all are held, or the next tensors would lie where the last ones did
     for _ in range(placements):
         held.append([tensor_for(one, request.device) for one in (*kernel.inputs, *kernel.outputs)])
-        samples += samples_ms(built, held[-1], part, cold=on_cpu)
+        samples += samples_ms(built, held[-1], part, request.device, cold=on_cpu)
     return Reply(measurements=(Measurement(subject="kernel", id=kernel.id, label="run", context="alone", place="alone",
                                            samples_ms=tuple(samples)),))
 
@@ -153,7 +153,7 @@ def timed(parsed: Parsed, setting: Setting, effort: Effort) -> Reply:
         module = scheduled(lowered, graph.callees, Path(setting.kernels))
     before_mib = resident_mib()
     machine = opened_model(module, target_to_run_on(device, setting.threads))
-    times = samples_ms(machine, [tensor_for(record.inputs[name], device) for name in graph.inputs], effort)
+    times = samples_ms(machine, [tensor_for(record.inputs[name], device) for name in graph.inputs], effort, device)
     facts = {"weights_mib": memory.weights, "activations_mib": memory.activations, "peak_memory_mib": memory.peak,
              "resident_mib": max(resident_mib() - before_mib, 0.0)}
     return Reply(measurements=(Measurement(
