@@ -50,13 +50,14 @@ def exit_cause(code: int) -> str:
 
 def begin_child(temporary: Path | None = None) -> None:
     """To be called first in a child process: it then ends cleanly at SIGTERM and with its parent. Ctrl-C reaches both; the
-    parent handles it.
+    parent handles it. Nothing is raised in the child: an error that comes out of a callback of onnx' C++ code would take it
+    down with a message.
 
     Args:
         temporary: folder for its temporary files; the parent removes it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    stop_at_signals("", CHILD_GRACE_S, SystemExit)
+    stop_at_signals("", CHILD_GRACE_S, None)
     die_with_parent(signal.SIGTERM)
     if temporary is not None:
         tempfile.tempdir = str(temporary)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from types import FrameType
+from typing import NoReturn
 
 from utils.temporary import remove_temporaries
 
@@ -30,7 +31,7 @@ class Stopped(KeyboardInterrupt):
     """The process was asked to end; the argument is the signal's number."""
 
 
-def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseException] = Stopped) -> None:
+def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseException] | None = Stopped) -> None:
     """From now on Ctrl-C and SIGTERM raise an error in the main thread, and end the process `grace_s` later.
 
     To be called in the main thread. A signal that is ignored stays ignored; one that gets another handler later belongs to that
@@ -38,12 +39,19 @@ def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseExce
 
     Args:
         message: printed on stderr if the thread ends the process before `say` was called; "" for nothing.
-        error: what is raised, with the signal's number.
+        error: what is raised, with the signal's number; None: nothing, and the process ends at once.
     """
+    def end(number: int) -> NoReturn:
+        say(message)
+        remove_temporaries()
+        os._exit(128 + number)
+
     def stop(number: int, frame: FrameType | None) -> None:
         global _asked
         if not _asked:  # a second signal must not interrupt the clean-up
             _asked = number
+            if error is None:
+                end(number)
             raise error(number)
 
     def end_at_last() -> None:
@@ -52,9 +60,7 @@ def stop_at_signals(message: str, grace_s: float = GRACE_S, error: type[BaseExce
             if ours:
                 break
         time.sleep(grace_s)
-        say(message)
-        remove_temporaries()
-        os._exit(128 + ours[0])
+        end(ours[0])
 
     reading, writing = os.pipe()
     if hasattr(os, "set_blocking"):  # not on Windows before Python 3.12, and not needed there

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from ort_analysis.records.kernel_record import ModelRecord
 from tests.conftest import small_model
 from utils.errors import UserError
 from utils.fingerprint import Flavour, flavour_of
-from utils.paths import Workspace
+from utils.paths import ROOT, Workspace
 from utils.processes import each_in_a_process
 
 
@@ -34,6 +36,34 @@ def minus(number: int) -> int:
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_one_that_crashes_costs_only_itself(jobs: int) -> None:
     assert each_in_a_process(crashes_at, range(7), jobs, minus, "working") == [0, 10, -2, 30, 40, -5, 60]
+
+
+CHILD = """
+import time
+from utils.processes import begin_child
+from utils.temporary import temporary_folder
+begin_child()
+try:
+    with temporary_folder() as folder:
+        print(folder, flush=True)
+        while True:
+            time.sleep(0.01)
+except BaseException as error:
+    print("raised", error, flush=True)
+"""
+
+
+def test_a_child_that_is_asked_to_end_raises_nothing_into_what_it_runs(tmp_path: Path) -> None:
+    """C++ code that calls Python, as that of onnx does, takes the process down with a message if an error comes out of it."""
+    with subprocess.Popen([sys.executable, "-c", CHILD], cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)},
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        assert folder.parent == tmp_path
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=10) == ("", "")
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
 
 
 def analyzed_or_dead(workspace: Workspace, device: str, static: bool, group: str, collection: str,
