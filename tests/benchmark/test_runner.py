@@ -256,7 +256,8 @@ def test_a_model_and_its_kernels_in_it(built: tuple[Workspace, Flavour], model: 
     uses = {name: sum(node.kernel_id == name for node in record.nodes) for name in record.kernels}
     lengths = {len(samples) / uses[name] for name, samples in found["kernel_time"].items()}
     assert len(lengths) == 1  # a sample a run, for each node that is this kernel
-    least = {label: {name: min(samples) for name, samples in found[label].items()} for label in found}  # least disturbed
+    several = [found, *(samples_of(answer(request)) for _ in range(2))]  # other work may disturb all runs of one
+    least = {label: {name: min(min(one[label][name]) for one in several) for name in found[label]} for label in found}
     convs = [name for name in record.kernels if record.kernels[name].op_type == "Conv"]
     slowest = max(least["kernel_time"], key=lambda name: least["kernel_time"][name])
     assert slowest == max(convs, key=lambda name: record.kernels[name].flops)
