@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Twelve networks under TVM on an NVIDIA GPU: sums and longest paths against whole networks, and predictions with each family
-# held out.
+# The twelve networks of run.sh under TVM on an NVIDIA GPU, at a size at which it has something to do: sums and longest paths
+# against whole networks, and predictions with each family held out.
 # Usage: recipes/tvm/gpu.sh [workspace] [minutes of measuring, default 10]
 # Needs a GPU and TVM: pip install -r requirements-tvm.txt. A second run goes on where it stopped.
 set -euo pipefail
@@ -9,7 +9,8 @@ out=${1:-out/tvm_gpu} minutes=${2:-10}
 hase() { python "$1" --workspace "$out" "${@:2}"; }
 
 mkdir -p "$out"
-hase model_zoo/torchvision_exporter.py --config recipes/tvm/gpu_models.yaml > "$out/exported.txt"
+hase model_zoo/torchvision_exporter.py --config recipes/tvm/model_zoo.yaml --image-size 224 --batch-size 8 \
+  > "$out/exported.txt"
 hase tvm_analysis/relax_parser.py --device cuda
 hase kernel_model/operator_sampler.py --device cuda --count 300
 hase kernel_model/operator_sampler.py --device cuda --count 300 --operators product,convolution --seed 1

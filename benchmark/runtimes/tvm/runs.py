@@ -35,32 +35,28 @@ def on_gpu(target: Any) -> bool:
     return "gpu" in target.keys
 
 
-def built_function(function: Any, target: Any) -> Any:
-    """A function of TVM, compiled for a target of TVM; for a GPU, with a schedule by rules if it has none.
+def _compiled(module: Any, target: Any, **options: Any) -> Any:
+    """A module, compiled for a target of TVM; for a GPU, with schedules by rules where functions have none. `options` are those
+    of TVM's `compile`.
 
     Raises:
         UserError: TVM can't compile it.
     """
     try:
-        module = tvm.IRModule({MAIN: function.with_attr("global_symbol", MAIN)})
-        built = tvm.compile(with_gpu_schedules(module, target) if on_gpu(target) else module, target)
+        return tvm.compile(with_gpu_schedules(module, target) if on_gpu(target) else module, target, **options)
     except Exception as error:  # TVM raises all sorts
         raise UserError(f"TVM can't compile it: {type(error).__name__}: {error}") from error
+
+
+def built_function(function: Any, target: Any) -> Any:
+    """A function of TVM, compiled for a target of TVM; errors as of `_compiled`."""
+    built = _compiled(tvm.IRModule({MAIN: function.with_attr("global_symbol", MAIN)}), target)
     return built.mod if hasattr(built, "mod") else built
 
 
 def compiled_model(module: Any, target: Any) -> Any:
-    """A lowered module, compiled for a target of TVM; its functions as `built_function` compiles them.
-
-    Raises:
-        UserError: TVM can't compile it.
-    """
-    try:
-        if on_gpu(target):
-            return tvm.compile(with_gpu_schedules(module, target), target, relax_pipeline=pipeline_after_schedules(target))
-        return tvm.compile(module, target)
-    except Exception as error:  # TVM raises all sorts
-        raise UserError(f"TVM can't compile it: {type(error).__name__}: {error}") from error
+    """A lowered module, compiled for a target of TVM; errors as of `_compiled`."""
+    return _compiled(module, target, **({"relax_pipeline": pipeline_after_schedules(target)} if on_gpu(target) else {}))
 
 
 def opened_model(module: Any, target: Any) -> Any:
