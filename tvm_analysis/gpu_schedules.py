@@ -6,6 +6,26 @@ from importlib import import_module
 from typing import Any
 
 from utils.lazy import tvm
+from utils.logger import get_logger
+
+log = get_logger("tvm")
+SPECIAL_RULES = ("Matmul", "GEMV", "Reduction", "GeneralReduction")  # each for some functions; the order is TVM's
+
+
+class _Rule:
+    """A rule of TVM that does not apply where it fails. TVM's own list of rules would end there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._rule = getattr(import_module("tvm.s_tir.dlight").gpu, name)()
+
+    def apply(self, function: Any, target: Any, tunable: bool) -> Any:
+        """The function's schedule, or None. The arguments are TVM's."""
+        try:
+            return self._rule.apply(function, target, tunable)
+        except Exception as error:  # noqa: BLE001 - failed assertions, too, say that a function is not for a rule
+            log.debug("rule %s does not fit a function: %s: %s", self.name, type(error).__name__, error)
+            return None
 
 
 def with_gpu_schedules(module: Any, target: Any) -> Any:
@@ -16,11 +36,9 @@ def with_gpu_schedules(module: Any, target: Any) -> Any:
         module: an `IRModule`.
         target: of TVM, a GPU.
     """
-    rules = import_module("tvm.s_tir.dlight")
-    gpu = rules.gpu
+    dlight = import_module("tvm.s_tir.dlight")
     with target:
-        return rules.ApplyDefaultSchedule(gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(),
-                                          gpu.Fallback())(module)
+        return dlight.ApplyDefaultSchedule(*map(_Rule, SPECIAL_RULES), dlight.gpu.Fallback())(module)
 
 
 def pipeline_after_schedules(target: Any) -> Any:

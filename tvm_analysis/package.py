@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from tvm_analysis.cuda_code import load_cuda_runtime
 from utils.errors import UserError
 from utils.fingerprint import Flavour, flavour_of
 from utils.lazy import tvm
@@ -14,9 +15,9 @@ from utils.lazy import tvm
 INSTALL = "pip install -r requirements-tvm.txt"
 UNFUSED, FUSED, TUNED = "unfused", "fused", "tuned"  # levels of a flavour: operators, kernels, kernels with searched schedules
 LEVELS = (UNFUSED, FUSED, TUNED)
-# What every GPU since 2020 has at least (CUDA C++ Programming Guide, "Compute Capabilities", 8.0).
-ANY_GPU = {"kind": "cuda", "arch": "sm_80", "max_threads_per_block": 1024, "max_shared_memory_per_block": 49152,
-           "thread_warp_size": 32}
+OLDEST_ARCH = "sm_80"
+# What every GPU of these architectures has at least (CUDA C++ Programming Guide, "Compute Capabilities", 8.0 and later).
+ANY_GPU = {"kind": "cuda", "max_threads_per_block": 1024, "max_shared_memory_per_block": 49152, "thread_warp_size": 32}
 
 
 def check_tvm() -> None:
@@ -27,6 +28,7 @@ def check_tvm() -> None:
     """
     if find_spec("tvm") is None:
         raise UserError(f"the package apache-tvm is not installed, and this needs it; {INSTALL}")
+    load_cuda_runtime()
     import_module("tvm.relax.frontend.onnx")
 
 
@@ -48,26 +50,32 @@ def llvm_target(threads: int = 1) -> Any:
 
 
 @functools.cache
-def any_gpu() -> Any:
-    """TVM's target for an NVIDIA GPU of no particular model. Graphs are lowered for it, so that all GPUs get one graph, also on
-    a machine without a GPU."""
-    return tvm.target.Target(ANY_GPU, host=llvm_target())
+def gpu_target(arch: str = OLDEST_ARCH) -> Any:
+    """TVM's target for NVIDIA GPUs of an architecture. Graphs are lowered for the oldest one, so that all GPUs get one graph,
+    also on a machine without a GPU."""
+    return tvm.target.Target({**ANY_GPU, "arch": arch}, host=llvm_target())
 
 
-def target_to_lower_for(device: str) -> Any:
-    """TVM's target for the graphs of `cpu` or `cuda`."""
-    return llvm_target() if device == "cpu" else any_gpu()
-
-
-def target_to_run_on(device: str, threads: int = 1) -> Any:
-    """TVM's target for functions that run on this machine's `cpu` or `cuda`.
+def arch_here() -> str:
+    """The architecture of this machine's GPU.
 
     Raises:
         UserError: TVM finds no GPU.
     """
-    if device == "cpu":
-        return llvm_target(threads)
     gpu = tvm.cuda(0)
+    if tvm.get_global_func("device_api.cuda", allow_missing=True) is None:
+        raise UserError("device cuda: TVM can't load its part for NVIDIA GPUs; it needs the driver (nvidia-smi should list a "
+                        "GPU) and CUDA 13 (pip install nvidia-cuda-runtime)")
     if not gpu.exist:
         raise UserError("device cuda: TVM finds no NVIDIA GPU; nvidia-smi should list one")
-    return tvm.target.Target(tvm.target.Target.from_device(gpu), host=llvm_target())
+    return f"sm_{gpu.compute_version.replace('.', '')}"
+
+
+def target_to_lower_for(device: str) -> Any:
+    """TVM's target for the graphs of `cpu` or `cuda`."""
+    return llvm_target() if device == "cpu" else gpu_target()
+
+
+def target_to_run_on(device: str, threads: int = 1) -> Any:
+    """TVM's target for functions that run on this machine's `cpu` or `cuda`; errors as of `arch_here`."""
+    return llvm_target(threads) if device == "cpu" else gpu_target(arch_here())

@@ -16,9 +16,9 @@ from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from benchmark.records.files import header_path, read_header
 from benchmark.runtimes.protocol import Setting
-from benchmark.runtimes.tvm.runs import built_function, compiled_model
 from ort_analysis.graph.analysis import update_index
-from tvm_analysis.package import FUSED, LEVELS, any_gpu, target_to_run_on, tvm_flavour
+from tvm_analysis.compiling import built_function, compiled_model
+from tvm_analysis.package import FUSED, LEVELS, gpu_target, target_to_run_on, tvm_flavour
 from tvm_analysis.recording import Parsed, parse, parse_at, write_parsed
 from utils import files
 from utils.config import validate
@@ -51,10 +51,10 @@ def test_a_graph_for_a_gpu_is_that_of_the_cpu_on_another_device(model: Path, par
 def test_kernels_and_whole_models_compile_to_code_for_a_gpu(parsed: Parsed) -> None:
     """A function without a schedule would be refused: it binds no threads."""
     for function in parsed.graph.functions.values():
-        [code] = built_function(function, any_gpu()).imports
+        [code] = built_function(function, gpu_target()).imports
         assert code.kind == "cuda"
         assert "threadIdx.x" in code.inspect_source("cuda")
-    whole = compiled_model(parsed.lowered.module, any_gpu())
+    whole = compiled_model(parsed.lowered.module, gpu_target())
     [of_whole] = [one for module in (whole.mod, *whole.mod.imports) for one in module.imports if one.kind == "cuda"]
     assert of_whole.inspect_source("cuda").count("__global__") >= len(parsed.graph.functions)
 
@@ -62,7 +62,7 @@ def test_kernels_and_whole_models_compile_to_code_for_a_gpu(parsed: Parsed) -> N
 def test_without_a_gpu_nothing_runs_on_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WITHOUT_GPU, "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(UserError, match="TVM finds no NVIDIA GPU"):
+    with pytest.raises(UserError, match="device cuda: TVM"):
         target_to_run_on("cuda")
 
 

@@ -1,4 +1,4 @@
-"""Builds functions and models of TVM, and times them by TVM's time evaluator: no Python, and no allocation, in the times."""
+"""Opens models of TVM, and times them and functions by TVM's time evaluator: no Python, and no allocation, in the times."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from benchmark.measuring.effort import Effort
 from kernel_model.building.dummy_data import random_floats
 from ort_analysis.records.elements import numpy_dtype
 from ort_analysis.records.kernel_record import Tensor
+from tvm_analysis.compiling import compiled_model, on_gpu
 from tvm_analysis.functions import MAIN
-from tvm_analysis.gpu_schedules import pipeline_after_schedules, with_gpu_schedules
 from utils.errors import UserError
 from utils.lazy import tvm
 
@@ -28,35 +28,6 @@ def tensor_for(described: Tensor, device: str = "cpu") -> Any:
     else:
         numbers = np.zeros(described.shape, numpy_dtype(described.dtype))
     return tvm.runtime.tensor(numbers, device=tvm.device(device))
-
-
-def on_gpu(target: Any) -> bool:
-    """Whether a target of TVM is a GPU."""
-    return "gpu" in target.keys
-
-
-def _compiled(module: Any, target: Any, **options: Any) -> Any:
-    """A module, compiled for a target of TVM; for a GPU, with schedules by rules where functions have none. `options` are those
-    of TVM's `compile`.
-
-    Raises:
-        UserError: TVM can't compile it.
-    """
-    try:
-        return tvm.compile(with_gpu_schedules(module, target) if on_gpu(target) else module, target, **options)
-    except Exception as error:  # TVM raises all sorts
-        raise UserError(f"TVM can't compile it: {type(error).__name__}: {error}") from error
-
-
-def built_function(function: Any, target: Any) -> Any:
-    """A function of TVM, compiled for a target of TVM; errors as of `_compiled`."""
-    built = _compiled(tvm.IRModule({MAIN: function.with_attr("global_symbol", MAIN)}), target)
-    return built.mod if hasattr(built, "mod") else built
-
-
-def compiled_model(module: Any, target: Any) -> Any:
-    """A lowered module, compiled for a target of TVM; errors as of `_compiled`."""
-    return _compiled(module, target, **({"relax_pipeline": pipeline_after_schedules(target)} if on_gpu(target) else {}))
 
 
 def opened_model(module: Any, target: Any) -> Any:

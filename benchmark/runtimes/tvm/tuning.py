@@ -13,8 +13,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmark.measuring.effort import Effort
-from benchmark.runtimes.tvm.runs import built_function, samples_ms, tensor_for
+from benchmark.runtimes.tvm.runs import samples_ms, tensor_for
 from ort_analysis.records.kernel_record import Kernel
+from tvm_analysis.compiling import built_function
 from tvm_analysis.functions import MAIN
 from tvm_analysis.package import llvm_target
 from utils.errors import UserError

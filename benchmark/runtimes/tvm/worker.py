@@ -17,13 +17,15 @@ from benchmark.measuring.effort import Effort
 from benchmark.records.measurement import Measurement
 from benchmark.runtimes.protocol import Reply, Request, Setting
 from benchmark.runtimes.serving import serve
-from benchmark.runtimes.tvm.runs import built_function, opened_model, samples_ms, tensor_for
+from benchmark.runtimes.tvm.runs import opened_model, samples_ms, tensor_for
 from ort_analysis.records.kernel_record import Tensor
 from ort_analysis.records.reading import read_model_record
+from tvm_analysis.compiling import built_function
+from tvm_analysis.cuda_code import FOLDER, keep_machine_code
 from tvm_analysis.functions import SUFFIX, read_function, read_kernel
 from tvm_analysis.lowering import Lowered
 from tvm_analysis.memory import planned_memory
-from tvm_analysis.package import FUSED, TUNED, check_tvm, target_to_run_on
+from tvm_analysis.package import FUSED, TUNED, arch_here, check_tvm, target_to_run_on
 from tvm_analysis.recording import Parsed, parse_at
 from utils.errors import UserError
 from utils.lazy import tvm
@@ -62,7 +64,15 @@ def setting_of(request: Request) -> Setting:
     """
     setting = request.setting or Setting(level=FUSED)
     settled(setting)
+    if request.device == "cuda" and setting.kernels:
+        keep_code_in(Path(setting.kernels) / FOLDER)
     return setting
+
+
+@functools.cache
+def keep_code_in(folder: Path) -> None:
+    """Keeps machine code for this machine's GPU in a folder; errors as of `arch_here` and `check_compiler`."""
+    keep_machine_code(arch_here(), folder)
 
 
 @functools.cache

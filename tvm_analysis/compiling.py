@@ -1,0 +1,47 @@
+"""Compiles functions and whole models of TVM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm_analysis.functions import MAIN
+from tvm_analysis.gpu_schedules import pipeline_after_schedules, with_gpu_schedules
+from utils.errors import UserError
+from utils.lazy import tvm
+
+
+def on_gpu(target: Any) -> bool:
+    """Whether a target of TVM is a GPU."""
+    return "gpu" in target.keys
+
+
+def _compiled(module: Any, target: Any, **options: Any) -> Any:
+    """A module, compiled for a target of TVM; for a GPU, with schedules by rules where functions have none. `options` are those
+    of TVM's `compile`.
+
+    Raises:
+        UserError: TVM can't compile it.
+    """
+    try:
+        return tvm.compile(with_gpu_schedules(module, target) if on_gpu(target) else module, target, **options)
+    except Exception as error:  # TVM raises all sorts
+        raise UserError(f"TVM can't compile it: {type(error).__name__}: {error}") from error
+
+
+def built_function(function: Any, target: Any) -> Any:
+    """A function of TVM, compiled for a target of TVM; errors as of `_compiled`."""
+    built = _compiled(tvm.IRModule({MAIN: function.with_attr("global_symbol", MAIN)}), target)
+    return built.mod if hasattr(built, "mod") else built
+
+
+def compiled_model(module: Any, target: Any) -> Any:
+    """A lowered module, compiled for a target of TVM; errors as of `_compiled`."""
+    return _compiled(module, target, **({"relax_pipeline": pipeline_after_schedules(target)} if on_gpu(target) else {}))
+
+
+def cuda_sources(built: Any) -> list[str]:
+    """The CUDA code in what was compiled for a GPU on a machine without one."""
+    found = [built]
+    for module in found:
+        found.extend(module.imports)
+    return [str(module.inspect_source("cuda")) for module in found if module.kind == "cuda"]

@@ -1,0 +1,114 @@
+"""Phase 3.4: machine code for a GPU of the kernels and models that TVM took apart, many at a time.
+
+The collector would compile them one by one, and wait for each longer than it measures. Reads what relax_parser.py --device cuda
+and operator_sampler.py --device cuda wrote, and the models. Writes kernel_model/kernel_onnx/<flavour>/cubins/, which the
+collector reads. Needs TVM, but no GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run as a file: put the repo root first, as `python -m` does
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ort_analysis.records.reading import records_in
+from tvm_analysis.compiling import built_function, compiled_model, cuda_sources
+from tvm_analysis.cuda_code import FOLDER, check_compiler, keep_machine_code, machine_code
+from tvm_analysis.functions import SUFFIX, read_function
+from tvm_analysis.package import FUSED, arch_here, check_tvm, gpu_target, tvm_flavour
+from tvm_analysis.recording import parse_at
+from utils import cli
+from utils.errors import UserError
+from utils.logger import get_logger
+from utils.paths import MODEL_SUFFIXES, Workspace, model_files
+from utils.processes import each_in_a_process
+
+log = get_logger("cuda_compiler")
+EXAMPLES = """
+python tvm_analysis/cuda_compiler.py
+python tvm_analysis/cuda_compiler.py --arch sm_90 --jobs 4     # for an H100 or H200, on any machine
+"""
+
+
+class Task(NamedTuple):
+    """A kernel's function or a model to compile.
+
+    Attributes:
+        path: of the kernel's function (`.tvm`) or of the model.
+        dims: the sizes of a model's dynamic dimensions.
+        arch: of the GPU.
+        folder: for machine code.
+    """
+
+    path: Path
+    dims: Mapping[str, int]
+    arch: str
+    folder: Path
+
+
+def compile_for_gpu(task: Task) -> str:
+    """Compiles a kernel or a model; returns why it can't be compiled, or an empty string."""
+    try:
+        check_tvm()
+        keep_machine_code(task.arch, task.folder)  # on a machine with a GPU, TVM compiles at once
+        target = gpu_target(task.arch)
+        if task.path.suffix == SUFFIX:
+            built = built_function(read_function(task.path), target)
+        else:
+            built = compiled_model(parse_at(FUSED, task.path, task.dims, "cuda").lowered.module, target).mod
+        for source in cuda_sources(built):
+            machine_code(source, task.arch, task.folder)
+    except (UserError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def crashed(task: Task) -> str:
+    """What is said of a task that took its process down."""
+    return "TVM crashed while compiling it"
+
+
+def tasks(workspace: Workspace, arch: str) -> list[Task]:
+    """Everything to compile for GPUs of an architecture: models first, since one of them takes longer than a kernel.
+
+    Raises:
+        UserError: there is nothing.
+    """
+    flavour = tvm_flavour("cuda", FUSED)
+    folder = workspace.kernel_onnx / flavour.name
+    models = {path.stem: path for path in model_files([workspace.models], MODEL_SUFFIXES["tvm"])}
+    found = [Task(models[record.file_stem], record.dims, arch, folder / FOLDER) for record in records_in(workspace, flavour)
+             if record.file_stem in models]
+    found += [Task(path, {}, arch, folder / FOLDER) for path in sorted(folder.glob(f"*{SUFFIX}"))]
+    if not found:
+        raise UserError(f"{folder}: no kernels; make some with: python tvm_analysis/relax_parser.py --device cuda")
+    return found
+
+
+def main() -> int:
+    parser = cli.parser(__doc__, EXAMPLES)
+    parser.add_argument("--arch", metavar="SM", help="of the GPU, e.g. sm_90 (default: that of this machine's GPU)")
+    parser.add_argument("--jobs", type=cli.count, default=os.cpu_count() or 1, metavar="N",
+                        help="how many at a time (default: one for each core)")
+    args = parser.parse_args()
+    workspace = cli.start(args)
+    check_tvm()
+    check_compiler()
+    work = tasks(workspace, args.arch or arch_here())
+    reasons = each_in_a_process(compile_for_gpu, work, args.jobs, crashed, "compiling for a GPU")
+    failed = {task.path.name: reason for task, reason in zip(work, reasons, strict=True) if reason}
+    for name, reason in failed.items():
+        log.error("%s: %s", name, reason)
+    row = {"arch": work[0].arch, "compiled": len(work) - len(failed), "failed": len(failed)}
+    cli.print_rows([row], args.json, "machine code")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    cli.run(main, kept="the machine code that was written")
