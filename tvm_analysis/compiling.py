@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from tvm_analysis.functions import MAIN
+from tvm_analysis.functions import MAIN, SUFFIX, read_function
 from tvm_analysis.gpu_schedules import pipeline_after_schedules, with_gpu_schedules
 from utils.errors import UserError
 from utils.lazy import tvm
@@ -37,6 +39,21 @@ def built_function(function: Any, target: Any) -> Any:
 def compiled_model(module: Any, target: Any) -> Any:
     """A lowered module, compiled for a target of TVM; errors as of `_compiled`."""
     return _compiled(module, target, **({"relax_pipeline": pipeline_after_schedules(target)} if on_gpu(target) else {}))
+
+
+def with_searched_schedules(module: Any, callees: Mapping[str, str], folder: Path) -> Any:
+    """The module of a model with the functions that lie in `folder`, which are those of the kernels with searched schedules.
+
+    Args:
+        module: a lowered model.
+        callees: the kernels' ids by the names of functions in the module.
+        folder: of a flavour's kernels.
+    """
+    functions = dict(module.functions.items())
+    for gv in list(functions):
+        if gv.name_hint in callees and (path := folder / f"{callees[gv.name_hint]}{SUFFIX}").is_file():
+            functions[gv] = read_function(path)
+    return tvm.IRModule(functions)
 
 
 def cuda_sources(built: Any) -> list[str]:

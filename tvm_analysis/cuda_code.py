@@ -61,26 +61,31 @@ def check_compiler() -> None:
         raise UserError(f"the package cuda-bindings is not installed, and TVM needs it to compile for a GPU; {INSTALL}")
 
 
-def machine_code(source: str, arch: str, folder: Path) -> bytes:
-    """A cubin from CUDA code for GPUs of an architecture, e.g. `sm_90`. It is taken from `folder` if it is there, else compiled
-    and written there.
+def compiled_cubin(source: str, arch: str) -> bytes:
+    """Machine code from CUDA code for GPUs of an architecture, e.g. `sm_90`.
 
     Raises:
         RuntimeError: the compiler refuses the code.
     """
+    _find_headers()
+    return bytes(import_module("tvm.support.nvcc").compile_cuda(source, target_format="cubin", arch=arch, compiler="nvrtc"))
+
+
+def kept_cubin(source: str, arch: str, folder: Path) -> bytes:
+    """As `compiled_cubin`, but taken from `folder` if it is there, else written there."""
     _, *version = import_module("cuda.bindings.nvrtc").nvrtcVersion()
     name = hashlib.sha256(f"{arch} {version} {source}".encode()).hexdigest()[:32]
     path = folder / f"{name}.cubin"
     if not path.is_file():
-        _find_headers()
-        nvcc = import_module("tvm.support.nvcc")
-        files.write_bytes(path, bytes(nvcc.compile_cuda(source, target_format="cubin", arch=arch, compiler="nvrtc")))
+        files.write_bytes(path, compiled_cubin(source, arch))
     return path.read_bytes()
 
 
-def keep_machine_code(arch: str, folder: Path) -> None:
-    """From now on, TVM takes the machine code for this machine's GPU from `folder`, and puts it there; errors as of
-    `check_compiler`."""
+def compile_for(arch: str, folder: Path | None = None) -> None:
+    """From now on, TVM compiles for GPUs of an architecture, which must be that of this machine's GPU if it has one; with
+    `folder`, it keeps there what it compiled. Errors as of `check_compiler`."""
     check_compiler()
     import_module("tvm.support.nvcc")  # registers TVM's own function first
-    tvm_ffi.register_global_func(CALLBACK, functools.partial(machine_code, arch=arch, folder=folder), override=True)
+    compiler = functools.partial(compiled_cubin, arch=arch) if folder is None else functools.partial(kept_cubin, arch=arch,
+                                                                                                    folder=folder)
+    tvm_ffi.register_global_func(CALLBACK, compiler, override=True)

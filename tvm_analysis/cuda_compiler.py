@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ort_analysis.records.reading import records_in
-from tvm_analysis.compiling import built_function, compiled_model, cuda_sources
-from tvm_analysis.cuda_code import FOLDER, check_compiler, keep_machine_code, machine_code
+from tvm_analysis.compiling import built_function, compiled_model, cuda_sources, with_searched_schedules
+from tvm_analysis.cuda_code import FOLDER, check_compiler, compile_for, kept_cubin
 from tvm_analysis.functions import SUFFIX, read_function
-from tvm_analysis.package import FUSED, arch_here, check_tvm, gpu_target, tvm_flavour
+from tvm_analysis.package import FUSED, TUNED, arch_here, check_tvm, gpu_target, tvm_flavour
 from tvm_analysis.recording import parse_at
 from utils import cli
 from utils.errors import UserError
@@ -43,27 +43,31 @@ class Task(NamedTuple):
         path: of the kernel's function (`.tvm`) or of the model.
         dims: the sizes of a model's dynamic dimensions.
         arch: of the GPU.
-        folder: for machine code.
+        folder: of the kernels of its flavour.
+        tuned: whether the kernels there have searched schedules.
     """
 
     path: Path
     dims: Mapping[str, int]
     arch: str
     folder: Path
+    tuned: bool
 
 
 def compile_for_gpu(task: Task) -> str:
     """Compiles a kernel or a model; returns why it can't be compiled, or an empty string."""
     try:
         check_tvm()
-        keep_machine_code(task.arch, task.folder)  # on a machine with a GPU, TVM compiles at once
+        compile_for(task.arch, task.folder / FOLDER)  # on a machine with a GPU, TVM compiles at once
         target = gpu_target(task.arch)
         if task.path.suffix == SUFFIX:
             built = built_function(read_function(task.path), target)
         else:
-            built = compiled_model(parse_at(FUSED, task.path, task.dims, "cuda").lowered.module, target).mod
+            lowered, graph, _ = parse_at(FUSED, task.path, task.dims, "cuda")
+            built = compiled_model(with_searched_schedules(lowered.module, graph.callees, task.folder) if task.tuned
+                                   else lowered.module, target).mod
         for source in cuda_sources(built):
-            machine_code(source, task.arch, task.folder)
+            kept_cubin(source, task.arch, task.folder / FOLDER)
     except (UserError, RuntimeError) as error:
         return str(error)
     return ""
@@ -80,15 +84,18 @@ def tasks(workspace: Workspace, arch: str) -> list[Task]:
     Raises:
         UserError: there is nothing.
     """
-    flavour = tvm_flavour("cuda", FUSED)
-    folder = workspace.kernel_onnx / flavour.name
-    models = {path.stem: path for path in model_files([workspace.models], MODEL_SUFFIXES["tvm"])}
-    found = [Task(models[record.file_stem], record.dims, arch, folder / FOLDER) for record in records_in(workspace, flavour)
-             if record.file_stem in models]
-    found += [Task(path, {}, arch, folder / FOLDER) for path in sorted(folder.glob(f"*{SUFFIX}"))]
-    if not found:
-        raise UserError(f"{folder}: no kernels; make some with: python tvm_analysis/relax_parser.py --device cuda")
-    return found
+    files = {path.stem: path for path in model_files([workspace.models], MODEL_SUFFIXES["tvm"])}
+    models, kernels = list[Task](), list[Task]()
+    for level in (FUSED, TUNED):
+        flavour = tvm_flavour("cuda", level)
+        folder = workspace.kernel_onnx / flavour.name
+        models += [Task(files[record.file_stem], record.dims, arch, folder, level == TUNED)
+                   for record in records_in(workspace, flavour) if record.file_stem in files]
+        kernels += [Task(path, {}, arch, folder, level == TUNED) for path in sorted(folder.glob(f"*{SUFFIX}"))]
+    if not kernels:
+        raise UserError(f"{workspace.kernel_onnx}: no kernels of TVM for a GPU; make some with: "
+                        "python tvm_analysis/relax_parser.py --device cuda")
+    return models + kernels
 
 
 def main() -> int:

@@ -9,6 +9,7 @@ from utils.lazy import tvm
 from utils.logger import get_logger
 
 log = get_logger("tvm")
+IS_SCHEDULED = "tirx.is_scheduled"  # an attribute of functions that TVM's rules leave as they are
 SPECIAL_RULES = ("Matmul", "GEMV", "Reduction", "GeneralReduction")  # each for some functions; the order is TVM's
 
 
@@ -39,6 +40,11 @@ def with_gpu_schedules(module: Any, target: Any) -> Any:
     dlight = import_module("tvm.s_tir.dlight")
     with target:
         return dlight.ApplyDefaultSchedule(*map(_Rule, SPECIAL_RULES), dlight.gpu.Fallback())(module)
+
+
+def scheduled(function: Any) -> Any:
+    """A function that a search gave a schedule, marked so that rules leave it as it is."""
+    return function.with_attr(IS_SCHEDULED, True)
 
 
 def pipeline_after_schedules(target: Any) -> Any:

@@ -1,20 +1,25 @@
 #!/usr/bin/env bash
 # The twelve networks of run.sh under TVM on an NVIDIA GPU, at a size at which it has something to do: sums and longest paths
-# against whole networks, and predictions with each family held out.
-# Usage: recipes/tvm/gpu.sh [workspace] [minutes of measuring, default 10]
+# against whole networks, kernels with and without searched schedules, and predictions with each family held out.
+# Usage: recipes/tvm/gpu.sh [workspace] [minutes of measuring, default 10] [minutes of search, default 30]
 # Needs a GPU and TVM: pip install -r requirements-tvm.txt. A second run goes on where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-out=${1:-out/tvm_gpu} minutes=${2:-10}
+out=${1:-out/tvm_gpu} minutes=${2:-10} search_minutes=${3:-30}
 hase() { python "$1" --workspace "$out" "${@:2}"; }
+draw() { hase kernel_model/operator_sampler.py --device cuda --config recipes/tvm/gpu_sizes.yaml "$@"; }
 
 mkdir -p "$out"
 hase model_zoo/torchvision_exporter.py --config recipes/tvm/model_zoo.yaml --image-size 224 --batch-size 8 \
   > "$out/exported.txt"
 hase tvm_analysis/relax_parser.py --device cuda
-hase kernel_model/operator_sampler.py --device cuda --count 300
-hase kernel_model/operator_sampler.py --device cuda --count 300 --operators product,convolution --seed 1
+draw --count 300
+draw --count 300 --operators product,convolution --seed 1
+hase tvm_analysis/cuda_compiler.py
 hase benchmark/collector.py --config recipes/tvm/gpu.yaml --minutes "$minutes"
+hase benchmark/tune_kernels.py --device cuda --trials 16 --minutes "$search_minutes"
+hase tvm_analysis/cuda_compiler.py
+hase benchmark/collector.py --config recipes/tvm/gpu_tuned.yaml
 hase training/train_kernel_model.py
 hase training/fit_composition.py
 hase inference/sum_and_path.py --choose-by densenet --choose-by efficientnet --choose-by regnet --choose-by convnext

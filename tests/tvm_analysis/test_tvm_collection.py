@@ -24,6 +24,7 @@ from benchmark.runtimes.worker_client import Worker
 from benchmark.tune_kernels import tune_kernels
 from graph_model.dag.dag import build_dag, calculate_latency
 from inference.sum_and_path import check_families, chosen_by_others, kernel_times, target_rows
+from kernel_model.operators.drawn import OperatorSizes
 from model_zoo.exporting.zoo_config import read_zoo_config
 from ort_analysis.graph.analysis import update_index
 from ort_analysis.records.reading import read_model_records, record_path
@@ -219,7 +220,9 @@ def test_schedules_are_searched_once_and_make_another_target(tmp_path: Path) -> 
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10),
               workspace.models / "relu.onnx")
     write_parsed(workspace, parse(workspace.models / "relu.onnx"))
-    [row] = tune_kernels(workspace, trials=2, threads=1)
+    with pytest.raises(UserError, match=r"--model gelu: TVM took no such model apart \(there: relu\)"):
+        tune_kernels(workspace, trials=2, threads=1, models=["gelu"])
+    [row] = tune_kernels(workspace, trials=2, threads=1, models=["relu"])
     assert row["type"] == "Relu"
     assert 0 < row["after_ms"] <= row["before_ms"]
     assert row["trials"] >= 1
@@ -232,15 +235,17 @@ def test_schedules_are_searched_once_and_make_another_target(tmp_path: Path) -> 
 
 
 def test_the_recipes_configs_are_valid() -> None:
-    """Three settings, one with searched schedules and a GPU, each a target of its own; twelve networks, four of which choose
-    the composition."""
+    """Three settings, one with searched schedules, and a GPU without and with them, each a target of its own; twelve networks,
+    four of which choose the composition."""
     folder = ROOT / "recipes" / "tvm"
-    found = {path.stem: read_config(path, CollectorConfig) for path in folder.glob("*.yaml") if path.stem != "model_zoo"}
+    found = {path.stem: read_config(path, CollectorConfig) for path in folder.glob("*.yaml")
+             if path.stem not in ("model_zoo", "gpu_sizes")}
     of_tvm = {(one.device, one.tvm.level, one.tvm.threads, one.tvm.cores) for one in found.values() if one.runtime == "tvm"}
     assert of_tvm == {("cpu", "fused", 2, 2), ("cpu", "fused", 2, 1), ("cpu", "fused", 1, 1), ("cpu", "tuned", 2, 2),
-                      ("cuda", "fused", 0, 0)}
+                      ("cuda", "fused", 0, 0), ("cuda", "tuned", 0, 0)}
     assert found["ort"].runtime == "ort"
     scripts = {name: (folder / name).read_text(encoding="utf-8") for name in ("run.sh", "gpu.sh")}
     assert all(name in scripts["gpu.sh" if config.device == "cuda" else "run.sh"] for name, config in found.items())
     assert all("--config recipes/tvm/model_zoo.yaml" in script for script in scripts.values())  # both have the same networks
+    assert read_config(folder / "gpu_sizes.yaml", OperatorSizes).most_gflop == 20
     assert len(read_zoo_config(folder / "model_zoo.yaml").models) == 8 + 4

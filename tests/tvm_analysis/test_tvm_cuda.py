@@ -1,14 +1,18 @@
-"""Models under TVM for a GPU: taken apart and compiled for one on a machine without. Nothing runs on a GPU here: where times
-are needed, those of a CPU stand for them."""
+"""Models under TVM for a GPU: taken apart and compiled for one, down to machine code, on a machine without. Nothing runs on a
+GPU here: where times are needed, those of a CPU or drawn ones stand for them."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 from command import run_script
+from onnx import TensorProto, helper, numpy_helper
 from optional_packages import needs
 from test_tvm_collection import CONFIG, layers
 
@@ -16,14 +20,17 @@ from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from benchmark.records.files import header_path, read_header
 from benchmark.runtimes.protocol import Setting
+from benchmark.runtimes.tvm import tuning
 from ort_analysis.graph.analysis import update_index
-from tvm_analysis.compiling import built_function, compiled_model
-from tvm_analysis.package import FUSED, LEVELS, gpu_target, target_to_run_on, tvm_flavour
+from tvm_analysis.compiling import built_function, compiled_model, cuda_sources
+from tvm_analysis.cuda_code import FOLDER, compiled_cubin, kept_cubin
+from tvm_analysis.package import FUSED, LEVELS, check_tvm, gpu_target, target_to_run_on, tvm_flavour
 from tvm_analysis.recording import Parsed, parse, parse_at, write_parsed
 from utils import files
 from utils.config import validate
 from utils.errors import UserError
 from utils.fingerprint import WITHOUT_GPU, Target
+from utils.lazy import tvm
 from utils.paths import Workspace
 
 
@@ -57,6 +64,96 @@ def test_kernels_and_whole_models_compile_to_code_for_a_gpu(parsed: Parsed) -> N
     whole = compiled_model(parsed.lowered.module, gpu_target())
     [of_whole] = [one for module in (whole.mod, *whole.mod.imports) for one in module.imports if one.kind == "cuda"]
     assert of_whole.inspect_source("cuda").count("__global__") >= len(parsed.graph.functions)
+
+
+def excitation(path: Path) -> Path:
+    """A channel's mean decides how much of the channel passes. TVM fuses the product with the convolution before it."""
+    weights = [numpy_helper.from_array(np.full(shape, 0.1, np.float32), name)
+               for name, shape in (("w", (8, 8, 1, 1)), ("b", (8,)))]
+    nodes = [helper.make_node("GlobalAveragePool", ["x"], ["mean"]), helper.make_node("Conv", ["mean", "w", "b"], ["c"]),
+             helper.make_node("Sigmoid", ["c"], ["share"]), helper.make_node("Mul", ["share", "x"], ["y"])]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 8, 6, 6]) for name in "xy")
+    graph = helper.make_graph(nodes, "excitation", [x], [y], weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), path)
+    return path
+
+
+def test_a_rule_that_fails_leaves_the_function_to_the_next_one(tmp_path: Path) -> None:
+    """TVM's rule for products takes this convolution, and then finds that it can't inline what uses the result."""
+    needs("tvm", "requirements-tvm.txt")
+    functions = parse(excitation(tmp_path / "excitation.onnx"), device="cuda")[FUSED].graph.functions
+    [function] = [function for name, function in functions.items() if name.startswith("Conv_Add_Sigmoid_Mul")]
+    with gpu_target(), pytest.raises(AssertionError, match="not properly inlined"):
+        tvm.s_tir.dlight.gpu.Matmul().apply(function, gpu_target(), False)
+    [code] = built_function(function, gpu_target()).imports
+    assert "threadIdx.x" in code.inspect_source("cuda")
+
+
+def test_machine_code_is_compiled_once(tmp_path: Path) -> None:
+    needs("tvm", "requirements-tvm.txt")
+    check_tvm()
+    source = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2; }'
+    code = kept_cubin(source, "sm_90", tmp_path)
+    assert code.startswith(b"\x7fELF")
+    [path] = tmp_path.glob("*.cubin")
+    path.write_bytes(b"kept")
+    assert kept_cubin(source, "sm_90", tmp_path) == b"kept"
+    assert kept_cubin(source, "sm_80", tmp_path) not in (b"kept", code)
+    with pytest.raises(RuntimeError, match=r"identifier .y. is undefined"):
+        kept_cubin('extern "C" __global__ void wrong() { y = 1; }', "sm_90", tmp_path)
+
+
+def test_all_kernels_and_models_are_compiled_ahead(tmp_path: Path) -> None:
+    """Three layers have one kernel in common; the model is one piece of machine code of its own."""
+    needs("tvm", "requirements-tvm.txt")
+    workspace = Workspace(tmp_path)
+    workspace.models.mkdir(parents=True)
+    script = ("tvm_analysis/cuda_compiler.py", "--workspace", workspace.root, "--arch", "sm_90", "--jobs", "1", "--json")
+    empty = run_script(*script)
+    assert empty.returncode == 1
+    assert "no kernels of TVM for a GPU; make some with: python tvm_analysis/relax_parser.py --device cuda" in empty.stderr
+    write_parsed(workspace, parse(layers(workspace.models / "layers.onnx", 3), device="cuda"))
+    folder = workspace.kernel_onnx / tvm_flavour("cuda").name
+    done = run_script(*script)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [{"arch": "sm_90", "compiled": 2, "failed": 0}]
+    assert len(list((folder / FOLDER).glob("*.cubin"))) == 2
+    [function] = folder.glob("*.tvm")
+    function.write_text("{}", encoding="utf-8")
+    failed = run_script(*script)
+    assert failed.returncode == 1
+    assert json.loads(failed.stdout) == [{"arch": "sm_90", "compiled": 1, "failed": 1}]
+    assert f"{function.name}: {function}: not a function of this TVM" in failed.stderr
+
+
+def test_without_a_gpu_its_architecture_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("tvm", "requirements-tvm.txt")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = run_script("tvm_analysis/cuda_compiler.py")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "error: device cuda: TVM" in done.stderr
+
+
+def test_schedules_are_searched_for_a_gpu(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trial is compiled to machine code; its time is drawn, since no GPU is there."""
+    graph = parse(model, device="cuda")[FUSED].graph
+    [(name, function)] = graph.functions.items()
+    compiled: list[str] = []
+
+    def drawn_ms(built: Any, *_: Any) -> tuple[float, ...]:
+        compiled.extend(cuda_sources(built))
+        return (1.0 / len(compiled),)
+
+    monkeypatch.setattr(tuning, "target_to_run_on", lambda device, threads: gpu_target("sm_90"))
+    monkeypatch.setattr(tuning, "tensor_for", lambda described, device: described)
+    monkeypatch.setattr(tuning, "samples_ms", drawn_ms)
+    found = tuning.tune(function, graph.kernels[name], "cuda", 1, 2, tmp_path / "database")
+    assert found.worked == 2
+    assert (found.before_ms, found.after_ms) == (1 / 3, 1 / 4)  # after two trials: by TVM's rules, then the best trial
+    assert all("threadIdx.x" in source for source in compiled)
+    assert compiled_cubin(compiled[-1], "sm_90").startswith(b"\x7fELF")
+    [code] = built_function(found.function, gpu_target("sm_90")).imports  # the rules leave the found schedule as it is
+    assert code.inspect_source("cuda") == compiled[-1]
 
 
 def test_without_a_gpu_nothing_runs_on_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

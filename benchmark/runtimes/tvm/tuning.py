@@ -6,6 +6,7 @@ more: on two busy cores, all of 16 trials ran into their time limit of 30 s.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import Any, NamedTuple
 from benchmark.measuring.effort import Effort
 from benchmark.runtimes.tvm.runs import samples_ms, tensor_for
 from ort_analysis.records.kernel_record import Kernel
-from tvm_analysis.compiling import built_function
+from tvm_analysis.compiling import built_function, on_gpu
 from tvm_analysis.functions import MAIN
-from tvm_analysis.package import llvm_target
+from tvm_analysis.gpu_schedules import scheduled
+from tvm_analysis.package import target_to_run_on
 from utils.errors import UserError
 from utils.lazy import tvm
 
@@ -36,8 +38,13 @@ class Tuned(NamedTuple):
     worked: int
 
 
-def _in_process(arguments: Sequence[Any], threads: int) -> tuple[Any, Any]:
-    """A builder and a runner for one kernel, whose tensors are `arguments`."""
+def _searched(candidate: Any, target: Any) -> Any:
+    """The function of a module that a search scheduled."""
+    return scheduled(candidate[MAIN]) if on_gpu(target) else candidate[MAIN]
+
+
+def _in_process(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any, Any]:
+    """A builder and a runner for one kernel on a target of TVM, whose tensors are `arguments` on `device`."""
     schedules, found = tvm.s_tir.meta_schedule, dict[str, Any]()
     derived = tvm.ir.utils.derived_object
 
@@ -48,7 +55,7 @@ def _in_process(arguments: Sequence[Any], threads: int) -> tuple[Any, Any]:
             for one in build_inputs:
                 name = f"trial {len(found)}"
                 try:
-                    found[name] = built_function(one.mod[MAIN], llvm_target(threads))
+                    found[name] = built_function(_searched(one.mod, target), target)
                     results.append(schedules.builder.BuilderResult(name, None))
                 except UserError as error:
                     results.append(schedules.builder.BuilderResult(None, str(error)))
@@ -69,43 +76,45 @@ def _in_process(arguments: Sequence[Any], threads: int) -> tuple[Any, Any]:
     @derived
     class Runner(schedules.runner.PyRunner):  # type: ignore[name-defined]
         def run(self, runner_inputs: Sequence[Any]) -> list[Any]:
-            return [Result([1e-3 * time_ms for time_ms in samples_ms(found.pop(str(one.artifact_path)), arguments, TRIAL)])
-                    for one in runner_inputs]
+            trials = [found.pop(str(one.artifact_path)) for one in runner_inputs]
+            return [Result([1e-3 * time_ms for time_ms in samples_ms(trial, arguments, TRIAL, device)]) for trial in trials]
 
     return Builder(), Runner()
 
 
-def tune(function: Any, kernel: Kernel, threads: int, trials: int, database: Path, seed: int = 0) -> Tuned:
+def tune(function: Any, kernel: Kernel, device: str, threads: int, trials: int, database: Path, seed: int = 0) -> Tuned:
     """Searches a schedule for a kernel.
 
     Args:
         function: of the kernel, not scheduled.
         kernel: its tensors.
-        threads: that the schedule may use.
+        device: `cpu` or `cuda`, which must be here.
+        threads: that the schedule may use on a CPU.
         trials: at most.
         database: TVM's database of trials, a folder. Trials of earlier searches count for the best.
         seed: of the schedules drawn.
 
     Raises:
-        UserError: TVM can't compile the function as it is.
+        UserError: TVM can't compile the function as it is, or finds no GPU.
     """
+    target, on_device = target_to_run_on(device, threads), functools.partial(tensor_for, device=device)
     schedules, module = tvm.s_tir.meta_schedule, tvm.IRModule({MAIN: function.with_attr("global_symbol", MAIN)})
     database.mkdir(parents=True, exist_ok=True)
     logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.ERROR)
-    arguments = [tensor_for(one) for one in (*kernel.inputs, *kernel.outputs)]
-    builder, runner = _in_process(arguments, threads)
+    arguments = [on_device(one) for one in (*kernel.inputs, *kernel.outputs)]
+    builder, runner = _in_process(arguments, target, device)
     there = len(schedules.database.JSONDatabase(work_dir=str(database)))
-    kept = schedules.tune_tir(module, llvm_target(threads), work_dir=str(database), max_trials_global=trials,
+    kept = schedules.tune_tir(module, target, work_dir=str(database), max_trials_global=trials,
                               num_trials_per_iter=min(trials, 16), builder=builder, runner=runner, cost_model="random",
                               strategy="replay-trace", seed=seed,
                               measure_callbacks=[schedules.measure_callback.AddToDatabase()])
-    schedule = schedules.tir_integration.compile_tir(kept, module, llvm_target(threads))
+    schedule = schedules.tir_integration.compile_tir(kept, module, target)
 
     def time_ms(candidate: Any) -> float:
-        return median(samples_ms(built_function(candidate, llvm_target(threads)), arguments, COMPARISON))
+        return median(samples_ms(built_function(candidate, target), arguments, COMPARISON, device))
 
     before_ms = time_ms(function)
-    after_ms = before_ms if schedule is None else time_ms(schedule.mod[MAIN])
+    after_ms = before_ms if schedule is None else time_ms(_searched(schedule.mod, target))
     if schedule is None or after_ms >= before_ms:
         return Tuned(function, before_ms, before_ms, len(kept) - there)
-    return Tuned(schedule.mod[MAIN], before_ms, after_ms, len(kept) - there)
+    return Tuned(_searched(schedule.mod, target), before_ms, after_ms, len(kept) - there)

@@ -20,10 +20,9 @@ from benchmark.runtimes.serving import serve
 from benchmark.runtimes.tvm.runs import opened_model, samples_ms, tensor_for
 from ort_analysis.records.kernel_record import Tensor
 from ort_analysis.records.reading import read_model_record
-from tvm_analysis.compiling import built_function
-from tvm_analysis.cuda_code import FOLDER, keep_machine_code
-from tvm_analysis.functions import SUFFIX, read_function, read_kernel
-from tvm_analysis.lowering import Lowered
+from tvm_analysis.compiling import built_function, with_searched_schedules
+from tvm_analysis.cuda_code import FOLDER, compile_for
+from tvm_analysis.functions import read_function, read_kernel
 from tvm_analysis.memory import planned_memory
 from tvm_analysis.package import FUSED, TUNED, arch_here, check_tvm, target_to_run_on
 from tvm_analysis.recording import Parsed, parse_at
@@ -64,15 +63,15 @@ def setting_of(request: Request) -> Setting:
     """
     setting = request.setting or Setting(level=FUSED)
     settled(setting)
-    if request.device == "cuda" and setting.kernels:
-        keep_code_in(Path(setting.kernels) / FOLDER)
+    if request.device == "cuda":
+        compile_here(Path(setting.kernels) / FOLDER if setting.kernels else None)
     return setting
 
 
 @functools.cache
-def keep_code_in(folder: Path) -> None:
-    """Keeps machine code for this machine's GPU in a folder; errors as of `arch_here` and `check_compiler`."""
-    keep_machine_code(arch_here(), folder)
+def compile_here(folder: Path | None) -> None:
+    """As `compile_for`, for this machine's GPU; errors as of `arch_here`, too."""
+    compile_for(arch_here(), folder)
 
 
 @functools.cache
@@ -110,21 +109,6 @@ def time_alone(request: Request) -> Reply:
                                            samples_ms=tuple(samples)),))
 
 
-def scheduled(lowered: Lowered, callees: dict[str, str], folder: Path) -> Any:
-    """The module of a model with the functions that lie in `folder`, which are those of the kernels with searched schedules.
-
-    Args:
-        lowered: the model.
-        callees: the kernels' ids by the names of functions in the module.
-        folder: of a flavour's kernels.
-    """
-    functions = dict(lowered.module.functions.items())
-    for gv in list(functions):
-        if gv.name_hint in callees and (path := folder / f"{callees[gv.name_hint]}{SUFFIX}").is_file():
-            functions[gv] = read_function(path)
-    return tvm.IRModule(functions)
-
-
 def time_model(request: Request) -> Reply:
     """A whole model's latency in TVM's virtual machine, with the memory that it takes.
 
@@ -160,7 +144,7 @@ def timed(parsed: Parsed, setting: Setting, effort: Effort) -> Reply:
                         f"{limit_mib:g} MiB")
     module = lowered.module
     if setting.level == TUNED:
-        module = scheduled(lowered, graph.callees, Path(setting.kernels))
+        module = with_searched_schedules(module, graph.callees, Path(setting.kernels))
     before_mib = resident_mib()
     machine = opened_model(module, target_to_run_on(device, setting.threads))
     times = samples_ms(machine, [tensor_for(record.inputs[name], device) for name in graph.inputs], effort, device)
