@@ -21,7 +21,7 @@ from ort_analysis.records.reading import records_in
 from tvm_analysis.compiling import built_function, compiled_model, cuda_sources, with_searched_schedules
 from tvm_analysis.cuda_code import FOLDER, check_compiler, compile_for, kept_cubin
 from tvm_analysis.functions import SUFFIX, read_function
-from tvm_analysis.package import FUSED, TUNED, arch_here, check_tvm, gpu_target, tvm_flavour
+from tvm_analysis.package import FUSED, TUNED, arch_here, check_tvm, gpu_target, runs_on_gpus, tvm_flavour
 from tvm_analysis.recording import parse_at
 from utils import cli
 from utils.errors import UserError
@@ -58,7 +58,7 @@ def compile_for_gpu(task: Task) -> str:
     """Compiles a kernel or a model; returns why it can't be compiled, or an empty string."""
     try:
         check_tvm()
-        compile_for(task.arch, task.folder / FOLDER)  # on a machine with a GPU, TVM compiles at once
+        compile_for(task.arch, task.folder / FOLDER)
         target = gpu_target(task.arch)
         if task.path.suffix == SUFFIX:
             built = built_function(read_function(task.path), target)
@@ -66,7 +66,7 @@ def compile_for_gpu(task: Task) -> str:
             lowered, graph, _ = parse_at(FUSED, task.path, task.dims, "cuda")
             built = compiled_model(with_searched_schedules(lowered.module, graph.callees, task.folder) if task.tuned
                                    else lowered.module, target).mod
-        for source in cuda_sources(built):
+        for source in cuda_sources(built) if not runs_on_gpus() else ():
             kept_cubin(source, task.arch, task.folder / FOLDER)
     except (UserError, RuntimeError) as error:
         return str(error)

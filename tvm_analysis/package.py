@@ -56,16 +56,21 @@ def gpu_target(arch: str = OLDEST_ARCH) -> Any:
     return tvm.target.Target({**ANY_GPU, "arch": arch}, host=llvm_target())
 
 
+def runs_on_gpus() -> bool:
+    """Whether TVM has loaded its part for NVIDIA GPUs; it then makes machine code of what it compiles for one."""
+    return tvm.get_global_func("device_api.cuda", allow_missing=True) is not None
+
+
 def arch_here() -> str:
     """The architecture of this machine's GPU.
 
     Raises:
         UserError: TVM finds no GPU.
     """
-    gpu = tvm.cuda(0)
-    if tvm.get_global_func("device_api.cuda", allow_missing=True) is None:
+    if not runs_on_gpus():
         raise UserError("device cuda: TVM can't load its part for NVIDIA GPUs; it needs the driver (nvidia-smi should list a "
                         "GPU) and CUDA 13 (pip install nvidia-cuda-runtime)")
+    gpu = tvm.cuda(0)
     if not gpu.exist:
         raise UserError("device cuda: TVM finds no NVIDIA GPU; nvidia-smi should list one")
     return f"sm_{gpu.compute_version.replace('.', '')}"
