@@ -17,7 +17,7 @@ draw --count 300
 draw --count 300 --operators product,convolution --seed 1
 hase tvm_analysis/cuda_compiler.py
 hase benchmark/collector.py --config recipes/tvm/gpu.yaml --minutes "$minutes"
-hase benchmark/tune_kernels.py --device cuda --trials 16 --minutes "$search_minutes"
+hase benchmark/tune_kernels.py --device cuda --trials 16 --minutes "$search_minutes" --model resnet18 --model squeezenet
 hase tvm_analysis/cuda_compiler.py
 hase benchmark/collector.py --config recipes/tvm/gpu_tuned.yaml
 hase training/train_kernel_model.py

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Twelve networks under TVM and under ONNX Runtime, on this CPU: sums and longest paths against whole networks, kernels with and
 # without searched schedules, predictions with each family held out, and a setting of threads and cores that was left out.
-# Usage: recipes/tvm/run.sh [workspace] [minutes of search, default 60]
+# Usage: recipes/tvm/run.sh [workspace] [minutes of search, default 60] [minutes for each further setting, default 25]
 # Needs TVM: pip install -r requirements-tvm.txt. A second run goes on where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-out=${1:-out/tvm} search_minutes=${2:-60}
+out=${1:-out/tvm} search_minutes=${2:-60} setting_minutes=${3:-25}
 hase() { python "$1" --workspace "$out" "${@:2}"; }
 
 mkdir -p "$out"
@@ -15,10 +15,13 @@ hase kernel_model/operator_sampler.py --count 400
 hase kernel_model/operator_sampler.py --count 550 --operators product,convolution --seed 1
 hase ort_analysis/fusion_detector.py --device cpu > "$out/analysed.txt"
 hase kernel_model/kernel_builder.py > "$out/kernels.txt"
-for setting in two_threads two_threads_one_core one_thread; do
-  hase benchmark/collector.py --config "recipes/tvm/$setting.yaml"
+hase benchmark/collector.py --config recipes/tvm/two_threads.yaml
+for setting in two_threads_one_core one_thread; do
+  hase benchmark/collector.py --config "recipes/tvm/$setting.yaml" --minutes "$setting_minutes"
 done
-hase benchmark/tune_kernels.py --trials 32 --minutes "$search_minutes"
+# all kernels of three networks, which can then be summed up; then those of the others with most work
+hase benchmark/tune_kernels.py --trials 16 --model resnet18 --model squeezenet --model shufflenet
+hase benchmark/tune_kernels.py --trials 16 --minutes "$search_minutes"
 hase benchmark/collector.py --config recipes/tvm/tuned.yaml
 hase benchmark/collector.py --config recipes/tvm/ort.yaml
 hase training/train_kernel_model.py

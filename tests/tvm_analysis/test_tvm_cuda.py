@@ -4,6 +4,7 @@ GPU here: where times are needed, those of a CPU or drawn ones stand for them.""
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,7 @@ def test_schedules_are_searched_for_a_gpu(model: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(tuning, "target_to_run_on", lambda device, threads: gpu_target("sm_90"))
     monkeypatch.setattr(tuning, "tensor_for", lambda described, device: described)
     monkeypatch.setattr(tuning, "samples_ms", drawn_ms)
+    logging.getLogger("tvm.s_tir.meta_schedule").addHandler(logging.NullHandler())  # as others leave one there
     found = tuning.tune(function, graph.kernels[name], "cuda", 1, 2, tmp_path / "database")
     assert found.worked == 2
     assert (found.before_ms, found.after_ms) == (1 / 3, 1 / 4)  # after two trials: by TVM's rules, then the best trial

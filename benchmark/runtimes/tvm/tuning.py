@@ -100,7 +100,9 @@ def tune(function: Any, kernel: Kernel, device: str, threads: int, trials: int, 
     target, on_device = target_to_run_on(device, threads), functools.partial(tensor_for, device=device)
     schedules, module = tvm.s_tir.meta_schedule, tvm.IRModule({MAIN: function.with_attr("global_symbol", MAIN)})
     database.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.ERROR)
+    log = logging.getLogger("tvm.s_tir.meta_schedule")
+    log.setLevel(logging.ERROR)
+    log.handlers.clear()  # TVM writes to its own alone, and breaks where another has no name
     arguments = [on_device(one) for one in (*kernel.inputs, *kernel.outputs)]
     builder, runner = _in_process(arguments, target, device)
     there = len(schedules.database.JSONDatabase(work_dir=str(database)))
