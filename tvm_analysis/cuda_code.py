@@ -61,6 +61,7 @@ def check_compiler() -> None:
         raise UserError(f"the package cuda-bindings is not installed, and TVM needs it to compile for a GPU; {INSTALL}")
 
 
+@functools.lru_cache(maxsize=64)  # a search compiles its best trial again
 def compiled_cubin(source: str, arch: str) -> bytes:
     """Machine code from CUDA code for GPUs of an architecture, e.g. `sm_90`.
 

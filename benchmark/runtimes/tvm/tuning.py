@@ -1,7 +1,7 @@
 """Searches schedules for kernels by TVM's meta-schedule, under a budget of trials.
 
-Trials are built and run in this process. TVM's own pools of processes load its intrinsics for GPUs each, which takes 10 s and
-more: on two busy cores, all of 16 trials ran into their time limit of 30 s.
+Trials are built, and run one after another, in this process. TVM's own pools of processes load its intrinsics for GPUs each,
+which takes 10 s and more: on two busy cores, all of 16 trials ran into their time limit of 30 s.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+import psutil
 
 from benchmark.measuring.effort import Effort
 from benchmark.runtimes.tvm.runs import samples_ms, tensor_for
@@ -46,20 +49,21 @@ def _searched(candidate: Any, target: Any) -> Any:
 def _in_process(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any, Any]:
     """A builder and a runner for one kernel on a target of TVM, whose tensors are `arguments` on `device`."""
     schedules, found = tvm.s_tir.meta_schedule, dict[str, Any]()
+    builds_at_once = psutil.cpu_count() or 1 if on_gpu(target) else 1  # NVIDIA's compiler takes a second, and blocks no thread
     derived = tvm.ir.utils.derived_object
 
     @derived
     class Builder(schedules.builder.PyBuilder):  # type: ignore[name-defined]
         def build(self, build_inputs: Sequence[Any]) -> list[Any]:
-            results = []
-            for one in build_inputs:
-                name = f"trial {len(found)}"
-                try:
-                    found[name] = built_function(_searched(one.mod, target), target)
-                    results.append(schedules.builder.BuilderResult(name, None))
-                except UserError as error:
-                    results.append(schedules.builder.BuilderResult(None, str(error)))
-            return results
+            with ThreadPoolExecutor(builds_at_once) as threads:
+                return list(threads.map(self.built, map(str, range(len(build_inputs))), build_inputs))
+
+        def built(self, name: str, one: Any) -> Any:
+            try:
+                found[name] = built_function(_searched(one.mod, target), target)
+            except UserError as error:
+                return schedules.builder.BuilderResult(None, str(error))
+            return schedules.builder.BuilderResult(name, None)
 
     @derived
     class Result(schedules.runner.PyRunnerFuture):  # type: ignore[name-defined]
