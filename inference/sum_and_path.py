@@ -4,7 +4,8 @@ Reads the datasets of some targets, under ONNX Runtime or TVM, and their kernel 
 whole and by kernels it adds the kernels up, and finds the longest path in linear time. Which of the two a target uses is
 chosen, for each model, by the models of other families; with --choose-by by those of the families named, which then count in
 no mean error. Where a composition was fitted, its prediction for the model (from predicted kernels, with the model's family
-held out of all training) comes next to it. Prints a table; writes nothing.
+held out of all training) comes next to it. Under a target with searched schedules, `unsearched` kernels count with the times
+that they have without. Prints a table; writes nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ from ort_analysis.records.reading import read_model_record, record_path
 from training.composition.candidates import compose
 from training.composition.fitted import composition_path, read_composition
 from training.kernels.training_set import measured_times
+from tvm_analysis.functions import function_path
 from tvm_analysis.operators import network_kind
+from tvm_analysis.package import FUSED, TUNED
 from utils import cli
 from utils.errors import UserError
+from utils.fingerprint import Target
 from utils.logger import get_logger
 from utils.paths import Workspace
 
@@ -55,6 +59,17 @@ def kernel_times(record: ModelRecord, measured: Mapping[str, Mapping[str, float]
     if missing := [name for name, time_ms in times.items() if time_ms is None]:
         raise UserError(f"{record.model}: {len(missing)} of {len(times)} kernels were not measured, {missing[0]} for instance")
     return {name: time_ms for name, time_ms in times.items() if time_ms is not None}
+
+
+def times_without_search(workspace: Workspace, target: Target) -> dict[str, dict[str, float]]:
+    """The measured times (ms) by kernel id and label of the kernels that no schedule was searched for yet, if the target is one
+    of searched schedules: its networks run them as they are without, and those were measured under a target of their own."""
+    flavour = target.flavour
+    without = target.model_copy(update={"flavour": flavour.model_copy(update={"optimization": FUSED})})
+    if flavour.optimization != TUNED or without.name not in collected_targets(workspace):
+        return {}
+    return {name: times for name, times in measured_times(workspace, without.name).items()
+            if not function_path(workspace, flavour, name).is_file()}
 
 
 def chosen_by_others(rows: Sequence[Mapping[str, Any]], place: int, families: Sequence[str] = ()) -> str:
@@ -92,7 +107,9 @@ def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ())
         UserError: there is no dataset.
     """
     folder = workspace.dataset(target)
-    header, measured = read_header(folder), measured_times(workspace, target)
+    header = read_header(folder)
+    unsearched = times_without_search(workspace, header.target)
+    measured = unsearched | measured_times(workspace, target)
     label = IN_MODEL if IN_MODEL in header.labels else header.labels[0]
     memory = {m.id: m.facts.get("peak_memory_mib") for block in read_journal(folder) for m in block.measurements
               if m.subject == "model" and m.status == "ok"}
@@ -107,6 +124,8 @@ def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ())
         except UserError as error:
             log.warning("%s: left out: %s", target, error)
             continue
+        if header.target.flavour.optimization == TUNED:
+            row["unsearched"] = len(unsearched.keys() & record.kernels.keys())
         rows.append({"target": target, "label": label, **row, "peak_MiB": memory.get(record.model)})
     if rows and (missing := set(families) - {row["family"] for row in rows}):
         log.warning("%s: no model of %s was measured, so it does not help to choose", target, ", ".join(sorted(missing)))

@@ -34,6 +34,9 @@ class ExportProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None and self._connection is not None:
+            self._connection.close()
+            self._process.join(STOP_SECONDS)  # idle: it ends by itself, and so gives back all that the system counts
         self.stop()
 
     def stop(self) -> None:

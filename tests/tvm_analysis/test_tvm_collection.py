@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from kernel_model.operators.drawn import OperatorSizes
 from model_zoo.exporting.zoo_config import read_zoo_config
 from ort_analysis.graph.analysis import update_index
 from ort_analysis.records.reading import read_model_records, record_path
+from training.kernels.training_set import measured_times
 from tvm_analysis.functions import function_path
 from tvm_analysis.package import TUNED, tvm_flavour
 from tvm_analysis.recording import parse, write_parsed
@@ -209,29 +211,45 @@ def test_a_kernel_without_a_time_is_named(measured: tuple[Workspace, dict[str, o
         kernel_times(record, {}, "run")
 
 
+def elementwise(path: Path, *operators: str) -> Path:
+    """A model of operators with one input each, one after another."""
+    names = ["x", *operators]
+    nodes = [helper.make_node(operator, [before], [operator]) for before, operator in pairwise(names)]
+    graph = helper.make_graph(nodes, "model",
+                              [helper.make_tensor_value_info("x", TensorProto.FLOAT, [64, 1024])],
+                              [helper.make_tensor_value_info(names[-1], TensorProto.FLOAT, [64, 1024])])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), path)
+    return path
+
+
 def test_schedules_are_searched_once_and_make_another_target(tmp_path: Path) -> None:
-    """Two trials of an elementwise kernel: enough for the path, not for a good schedule."""
+    """Two trials of an elementwise kernel: enough for the path, not for a good schedule. A kernel that was not searched counts
+    in the sum of its network as it is without."""
     needs("tvm", "requirements-tvm.txt")
     workspace = Workspace(tmp_path)
     workspace.models.mkdir(parents=True)
-    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "relu",
-                              [helper.make_tensor_value_info("x", TensorProto.FLOAT, [64, 1024])],
-                              [helper.make_tensor_value_info("y", TensorProto.FLOAT, [64, 1024])])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10),
-              workspace.models / "relu.onnx")
-    write_parsed(workspace, parse(workspace.models / "relu.onnx"))
-    with pytest.raises(UserError, match=r"--model gelu: TVM took no such model apart \(there: relu\)"):
+    write_parsed(workspace, parse(elementwise(workspace.models / "relu.onnx", "Relu")))
+    write_parsed(workspace, parse(elementwise(workspace.models / "both.onnx", "Relu", "Softmax")))
+    update_index(workspace, tvm_flavour())
+    with pytest.raises(UserError, match=r"--model gelu: TVM took no such model apart \(there: both, relu\)"):
         tune_kernels(workspace, trials=2, threads=1, models=["gelu"])
     [row] = tune_kernels(workspace, trials=2, threads=1, models=["relu"])
     assert row["type"] == "Relu"
     assert 0 < row["after_ms"] <= row["before_ms"]
     assert row["trials"] >= 1
-    assert tune_kernels(workspace, trials=2, threads=1) == []
+    assert tune_kernels(workspace, trials=2, threads=1, models=["relu"]) == []
     assert len(list((workspace.kernel_onnx / tvm_flavour(level=TUNED).name / DATABASE).glob("*.json"))) == 2
-    tuned = CONFIG | {"tvm": {"level": "tuned", "threads": 1, "cores": 1}}
-    totals = collect(workspace, validate(tuned, CollectorConfig, "test"))
+    setting = {"threads": 1, "cores": 1}
+    tuned = validate(CONFIG | {"tvm": setting | {"level": "tuned"}}, CollectorConfig, "test")
+    totals = collect(workspace, tuned)
     assert str(totals["target"]).endswith("-tuned")
-    assert (totals["kernel_rows"], totals["model_rows"], totals["failed"]) == (1, 1, [])
+    assert (totals["kernel_rows"], totals["model_rows"], totals["failed"]) == (1, 2, [])
+    assert [one["model"] for one in target_rows(workspace, str(totals["target"]))] == ["relu"]  # Softmax has no time
+    fused = str(collect(workspace, validate(CONFIG | {"tvm": setting}, CollectorConfig, "test"))["target"])
+    both, relu = target_rows(workspace, str(totals["target"]))
+    assert (both["unsearched"], relu["unsearched"]) == (1, 0)
+    [softmax_ms] = [times["run"] for name, times in measured_times(workspace, fused).items() if name.startswith("Softmax")]
+    assert both["sum_ms"] == pytest.approx(relu["sum_ms"] + softmax_ms)
 
 
 def test_the_recipes_configs_are_valid() -> None:
