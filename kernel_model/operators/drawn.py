@@ -77,15 +77,29 @@ def _activated(nodes: list[NodeProto], last: str, numbers: np.random.Generator) 
     return last
 
 
-def draw_convolution(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
-    """A convolution of images with bias, perhaps depthwise, perhaps with an activation."""
-    channels, side = _width(sizes.channels, numbers), _size(sizes.side, numbers)
-    window, depthwise = int(numbers.choice(sizes.windows)), bool(numbers.random() < 0.25)
-    out = channels if depthwise else _width(sizes.channels, numbers)
+def _convolution(sizes: OperatorSizes, numbers: np.random.Generator, channels: int, out: int, groups: int) -> ModelProto:
+    """A convolution of images with bias, perhaps with an activation."""
+    side, window, stride = _size(sizes.side, numbers), int(numbers.choice(sizes.windows)), int(numbers.integers(1, 3))
     nodes = [onnx.helper.make_node("Conv", ["x", "w", "b"], ["y"], pads=[window // 2] * 4, kernel_shape=[window] * 2,
-                                   strides=[int(numbers.integers(1, 3))] * 2, group=channels if depthwise else 1)]
-    weights = {"w": [out, 1 if depthwise else channels, window, window], "b": [out]}
+                                   strides=[stride] * 2, group=groups)]
+    weights = {"w": [out, channels // groups, window, window], "b": [out]}
     return _model(nodes, {"x": [_size(sizes.batch, numbers), channels, side, side]}, weights, _activated(nodes, "y", numbers))
+
+
+def draw_convolution(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
+    """A convolution, perhaps depthwise."""
+    channels = _width(sizes.channels, numbers)
+    if numbers.random() < 0.25:
+        return _convolution(sizes, numbers, channels, channels, channels)
+    return _convolution(sizes, numbers, channels, _width(sizes.channels, numbers), 1)
+
+
+def draw_grouped(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
+    """A convolution with 2 groups or more of 2 to 64 channels each, as many as there are in its output."""
+    channels = max(4, _width(sizes.channels, numbers))
+    each = 2 ** int(numbers.integers(1, min(6, int(math.log2(channels)) - 1) + 1))
+    groups = channels // each
+    return _convolution(sizes, numbers, each * groups, each * groups, groups)
 
 
 def draw_product(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
@@ -124,5 +138,5 @@ def draw_rows(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
     return _model([onnx.helper.make_node(name, ["x", *weights], ["y"], **attributes)], {"x": [rows, columns]}, weights, "y")
 
 
-DRAWS: dict[str, Draw] = {"convolution": draw_convolution, "product": draw_product, "elementwise": draw_elementwise,
-                          "pool": draw_pool, "rows": draw_rows}
+DRAWS: dict[str, Draw] = {"convolution": draw_convolution, "grouped": draw_grouped, "product": draw_product,
+                          "elementwise": draw_elementwise, "pool": draw_pool, "rows": draw_rows}
