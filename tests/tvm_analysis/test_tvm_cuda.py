@@ -136,22 +136,24 @@ def test_without_a_gpu_its_architecture_must_be_named(monkeypatch: pytest.Monkey
 
 
 def test_schedules_are_searched_for_a_gpu(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each trial is compiled to machine code; its time is drawn, since no GPU is there."""
+    """Each trial is compiled to machine code; its time is drawn, since no GPU is there. The first trial fails when it runs."""
     graph = parse(model, device="cuda")[FUSED].graph
     [(name, function)] = graph.functions.items()
     compiled: list[str] = []
 
     def drawn_ms(built: Any, *_: Any) -> tuple[float, ...]:
         compiled.extend(cuda_sources(built))
+        if len(compiled) == 1:
+            raise UserError("launch failed")
         return (1.0 / len(compiled),)
 
     monkeypatch.setattr(tuning, "target_to_run_on", lambda device, threads: gpu_target("sm_90"))
     monkeypatch.setattr(tuning, "tensor_for", lambda described, device: described)
     monkeypatch.setattr(tuning, "samples_ms", drawn_ms)
     logging.getLogger("tvm.s_tir.meta_schedule").addHandler(logging.NullHandler())  # as others leave one there
-    found = tuning.tune(function, graph.kernels[name], "cuda", 1, 2, tmp_path / "database")
+    found = tuning.tune(function, graph.kernels[name], "cuda", 1, 3, tmp_path / "database")
     assert found.worked == 2
-    assert (found.before_ms, found.after_ms) == (1 / 3, 1 / 4)  # after two trials: by TVM's rules, then the best trial
+    assert (found.before_ms, found.after_ms) == (1 / 4, 1 / 5)  # after three trials: by TVM's rules, then the best trial
     assert all("threadIdx.x" in source for source in compiled)
     assert compiled_cubin(compiled[-1], "sm_90").startswith(b"\x7fELF")
     [code] = built_function(found.function, gpu_target("sm_90")).imports  # the rules leave the found schedule as it is

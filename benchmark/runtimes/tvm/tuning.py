@@ -67,21 +67,26 @@ def _in_process(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any
 
     @derived
     class Result(schedules.runner.PyRunnerFuture):  # type: ignore[name-defined]
-        def __init__(self, times_s: list[float]) -> None:
+        def __init__(self, times_s: list[float] | None, error: str | None) -> None:
             super().__init__()
-            self.times_s = times_s
+            self.found = times_s, error
 
         def done(self) -> bool:
             return True
 
         def result(self) -> Any:
-            return schedules.runner.RunnerResult(self.times_s, None)
+            return schedules.runner.RunnerResult(*self.found)
 
     @derived
     class Runner(schedules.runner.PyRunner):  # type: ignore[name-defined]
         def run(self, runner_inputs: Sequence[Any]) -> list[Any]:
-            trials = [found.pop(str(one.artifact_path)) for one in runner_inputs]
-            return [Result([1e-3 * time_ms for time_ms in samples_ms(trial, arguments, TRIAL, device)]) for trial in trials]
+            return [self.timed(found.pop(str(one.artifact_path))) for one in runner_inputs]
+
+        def timed(self, trial: Any) -> Any:
+            try:
+                return Result([1e-3 * time_ms for time_ms in samples_ms(trial, arguments, TRIAL, device)], None)
+            except UserError as error:
+                return Result(None, str(error))
 
     return Builder(), Runner()
 
