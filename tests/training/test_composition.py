@@ -98,6 +98,17 @@ def test_the_best_errs_least_in_cross_validation() -> None:
     assert good.cv_mape == pytest.approx(0.0, abs=1e-9)
 
 
+def test_a_line_that_few_models_mislead_is_not_taken() -> None:
+    """Their sums, off by a tenth up and down, are nearer to each model than the lines fitted to the three others."""
+    sums, measured, groups = np.array([1.1, 1.8, 4.4, 7.2]), np.array([1.0, 2.0, 4.0, 8.0]), ["a", "b", "c", "d"]
+    taken, predicted = fit_candidate("run", "sum", sums, measured, np.ones(4), groups)
+    assert np.abs(leave_out(sums, measured, groups) / measured - 1).mean() > 0.15
+    assert (taken.alpha, taken.beta_ms, predicted.tolist()) == (1.0, 0.0, sums.tolist())
+    assert (taken.cv_mape, taken.fit_mape, taken.plain_mape) == pytest.approx((0.1, 0.1, 0.1))
+    fitted, _ = fit_candidate("run", "sum", sums, measured, np.ones(4), None)  # nothing tells how good the sum is
+    assert fitted.alpha != 1.0
+
+
 def test_recovers_alpha_and_beta(trained: Workspace) -> None:
     composition = fit_target(trained, TARGET.name, QUICK)
     assert composition.left_out == "family"

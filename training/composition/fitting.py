@@ -93,19 +93,29 @@ def error_range_of(predicted_ms: Floats, measured_ms: Floats, groups: Sequence[s
     return ErrorRange(low=low, high=high, coverage=float(np.mean(inside)))
 
 
+def mape(predicted_ms: Floats, measured_ms: Floats) -> float:
+    """The mean absolute error, as a ratio."""
+    return float(np.abs(predicted_ms / measured_ms - 1).mean())
+
+
 def fit_candidate(label: str, kind: Kind, sums_ms: Floats, measured_ms: Floats, nodes: Floats,
                   groups: Sequence[str] | None) -> tuple[Candidate, Floats]:
-    """A candidate with its errors, and the latency (ms) that it predicts for each model: held out by `groups`, or fitted."""
+    """A candidate with its errors, and the latency (ms) that it predicts for each model: held out by `groups`, or fitted.
+
+    Where Σ itself is nearer to the models held out than the lines fitted without them are, it is taken as it is (α = 1, β = 0):
+    the errors of few predicted kernels can mislead a line.
+    """
     counted = nodes if kind == "sum_nodes" else None
     line = fit_line(sums_ms, measured_ms, counted)
-    fitted = latency_ms(line, sums_ms, nodes)
-    predicted = fitted if groups is None else leave_out(sums_ms, measured_ms, groups, counted)
+    predicted = latency_ms(line, sums_ms, nodes) if groups is None else leave_out(sums_ms, measured_ms, groups, counted)
+    if groups is not None and counted is None and mape(sums_ms, measured_ms) <= mape(predicted, measured_ms):
+        line, predicted = Line(1.0, 0.0), sums_ms
     errors = np.abs(predicted / measured_ms - 1)
     return Candidate(
         label=label, kind=kind, alpha=line.alpha, beta_ms=line.beta_ms, node_ms=line.node_ms,
         cv_mape=float(errors.mean()) if groups is not None else None,
         cv_max=float(errors.max()) if groups is not None else None,
-        fit_mape=float(np.abs(fitted / measured_ms - 1).mean()), plain_mape=float(np.abs(sums_ms / measured_ms - 1).mean()),
+        fit_mape=mape(latency_ms(line, sums_ms, nodes), measured_ms), plain_mape=mape(sums_ms, measured_ms),
     ), predicted
 
 
