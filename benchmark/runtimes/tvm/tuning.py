@@ -46,9 +46,10 @@ def _searched(candidate: Any, target: Any) -> Any:
     return scheduled(candidate[MAIN]) if on_gpu(target) else candidate[MAIN]
 
 
-def _in_process(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any, Any]:
-    """A builder and a runner for one kernel on a target of TVM, whose tensors are `arguments` on `device`."""
-    schedules, found = tvm.s_tir.meta_schedule, dict[str, Any]()
+def _in_process(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any, Any, list[float]]:
+    """A builder and a runner for one kernel on a target of TVM, whose tensors are `arguments` on `device`; and the list of the
+    times (ms) of trials that ran, which the runner fills. TVM's database has those that failed, too."""
+    schedules, found, worked = tvm.s_tir.meta_schedule, dict[str, Any](), list[float]()
     builds_at_once = psutil.cpu_count() or 1 if on_gpu(target) else 1  # NVIDIA's compiler takes a second, and blocks no thread
     derived = tvm.ir.utils.derived_object
 
@@ -84,11 +85,13 @@ def _in_process(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any
 
         def timed(self, trial: Any) -> Any:
             try:
-                return Result([1e-3 * time_ms for time_ms in samples_ms(trial, arguments, TRIAL, device)], None)
+                times_ms = samples_ms(trial, arguments, TRIAL, device)
             except UserError as error:
                 return Result(None, str(error))
+            worked.append(median(times_ms))
+            return Result([1e-3 * time_ms for time_ms in times_ms], None)
 
-    return Builder(), Runner()
+    return Builder(), Runner(), worked
 
 
 def tune(function: Any, kernel: Kernel, device: str, threads: int, trials: int, database: Path, seed: int = 0) -> Tuned:
@@ -113,8 +116,7 @@ def tune(function: Any, kernel: Kernel, device: str, threads: int, trials: int, 
     log.setLevel(logging.ERROR)
     log.handlers.clear()  # TVM writes to its own alone, and breaks where another has no name
     arguments = [on_device(one) for one in (*kernel.inputs, *kernel.outputs)]
-    builder, runner = _in_process(arguments, target, device)
-    there = len(schedules.database.JSONDatabase(work_dir=str(database)))
+    builder, runner, worked = _in_process(arguments, target, device)
     kept = schedules.tune_tir(module, target, work_dir=str(database), max_trials_global=trials,
                               num_trials_per_iter=min(trials, 16), builder=builder, runner=runner, cost_model="random",
                               strategy="replay-trace", seed=seed,
@@ -127,5 +129,5 @@ def tune(function: Any, kernel: Kernel, device: str, threads: int, trials: int, 
     before_ms = time_ms(function)
     after_ms = before_ms if schedule is None else time_ms(_searched(schedule.mod, target))
     if schedule is None or after_ms >= before_ms:
-        return Tuned(function, before_ms, before_ms, len(kept) - there)
-    return Tuned(_searched(schedule.mod, target), before_ms, after_ms, len(kept) - there)
+        return Tuned(function, before_ms, before_ms, len(worked))
+    return Tuned(_searched(schedule.mod, target), before_ms, after_ms, len(worked))
