@@ -44,7 +44,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, list[
     """A workspace with one small model: two batches and open sizes; and the exporter's report."""
     root = tmp_path_factory.mktemp("exported")
     done = run_exporter(root, "--model", MODEL, "--image-size", "64x96", "--batch-size", "1", "--batch-size", "2")
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, "leaked" in done.stderr) == (0, False), done.stderr  # semaphores, of a process that was killed
     return Workspace(root), json.loads(done.stdout)
 
 
