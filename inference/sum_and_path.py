@@ -107,9 +107,9 @@ def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ())
         UserError: there is no dataset.
     """
     folder = workspace.dataset(target)
-    header = read_header(folder)
-    unsearched = times_without_search(workspace, header.target)
-    measured = unsearched | measured_times(workspace, target)
+    header, searched = read_header(folder), measured_times(workspace, target)
+    unsearched = {name: times for name, times in times_without_search(workspace, header.target).items() if name not in searched}
+    measured = searched | unsearched
     label = IN_MODEL if IN_MODEL in header.labels else header.labels[0]
     memory = {m.id: m.facts.get("peak_memory_mib") for block in read_journal(folder) for m in block.measurements
               if m.subject == "model" and m.status == "ok"}

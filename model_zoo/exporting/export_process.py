@@ -34,15 +34,17 @@ class ExportProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None and self._connection is not None:
-            self._connection.close()
-            self._process.join(STOP_SECONDS)  # idle: it ends by itself, and so gives back all that the system counts
-        self.stop()
+        self.stop(STOP_SECONDS if kind is None else 0.0)
 
-    def stop(self) -> None:
-        """Ends the process, which first removes its unfinished files. The next request starts another one."""
+    def stop(self, patience_s: float = 0.0) -> None:
+        """Ends the process, which first removes its unfinished files. The next request starts another one.
+
+        Args:
+            patience_s: for a process that is idle to end by itself, so that it leaves no semaphores behind.
+        """
         if self._connection is not None:
             self._connection.close()
+            self._process.join(patience_s)
             self._process.terminate()
             self._process.join(STOP_SECONDS)
             self._process.kill()

@@ -21,7 +21,7 @@ from training.composition.candidates import Tried, compose
 from training.composition.default_composition import shipped_costs
 from training.composition.fit_pipeline import MeasuredTracks, latencies_ms
 from training.composition.fitted import Candidate, latency_ms
-from training.composition.fitting import Mask, each_left_out, fit_line
+from training.composition.fitting import Mask, each_left_out, fit_line, mape
 from training.composition.measured_models import MeasuredModel, TimesOfModels, known_times, tracks_of
 from training.kernels.predictors import ON_GPU
 from training.kernels.settings import LAUNCHES
@@ -105,7 +105,7 @@ def _two_tracks(predicted: Sequence[MeasuredTracks], known: Sequence[MeasuredTra
     plain = np.array([model.tracks.gpu_ms.sum() for model in known])
     candidate = _candidate(GPU_LABEL, "pipeline", left_out, fitted, plain, latency, groups is not None, costs=costs)
     if groups is not None:
-        candidate = candidate.model_copy(update={"measured_cv_mape": float(np.abs(left_out_known / latency - 1).mean())})
+        candidate = candidate.model_copy(update={"measured_cv_mape": mape(left_out_known, latency)})
     return Tried(candidate, left_out, left_out_known)
 
 
@@ -115,4 +115,4 @@ def _candidate(label: str, kind: str, left_out: Floats, fitted: Floats, plain: F
     return Candidate.model_validate({
         "label": label, "kind": kind, "alpha": alpha, "beta_ms": beta_ms, "costs": costs,
         "cv_mape": float(errors.mean()) if held_out else None, "cv_max": float(errors.max()) if held_out else None,
-        "fit_mape": float(np.abs(fitted / latency - 1).mean()), "plain_mape": float(np.abs(plain / latency - 1).mean())})
+        "fit_mape": mape(fitted, latency), "plain_mape": mape(plain, latency)})

@@ -6,7 +6,6 @@ which takes 10 s and more: on two busy cores, all of 16 trials ran into their ti
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,10 +45,10 @@ def _searched(candidate: Any, target: Any) -> Any:
     return scheduled(candidate[MAIN]) if on_gpu(target) else candidate[MAIN]
 
 
-def _in_process(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any, Any, list[float]]:
+def _in_process(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any, Any, list[str]]:
     """A builder and a runner for one kernel on a target of TVM, whose tensors are `arguments` on `device`; and the list of the
-    times (ms) of trials that ran, which the runner fills. TVM's database has those that failed, too."""
-    schedules, found, worked = tvm.s_tir.meta_schedule, dict[str, Any](), list[float]()
+    trials that ran, which the runner fills. TVM's database has those that failed, too."""
+    schedules, found, worked = tvm.s_tir.meta_schedule, dict[str, Any](), list[str]()
     builds_at_once = psutil.cpu_count() or 1 if on_gpu(target) else 1  # NVIDIA's compiler takes a second, and blocks no thread
     derived = tvm.ir.utils.derived_object
 
@@ -81,14 +80,14 @@ def _in_process(arguments: Sequence[Any], target: Any, device: str) -> tuple[Any
     @derived
     class Runner(schedules.runner.PyRunner):  # type: ignore[name-defined]
         def run(self, runner_inputs: Sequence[Any]) -> list[Any]:
-            return [self.timed(found.pop(str(one.artifact_path))) for one in runner_inputs]
+            return [self.timed(str(one.artifact_path)) for one in runner_inputs]
 
-        def timed(self, trial: Any) -> Any:
+        def timed(self, name: str) -> Any:
             try:
-                times_ms = samples_ms(trial, arguments, TRIAL, device)
+                times_ms = samples_ms(found.pop(name), arguments, TRIAL, device)
             except UserError as error:
                 return Result(None, str(error))
-            worked.append(median(times_ms))
+            worked.append(name)
             return Result([1e-3 * time_ms for time_ms in times_ms], None)
 
     return Builder(), Runner(), worked
@@ -109,13 +108,13 @@ def tune(function: Any, kernel: Kernel, device: str, threads: int, trials: int, 
     Raises:
         UserError: TVM can't compile the function as it is, or finds no GPU.
     """
-    target, on_device = target_to_run_on(device, threads), functools.partial(tensor_for, device=device)
+    target = target_to_run_on(device, threads)
     schedules, module = tvm.s_tir.meta_schedule, tvm.IRModule({MAIN: function.with_attr("global_symbol", MAIN)})
     database.mkdir(parents=True, exist_ok=True)
     log = logging.getLogger("tvm.s_tir.meta_schedule")
     log.setLevel(logging.ERROR)
     log.handlers.clear()  # TVM writes to its own alone, and breaks where another has no name
-    arguments = [on_device(one) for one in (*kernel.inputs, *kernel.outputs)]
+    arguments = [tensor_for(one, device) for one in (*kernel.inputs, *kernel.outputs)]
     builder, runner, worked = _in_process(arguments, target, device)
     kept = schedules.tune_tir(module, target, work_dir=str(database), max_trials_global=trials,
                               num_trials_per_iter=min(trials, 16), builder=builder, runner=runner, cost_model="random",
