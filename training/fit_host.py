@@ -26,8 +26,7 @@ from training.composition.fitted import composition_path, read_composition
 from training.composition.host_costs import FILE, HostCosts
 from training.composition.host_side import host_folder, host_predictors
 from training.kernels.predictors import ON_GPU, Predictors, read_predictors
-from training.kernels.saving import copy_predictors
-from training.kernels.sidecar import read_sidecar
+from training.kernels.sidecar import copy_predictors, read_sidecar
 from training.kernels.targets import trained_targets
 from utils import cli, files
 from utils.errors import UserError

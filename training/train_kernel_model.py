@@ -28,12 +28,11 @@ import numpy as np
 from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
 from records.dataset_files import collected_targets, read_kernels
 from records.labels import GPU_LABEL
-from training.kernels.estimators import pose
+from training.kernels.estimators import learning_problem
 from training.kernels.label_training import Trained, train_label
-from training.kernels.saving import save_predictors
+from training.kernels.predictors import StartFrom
 from training.kernels.settings import TrainingConfig
-from training.kernels.sidecar import Sidecar, TypeErrors, installed_packages, read_sidecar, schema_of, sidecar_path
-from training.kernels.starting import StartFrom
+from training.kernels.sidecar import Sidecar, TypeErrors, installed_packages, read_sidecar, save_predictors, sidecar_path
 from training.kernels.targets import Show, add_options, for_each_target
 from training.kernels.training_set import TrainingSet, measured_times, read_training_set
 from training.kernels.uncertainty import save_uncertainty
@@ -54,18 +53,18 @@ python training/train_kernel_model.py --workspace out/a100 --start-from nvidia-h
 
 
 def kept_sidecar(workspace: Workspace, rows: TrainingSet, config: TrainingConfig) -> Sidecar | None:
-    """The sidecar on disk, if its predictors were trained on the same rows with the same settings, features and packages, and
+    """The sidecar on disk, if its predictors were trained on the same rows with the same settings and packages, and
     the file of kernel errors is there; else None."""
     folder = workspace.predictors(rows.header.target.name)
     if not sidecar_path(folder).is_file() or not workspace.kernel_errors(folder.name).is_file():
         return None
     try:
-        there = read_sidecar(folder)
+        sidecar = read_sidecar(folder)
     except UserError:  # another version, or damaged: train again
         return None
-    same = (there.dataset_sha256, there.config, schema_of(there), there.packages, there.held_out) == (
-        rows.sha256, config.model_dump(mode="json"), rows.schema, installed_packages(), rows.header.held_out)
-    return there if same else None
+    same = (sidecar.dataset_sha256, sidecar.config, sidecar.packages, sidecar.held_out) == (
+        rows.sha256, config.model_dump(mode="json"), installed_packages(), rows.header.held_out)
+    return sidecar if same else None
 
 
 def save_errors(workspace: Workspace, rows: TrainingSet, trained: Trained) -> None:
@@ -103,7 +102,7 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config
 def head(rows: TrainingSet, label: str, count: int = 5) -> list[dict[str, Any]]:
     """The first rows as numbers: sizes, the code of the kernel type and the load, which the estimators read, and the time that
     they learn."""
-    codes = pose(rows.rows(np.isfinite(rows.times_ms[label])), label).type_codes
+    codes = learning_problem(rows.rows(np.isfinite(rows.times_ms[label])), label).type_codes
     columns = [name for name in HEAD_COLUMNS if name in rows.schema.names]
     table = []
     for place in range(min(count, len(rows))):

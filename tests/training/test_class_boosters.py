@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,19 @@ from kernel_model.sampling.free_shapes.sizes import Generator
 from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
 from records.kernel_record import Kernel
 from records.kernel_types import operator_of
-from training.fit_doubt import classes_anew
-from training.kernels.boosters import SavedBoosters, pack_booster
+from training.admission.interface import KernelRows
+from training.kernels.boosters import as_arrays, from_arrays
 from training.kernels.class_boosters import ANY, LEAST_KERNELS, class_names, is_class, kind_code
-from training.kernels.estimators import SHARED, KernelModel, fit_kernel_model, predict_kernels
+from training.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
 from training.kernels.operator_classes import class_of_type
 from training.kernels.operator_table import markdown, operator_rows, summary_rows
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
 from training.kernels.predictors import read_predictors
-from training.kernels.saving import renew_classes, save_predictors
 from training.kernels.settings import TrainingConfig, XgboostSettings
-from training.kernels.sidecar import read_sidecar
+from training.kernels.sidecar import save_predictors
 from training.kernels.training_set import TrainingSet, read_training_set
 from training.kernels.uncertainty import ranges_of
 from training.leave_operators_out import report
-from utils.errors import UserError
 from utils.paths import Workspace
 
 CONFIG = TrainingConfig(threads=1, xgboost=XgboostSettings(trees=20, learning_rate=0.3), folds=2,
@@ -105,9 +102,9 @@ def test_an_unknown_operator_takes_what_its_class_does(rows: TrainingSet, made: 
 def test_an_operator_without_a_class_takes_what_all_do(rows: TrainingSet) -> None:
     model = fit_kernel_model(rows, "run", (), CONFIG)
     assert {name for name in model.boosters if is_class(name)} == {ANY, "class elementwise", "class reduction"}
-    features, flops = np.zeros((2, len(rows.schema.names))), np.zeros(2)
-    load = np.tile(list(rows.idle_load.values()), (2, 1))
-    unknown, known_class = model.predict_ms(["Abracadabra", "LSTM"], features, load, flops, np.full(2, 1e6))
+    unknown, known_class = model.predict_ms(KernelRows(
+        types=np.array(["Abracadabra", "LSTM"]), features=np.zeros((2, len(rows.schema.names))), flops=np.zeros(2),
+        bytes_moved=np.full(2, 1e6)))
     assert unknown == known_class  # recurrent layers were not measured either
 
 
@@ -128,24 +125,6 @@ def test_boosters_of_classes_are_saved_and_read(rows: TrainingSet, made: tuple[W
     found = predictors.predict([new], {})
     assert found.provenance == ["estimated"]
     assert found.latency_ms[0] == pytest.approx(float(estimated(model, [new], rows)[0]))
-
-
-def test_classes_are_learned_anew_in_saved_predictors(rows: TrainingSet, made: tuple[Workspace, dict[str, Kernel]],
-                                                      tmp_path: Path) -> None:
-    """The other predictors stay as they are; predictors of another dataset are refused."""
-    left_out = {"run": leave_operators_out(rows, "run", CONFIG)}
-    model = fit_kernel_model(rows, "run", (), CONFIG, steady=steady_classes(left_out["run"]))
-    old = dataclasses.replace(model, boosters={SHARED: model.boosters[SHARED]})
-    save_predictors(tmp_path, {"run": old}, {"run": ()}, {}, about(rows))
-    known, new = next(iter(made[1].values())), unary("Abs", "float32", 2, np.random.default_rng(5))
-    before = read_predictors(tmp_path).predict([known, new], {}).latency_ms
-    renew_classes(tmp_path, classes_anew(rows, read_sidecar(tmp_path), left_out, CONFIG))
-    after = read_predictors(tmp_path).predict([known, new], {}).latency_ms
-    assert after[0] == before[0]
-    assert after[1] == pytest.approx(float(estimated(model, [new], rows)[0])) != before[1]
-    other = dataclasses.replace(rows, sha256="other")
-    with pytest.raises(UserError, match="were trained on another dataset; train them again"):
-        classes_anew(other, read_sidecar(tmp_path), left_out, CONFIG)
 
 
 def test_operators_left_out(rows: TrainingSet, made: tuple[Workspace, dict[str, Kernel]]) -> None:
@@ -203,14 +182,12 @@ def test_a_class_whose_sizes_mislead_takes_its_median(rows: TrainingSet) -> None
     assert steady_classes([one("Relu", 1.2, 1.0), one("Exp", 1.1, 1.3)]) == frozenset()
     known = fit_kernel_model(rows, "run", (), CONFIG, steady=frozenset({"class elementwise"}))
     seen = rows.types == "Exp"
-    times = known.predict_ms(["Abs"] * int(seen.sum()), rows.features[seen], rows.load[seen], rows.flops[seen],
-                             rows.bytes_moved[seen])
+    times = known.predict_ms(dataclasses.replace(rows.rows(seen).kernels, types=np.array(["Abs"] * int(seen.sum()))))
     ratios = times / known.roofline.bound_ms(rows.flops[seen], rows.bytes_moved[seen])
     assert ratios == pytest.approx(float(ratios[0]), rel=1e-5)
     of_class = np.isin(rows.types, ELEMENTWISE)
     bound = known.roofline.bound_ms(rows.flops, rows.bytes_moved)
     assert ratios[0] == pytest.approx(float(np.median((rows.times_ms["run"] / bound)[of_class])), rel=0.02)
-    packed = pack_booster(known.boosters["class elementwise"])  # it has no tree
-    again = SavedBoosters(pickle.dumps({"class elementwise": packed}), Path("steady.pkl"))["class elementwise"]
+    again = from_arrays(*as_arrays(known.boosters["class elementwise"]))  # it has no tree
     anything = np.zeros((1, again.num_features()), dtype=np.float32)
     assert again.inplace_predict(anything)[0] == pytest.approx(np.log(ratios[0]), rel=1e-4)

@@ -31,7 +31,7 @@ from training.composition.host_side import HostSide, read_host_side
 from training.composition.measured_models import MeasuredModel, tracks
 from training.composition.off_gpu import HOST_RANGE, guessed_ms, host_range, reading_loops
 from training.composition.selection import row_selection_ms, selection_ms, selects_boxes, selects_in_rows
-from training.kernels.saving import copy_predictors
+from training.kernels.sidecar import copy_predictors
 from training.kernels.training_set import measured_times
 from utils import files
 from utils.fingerprint import local_target, machine

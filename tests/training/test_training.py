@@ -12,6 +12,7 @@ from command import printed, run_script
 from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, relu, true_ms, write_dataset, write_workspace
 
 from records.dataset_files import kernel_table_path
+from training.admission.interface import KernelRows
 from training.kernels import estimators
 from training.kernels.estimators import SHARED
 from training.kernels.label_training import LeftOut, cross_validate, train_label, type_errors
@@ -71,7 +72,7 @@ def test_load_makes_kernels_slower(rows: TrainingSet) -> None:
     model = estimators.fit_kernel_model(rows, "run", [], QUICK)
     idle = rows.rows(rows.idle)
     without = estimators.predict_rows(model, idle)
-    loaded = model.predict_ms(idle.types, idle.features, np.full((len(idle), 1), 50.0), idle.flops, idle.bytes_moved)
+    loaded = model.predict_ms(replace(idle.kernels, load=np.full((len(idle), 1), 50.0)))
     assert np.median(loaded / without) == pytest.approx(1.5, rel=0.05)
 
 
@@ -125,15 +126,15 @@ def test_a_launch_for_each_table() -> None:
     assert roofline.bound_ms(nothing, nothing, tables) == pytest.approx([0.00108, 0.0054])
 
 
-def test_an_unknown_type_of_old_predictors_gets_the_scaled_roofline(rows: TrainingSet) -> None:
-    """Those that were saved before classes of operators were learned."""
+def test_an_unknown_type_gets_the_scaled_roofline_where_no_classes_were_learned(rows: TrainingSet) -> None:
     model = estimators.fit_kernel_model(rows.rows(rows.types == "Conv"), "run", [], QUICK)
     model = replace(model, boosters={SHARED: model.boosters[SHARED]})
-    flops, moved = np.array([float(gemm().flops)]), np.array([1e5])
-    time_ms = model.predict_ms(["Gemm"], np.zeros((1, rows.features.shape[1])), np.zeros((1, 1)), flops, moved)
-    bound = model.roofline.bound_ms(flops, moved)
+    kernels = KernelRows(types=np.array(["Gemm"]), features=np.zeros((1, rows.features.shape[1])),
+                         flops=np.array([float(gemm().flops)]), bytes_moved=np.array([1e5]), load=np.zeros((1, 1)))
+    time_ms = model.predict_ms(kernels)
+    bound = model.roofline.bound_ms(kernels.flops, kernels.bytes_moved)
     assert time_ms == pytest.approx(bound * model.roofline.scale, rel=1e-3)
-    loaded = model.predict_ms(["Gemm"], np.zeros((1, rows.features.shape[1])), np.full((1, 1), 50.0), flops, moved)
+    loaded = model.predict_ms(replace(kernels, load=np.full((1, 1), 50.0)))
     assert loaded / time_ms == pytest.approx(1.5, rel=0.1)
 
 

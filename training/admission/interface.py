@@ -46,22 +46,47 @@ class EnvironmentPattern(Frozen):
                 and fnmatchcase(target.name, self.target or "*"))
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What an estimator is fitted to.
+@dataclass(frozen=True, kw_only=True)
+class KernelRows:
+    """Kernels as estimators read them, a row each.
 
     Attributes:
         types: kernel type of each row.
         features: rows × the estimator's features.
-        times_ms: of each row, measured on an idle device.
+        flops, bytes_moved: of each row.
+        load: rows × metrics; None: an idle device.
+    """
+
+    types: Types
+    features: Floats
+    flops: Floats
+    bytes_moved: Floats
+    load: Floats | None = None
+
+    def __len__(self) -> int:
+        return len(self.types)
+
+    @classmethod
+    def of(cls, kernels: Sequence[Kernel], features: Floats, load: Sequence[float] | None = None) -> KernelRows:
+        """The rows of `kernels`, all under one load (a value for each metric)."""
+        return cls(types=np.array([kernel.type for kernel in kernels], dtype=np.str_), features=features,
+                   flops=np.array([kernel.flops for kernel in kernels], dtype=float),
+                   bytes_moved=np.array([kernel.bytes_read + kernel.bytes_written for kernel in kernels], dtype=float),
+                   load=None if load is None else np.tile(np.array(load, dtype=float), (len(kernels), 1)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(KernelRows):
+    """What an estimator is fitted to: kernels that were measured on an idle device.
+
+    Attributes:
+        times_ms: of each row.
         target: device, runtime, threads.
         label: which time of a kernel it is (records/labels.py).
         config: of the training.
         all_rows: everything that may be learned from: kernels of other types, and rows under load, too.
     """
 
-    types: Types
-    features: Floats
     times_ms: Floats
     target: Target
     label: str
@@ -74,8 +99,11 @@ class Measured:
         return self.all_rows.header.environment
 
 
+NO_FEATURES: FeatureSchema[Kernel] = FeatureSchema("none", 1, {}, lambda kernel: ())
+
+
 class Estimator(ABC):
-    """Predicts the times of kernels of some types on an idle device. A subclass states the attributes and has the four methods.
+    """Predicts the times of kernels. A subclass states the attributes and has the four methods.
 
     Attributes:
         name: unique among all estimators; letters, digits, `_` and `-`.
@@ -83,7 +111,7 @@ class Estimator(ABC):
         operators: ONNX operators that it is for, with whatever is fused into them.
         classes: classes of operators that it is for. Without operators and classes, it is for every kernel.
         environments: the targets that it holds for.
-        features: the numbers of a kernel that it reads, and how they are computed.
+        features: the numbers of a kernel that it reads besides its operations and bytes, and how they are computed.
         saved_classes: the classes whose instances its saved form holds. Any other is refused when it is read.
     """
 
@@ -92,7 +120,7 @@ class Estimator(ABC):
     operators: ClassVar[frozenset[str]] = frozenset()
     classes: ClassVar[frozenset[OperatorClass]] = frozenset()
     environments: ClassVar[tuple[EnvironmentPattern, ...]] = (EnvironmentPattern(),)
-    features: ClassVar[FeatureSchema[Kernel]]
+    features: FeatureSchema[Kernel] = NO_FEATURES
     saved_classes: ClassVar[tuple[type[BaseModel], ...]] = ()
 
     @abstractmethod
@@ -100,17 +128,13 @@ class Estimator(ABC):
         """Learns from measured kernels."""
 
     @abstractmethod
-    def predict_ms(self, types: Sequence[str], features: Floats) -> Floats:
-        """The time (ms) of each row.
-
-        Args:
-            types: kernel type of each row.
-            features: rows × the estimator's features.
-        """
+    def predict_ms(self, kernels: KernelRows) -> Floats:
+        """The time (ms) of each row. An admitted estimator is asked for idle times alone."""
 
     @abstractmethod
     def saved(self) -> dict[str, Any]:
-        """What was learned: numbers, text, lists, dictionaries, and instances of `saved_classes`."""
+        """What was learned: numbers, text, lists, dictionaries, numpy arrays, dictionaries of XGBoost boosters, and instances
+        of `saved_classes`."""
 
     @abstractmethod
     def restore(self, saved: Mapping[str, Any]) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
+from training.admission.interface import Estimator
 from training.composition.measured_models import MeasuredModel, TimesOfModels
-from training.kernels.estimators import TimePredictor, fit_kernel_model, parallel_map, predict_kernels
+from training.kernels.estimators import fit_kernel_model, parallel_map, predict_kernels
 from training.kernels.predictors import Predictors, leaves_gpu_idle
 from training.kernels.transfer import learner
 from utils import cli
@@ -75,7 +76,7 @@ def by_model(fold: Fold, times_ms: Mapping[str, float]) -> dict[str, dict[str, f
 
 def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], groups: Sequence[str], left_out: HeldOutKind,
                         label: str, own: Sequence[str], config: TrainingConfig,
-                        learn: Callable[[TrainingSet], TimePredictor] | None = None) -> dict[str, dict[str, float]]:
+                        learn: Callable[[TrainingSet], Estimator] | None = None) -> dict[str, dict[str, float]]:
     """For each model, the idle times (ms) of its kernels by id, predicted by a training without them (see `folds_of`).
 
     Args:
@@ -95,7 +96,7 @@ def predict_out_of_fold(rows: TrainingSet, models: Sequence[MeasuredModel], grou
             log.warning("%s: too few kernels are left to learn from without %s, so its kernels stay in the training, and the "
                         "errors below are too optimistic", label, ", ".join(sorted(fold.groups)))
             seen = np.ones(len(rows), dtype=bool)
-        fitted: TimePredictor = (
+        fitted: Estimator = (
             learn(rows.rows(seen)) if learn else fit_kernel_model(rows.rows(seen), label, own, config))
         listed = list(fold.kernels.values())
         times = predict_kernels(fitted, listed, rows.schema.matrix(listed), idle_load)

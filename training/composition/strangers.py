@@ -9,7 +9,7 @@ import numpy as np
 
 from training.composition.error_sources import KNOWN, Sources, Stranger, sources
 from training.composition.left_out import Fold
-from training.kernels.beyond import times_beyond
+from training.kernels.schema import times_beyond
 from training.kernels.uncertainty import Uncertainty
 
 if TYPE_CHECKING:

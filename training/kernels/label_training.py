@@ -52,9 +52,9 @@ class LeftOut:
     forest: Floats
     roofline: Floats
 
-    def from_ratios(self, there_ms: Floats, plain: LeftOut) -> LeftOut:
+    def from_ratios(self, other_ms: Floats, plain: LeftOut) -> LeftOut:
         """The times that predicted ratios to the times of another device give; what is for comparison is taken from `plain`."""
-        return LeftOut(self.shared * there_ms, self.own * there_ms, plain.forest, plain.roofline)
+        return LeftOut(self.shared * other_ms, self.own * other_ms, plain.forest, plain.roofline)
 
     def shipped(self, rows: TrainingSet, own: Sequence[str]) -> Floats:
         """The times by the predictors that are saved if the types in `own` get predictors of their own."""
@@ -68,16 +68,16 @@ def cross_validate(rows: TrainingSet, label: str, own: list[str], config: Traini
     def one_fold(fold: int) -> tuple[npt.NDArray[np.bool_], Floats]:
         test = folds == fold
         train, left = rows.rows(~test), rows.rows(test)
-        problem = estimators.pose(train, label)
+        problem = estimators.learning_problem(train, label)
         model = estimators.fit_kernel_model(train, label, own, config, problem)
         alone = replace(model, predictor_of=dict.fromkeys(problem.type_codes, estimators.SHARED))
         bound = problem.roofline.bound_ms(left.flops, left.bytes_moved, estimators.table_counts(left.schema, left.features))
-        seen = estimators.design_matrix(left.types, left.features, left.load, problem.type_codes)
+        read = estimators.design_matrix(left.types, left.features, left.load, problem.type_codes)
         forest = estimators.train_forest(problem.matrix, problem.log_ratios, config.forest, config.seed)
         has_own = np.array([model.predictor_of.get(name, estimators.SHARED) != estimators.SHARED for name in left.types])
         return test, np.column_stack([
             estimators.predict_rows(alone, left), np.where(has_own, estimators.predict_rows(model, left), np.nan),
-            bound * np.exp(forest.predict(seen)), bound * problem.roofline.scale])
+            bound * np.exp(forest.predict(read)), bound * problem.roofline.scale])
 
     predicted = np.full((len(rows), 4), np.nan)
     for test, times in estimators.parallel_map(one_fold, sorted(set(folds.tolist())), config.workers):
@@ -109,7 +109,7 @@ def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own: list[str]
         sets[f"idle, {short_ms * 1000:g} µs and more"] = rows.idle & long
     if not rows.idle.all():
         sets |= {"all levels": np.ones(len(rows), dtype=bool), "under load": ~rows.idle}
-    found = []
+    table = []
     for rows_of, chosen in sets.items():
         counts = {name: len(set(rows.ids[chosen & (rows.types == name)])) for name in sorted(set(rows.types.tolist()))}
         for name in ["all", *sorted((name for name in counts if counts[name]), key=lambda name: -counts[name])]:
@@ -118,11 +118,11 @@ def type_errors(rows: TrainingSet, label: str, left_out: LeftOut, own: list[str]
                 continue
             errors, forest, roofline = (error_statistics(times[mask], measured[mask])
                                         for times in (shipped, left_out.forest, left_out.roofline))
-            found.append(TypeErrors(
+            table.append(TypeErrors(
                 type=name, rows_of=rows_of, kernels=len(set(rows.ids[mask])), mape=errors.mape, median=errors.median,
                 within_10=errors.within_10, forest_mape=forest.mape, roofline_mape=roofline.mape,
                 predictor=("mixed" if own else SHARED) if name == "all" else name if name in own else SHARED))
-    return tuple(found)
+    return tuple(table)
 
 
 def idle_times(rows: TrainingSet, label: str, predicted: Floats) -> dict[str, tuple[float, float]]:
@@ -166,8 +166,8 @@ def train_label(rows: TrainingSet, label: str, config: TrainingConfig, other: Ot
 
     best, start = chosen(cross_validate(rows, label, candidates, config)), None
     if other is not None:
-        ratios, there_ms = as_ratios(rows, label, other.model)
-        corrected = chosen(cross_validate(ratios, label, candidates, config).from_ratios(there_ms, best.left_out))
+        ratios, other_ms = as_ratios(rows, label, other.model)
+        corrected = chosen(cross_validate(ratios, label, candidates, config).from_ratios(other_ms, best.left_out))
         log.info("%s: starting from %s, kernels that were held out are predicted with an error of %.1f %% (without: %.1f %%)",
                  label, other.target, 100 * corrected.errors[0].mape, 100 * best.errors[0].mape)
         if corrected.errors[0].mape < best.errors[0].mape:

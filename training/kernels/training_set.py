@@ -13,6 +13,7 @@ from records.dataset_reading import read_kernel_table, run_ms
 from records.dataset_tables import UNFINISHED
 from records.kernel_record import Kernel
 from records.labels import COLLECT, LABELS
+from training.admission.interface import KernelRows
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.operator_classes import form_of
 from training.kernels.schema import FeatureSchema
@@ -76,6 +77,12 @@ class TrainingSet:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def kernels(self) -> KernelRows:
+        """The rows as estimators read them."""
+        return KernelRows(types=self.types, features=self.features, flops=self.flops, bytes_moved=self.bytes_moved,
+                          load=self.load)
 
     def rows(self, mask: npt.NDArray[np.bool_]) -> TrainingSet:
         """The rows where `mask` is true."""
