@@ -19,8 +19,8 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runtimes.ort.host_pace import SECONDS, check_gpu, measure_pace
+from runtimes.targets import local_target
 from utils import cli, files
-from utils.fingerprint import local_target
 from utils.locks import measuring
 from utils.paths import COMPOSITION, SHIPPED, Workspace
 

@@ -12,7 +12,8 @@ from measuring.gpu_trace import GpuRun
 from records.kernel_record import record_name
 from records.measurement import Measurement
 from records.probe_reading import ProbeReading
-from utils.fingerprint import DEFAULT_RUNTIME, Target
+from runtimes import runtime_named
+from utils.fingerprint import Target
 from utils.frozen import Frozen
 
 
@@ -35,9 +36,9 @@ class Setting(Frozen):
 
     @classmethod
     def of(cls, target: Target, kernels: Path, memory_limit_mib: float = 0.0) -> Setting | None:
-        """How a worker is to run everything for a target, whose built kernels are in a folder below `kernels`; None for ONNX
-        Runtime, whose worker takes that from requests."""
-        if target.flavour.runtime == DEFAULT_RUNTIME:
+        """How a worker is to run everything for a target, whose built kernels are in a folder below `kernels`; None for a
+        runtime whose worker takes that from requests."""
+        if not runtime_named(target.flavour.runtime).takes_setting:
             return None
         return cls(level=target.flavour.optimization, threads=max(target.threads, 1), cores=target.cores,
                    kernels=str(kernels / target.flavour.name), memory_limit_mib=memory_limit_mib)

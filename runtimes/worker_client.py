@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from measuring.canary import IDLE_EFFORT, LOADED_EFFORT
 from measuring.worker_process import WorkerFailed, WorkerProcess
-from runtimes import worker_module
+from runtimes import runtime_named
 from runtimes.protocol import Reply, Request, Setting
 from utils.fingerprint import DEFAULT_RUNTIME
 
@@ -16,12 +16,12 @@ class Worker(WorkerProcess[Request, Reply]):
 
     Args:
         timeout_s: for one request.
-        runtime: whose work it does, one of RUNTIMES.
+        runtime: whose work it does, by name.
         setting: of every request.
     """
 
     def __init__(self, timeout_s: float, runtime: str = DEFAULT_RUNTIME, setting: Setting | None = None) -> None:
-        super().__init__(worker_module(runtime), Reply, timeout_s)
+        super().__init__(runtime_named(runtime).worker, Reply, timeout_s)
         self._setting = setting
 
     def _send(self, request: Request) -> None:

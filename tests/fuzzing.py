@@ -282,7 +282,7 @@ from records.kernel_record_files import read_model_records
 from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import read_training_set
 from utils.config import read_config
-from utils.fingerprint import flavour_of
+from runtimes.targets import flavour_of
 """  # what `commands` calls
 
 
@@ -454,9 +454,9 @@ def main() -> int:
     sys.path.insert(0, str(ROOT / "tests"))
     from trained_workspace import train
 
-    from runtimes.ort.graph.analysis import update_index
+    from records.kernel_record_files import update_index
+    from runtimes.targets import flavour_of, local_target
     from tests.conftest import small_model
-    from utils.fingerprint import flavour_of, local_target
     from utils.paths import Workspace
 
     target = local_target("cpu").name

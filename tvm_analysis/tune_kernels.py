@@ -22,8 +22,7 @@ from typing import Any
 import psutil
 
 from records.kernel_record import Kernel, ModelRecord
-from records.kernel_record_files import read_model_records, record_path
-from runtimes.ort.graph.analysis import update_index
+from records.kernel_record_files import read_model_records, record_path, update_index
 from runtimes.tvm.cuda_code import compile_for
 from runtimes.tvm.functions import function_path, read_function, write_function
 from runtimes.tvm.package import FUSED, TUNED, arch_here, tvm_flavour

@@ -56,7 +56,7 @@ def collect(workspace: Workspace, config: CollectorConfig, minutes: float | None
     work = find_work(workspace, target, config.held_out)
     with (sole_writer(workspace.dataset(target.name)),
           start_crew(config, device, config.labels_on(device),
-                     Setting.of(target, workspace.kernel_onnx, config.tvm.memory_limit_mib)) as crew):
+                     Setting.of(target, workspace.kernel_onnx, config.setting.memory_limit_mib)) as crew):
         return collect_work(workspace, config, target, work, crew, stop_at_s=stop_at_s)
 
 

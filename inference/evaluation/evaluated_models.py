@@ -21,7 +21,7 @@ from records.host_pace import paced_rows
 from records.kernel_record import ModelRecord
 from records.labels import ENERGY
 from records.measurement import Measurement
-from runtimes.ort.graph.recording import crashed
+from runtimes.analysis import crashed
 from runtimes.ort.graph.source import own_sizes
 from training.sharing.learned import busy_share
 from utils import cli

@@ -24,9 +24,10 @@ from runtimes.ort.graph.parsing import optimize
 from runtimes.ort.graph.source import read_source
 from runtimes.ort.model_profile import counted_runs, profile_runs
 from runtimes.ort.runner import bind, random_feed
+from runtimes.targets import flavour_of
 from utils import cli, files
 from utils.errors import UserError
-from utils.fingerprint import flavour_of, machine, resolve_device
+from utils.fingerprint import machine, resolve_device
 from utils.lazy import onnx
 from utils.logger import get_logger
 from utils.ort_sessions import model_errors, open_session

@@ -17,9 +17,9 @@ from runtimes.ort.graph.parsing import optimize
 from runtimes.ort.graph.source import read_source
 from runtimes.ort.profile import SUFFIX
 from runtimes.ort.runner import random_feed
+from runtimes.targets import flavour_of
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import flavour_of
 from utils.lazy import onnx
 from utils.ort_sessions import model_errors, open_session
 from utils.temporary import temporary_folder

@@ -7,9 +7,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from runtimes.targets import flavour_of
 from runtimes.tvm.cuda_code import load_cuda_runtime
 from utils.errors import UserError
-from utils.fingerprint import Flavour, flavour_of
+from utils.fingerprint import Flavour
 from utils.lazy import tvm
 
 INSTALL = "pip install -r requirements-tvm.txt"

@@ -53,12 +53,13 @@ from records.measurement import Measurement
 from runtimes.ort import worker as worker_process
 from runtimes.ort.building.kernel_models import KERNEL_KEY, build_model, kernel_build
 from runtimes.protocol import Request
+from runtimes.targets import local_target
 from runtimes.worker_client import Worker, WorkerFailed
 from training.kernels.training_set import read_training_set
 from utils import files
 from utils.config import read_config
 from utils.errors import UserError
-from utils.fingerprint import Flavour, instruction_set, local_target, machine
+from utils.fingerprint import Flavour, instruction_set, machine
 from utils.paths import ROOT, Workspace
 
 METRICS = ["DCGM_FI_DEV_CPU_UTIL_TOTAL", "DCGM_FI_DEV_CPU_UTIL_SYS"]
@@ -313,7 +314,7 @@ def test_what_another_machine_measured(tmp_path: Path, each_machine: bool, block
 
 
 def test_the_gpu_s_own_time_needs_a_gpu() -> None:
-    with pytest.raises(UserError, match="labels: gpu: only a GPU has this label"):
+    with pytest.raises(UserError, match="labels: gpu: ONNX Runtime has no such labels on cpu; it has run, "):
         CollectorConfig(labels=("gpu",)).labels_on("cpu")
     assert CollectorConfig().labels_on("cpu") == ("run", "kernel_time", "node_span")
     assert CollectorConfig().labels_on("cuda") == ("run", "kernel_time", "node_span", "gpu")

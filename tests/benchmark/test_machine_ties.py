@@ -22,7 +22,8 @@ from records.blocks import Block
 from records.dataset_files import DatasetHeader, journal_path, read_journal, read_kernels
 from records.kernel_record import Kernel
 from records.measurement import Measurement
-from utils.fingerprint import local_target, machine
+from runtimes.targets import local_target
+from utils.fingerprint import machine
 from utils.paths import Workspace
 
 KERNELS = [conv(side=8 + place) for place in range(40)]

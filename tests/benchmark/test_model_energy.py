@@ -30,7 +30,8 @@ from records.measurement import Measurement
 from runtimes.ort import energy
 from runtimes.ort.worker import answer
 from runtimes.protocol import Request
-from utils.fingerprint import local_target, machine
+from runtimes.targets import local_target
+from utils.fingerprint import machine
 from utils.paths import Workspace
 
 EFFORT = Effort(warmup=1, budget_s=0.01, least_runs=4, most_runs=4)

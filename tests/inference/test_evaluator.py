@@ -36,11 +36,12 @@ from records.dataset_files import header_path, journal_path, read_header, read_j
 from records.kernel_record_files import read_model_records
 from records.measurement import Measurement
 from runtimes.ort.graph.analysis import analyze
+from runtimes.targets import flavour_of, local_target
 from runtimes.worker_client import Worker
 from utils import cli, files
 from utils.config import read_config
 from utils.errors import UserError
-from utils.fingerprint import Target, flavour_of, instruction_set, local_target
+from utils.fingerprint import Target, instruction_set
 from utils.paths import Workspace
 
 TARGET = local_target("cpu").name

@@ -25,6 +25,7 @@ from records.dataset_files import DatasetKernel, header_path, journal_path, read
 from records.kernel_record import Tensor
 from records.kernel_types import describe_kernel
 from runtimes.ort.graph.analysis import analyze
+from runtimes.targets import local_target
 from training.fit_composition import kept_composition
 from training.kernels.predictors import read_predictors
 from training.kernels.settings import TrainingConfig
@@ -33,7 +34,7 @@ from training.kernels.training_set import read_training_set
 from training.train_kernel_model import kept_sidecar
 from utils.config import read_config
 from utils.errors import UserError
-from utils.fingerprint import has_cuda, local_target, machine
+from utils.fingerprint import has_cuda, machine
 from utils.paths import Workspace
 
 TARGET = local_target("cpu").name

@@ -21,7 +21,7 @@ from test_tvm_collection import CONFIG, layers
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from records.dataset_files import header_path, read_header
-from runtimes.ort.graph.analysis import update_index
+from records.kernel_record_files import update_index
 from runtimes.protocol import Setting
 from runtimes.tvm import tuning
 from runtimes.tvm.compiling import built_function, compiled_model, cuda_sources

@@ -21,11 +21,11 @@ from records.kernel_record_files import index_path, read_model_record, record_pa
 from runtimes.ort.building.kernel_models import built_kernel, read_kernels
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.runner import open_runner
+from runtimes.targets import flavour_of
 from tests.conftest import build_workspace, small_model
 from training.kernels.sidecar import read_sidecar, sidecar_path
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import flavour_of
 from utils.paths import ROOT, SHIPPED, Workspace
 from utils.safe_names import LONGEST_BYTES, FileName, as_file_name
 

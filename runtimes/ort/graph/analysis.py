@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from records.kernel_record import (
-    IndexEntry,
     Kernel,
-    KernelIndex,
     KernelInput,
     ModelRecord,
     Node,
     Tensor,
     record_name,
 )
-from records.kernel_record_files import index_path, read_model_record
 from records.kernel_types import describe_kernel
 from runtimes.ort.graph.origins import origins_by_node
 from runtimes.ort.graph.parsed_nodes import ParsedNode
 from runtimes.ort.graph.parsing import ParsedGraph, parse_graph
-from utils import files
-from utils.fingerprint import Flavour
-from utils.paths import Workspace
 from utils.safe_names import as_file_name
 
 if TYPE_CHECKING:
@@ -92,27 +85,3 @@ def analyze(model: Path | onnx.ModelProto, device: str = "auto", dims: Mapping[s
         UserError: as `parsing.parse_graph`.
     """
     return record_of(parse_graph(model, device, dims, name, static), group, collection)
-
-
-def build_index(flavour: Flavour, records: list[ModelRecord]) -> KernelIndex:
-    """All kernels of `records` by type, with the models that contain each."""
-    models: dict[str, list[str]] = defaultdict(list)
-    kernels: dict[str, Kernel] = {}
-    for record in records:
-        for kernel in record.kernels.values():
-            kernels[kernel.id] = kernel
-            models[kernel.id].append(record.model)
-    index: dict[str, dict[str, IndexEntry]] = {}
-    for kernel in sorted(kernels.values(), key=lambda k: (k.type, k.id)):
-        index.setdefault(kernel.type, {})[kernel.id] = IndexEntry(kernel=kernel, models=tuple(models[kernel.id]))
-    return KernelIndex(flavour=flavour, groups={record.model: record.group for record in records}, kernels=index,
-                       collections={record.model: record.collection for record in records if record.collection})
-
-
-def update_index(workspace: Workspace, flavour: Flavour) -> KernelIndex:
-    """Writes the index of a flavour, made of all its records."""
-    folder = workspace.kernel_records / flavour.name
-    records = [read_model_record(path) for path in sorted(folder.glob("*.json")) if path.name != "index.json"]
-    index = build_index(flavour, records)
-    files.write_json(index_path(workspace, flavour), index)
-    return index

@@ -21,8 +21,9 @@ from runtimes.ort.graph.parsed_nodes import ParsedNode, name_nodes
 from runtimes.ort.graph.shape_query import shapes_of_any_size
 from runtimes.ort.graph.source import Source, open_dims, read_source, tensor_of_size
 from runtimes.ort.graph.tensor_shapes import infer_tensors
+from runtimes.targets import flavour_of
 from utils.errors import UserError
-from utils.fingerprint import Flavour, flavour_of, has_cuda, resolve_device
+from utils.fingerprint import Flavour, has_cuda, resolve_device
 from utils.lazy import onnx
 from utils.logger import get_logger
 from utils.ort_sessions import open_session
