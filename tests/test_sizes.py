@@ -23,8 +23,6 @@ IN_FUNCTIONS: dict[tuple[str, str], str] = {  # (file, module imported in a func
     ("inference/core/predictor.py", "inference.live.watch"): NOT_FOR_A_PREDICTION,
     ("inference/core/predictor.py", "inference.sharing.load_curve"): NOT_FOR_A_PREDICTION,
     ("inference/core/predictor.py", "inference.sharing.pair"): NOT_FOR_A_PREDICTION,
-    ("inference/core/sources.py", "runtimes.ort.graph.analysis"): NOT_FOR_A_PREDICTION,
-    ("inference/core/sources.py", "runtimes.tvm.recording"): NOT_FOR_A_PREDICTION,
     ("inference/live/load.py", "inference.live.prometheus_metrics"): NOT_FOR_A_PREDICTION,
     ("inference/live/load.py", "inference.live.prometheus_pace"): NOT_FOR_A_PREDICTION,
     ("inference/live/load.py", "inference.live.prometheus_probe"): NOT_FOR_A_PREDICTION,
