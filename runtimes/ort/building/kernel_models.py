@@ -10,15 +10,12 @@ import numpy as np
 from pydantic import ValidationError
 
 from records.elements import type_code
-from records.kernel_record import Kernel, KernelIndex, KernelInput, ModelRecord
-from records.kernel_record_files import read_index, read_model_record
+from records.kernel_record import Kernel, KernelInput
 from runtimes.ort.building.dummy_data import dummy_inputs, input_name, output_name, random_floats, weight_value
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import Flavour
 from utils.lazy import onnx
 from utils.ort_sessions import model_errors, open_session
-from utils.paths import Workspace
 
 KERNEL_KEY = "hase.kernel"  # metadata of a built model: its Kernel as JSON
 INLINE_BYTES = 1 << 16  # larger weights go to the shared file …
@@ -156,32 +153,3 @@ def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
         outputs = session.run(None, dummy_inputs(kernel))
     if any(np.issubdtype(out.dtype, np.floating) and np.isnan(out).any() for out in map(np.asarray, outputs)):
         raise UserError(f"{path}: gives NaN on its dummy inputs")
-
-
-def read_kernels(path: Path) -> tuple[Flavour | None, list[Kernel]]:
-    """The kernels in a model's record, an index, or a single kernel's JSON, with their flavour (None for the last).
-
-    Raises:
-        UserError: no such file, or none of the three.
-    """
-    data = files.read_json(path)
-    if isinstance(data, dict) and "nodes" in data:
-        record: ModelRecord = read_model_record(path)
-        return record.flavour, list(record.kernels.values())
-    if isinstance(data, dict) and "op_type" in data:
-        try:
-            return None, [Kernel.model_validate(data)]
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise UserError(f"{path}: not a kernel: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    index: KernelIndex = read_index(path)
-    return index.flavour, index.all_kernels()
-
-
-def default_sources(workspace: Workspace) -> list[Path]:
-    """The index of every flavour that was analysed; `UserError` where there is none."""
-    found = sorted(workspace.kernel_records.glob("*/index.json"))
-    if not found:
-        raise UserError(f"{workspace.kernel_records}: no kernel records; make them with: "
-                        "python ort_analysis/fusion_detector.py")
-    return found
