@@ -210,7 +210,7 @@ class DeviceMetrics:
         yield GaugeMetricFamily(LAST_SAMPLE, "time of the latest good sample (s since 1970)", value=self.sampler.sampled_s)
         if (paced := self.paces.fresh() if self.paces else None) is not None:
             for name, value in ((host_pace.PROBE, paced.probe_us / 1e6), (host_pace.TAKEN, paced.taken_s)):
-                family = GaugeMetricFamily(name, host_pace.MEANINGS[name], labels=list(self.labels))
+                family = GaugeMetricFamily(name, host_pace.PACE_MEANINGS[name], labels=list(self.labels))
                 family.add_metric(list(self.labels.values()), value)
                 yield family
         probed = self.probes.fresh() if self.probes else None

@@ -3,7 +3,7 @@
 A source returns the mean of each field over a *metrics window* and the number of samples. `start` opens a window, `stop` closes
 it; windows may overlap. measuring/metrics/fields.py lists fields, units and limits. Samples that measuring/metrics/soundness.py
 rejects are errors and never become features. Sources (`SOURCES`): DCGM, NVML with and without performance counters, psutil, and
-a file that is replayed; for predictions also a Prometheus (inference/live/prometheus_metrics.py).
+a file that is replayed; for predictions also a Prometheus (inference/live/prometheus_readings.py).
 """
 
 from __future__ import annotations

@@ -24,11 +24,10 @@ from graph_model.simulation.sharing import CoRunner
 from inference import predict
 from inference.core.run_modes import RunMode
 from inference.evaluation import here as evaluation_here
-from inference.evaluation.comparison import compare, percent, summarise
+from inference.evaluation.comparison import compare, percent, summarise, summary_table, table, warned_of
 from inference.evaluation.evaluate import evaluate
 from inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset
 from inference.evaluation.here import LoadsHere, MeasuringPlan
-from inference.evaluation.tables import summary_table, table, warned_of
 from inference.live.load import InferenceConfig
 from inference.live.prometheus import PrometheusConfig
 from records.backgrounds import Background

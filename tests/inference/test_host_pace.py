@@ -29,13 +29,12 @@ from inference.core.host_pace import HostPace, PaceAsked, measured_pace, pace_of
 from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.targets import fitted_for
 from inference.core.uncertainty import HOSTS, PACE_POWER, joined
-from inference.evaluation.comparison import compare
+from inference.evaluation.comparison import compare, table
 from inference.evaluation.evaluated_models import EvaluatedModel, Failures, predict_model
 from inference.evaluation.here import at_measured_pace, time_session
-from inference.evaluation.tables import table
 from inference.live.load import InferenceConfig, current_load
-from inference.live.prediction_exporter import HOST_PACE, PredictedLatency
 from inference.live.prometheus import PrometheusConfig, PrometheusError
+from inference.live.watch import HOST_PACE, PredictedLatency
 from measuring.quiet_host import HostProbe, all_samples_ms, readings_s
 from records.host_pace import HostProbed, MachinePace, read_pace
 from runtimes.ort.graph.analysis import analyze

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from graph_model.dag.dag import build_dag, longest_path
 from inference import Predictor, predict
-from inference.core.timeline import trace_of
+from inference.core.model_run import trace_of
 from measuring.effort import Effort
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_record
