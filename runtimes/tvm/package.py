@@ -60,7 +60,8 @@ def check_compiler() -> None:
         UserError: it can't.
     """
     if not find_spec("cuda") or not find_spec("cuda.bindings"):
-        raise UserError(f"the package cuda-bindings is not installed, and TVM needs it to compile for a GPU; {INSTALL_BINDINGS}")
+        raise UserError(f"the package cuda-bindings is not installed, and TVM needs it to compile for a GPU; "
+                        f"{INSTALL_BINDINGS}")
 
 
 @functools.lru_cache(maxsize=64)  # a search compiles its best trial again
