@@ -36,7 +36,7 @@ SLOW_FIXTURES = {
     "with_host",          # measures kernels and trains
 }
 SLOW_FILES = {
-    "benchmark/convolutions/test_gpu_path.py", "benchmark/convolutions/test_run_profile.py",
+    "convolutions/test_gpu_path.py", "convolutions/test_run_profile.py",
     "graph_stages/test_profile_stages.py",    "graph_stages/test_analysis.py", "graph_stages/test_transfers.py",
     "benchmark/test_adding_a_unit.py", "benchmark/test_metrics_exporter.py", "benchmark/test_stressor.py",
     "inference/test_concurrency.py", "inference/test_evaluator.py", "inference/test_missing_kernels.py",
@@ -44,7 +44,7 @@ SLOW_FILES = {
     "model_zoo/test_exporter.py", "model_zoo/test_networks.py", "recipes/test_convolution_dataset.py",
     "recipes/test_convolution_table.py", "recipes/test_gpu_dataset.py", "recipes/test_pool.py",
     "recipes/test_same_predictions.py", "test_light_install.py", "test_scripts.py", "test_stopping.py",
-    "training/convolutions/test_convolution_choice.py", "training/test_ablation.py", "training/test_composition.py",
+    "convolutions/test_choose_algorithms.py", "training/test_ablation.py", "training/test_composition.py",
     "training/test_training.py", "tvm_analysis/test_operators_and_settings.py", "tvm_analysis/test_tvm_collection.py",
     "tvm_analysis/test_tvm_cuda.py",
 }

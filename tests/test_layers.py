@@ -14,7 +14,7 @@ import pytest
 from utils.paths import ROOT
 
 ORDER = ("utils", "model_zoo", "ort_analysis", "tvm_analysis", "kernel_model", "benchmark", "graph_model", "overlap_simulator",
-         "training", "inference", "evaluator", "graph_stages", "recipes")
+         "training", "inference", "evaluator", "convolutions", "graph_stages", "recipes")
 FILES = [path for room in ORDER for path in (sorted((ROOT / room).glob("**/*.py")) or [ROOT / f"{room}.py"])]
 
 

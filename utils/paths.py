@@ -58,8 +58,8 @@ class Workspace:
     @property
     def convolution_results(self) -> Path:
         """`<stage>/<model>_<algorithm>_<gpu>/`: times of convolution algorithms. Written by run_profile; read by
-        convolution_choice."""
-        return self.root / "benchmark" / "results"
+        choose_algorithms."""
+        return self.root / "convolutions" / "results"
 
     @property
     def stage_models(self) -> Path:
