@@ -15,9 +15,9 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from benchmark.records.files import collected_targets
-from benchmark.records.joining import merge_dataset
-from ort_analysis.records.joining import Origin
+from records.dataset_files import collected_targets
+from records.dataset_joining import merge_dataset
+from records.kernel_record_joining import Origin
 from utils import cli, files
 from utils.errors import UserError
 from utils.logger import get_logger

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmark.records.journal import read_blocks
 from convolutions.algorithms import DEFAULT, algorithms_of, never_runs
 from convolutions.engines import AI3_REQUIREMENTS, ai3_missing
 from convolutions.measure import PROFILE
 from convolutions.profile_unit import ProfileSettings
 from convolutions.results import JOURNAL, SETTINGS, read_settings
+from records.journal import read_blocks
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import gpu_facts, has_cuda, package_version

@@ -15,14 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmark.measuring.bench import Bench, Steadiness
-from benchmark.measuring.loads import Totals, measure_loads
-from benchmark.measuring.pending import Planned, pending
-from benchmark.measuring.power import PowerMonitor
-from benchmark.measuring.run_times import time_warm_runs_ms
-from benchmark.metrics.power_sensors import NoPowerSensor, open_power_sensor
-from benchmark.records.blocks import Block
-from benchmark.records.measurement import Measurement
 from convolutions.algorithms import algorithm_named
 from convolutions.engines import Engine, engine_of, fallback_of
 from convolutions.event_overhead import event_overhead_ms
@@ -31,7 +23,15 @@ from convolutions.measure import Instruments, measure_profile
 from convolutions.profile_unit import ProfileSettings, ProfileUnit
 from convolutions.results import ResultsJournal, write_settings
 from convolutions.timing import LayerTimer
+from measuring.bench import Bench, Steadiness
+from measuring.loads import Totals, measure_loads
+from measuring.metrics.power_sensors import NoPowerSensor, open_power_sensor
+from measuring.pending import Planned, pending
+from measuring.power import PowerMonitor
+from measuring.run_times import time_warm_runs_ms
 from model_zoo.exporting.torch_models import build, check_names
+from records.blocks import Block
+from records.measurement import Measurement
 from utils.fingerprint import machine
 from utils.lazy import torch
 from utils.locks import measuring, sole_writer

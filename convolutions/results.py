@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.records.blocks import Block
-from benchmark.records.journal import JournalFile, read_blocks
-from benchmark.records.measurement import Measurement
 from convolutions.kernel_names import counted, unexpected
 from convolutions.measure import CONVOLUTION, PROFILE
 from convolutions.profile_unit import REMAKE, VERSION, ProfileSettings
+from records.blocks import Block
+from records.journal import JournalFile, read_blocks
+from records.measurement import Measurement
 from utils import files
 from utils.errors import UserError
 

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmark.measuring.bench import Steadiness
 from convolutions import gpus
 from convolutions.algorithms import algorithm_named, algorithms_of
 from convolutions.listing import MODELS, algorithm_rows, cuda_row, model_rows, status_rows
 from convolutions.profile_unit import DEFAULT_LARGEST, DEFAULT_SMALLEST, ProfileSettings, even_sizes
 from convolutions.profiler import UnifiedProfiler
 from convolutions.results import finished_rows
+from measuring.bench import Steadiness
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import machine, resolve_device

@@ -9,11 +9,11 @@ from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
 
-from benchmark.measuring.run_times import time_warm_runs_ms
 from graph_stages.definition import GRAPH_INPUTS, HOST, OUTPUT, STAGES
 from graph_stages.layer import Array
 from graph_stages.opening import OpenedStage
 from graph_stages.transfers import Direction
+from measuring.run_times import time_warm_runs_ms
 
 Plan: TypeAlias = "tuple[str, ...]"  # the unit of each stage
 OpenedStages: TypeAlias = "Mapping[tuple[str, int], OpenedStage]"  # by unit and number of the stage, from 0

@@ -9,12 +9,12 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import Literal
 
-from benchmark.records.measurement import Measurement
 from graph_stages.definition import HOST
 from graph_stages.measure import SUBJECT, failed, measure_stage, rounded, time_opened
 from graph_stages.opening import Feed, OpenedStage, Refused, open_stage
 from graph_stages.transfers import Copy, time_copy
 from graph_stages.work import StageUnit
+from records.measurement import Measurement
 from utils.allocator import keep_freed_memory
 from utils.errors import UserError
 from utils.frozen import Frozen

@@ -15,7 +15,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from kernel_model.building.kernel_models import check_kernel, default_sources, kernel_build, read_kernels
+from runtimes.ort.building.kernel_models import check_kernel, default_sources, kernel_build, read_kernels
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import flavour_of, resolve_device

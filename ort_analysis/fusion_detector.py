@@ -15,10 +15,10 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections import Counter
 from typing import Any
 
-from ort_analysis.graph.analysis import update_index
-from ort_analysis.graph.recording import write_records
-from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import index_path
+from records.kernel_record import ModelRecord
+from records.kernel_record_files import index_path
+from runtimes.ort.graph.analysis import update_index
+from runtimes.ort.graph.recording import write_records
 from utils import cli
 from utils.errors import UserError
 from utils.locks import sole_writer

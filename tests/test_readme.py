@@ -30,8 +30,9 @@ model: {warmup: 1, budget_s: 0.1, least_runs: 4, most_runs: 10}
 TINY = {  # instead of what a config says; all else stays as it says
     "model_zoo/config.yaml": {"image_sizes": [32], "batch_sizes": [1]},
     "benchmark/config.yaml": {"levels": [0.0, 0.5], "stress": {"settle_s": 0.2}, **yaml.safe_load(QUICK_COLLECTOR)},
-    "graph_stages/test_cases.json": {"feature_dim": 16, "hidden_dim": 8,
-                                  "test_cases": [{"nodes": 50 * size, "edges": 200 * size} for size in (1, 2, 4)]},
+    "graph_stages/test_cases.json": {
+        "feature_dim": 16, "hidden_dim": 8,
+        "test_cases": [{"nodes": 50 * size, "edges": 200 * size} for size in (1, 2, 4)]},
     "recipes/demo/model_zoo.yaml": {"models": ["resnet18", "mnasnet1_0"], "image_sizes": [32]},
     "recipes/demo/open_sizes.yaml": {"image_sizes": [32]},
     "recipes/demo/collector.yaml": {"levels": [0.0], **yaml.safe_load(QUICK_COLLECTOR)},

@@ -17,12 +17,12 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ort_analysis.records.reading import records_in
-from tvm_analysis.compiling import built_function, compiled_model, cuda_sources, with_searched_schedules
-from tvm_analysis.cuda_code import FOLDER, check_compiler, compile_for, kept_cubin
-from tvm_analysis.functions import SUFFIX, read_function
-from tvm_analysis.package import FUSED, TUNED, arch_here, check_tvm, gpu_target, runs_on_gpus, tvm_flavour
-from tvm_analysis.recording import parse_at
+from records.kernel_record_files import records_in
+from runtimes.tvm.compiling import built_function, compiled_model, cuda_sources, with_searched_schedules
+from runtimes.tvm.cuda_code import FOLDER, check_compiler, compile_for, kept_cubin
+from runtimes.tvm.functions import SUFFIX, read_function
+from runtimes.tvm.package import FUSED, TUNED, arch_here, check_tvm, gpu_target, runs_on_gpus, tvm_flavour
+from runtimes.tvm.recording import parse_at
 from utils import cli
 from utils.errors import UserError
 from utils.logger import get_logger

@@ -17,11 +17,11 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections import Counter
 from typing import Any
 
-from ort_analysis.graph.analysis import update_index
-from ort_analysis.records.kernel_record import ModelRecord
-from tvm_analysis.operators import kind_of_all, network_kind, onnx_name, operator_kind
-from tvm_analysis.package import FUSED, UNFUSED, check_tvm, tvm_flavour
-from tvm_analysis.recording import parse, write_parsed
+from records.kernel_record import ModelRecord
+from runtimes.ort.graph.analysis import update_index
+from runtimes.tvm.operators import kind_of_all, network_kind, onnx_name, operator_kind
+from runtimes.tvm.package import FUSED, UNFUSED, check_tvm, tvm_flavour
+from runtimes.tvm.recording import parse, write_parsed
 from utils import cli
 from utils.errors import UserError
 from utils.locks import sole_writer

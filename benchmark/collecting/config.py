@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from benchmark.load.backgrounds import COMPUTE, Background
-from benchmark.measuring.effort import Effort
-from benchmark.metrics.power_sensors import NoPowerSensor, open_power_sensor
-from benchmark.metrics.source import MetricSource
-from benchmark.metrics.sources import SourceName, open_source
-from benchmark.records.environment import Environment, environment_of
-from benchmark.records.labels import DEFAULT_LABELS, ENERGY, GPU_LABEL, UNPROFILED, VARIANTS, Label, Variant
-from tvm_analysis.package import check_tvm
+from measuring.effort import Effort
+from measuring.metrics.power_sensors import NoPowerSensor, open_power_sensor
+from measuring.metrics.source import MetricSource
+from measuring.metrics.sources import SourceName, open_source
+from records.backgrounds import COMPUTE, Background
+from records.environment import Environment, environment_of
+from records.labels import DEFAULT_LABELS, ENERGY, GPU_LABEL, UNPROFILED, VARIANTS, Label, Variant
+from runtimes.tvm.package import check_tvm
 from utils.config import Config
 from utils.errors import UserError
 from utils.fingerprint import DEFAULT_RUNTIME, Target, local_target

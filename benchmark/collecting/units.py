@@ -9,15 +9,15 @@ from functools import partial
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import Crew
 from benchmark.collecting.work import Item, KernelItem, ModelItem, carriers, energy_batches
-from benchmark.load.probe_reading import ProbeReading
-from benchmark.measuring.bench import Bench, Steadiness
-from benchmark.measuring.effort import Effort
-from benchmark.measuring.pending import chunks
-from benchmark.metrics.source import MetricSource
-from benchmark.records.labels import ENERGY, GPU_LABEL, IN_MODEL_LABELS, KERNELS
-from benchmark.records.measurement import Measurement, Place, Status, now
-from benchmark.runtimes.protocol import Reply, Request
-from benchmark.runtimes.worker_client import Worker, WorkerFailed
+from measuring.bench import Bench, Steadiness
+from measuring.effort import Effort
+from measuring.metrics.source import MetricSource
+from measuring.pending import chunks
+from records.labels import ENERGY, GPU_LABEL, IN_MODEL_LABELS, KERNELS
+from records.measurement import Measurement, Place, Status, now
+from records.probe_reading import ProbeReading
+from runtimes.protocol import Reply, Request
+from runtimes.worker_client import Worker, WorkerFailed
 from utils.errors import UserError
 from utils.fingerprint import DEFAULT_RUNTIME, Target
 from utils.logger import get_logger

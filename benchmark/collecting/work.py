@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmark.records.files import DatasetKernel
-from kernel_model.building.carrier import carrier_bytes
-from kernel_model.building.kernel_models import built_kernel
 from kernel_model.sampling.seeds import read_seeds
-from ort_analysis.records.kernel_record import Kernel, ModelRecord
-from ort_analysis.records.reading import index_path, read_index, record_path, records_in
-from tvm_analysis.functions import SUFFIX, read_kernel
+from records.dataset_files import DatasetKernel
+from records.kernel_record import Kernel, ModelRecord
+from records.kernel_record_files import index_path, read_index, record_path, records_in
+from runtimes.ort.building.carrier import carrier_bytes
+from runtimes.ort.building.kernel_models import built_kernel
+from runtimes.tvm.functions import SUFFIX, read_kernel
 from utils.errors import UserError
 from utils.fingerprint import Target
 from utils.paths import MODEL_SUFFIXES, Workspace, model_files

@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ort_analysis.records.kernel_record import Kernel, ModelRecord, Node
+from records.kernel_record import Kernel, ModelRecord, Node
 from utils.fingerprint import DEFAULT_RUNTIME
 from utils.frozen import Frozen
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import read_model_record
+from records.kernel_record import ModelRecord
+from records.kernel_record_files import read_model_record
 from utils.errors import UserError
 from utils.files import cached, signature
 from utils.fingerprint import DEFAULT_RUNTIME, Flavour
@@ -70,10 +70,10 @@ def _record_of_file(path: Path, wanted: Flavour, dims: dict[str, int], static: b
 
 def _analysed(source: Path | onnx.ModelProto, wanted: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
     if wanted.runtime != DEFAULT_RUNTIME:
-        from tvm_analysis.recording import parse_at
+        from runtimes.tvm.recording import parse_at
 
         return parse_at(wanted.optimization, source, dims, wanted.device).record
-    from ort_analysis.graph.analysis import analyze  # a record needs none of it
+    from runtimes.ort.graph.analysis import analyze  # a record needs none of it
 
     return analyze(source, wanted.device, dims, static=static)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ort_analysis.records.kernel_record import ModelRecord
+from records.kernel_record import ModelRecord
 from training.composition.fitted import Composition, read_composition
 from training.composition.host_side import NOTHING_MEASURED, HostSide, read_host_side
 from training.kernels.predictors import Predictors, read_predictors

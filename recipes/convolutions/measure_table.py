@@ -22,12 +22,12 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from benchmark.measuring.bench import Steadiness
 from convolutions import gpus
 from convolutions.algorithms import DEFAULT, algorithm_named, algorithms_of
 from convolutions.listing import MODELS
 from convolutions.profile_unit import ProfileSettings
 from convolutions.profiler import UnifiedProfiler, open_instruments
+from measuring.bench import Steadiness
 from model_zoo.exporting.torch_models import build, check_names
 from utils import cli
 from utils.fingerprint import machine, resolve_device

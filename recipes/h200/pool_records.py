@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from model_zoo.exporting.metadata import read_metadata
 from model_zoo.exporting.network_export import DATA_SIZED_KEY, POOL_SIZES_KEY
-from ort_analysis.graph.analysis import update_index
-from ort_analysis.graph.recording import write_records
+from runtimes.ort.graph.analysis import update_index
+from runtimes.ort.graph.recording import write_records
 from utils import cli
 from utils.errors import UserError
 from utils.locks import sole_writer

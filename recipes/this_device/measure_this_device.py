@@ -25,12 +25,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from benchmark.records.reading import read_model_table
 from kernel_model.sampling.seeds import read_seeds
-from ort_analysis.records.reading import index_path, read_index
 from recipes.this_device.budget import TRAINING_SHARE, Budget
 from recipes.this_device.commands import run_json
 from recipes.this_device.expected import expected_errors
+from records.dataset_reading import read_model_table
+from records.kernel_record_files import index_path, read_index
 from training.kernels.sidecar import sidecar_path
 from utils import cli, files
 from utils.errors import UserError

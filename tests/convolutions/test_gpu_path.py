@@ -14,8 +14,6 @@ import torch
 import torchvision
 from test_forced_convolutions import PretendedCudnn, needs_cudnn
 
-from benchmark.traces import gpu_trace
-from benchmark.traces.gpu_trace import GpuRun, GpuWork, Recording
 from convolutions import engines, event_overhead, measure
 from convolutions.algorithms import ON_GPU, never_runs
 from convolutions.engines import CudnnEngine, engine_of
@@ -26,6 +24,8 @@ from convolutions.measure import Instruments, measure_profile
 from convolutions.profile_unit import ProfileSettings
 from convolutions.results import layer_rows, overall_rows
 from convolutions.timing import SHORTEST_HOLD_MS, time_layers
+from measuring import gpu_trace
+from measuring.gpu_trace import GpuRun, GpuWork, Recording
 from utils.fingerprint import has_cuda
 
 

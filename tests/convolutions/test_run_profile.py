@@ -17,11 +17,6 @@ import torch
 import torchvision
 from command import printed, run_script
 
-from benchmark.measuring.bench import Steadiness
-from benchmark.measuring.run_times import time_runs_ms
-from benchmark.metrics.power_sensors import PowerSample, PowerSensor
-from benchmark.records.journal import read_blocks
-from benchmark.traces.gpu_trace import GpuRun, GpuWork
 from convolutions.algorithms import ON_CPU
 from convolutions.engines import Plan, TorchEngine
 from convolutions.forced import ForcedModel
@@ -31,6 +26,11 @@ from convolutions.profiler import UnifiedProfiler, described
 from convolutions.results import LAYERS, OVERALL, ResultsJournal
 from convolutions.shapes import NotSupported
 from convolutions.timing import CallTimes, LayerTimer, time_layers
+from measuring.bench import Steadiness
+from measuring.gpu_trace import GpuRun, GpuWork
+from measuring.metrics.power_sensors import PowerSample, PowerSensor
+from measuring.run_times import time_runs_ms
+from records.journal import read_blocks
 from utils.paths import ROOT
 
 SCRIPT = "convolutions/run_profile.py"

@@ -22,8 +22,6 @@ import pytest
 from command import run_script
 from optional_packages import needs
 
-from benchmark.measuring.worker_process import WorkerFailed
-from benchmark.records.journal import read_blocks
 from graph_stages import opening, profiling
 from graph_stages.definition import STAGES, GraphSize
 from graph_stages.export import export_stages, model_files
@@ -32,6 +30,8 @@ from graph_stages.opening import OpenedStage, Refused, open_stage
 from graph_stages.records import RawMeasurements, read_raw
 from graph_stages.units import choose_units, find_units
 from graph_stages.work import GraphSource, StageUnit
+from measuring.worker_process import WorkerFailed
+from records.journal import read_blocks
 from utils.errors import UserError
 from utils.ort_sessions import open_session
 from utils.paths import ROOT, Workspace
@@ -210,7 +210,7 @@ def test_each_unit_is_compared_with_its_own_canary(cases: Path, tmp_path: Path, 
         waited.append(best_ms)
         return time_ms()
 
-    monkeypatch.setattr("benchmark.measuring.canary.wait_until_steady", steady)
+    monkeypatch.setattr("measuring.canary.wait_until_steady", steady)
     for runtime in ("torch", "ort"):
         done = run_script(SCRIPT, "--workspace", tmp_path, "--cases", cases, "--units", "CPU", "--cpu-runtime", runtime,
                           "--export", "--measure", *QUICK)

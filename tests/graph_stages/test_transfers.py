@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmark.records.measurement import Measurement
 from graph_stages import worker
 from graph_stages.definition import GraphSize
 from graph_stages.opening import OpenedStage
 from graph_stages.profiling import Profile, measure_copies
 from graph_stages.transfers import TransferTable, copies_to_time, read_transfers, time_copy, write_transfers
 from graph_stages.work import StageUnit
+from records.measurement import Measurement
 from utils.errors import UserError
 
 SIZE = GraphSize(nodes=30, edges=4000, features=8, hidden=4)  # the largest tensor: messages, 128,000 bytes

@@ -12,7 +12,7 @@ import pytest
 
 from inference import predict
 from inference.core import sources
-from ort_analysis.records.reading import read_model_records
+from records.kernel_record_files import read_model_records
 from training.kernels import predictors
 from utils.fingerprint import flavour_of, local_target
 from utils.paths import ROOT, Workspace

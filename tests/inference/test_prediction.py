@@ -16,17 +16,17 @@ from command import run_script
 from onnx import TensorProto, helper
 from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms
 
-from benchmark.traces.anatomy import measured_trace
-from benchmark.traces.gpu_trace import GpuRun, GpuWork, Launch
 from inference import predict, predict_many
 from inference.core import targets
 from inference.core.run_modes import RunMode
 from inference.core.targets import choose_target, fitted_for
 from inference.live.load import InferenceConfig, Load, current_load
 from inference.prediction_speed import copies
+from measuring.anatomy import measured_trace
+from measuring.gpu_trace import GpuRun, GpuWork, Launch
 from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.kernel_record import ModelRecord
+from records.kernel_record import ModelRecord
+from runtimes.ort.graph.analysis import analyze
 from utils import files
 from utils.config import read_config
 from utils.errors import UserError

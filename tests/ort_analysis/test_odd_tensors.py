@@ -10,17 +10,17 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from benchmark.measuring.effort import Effort
-from benchmark.runtimes.ort.model_profile import profile_model
-from benchmark.runtimes.ort.runner import open_runner
 from inference.core.memory import peak_memory
-from kernel_model.building.dummy_data import dummy_inputs
-from kernel_model.building.kernel_models import build_model
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.graph.parsing import parse_graph
-from ort_analysis.graph.recording import write_record
-from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import read_model_record, record_path
+from measuring.effort import Effort
+from records.kernel_record import ModelRecord
+from records.kernel_record_files import read_model_record, record_path
+from runtimes.ort.building.dummy_data import dummy_inputs
+from runtimes.ort.building.kernel_models import build_model
+from runtimes.ort.graph.analysis import analyze
+from runtimes.ort.graph.parsing import parse_graph
+from runtimes.ort.graph.recording import write_record
+from runtimes.ort.model_profile import profile_model
+from runtimes.ort.runner import open_runner
 from training.kernels.features import KERNEL_FEATURES, kernel_features
 from utils import cli
 from utils.errors import UserError

@@ -16,9 +16,9 @@ from conftest import small_model
 from onnx import helper, numpy_helper
 
 from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY
-from ort_analysis.graph.parsing import parse_graph
-from ort_analysis.graph.source import read_source
 from ort_analysis.ort_graph_parser import node_rows
+from runtimes.ort.graph.parsing import parse_graph
+from runtimes.ort.graph.source import read_source
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
 

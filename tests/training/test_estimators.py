@@ -19,9 +19,9 @@ from command import run_script
 from conftest import Once
 
 from inference.core.predictor import Predictor
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.kernel_record import Kernel
-from ort_analysis.records.reading import record_path
+from records.kernel_record import Kernel
+from records.kernel_record_files import record_path
+from runtimes.ort.graph.analysis import analyze
 from training.admission import admitted, finding
 from training.admission.checking import task_for
 from training.admission.finding import VARIABLE, find_estimator, find_estimators

@@ -16,23 +16,23 @@ from optional_packages import needs
 
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
-from benchmark.measuring.effort import Effort
-from benchmark.records.files import kernel_table_path, model_table_path, read_header, read_journal
-from benchmark.runtimes.protocol import Request, Setting
-from benchmark.runtimes.tvm.tuning import DATABASE
-from benchmark.runtimes.tvm.worker import PLACEMENTS
-from benchmark.runtimes.worker_client import Worker
-from benchmark.tune_kernels import tune_kernels
 from graph_model.dag.dag import build_dag, calculate_latency
 from inference.sum_and_path import check_families, chosen_by_others, kernel_times, target_rows
-from kernel_model.operators.drawn import OperatorSizes
+from measuring.effort import Effort
 from model_zoo.exporting.zoo_config import read_zoo_config
-from ort_analysis.graph.analysis import update_index
-from ort_analysis.records.reading import read_model_records, record_path
+from records.dataset_files import kernel_table_path, model_table_path, read_header, read_journal
+from records.kernel_record_files import read_model_records, record_path
+from runtimes.ort.graph.analysis import update_index
+from runtimes.protocol import Request, Setting
+from runtimes.tvm.drawn import OperatorSizes
+from runtimes.tvm.functions import function_path
+from runtimes.tvm.package import TUNED, tvm_flavour
+from runtimes.tvm.recording import parse, write_parsed
+from runtimes.tvm.tuning import DATABASE
+from runtimes.tvm.worker import PLACEMENTS
+from runtimes.worker_client import Worker
 from training.kernels.training_set import measured_times
-from tvm_analysis.functions import function_path
-from tvm_analysis.package import TUNED, tvm_flavour
-from tvm_analysis.recording import parse, write_parsed
+from tvm_analysis.tune_kernels import tune_kernels
 from utils.config import read_config, validate
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace

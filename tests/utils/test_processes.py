@@ -12,9 +12,9 @@ import pytest
 
 from inference.evaluation import evaluated_models as evaluation_cases
 from inference.evaluation.evaluated_models import Failures, models_of
-from ort_analysis.graph import recording
-from ort_analysis.graph.recording import write_records
-from ort_analysis.records.kernel_record import ModelRecord
+from records.kernel_record import ModelRecord
+from runtimes.ort.graph import recording
+from runtimes.ort.graph.recording import write_records
 from tests.conftest import small_model
 from utils.errors import UserError
 from utils.fingerprint import Flavour, flavour_of

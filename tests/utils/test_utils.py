@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field, ValidationError
 
-from benchmark.runtimes import MODULES, worker_module
+from runtimes import MODULES, worker_module
 from utils import cli, files, fingerprint, logger, timing
 from utils.config import Config, read_config
 from utils.errors import UserError
