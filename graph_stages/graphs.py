@@ -1,4 +1,7 @@
-"""Graphs to measure on: drawn at random, or read from a list of edges. Where edges point decides how caches are used."""
+"""Graphs to measure on: their sizes, and where their edges come from: drawn at random, or read from a list.
+
+Where edges point decides how caches are used, so they are never zeros.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
+from utils.config import Config, read_config
 from utils.errors import UserError
+from utils.frozen import Frozen
 from utils.safe_names import as_file_name
 
 DEGREE_EXPONENT = 2.5  # of a power-law graph: P(degree = k) ~ k^-2.5; real networks have 2 to 3 (Barabási and Albert, 1999)
 Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class GraphSize(Frozen):
+    """The size of a graph and the widths of the layer.
+
+    Attributes:
+        nodes, edges: of the graph; edges are directed.
+        features: values of a node before the layer.
+        hidden: values of a node after it.
+    """
+
+    nodes: int = Field(ge=1)
+    edges: int = Field(ge=1)
+    features: int = Field(500, ge=1)
+    hidden: int = Field(256, ge=1)
+
+    @property
+    def name(self) -> str:
+        return f"n{self.nodes}_e{self.edges}"
 
 
 @dataclass(frozen=True)
@@ -102,6 +127,66 @@ def _pairs(path: Path) -> Iterator[tuple[int, int]]:
                             "nodes") from None
 
 
+class GraphSource(Frozen):
+    """Where a graph comes from.
+
+    Attributes:
+        kind: how it is drawn, a name of DRAWN; "" for a file.
+        path: of an edge list; "" for a drawn graph.
+        undirected: whether a line of the file stands for both directions.
+        seed: of a drawn graph, the features and the weights.
+    """
+
+    kind: str = "uniform"
+    path: str = ""
+    undirected: bool = False
+    seed: int = 0
+
+    def graph(self, nodes: int, edges: int) -> Graph:
+        """The graph; a file has its own size.
+
+        Raises:
+            UserError: the file can't be read.
+        """
+        return read_edge_list(Path(self.path), self.undirected) if self.path else DRAWN[self.kind](nodes, edges, self.seed)
+
+
 def draw_features(nodes: int, width: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Standard normal features, float32 of shape (nodes, width)."""
     return np.random.default_rng(seed + 1).standard_normal((nodes, width), dtype=np.float32)
+
+
+class Case(Config):
+    """Nodes and edges of one graph."""
+
+    nodes: int = Field(ge=1)
+    edges: int = Field(ge=1)
+
+
+class CaseFile(Config):
+    """What the file holds.
+
+    Attributes:
+        feature_dim: values of a node before the layer.
+        hidden_dim: values of a node after it.
+        test_cases: the graphs.
+    """
+
+    feature_dim: int = Field(500, ge=1)
+    hidden_dim: int = Field(256, ge=1)
+    test_cases: tuple[Case, ...] = Field(min_length=1)
+
+
+def read_cases(path: Path, features: int | None = None, hidden: int | None = None) -> list[GraphSize]:
+    """The sizes in a file, in its order and each once.
+
+    Args:
+        path: JSON, see `CaseFile`.
+        features, hidden: widths in place of those of the file.
+
+    Raises:
+        UserError: no such file, or it holds something else.
+    """
+    cases = read_config(path, CaseFile)
+    return list(dict.fromkeys(GraphSize(nodes=case.nodes, edges=case.edges, features=features or cases.feature_dim,
+                                        hidden=hidden or cases.hidden_dim) for case in cases.test_cases))

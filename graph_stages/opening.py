@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from graph_stages.definition import HOST
-from graph_stages.export import has_openvino, kind_of
-from graph_stages.layer import Array, stage_function
-from graph_stages.work import OPENVINO, ORT, TORCH, StageUnit
+from graph_stages.layer import HOST, Array, stage_function
+from graph_stages.models import has_openvino, kind_of
+from graph_stages.units import OPENVINO, ORT, TORCH, StageUnit
 from utils.errors import UserError
 from utils.lazy import onnxruntime, openvino, torch
 from utils.ort_sessions import model_errors, open_session

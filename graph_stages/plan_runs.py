@@ -9,18 +9,25 @@ from typing import Any
 
 import numpy as np
 
-from graph_stages.chain import OpenedStages, Plan, run_chain, time_chains, time_round
-from graph_stages.chain_times import ChainSamples, ChainTimes, chain_times, sample_chains
-from graph_stages.definition import OUTPUT
-from graph_stages.graphs import DRAWN
-from graph_stages.interpolation import Size
-from graph_stages.layer import Array
+from graph_stages.chains import (
+    ChainSamples,
+    ChainTimes,
+    OpenedStages,
+    Plan,
+    chain_times,
+    run_chain,
+    sample_chains,
+    time_chains,
+    time_round,
+)
+from graph_stages.graphs import DRAWN, GraphSource
+from graph_stages.layer import OUTPUT, Array
 from graph_stages.opening import Refused, difference, open_stage
-from graph_stages.plan_cost import plan_cost
+from graph_stages.plans import plan_cost
 from graph_stages.ranking import RankedPlan, described, ranked
 from graph_stages.records import RAW, StageRecord, read_raw
-from graph_stages.tables import StageTables, in_chains, named
-from graph_stages.work import GraphSource, StageUnit
+from graph_stages.tables import Size, StageTables, in_chains, named
+from graph_stages.units import StageUnit
 from utils import files
 from utils.errors import UserError
 from utils.frozen import Frozen

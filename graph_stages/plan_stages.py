@@ -28,8 +28,7 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from graph_stages.chain_times import CHAINS, append_chains, time_in_chains, timed_sizes
-from graph_stages.options import add_results, add_sizes, folders_of
+from graph_stages.chains import CHAINS, append_chains, time_in_chains, timed_sizes
 from graph_stages.plan_runs import (
     RUNS,
     UNSTEADY,
@@ -46,7 +45,7 @@ from graph_stages.plan_runs import (
     summary,
 )
 from graph_stages.ranking import home_latency, home_of, interpolation_error, left_out_rows, plan_table, ranked
-from graph_stages.tables import StageTables, read_tables
+from graph_stages.tables import Size, StageTables, read_tables
 from utils import cli, files
 from utils.allocator import keep_freed_memory
 from utils.locks import measuring, sole_writer
@@ -63,6 +62,21 @@ python graph_stages/plan_stages.py --time-chains --run
 python graph_stages/plan_stages.py --run --sizes 1000/1000 10000/10000
 """
 log = get_logger("plan_stages")
+
+
+def labelled(text: str) -> tuple[str, Path]:
+    """An option that is a folder, or NAME=FOLDER."""
+    label, _, folder = text.rpartition("=")
+    return label, Path(folder)
+
+
+def size_option(text: str) -> Size:
+    """An option that is NODES/EDGES."""
+    try:
+        nodes, edges = map(cli.count, text.split("/"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NODES/EDGES, such as 4000/6000") from None
+    return nodes, edges
 
 
 def at_one_size(tables: StageTables, args: argparse.Namespace) -> None:
@@ -163,12 +177,16 @@ def compare(tables: StageTables, runs: list[PlanRun], as_json: bool) -> None:
         cli.print_table([summary(rows)], "over all sizes")
 
 
-def main() -> None:
+def made_parser() -> argparse.ArgumentParser:
     parser = cli.parser(__doc__, EXAMPLES)
-    add_results(parser)
+    parser.add_argument("--results", type=labelled, action="append", default=[], metavar="[NAME=]DIR",
+                        help="folder with the tables; of several, NAME is added to the names of a folder's units "
+                             "(default: graph_stages/results)")
+    parser.add_argument("--home", metavar="UNIT", help="where plans begin and end (default: CPU)")
     parser.add_argument("--nodes", type=cli.count, help="of the graph to plan for")
     parser.add_argument("--edges", type=cli.count, help="of it")
-    add_sizes(parser, "of the table, or to run plans at")
+    parser.add_argument("--sizes", type=size_option, nargs="+", metavar="NODES/EDGES",
+                        help="of the table, or to run plans at (default: those measured)")
     parser.add_argument("--objective", choices=("latency", "throughput"), default="latency", help="default: latency")
     parser.add_argument("--extrapolate", action="store_true", help="allow guesses at sizes outside those measured")
     parser.add_argument("--top", type=cli.count, default=10, metavar="N", help="show so many plans (default: 10)")
@@ -181,6 +199,11 @@ def main() -> None:
                                 ("rounds", 4, "turns of each plan")):
         parser.add_argument(f"--{name}", type=cli.count, default=default, metavar="N",
                             help=f"for --run and --time-chains: {what} (default: {default})")
+    return parser
+
+
+def main() -> None:
+    parser = made_parser()
     args = parser.parse_args()
     if (args.nodes is None) != (args.edges is None):
         parser.error("--nodes and --edges go together")
@@ -191,7 +214,7 @@ def main() -> None:
     if args.out and args.out.suffix not in (".json", ".csv"):
         parser.error(f"--out {args.out}: a .json or .csv")
     workspace = cli.start(args)
-    folders = folders_of(args, workspace)
+    folders = args.results or [("", workspace.stage_results)]
     tables = read_tables(folders, args.alone)
     if args.run or args.time_chains:
         keep_freed_memory()

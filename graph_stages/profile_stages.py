@@ -16,15 +16,24 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from graph_stages.analysis import analyze
-from graph_stages.cases import read_cases
-from graph_stages.definition import STAGES, GraphSize
-from graph_stages.export import export_stages, has_openvino, model_files
-from graph_stages.graphs import DRAWN
+from graph_stages.graphs import DRAWN, GraphSize, GraphSource, read_cases
+from graph_stages.layer import STAGES
+from graph_stages.models import export_stages, has_openvino, model_files
 from graph_stages.profiling import Profile, measure_profile
 from graph_stages.records import UnitReport
-from graph_stages.units import CPU_RUNTIMES, INSTALL, KINDS, choose_units, find_units, runtime_version
-from graph_stages.work import OPENVINO, ORT, TORCH, GraphSource, StageUnit
+from graph_stages.report import analyze
+from graph_stages.units import (
+    CPU_RUNTIMES,
+    INSTALL,
+    KINDS,
+    OPENVINO,
+    ORT,
+    TORCH,
+    StageUnit,
+    choose_units,
+    find_units,
+    runtime_version,
+)
 from utils import cli
 from utils.errors import UserError
 from utils.logger import get_logger

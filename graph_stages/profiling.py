@@ -8,13 +8,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from graph_stages.definition import TENSORS
-from graph_stages.measure import RESIDENT, failed
-from graph_stages.records import RawMeasurements, StageRecord, UnitReport, raw_path
-from graph_stages.transfers import TRANSFERS, TransferRecord, copies_to_time, write_transfers
-from graph_stages.units import PACKAGES, runtime_version
-from graph_stages.work import TORCH, StageUnit
-from graph_stages.worker import Request
+from graph_stages.layer import TENSORS
+from graph_stages.records import TRANSFERS, RawMeasurements, StageRecord, TransferRecord, UnitReport, raw_path, write_transfers
+from graph_stages.units import PACKAGES, TORCH, StageUnit, runtime_version
+from graph_stages.worker import RESIDENT, Request, copies_to_time, failed
 from measuring.bench import Bench, Steadiness
 from measuring.loads import measure_loads
 from measuring.pending import Planned, pending

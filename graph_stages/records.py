@@ -1,15 +1,19 @@
-"""What is known of each stage on each unit: `results/raw_measurements.json`."""
+"""What was measured of each stage on each unit, `results/raw_measurements.json`, and of copies between the host's memory and a
+unit's own, `results/transfer_table.json`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from pydantic import computed_field, model_validator
 
-from graph_stages.definition import STAGES, GraphSize, Stage
+from graph_stages.graphs import GraphSize
+from graph_stages.layer import STAGES, Stage
 from records.measurement import Status
 from utils import files
 from utils.frozen import Frozen
@@ -19,6 +23,9 @@ VERSION = 1
 REMAKE = "python graph_stages/profile_stages.py --measure"
 RAW = "raw_measurements.json"
 DERIVED = ("statistics", "resident_statistics")
+TRANSFERS = "transfer_table.json"
+Direction: TypeAlias = Literal["to_device", "to_host"]
+DIRECTIONS: tuple[Direction, ...] = ("to_device", "to_host")
 
 
 class UnitReport(Frozen):
@@ -155,3 +162,64 @@ def read_raw(path: Path) -> RawMeasurements:
         UserError: it is missing or damaged.
     """
     return files.read_record(path, RawMeasurements, VERSION, REMAKE)
+
+
+class TransferRecord(Frozen):
+    """Times of copies of so many bytes.
+
+    Attributes:
+        memory: whose, by the unit's name.
+        direction: from or to the host's memory, which is pageable: ordinary numpy arrays.
+        bytes: of one copy.
+        samples_ms: one per copy, to its end.
+    """
+
+    memory: str
+    direction: Direction
+    bytes: int
+    samples_ms: tuple[float, ...]
+
+
+class TransferTable(Frozen):
+    """All copies of one machine."""
+
+    version: int = VERSION
+    records: tuple[TransferRecord, ...]
+
+    @cached_property
+    def medians_ms(self) -> dict[tuple[str, Direction], list[tuple[int, float]]]:
+        """By memory and direction, numbers of bytes in rising order and the median times of their copies."""
+        points: dict[tuple[str, Direction], dict[int, float]] = {}
+        for one in self.records:
+            points.setdefault((one.memory, one.direction), {})[one.bytes] = statistics(one.samples_ms)["median"]
+        return {key: sorted(found.items()) for key, found in points.items()}
+
+    def copy_ms(self, memory: str, direction: Direction, moved_bytes: int) -> float:
+        """The time of a copy: between the numbers of bytes measured on a line, below them as long as the smallest, above them
+        in proportion to the largest.
+
+        Raises:
+            KeyError: copies of that memory were not measured.
+        """
+        if (memory, direction) not in self.medians_ms:
+            raise KeyError(memory)
+        moved, times_ms = zip(*self.medians_ms[memory, direction], strict=True)
+        if moved_bytes > moved[-1]:
+            return float(times_ms[-1] * moved_bytes / moved[-1])
+        return float(np.interp(moved_bytes, moved, times_ms))
+
+
+def write_transfers(folder: Path, records: Iterable[TransferRecord]) -> Path:
+    path = folder / TRANSFERS
+    files.write_json(path, TransferTable(records=tuple(records)))
+    return path
+
+
+def read_transfers(folder: Path) -> TransferTable | None:
+    """The copies in a folder of results; None where none were measured, as on a machine whose units share the host's memory.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = folder / TRANSFERS
+    return files.read_record(path, TransferTable, VERSION, REMAKE) if path.exists() else None

@@ -1,20 +1,35 @@
-"""`results/profiling_report.txt`: what was measured and what follows from it, for people."""
+"""Writes what follows from the measurements: the tables for planners, a report for people, and a plot of each stage's time over
+its bytes.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from graph_stages.definition import STAGES
-from graph_stages.lookup import LookupKey, LookupRecord
-from graph_stages.records import RawMeasurements
-from graph_stages.regression import Regression
+import numpy as np
+
+from graph_stages.analysis import LookupKey, LookupRecord, Regression, fit_stages, lookup_table, write_lookup
+from graph_stages.layer import STAGES
+from graph_stages.records import RawMeasurements, StageRecord, raw_path, read_raw
+from utils import files
+from utils.lazy import matplotlib
+from utils.logger import get_logger
+from utils.paths import Workspace
 
 MEANING = """\
 Bandwidth: 1000 / slope / 1024² MB/s, of latency = slope · bytes + intercept over all sizes. Bytes are those of a stage's inputs
 and outputs. All that grows with them is in the slope: copies to and from the unit, and the unit's own reading and writing.
 Regression alone can't tell these apart. transfer_by in lookup_table.json says "measured" where runs with the data in the unit's
 own memory were timed as well: there the transfer is the difference of the two. compute_time = total_time - transfer_time."""
+BANDWIDTH, REGRESSION = "bandwidth_table.json", "regression_table.json"
+REPORT, PLOT = "profiling_report.txt", "regression.png"
+NO_SKLEARN = "scikit-learn is not installed: the regression was skipped (pip install scikit-learn)"
+log = get_logger("stages")
 
 
 def report(raw: RawMeasurements, table: Mapping[LookupKey, LookupRecord], fits: Iterable[Regression], skipped: str) -> str:
@@ -90,3 +105,78 @@ def _left_out(table: Mapping[LookupKey, LookupRecord]) -> Iterator[str]:
     if failed:
         yield "Failed"
         yield from (f"  {key}: {reason}" for key, reason in failed.items())
+
+
+def draw(records: Sequence[StageRecord], fits: Mapping[tuple[str, int], Regression], path: Path) -> None:
+    """One panel for each unit. A line that is no bandwidth is dashed."""
+    units = list(dict.fromkeys(unit for unit, _ in fits))
+    if not units:
+        return
+    matplotlib.use("Agg")
+    figure, panels = matplotlib.pyplot.subplots(1, len(units), figsize=(1 + 6 * len(units), 5), squeeze=False,
+                                                layout="constrained")
+    for axes, unit in zip(panels[0], units, strict=True):
+        for (of_unit, stage), fit in fits.items():
+            if of_unit == unit:
+                _draw_stage(axes, [one for one in records if (one.unit, one.stage) == (unit, stage) and one.samples_ms], fit)
+        axes.set(title=unit, xscale="log", yscale="log", xlabel="bytes of inputs and outputs (MB)", ylabel="latency (ms)")
+        axes.grid(color="0.9")
+        axes.legend(fontsize="small")
+    with files.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120)
+    matplotlib.pyplot.close(figure)
+
+
+def _draw_stage(axes: matplotlib.pyplot.Axes, records: Sequence[StageRecord], fit: Regression) -> None:
+    moved = np.array([one.bytes_in + one.bytes_out for one in records], float)
+    label = f"{fit.stage} {records[0].stage_name}: " + (f"{fit.bandwidth:.0f} MB/s" if fit.bandwidth else "no bandwidth")
+    (points,) = axes.plot(moved / 1024**2, [one.statistics["mean"] for one in records], "o", markersize=4, label=label)
+    if fit.slope_ms_per_byte is None or fit.intercept_ms is None:
+        return
+    line = np.geomspace(moved.min(), moved.max(), 50)
+    times = fit.slope_ms_per_byte * line + fit.intercept_ms
+    style = "-" if fit.bandwidth else "--"
+    axes.plot(line[times > 0] / 1024**2, times[times > 0], style, color=points.get_color(), linewidth=1)
+
+
+def analyze(workspace: Workspace) -> list[dict[str, Any]]:
+    """Writes lookup_table.json, bandwidth_table.json, regression_table.json, profiling_report.txt and regression.png beside the
+    raw measurements, and returns a row for each unit and stage.
+
+    Without scikit-learn there is no regression, and so neither bandwidth nor plot; the other files say so.
+
+    Raises:
+        UserError: there are no measurements, or they are damaged.
+    """
+    folder = workspace.stage_results
+    raw = read_raw(raw_path(workspace))
+    skipped = "" if find_spec("sklearn") else NO_SKLEARN
+    fits = {} if skipped else {(fit.unit, fit.stage): fit for fit in fit_stages(raw.records)}
+    measured = dict.fromkeys((record.unit, record.stage) for record in raw.records)
+    table = lookup_table(raw.records, fits, skipped or "no run succeeded")
+    keyed = {f"{unit}_stage{stage}": fits.get((unit, stage)) or Regression(unit, stage, 0, reason=skipped or "no run succeeded")
+             for unit, stage in measured}
+    write_lookup(folder, table)
+    files.write_json(folder / BANDWIDTH, {key: fit.bandwidth for key, fit in keyed.items()})
+    files.write_json(folder / REGRESSION, {key: asdict(fit) for key, fit in keyed.items()})
+    files.write_text(folder / REPORT, report(raw, table, keyed.values(), skipped))
+    if skipped:
+        log.warning("%s", skipped)
+    else:
+        draw(raw.records, fits, folder / PLOT)
+    log.info("%d records of times, %d bandwidths (%d null): %s", len(table), len(keyed),
+             sum(fit.bandwidth is None for fit in keyed.values()), folder)
+    return [row(fit) for fit in keyed.values()]
+
+
+def row(fit: Regression) -> dict[str, Any]:
+    """A regression as a row of a table."""
+    unknown = fit.slope_low is None or fit.slope_high is None
+    within = None if unknown else f"{_per_mb(fit.slope_low)} to {_per_mb(fit.slope_high)}"
+    return {"unit": fit.unit, "stage": fit.stage, "sizes": fit.points, "ms per MB": _per_mb(fit.slope_ms_per_byte),
+            "95 % interval": within, "intercept (ms)": fit.intercept_ms, "R²": fit.r2, "bandwidth (MB/s)": fit.bandwidth,
+            "reason": fit.reason}
+
+
+def _per_mb(slope: float | None) -> str | None:
+    return None if slope is None else f"{slope * 1024**2:.4g}"

@@ -1,27 +1,80 @@
-"""The process that runs stages, so that a driver that crashes or hangs costs one stage.
+"""The process that times stages, so that a driver that crashes or hangs costs one stage.
 
 Reads one Request a line on standard input, writes one Measurement a line on standard output, and ends when its input does.
-graph_stages/profile_stages.py starts it.
+profile_stages.py starts it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
-from typing import Literal
+from typing import Any, Literal
 
-from graph_stages.definition import HOST
-from graph_stages.measure import SUBJECT, failed, measure_stage, rounded, time_opened
-from graph_stages.opening import Feed, OpenedStage, Refused, open_stage
-from graph_stages.transfers import Copy, time_copy
-from graph_stages.work import StageUnit
-from records.measurement import Measurement
+import numpy as np
+
+from graph_stages.layer import HOST
+from graph_stages.opening import Feed, OpenedStage, Refused, open_stage, wrong
+from graph_stages.records import DIRECTIONS, Direction
+from graph_stages.units import StageUnit, facts_of
+from measuring.run_times import time_warm_runs_ms
+from records.measurement import Measurement, Status, now
 from utils.allocator import keep_freed_memory
 from utils.errors import UserError
 from utils.frozen import Frozen
 from utils.processes import serve_lines
 
+SUBJECT = "stage"
+RESIDENT = "resident_ms"
 CANARY, COPY = "canary", "copy"
 CANARY_WARMUP, CANARY_RUNS = 3, 15
+STEPS = 9  # numbers of bytes of copies, evenly spaced on a logarithmic scale
+FEWEST_BYTES = 4096
+
+
+def measure_stage(unit: StageUnit) -> Measurement:
+    """The times of a stage's runs, after some that do not count; a stage that nothing can run is a measurement that says so."""
+    began = now()
+    try:
+        opened, fallback = open_stage(unit)
+    except Refused as refused:
+        return failed(unit, "failed", str(refused), began)
+    feed = unit.tensors
+    samples_ms = time_opened(opened, feed, unit.warmup, unit.runs)
+    quantities = {}
+    if opened.memory != HOST:
+        values = {name: opened.to_unit(name, feed[name]) for name in unit.definition.inputs}
+        quantities[RESIDENT] = rounded(time_warm_runs_ms(partial(opened.run_resident, values), unit.warmup, unit.runs))
+    if why := wrong(opened.run(feed), feed[unit.definition.outputs[0]], opened.inference_precision):
+        return failed(unit, "failed", f"{opened.runtime}: after {unit.runs} runs {why}", began)
+    facts = facts_of(unit) | {"runtime": opened.runtime, "ran_on": opened.ran_on, "fallback": fallback,
+                              "inference_precision": opened.inference_precision, "threads": opened.threads}
+    return Measurement(subject=SUBJECT, id=unit.id, label="run", context="alone", place="alone", facts=facts,
+                       samples_ms=rounded(samples_ms), quantities=quantities, started=began, ended=now())
+
+
+def time_opened(opened: OpenedStage, feed: Feed, warmup: int, runs: int) -> list[float]:
+    """Times of runs in ms, with the copies to and from the unit."""
+    return time_warm_runs_ms(partial(opened.run, feed), warmup, runs)
+
+
+def failed(unit: StageUnit, status: Status, error: str, began: str = "") -> Measurement:
+    """The measurement of a stage that could not be run."""
+    facts = facts_of(unit) | {"runtime": unit.runtime, "ran_on": unit.unit, "fallback": "",
+                              "inference_precision": unit.inference_precision, "threads": unit.threads}
+    return Measurement(subject=SUBJECT, id=unit.id, label="run", context="alone", place="alone", facts=facts, status=status,
+                       error=error, started=began or now(), ended=now())
+
+
+def rounded(samples_ms: Iterable[float]) -> tuple[float, ...]:
+    """Times to the nanosecond; clocks are no finer."""
+    return tuple(round(sample, 6) for sample in samples_ms)
+
+
+class Copy(Frozen):
+    """A copy to time: its direction, and its bytes, a multiple of 4."""
+
+    direction: Direction
+    bytes: int
 
 
 class Request(Frozen):
@@ -46,6 +99,31 @@ def run_canary(unit: StageUnit) -> Measurement:
         return failed(unit, "failed", str(refused))
     return Measurement(subject=SUBJECT, id=CANARY, label=CANARY, context="alone", place="alone",
                        samples_ms=rounded(time_opened(opened, feed, CANARY_WARMUP, CANARY_RUNS)))
+
+
+def sizes_of_copies(largest: int) -> list[int]:
+    """Numbers of bytes to measure: up to the largest tensor, whole float32 values."""
+    return sorted({4 * round(one / 4) for one in np.geomspace(FEWEST_BYTES, max(largest, 2 * FEWEST_BYTES), STEPS)})
+
+
+def copies_to_time(largest: int) -> list[Copy]:
+    """Both directions at each number of bytes."""
+    return [Copy(direction=direction, bytes=moved) for moved in sizes_of_copies(largest) for direction in DIRECTIONS]
+
+
+def time_copy(copy: Copy, to_device: Callable[[Any], Any], to_host: Callable[[Any], Any], warmup: int,
+              runs: int) -> list[float]:
+    """Times in ms of copies of an array, each to its end.
+
+    Args:
+        copy: which.
+        to_device: copies an array to the device, and returns when that is done.
+        to_host: copies what `to_device` returned to a new array.
+        warmup, runs: copies before and in the measurement.
+    """
+    array = np.random.default_rng(0).random(copy.bytes // 4, np.float32)
+    run = partial(to_device, array) if copy.direction == "to_device" else partial(to_host, to_device(array))
+    return time_warm_runs_ms(run, warmup, runs)
 
 
 def run_copy(unit: StageUnit, copy: Copy) -> Measurement:

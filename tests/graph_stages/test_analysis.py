@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from graph_stages.analysis import BANDWIDTH, PLOT, REGRESSION, REPORT, analyze
-from graph_stages.definition import STAGES, GraphSize, Stage
-from graph_stages.lookup import LOOKUP, LookupKey, read_lookup
+from graph_stages.analysis import LOOKUP, LookupKey, fit_line, read_lookup
+from graph_stages.graphs import GraphSize
+from graph_stages.layer import STAGES, Stage
 from graph_stages.records import RawMeasurements, StageRecord, UnitReport, raw_path
-from graph_stages.regression import fit_line
+from graph_stages.report import BANDWIDTH, PLOT, REGRESSION, REPORT, analyze
 from utils import files
 from utils.errors import UserError
 from utils.paths import Workspace

@@ -12,19 +12,18 @@ import numpy as np
 import pytest
 from command import run_script
 
-from graph_stages.analysis import analyze
-from graph_stages.chain import run_chain, time_chains
-from graph_stages.chain_times import append_chains, read_chains, time_in_chains
-from graph_stages.definition import HOST, OUTPUT, STAGES, GraphSize
-from graph_stages.export import export_stages, model_files
-from graph_stages.measure import measure_stage
+from graph_stages.chains import append_chains, read_chains, run_chain, time_chains, time_in_chains
+from graph_stages.graphs import GraphSize
+from graph_stages.layer import HOST, OUTPUT, STAGES
+from graph_stages.models import export_stages, model_files
 from graph_stages.opening import OpenedStage, difference, open_stage
 from graph_stages.plan_runs import PlanRun, append_runs, predicted_anew, read_runs, size_rows, summary
 from graph_stages.profiling import record_of
-from graph_stages.records import RawMeasurements, raw_path
+from graph_stages.records import DIRECTIONS, RawMeasurements, TransferRecord, TransferTable, raw_path
+from graph_stages.report import analyze
 from graph_stages.tables import StageTables, StageTimes, in_chains, read_tables
-from graph_stages.transfers import DIRECTIONS, TransferRecord, TransferTable
-from graph_stages.work import StageUnit
+from graph_stages.units import StageUnit
+from graph_stages.worker import measure_stage
 from utils import files
 from utils.errors import UserError
 from utils.paths import Workspace

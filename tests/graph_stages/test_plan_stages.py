@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from command import run_script
 
-from graph_stages.definition import STAGES
-from graph_stages.lookup import LookupKey, LookupRecord, write_lookup
-from graph_stages.plan_cost import HOST
+from graph_stages.analysis import LookupKey, LookupRecord, write_lookup
+from graph_stages.layer import STAGES
+from graph_stages.plans import HOST
 from graph_stages.ranking import described, left_out_rows, plan_table, ranked
-from graph_stages.records import RAW, RawMeasurements, StageRecord
+from graph_stages.records import RAW, RawMeasurements, StageRecord, TransferRecord, write_transfers
 from graph_stages.tables import read_tables
-from graph_stages.transfers import TransferRecord, write_transfers
 from utils import files
 from utils.errors import UserError
 

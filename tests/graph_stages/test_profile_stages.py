@@ -23,13 +23,13 @@ from command import run_script
 from optional_packages import needs
 
 from graph_stages import opening, profiling
-from graph_stages.definition import STAGES, GraphSize
-from graph_stages.export import export_stages, model_files
-from graph_stages.measure import RESIDENT, measure_stage
+from graph_stages.graphs import GraphSize, GraphSource
+from graph_stages.layer import STAGES
+from graph_stages.models import export_stages, model_files
 from graph_stages.opening import OpenedStage, Refused, open_stage
 from graph_stages.records import RawMeasurements, read_raw
-from graph_stages.units import choose_units, find_units
-from graph_stages.work import GraphSource, StageUnit
+from graph_stages.units import StageUnit, choose_units, find_units
+from graph_stages.worker import RESIDENT, measure_stage
 from measuring.worker_process import WorkerFailed
 from records.journal import read_blocks
 from utils.errors import UserError

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from graph_stages.interpolation import estimated, surrounding
+from graph_stages.tables import estimated, surrounding
 from utils.errors import UserError
 
 STEPS = (1000, 2000, 3000, 5000, 10000)

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from graph_stages.best_plan import best_plan, candidate_plans, possible_plans
-from graph_stages.plan_cost import HOST, PlanningProblem, StageCost, StageData, plan_cost
+from graph_stages.plans import HOST, PlanningProblem, StageCost, StageData, best_plan, plan_cost
+from graph_stages.ranking import candidate_plans, possible_plans
 from utils.errors import UserError
 
 STAGES = (StageData(("x", "edges"), ("a",)), StageData(("a",), ("b",)), StageData(("b", "x"), ("y",)))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from graph_stages.definition import GRAPH_INPUTS, OUTPUT, STAGES, TENSORS, GraphSize
+from graph_stages.graphs import GraphSize
+from graph_stages.layer import GRAPH_INPUTS, OUTPUT, STAGES, TENSORS
 from graph_stages.records import RAW, RawMeasurements, StageRecord, UnitReport, read_raw
 from utils import files
 from utils.errors import UserError

@@ -10,11 +10,9 @@ import onnx
 import pytest
 from optional_packages import needs
 
-from graph_stages.cases import read_cases
-from graph_stages.definition import OUTPUT, STAGES, GraphSize
-from graph_stages.export import ModelFile, export_stages, model_file, model_files
-from graph_stages.graphs import Graph, draw_features, draw_power_law, draw_uniform, read_edge_list
-from graph_stages.layer import Array, Weights, all_tensors, draw_weights
+from graph_stages.graphs import Graph, GraphSize, draw_features, draw_power_law, draw_uniform, read_cases, read_edge_list
+from graph_stages.layer import OUTPUT, STAGES, Array, Weights, all_tensors, draw_weights
+from graph_stages.models import ModelFile, export_stages, model_file, model_files
 from utils.errors import UserError
 from utils.ort_sessions import open_session
 from utils.paths import ROOT

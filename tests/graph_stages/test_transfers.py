@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from graph_stages import worker
-from graph_stages.definition import GraphSize
+from graph_stages.graphs import GraphSize
 from graph_stages.opening import OpenedStage
 from graph_stages.profiling import Profile, measure_copies
-from graph_stages.transfers import TransferTable, copies_to_time, read_transfers, time_copy, write_transfers
-from graph_stages.work import StageUnit
+from graph_stages.records import TransferTable, read_transfers, write_transfers
+from graph_stages.units import StageUnit
+from graph_stages.worker import copies_to_time, time_copy
 from records.measurement import Measurement
 from utils.errors import UserError
 

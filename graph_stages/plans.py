@@ -1,21 +1,23 @@
-"""What a plan costs: a unit for each stage, the stages one after another, tensors moved where they are not yet.
+"""What a plan costs, and the best plan of all, found exactly by dynamic programming.
 
-A tensor lies in one or several *memories*. A stage reads and writes the memory of its unit; a tensor that is not there is
-copied first, and stays where it came from, so that nothing is copied twice. Two device memories exchange tensors through the
-host's.
+A plan names a unit for each stage. Stages run one after another. A tensor lies in one or several *memories*. A stage reads and
+writes the memory of its unit; a tensor that is not there is copied first, and stays where it came from, so that nothing is
+copied twice. Two device memories exchange tensors through the host's.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
-from graph_stages.definition import HOST
+from graph_stages.layer import HOST
 from utils.errors import UserError
 
 Holders: TypeAlias = "frozenset[tuple[str, str]]"  # (tensor, memory) for each copy that is still needed
+Objective: TypeAlias = Literal["latency", "throughput"]
 
 
 @dataclass(frozen=True)
@@ -209,3 +211,79 @@ def plan_cost(problem: PlanningProblem, assignment: Sequence[str]) -> PlanCost:
         steps.append(step)
     steps.append(delivered(problem, holders))
     return PlanCost(tuple(assignment), tuple(steps), busy_times(problem, steps))
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """The first stages of a plan: its units, and what they cost: the latency, or the busy time of each processor."""
+
+    assignment: tuple[str, ...]
+    cost: tuple[float, ...]
+
+
+def best_plan(problem: PlanningProblem, objective: Objective = "latency") -> PlanCost:
+    """The plan with the lowest latency, or with the highest throughput, of all assignments of stages to units.
+
+    Raises:
+        UserError: no unit can run some stage.
+    """
+    for stage in range(len(problem.stages)):
+        if not problem.units_for(stage):
+            raise UserError(f"stage {stage + 1} was measured on no unit; measure it first: "
+                            "python graph_stages/profile_stages.py --measure")
+    complete = [partial for units in _unit_sets(problem) for partial in _best_of(problem, objective, units)]
+    return plan_cost(problem, min(complete, key=lambda partial: max(partial.cost)).assignment)
+
+
+def _unit_sets(problem: PlanningProblem) -> list[frozenset[str]]:
+    """The sets of units to plan with: all at once, unless units on one processor slow each other down by being used at all."""
+    units = [unit for unit in problem.units if any(of == unit for of, _ in problem.costs)]
+    shared = problem.shared
+    if not any(shared[unit] & cost.after_ms.keys() for (unit, _), cost in problem.costs.items()):
+        return [frozenset(units)]
+    return [frozenset(some) for number in range(1, len(units) + 1) for some in itertools.combinations(units, number)]
+
+
+def _best_of(problem: PlanningProblem, objective: Objective, units: frozenset[str]) -> list[_Partial]:
+    """The best plans with some units, which slow each other down as if all of them were used; none if they can't run a stage.
+
+    Stage by stage, all that the past means for the future is the unit of the last stage, and where the tensors lie that later
+    stages read. So of all beginnings that agree in these, one is enough: the cheapest; for the throughput, all that no other
+    beats on every processor.
+    """
+    processors = sorted({problem.host, *(cost.processor for cost in problem.costs.values())})
+    shared = problem.shared
+
+    def cost_of(step: Step) -> tuple[float, ...]:
+        if objective == "latency":
+            return (step.ms,)
+        busy = busy_times(problem, [step])
+        return tuple(busy.get(processor, 0.0) for processor in processors)
+
+    kept: dict[tuple[Holders, str], list[_Partial]] = {
+        (problem.begin, ""): [_Partial((), (0.0,) * len(cost_of(Step(None, ()))))]}
+    for stage in range(len(problem.stages)):
+        reached: dict[tuple[Holders, str], list[_Partial]] = {}
+        for (holders, last), beginnings in kept.items():
+            for unit in units.intersection(problem.units_for(stage)):
+                step, after = advanced(problem, holders, stage, unit, ((shared[unit] & units) | {last}) - {unit})
+                reached.setdefault((after, unit), []).extend(_added(beginnings, cost_of(step), unit))
+        kept = {state: _not_beaten(partials) for state, partials in reached.items()}
+    return [ended for (holders, _), partials in kept.items()
+            for ended in _added(partials, cost_of(delivered(problem, holders)))]
+
+
+def _added(partials: Sequence[_Partial], cost: tuple[float, ...], *units: str) -> list[_Partial]:
+    return [_Partial((*partial.assignment, *units), tuple(a + b for a, b in zip(partial.cost, cost, strict=True)))
+            for partial in partials]
+
+
+def _not_beaten(partials: Sequence[_Partial]) -> list[_Partial]:
+    """Those that no other equals or beats in every cost."""
+    kept: list[_Partial] = []
+    for partial in sorted(partials, key=lambda one: one.cost):
+        if not any(all(a <= b for a, b in zip(one.cost, partial.cost, strict=True)) for one in kept):
+            kept.append(partial)
+    return kept
+
+
