@@ -21,10 +21,16 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from convolutions.choice import best_rows, by_run, gain_rows, left_out_times, mean_regret, regret_rows
-from convolutions.plots import draw_all
-from convolutions.table import Case, read_cases, read_table, unpacked
-from convolutions.unmeasured import layer_shapes, predicted_rows
+from convolutions.choice import (
+    best_rows,
+    gain_rows,
+    layer_shapes,
+    left_out_times,
+    mean_regret,
+    predicted_rows,
+    regret_rows,
+)
+from convolutions.tables import Case, by_run, draw_all, read_cases, read_table, unpacked
 from utils import cli, files
 from utils.errors import UserError
 from utils.logger import get_logger

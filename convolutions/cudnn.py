@@ -13,8 +13,7 @@ from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from convolutions.algorithms import ON_GPU
-from convolutions.shapes import ConvShape, NotSupported
+from convolutions.algorithms import ON_GPU, ConvShape, NotSupported
 from utils.errors import UserError
 from utils.lazy import torch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from convolutions.shapes import ConvShape
+from convolutions.algorithms import ConvShape
 from training.kernels.schema import FeatureSchema
 
 WINOGRAD_TILE, FFT_TILE = 4, 32  # output pixels of Winograd's 3x3 transform in cuDNN; input pixels of FFT tiling

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from convolutions.algorithms import ConvShape
 from convolutions.features import CONVOLUTION_FEATURES
-from convolutions.shapes import ConvShape
-from convolutions.table import Case
+from convolutions.tables import Case
 from training.kernels.estimators import SHARED, KernelModel, design_matrix, encode_types, train_booster
 from training.kernels.roofline import fit_roofline
 from training.kernels.settings import XgboostSettings

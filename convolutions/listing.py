@@ -1,4 +1,6 @@
-"""What can be profiled here: models, algorithms, and whether CUDA and cuDNN are there; and what has been profiled so far."""
+"""What the commands list: the names of devices, the models and algorithms that can be profiled here, and what has been profiled
+so far.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,45 @@ from typing import Any
 
 from convolutions.algorithms import DEFAULT, algorithms_of, never_runs
 from convolutions.engines import AI3_REQUIREMENTS, ai3_missing
-from convolutions.measure import PROFILE
-from convolutions.profile_unit import ProfileSettings
+from convolutions.measure import PROFILE, ProfileSettings
 from convolutions.results import JOURNAL, SETTINGS, read_settings
 from records.journal import read_blocks
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import gpu_facts, has_cuda, package_version
+from utils.fingerprint import gpu_facts, has_cuda, package_version, slug
 from utils.lazy import torch, torchvision
 
+GPUS = {"l40s": "an NVIDIA L40S", "h100": "an NVIDIA H100", "h200": "an NVIDIA H200", "v100": "an NVIDIA V100"}
+CPU = "cpu"
 MODELS = ("vgg16", "densenet121", "resnet152", "googlenet", "alexnet", "resnet50")
+
+
+def slurm_feature(gpu: str) -> str:
+    """Slurm's feature of nodes with this GPU, e.g. `gpul40s`."""
+    return f"gpu{gpu}"
+
+
+def gpu_name(device: str) -> str:
+    """The short name of this machine's device, `cpu` or `cuda`."""
+    if device == "cpu":
+        return CPU
+    parts = slug(gpu_facts()["name"]).split("-")
+    return next((name for name in GPUS if name in parts), "-".join(part for part in parts if part != "nvidia"))
+
+
+def checked_gpu(gpu: str, device: str) -> str:
+    """`gpu`, if that is the device of this machine.
+
+    Raises:
+        UserError: it is another one.
+    """
+    if gpu not in (*GPUS, CPU, gpu_name(device)):
+        raise UserError(f"--gpu {gpu}: no such device; known are {', '.join(GPUS)} and {CPU}")
+    if gpu != gpu_name(device):
+        here = gpu_facts()["name"] if device == "cuda" else "a CPU: no NVIDIA GPU that the driver can talk to"
+        raise UserError(f"--gpu {gpu}: the device of this machine is {here}; use --gpu {gpu_name(device)}, or run on a machine "
+                        f"with {GPUS.get(gpu, 'that device')} (sinfo -C {slurm_feature(gpu)} lists Slurm's)")
+    return gpu
 
 
 def model_rows() -> list[dict[str, Any]]:

@@ -1,4 +1,6 @@
-"""Measures one profile: what runs, the model's latency, its layers, their CUDA kernels, and the energy of a run."""
+"""One profile, a model under an algorithm at one input size, and how it is measured: what runs, the model's latency, its
+layers, their CUDA kernels, and the energy of a run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from convolutions.forced import (
+from convolutions.algorithms import NotSupported, counted
+from convolutions.engines import (
     OK,
     ForcedModel,
     LayerCall,
@@ -19,9 +22,6 @@ from convolutions.forced import (
     is_out_of_memory,
     relative_error,
 )
-from convolutions.kernel_names import counted
-from convolutions.profile_unit import ProfileUnit
-from convolutions.shapes import NotSupported
 from convolutions.timing import CallTimes, hold_for_trace, time_layers
 from measuring.gpu_trace import KERNEL, GpuRun, in_range, read, record_ranges
 from measuring.metrics.power_sensors import PowerSensor
@@ -29,14 +29,97 @@ from measuring.power import PowerMonitor, energy_of_runs
 from measuring.run_times import time_runs_ms, wait_for
 from records.labels import SLOWDOWN_ADMITTED
 from records.measurement import Measurement, now
+from utils.errors import UserError
+from utils.frozen import Frozen
 from utils.lazy import torch
 
 if TYPE_CHECKING:
-    from convolutions.shapes import Tensor
+    from convolutions.algorithms import Tensor
 
+VERSION = 1
+REMAKE = "python convolutions/run_profile.py"
+DEFAULT_SMALLEST, DEFAULT_LARGEST = 224, 1016  # 100 sizes in steps of 8
 PROFILE, CONVOLUTION = "profile", "convolution"  # subjects: a whole model, and one call of a layer in it
 SEED = 0
 FEWEST_RUNS = 3
+
+
+class ProfileSettings(Frozen):
+    """What one folder of results holds: `profile.json`. A run that resumes must ask for the same, but for the sizes.
+
+    Attributes:
+        model: a torchvision model.
+        algorithm: its name with blanks.
+        gpu: a short name of the device: `h200`, `cpu`.
+        device: `cuda` or `cpu`.
+        device_name: in full.
+        batch, dtype: of the input; `fp32` or `fp16`.
+        tf32: whether single precision may be computed in TF32 (GPUs since Ampere).
+        fallback: whether layers that the algorithm can't run use the library's choice.
+        input_sizes: heights (and widths) of the input, in pixels.
+        warmup, measure: runs before and in each measurement.
+    """
+
+    version: int = VERSION
+    model: str
+    algorithm: str
+    gpu: str
+    device: str
+    device_name: str
+    batch: int = 1
+    dtype: str = "fp32"
+    tf32: bool = True
+    fallback: bool = False
+    input_sizes: tuple[int, ...]
+    warmup: int = 10
+    measure: int = 30
+
+    @property
+    def name(self) -> str:
+        """`<model>_<algorithm>`, with underscores: how the names of the tables begin."""
+        return f"{self.model}_{self.algorithm.replace(' ', '_')}"
+
+    @property
+    def units(self) -> list[ProfileUnit]:
+        """What is to be measured, the smallest input first."""
+        return [ProfileUnit(self, size) for size in self.input_sizes]
+
+    def same_but_sizes(self, other: ProfileSettings) -> bool:
+        """Whether the measurements of `other` can go on with these settings."""
+        free = {"input_sizes": (), "warmup": 0, "measure": 0, "device_name": ""}
+        return self.model_copy(update=free) == other.model_copy(update=free)
+
+
+@dataclass(frozen=True)
+class ProfileUnit:
+    """A model under an algorithm at one input size."""
+
+    settings: ProfileSettings
+    input_size: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.settings.name}_b{self.settings.batch}_{self.settings.dtype}_{self.input_size}"
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"{self.settings.model} at {self.input_size}x{self.input_size}, batch {self.settings.batch}"
+
+
+def even_sizes(count: int, smallest: int, largest: int) -> tuple[int, ...]:
+    """`count` even numbers between two input sizes, evenly spaced; fewer where there are not so many.
+
+    Raises:
+        UserError: the smallest is larger than the largest, or they leave no even number.
+    """
+    if smallest > largest:
+        raise UserError(f"--min-size {smallest} is larger than --max-size {largest}")
+    low, high = (smallest + 1) // 2, largest // 2
+    if low > high:
+        raise UserError(f"there is no even input size between {smallest} and {largest}")
+    steps = max(count - 1, 1)
+    return tuple(sorted({2 * (low + round(place * (high - low) / steps)) for place in range(count)}))
 
 
 @dataclass(frozen=True)

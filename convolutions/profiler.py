@@ -16,13 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from convolutions.algorithms import algorithm_named
-from convolutions.engines import Engine, engine_of, fallback_of
-from convolutions.event_overhead import event_overhead_ms
-from convolutions.forced import ForcedModel
-from convolutions.measure import Instruments, measure_profile
-from convolutions.profile_unit import ProfileSettings, ProfileUnit
+from convolutions.engines import Engine, ForcedModel, engine_of, fallback_of
+from convolutions.measure import Instruments, ProfileSettings, ProfileUnit, measure_profile
 from convolutions.results import ResultsJournal, write_settings
-from convolutions.timing import LayerTimer
+from convolutions.timing import LayerTimer, event_overhead_ms
 from measuring.bench import Bench, Steadiness
 from measuring.loads import Totals, measure_loads
 from measuring.metrics.power_sensors import NoPowerSensor, open_power_sensor

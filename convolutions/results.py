@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from convolutions.kernel_names import counted, unexpected
-from convolutions.measure import CONVOLUTION, PROFILE
-from convolutions.profile_unit import REMAKE, VERSION, ProfileSettings
+from convolutions.algorithms import counted, unexpected
+from convolutions.measure import CONVOLUTION, PROFILE, REMAKE, VERSION, ProfileSettings
 from records.blocks import Block
 from records.journal import JournalFile, read_blocks
 from records.measurement import Measurement

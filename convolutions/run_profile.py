@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from convolutions import gpus
 from convolutions.algorithms import algorithm_named, algorithms_of
-from convolutions.listing import MODELS, algorithm_rows, cuda_row, model_rows, status_rows
-from convolutions.profile_unit import DEFAULT_LARGEST, DEFAULT_SMALLEST, ProfileSettings, even_sizes
+from convolutions.listing import CPU, GPUS, MODELS, algorithm_rows, checked_gpu, cuda_row, gpu_name, model_rows, status_rows
+from convolutions.measure import DEFAULT_LARGEST, DEFAULT_SMALLEST, ProfileSettings, even_sizes
 from convolutions.profiler import UnifiedProfiler
 from convolutions.results import finished_rows
 from measuring.bench import Steadiness
@@ -60,7 +59,7 @@ def made_parser() -> argparse.ArgumentParser:
     parser.add_argument("--algorithm", help=f"on a GPU {', '.join(algorithms_of('cuda'))}; on a CPU "
                         f"{', '.join(algorithms_of('cpu'))} (blanks, underscores and dashes are the same)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--gpu", help=f"the device that should be here: {', '.join(gpus.NAMES)} or {gpus.CPU}")
+    parser.add_argument("--gpu", help=f"the device that should be here: {', '.join(GPUS)} or {CPU}")
     stages = parser.add_mutually_exclusive_group()
     for name, stage in STAGES.items():
         stages.add_argument(f"--{name}", dest="stage", action="store_const", const=name, default="full",
@@ -96,7 +95,7 @@ def settings_of(args: argparse.Namespace) -> ProfileSettings:
         UserError: this machine has another device, or no such algorithm.
     """
     device, stage = resolve_device(args.device), STAGES[args.stage]
-    gpu = gpus.check(args.gpu, device) if args.gpu else gpus.named(device)
+    gpu = checked_gpu(args.gpu, device) if args.gpu else gpu_name(device)
     algorithm = algorithm_named(args.algorithm, device)
     sizes = even_sizes(args.num_sizes or stage.sizes, args.min_size, args.max_size)
     return ProfileSettings(
@@ -118,10 +117,10 @@ def planned_folder(args: argparse.Namespace, workspace: Workspace) -> Path:
     Raises:
         UserError: there is no such algorithm there, or no such name of a device.
     """
-    gpu = args.gpu or gpus.named(resolve_device(args.device))
-    if gpu not in (*gpus.NAMES, gpus.CPU):
-        raise UserError(f"{gpu}: no such device; known are {', '.join(gpus.NAMES)} and {gpus.CPU}")
-    algorithm = algorithm_named(args.algorithm, "cpu" if gpu == gpus.CPU else "cuda")
+    gpu = args.gpu or gpu_name(resolve_device(args.device))
+    if gpu not in (*GPUS, CPU):
+        raise UserError(f"{gpu}: no such device; known are {', '.join(GPUS)} and {CPU}")
+    algorithm = algorithm_named(args.algorithm, "cpu" if gpu == CPU else "cuda")
     return folder_of(args, workspace, gpu, algorithm.name)
 
 

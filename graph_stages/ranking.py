@@ -1,5 +1,4 @@
-"""Candidate plans at one size, ranked; the best plans over sizes, for switching; and how well times are met at sizes left out.
-"""
+"""Plans at one size, ranked; the best plans over sizes, for switching; how well times are met at sizes left out."""
 
 from __future__ import annotations
 

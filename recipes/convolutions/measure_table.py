@@ -22,10 +22,9 @@ from typing import Any
 if not __package__:  # run as a file: put the repo root first, as `python -m` does
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from convolutions import gpus
 from convolutions.algorithms import DEFAULT, algorithm_named, algorithms_of
-from convolutions.listing import MODELS
-from convolutions.profile_unit import ProfileSettings
+from convolutions.listing import MODELS, gpu_name
+from convolutions.measure import ProfileSettings
 from convolutions.profiler import UnifiedProfiler, open_instruments
 from measuring.bench import Steadiness
 from model_zoo.exporting.torch_models import build, check_names
@@ -59,7 +58,7 @@ def combinations(args: argparse.Namespace, device: str) -> Iterator[ProfileSetti
     for model in args.model or MODELS:
         for algorithm in chosen:
             yield ProfileSettings(
-                model=model, algorithm=algorithm.name, gpu=gpus.named(device), device=device, device_name=described,
+                model=model, algorithm=algorithm.name, gpu=gpu_name(device), device=device, device_name=described,
                 batch=args.batch, dtype=args.dtype, tf32=device == "cuda", fallback=True, warmup=args.warmup,
                 measure=args.measure, input_sizes=tuple(sorted(args.sizes)))
 

@@ -14,7 +14,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from convolutions.algorithms import ON_CPU, ON_GPU
 from convolutions.listing import MODELS
-from convolutions.table import read_table, unpacked
+from convolutions.tables import read_table, unpacked
 from utils import cli, files
 from utils.lazy import pandas as pd
 from utils.markdown import markdown_table

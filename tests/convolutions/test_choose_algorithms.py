@@ -13,15 +13,13 @@ import pytest
 import torch
 from command import printed, run_script
 
-from convolutions.choice import gain_rows, left_out_times, mean_regret, regret_rows
-from convolutions.engines import TorchEngine
+from convolutions.algorithms import ConvShape
+from convolutions.choice import gain_rows, layer_shapes, left_out_times, mean_regret, predicted_rows, regret_rows
+from convolutions.engines import ForcedModel, TorchEngine
 from convolutions.features import CONVOLUTION_FEATURES
-from convolutions.forced import ForcedModel
 from convolutions.learned import fit, predict_ms
 from convolutions.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL_MORE
-from convolutions.shapes import ConvShape
-from convolutions.table import read_cases
-from convolutions.unmeasured import layer_shapes, predicted_rows
+from convolutions.tables import read_cases
 from model_zoo.exporting.torch_models import build
 from utils import files
 from utils.errors import UserError

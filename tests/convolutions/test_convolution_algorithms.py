@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from convolutions import gpus
+from convolutions import listing
 from convolutions.algorithms import HOPPER, ON_CPU, ON_GPU, algorithm_named, never_runs
-from convolutions.profile_unit import ProfileSettings, even_sizes
+from convolutions.listing import checked_gpu, gpu_name
+from convolutions.measure import ProfileSettings, even_sizes
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
 
@@ -69,16 +70,16 @@ def test_names_of_a_profile() -> None:
                                              ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA RTX A6000", "rtx-a6000")])
 def test_short_names_of_gpus(full: str, short: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The names are those that the driver gives; these GPUs are not here."""
-    monkeypatch.setattr(gpus, "gpu_facts", lambda: {"name": full})
-    assert gpus.named("cuda") == short
-    assert gpus.check(short, "cuda") == short
+    monkeypatch.setattr(listing, "gpu_facts", lambda: {"name": full})
+    assert gpu_name("cuda") == short
+    assert checked_gpu(short, "cuda") == short
     with pytest.raises(UserError, match=f"the device of this machine is {full}; use --gpu {short}"):
-        gpus.check("l40s" if short != "l40s" else "h100", "cuda")
+        checked_gpu("l40s" if short != "l40s" else "h100", "cuda")
 
 
 @pytest.mark.skipif(has_cuda(), reason="has a GPU")
 def test_a_gpu_that_is_not_here() -> None:
     with pytest.raises(UserError, match=r"is a CPU.*sinfo -C gpul40s"):
-        gpus.check("l40s", "cpu")
+        checked_gpu("l40s", "cpu")
     with pytest.raises(UserError, match="--gpu a17: no such device"):
-        gpus.check("a17", "cpu")
+        checked_gpu("a17", "cpu")

@@ -9,12 +9,22 @@ import torch
 import torchvision
 
 from convolutions import cudnn, engines
-from convolutions.algorithms import ON_CPU, ON_GPU
+from convolutions.algorithms import ON_CPU, ON_GPU, NotSupported, shape_of
 from convolutions.cudnn import Choice, Cudnn, Descriptors, check, library
-from convolutions.engines import CudnnEngine, Plan, TorchEngine, ai3_missing, engine_of
-from convolutions.forced import INACCURATE, MOST_MODEL_TOLERANCE, OK, ForcedModel, incompatible, output_error
+from convolutions.engines import (
+    INACCURATE,
+    MOST_MODEL_TOLERANCE,
+    OK,
+    CudnnEngine,
+    ForcedModel,
+    Plan,
+    TorchEngine,
+    ai3_missing,
+    engine_of,
+    incompatible,
+    output_error,
+)
 from convolutions.measure import output_difference
-from convolutions.shapes import NotSupported, shape_of
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
 

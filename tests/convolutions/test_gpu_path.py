@@ -14,16 +14,12 @@ import torch
 import torchvision
 from test_forced_convolutions import PretendedCudnn, needs_cudnn
 
-from convolutions import engines, event_overhead, measure
-from convolutions.algorithms import ON_GPU, never_runs
-from convolutions.engines import CudnnEngine, engine_of
-from convolutions.event_overhead import event_overhead_ms
-from convolutions.forced import ForcedModel
-from convolutions.kernel_names import unexpected
-from convolutions.measure import Instruments, measure_profile
-from convolutions.profile_unit import ProfileSettings
+from convolutions import engines, measure, timing
+from convolutions.algorithms import ON_GPU, never_runs, unexpected
+from convolutions.engines import CudnnEngine, ForcedModel, engine_of
+from convolutions.measure import Instruments, ProfileSettings, measure_profile
 from convolutions.results import layer_rows, overall_rows
-from convolutions.timing import SHORTEST_HOLD_MS, time_layers
+from convolutions.timing import SHORTEST_HOLD_MS, event_overhead_ms, time_layers
 from measuring import gpu_trace
 from measuring.gpu_trace import GpuRun, GpuWork, Recording
 from utils.fingerprint import has_cuda
@@ -128,9 +124,9 @@ def test_what_events_add_to_a_layer(pretended_gpu: list[int], monkeypatch: pytes
     monkeypatch.setattr(torch, "ones", lambda count, device: ones(count // 1024))
     monkeypatch.setattr(Event, "elapsed_time", lambda self, other: 0.007)
     work = (GpuWork("relu", 0.0, 3.0),)
-    monkeypatch.setattr(event_overhead, "read", lambda recording: [GpuRun(9.0, work)] * recording.runs)
+    monkeypatch.setattr(timing, "read", lambda recording: [GpuRun(9.0, work)] * recording.runs)
     assert event_overhead_ms() == pytest.approx(0.004)
-    monkeypatch.setattr(event_overhead, "read", lambda recording: [GpuRun(9.0, (*work, *work))] * recording.runs)
+    monkeypatch.setattr(timing, "read", lambda recording: [GpuRun(9.0, (*work, *work))] * recording.runs)
     assert event_overhead_ms() is None
 
 

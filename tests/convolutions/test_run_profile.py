@@ -17,14 +17,11 @@ import torch
 import torchvision
 from command import printed, run_script
 
-from convolutions.algorithms import ON_CPU
-from convolutions.engines import Plan, TorchEngine
-from convolutions.forced import ForcedModel
-from convolutions.measure import Instruments, _layer, _layer_facts, affordable, measure_profile
-from convolutions.profile_unit import ProfileSettings
+from convolutions.algorithms import ON_CPU, NotSupported
+from convolutions.engines import ForcedModel, Plan, TorchEngine
+from convolutions.measure import Instruments, ProfileSettings, _layer, _layer_facts, affordable, measure_profile
 from convolutions.profiler import UnifiedProfiler, described
 from convolutions.results import LAYERS, OVERALL, ResultsJournal
-from convolutions.shapes import NotSupported
 from convolutions.timing import CallTimes, LayerTimer, time_layers
 from measuring.bench import Steadiness
 from measuring.gpu_trace import GpuRun, GpuWork

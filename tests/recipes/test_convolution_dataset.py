@@ -10,12 +10,11 @@ import pandas as pd
 import pytest
 from command import run_script
 
-from convolutions.algorithms import ON_GPU
+from convolutions.algorithms import ON_GPU, unexpected
 from convolutions.choice import left_out_times, mean_regret, regret_rows
-from convolutions.kernel_names import unexpected
 from convolutions.listing import MODELS
 from convolutions.results import LAYERS, LAYERS_MORE, OVERALL, OVERALL_MORE
-from convolutions.table import read_cases, read_table, unpacked
+from convolutions.tables import read_cases, read_table, unpacked
 from utils.errors import UserError
 from utils.paths import ROOT
 
