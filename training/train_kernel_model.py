@@ -83,8 +83,8 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config
     """Writes the predictors of a target, their sidecar, and their errors by kernel. The errors are those of label `gpu`, or of
     the first label where the GPU's time was not measured."""
     save_uncertainty(workspace, rows, workspace.predictors(rows.header.target.name),
-                     {one.label: one.left_out for one in trained})
-    save_errors(workspace, rows, next((one for one in trained if one.label == GPU_LABEL), trained[0]))
+                     {label.label: label.left_out for label in trained})
+    save_errors(workspace, rows, next((label for label in trained if label.label == GPU_LABEL), trained[0]))
     header = rows.header
     spans = {name: (float(low), float(high)) for name, low, high in zip(
         rows.metrics, np.nanmin(rows.load, axis=0), np.nanmax(rows.load, axis=0), strict=True)}
@@ -95,8 +95,9 @@ def save(workspace: Workspace, rows: TrainingSet, trained: list[Trained], config
         "machines": tuple(header.machines.values()),
         "feature_range": tuple(zip(rows.features.min(axis=0).tolist(), rows.features.max(axis=0).tolist(), strict=True)),
         "config": config.model_dump(mode="json")}
-    return save_predictors(workspace.predictors(header.target.name), {one.label: one.model for one in trained},
-                           {one.label: one.errors for one in trained}, measured_times(workspace, header.target.name), about)
+    return save_predictors(workspace.predictors(header.target.name), {label.label: label.model for label in trained},
+                           {label.label: label.errors for label in trained}, measured_times(workspace, header.target.name),
+                           about)
 
 
 def head(rows: TrainingSet, label: str, count: int = 5) -> list[dict[str, Any]]:

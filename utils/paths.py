@@ -81,7 +81,7 @@ class Workspace:
 
     def predictors(self, target: str) -> Path:
         """What is learned for one target. Written by train_kernel_model, fit_composition (composition.json), fit_sharing
-        (sharing.json), fit_doubt (doubt.json), fit_energy (energy.json), check_estimator (estimators.json) and
+        (sharing.json), fit_energy (energy.json), check_estimator (estimators.json) and
         predict_model_latency --measure-missing (measured times); read by the predictor."""
         return self.root / "training" / "predictors" / target
 

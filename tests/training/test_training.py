@@ -14,9 +14,8 @@ from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, rel
 from records.dataset_files import kernel_table_path
 from training.admission.interface import KernelRows
 from training.kernels import estimators
-from training.kernels.estimators import SHARED
+from training.kernels.estimators import SHARED, fit_roofline
 from training.kernels.label_training import LeftOut, cross_validate, train_label, type_errors
-from training.kernels.roofline import fit_roofline
 from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.training_set import TrainingSet, measured_times, read_training_set
 from utils.config import read_config
@@ -91,7 +90,7 @@ def test_cross_validation_does_not_see_the_answer(rows: TrainingSet) -> None:
     blind = rows.rows(np.isin(rows.ids, list(noise)))
     blind.times_ms["run"] = times[np.isin(rows.ids, list(noise))]
     left_out = cross_validate(blind, "run", [], QUICK)
-    correlation = np.corrcoef(np.log(left_out.shared), np.log(blind.times_ms["run"]))[0, 1]
+    correlation = np.corrcoef(np.log(left_out.shared_ms), np.log(blind.times_ms["run"]))[0, 1]
     assert abs(correlation) < 0.3
 
 
@@ -100,7 +99,8 @@ def test_a_type_gets_its_own_predictor_only_where_that_helps(rows: TrainingSet) 
 
     truth = rows.times_ms["run"]
     conv_rows = rows.types == "Conv"
-    better = LeftOut(shared=truth * 1.2, own=np.where(conv_rows, truth * 1.1, truth * 1.3), forest=truth, roofline=truth)
+    better = LeftOut(shared_ms=truth * 1.2, own_ms=np.where(conv_rows, truth * 1.1, truth * 1.3), forest_ms=truth,
+                     roofline_ms=truth)
     assert choose_own(rows, "run", better, ["Conv", "Relu"]) == ["Conv"]
 
 

@@ -170,21 +170,21 @@ def errors_of(task: Task, times_ms: Floats, types: Sequence[str]) -> ErrorStatis
     return error_statistics(times_ms[mask].tolist(), task.rows.times_ms[task.label][mask].tolist())
 
 
-def why_not(task: Task, own_ms: Floats, before_ms: Floats) -> dict[str, str]:
+def why_not(task: Task, estimator_ms: Floats, before_ms: Floats) -> dict[str, str]:
     """By kernel type, why an estimator is not admitted for it; "" where its error is clearly smaller than that of what it
     replaces.
 
     Args:
-        own_ms, before_ms: the held-out times of the estimator, and of what it replaces.
+        estimator_ms, before_ms: the held-out times of the estimator, and of what it replaces.
     """
     reasons = {}
     for name in task.types:
-        own, before = (errors_of(task, times_ms, [name]) for times_ms in (own_ms, before_ms))
+        errors, before = (errors_of(task, times_ms, [name]) for times_ms in (estimator_ms, before_ms))
         kernels = len(set(task.rows.ids[task.tested & (task.rows.types == name)].tolist()))
         if kernels < LEAST_HELD_OUT:
             reasons[name] = f"fewer than {LEAST_HELD_OUT} kernels could be held out, too few to compare"
-        elif own.mape >= OWN_MARGIN * before.mape:
-            reasons[name] = (f"its error on held-out kernels is {own.mape:.1%}, and that of what it would replace "
+        elif errors.mape >= OWN_MARGIN * before.mape:
+            reasons[name] = (f"its error on held-out kernels is {errors.mape:.1%}, and that of what it would replace "
                              f"{before.mape:.1%}; admitted are errors below {OWN_MARGIN:g} times that")
         else:
             reasons[name] = ""
@@ -199,11 +199,11 @@ def about_admitted(task: Task, known: KnownEstimator, times_ms: Mapping[str, Flo
         times_ms: held-out times by name: the estimator's, BEFORE and ROOFLINE.
         types: the kernel types that it is admitted for.
     """
-    own = times_ms[known.estimator.name]
-    ratios = (task.rows.times_ms[task.label] / own)[task.tested & np.isin(task.rows.types, list(types))]
+    estimator_ms = times_ms[known.estimator.name]
+    ratios = (task.rows.times_ms[task.label] / estimator_ms)[task.tested & np.isin(task.rows.types, list(types))]
     return {"source": known.source, "code_sha256": known.code_sha256, "label": task.label,
             "types": tuple(types), "hold_out": task.hold_out,
-            "errors": errors_of(task, own, types), "errors_before": errors_of(task, times_ms[BEFORE], types),
+            "errors": errors_of(task, estimator_ms, types), "errors_before": errors_of(task, times_ms[BEFORE], types),
             "errors_of_roofline": errors_of(task, times_ms[ROOFLINE], types),
             "true_over_predicted": tuple(np.quantile(ratios, (0.05, 0.95)).tolist()), "forced": forced,
             "dataset_sha256": task.rows.sha256, "created": created}

@@ -12,10 +12,9 @@ from pathlib import Path
 from graph_model.simulation.pipeline import PipelineCosts
 from records.labels import GPU_LABEL, UNPROFILED
 from training.composition.fitted import Composition, composition_path
-from training.kernels.estimators import LEAST_LAUNCHES, KernelModel
+from training.kernels.estimators import LEAST_LAUNCHES, KernelModel, Roofline
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.predictors import Predictors
-from training.kernels.roofline import Roofline
 from training.kernels.saved_form import save_estimator
 from training.kernels.settings import LAUNCHES
 from training.kernels.sidecar import (

@@ -23,7 +23,7 @@ from training.composition.left_out import HeldOutKind, kernel_errors
 from training.composition.measured_models import MeasuredModel, TimesOfModels
 from training.composition.run_modes import fit_graph_replay, fit_host_io
 from training.kernels import targets
-from training.kernels.roofline import fit_roofline
+from training.kernels.estimators import fit_roofline
 from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import TrainingSet
 from utils import cli

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from training.admission.interface import Estimator, Floats, KernelRows, Measured
-from training.kernels.roofline import Roofline, fit_roofline
+from training.kernels.estimators import Roofline, fit_roofline
 
 
 class RooflineEstimator(Estimator):

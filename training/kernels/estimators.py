@@ -24,9 +24,9 @@ from training.kernels.class_boosters import (
     row_weights,
 )
 from training.kernels.features import KERNEL_FEATURES
-from training.kernels.roofline import Roofline, fit_roofline
 from training.kernels.schema import FeatureSchema
 from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
+from utils.config import Config
 from utils.lazy import sklearn, xgboost
 
 if TYPE_CHECKING:
@@ -42,6 +42,41 @@ TABLES = "tables"  # the feature that the roofline needs: how many tables a kern
 # error of convolutions on an H200 from 8.2 to 7.8 % (weighted by time: 8.9 to 8.6); types with fewer rows gain nothing.
 MANY_ROWS = 10_000
 SHARED = "shared"  # the booster of all types without one of their own
+
+
+class Roofline(Config):
+    """The rates of a device, which bound the time of a kernel by arithmetic or by memory, and a floor for every kernel.
+
+    Attributes:
+        flops_per_ms, bytes_per_ms: the rates that efficient kernels reach.
+        floor_ms: the time of a kernel that does nothing.
+        scale: the median ratio of measured time to the bound. A kernel of unknown type is estimated as scale times its bound.
+        table_ms: the time to copy one of the tables that some kernels copy to a GPU (feature `tables`).
+    """
+
+    flops_per_ms: float
+    bytes_per_ms: float
+    floor_ms: float
+    scale: float
+    table_ms: float = 0.0
+
+    def bound_ms(self, flops: Floats, bytes_moved: Floats, tables: Floats | float = 0.0) -> Floats:
+        """The lower bound (ms) of each kernel's time."""
+        return (np.maximum(flops / self.flops_per_ms, bytes_moved / self.bytes_per_ms) + self.floor_ms
+                + self.table_ms * tables)
+
+
+def fit_roofline(flops: Floats, bytes_moved: Floats, times_ms: Floats, tables: Floats | None = None) -> Roofline:
+    """The roofline of measured idle kernels: the rates that 2 % of them exceed, and as the floor the time that 2 % stay below.
+    With `tables`, the copy of a table takes the time of the floor too."""
+    rates = flops / times_ms, bytes_moved / times_ms
+    flops_per_ms, bytes_per_ms = (float(np.percentile(rate[rate > 0], 98)) if (rate > 0).any() else 1.0 for rate in rates)
+    floor_ms = float(np.percentile(times_ms, 2))
+    bare = Roofline(flops_per_ms=flops_per_ms, bytes_per_ms=bytes_per_ms, floor_ms=floor_ms, scale=1.0,
+                    table_ms=0.0 if tables is None else floor_ms)
+    bound_ms = bare.bound_ms(flops, bytes_moved, 0.0 if tables is None else tables)
+    return bare.model_copy(update={"scale": float(np.median(times_ms / bound_ms))})
+
 
 FLAT = Roofline(flops_per_ms=1e300, bytes_per_ms=1e300, floor_ms=1.0, scale=1.0)  # 1 for every kernel
 LEAST_LAUNCHES = FLAT.model_copy(update={"table_ms": 1.0})  # one for the kernel, and one for each table
@@ -109,10 +144,10 @@ class KernelModel(OnRoofline):
         rows, config = measured.all_rows, measured.config
         rows = rows.rows(np.isfinite(rows.times_ms[measured.label]))
         wanted = sorted(set(measured.types.tolist()))
-        own = self.own_types
-        if own is None:
-            own = [name for name in wanted if len(set(rows.ids[rows.types == name].tolist())) >= config.own_min_kernels]
-        learned = fit_kernel_model(rows, measured.label, own, config, types=wanted)
+        own_types = self.own_types
+        if own_types is None:
+            own_types = [name for name in wanted if len(set(rows.ids[rows.types == name].tolist())) >= config.own_min_kernels]
+        learned = fit_kernel_model(rows, measured.label, own_types, config, types=wanted)
         for attribute in fields(learned):
             if attribute.name != "own_types":
                 setattr(self, attribute.name, getattr(learned, attribute.name))
@@ -256,31 +291,31 @@ def learning_problem(rows: TrainingSet, label: str, roofline: Roofline | None = 
     return problem_of(rows.kernels, times_ms, roofline, tables)
 
 
-def fit_kernel_model(rows: TrainingSet, label: str, own: Sequence[str], config: TrainingConfig,
+def fit_kernel_model(rows: TrainingSet, label: str, own_types: Sequence[str], config: TrainingConfig,
                      problem: Problem | None = None, steady: frozenset[str] = frozenset(),
                      types: Sequence[str] | None = None) -> KernelModel:
-    """Boosters for `label`: a shared one of all rows, and one for each kernel type in `own` that has rows. That of the GPU's
+    """Boosters for `label`: a shared one of all rows, and one for each of `own_types` that has rows. That of the GPU's
     time of one type learns a little from related types, too (see `related_types`).
 
     Args:
         rows: to learn from; all have the label.
         label: the label whose times are learned.
-        own: kernel types with boosters of their own.
+        own_types: kernel types with boosters of their own.
         config: of the training.
         problem: of these rows, if it is known.
         steady: classes of operators that boosters of classes give the median ratio (see `ClassBoosters`).
         types: the only types that will be predicted, so that no booster is trained that none of them needs; default: all.
     """
     problem, settings = problem or learning_problem(rows, label), config.booster(label)
-    own = [name for name in own if (rows.types == name).any() and (types is None or name in types)]
-    predictor_of = {name: name if name in own else SHARED for name in types or problem.type_codes}
+    own_types = [name for name in own_types if (rows.types == name).any() and (types is None or name in types)]
+    predictor_of = {name: name if name in own_types else SHARED for name in types or problem.type_codes}
 
     def train(name: str) -> xgboost.Booster:
         if name == SHARED:
             return train_booster(problem.matrix, problem.log_ratios, settings, config.seed)
         return train_own(name, rows, problem, settings, config.seed, label == GPU_LABEL)
 
-    needed = dict.fromkeys([SHARED, *own] if types is None else predictor_of.values())
+    needed = dict.fromkeys([SHARED, *own_types] if types is None else predictor_of.values())
     boosters = WithClasses({name: train(name) for name in needed}, learn_classes(rows, problem, config, steady=steady))
     return KernelModel(rows.schema, problem.roofline, problem.type_codes, predictor_of, boosters,
                        tuple(rows.idle_load.values()))

@@ -150,8 +150,8 @@ def _product(kernel: Kernel, inputs: Sequence[KernelInput], out: Sequence[int], 
                        window.group_channels * window.kernel_height * window.kernel_width, 0)
     if ("MatMul" in op or "Gemm" in op) and len(out) >= 2:
         return _matrix_product(kernel, inputs, out)
-    if op == "Einsum" and (found := einsum_product(kernel.attributes, inputs)):
-        return Product(*found, 0)
+    if op == "Einsum" and (product := einsum_product(kernel.attributes, inputs)):
+        return Product(*product, 0)
     if out_elements and kernel.flops > 8 * out_elements:  # Attention and similar: a mean depth
         width = (out or (1,))[-1]
         return Product(1, out_elements // width, width, kernel.flops // (2 * out_elements), 0)

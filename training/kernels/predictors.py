@@ -77,7 +77,7 @@ class Predictors:
             UserError: there is no such label, or its file is missing, damaged or holds something else.
         """
         if label not in self.sidecar.labels:
-            raise UserError(f"label {label}: not measured on {self.sidecar.target.name} (there: {', '.join(self.labels)})")
+            raise UserError(f"label {label}: not measured on {self.sidecar.target.name} (measured: {', '.join(self.labels)})")
         if label not in self._models:
             about = self.sidecar.labels[label]
             self._models[label] = (open_estimator(about, Transferred, self.folder, REMEDY) if about.start else

@@ -110,8 +110,8 @@ def half_from_single(replay: Replay, kernels: Mapping[str, Kernel], count: int, 
     for fold in whole.folds:
         if fold.tested[is_half].any():
             single = replay.rows.rows(fold.pool & ~is_half)
-            other = fit_kernel_model(single, replay.label, own_types(single, replay.label, config), config)
-            folds.append(Fold(fold.pool[is_half], fold.tested[is_half], OtherPredictors(SINGLE, other)))
+            single_model = fit_kernel_model(single, replay.label, own_types(single, replay.label, config), config)
+            folds.append(Fold(fold.pool[is_half], fold.tested[is_half], OtherPredictors(SINGLE, single_model)))
     return Replay(half, replay.label, replay.points.only(is_half), replay.of_models[is_half], tuple(folds))
 
 
@@ -132,8 +132,8 @@ def own_types(rows: TrainingSet, label: str, config: TrainingConfig) -> list[str
 
 def fit(rows: TrainingSet, label: str, config: TrainingConfig, start: OtherPredictors | None = None) -> Estimator:
     """Predictors of a label from some rows; with `start`, from those of another device."""
-    own = own_types(rows, label, config)
-    return fit_transferred(rows, label, own, config, start) if start else fit_kernel_model(rows, label, own, config)
+    types = own_types(rows, label, config)
+    return fit_transferred(rows, label, types, config, start) if start else fit_kernel_model(rows, label, types, config)
 
 
 def grow(replay: Replay, fold: Fold, sizes: Sequence[int], order: Order, config: TrainingConfig,

@@ -87,10 +87,10 @@ def open_estimator(saved: Saved, made: type[E], folder: Path, remedy: str) -> E:
             the estimator does not list.
     """
     path = folder / (saved.file or "")
-    for what, there, here in (("name", saved.name, made.name), ("version", saved.version, made.version),
+    for what, saved_value, value in (("name", saved.name, made.name), ("version", saved.version, made.version),
                               ("features", saved.features, features_of(made))):
-        if there != here:
-            raise UserError(f"{path}: saved with {what} {_shown(there)}, here is {_shown(here)}; {remedy}")
+        if saved_value != value:
+            raise UserError(f"{path}: saved with {what} {_shown(saved_value)}, here is {_shown(value)}; {remedy}")
     try:
         arrays = np.load(io.BytesIO(read_checked(path, saved.sha256, remedy)), allow_pickle=False) if saved.file else {}
         estimator = made()

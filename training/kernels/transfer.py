@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from training.admission.interface import Estimator, KernelRows, Measured
-from training.kernels.estimators import TABLES, KernelModel, fit_kernel_model, table_counts
+from training.kernels.estimators import TABLES, KernelModel, Roofline, fit_kernel_model, table_counts
 from training.kernels.features import KERNEL_FEATURES
-from training.kernels.roofline import Roofline
 from training.kernels.schema import FeatureSchema
 
 if TYPE_CHECKING:
@@ -118,16 +117,16 @@ def as_ratios(rows: TrainingSet, label: str, other: KernelModel) -> tuple[Traini
                    bytes_moved=extended.bytes_moved, times_ms={label: rows.times_ms[label] / other_ms}), other_ms
 
 
-def fit_transferred(rows: TrainingSet, label: str, own: Sequence[str], config: TrainingConfig,
+def fit_transferred(rows: TrainingSet, label: str, own_types: Sequence[str], config: TrainingConfig,
                     start: OtherPredictors) -> Transferred:
     """As `fit_kernel_model`, starting from the predictors of another target."""
-    return Transferred(start, fit_kernel_model(as_ratios(rows, label, start.model)[0], label, own, config))
+    return Transferred(start, fit_kernel_model(as_ratios(rows, label, start.model)[0], label, own_types, config))
 
 
-def learner(model: Estimator, label: str, own: Sequence[str],
+def learner(model: Estimator, label: str, own_types: Sequence[str],
             config: TrainingConfig) -> Callable[[TrainingSet], Transferred] | None:
     """A function that learns from fewer rows as `model` did, if that starts from another target; else None."""
     if not isinstance(model, Transferred):
         return None
     start = model.start
-    return lambda rows: fit_transferred(rows, label, own, config, start)
+    return lambda rows: fit_transferred(rows, label, own_types, config, start)
