@@ -25,6 +25,7 @@ from graph_model.dag.dag import build_dag, calculate_latency, longest_path, reco
 from ort_analysis.graph.analysis import record_of
 from ort_analysis.records.kernel_costs import is_control_flow
 from ort_analysis.records.kernel_record import REMAKE, ModelRecord
+from ort_analysis.records.operators import CONTROL_FLOW
 from ort_analysis.records.reading import read_model_record
 from utils import cli
 from utils.errors import UserError
@@ -35,7 +36,6 @@ from utils.logger import get_logger
 Floats = npt.NDArray[np.float64]
 log = get_logger("overlap")
 ROUNDING_US = 1.5  # profiles hold whole microseconds, so neighbours may seem to overlap by this much
-CONTROL_FLOW = ("If", "Loop", "Scan")  # their events span those of the nodes inside
 WARMUP_RUNS = 3
 EXAMPLES = """
 python overlap_simulator.py --model resnet18.onnx --dim batch=1
@@ -101,7 +101,7 @@ def innermost(nodes: Iterable[NodeEvent]) -> list[NodeEvent]:
         if node.end_us <= inside_until + ROUNDING_US and node.start_us < inside_until:
             continue
         kept.append(node)
-        if node.op_type in CONTROL_FLOW:
+        if node.op_type in CONTROL_FLOW:  # its event spans those of the nodes inside
             inside_until = node.end_us
     return kept
 

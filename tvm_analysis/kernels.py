@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ort_analysis.graph.source import Source
-from ort_analysis.records.kernel_costs import VIEW_OPS, bytes_read, bytes_written, flops
+from ort_analysis.records.kernel_costs import bytes_read, bytes_written, flops
 from ort_analysis.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Origin, Tensor, record_name
 from ort_analysis.records.kernel_types import kernel_id, normalize
+from ort_analysis.records.operators import VIEWS
 from tvm_analysis.functions import hash_of
 from tvm_analysis.lowering import Lowered, bindings, called, relax_name
 from tvm_analysis.operators import Operator, anchor, onnx_name
@@ -72,7 +73,7 @@ def described(operators: Sequence[Operator], function: str, inputs: Sequence[Ker
     """
     first = anchor(operators)
     one = operators[first]
-    others = [other.name for place, other in enumerate(operators) if place != first and other.name not in VIEW_OPS]
+    others = [other.name for place, other in enumerate(operators) if place != first and other.name not in VIEWS]
     name = "_".join([one.name, *others[:NAMED]]) + (f"_and{len(others) - NAMED}" if len(others) > NAMED else "")
     attributes = dict(one.attributes)
     if "perm" in attributes and len(inputs[0].shape) != len(attributes["perm"]):

@@ -21,6 +21,7 @@ from ort_analysis.records.kernel_record import (
     record_name,
 )
 from ort_analysis.records.kernel_types import describe_kernel
+from ort_analysis.records.operators import operator_row
 from ort_analysis.records.reading import index_path, read_model_record
 from utils import files
 from utils.fingerprint import Flavour
@@ -30,15 +31,11 @@ from utils.safe_names import as_file_name
 if TYPE_CHECKING:
     import onnx
 
-SIZE_INPUTS = {"Slice": (1, 2, 3, 4), "Range": (0, 1, 2), "ConstantOfShape": (0,), "Tile": (1,), "Pad": (1, 3),
-               "Resize": (2, 3), "Upsample": (1,), "Split": (1,), "Squeeze": (1,), "Unsqueeze": (1,), "TopK": (1,),
-               "OneHot": (1,), "CenterCropPad": (1,)}  # Reshape and Expand: the output's shape has it
-
 
 def _with_value(graph: ParsedGraph, node: ParsedNode, place: int, name: str) -> KernelInput:
     """An input of a node; with its value if that decides the output's size and the graph computes it from shapes."""
     tensor = graph.tensors[name]
-    if tensor.constant or place not in SIZE_INPUTS.get(node.op_type, ()):
+    if tensor.constant or place not in operator_row(node.op_type).size_inputs:
         return tensor
     return tensor.model_copy(update={"values": graph.computed.get(name)})
 

@@ -18,6 +18,7 @@ from ort_analysis.graph.known_words import known_words
 from ort_analysis.graph.parsed_nodes import bodies_of, control_flow_name
 from ort_analysis.records.elements import type_code
 from ort_analysis.records.kernel_record import KernelInput
+from ort_analysis.records.operators import VIEWS
 from utils.errors import UserError
 from utils.lazy import onnx
 
@@ -27,7 +28,7 @@ DEFAULT_TRIPS = 10
 GUESS_RANGE = (0.1, 10.0)  # range of a guessed number of trips, as multiples of DEFAULT_TRIPS: a choice
 MOST_TRIPS = 10**9  # exporters write the largest integer for a loop that ends by its condition alone
 FIRST_SCAN_OPSET = 9  # older versions of Scan had a batch and sequence lengths
-PASSED_ON = ("Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape")  # operators that keep the value of a single number
+PASSED_ON = VIEWS | {"Cast"}  # operators that keep the value of a single number
 
 
 def control_flow(graph: onnx.GraphProto, inside: str = "") -> Iterator[tuple[str, onnx.NodeProto]]:

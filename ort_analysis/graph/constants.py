@@ -7,11 +7,11 @@ from pathlib import Path
 
 from ort_analysis.records.elements import type_name
 from ort_analysis.records.kernel_record import KernelInput
+from ort_analysis.records.operators import operator_row
 from utils.lazy import onnx
 from utils.model_files import with_values
 
 SMALL_INTS = 64  # the values of integer constants up to this many elements are kept: shapes, axes, splits
-FLOAT_VALUES_MATTER = {"Resize", "Upsample"}  # operators for which small floating-point constants set the output's shape
 
 
 def constant_inputs(graph: onnx.GraphProto, folder: Path) -> dict[str, KernelInput]:
@@ -34,7 +34,7 @@ def constant_input(tensor: onnx.TensorProto, keep_floats: bool) -> KernelInput:
 
 def small_values_by_use(graph: onnx.GraphProto) -> set[str]:
     """The names of the tensors whose floating-point values set an output's shape."""
-    return {name for node in graph.node if node.op_type in FLOAT_VALUES_MATTER for name in node.input[1:] if name}
+    return {name for node in graph.node if operator_row(node.op_type).float_sizes for name in node.input[1:] if name}
 
 
 def index_ranges(folder: Path, graph: onnx.GraphProto) -> dict[str, tuple[int, int]]:

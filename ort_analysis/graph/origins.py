@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ort_analysis.graph.parsed_nodes import ParsedNode
 from ort_analysis.graph.parsing import ParsedGraph
 from ort_analysis.records.kernel_record import Origin
-from ort_analysis.records.kernel_types import SUM_INPUT
+from ort_analysis.records.operators import operator_row
 
 if TYPE_CHECKING:
     import onnx
@@ -56,7 +56,8 @@ class OriginFinder:
             base = node.name.partition(BLOCKED_SUFFIX)[0]
             if base not in self.known or not node.outputs or node.outputs[0] in self.known:
                 continue
-            if len(node.inputs) > SUM_INPUT["Conv"] and node.inputs[SUM_INPUT["Conv"]]:
+            sum_input = operator_row(node.op_type).sum_input
+            if sum_input is not None and len(node.inputs) > sum_input and node.inputs[sum_input]:
                 base = self._past(base, "Add")
             if activation := node.attributes.get("activation"):
                 base = self._past(base, str(activation))

@@ -15,10 +15,11 @@ from ort_analysis.graph.bodies import captured, hold
 from ort_analysis.graph.constants import constant_inputs
 from ort_analysis.graph.given_sizes import GivenSizes
 from ort_analysis.graph.inferred import Held, InferredTensors, Values
-from ort_analysis.graph.open_shapes import SIZED_BY_VALUES, keeps_its_shape, largest_shapes, selects_boxes, shapes_when_run
+from ort_analysis.graph.open_shapes import keeps_its_shape, largest_shapes, selects_boxes, shapes_when_run
 from ort_analysis.graph.parsed_nodes import ONNX_DOMAINS, bodies_of
 from ort_analysis.graph.shape_query import ShapeAnswer, ask, declare_shapes, shape_query
 from ort_analysis.records.kernel_record import KernelInput
+from ort_analysis.records.operators import operator_row
 from utils.errors import UserError
 from utils.lazy import onnx
 
@@ -139,7 +140,7 @@ def _output_shapes(node: onnx.NodeProto, outputs: set[str], answer: ShapeAnswer,
         found |= {node.output[0]: known[node.input[0]].shape}
     left = sorted(outputs - set(found))
     bounds: Shapes = {}
-    by_values = node.op_type in SIZED_BY_VALUES or any(answer.shapes[out] is not None for out in left)
+    by_values = operator_row(node.op_type).shape_needs_values or any(answer.shapes[out] is not None for out in left)
     if node.domain in ONNX_DOMAINS and by_values:
         largest = largest_shapes(node, answer.shapes, known, answer.values)
         for out in left:

@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from ort_analysis.cuda.capture import COPIES
 from recipes.kinds.node_lists import NodeList, NodeRow
 
 
@@ -113,7 +112,7 @@ def match(real: Sequence[NodeRow], derived: Sequence[NodeRow]) -> tuple[
 
 def _copies(of: NodeList) -> tuple[int, int]:
     counts = Counter(node.op_type for node in of.nodes)
-    return counts[COPIES[0]], counts[COPIES[1]]
+    return counts["MemcpyToHost"], counts["MemcpyFromHost"]
 
 
 def _difference(real: NodeList, what: str, node: NodeRow | None, other: NodeRow | None) -> Difference:

@@ -19,11 +19,11 @@ from kernel_model.sampling.free_shapes.sizes import Generator
 from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
 from ort_analysis.records.kernel_record import Kernel
 from ort_analysis.records.kernel_types import operator_of
+from ort_analysis.records.operators import operator_row
 from training.fit_doubt import classes_anew
 from training.kernels.boosters import SavedBoosters, pack_booster
 from training.kernels.class_boosters import ANY, LEAST_KERNELS, class_names, is_class, kind_code
 from training.kernels.estimators import SHARED, KernelModel, fit_kernel_model, predict_kernels
-from training.kernels.operator_classes import class_of_type
 from training.kernels.operator_table import markdown, operator_rows, summary_rows
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
 from training.kernels.predictors import read_predictors
@@ -79,7 +79,8 @@ def estimated(model: KernelModel, kernels: list[Kernel], rows: TrainingSet) -> n
 
 
 def test_classes_go_by_the_operator_of_a_type() -> None:
-    assert [class_of_type(name) for name in ("Conv_Add_Relu", "LSTM", "IsNaN", "ScatterND", "ReduceL2", "Abracadabra")] == [
+    types = ("Conv_Add_Relu", "LSTM", "IsNaN", "ScatterND", "ReduceL2", "Abracadabra")
+    assert [operator_row(operator_of(name)).operator_class for name in types] == [
         "convolution", "recurrent", "elementwise", "gather", "reduction", "other"]
     assert operator_of("Conv_Add_Relu") == "Conv"
     assert class_names("Tile") == ("class part", "class movement", ANY)

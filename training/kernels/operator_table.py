@@ -9,10 +9,9 @@ import numpy as np
 
 from kernel_model.sampling.kernel_errors import KernelError
 from ort_analysis.cuda.kernels import cuda_operators
-from ort_analysis.records.kernel_costs import VIEW_OPS
 from ort_analysis.records.kernel_record import Kernel
 from ort_analysis.records.kernel_types import operator_of
-from training.kernels.operator_classes import class_of_operator
+from ort_analysis.records.operators import VIEWS, operator_row
 from training.kernels.operators_left_out import LeftOutOperator
 from training.kernels.training_set import TrainingSet
 from utils.markdown import markdown_table
@@ -49,7 +48,7 @@ def operator_rows(rows: TrainingSet, label: str, kernels: Mapping[str, Kernel], 
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name in measured:
         operator = operator_of(kernels[name].type)
-        groups.setdefault((class_of_operator(operator), operator, kernels[name].dtype), []).append(name)
+        groups.setdefault((operator_row(operator).operator_class, operator, kernels[name].dtype), []).append(name)
     alone = {error.kernel.id: abs(error.predicted_ms / error.measured_ms - 1) for error in errors}
     left = {operator.operator: dict(zip(operator.ids.tolist(), operator.errors.tolist(), strict=True)) for operator in held_out}
     found: Rows = []
@@ -83,8 +82,8 @@ def markdown(target: str, label: str, operators: Rows, summary: Rows, launches: 
     """The page about the operators of a target."""
     measured = {operator_of(kernel.type) for kernel in kernels}
     absent: dict[str, list[str]] = {}
-    for operator in sorted(cuda_operators() - measured - VIEW_OPS):
-        absent.setdefault(class_of_operator(operator), []).append(operator)
+    for operator in sorted(cuda_operators() - measured - VIEWS):
+        absent.setdefault(operator_row(operator).operator_class, []).append(operator)
     parts = [
         "# Operators", "",
         f"What the predictors of `{target}` know of each operator (label `{label}`). Written by "

@@ -13,8 +13,8 @@ from benchmark.records.labels import COLLECT, LABELS
 from benchmark.records.reading import read_kernel_table, run_ms
 from benchmark.records.tables import UNFINISHED
 from ort_analysis.records.kernel_record import Kernel
+from ort_analysis.records.kernel_types import form_of
 from training.kernels.features import KERNEL_FEATURES
-from training.kernels.operator_classes import form_of
 from training.kernels.schema import FeatureSchema
 from training.kernels.settings import LAUNCHES
 from utils import files

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from benchmark.runtimes.ort.profile import ProfiledRun, kernel_times_ms
-from ort_analysis.records.kernel_costs import CONTROL_FLOW
+from ort_analysis.records.operators import CONTROL_FLOW
 
 LEAST_SHARE = 0.1  # least share of a node's profiled time that is left
 HALVINGS = 50  # of the range in which the profiler's part lies: more than a double can resolve

@@ -39,7 +39,8 @@ from benchmark.traces.gpu_trace import GpuRun, read, record, split_carrier, trac
 from kernel_model.building.carrier import WRITER, WRITER_OP, build_carrier, node_name
 from kernel_model.building.kernel_models import built_kernel
 from ort_analysis.graph.analysis import kernel_of
-from ort_analysis.records.kernel_costs import CONTROL_FLOW, is_control_flow
+from ort_analysis.records.kernel_costs import is_control_flow
+from ort_analysis.records.operators import CONTROL_FLOW
 from ort_analysis.records.reading import read_model_record
 from utils.errors import UserError
 from utils.ort_sessions import model_errors, open_session
