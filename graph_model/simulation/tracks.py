@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_record import Kernel
-from ort_analysis.records.operators import operator_row
+from records.kernel_record import Kernel
+from records.operators import operator_row
 
 Floats = npt.NDArray[np.float64]
 Kinds = npt.NDArray[np.int_]  # the NodeKind of each node

@@ -7,9 +7,9 @@ estimated everywhere.
 
 from __future__ import annotations
 
-from ort_analysis.records.kernel_costs import is_control_flow
-from ort_analysis.records.kernel_record import Kernel, ModelRecord
-from ort_analysis.records.operators import operator_row
+from records.kernel_costs import is_control_flow
+from records.kernel_record import Kernel, ModelRecord
+from records.operators import operator_row
 
 HOST_KERNEL_MS = 0.001  # of a kernel that does next to nothing; a guess, like the two rates
 HOST_FLOPS_PER_MS = 150e6

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ort_analysis.records.kernel_record import Kernel
-from ort_analysis.records.operators import operator_row
+from records.kernel_record import Kernel
+from records.operators import operator_row
 
 EnergyClass = Literal["convolution", "product", "other"]
 RUN, BYTES, LAUNCHES, BUSY, OPERATIONS = "run_s", "gb", "launches", "busy_s", "tflop"

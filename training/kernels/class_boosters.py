@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_types import operator_of
-from ort_analysis.records.operators import OperatorClass, OperatorKind, operator_row
+from records.kernel_types import operator_of
+from records.operators import OperatorClass, OperatorKind, operator_row
 
 if TYPE_CHECKING:
     import xgboost

@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ort_analysis.records.elements import DTYPE_BYTES
-from ort_analysis.records.kernel_costs import copied_tables, einsum_product
-from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
-from ort_analysis.records.operators import operator_row
+from records.elements import DTYPE_BYTES
+from records.kernel_costs import copied_tables, einsum_product
+from records.kernel_record import Kernel, KernelInput, Tensor
+from records.operators import operator_row
 from training.kernels.schema import FeatureSchema
 
 OP_CLASSES = ("Conv", "Pool", "MatMul", "Gemm", "Attention", "Norm", "Softmax", "Reduce", "Arg", "Transpose", "Reorder",

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from kernel_model.sampling.kernel_errors import KernelError
-from ort_analysis.cuda.kernels import cuda_operators
-from ort_analysis.records.kernel_record import Kernel
-from ort_analysis.records.kernel_types import operator_of
-from ort_analysis.records.operators import VIEWS, operator_row
+from records.kernel_record import Kernel
+from records.kernel_types import operator_of
+from records.operators import VIEWS, operator_row
+from runtimes.ort.cuda.kernels import cuda_operators
 from training.kernels.operators_left_out import LeftOutOperator
 from training.kernels.training_set import TrainingSet
 from utils.markdown import markdown_table

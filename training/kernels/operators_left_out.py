@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_types import operator_of
-from ort_analysis.records.operators import OperatorClass, operator_row
+from records.kernel_types import operator_of
+from records.operators import OperatorClass, operator_row
 from training.kernels.class_boosters import LEAST_KERNELS, PREFIX, class_names, kind_code
 from training.kernels.estimators import learn_classes, parallel_map, pose, table_counts
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_types import operator_of
-from ort_analysis.records.operators import operator_row
+from records.kernel_types import operator_of
+from records.operators import operator_row
 
 WEIGHT = 0.1
 KINDS = ("softmax", "joint", "pool")  # of operators, each of which is a group

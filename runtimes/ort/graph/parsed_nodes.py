@@ -1,0 +1,97 @@
+"""Nodes of an optimised graph as plain data, with unique names."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from records.operators import operator_row
+from utils.lazy import onnx
+
+ONNX_DOMAINS = ("", "ai.onnx")
+
+
+@dataclass(frozen=True)
+class ParsedNode:
+    """One node of the optimised graph; tensor names in order, "" for an optional one that is missing.
+
+    Attributes:
+        runs, inside: as of `kernel_record.Node`.
+    """
+
+    name: str
+    op_type: str
+    domain: str
+    provider: str
+    attributes: dict[str, Any]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    runs: float = 1.0
+    inside: str = ""
+
+
+def bodies_of(node: onnx.NodeProto) -> dict[str, onnx.GraphProto]:
+    """The graphs that an If, a Loop or a Scan holds, by attribute; nothing for other nodes."""
+    names = operator_row(node.op_type).bodies if node.domain in ONNX_DOMAINS else ()
+    return {attribute.name: attribute.g for attribute in node.attribute if attribute.name in names}
+
+
+def control_flow_name(node: onnx.NodeProto, inside: str = "") -> str:
+    """The name of an If, a Loop or a Scan: `Loop_<its first output>` if the file gives it none.
+
+    Args:
+        node: the node.
+        inside: the name of the node that holds the body with it; "" for the main graph.
+    """
+    name = node.name or f"{node.op_type}_{next((out for out in node.output if out), '')}"
+    return name if not inside or name.startswith(f"{inside}/") else f"{inside}/{name}"
+
+
+def name_nodes(graph: onnx.GraphProto) -> None:
+    """Gives every node of `graph` a unique name, and every node in its bodies: `<node>/<node of its body>`. Names that are
+    unique stay.
+
+    Some nodes are named after their outputs: ReorderOutputs, since ORT names them in another order each time, and nodes with
+    bodies, since users give trips and branches by these names.
+    """
+    _name_nodes(graph, "", set())
+
+
+def _name_nodes(graph: onnx.GraphProto, inside: str, seen: set[str]) -> None:
+    for number, node in enumerate(graph.node):
+        made = f"{node.op_type}_{node.output[0]}" if node.op_type == "ReorderOutput" else ""
+        name = made or node.name or f"{node.op_type}_{number}"
+        bodies = bodies_of(node)
+        if bodies:
+            name = control_flow_name(node, inside)
+        elif inside and not name.startswith(f"{inside}/"):
+            name = f"{inside}/{name}"
+        while name in seen:
+            name = f"{name}_{number}"
+        seen.add(name)
+        node.name = name
+        for body in bodies.values():
+            _name_nodes(body, name, seen)
+
+
+def attribute_value(attribute: onnx.AttributeProto) -> Any:
+    """An attribute as plain data: a tensor is `{"dtype", "shape", "values"}`, a subgraph `{"graph": <hash>}`."""
+    if attribute.type == onnx.AttributeProto.GRAPH:
+        return {"graph": hashlib.sha256(attribute.g.SerializeToString(deterministic=True)).hexdigest()[:12]}
+    value = onnx.helper.get_attribute_value(attribute)
+    if isinstance(value, onnx.TensorProto):
+        array = onnx.numpy_helper.to_array(value)
+        return {"dtype": str(array.dtype), "shape": list(array.shape), "values": array.ravel().tolist()}
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, (list, tuple)):
+        return [item.decode() if isinstance(item, bytes) else item for item in value]
+    return value
+
+
+def parsed_node(node: onnx.NodeProto, provider: str) -> ParsedNode:
+    """A node of the main graph, as ONNX Runtime runs it on `provider`."""
+    return ParsedNode(name=node.name, op_type=node.op_type, domain=node.domain, provider=provider,
+                      attributes={a.name: attribute_value(a) for a in sorted(node.attribute, key=lambda a: a.name)},
+                      inputs=tuple(node.input), outputs=tuple(node.output))
