@@ -32,16 +32,14 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from prometheus_client.core import GaugeMetricFamily
 
-from measuring.metrics.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
-from measuring.metrics.fields import FIELDS
+from measuring.metrics.names import DEVICE_LABEL, FIELDS, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
 from measuring.metrics.probe_metrics import MEANINGS, OWN_LABELS, Probed, samples_of
 from measuring.metrics.source import Mean, MetricSource, Window
 from measuring.metrics.sources import SOURCES, open_source
 from records import host_pace
 from records.host_pace import HostProbed
 from records.probe_reading import summarised
-from runtimes.ort.host_pace import check_gpu, measure_pace
-from runtimes.ort.sharing_probe import SharingProbe
+from runtimes.ort.probes import SharingProbe, check_gpu, measure_pace
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import machine, resolve_device

@@ -52,7 +52,7 @@ from inference.core.targets import local_targets
 from inference.live.load import CONFIG_FILE, InferenceConfig, Load, Surroundings
 from inference.sharing.shared_models import PERCENTILE, SloUnderLoad
 from records.host_pace import read_pace
-from runtimes.ort.graph.optimized_once import optimized_once
+from runtimes.ort.graph.parsing import optimized_once
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError

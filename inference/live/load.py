@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 from inference.core.targets import Fitted
 from inference.live.prometheus import PrometheusConfig, PrometheusError, Server, server_for
 from inference.sharing.co_runner import probe_of, probed
-from measuring.metrics.dcgm_names import NAMES, in_unit
-from measuring.metrics.soundness import Unsound, checked
-from measuring.metrics.source import values
+from measuring.metrics.names import NAMES, in_unit
+from measuring.metrics.source import Unsound, checked, values
 from records.probe_reading import read_reading
 from training.sharing.learned import BUSY_FIELDS
 from utils import files

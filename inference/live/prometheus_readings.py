@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from inference.live.prometheus import FOREIGN_SERIES, PrometheusError, Server, quoted
-from measuring.metrics.dcgm_names import (
+from measuring.metrics.names import (
+    FIELDS,
     HOST_LABEL,
     INDEX_LABEL,
     NAMES,
@@ -27,10 +28,8 @@ from measuring.metrics.dcgm_names import (
     in_unit,
     names_of,
 )
-from measuring.metrics.fields import FIELDS
 from measuring.metrics.probe_metrics import MEANINGS, Sample, Unreadable, probed_of
-from measuring.metrics.soundness import AT_WORK, UTILISATION, Unsound
-from measuring.metrics.source import Mean, MetricSource, Window
+from measuring.metrics.source import AT_WORK, UTILISATION, Mean, MetricSource, Unsound, Window
 from records.host_pace import PACE_MEANINGS, PROBE, TAKEN
 from records.probe_reading import ProbeSummary
 

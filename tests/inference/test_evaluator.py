@@ -35,8 +35,8 @@ from records.dataset_files import header_path, journal_path, read_header, read_j
 from records.kernel_record_files import read_model_records
 from records.measurement import Measurement
 from runtimes.ort.graph.analysis import analyze
+from runtimes.protocol import Worker
 from runtimes.targets import flavour_of, local_target
-from runtimes.worker_client import Worker
 from utils import cli, files
 from utils.config import read_config
 from utils.errors import UserError

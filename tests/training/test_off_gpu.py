@@ -20,8 +20,8 @@ from records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path, re
 from records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
 from records.kernel_record_files import record_path
 from records.kernel_types import describe_kernel
-from runtimes.ort.control_flow import CONDITION_MS
 from runtimes.ort.graph.analysis import analyze
+from runtimes.ort.profile import CONDITION_MS
 from runtimes.targets import local_target
 from training.composition.default_composition import shipped_costs
 from training.composition.fit_copies import GPU_NODE_MS, HOST_NODE_MS, Step, fit_copies, simulated_ms

@@ -12,7 +12,7 @@ from records.elements import numpy_dtype
 from records.kernel_record import Kernel, KernelInput
 from records.operators import operator_row
 from runtimes.ort.building.chosen_data import chosen
-from runtimes.ort.graph.known_words import first_taught
+from runtimes.ort.graph.nodes import first_taught
 
 POOL_ELEMENTS = 1 << 22
 
