@@ -34,25 +34,26 @@ def canonical(op_type: str, domain: str, opset: int, attributes: Mapping[str, An
         attributes: of the node, with defaults, since ORT writes them out.
         inputs, outputs: of the node.
     """
-    old = list(inputs)
-    if domain or opset == REFERENCE or (here := _schema(op_type, opset)) is None:
-        return opset, dict(attributes), old
-    there = _schema(op_type, max(REFERENCE, _first_version(op_type)))
-    reference = max(REFERENCE, there.since_version) if there else opset
-    if there and here.since_version == there.since_version:
-        return reference, dict(attributes), old
-    kept, given = _inputs_for_attributes(op_type, here.since_version, reference, attributes, old, outputs)
-    if there is None or there.deprecated or _meaning_changed(op_type, here.since_version, there.since_version, attributes):
-        return here.since_version, dict(attributes), old
-    for name, value in list(kept.items()):
-        if name not in there.attributes:
-            if name not in here.attributes or value != _default(here, name):
-                return here.since_version, dict(attributes), old
-            del kept[name]
-    for name in there.attributes:
-        if name not in kept and name not in here.attributes and (value := _default(there, name)) is not None:
-            kept[name] = value
-    return (reference, kept, given) if _takes(there, given) else (here.since_version, dict(attributes), old)
+    unchanged = dict(attributes), list(inputs)
+    if domain or opset == REFERENCE or (schema := _schema(op_type, opset)) is None:
+        return opset, *unchanged
+    newer = _schema(op_type, max(REFERENCE, _first_version(op_type)))
+    reference = max(REFERENCE, newer.since_version) if newer else opset
+    version = schema.since_version
+    if newer and version == newer.since_version:
+        return reference, *unchanged
+    translated, given = _inputs_for_attributes(op_type, version, reference, attributes, list(inputs), outputs)
+    if newer is None or newer.deprecated or _meaning_changed(op_type, version, newer.since_version, attributes):
+        return version, *unchanged
+    for name, value in list(translated.items()):
+        if name not in newer.attributes:
+            if name not in schema.attributes or value != _default(schema, name):
+                return version, *unchanged
+            del translated[name]
+    for name in newer.attributes:
+        if name not in translated and name not in schema.attributes and (value := _default(newer, name)) is not None:
+            translated[name] = value
+    return (reference, translated, given) if _takes(newer, given) else (version, *unchanged)
 
 
 @functools.cache
@@ -76,8 +77,8 @@ def _default(schema: OpSchema, name: str) -> Any:
     value = schema.attributes[name].default_value
     if not value.type:
         return None
-    found = onnx.helper.get_attribute_value(value)
-    return found.decode() if isinstance(found, bytes) else found
+    plain = onnx.helper.get_attribute_value(value)
+    return plain.decode() if isinstance(plain, bytes) else plain
 
 
 def _meaning_changed(op_type: str, old: int, new: int, attributes: Mapping[str, Any]) -> bool:
