@@ -97,12 +97,6 @@ class Workspace:
         """Predicted and measured latencies: CSV, JSON, plot. Written by evaluator; read by people."""
         return self.root / "evaluation"
 
-    @property
-    def records(self) -> list[Path]:
-        """The files and folders with versioned JSON records, those that are there."""
-        places = (self.kernel_records, self.dataset(""), self.host_pace, self.predictors(""), self.kernel_errors("").parent)
-        return [place for place in places if place.exists()]
-
     def find_model(self, name: Path) -> Path:
         """The model file `name`; a bare name is also looked for among the exported models.
 
@@ -140,13 +134,6 @@ class Workspace:
                                 "python model_zoo/torchvision_exporter.py")
             found += inside
         return found
-
-
-def to_convert(path: Path) -> Path:
-    """What to convert along with a JSON record of an older version: the workspace that it is part of, else its folder."""
-    path = path.absolute()
-    return next((root for root in path.parents if any(path.is_relative_to(place) for place in Workspace(root).records)),
-                path.parent)
 
 
 def targets_in(folder: Path, holding: str, none: str) -> list[str]:

@@ -1,6 +1,4 @@
 """The record of a machine's host pace, which benchmark/host_pace.py measures, and the names of its metrics.
-
-History of the record's schema: version 1 called the device `execution_provider`.
 """
 
 from __future__ import annotations

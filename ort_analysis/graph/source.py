@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model_zoo.exporting.torch_models import group_of
 from model_zoo.exporting.zoo_config import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
 from ort_analysis.graph.bodies import body_sizes, made_within, steering_inputs
 from ort_analysis.graph.open_shapes import DETECTIONS, selects_boxes
@@ -132,11 +131,9 @@ def default_dims(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 def origin_in(proto: onnx.ModelProto) -> tuple[str, str]:
-    """The group and the collection that an exporter wrote into a model; "" where there is none. Older files of the torchvision
-    exporter have only the model's name."""
-    found = {prop.key: prop.value for prop in proto.metadata_props}
-    group = found.get(GROUP_KEY) or (group_of(found["hase.model"]) if "hase.model" in found else "")
-    return group, found.get(COLLECTION_KEY) or ("torchvision" if "hase.torchvision" in found else "")
+    """The group and the collection that an exporter wrote into a model; "" where there is none."""
+    properties = {prop.key: prop.value for prop in proto.metadata_props}
+    return properties.get(GROUP_KEY, ""), properties.get(COLLECTION_KEY, "")
 
 
 def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> Source:

@@ -72,7 +72,7 @@ def records_of(models: Path) -> Iterable[tuple[str, bytes]]:
             dims = {key: int(size) for key, size in (part.split("=") for part in sizes.split(",") if "=" in part)}
             record = analyze(models / f"{stem}.onnx", device, dims, static=name in asked.STATIC)
             log.info("%s, %s: %d nodes, %d kernels", name, device, len(record.nodes), len(record.kernels))
-            yield f"records/{device}/{name}.json", record.model_dump_json().encode()
+            yield f"records/{device}/{name}.json", json.dumps(files.with_digest(record.model_dump(mode="json"))).encode()
 
 
 def changes(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> list[str]:

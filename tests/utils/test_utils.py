@@ -182,8 +182,9 @@ class Thing(Config):
 @pytest.mark.parametrize(("text", "message"), [
     ('{"version": 1, "size": 3', "not valid JSON"),
     ('{"version": 2, "size": 3}', "version 2, this Hase reads version 1; make it anew: make thing"),
-    ('{"version": 0, "size": 3}',
-     r"version 0, this Hase reads version 1; convert it: python recipes/convert/convert_files.py \S+, or make it anew: make "),
+    ('{"version": 0, "size": 3}', "version 0, this Hase reads version 1; make it anew: make thing"),
+    ('{"version": 1, "size": 3}', "damaged or changed by hand: its digest does not match .*; make it anew: make thing"),
+    ('{"version": 1, "size": 3, "digest": null}', "damaged or changed by hand"),
     ('{"size": 3}', "version None, this Hase reads version 1; make it anew: make thing"),
     ("[1]", "version None"),
     ('{"version": 1, "size": "many"}', "damaged at size: .*; make it anew: make thing"),
@@ -201,6 +202,12 @@ def test_records_that_do_not_fit(tmp_path: Path, text: str | bytes, message: str
 def test_record_read_back(tmp_path: Path) -> None:
     files.write_json(tmp_path / "thing.json", Thing(size=7))
     assert files.read_record(tmp_path / "thing.json", Thing, 1, "make thing") == Thing(size=7)
+    document = files.read_json(tmp_path / "thing.json") | {"size": 8}
+    files.write_json(tmp_path / "thing.json", document)
+    with pytest.raises(UserError, match="damaged or changed by hand: its digest does not match its contents"):
+        files.read_record(tmp_path / "thing.json", Thing, 1, "make thing")
+    files.write_json(tmp_path / "thing.json", files.with_digest(document))
+    assert files.read_record(tmp_path / "thing.json", Thing, 1, "make thing") == Thing(size=8)
     with pytest.raises(UserError, match="no such file"):
         files.read_record(tmp_path / "none.json", Thing, 1, "make thing")
 
