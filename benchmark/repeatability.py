@@ -54,13 +54,12 @@ def differences(first_ms: dict[str, float], second_ms: dict[str, float], least_m
             "within_10_%": 100 * found.within_10}
 
 
-def repeat(workspace: Workspace, config_path: Path, count: int, seed: int) -> list[dict[str, Any]]:
+def repeat(workspace: Workspace, config: CollectorConfig, count: int, seed: int) -> list[dict[str, Any]]:
     """One row per level and background for kernels (label `run`), one for kernels of 20 µs and more, and one for whole models.
 
     Raises:
         UserError: there is no dataset of this machine.
     """
-    config = read_config(config_path, CollectorConfig)
     device = resolve_device(config.device)
     target, here = local_target(device), machine(device)
     folder = workspace.dataset(target.name)
@@ -107,13 +106,13 @@ def medians(blocks: Sequence[Block]) -> dict[str, dict[str, float]]:
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--config", type=Path, default=ROOT / "benchmark" / "config.yaml",
-                        help="the collector's config that the dataset was measured with (default: benchmark/config.yaml)")
+    cli.add_config(parser, ROOT / "benchmark" / "config.yaml", "block_kernels=48",
+                   "the collector's config that the dataset was measured with")
     parser.add_argument("--count", type=cli.count, default=200, help="kernels to measure again (default: 200)")
     parser.add_argument("--seed", type=cli.whole, default=0, help="which ones")
     args = parser.parse_args()
     workspace = cli.start(args)
-    rows = repeat(workspace, args.config, args.count, args.seed)
+    rows = repeat(workspace, read_config(args.config, CollectorConfig, args.changes), args.count, args.seed)
     cli.print_rows(rows, args.json, "a second measurement against the first")
     return 0
 

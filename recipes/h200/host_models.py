@@ -34,7 +34,7 @@ from training.composition.off_gpu import guessed_ms, is_copy, reads_shape, takes
 from training.composition.selection import row_selection_ms, selects_boxes, selects_in_rows
 from training.kernels.predictors import ON_GPU, read_predictors
 from training.kernels.settings import TrainingConfig
-from training.kernels.targets import CONFIG
+from training.kernels.targets import add_config
 from training.kernels.training_set import read_training_set
 from utils import cli
 from utils.config import read_config
@@ -176,11 +176,11 @@ def main() -> int:
     parser.add_argument("--host", type=Path, metavar="DIR", help="the workspace with the host's kernels")
     parser.add_argument("--parts", type=cli.count, default=PARTS, metavar="N",
                         help=f"in how many parts families are held out (default: {PARTS})")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="of the training")
+    add_config(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
     fitted: Fitted = fitted_for(workspace, args.target)
-    config = read_config(args.config, TrainingConfig).model_copy(update={"folds": args.parts})
+    config = read_config(args.config, TrainingConfig, args.changes).model_copy(update={"folds": args.parts})
     judged = judge(workspace, Workspace(args.host) if args.host else None, fitted.target.name, config)
     some = [one for one in judged if on_cpu(one.model.record)]
     kinds = [one for one in some if one.model.group in DETECTORS_AND_DECODERS]

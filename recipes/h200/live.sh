@@ -29,7 +29,8 @@ compare() {  # and keeps what it found as $out/$1.txt and .json, also where a mo
 by_prometheus() {  # a part, and the exporter's options; the exporter says at its end what it took of a core
   python benchmark/metrics_exporter.py --workspace "$out" --host 127.0.0.1 "${@:2}" >> "$out/exporter.txt" 2>&1 &
   local exporter=$!
-  compare "$1" --config recipes/h200/live_prometheus.yaml
+  compare "$1" --set prometheus.url=http://127.0.0.1:9090 --set prometheus.window_s=10 --set prometheus.max_age_s=10 \
+    --set prometheus.probe_max_age_s=15  # no sample from before the load in question enters a mean
   kill "$exporter" 2> /dev/null || fail "the exporter ended by itself; see $out/exporter.txt"
   wait "$exporter"
 }
