@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 from benchmark.collecting.config import CollectorConfig
-from kernel_model.operators.drawn import OperatorSizes
 from model_zoo.exporting.zoo_config import ZooConfig
+from runtimes.tvm.drawn import OperatorSizes
 from training.kernels.settings import TrainingConfig
 from utils.config import Config, read_config
 from utils.paths import ROOT
@@ -18,7 +18,7 @@ WORD_END, COMMAND_END = "\x1f", "\x1e"
 READS: dict[str, tuple[type[Config], str]] = {  # what a command reads, and the default
     "benchmark/collector.py": (CollectorConfig, "benchmark/config.yaml"),
     "benchmark/repeatability.py": (CollectorConfig, "benchmark/config.yaml"),
-    "kernel_model/operator_sampler.py": (OperatorSizes, "kernel_model/operator_sizes.yaml"),
+    "tvm_analysis/operator_sampler.py": (OperatorSizes, "tvm_analysis/operator_sizes.yaml"),
     "model_zoo/torchvision_exporter.py": (ZooConfig, "model_zoo/config.yaml"),
     "training/train_kernel_model.py": (TrainingConfig, "training/config.yaml"),
 }
@@ -36,8 +36,8 @@ def commands_of(recipe: str, folder: Path) -> list[list[str]]:
     python.write_text(f"#!/bin/bash\n{{ printf '%s\\x1f' \"$@\"; printf '\\x1e'; }} >> '{noted}'\n")
     python.chmod(0o755)
     noted.write_text("")
-    subprocess.run(["bash", ROOT / recipe, folder / "workspace"], env=os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}"},
-                   capture_output=True, timeout=60, check=False)
+    environment = os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", ROOT / recipe, folder / "workspace"], env=environment, capture_output=True, timeout=60, check=False)
     return [command.split(WORD_END)[:-1] for command in noted.read_text().split(COMMAND_END)[:-1]]
 
 

@@ -17,23 +17,22 @@ from recipe_commands import configs_of
 
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
-from benchmark.measuring.effort import Effort
-from benchmark.records.files import kernel_table_path, model_table_path, read_header, read_journal
-from benchmark.runtimes.protocol import Request, Setting
-from benchmark.runtimes.tvm.tuning import DATABASE
-from benchmark.runtimes.tvm.worker import PLACEMENTS
-from benchmark.runtimes.worker_client import Worker
-from benchmark.tune_kernels import tune_kernels
 from graph_model.dag.dag import build_dag, calculate_latency
 from inference.sum_and_path import check_families, chosen_by_others, kernel_times, target_rows
-from kernel_model.operators.drawn import OperatorSizes
+from measuring.effort import Effort
 from model_zoo.exporting.zoo_config import ZooConfig
-from ort_analysis.graph.analysis import update_index
-from ort_analysis.records.reading import read_model_records, record_path
+from records.dataset_files import kernel_table_path, model_table_path, read_header, read_journal
+from records.kernel_record_files import read_model_records, record_path, update_index
+from runtimes.protocol import Request, Setting
+from runtimes.tvm.drawn import OperatorSizes
+from runtimes.tvm.functions import function_path
+from runtimes.tvm.package import TUNED, tvm_flavour
+from runtimes.tvm.recording import parse, write_parsed
+from runtimes.tvm.tuning import DATABASE
+from runtimes.tvm.worker import PLACEMENTS
+from runtimes.worker_client import Worker
 from training.kernels.training_set import measured_times
-from tvm_analysis.functions import function_path
-from tvm_analysis.package import TUNED, tvm_flavour
-from tvm_analysis.recording import parse, write_parsed
+from tvm_analysis.tune_kernels import tune_kernels
 from utils.config import validate
 from utils.errors import UserError
 from utils.paths import Workspace
@@ -135,7 +134,7 @@ def test_a_worker_keeps_its_setting_and_says_what_is_wrong(measured: tuple[Works
 
 def test_a_config_asks_only_for_what_tvm_has() -> None:
     config = validate(CONFIG | {"labels": ["run", "kernel_time"]}, CollectorConfig, "test")
-    with pytest.raises(UserError, match="labels: kernel_time: under tvm, kernels are timed alone"):
+    with pytest.raises(UserError, match="labels: kernel_time: TVM has no such labels on cpu; it has run"):
         config.labels_on("cpu")
     assert validate(CONFIG, CollectorConfig, "test").variants_on("cpu") == ()
     assert validate(CONFIG | {"energy_s": 3}, CollectorConfig, "test").with_energy_on("cpu").energy_s == 0
@@ -258,8 +257,8 @@ def test_the_recipes_measure_settings(tmp_path: Path) -> None:
     four of which choose the composition."""
     configs = [config for name in ("run.sh", "gpu.sh") for config in configs_of(f"recipes/tvm/{name}", tmp_path)]
     collected = [config for config in configs if isinstance(config, CollectorConfig)]
-    settings = [(config.device, config.runtime, config.tvm) for config in collected]
-    assert [(device, runtime, tvm.level, tvm.threads, tvm.cores) for device, runtime, tvm in settings] == [
+    settings = [(config.device, config.runtime, config.setting) for config in collected]
+    assert [(device, runtime, one.level, one.threads, one.cores) for device, runtime, one in settings] == [
         ("cpu", "tvm", "fused", 2, 2), ("cpu", "tvm", "fused", 2, 1), ("cpu", "tvm", "fused", 1, 1),
         ("cpu", "tvm", "tuned", 2, 2), ("cpu", "ort", "fused", 0, 0), ("cuda", "tvm", "fused", 0, 0),
         ("cuda", "tvm", "tuned", 0, 0)]

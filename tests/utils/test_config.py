@@ -123,7 +123,7 @@ def test_yaml_that_holds_itself_is_refused(folder: Path) -> None:
         read_config(folder / "mine" / "mine.yaml", Outer)
 
 
-@pytest.mark.parametrize("module", ["benchmark.collector", "kernel_model.operator_sampler", "training.train_kernel_model"])
+@pytest.mark.parametrize("module", ["benchmark.collector", "tvm_analysis.operator_sampler", "training.train_kernel_model"])
 def test_help_says_how_a_config_is_changed(module: str, capsys: pytest.CaptureFixture[str],
                                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [module, "--help"])
