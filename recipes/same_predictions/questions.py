@@ -14,7 +14,6 @@ import json
 import logging
 import shlex
 import sys
-import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import numpy as np
 
 from records.probe_reading import ProbedRuns, ProbeReading
 from utils import files
+from utils.archives import unpack
 from utils.paths import SIDECAR
 
 HERE = Path(__file__).resolve().parent
@@ -82,8 +82,7 @@ def questions() -> list[str]:
 def unpacked(folder: Path) -> Path:
     """Writes the workspace of the questions into `folder`; returns it."""
     for archive in (RECORDS, CPU_WORKSPACE):
-        with tarfile.open(archive) as packed:
-            packed.extractall(folder, filter="data")
+        unpack(archive, folder)
     (folder / "no_prometheus.yaml").write_text("prometheus: {url: null}\n", encoding="utf-8")
     (folder / METRICS["cuda"]).write_text('{"DCGM_FI_PROF_GR_ENGINE_ACTIVE": 0.6, "DCGM_FI_DEV_GPU_UTIL": 60}',
                                           encoding="utf-8")

@@ -260,7 +260,7 @@ def test_the_recipes_measure_settings(tmp_path: Path) -> None:
     settings = [(config.device, config.runtime, config.setting) for config in collected]
     assert [(device, runtime, one.level, one.threads, one.cores) for device, runtime, one in settings] == [
         ("cpu", "tvm", "fused", 2, 2), ("cpu", "tvm", "fused", 2, 1), ("cpu", "tvm", "fused", 1, 1),
-        ("cpu", "tvm", "tuned", 2, 2), ("cpu", "ort", "fused", 0, 0), ("cuda", "tvm", "fused", 0, 0),
+        ("cpu", "tvm", "tuned", 2, 2), ("cpu", "ort", "", 0, 0), ("cuda", "tvm", "fused", 0, 0),
         ("cuda", "tvm", "tuned", 0, 0)]
     assert {config.levels for config in collected} == {(0.0,)}
     assert max(config.most_gflop for config in configs if isinstance(config, OperatorSizes)) == 20
