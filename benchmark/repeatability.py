@@ -50,9 +50,9 @@ def differences(first_ms: dict[str, float], second_ms: dict[str, float], least_m
     both = [name for name in second_ms if first_ms.get(name, 0.0) > max(least_ms, 0.0)]
     if not both:
         return {"count": 0, "mean_%": None, "median_%": None, "within_10_%": None}
-    found = error_statistics([second_ms[name] for name in both], [first_ms[name] for name in both])
-    return {"count": found.count, "mean_%": 100 * found.mape, "median_%": 100 * found.median,
-            "within_10_%": 100 * found.within_10}
+    errors = error_statistics([second_ms[name] for name in both], [first_ms[name] for name in both])
+    return {"count": errors.count, "mean_%": 100 * errors.mape, "median_%": 100 * errors.median,
+            "within_10_%": 100 * errors.within_10}
 
 
 def repeat(workspace: Workspace, config: CollectorConfig, count: int, seed: int) -> list[dict[str, Any]]:
@@ -97,12 +97,12 @@ def compared(first: Sequence[Block], second: Sequence[Block]) -> list[dict[str, 
 
 def medians(blocks: Sequence[Block]) -> dict[str, dict[str, float]]:
     """The median of label `run` by kernel, and of the latency by model (ms)."""
-    found: dict[str, dict[str, float]] = {"kernel": {}, "model": {}}
+    medians_ms: dict[str, dict[str, float]] = {"kernel": {}, "model": {}}
     for block in blocks:
         for m in block.measurements:
             if m.status == "ok" and m.label in ("run", "latency"):
-                found[m.subject][m.id] = float(np.median(m.samples_ms))
-    return found
+                medians_ms[m.subject][m.id] = float(np.median(m.samples_ms))
+    return medians_ms
 
 
 def main() -> int:

@@ -30,8 +30,7 @@ from records.dataset_files import (
     read_journal,
 )
 from records.dataset_joining import merge_dataset
-from records.kernel_record import ModelRecord
-from records.kernel_record_files import record_path, records_in
+from records.kernel_record_files import index_path, record_path
 from utils import cli, files
 from utils.archives import pack, unpack
 from utils.errors import UserError
@@ -49,12 +48,12 @@ python recipes/h200/dataset_archives.py pack --workspace out/h200
 
 
 class Addition(NamedTuple):
-    """What a workspace's dataset holds beyond another: the dataset's header, blocks and kernels as lines, and records."""
+    """What a workspace's dataset holds beyond another: the whole header, blocks and kernels as lines, kernel records by path."""
 
     header: DatasetHeader
     blocks: list[str]
     kernels: list[str]
-    records: list[ModelRecord]
+    records: list[Path]
 
 
 def archives_in(folder: Path, target: str) -> list[Path]:
@@ -96,9 +95,14 @@ def addition(workspace: Workspace, packed: Workspace, target: str) -> Addition:
     packed_kernels = kernel_lines(before)
     kernels = [line for name, line in kernel_lines(folder).items()
                if line != packed_kernels.get(name) and _says_more(line, packed_kernels.get(name))]
-    packed_records = {record.model: record for record in records_in(packed, header.target.flavour)}
-    records = [record for record in records_in(workspace, header.target.flavour) if packed_records.get(record.model) != record]
+    index = index_path(workspace, header.target.flavour)  # a merge makes it anew
+    records = [path for path in sorted(index.parent.glob("*.json"))
+               if path != index and not _same_file(path, packed.root / path.relative_to(workspace.root))]
     return Addition(header, [line for line in blocks if line not in packed_blocks], kernels, records)
+
+
+def _same_file(path: Path, other: Path) -> bool:
+    return other.is_file() and other.read_bytes() == path.read_bytes()
 
 
 def _says_more(line: str, packed: str | None) -> bool:
@@ -116,8 +120,8 @@ def write_addition(new: Addition, into: Workspace, target: str) -> None:
     files.write_json(header_path(folder), new.header)
     files.write_text(journal_path(folder), "".join(f"{line}\n" for line in new.blocks))
     files.write_text(kernels_path(folder), "".join(f"{line}\n" for line in sorted(new.kernels)))
-    for record in new.records:
-        files.write_json(record_path(into, new.header.target.flavour, record.model), record)
+    for path in new.records:
+        files.write_bytes(record_path(into, new.header.target.flavour, path.stem), path.read_bytes())
 
 
 def packed_files(workspace: Workspace, target: str) -> Iterator[tuple[str, bytes]]:

@@ -12,7 +12,7 @@ parts=("${@:2}")
 worst=0
 fail() { echo "error: $1" >&2; exit "${2:-1}"; }
 for part in "${parts[@]}"; do
-  case $part in from_metrics | from_probe | from_exported_probe) ;; *) fail "$part is none of live.sh's parts" 2 ;; esac
+  case $part in from_metrics | from_probe | from_exported_probe) ;; *) fail "$part: no such part; there are from_metrics, from_probe and from_exported_probe" 2 ;; esac
 done
 command -v prometheus > /dev/null || fail "no prometheus on the PATH: apt-get install prometheus"
 for port in 9090 9400; do

@@ -38,8 +38,8 @@ def read_answers() -> dict[str, Any]:
     """The answers as they were recorded; none where they never were."""
     if not asked.ANSWERS.exists():
         return {}
-    found: dict[str, Any] = json.loads(lzma.decompress(asked.ANSWERS.read_bytes()))
-    return found
+    answers: dict[str, Any] = json.loads(lzma.decompress(asked.ANSWERS.read_bytes()))
+    return answers
 
 
 def write_answers(answers: dict[str, Any]) -> None:

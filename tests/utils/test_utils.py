@@ -433,7 +433,7 @@ def test_a_bare_name_is_looked_for_among_the_exported(workspace: Workspace, tmp_
     monkeypatch.chdir(tmp_path)
     touch(tmp_path / "net.onnx")
     assert workspace.find_model(Path("net.onnx")).resolve() == tmp_path / "net.onnx"
-    with pytest.raises(UserError, match=r"other\.onnx: no such model, .*\(there: net\.onnx\)"):
+    with pytest.raises(UserError, match=r"other\.onnx: no such model, .*\(exported: net\.onnx\)"):
         workspace.find_model(Path("other.onnx"))
 
 
