@@ -48,7 +48,7 @@ python recipes/h200/dataset_archives.py pack --workspace out/h200
 
 
 class Addition(NamedTuple):
-    """What a workspace's dataset holds beyond another: the whole header, blocks and kernels as lines, kernel records by path."""
+    """What a workspace's dataset holds beyond another: its header, blocks and kernels as lines, paths of kernel records."""
 
     header: DatasetHeader
     blocks: list[str]
