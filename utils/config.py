@@ -161,7 +161,7 @@ def _read_yaml(path: Path, extended_by: Path | None) -> Any:
     """The YAML in a file, which `extended_by` extends."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+    except FileNotFoundError:
         raise UserError(f"{extended_by}: {EXTENDS}: {path}: no such config file" if extended_by else
                         f"{path}: no such config file") from None
     except UnicodeDecodeError:
