@@ -20,6 +20,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from utils.paths import ROOT, Workspace
 
+pytestmark = [pytest.mark.measuring, pytest.mark.slow]
+
 SIDE = 1536
 PRODUCTS = 60  # of constants, which ORT works out while it optimises: seconds in C++
 COLLECTOR = """

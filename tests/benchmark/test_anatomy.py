@@ -26,6 +26,8 @@ from utils.fingerprint import has_cuda
 from utils.paths import ROOT
 from utils.trace_events import MEASURED, read_processes
 
+pytestmark = pytest.mark.measuring
+
 EFFORT = Effort(least_runs=3, most_runs=3)
 
 
@@ -183,6 +185,7 @@ def test_a_model_that_fails_says_why(reply: Reply | None, message: str) -> None:
         measure(TracedModel(Path("net.onnx"), {}, 1), FakeWorker(reply), FakeWorker(None), EFFORT)
 
 
+@pytest.mark.slow
 def test_the_real_workers_need_no_record(tmp_path: Path) -> None:
     """On the CPU provider, which leaves a GPU nothing to do: the runs come through the pipe with their times on the host."""
     onnx.save(small_model(batch="batch"), tmp_path / "net.onnx")

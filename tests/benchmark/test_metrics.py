@@ -22,6 +22,8 @@ from benchmark.metrics.source import Mean, values
 from benchmark.metrics.sources import open_source
 from utils.errors import UserError
 
+pytestmark = pytest.mark.measuring
+
 TOTAL, USER = "DCGM_FI_DEV_CPU_UTIL_TOTAL", "DCGM_FI_DEV_CPU_UTIL_USER"
 ENGINE, SM, POWER = "DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_DEV_POWER_USAGE"
 UTIL = "DCGM_FI_DEV_GPU_UTIL"

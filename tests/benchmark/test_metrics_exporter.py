@@ -28,6 +28,8 @@ from utils.errors import UserError
 from utils.paths import ROOT
 from utils.scrape_server import STALE
 
+pytestmark = pytest.mark.slow
+
 SM, UTIL, CLOCK = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_SM_CLOCK"
 POWER = "DCGM_FI_DEV_POWER_USAGE"
 READING = {SM: 0.25, UTIL: 60.0, CLOCK: 1980.0, POWER: 312.5}

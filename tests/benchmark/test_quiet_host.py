@@ -15,6 +15,8 @@ from benchmark.measuring.quiet_host import HostProbe, quiet_samples_ms
 from benchmark.records.labels import DISTURBANCE_ADMITTED
 from benchmark.runtimes.ort.host_probe import host_probe
 
+pytestmark = pytest.mark.measuring
+
 FAST_S, SLOWER = 0.0002, 1.5
 ODD_S = FAST_S * 5 / 6
 EFFORT = Effort(budget_s=0.05, least_runs=5, most_runs=1000)

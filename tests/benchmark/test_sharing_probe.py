@@ -24,6 +24,8 @@ from utils.errors import UserError
 from utils.fingerprint import SharingMode, machine
 from utils.paths import ROOT, Workspace
 
+pytestmark = pytest.mark.measuring
+
 
 @pytest.fixture(scope="module")
 def opened() -> SharingProbe:
@@ -63,6 +65,7 @@ def test_the_least_runs_take_the_time_they_need(opened: SharingProbe) -> None:
     assert len(reading.tiny.latencies_ms) == len(reading.long.latencies_ms) == LEAST_RUNS
 
 
+@pytest.mark.slow
 def test_beside_a_real_load(opened: SharingProbe, workspace: Workspace) -> None:
     alone_ms = min(opened.read(0.2).long.latencies_ms)
     with stress(1.0, COMPUTE, "cpu", workspace=workspace):
@@ -83,6 +86,7 @@ def test_impossible_times(opened: SharingProbe, seconds: float) -> None:
         opened.read(seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", LONG_SIDE.values())
 def test_the_long_piece_stays_finite(side: int) -> None:
     """Numbers that overflow or vanish would not cost what others do."""
@@ -141,6 +145,7 @@ def test_runs_are_whole(starts: tuple[float, ...], latencies: tuple[float, ...])
         ProbedRuns(starts_ms=starts, latencies_ms=latencies)
 
 
+@pytest.mark.slow
 def test_the_script(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "benchmark/sharing_probe.py", "--device", "cpu", "--seconds", "0.02", "--json",
                            "--out", str(tmp_path / "reading.json"), "--workspace", str(tmp_path)],

@@ -30,6 +30,8 @@ from utils import files
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
+pytestmark = [pytest.mark.measuring, pytest.mark.slow]
+
 TOTAL = "DCGM_FI_DEV_CPU_UTIL_TOTAL"
 HOLDER = """
 import sys, time

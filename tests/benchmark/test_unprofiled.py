@@ -23,6 +23,8 @@ from tests.inference.test_no_training import CONFIG
 from utils.errors import UserError
 from utils.paths import Workspace
 
+pytestmark = pytest.mark.measuring
+
 
 def run(**durations_us: float) -> ProfiledRun:
     """A profiled run of nodes one after another; a node's name says its operator."""
@@ -60,6 +62,7 @@ def test_a_models_nodes_add_up_to_its_latency(tmp_path: Path) -> None:
     assert 1000 * median(plain_ms) < 0.9 * profiled
 
 
+@pytest.mark.slow
 def test_a_collector_goes_on_with_its_labels(workspace: Workspace) -> None:
     """What --measure-missing began has a label more than a collection has by default."""
     measure_missing(conv_net(workspace.root / "net.onnx", channels=8), target=TARGET, workspace=workspace, config=CONFIG)

@@ -51,6 +51,7 @@ def test_a_node_without_time_and_a_cycle(diamond: nx.DiGraph) -> None:
         longest_path(diamond, TIMES)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_nodes_in_linear_time() -> None:
     def seconds(layers: int) -> float:
         ladder = nx.DiGraph([((layer, side), (layer + 1, other)) for layer in range(layers) for side in (0, 1)

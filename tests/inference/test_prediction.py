@@ -33,6 +33,8 @@ from utils.errors import UserError
 from utils.fingerprint import Target, flavour_of, has_cuda, local_target
 from utils.paths import ROOT, Workspace
 
+pytestmark = pytest.mark.slow
+
 TARGET = local_target("cpu").name
 
 

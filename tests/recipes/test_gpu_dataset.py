@@ -40,6 +40,8 @@ from utils.cli import EXIT_SLO_MISSED
 from utils.fingerprint import has_cuda
 from utils.paths import ROOT, SHIPPED, Workspace
 
+pytestmark = pytest.mark.slow
+
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 FAMILIES = {"squeezenet", "mnasnet", "shufflenet", "resnet", "mobilenet", "vgg", "alexnet"}
 FURTHER = 2000  # kernels of no model, of the types that those families have

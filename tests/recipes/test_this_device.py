@@ -22,6 +22,8 @@ from utils.errors import UserError
 from utils.fingerprint import local_target
 from utils.paths import ROOT, Workspace
 
+pytestmark = pytest.mark.measuring
+
 TARGET = local_target("cpu").name
 SCRIPT = "recipes/this_device/measure_this_device.py"
 
@@ -39,6 +41,7 @@ def command(workspace: Workspace, *options: str | Path) -> list[str]:
     return [sys.executable, SCRIPT, "--workspace", str(workspace.root), "--device", "cpu", "--json", *map(str, options)]
 
 
+@pytest.mark.slow
 def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
     workspace, (first, second) = Workspace(tmp_path / "out"), models(tmp_path)
     workspace.root.mkdir()

@@ -100,6 +100,7 @@ def worse(workspace: Workspace) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_page_as_it_stands(mine: Workspace) -> None:
     """Its file and its commands, each in a process of its own."""
     said: list[tuple[Any, str]] = []

@@ -267,6 +267,7 @@ def test_loading_imports_neither_pandas_nor_sklearn_nor_xgboost(trained: Workspa
     assert shown.strip() == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [True, False])
 def test_sklearn_is_hidden_only_while_a_command_imports_xgboost(command: bool) -> None:
     """A program that imports Hase has xgboost's API of scikit-learn."""

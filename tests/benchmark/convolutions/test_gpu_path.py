@@ -28,6 +28,8 @@ from benchmark.traces import gpu_trace
 from benchmark.traces.gpu_trace import GpuRun, GpuWork, Recording
 from utils.fingerprint import has_cuda
 
+pytestmark = pytest.mark.slow
+
 
 class Event:
     """Pretends to be a CUDA event: the host's clock. The pretended GPU comes to no event before the host waits for it."""

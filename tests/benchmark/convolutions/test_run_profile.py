@@ -33,6 +33,8 @@ from benchmark.records.journal import read_blocks
 from benchmark.traces.gpu_trace import GpuRun, GpuWork
 from utils.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = "benchmark/run_profile.py"
 MODEL = "squeezenet1_1"
 QUICKLY = ("--model", MODEL, "--algorithm", "default", "--device", "cpu", "--test", "--min-size", "64", "--max-size", "72",

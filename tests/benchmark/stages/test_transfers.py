@@ -17,6 +17,8 @@ from benchmark.stages.work import StageUnit
 from model_zoo.stages.definition import GraphSize
 from utils.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 SIZE = GraphSize(nodes=30, edges=4000, features=8, hidden=4)  # the largest tensor: messages, 128,000 bytes
 
 

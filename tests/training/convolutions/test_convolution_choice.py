@@ -26,6 +26,8 @@ from training.convolutions.unmeasured import layer_shapes, predicted_rows
 from utils import files
 from utils.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = "training/convolution_choice.py"
 FILTERS = (1, 3, 5, 7)
 
