@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command import printed
 from pydantic import ValidationError
 
 from benchmark import sharing_probe
@@ -22,7 +21,7 @@ from kernel_model.building.dummy_data import random_floats
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import SharingMode, machine
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 pytestmark = pytest.mark.measuring
 
@@ -147,10 +146,9 @@ def test_runs_are_whole(starts: tuple[float, ...], latencies: tuple[float, ...])
 
 @pytest.mark.slow
 def test_the_script(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "benchmark/sharing_probe.py", "--device", "cpu", "--seconds", "0.02", "--json",
-                           "--out", str(tmp_path / "reading.json"), "--workspace", str(tmp_path)],
-                          cwd=ROOT, capture_output=True, text=True, check=True)
-    reading = ProbeReading.model_validate(json.loads(done.stdout))
+    reading = ProbeReading.model_validate_json(printed(
+        "benchmark/sharing_probe.py", "--device", "cpu", "--seconds", "0.02", "--json", "--out", tmp_path / "reading.json",
+        "--workspace", tmp_path))
     check_whole(reading)
     assert read_reading(tmp_path / "reading.json") == reading
 

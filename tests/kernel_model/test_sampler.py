@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from command import run_script
 from conftest import TORCH_MODELS, build_workspace, free_kernel, small_model
 
 from kernel_model.building.dummy_data import dummy_inputs, dummy_tensor
@@ -28,7 +28,7 @@ from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Flavour
 from utils.ort_sessions import open_session
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 
 def entries_of(*records: ModelRecord) -> list[Drawn]:
@@ -238,8 +238,7 @@ def test_free_kernels_are_described_as_those_of_models_are(torch_models: dict[st
 # the command -------------------------------------------------------------------------------------------------------------
 
 def run_sampler(workspace: Workspace, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "kernel_model/kernel_sampler.py", "--workspace", str(workspace.root), "--json", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return run_script("kernel_model/kernel_sampler.py", "--workspace", workspace.root, "--json", *options)
 
 
 @pytest.mark.slow

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from command import run_script
+from command import printed, run_script
 from conftest import TORCH_BATCH, TORCH_MODELS, small_model, torch_model
 from onnx import TensorProto, helper, numpy_helper
 
@@ -22,7 +21,7 @@ from ort_analysis.records.reading import index_path, read_index, read_model_reco
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import flavour_of
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 PROVIDERS = ("cpu", "cuda")
 
@@ -202,9 +201,8 @@ def test_a_model_is_of_the_group_and_collection_that_its_file_names(tmp_path: Pa
     assert [record.file_stem for record in records] == ["net0@b", "net1@b", "net2@b"]
     asked = analyze(paths[1], "cpu", group="mine", collection="ours")
     assert (asked.group, asked.collection) == ("mine", "ours")
-    subprocess.run([sys.executable, "ort_analysis/fusion_detector.py", "--model", str(paths[1]), "--device", "cpu",
-                    "--group", "asked", "--collection", "asked too", "--workspace", str(tmp_path)],
-                   cwd=ROOT, check=True, capture_output=True)
+    printed("ort_analysis/fusion_detector.py", "--model", paths[1], "--device", "cpu", "--group", "asked", "--collection",
+            "asked too", "--workspace", tmp_path)
     workspace = Workspace(tmp_path)
     [record] = read_model_records(workspace, records[0].flavour)
     index = read_index(index_path(workspace, records[0].flavour))
@@ -312,8 +310,7 @@ def test_several_models_and_sizes_side_by_side(workspace: Workspace) -> None:
     """One record a combination of sizes, whatever process made it; a model that fails costs only its own."""
     files.write_bytes(workspace.models / "net.onnx", small_model(batch="batch").SerializeToString())
     (workspace.models / "broken.onnx").write_text("no model")
-    command = [sys.executable, "ort_analysis/fusion_detector.py", "--workspace", str(workspace.root), "--device", "cpu"]
-    done = subprocess.run([*command, "--dim", "batch=1,3", "--jobs", "2"], cwd=ROOT, capture_output=True, text=True)
+    done = detect(workspace, "--device", "cpu", "--dim", "batch=1,3", "--jobs", "2")
     assert done.returncode == 1
     assert "2 of 4 models failed: broken.onnx, broken.onnx" in done.stderr
     records = read_model_records(workspace, flavour_of("cpu"))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from command import run_script
 from conftest import TORCH_MODELS
 
 from benchmark.records.dataset_writer import write_tables
@@ -93,8 +94,7 @@ def learn(workspace: Workspace, part: str) -> None:
 
 
 def run(script: str, workspace: Workspace, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, script, "--workspace", str(workspace.root), "--config", str(workspace.root / "few.yaml")]
-    return subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
+    return run_script(script, "--workspace", workspace.root, "--config", workspace.root / "few.yaml", *options)
 
 
 @pytest.fixture(scope="module")
@@ -247,10 +247,8 @@ def test_a_shipped_reading_of_the_probe_tells_a_prediction(beside: Workspace, to
     """A reading beside a queue that never runs dry: each run waits a whole turn of the other process, 2.4 ms."""
     block = next(block for block in read_journal(beside.dataset(TARGET)) if block.load == (1.0, "compute_deep"))
     files.write_json(tmp_path / "reading.json", block.probe)
-    command = [sys.executable, "inference/predict_model_latency.py", "--model", str(torch_models["resnet18"]), "--target",
-               "nvidia-h200", "--json", "--slo-ms", "2"]
-    done = [subprocess.run([*command, *probe], cwd=ROOT, capture_output=True, text=True, check=False)
-            for probe in ([], ["--probe", str(tmp_path / "reading.json")])]
+    done = [run_script("inference/predict_model_latency.py", "--model", torch_models["resnet18"], "--target", "nvidia-h200",
+                       "--json", "--slo-ms", "2", *probe) for probe in ([], ["--probe", tmp_path / "reading.json"])]
     assert [one.returncode for one in done] == [0, EXIT_SLO_MISSED]
     (idle,), (waiting,) = (json.loads(one.stdout) for one in done)
     assert waiting["under_load"]["told_by"] == "probe"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from command import run_script
 
 from recipes.kinds.compare_on_gpu import compare_all, difference_rows
 from recipes.kinds.gpu_latency import gpu_latency
@@ -21,13 +21,13 @@ from recipes.kinds.node_lists import NodeList, NodeRow, derived_nodes, every_nod
 from training.composition.fitted import read_composition
 from utils.errors import UserError
 from utils.ort_sessions import open_session
-from utils.paths import ROOT, SHIPPED
+from utils.paths import SHIPPED
 
 TINY = ("tiny_add", "loop_constant_trips", "sklearn_linear")
 
 
 def command(script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, f"recipes/kinds/{script}", *options], cwd=ROOT, capture_output=True, text=True)
+    return run_script(f"recipes/kinds/{script}", *options)
 
 
 @pytest.fixture(scope="module")
