@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from benchmark.runtimes.ort.runner import device_binding
 from kernel_model.building.dummy_data import random_floats
 from ort_analysis.records.elements import numpy_dtype, session_dtype
+from utils.lazy import torch
 
 if TYPE_CHECKING:
     import onnxruntime
