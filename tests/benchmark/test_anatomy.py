@@ -12,13 +12,11 @@ import pytest
 from command import printed, run_script
 from conftest import small_model
 
-from benchmark.measuring.effort import Effort
-from benchmark.records.measurement import Measurement
 from benchmark.run_anatomy import TracedModel, as_json, ask, measure, row, runs_of
-from benchmark.runtimes.protocol import Reply, Request
-from benchmark.runtimes.worker_client import Worker, WorkerFailed
-from benchmark.traces.anatomy import PARTS, anatomy_of, measured_trace, typical_run
-from benchmark.traces.gpu_trace import GpuRun, GpuWork, Launch, attribute
+from measuring.bench import Effort
+from measuring.gpu_trace import PARTS, GpuRun, GpuWork, Launch, anatomy_of, attribute, measured_trace, typical_run
+from records.measurement import Measurement
+from runtimes.protocol import Reply, Request, Worker, WorkerFailed
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda

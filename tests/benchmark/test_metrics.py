@@ -13,13 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmark.metrics import nvml as nvml_metrics
-from benchmark.metrics.cpu import CpuSource
-from benchmark.metrics.dcgm_names import is_blank
-from benchmark.metrics.fields import FIELDS
-from benchmark.metrics.soundness import MANY, History, check_together, checked
-from benchmark.metrics.source import Mean, values
-from benchmark.metrics.sources import open_source
+from measuring.metrics import nvml as nvml_metrics
+from measuring.metrics.names import FIELDS, is_blank
+from measuring.metrics.source import MANY, History, Mean, check_together, checked, values
+from measuring.metrics.sources import CpuSource, open_source
 from utils.errors import UserError
 
 pytestmark = pytest.mark.measuring

@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 
-from benchmark.measuring import quiet_host
-from benchmark.measuring.effort import Effort
-from benchmark.measuring.quiet_host import HostProbe, quiet_samples_ms
-from benchmark.records.labels import DISTURBANCE_ADMITTED
-from benchmark.runtimes.ort.host_probe import host_probe
+from measuring import quiet_host
+from measuring.bench import Effort
+from measuring.quiet_host import HostProbe, quiet_samples_ms
+from records.labels import DISTURBANCE_ADMITTED
+from runtimes.ort.probes import host_probe
 
 pytestmark = pytest.mark.measuring
 

@@ -8,18 +8,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmark.load.backgrounds import COMPUTE, Background
-from benchmark.load.stress import Stress
-from benchmark.measuring import canary
-from benchmark.measuring.bench import Bench, Steadiness
-from benchmark.measuring.blocks import Conditions, best_canary_ms, idle, measure_block
-from benchmark.measuring.canary import Canary
-from benchmark.measuring.loads import measure_loads
-from benchmark.measuring.pending import Planned, in_blocks, pending, plan_blocks
-from benchmark.metrics.sources import open_source
-from benchmark.records.blocks import Block
-from benchmark.records.journal import Journal
-from benchmark.records.measurement import Measurement
+from measuring.bench import Bench, Canary, Steadiness
+from measuring.loads import Conditions, best_canary_ms, idle, measure_block, measure_loads
+from measuring.metrics.sources import open_source
+from measuring.pending import Planned, in_blocks, pending, plan_blocks
+from measuring.stress import Stress
+from records.backgrounds import COMPUTE, Background
+from records.blocks import Block
+from records.journal import Journal
+from records.measurement import Measurement
 from utils.errors import UserError
 
 
@@ -68,7 +65,7 @@ def test_the_steadiest_of_the_attempts_is_kept(bench: Bench) -> None:
 
 
 def test_a_machine_that_is_slower_than_at_its_best_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canary, "PAUSE_S", 0.001)
+    monkeypatch.setattr("measuring.bench.PAUSE_S", 0.001)
     bench = bench_with([2.0, 1.5, 1.05, 1.05], patience_s=60.0)
     assert measure_block(bench, "k", list, idle(bench, best_canary_ms=1.0)).canary_before_ms == 1.05
     bench = bench_with([2.0, 2.0], attempts=1)  # no patience: it is measured, and said to be unsteady

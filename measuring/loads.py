@@ -1,0 +1,192 @@
+"""The measuring loop: blocks of units under one load after another, each block kept as soon as it is measured.
+
+It knows units only by their ids. What they are, and how one is timed, its callers know.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVar
+
+from measuring.bench import Bench, Canary, close_window, open_window, read_window
+from measuring.pending import Planned, Unit
+from measuring.stress import Stress, stress
+from records.backgrounds import COMPUTE, Background
+from records.blocks import Block
+from records.journal import Journal
+from records.labels import BELOW_BEST
+from records.measurement import Measurement
+from utils import cli
+from utils.logger import get_logger
+from utils.paths import Workspace
+
+log = get_logger("collector")
+
+
+@dataclass
+class Conditions:
+    """What blocks are measured under.
+
+    Attributes:
+        canary: under this load.
+        stress: what keeps the device busy.
+        level: share of the time that it is asked to, 0–1.
+        background: the name of what it is busy with; "" on an idle device.
+    """
+
+    canary: Canary
+    stress: Stress
+    level: float = 0.0
+    background: str = ""
+
+
+def idle(bench: Bench, best_canary_ms: float = 0.0) -> Conditions:
+    """An idle device; `best_canary_ms` is the shortest time that the canary ever took on it, 0 where that is not known."""
+    return Conditions(Canary(bench.canary_ms, best_ms=best_canary_ms), Stress(0.0, None))
+
+
+def measure_block(bench: Bench, key: str, time_units: Callable[[], Iterable[Measurement]], under: Conditions) -> Block:
+    """One block, measured until it is steady or the attempts are used up; the steadiest attempt is kept.
+
+    Args:
+        bench: what is measured with.
+        key: the block's name.
+        time_units: times all units of the block. One that fails is a measurement that says so, and no exception.
+        under: what else runs on the device.
+
+    Raises:
+        UserError: metrics, probe or canary can't be read, or the stressor has ended.
+    """
+    attempts = bench.steadiness.attempts_under_load if under.level else bench.steadiness.attempts
+    unsteady: list[Block] = []
+    while len(unsteady) < attempts:
+        block = _attempt(bench, key, time_units, under, len(unsteady) + 1)
+        if block.drift <= bench.steadiness.drift:
+            return block
+        unsteady.append(block)
+        log.info("%s at %s: the machine was unsteady by %.0f %% (canary %.3f to %.3f ms)%s", key,
+                 describe_load(*block.load), 100 * block.drift, block.canary_before_ms, block.canary_after_ms,
+                 "; measuring again" if len(unsteady) < attempts else "")
+    return min(unsteady, key=lambda block: block.drift).model_copy(update={"attempts": attempts})
+
+
+def _attempt(bench: Bench, key: str, time_units: Callable[[], Iterable[Measurement]], under: Conditions, number: int) -> Block:
+    """One attempt at a block: window, probe, canary, units with a second window around them, canary."""
+    background = read_window(bench.source, bench.window_s)
+    probe = bench.probe()
+    before_ms = under.canary.steady_ms(bench.steadiness.drift + BELOW_BEST, bench.steadiness.patience_s)
+    opened = open_window(bench.source)
+    measurements = tuple(time_units())
+    during = close_window(bench.source, opened)
+    return Block(level=under.level, background_name=under.background, key=key, background=background.means,
+                 background_s=round(background.seconds, 6), during=during.means, during_s=round(during.seconds, 6),
+                 canary_before_ms=before_ms, canary_after_ms=under.canary.now_ms(), canary_best_ms=under.canary.best_ms,
+                 attempts=number, stress=under.stress.reached(), probe=probe, machine=bench.machine_uuid,
+                 measurements=measurements)
+
+
+def describe_load(level: float, background: str) -> str:
+    """`level 0`, `level 0.3, compute`."""
+    return f"level {level:g}" + (f", {background}" if background else "")
+
+
+def best_canary_ms(blocks: Iterable[Block]) -> float:
+    """The canary's shortest time in some blocks, in ms; 0 where there are none."""
+    return min((min(block.canary_before_ms, block.canary_after_ms) for block in blocks), default=0.0)
+
+
+U = TypeVar("U", bound=Unit)
+StressLevel = tuple[float, Background | None]  # the share of time, 0–1, and what the device is busy with; None on an idle one
+IDLE: tuple[StressLevel, ...] = ((0.0, None),)
+Start = Callable[[float, Background | None], AbstractContextManager[Stress]]
+
+
+@dataclass
+class Totals(Generic[U]):
+    """What was measured: the units, the blocks, how many of these were unsteady, the seconds that measuring took, and how many
+    units were left because the time was over."""
+
+    units: list[U] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    unsteady_blocks: int = 0
+    measuring_s: float = 0.0
+    left: int = 0
+
+
+@contextmanager
+def started(level: float, background: Background | None, device: str, workspace: Workspace | None = None,
+            settle_s: float = 1.0) -> Iterator[Stress]:
+    """Keeps the device busy, and gives it `settle_s` seconds to settle before anything is measured; level 0 starts nothing.
+
+    Raises:
+        UserError: the stressor did not start.
+    """
+    with stress(level, background or COMPUTE, device, workspace=workspace) as stressor:
+        time.sleep(settle_s if level else 0.0)
+        yield stressor
+
+
+def measure_loads(bench: Bench, blocks_of: Callable[[tuple[float, str], Sequence[Block]], Sequence[Planned[U]]],
+                  time_units: Callable[[Sequence[U], float], Iterable[Measurement]], journal: Journal,
+                  loads: Iterable[StressLevel] = IDLE, start: Start | None = None, stop_at_s: float = math.inf) -> Totals[U]:
+    """Measures under each load what `blocks_of` says, and adds every block to the journal.
+
+    To resume after a kill is to call it again: `blocks_of` plans what the journal does not hold (see `plan_blocks`).
+
+    Args:
+        bench: what is measured with.
+        blocks_of: the blocks to measure under a load (its level and the name of its background), of which the given blocks are
+            measured already.
+        time_units: times the units of a block at a level. One that fails is a measurement that says so, and no exception.
+        journal: keeps the blocks.
+        loads: one after another; by default the idle device alone.
+        start: starts one of them; by default `started`.
+        stop_at_s: the time (of `time.monotonic`) after which no block begins. What is left, a later call measures.
+
+    Raises:
+        UserError: metrics, probe or canary can't be read, or a load can't be had.
+    """
+    start = start or partial(started, device=bench.device)
+    totals = Totals[U]()
+    for level, background in loads:
+        load = (level, background.name if background else "")
+        measured = [block for block in journal.blocks if block.load == load]
+        todo = blocks_of(load, measured)
+        if not todo:
+            continue
+        best_ms = best_canary_ms(block for block in measured if block.machine == bench.machine_uuid)
+        with start(level, background) as stressor:
+            under = Conditions(Canary(bench.canary_ms, bool(level), 0.0 if level else best_ms), stressor, *load)
+            for planned in cli.progress(_until(stop_at_s, todo, totals), _described(load, stop_at_s), len(todo)):
+                began_s = time.monotonic()
+                block = measure_block(bench, planned.key, partial(time_units, planned.units, level), under)
+                totals.measuring_s += time.monotonic() - began_s
+                totals.unsteady_blocks += block.drift > bench.steadiness.drift
+                totals.units += planned.units
+                totals.blocks.append(block)
+                journal.append(block)
+    if totals.unsteady_blocks:
+        log.warning("%d blocks kept although the machine was unsteady by more than %.0f %%", totals.unsteady_blocks,
+                    100 * bench.steadiness.drift)
+    return totals
+
+
+def _until(stop_at_s: float, todo: Sequence[Planned[U]], totals: Totals[U]) -> Iterator[Planned[U]]:
+    """The blocks to measure, one after another until the time is over; counts the units of those that are left."""
+    for place, planned in enumerate(todo):
+        if time.monotonic() >= stop_at_s:
+            totals.left += sum(len(block.units) for block in todo[place:])
+            return
+        yield planned
+
+
+def _described(load: tuple[float, str], stop_at_s: float) -> str:
+    """The text of the progress bar."""
+    if math.isinf(stop_at_s):
+        return describe_load(*load)
+    return f"{describe_load(*load)}, for {max(stop_at_s - time.monotonic(), 0.0):.0f} s at most"

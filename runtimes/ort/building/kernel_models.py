@@ -1,0 +1,255 @@
+"""A kernel as an ONNX model of its own, or many in one carrier.
+
+A kernel run alone in a loop finds its weights in the cache and pays for a whole session run. In a carrier its inputs
+were just written by the operator before it, its weights were last used a whole run ago, and ORT's profile gives its own
+time. Each kernel stands between an `Abs` for every floating input and a `Shape` that uses up its outputs without
+reading them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from pydantic import ValidationError
+
+from records.elements import type_code
+from records.kernel_record import Kernel, KernelInput
+from runtimes.ort.building.chosen_data import chosen
+from runtimes.ort.building.dummy_data import dummy_inputs, dummy_tensor, input_name, output_name, random_floats, weight_value
+from utils import files
+from utils.errors import UserError
+from utils.lazy import onnx
+from utils.ort_sessions import model_errors, open_session
+
+KERNEL_KEY = "hase.kernel"  # metadata of a built model: its Kernel as JSON
+INLINE_BYTES = 1 << 16  # larger weights go to the shared file …
+SHARED_TYPES = {"float32", "float16"}  # … if they are of these types
+IR_VERSION = 10
+
+
+def kernel_node(kernel: Kernel, inputs: list[str], outputs: list[str], name: str) -> onnx.NodeProto:
+    """The kernel's node with the given tensor names.
+
+    Raises:
+        UserError: the kernel holds a subgraph, of which records keep only a hash, or takes or gives what is no tensor.
+    """
+    node = onnx.helper.make_node(kernel.op_type, inputs, outputs, name=name, domain=kernel.domain)
+    if kernel.subgraphs:
+        raise UserError(f"{kernel.id}: holds a subgraph ({kernel.subgraphs[0]}); such a kernel can't be built alone")
+    if other := next((t.dtype for t in (*kernel.inputs, *kernel.outputs) if t.present and not t.is_tensor), None):
+        raise UserError(f"{kernel.id}: takes or gives a {other}, and only kernels of tensors can be built alone")
+    for key, value in sorted(kernel.attributes.items()):
+        if isinstance(value, dict):
+            tensor_type = type_code(value["dtype"])
+            value = onnx.helper.make_tensor(key, tensor_type, value["shape"], value["values"])
+        if value == []:
+            continue
+        node.attribute.append(onnx.helper.make_attribute(key, value))
+    return node
+
+
+def shareable(tensor: KernelInput) -> bool:
+    """Whether a constant's value does not matter and it is large enough to lie outside the model's file."""
+    return tensor.constant and tensor.bytes > INLINE_BYTES and tensor.dtype in SHARED_TYPES
+
+
+def build_model(kernel: Kernel, weights: Mapping[int, np.ndarray] | None = None,
+                shared: Callable[[str, KernelInput], onnx.TensorProto] | None = None) -> onnx.ModelProto:
+    """The kernel as a model: one node, typed inputs `x<i>`, constants inside, outputs `y<i>`.
+
+    Args:
+        kernel: what to build.
+        weights: values of constant inputs by position; random ones where not given.
+        shared: makes a large weight that lies elsewhere, from its name and description; else weights lie inside.
+    """
+    names = [input_name(i) if tensor.present else "" for i, tensor in enumerate(kernel.inputs)]
+    outs = [output_name(i) if tensor.present else "" for i, tensor in enumerate(kernel.outputs)]
+    graph = onnx.helper.make_graph(
+        [kernel_node(kernel, names, outs, kernel.type)], "kernel",
+        [onnx.helper.make_tensor_value_info(names[i], type_code(t.dtype), t.shape)
+         for i, t in enumerate(kernel.inputs) if t.present and not t.constant],
+        [onnx.helper.make_tensor_value_info(outs[i], type_code(t.dtype), t.shape)
+         for i, t in enumerate(kernel.outputs) if t.present],
+        [shared(names[i], t) if shared and shareable(t)
+         else onnx.numpy_helper.from_array(np.asarray(weight_value(kernel, i, weights), order="C"), names[i])
+         for i, t in enumerate(kernel.inputs) if t.present and t.constant],
+    )
+    opsets = {kernel.domain: kernel.opset} | ({} if kernel.domain == "" else {"": 20})
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(d, v) for d, v in opsets.items()],
+                              ir_version=IR_VERSION, producer_name="hase")
+    model.metadata_props.append(onnx_prop(KERNEL_KEY, kernel.model_dump_json()))
+    return model
+
+
+def onnx_prop(key: str, value: str) -> onnx.StringStringEntryProto:
+    """A metadata entry of a model."""
+    return onnx.StringStringEntryProto(key=key, value=value)
+
+
+def shared_weight(folder: Path, name: str, tensor: KernelInput) -> onnx.TensorProto:
+    """A weight that lies in the file of random numbers of its type in `folder`, which grows as needed."""
+    shared = folder / f"random_{tensor.dtype}.bin"
+    if not shared.exists() or shared.stat().st_size < tensor.bytes:
+        files.write_bytes(shared, random_floats((tensor.elements,), tensor.dtype).tobytes())
+    made = onnx.TensorProto(name=name, data_type=type_code(tensor.dtype), dims=tensor.shape,
+                            data_location=onnx.TensorProto.EXTERNAL)
+    for key, value in (("location", shared.name), ("offset", "0"), ("length", str(tensor.bytes))):
+        made.external_data.append(onnx.StringStringEntryProto(key=key, value=value))
+    return made
+
+
+def kernel_build(kernel: Kernel, folder: Path, weights: Mapping[int, np.ndarray] | None = None) -> Path:
+    """Writes `kernel` to `<folder>/<kernel id>.onnx` and returns the path.
+
+    Args:
+        kernel: what to build.
+        folder: where; made if missing.
+        weights: values of constant inputs by position (then they are written into the file).
+
+    Raises:
+        UserError: the kernel can't be built alone, or a tensor's type has no numpy counterpart.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model = build_model(kernel, weights, functools.partial(shared_weight, folder) if weights is None else None)
+    path = folder / f"{kernel.id}.onnx"
+    files.write_bytes(path, model.SerializeToString())
+    return path
+
+
+def built_kernel(path: Path) -> Kernel:
+    """The description of the kernel in a file that `kernel_build` wrote.
+
+    Raises:
+        UserError: no ONNX, or no kernel of Hase's.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    with model_errors(str(path)):
+        model = onnx.load(str(path), load_external_data=False)
+    kernel = kernel_in(model, str(path))
+    if kernel is None:
+        raise UserError(f"{path}: an ONNX model, but not a kernel that kernel_builder.py wrote")
+    return kernel
+
+
+def kernel_in(model: onnx.ModelProto, name: str) -> Kernel | None:
+    """The kernel that a built model describes in its metadata; None for any other model.
+
+    Raises:
+        UserError: the description is damaged; `name` says whose.
+    """
+    found = [prop.value for prop in model.metadata_props if prop.key == KERNEL_KEY]
+    try:
+        return Kernel.model_validate_json(found[0]) if found else None
+    except ValidationError as error:
+        raise UserError(f"{name}: the description of its kernel is damaged ({error.errors()[0]['msg']}); build it anew: "
+                        "python kernel_model/kernel_builder.py --force") from None
+
+
+def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
+    """Runs a built kernel once on dummy inputs.
+
+    Raises:
+        UserError: it does not load or run, or gives NaN.
+    """
+    session = open_session(path, device, optimize="none")
+    with model_errors(str(path)):
+        outputs = session.run(None, dummy_inputs(kernel))
+    if any(np.issubdtype(out.dtype, np.floating) and np.isnan(out).any() for out in map(np.asarray, outputs)):
+        raise UserError(f"{path}: gives NaN on its dummy inputs")
+
+
+WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16"}}  # types that Abs takes
+
+WRITER_OP = "Abs"
+WRITER = "abs_"  # how the names of the nodes that write a kernel's inputs begin
+
+
+def node_name(position: int) -> str:
+    """The name of the carrier's kernel number `position`."""
+    return f"kernel_{position}"
+
+
+def carrier_bytes(kernel: Kernel) -> int:
+    """Memory that a kernel takes in a carrier: its tensors, and its inputs a second time as the graph's."""
+    activations = sum(tensor.bytes for tensor in kernel.activations)
+    return kernel.weight_bytes + 2 * activations + sum(tensor.bytes for tensor in kernel.outputs)
+
+
+class _Graph:
+    """A carrier that grows by one kernel at a time.
+
+    Attributes:
+        nodes, constants, outputs: of the graph.
+        inputs: of the graph, by name.
+        values: of those inputs that have one, by name.
+    """
+
+    def __init__(self, device: str, with_floats: bool) -> None:
+        """Arguments are those of `build_carrier`."""
+        self._written_before = WRITTEN_BEFORE[device]
+        self._with_floats = with_floats
+        self.nodes: list[onnx.NodeProto] = []
+        self.constants: list[onnx.TensorProto] = []
+        self.outputs: list[onnx.ValueInfoProto] = []
+        self.inputs: dict[str, onnx.ValueInfoProto] = {}
+        self.values: dict[str, np.ndarray] = {}
+
+    def add(self, number: int, kernel: Kernel) -> None:
+        """Adds a kernel between the nodes that write its inputs and those that use up its outputs."""
+        names = [self._add_input(number, kernel, position) if tensor.present else ""
+                 for position, tensor in enumerate(kernel.inputs)]
+        outputs = [f"k{number}_y{position}" if tensor.present else "" for position, tensor in enumerate(kernel.outputs)]
+        self.nodes.append(kernel_node(kernel, names, outputs, node_name(number)))
+        for position, name in enumerate(outputs):
+            if name:
+                shape = f"k{number}_shape{position}"
+                self.nodes.append(onnx.helper.make_node("Shape", [name], [shape], name=f"shape_{number}_{position}"))
+                rank = len(kernel.outputs[position].shape)
+                self.outputs.append(onnx.helper.make_tensor_value_info(shape, type_code("int64"), [rank]))
+
+    def _add_input(self, number: int, kernel: Kernel, position: int) -> str:
+        """What input `position` of a kernel reads: a constant, what an `Abs` wrote, or an input of the graph; its name."""
+        name, tensor = f"k{number}_x{position}", kernel.inputs[position]
+        if tensor.constant:
+            value = dummy_tensor(kernel, position, number)
+            self.constants.append(onnx.numpy_helper.from_array(np.asarray(value, order="C"), name))
+        elif tensor.dtype in self._written_before:
+            own = chosen(kernel, position) is not None  # any numbers will not do
+            shared = f"in_{name}" if own else f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
+            self.inputs[shared] = onnx.helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
+            if (own or self._with_floats) and shared not in self.values:
+                self.values[shared] = dummy_tensor(kernel, position, number)
+            self.nodes.append(onnx.helper.make_node(WRITER_OP, [shared], [name], name=f"{WRITER}{number}_{position}"))
+        else:
+            self.inputs[name] = onnx.helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
+            self.values[name] = dummy_tensor(kernel, position, number)
+        return name
+
+
+def build_carrier(kernels: Sequence[Kernel], device: str,
+                  with_floats: bool = True) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """The carrier of `kernels`, in order, and values for its inputs.
+
+    Node number i is called `node_name(i)`. Opsets are those of the first kernel of each domain.
+
+    Args:
+        kernels: what to carry.
+        device: `cpu` or `cuda`: whose `Abs` writes the inputs.
+        with_floats: whether there are values for those inputs that an `Abs` reads, too, for which any numbers will do.
+
+    Raises:
+        UserError: a kernel that can't be built.
+    """
+    carrier = _Graph(device, with_floats)
+    opsets: dict[str, int] = {"": 20}
+    for number, kernel in enumerate(kernels):
+        opsets[kernel.domain] = kernel.opset
+        carrier.add(number, kernel)
+    graph = onnx.helper.make_graph(carrier.nodes, "carrier", list(carrier.inputs.values()), carrier.outputs, carrier.constants)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(d, v) for d, v in opsets.items()],
+                                   ir_version=IR_VERSION, producer_name="hase")
+    return model, carrier.values
