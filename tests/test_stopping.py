@@ -64,7 +64,7 @@ def stop(command: list[str | Path], temporary: Path, when: Callable[[subprocess.
     process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, env=os.environ | {"TMPDIR": str(temporary)},
                                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not when(process):
             assert process.poll() is None, process.stderr and process.stderr.read()
             assert time.monotonic() < deadline

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tarfile
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from conftest import TORCH_MODELS
 
 from inference import predict
 from records.dataset_files import (
+    header_path,
     journal_path,
     kernel_lines,
     kernels_path,
@@ -45,6 +47,7 @@ pytestmark = pytest.mark.slow
 
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 FAMILIES = {"squeezenet", "mnasnet", "shufflenet", "resnet", "mobilenet", "vgg", "alexnet"}
+COUNTS = "counts.json"  # of the shipped dataset's kernels with label gpu: of models, drawn near a group's, and others
 FURTHER = 2000  # kernels of no model, of the types that those families have
 
 
@@ -54,6 +57,8 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     workspace = Workspace(tmp_path_factory.mktemp("h200"))
     learn(workspace, "unpack")
     folder = workspace.dataset(TARGET)
+    for path in (header_path(folder), model_table_path(folder)):
+        files.write_bytes(workspace.root / "whole" / path.name, path.read_bytes())  # before it is cut down
     records = workspace.kernel_records / read_header(folder).target.flavour.name
     wanted, kept_models = set[str](), set[str]()
     for path in records.glob("*.json"):
@@ -69,13 +74,16 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     drawn_freely = (name for name, one in kernels.items() if not one["groups"] and one["kernel"]["type"] in types)
     wanted |= set(islice(drawn_freely, FURTHER))
     kernels_path(folder).write_text("".join(f"{line}\n" for name, line in described.items() if name in wanted))
-    kept = []
+    kept, timed = [], set[str]()
     for block in read_journal(folder):
+        timed |= {m.id for m in block.measurements if (m.subject, m.label, m.status) == ("kernel", "gpu", "ok")}
         found = tuple(m for m in block.measurements if (
             m.id in wanted if m.subject == "kernel" else m.id in kept_models))
         if found:
             kept.append(block.model_copy(update={"measurements": found}))
     journal_path(folder).write_text("".join(block.model_dump_json() + "\n" for block in kept))
+    owned = Counter("models" if kernels[name]["models"] else "groups" if kernels[name]["groups"] else "none" for name in timed)
+    (workspace.root / "whole" / COUNTS).write_text(json.dumps(owned))
     write_tables(folder, read_header(folder), read_journal(folder))
     (workspace.root / "few.yaml").write_text(
         "folds: 4\nxgboost_gpu: {trees: 120, depth: 7, learning_rate: 0.1, objective: squarederror, own_predictors: none}\n"
@@ -263,10 +271,26 @@ def test_a_gpu_without_its_label_is_reported(tmp_path: Path, part: Workspace) ->
     assert "Traceback" not in done.stderr
 
 
-def test_the_dataset_holds_what_its_readme_says(part: Workspace) -> None:
+def test_every_model_was_measured_with_its_host(part: Workspace) -> None:
     models = pd.read_csv(model_table_path(part.dataset(TARGET)))
     assert (models["Status"] == "ok").all()
     assert models["host_ms"].notna().all()
+
+
+def test_the_dataset_holds_what_its_readme_says(part: Workspace) -> None:
+    """Its kernels, models, files, sessions and machines, by number."""
+    page = " ".join((ROOT / "recipes" / "h200" / "README.md").read_text(encoding="utf-8").split())
+    whole = part.root / "whole"
+    count = json.loads((whole / COUNTS).read_text())
+    models = pd.read_csv(model_table_path(whole))
+    files_of_models = models["Model"].str.partition("@")[0].nunique()
+    for stated in (f"label `gpu` of {sum(count.values()):,} kernels", f"{count['models']:,} of models of torchvision",
+                   f"{count['groups']:,} near those", f"{count['none']:,} of no model",
+                   f"{models['Model'].nunique():,} models and batch sizes ({files_of_models:,} model files) in "
+                   f"{len(models):,} sessions"):
+        assert stated in page
+    assert len(read_header(whole).machines) == 23
+    assert "twenty-three H200s" in page
 
 
 @pytest.mark.parametrize("name", TORCH_MODELS)
