@@ -115,14 +115,16 @@ def left_out(part: Workspace) -> dict[str, Any]:
 
 def test_families_left_out(left_out: dict[str, Any]) -> None:
     """Two tracks err less than a line over the sum, known kernels less than predicted ones, at the host's usual pace and at
-    that measured; all within reason."""
+    that measured. Seven families and few trees err by 6.4 % where all of the dataset errs by 4.5 % (docs/accuracy.md)."""
     of_all = (row["MAPE_%"] for row in left_out["models"] if row["of"] == "all")
     strict, strict_paced, shared, known, known_paced, line, *_ = of_all
     assert known < strict < line
     assert known <= shared < line
-    assert strict < 20
+    assert strict < 7.0
+    assert known < 2.6
     assert known_paced <= strict_paced < line
-    assert left_out["kernels"]["median_%"] < left_out["kernels"]["MAPE_%"] < 40
+    assert left_out["kernels"]["MAPE_%"] < 11
+    assert left_out["kernels"]["median_%"] < 5.6
     assert left_out["kernels"]["kernels"] > 500
 
 
@@ -136,7 +138,7 @@ def test_ablation(part: Workspace, left_out: dict[str, Any]) -> None:
     assert list(found) == names
     for column in ("MAPE_%", "median_%", "time_weighted_MAPE_%"):
         assert found["shipped"][column] == expected[column]
-        assert all(0 < row[column] < 60 for row in found.values())
+        assert all(0 < row[column] < 20 for row in found.values())
     assert found["no-samples"]["learned_from"] < found["shipped"]["learned_from"] == found["two-stages"]["learned_from"]
     assert found["no-samples"]["MAPE_%"] > found["shipped"]["MAPE_%"]
     assert 0 < found["shipped"]["Σ_of_models_MAPE_%"] < found["shipped"]["MAPE_%"]
