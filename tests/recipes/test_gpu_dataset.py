@@ -136,9 +136,9 @@ def test_ablation(part: Workspace, left_out: dict[str, Any]) -> None:
     assert done.returncode == 0, done.stderr
     found = {row["variant"]: row for row in json.loads(done.stdout)[TARGET]}
     assert list(found) == names
-    for column in ("MAPE_%", "median_%", "time_weighted_MAPE_%"):
+    for column, most in (("MAPE_%", 17), ("median_%", 7), ("time_weighted_MAPE_%", 23)):
         assert found["shipped"][column] == expected[column]
-        assert all(0 < row[column] < 20 for row in found.values())
+        assert all(0 < row[column] < most for row in found.values())
     assert found["no-samples"]["learned_from"] < found["shipped"]["learned_from"] == found["two-stages"]["learned_from"]
     assert found["no-samples"]["MAPE_%"] > found["shipped"]["MAPE_%"]
     assert 0 < found["shipped"]["Σ_of_models_MAPE_%"] < found["shipped"]["MAPE_%"]
