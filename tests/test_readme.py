@@ -112,6 +112,7 @@ def run_or_refuse(command: str, folder: Path) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_the_demo_then_the_first_prediction(copy: Path) -> None:
     """What `make demo` runs after its install ends in the table; then the commands that ask for its models."""
     table = run("bash recipes/demo/run.sh out/demo", copy)
@@ -146,6 +147,7 @@ def test_scripts_that_take_long_can_be_read_by_the_shell() -> None:
         assert all((ROOT / script).is_file() for script in re.findall(r"(?:python|hase) (\w+(?:/\w+)*\.py)", text)), name
 
 
+@pytest.mark.slow
 def test_every_phase_of_the_table_in_its_order(copy: Path) -> None:
     commands = PHASE.findall(readme())
     assert len(commands) >= 14
@@ -153,6 +155,7 @@ def test_every_phase_of_the_table_in_its_order(copy: Path) -> None:
         assert run_or_refuse(f"{smaller(command)} 2>&1", copy).strip(), command  # one with nothing to print says so on stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/predicting.md"])
 def test_the_python_examples(page: str, copy: Path) -> None:
     """After the table's commands: on the exporter's dynamic model. (docs/adding_a_unit.md and

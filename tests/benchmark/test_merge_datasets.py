@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command import printed
 from made_up_dataset import MACHINE, TARGET, chain, collect, conv, gemm, relu
 
 from records.dataset_files import (
@@ -21,7 +20,7 @@ from records.dataset_reading import read_kernel_table
 from records.kernel_record_files import index_path, read_index, read_model_record, record_path
 from utils import files
 from utils.errors import UserError
-from utils.paths import ROOT, Workspace
+from utils.paths import Workspace
 
 OTHER = MACHINE.model_copy(update={"uuid": "1"})
 SHARED = conv()
@@ -31,9 +30,8 @@ def test_two_machines_become_one_dataset(tmp_path: Path) -> None:
     """Blocks, kernels with all their owners, origins of models, records and their index; a second merge changes nothing."""
     old = collect(tmp_path / "old", chain("resnet_a", [SHARED, relu()]))
     new = collect(tmp_path / "new", chain("vit_b", [SHARED, gemm()]).model_copy(update={"collection": "timm"}), uuid="1")
-    command = [sys.executable, "benchmark/merge_datasets.py", "--from", str(old.root), "--from", str(new.root), "--collection",
-               "torchvision", "--workspace", str(tmp_path / "all"), "--json"]
-    said = [json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout) for _ in range(2)]
+    said = [json.loads(printed("benchmark/merge_datasets.py", "--from", old.root, "--from", new.root, "--collection",
+                               "torchvision", "--workspace", tmp_path / "all", "--json")) for _ in range(2)]
     assert [row["blocks_added"] for row in said[0]] == [1, 1]
     assert [(row["blocks_added"], row["blocks_there"], row["records_added"]) for row in said[1]] == [(0, 1, 0)] * 2
     whole = Workspace(tmp_path / "all")
@@ -60,8 +58,7 @@ def test_right_origins_replace_wrong_ones(tmp_path: Path) -> None:
     source = collect(tmp_path / "old", chain("dinov2@batch=1", [SHARED]).model_copy(update={"file_stem": "dinov2"}))
     origins = tmp_path / "origins.json"
     files.write_json(origins, {"dinov2": {"group": "vit", "collection": "transformers"}})
-    subprocess.run([sys.executable, "benchmark/merge_datasets.py", "--from", str(source.root), "--origins", str(origins),
-                    "--workspace", str(tmp_path / "all")], cwd=ROOT, check=True, capture_output=True)
+    printed("benchmark/merge_datasets.py", "--from", source.root, "--origins", origins, "--workspace", tmp_path / "all")
     whole = Workspace(tmp_path / "all")
     header = read_header(whole.dataset(TARGET.name))
     record = read_model_record(record_path(whole, TARGET.flavour, "dinov2@batch=1"))

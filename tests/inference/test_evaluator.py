@@ -43,6 +43,8 @@ from utils.errors import UserError
 from utils.fingerprint import Target, instruction_set
 from utils.paths import Workspace
 
+pytestmark = [pytest.mark.measuring, pytest.mark.slow]
+
 TARGET = local_target("cpu").name
 QUICK = MeasuringPlan(rounds=2, budget_s=0.02)
 

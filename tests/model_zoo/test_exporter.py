@@ -29,6 +29,8 @@ from utils.config import read_config
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace, model_files
 
+pytestmark = pytest.mark.slow
+
 MODEL, SIZE = "squeezenet1_1", (64, 96)
 FLAVOUR = flavour_of("cpu").name
 FIXED = [f"{MODEL}_fp32_b{batch}_64x96" for batch in (1, 2)]

@@ -105,6 +105,7 @@ def test_an_unknown_part_is_refused_before_anything_is_done(repository: Path, tm
     assert not (tmp_path / "workspace").exists()
 
 
+@pytest.mark.slow
 def test_a_figure_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     """In an empty workspace each fails by itself, in one line; what fails is named at the end."""
     done = learn(ROOT, tmp_path, "families")

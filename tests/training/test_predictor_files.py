@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import xgboost
-from made_up_dataset import METRIC, TARGET, chain, conv, draw_kernels, gemm, relu, tensor, true_ms, write_workspace
+from made_up_dataset import METRIC, TARGET, conv, draw_kernels, gemm, relu, tensor, true_ms, write_workspace
 
 from records.kernel_record import Kernel, Tensor
 from records.kernel_types import describe_kernel
@@ -264,6 +264,7 @@ def test_loading_imports_neither_pandas_nor_sklearn_nor_xgboost(trained: Workspa
     assert shown.strip() == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [True, False])
 def test_sklearn_is_hidden_only_while_a_command_imports_xgboost(command: bool) -> None:
     """A program that imports Hase has xgboost's API of scikit-learn."""
@@ -277,18 +278,23 @@ def test_sklearn_is_hidden_only_while_a_command_imports_xgboost(command: bool) -
     assert shown.split() == (["False", "False"] if command else ["True", "True"])
 
 
-def test_predicting_a_model_is_quick(trained: Workspace) -> None:
-    predictors = read_predictors(trained.predictors(TARGET.name))
-    record = chain("big", draw_kernels(40, seed=9))
-    kernels = [record.kernel_of(node) for node in record.nodes]
-    predictors.predict(kernels, {}, strict=True)
-    fresh, seconds = read_predictors(trained.predictors(TARGET.name)), []
-    fresh.predict(NEW, {})  # unpickles
-    for attempt in range(5):
-        start = time.perf_counter()
-        fresh.predict(kernels, {METRIC: 40.0 + attempt})
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.01
+def test_a_models_kernels_are_predicted_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A booster is asked once for all of its kernels, and read once."""
+    predictors, rows_asked, ask = read_predictors(folder), list[int](), xgboost.Booster.inplace_predict
+
+    def noted(booster: xgboost.Booster, matrix: np.ndarray, *options: object) -> np.ndarray:
+        rows_asked.append(len(matrix))
+        return ask(booster, matrix, *options)
+
+    monkeypatch.setattr(xgboost.Booster, "inplace_predict", noted)
+    calls = {}
+    for count in (40, 400):
+        rows_asked.clear()
+        predictors.predict(draw_kernels(count, seed=9), {METRIC: 40.0}, "run", strict=True)
+        assert sum(rows_asked) > count / 2  # a type of few kernels has no booster
+        calls[count] = len(rows_asked)
+        shutil.rmtree(folder, ignore_errors=True)
+    assert calls[40] == calls[400]
 
 
 def test_a_saved_booster_predicts_what_the_trained_one_does(trained: Workspace) -> None:

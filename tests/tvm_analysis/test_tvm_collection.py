@@ -36,6 +36,8 @@ from utils.config import validate
 from utils.errors import UserError
 from utils.paths import Workspace
 
+pytestmark = [pytest.mark.measuring, pytest.mark.slow]
+
 CONFIG = {"device": "cpu", "runtime": "tvm", "levels": [0.0], "window_s": 0.2, "attempts": 1, "patience_s": 0,
           "kernel": {"warmup": 1, "budget_s": 0.02, "least_runs": 3, "most_runs": 5},
           "model": {"warmup": 1, "budget_s": 0.05, "least_runs": 4, "most_runs": 10}, "tvm": {"threads": 1, "cores": 1}}
