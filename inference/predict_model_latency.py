@@ -246,8 +246,9 @@ def main() -> int:
     real = read_processes(args.beside, MEASURED, 2) if args.beside else []  # before the predictions: it may be no trace
     config = read_config(args.config, InferenceConfig, args.changes)
     if args.measure_missing and config.prometheus.url is not None:
-    if not sources.change:
-        raise UserError(f"--watch: nothing says what else runs; set prometheus.url in {args.config}, or "
+        raise UserError("--measure-missing: idle times are not looked up under a load; leave prometheus.url out, or give "
+                        "--set prometheus.url=null")
+    sources = LoadSources(
         Predictor(workspace, args.target, strict=args.strict, force=args.force, estimators=args.estimators),
         RunMode(io=args.io, cuda_graph=args.cuda_graph), config, args.metrics, args.probe,
         PaceAsked(args.host_pace, args.machine, watched=bool(args.watch)))
