@@ -1,4 +1,8 @@
-"""The compositions that are tried for a target: a line for each label and kind of sum, and a GPU's two tracks."""
+"""The compositions that are tried for a target, and which of them is used.
+
+Tried are a line for each label and kind of sum, and a GPU's two tracks. Used is the simplest one that is possible, unless a
+richer one is clearly better.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,13 @@ import numpy.typing as npt
 from graph_model.dag.dag import build_dag, calculate_latency
 from ort_analysis.records.kernel_record import ModelRecord
 from training.composition.fit_pipeline import MeasuredTracks, can_fit, fit_pipeline_candidate
-from training.composition.fitted import KINDS, Candidate, working_nodes
+from training.composition.fitted import KINDS, Candidate, Kind, working_nodes
 from training.composition.fitting import fit_candidate
 from training.composition.measured_models import MeasuredModel, TimesOfModels, known_times, tracks_of
 from training.kernels.settings import LAUNCHES
+from utils.errors import UserError
 
+SIMPLEST_FIRST: tuple[Kind, ...] = ("sum", "critical_path", "sum_nodes", "pipeline")
 Floats = npt.NDArray[np.float64]
 
 
@@ -74,3 +80,44 @@ def try_pipeline(models: Sequence[MeasuredModel], tracks: Sequence[MeasuredTrack
     if not can_fit(tracks):
         return []
     return [Tried(*fit_pipeline_candidate(tracks, tracks_of(models, known_times(times, measured)), groups))]
+
+
+def choose(tried: Sequence[Tried], measured_ms: Floats, groups: Sequence[str] | None, overlap: bool,
+           forced: Kind | None = None) -> Tried:
+    """The candidate to use: the simplest one, unless a richer one errs less by more than the noise of the comparison.
+
+    Of each kind, the label with the smallest error competes; between equals the first. From the simplest on, a kind gives way to
+    a richer one that is better by more than one standard error of their paired difference, in which each group of models counts
+    once (after the one-standard-error rule: Breiman et al., Classification and Regression Trees, 1984, section 3.4.3). Where
+    nothing was held out there is no such comparison, and the simplest kind is used.
+
+    Args:
+        tried: the candidates.
+        measured_ms: the latency of each model.
+        groups: of each model, held out together; None: nothing was held out.
+        overlap: whether kernels of some model overlap; where none do, a run takes longer than its longest path.
+        forced: the kind to use, even if it is worse or not possible.
+
+    Raises:
+        UserError: no candidate is of the kind that is forced.
+    """
+    errors = [np.abs(candidate.predicted_ms / measured_ms - 1) for candidate in tried]
+    best_of: dict[Kind, int] = {}
+    for place in sorted(range(len(tried)), key=lambda place: (round(float(errors[place].mean()), 6), place)):
+        best_of.setdefault(tried[place].candidate.kind, place)
+    if forced:
+        if forced not in best_of:
+            raise UserError(f"composition {forced} can't be fitted here; possible are: {', '.join(sorted(best_of))}")
+        return tried[best_of[forced]]
+    used, *richer = (best_of[kind] for kind in SIMPLEST_FIRST if kind in best_of and (overlap or kind != "critical_path"))
+    for place in richer:
+        if groups is not None and exceeds_noise(errors[used] - errors[place], groups):
+            used = place
+    return tried[used]
+
+
+def exceeds_noise(differences: Floats, groups: Sequence[str]) -> bool:
+    """Whether the mean of the models' differences exceeds its standard error; each of the groups (two or more) counts once."""
+    group_of_model = np.array(groups)
+    means = np.array([differences[group_of_model == group].mean() for group in sorted(set(groups))])
+    return bool(means.mean() > means.std(ddof=1) / np.sqrt(len(means)))

@@ -143,6 +143,8 @@ class Composition(Formula):
             (training/composition/default_composition.py).
         probe_us: what the host probe (quiet_host) takes at the host's usual pace, in microseconds; None where it was not
             recorded.
+        overlap: whether kernels of some model overlap in its profile; where none do, a run takes longer than its longest path.
+        forced: whether the user named the kind; else it was chosen among the candidates.
     """
 
     version: int = COMPOSITION_VERSION
@@ -159,6 +161,8 @@ class Composition(Formula):
     cuda_graph: GraphReplay | None = None
     assumed: bool = False
     probe_us: float | None = None
+    overlap: bool = False
+    forced: bool = False
 
     def interval_for(self, measured_share: float) -> ErrorRange | None:
         """The interval of a prediction, given the share of its kernel time that was measured: `interval_measured` if that is

@@ -13,7 +13,6 @@ from training.composition.intervals import COVERAGE
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 LEAST_FOR_RANGE = 20  # held-out models; with fewer, the largest error is no 95th percentile
-NODE_MARGIN = 0.9  # a candidate with γ must have an error this much smaller: with few models, three constants overfit
 MODELS_FOR_NODES = 5  # fewer can't separate γ from α and β
 
 
@@ -117,17 +116,3 @@ def fit_candidate(label: str, kind: Kind, sums_ms: Floats, measured_ms: Floats, 
         cv_max=float(errors.max()) if groups is not None else None,
         fit_mape=mape(latency_ms(line, sums_ms, nodes), measured_ms), plain_mape=mape(sums_ms, measured_ms),
     ), predicted
-
-
-def best(candidates: Sequence[Candidate]) -> int:
-    """The place of the candidate with the smallest error in cross-validation (or in the fit, where there was none).
-
-    A candidate with γ must be better by NODE_MARGIN. Between equals the first wins: the longest path of a chain is its sum, and
-    the sum is the plain model of serial execution.
-    """
-    def error(place: int) -> tuple[float, int]:
-        candidate = candidates[place]
-        found = candidate.fit_mape if candidate.cv_mape is None else candidate.cv_mape
-        return round(found / NODE_MARGIN if candidate.kind == "sum_nodes" else found, 6), place
-
-    return min(range(len(candidates)), key=error)

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmark.records.files import model_table_path
 from benchmark.records.host_pace import idle_models
-from benchmark.records.labels import COLLECT
+from benchmark.records.labels import COLLECT, Label
 from benchmark.records.reading import read_model_table
 from graph_model.simulation.tracks import Tracks, node_kind
 from ort_analysis.records.kernel_costs import is_control_flow
@@ -28,6 +28,8 @@ from utils.logger import get_logger
 from utils.paths import Workspace
 
 log = get_logger("composition")
+PROFILED: tuple[Label, Label] = ("kernel_time", "node_span")
+LEAST_OVERLAP = 1.05  # kernel times over spans; models on a CPU, where runs are serial, have 0.74 to 0.99
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,25 @@ def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[
 def tracks_of(models: Sequence[MeasuredModel], times: Mapping[str, TimesOfModels]) -> list[MeasuredTracks]:
     """The two tracks of each model, from the times and launches of its kernels by label, model and kernel id."""
     return [tracks(model, *(times[label][model.record.model] for label in ON_GPU)) for model in models]
+
+
+def kernels_overlap(models: Sequence[MeasuredModel], measured: TimesOfModels) -> bool:
+    """Whether the profile of some model shows that its kernels overlap.
+
+    A profile has the time of each node (`kernel_time`) and the time until the next node starts (`node_span`). Where nodes run
+    one after another, as in ONNX Runtime's default execution (on a CPU and in a CUDA stream), none takes longer than its span,
+    so the times add up to no more than the spans. Without these two labels nothing shows an overlap, and the answer is no.
+
+    Args:
+        models: of the fit.
+        measured: measured times (ms) by kernel id and label.
+    """
+    for model in models:
+        profiled = [times for node in model.record.nodes if (times := measured.get(node.kernel_id, {})).keys() >= set(PROFILED)]
+        time_ms, span_ms = (sum(times[label] for times in profiled) for label in PROFILED)
+        if time_ms > LEAST_OVERLAP * span_ms:
+            return True
+    return False
 
 
 def models_sha256(workspace: Workspace, target: str) -> str:
