@@ -86,10 +86,10 @@ def choose(tried: Sequence[Tried], measured_ms: Floats, groups: Sequence[str] | 
            forced: Kind | None = None) -> Tried:
     """The candidate to use: the simplest one, unless a richer one errs less by more than the noise of the comparison.
 
-    Of each kind, the label with the smallest error competes; between equals the first. From the simplest on, a kind gives way to
-    a richer one that is better by more than one standard error of their paired difference, in which each group of models counts
-    once (after the one-standard-error rule: Breiman et al., Classification and Regression Trees, 1984, section 3.4.3). Where
-    nothing was held out there is no such comparison, and the simplest kind is used.
+    Of each kind, the label with the smallest error competes; between equals the first. From the simplest on, a kind gives way
+    to a richer one that is better by more than one standard error of their paired difference, in which each group of models
+    counts once (after the one-standard-error rule: Breiman et al., Classification and Regression Trees, 1984, section 3.4.3).
+    Where nothing was held out there is no such comparison, and the simplest kind is used.
 
     Args:
         tried: the candidates.
