@@ -16,7 +16,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections.abc import Mapping
 from typing import Any
 
-from benchmark.runtimes.ort.runner import DEFAULT_LOOPS, DEFAULT_WARMUP, Timing, open_runner
+from runtimes.ort.runner import DEFAULT_LOOPS, DEFAULT_WARMUP, Timing, open_runner
 from utils import cli, files
 from utils.fingerprint import resolve_device
 from utils.locks import measuring

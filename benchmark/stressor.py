@@ -32,10 +32,10 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import psutil
 
-from benchmark.load.backgrounds import COMPUTE, KINDS, LONGEST_PERIOD_MS, QUEUES, Background
 from benchmark.load.burners import burn_core, bursts, cuda_work
-from benchmark.metrics.source import MetricSource, values
-from benchmark.metrics.sources import open_source
+from measuring.metrics.source import MetricSource, values
+from measuring.metrics.sources import open_source
+from records.backgrounds import COMPUTE, KINDS, LONGEST_PERIOD_MS, QUEUES, Background
 from utils import cli
 from utils.config import validate
 from utils.errors import UserError

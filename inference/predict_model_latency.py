@@ -42,7 +42,6 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmark.load.pace_reading import read_pace
 from inference.core.host_pace import PaceAsked
 from inference.core.predictor import Predictor
 from inference.core.report import log_measured, print_predictions, verdict
@@ -53,7 +52,8 @@ from inference.core.timeline import trace_of
 from inference.live.load import CONFIG_FILE, InferenceConfig, Load
 from inference.live.surroundings import Surroundings
 from inference.sharing.slo import PERCENTILE, SloUnderLoad
-from ort_analysis.graph.optimized_once import optimized_once
+from records.host_pace import read_pace
+from runtimes.ort.graph.optimized_once import optimized_once
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError

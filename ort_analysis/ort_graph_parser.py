@@ -15,7 +15,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from ort_analysis.graph.parsing import ParsedGraph, parse_graph, shape_text
+from runtimes.ort.graph.parsing import ParsedGraph, parse_graph, shape_text
 from utils import cli
 from utils.logger import get_logger
 

@@ -4,7 +4,7 @@ Needs an NVIDIA GPU. Reads the operator schemas of the installed ONNX Runtime an
 the table by which `ort_analysis` assigns nodes to providers on machines without a GPU (no GPU needed, but the same version):
 
     python recipes/cuda_kernels/probe_kernels.py --out answers.json
-    python recipes/cuda_kernels/probe_kernels.py --table answers.json --out ort_analysis/cuda/cuda_kernels.json
+    python recipes/cuda_kernels/probe_kernels.py --table answers.json --out runtimes/ort/cuda/cuda_kernels.json
 
 Each graph is `input → Identity → operator → Identity → output`, opened without optimisation. The operator's provider shows
 whether the CUDA provider has a kernel for these types. The Memcpy nodes around it show which inputs and outputs the kernel

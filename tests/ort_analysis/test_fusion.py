@@ -15,13 +15,13 @@ from command import run_script
 from conftest import TORCH_BATCH, TORCH_MODELS, small_model, torch_model
 from onnx import TensorProto, helper, numpy_helper
 
-from model_zoo.exporting.zoo_config import COLLECTION_KEY, GROUP_KEY
-from ort_analysis.graph.analysis import analyze, build_index
-from ort_analysis.records.kernel_record import Kernel, ModelRecord
-from ort_analysis.records.reading import index_path, read_index, read_model_record, read_model_records, record_path
+from records.kernel_record import Kernel, ModelRecord
+from records.kernel_record_files import build_index, index_path, read_index, read_model_record, read_model_records, record_path
+from runtimes.ort.graph.analysis import analyze
+from runtimes.targets import flavour_of
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import flavour_of
+from utils.model_files import COLLECTION_KEY, GROUP_KEY
 from utils.paths import ROOT, Workspace
 
 PROVIDERS = ("cpu", "cuda")

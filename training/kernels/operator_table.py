@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from kernel_model.sampling.kernel_errors import KernelError
-from ort_analysis.cuda.kernels import cuda_operators
-from ort_analysis.records.kernel_costs import VIEW_OPS
-from ort_analysis.records.kernel_record import Kernel
-from ort_analysis.records.kernel_types import operator_of
+from records.kernel_costs import VIEW_OPS
+from records.kernel_record import Kernel
+from records.kernel_types import operator_of
+from runtimes.ort.cuda.kernels import cuda_operators
 from training.kernels.operator_classes import class_of_operator
 from training.kernels.operators_left_out import LeftOutOperator
 from training.kernels.training_set import TrainingSet
