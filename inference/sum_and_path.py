@@ -29,8 +29,8 @@ from records.kernel_record_files import read_model_record, record_path
 from runtimes.tvm.functions import function_path
 from runtimes.tvm.operators import network_kind
 from runtimes.tvm.package import FUSED, TUNED
-from training.composition.candidates import compose
 from training.composition.fitted import composition_path, read_composition
+from training.composition.fitting import compose
 from training.kernels.training_set import measured_times
 from utils import cli
 from utils.errors import UserError

@@ -11,8 +11,8 @@ from test_layers import FILES
 
 from utils.paths import ROOT
 
-MOST_LINES = 350  # of a file
-MOST_FUNCTION_LINES = 60
+MOST_LINES = 500  # of a file
+MOST_FUNCTION_LINES = 80
 LONG_FILES: dict[str, str] = {}  # file: why it is longer
 LONG_FUNCTIONS: dict[str, str] = {}  # file:function: why it is longer
 NOT_FOR_A_PREDICTION = "most predictions do not need what it loads"

@@ -11,10 +11,11 @@ from command import printed
 from made_up_dataset import TARGET, chain, draw_kernels, true_ms, write_workspace
 
 from records.dataset_files import model_table_path
-from training.composition.candidates import Tried, choose, exceeds_noise
 from training.composition.fitted import Candidate, Kind, composition_path, latency_ms, read_composition
-from training.composition.fitting import error_range_of, fit_candidate, fit_line, leave_out
-from training.composition.left_out import predict_out_of_fold
+from training.composition.fitting import Tried, choose, exceeds_noise, try_line
+from training.composition.formulas import fit_line, leave_out
+from training.composition.held_out import predict_out_of_fold
+from training.composition.intervals import error_range_of
 from training.composition.measured_models import MeasuredModel, kernels_overlap, left_out_groups, measured_models, tracks
 from training.fit_composition import fit_target, kept_composition
 from training.kernels import estimators
@@ -102,7 +103,7 @@ def chosen(candidates: list[Tried], overlap: bool = True, groups: list[str] | No
 
 def test_a_candidate_errs_on_what_was_held_out() -> None:
     sums, measured, groups = np.array([1.0, 2.0, 3.0]), np.array([2.0, 4.0, 6.0]), ["a", "b", "c"]
-    good, _ = fit_candidate("run", "sum", sums, measured, np.ones(3), groups)
+    good = try_line("run", "sum", sums, measured, np.ones(3), groups).candidate
     assert good.plain_mape == pytest.approx(0.5)
     assert good.cv_mape == pytest.approx(0.0, abs=1e-9)
 
@@ -154,11 +155,11 @@ def test_a_profile_shows_whether_kernels_overlap() -> None:
 def test_a_line_that_few_models_mislead_is_not_taken() -> None:
     """Their sums, off by a tenth up and down, are nearer to each model than the lines fitted to the three others."""
     sums, measured, groups = np.array([1.1, 1.8, 4.4, 7.2]), np.array([1.0, 2.0, 4.0, 8.0]), ["a", "b", "c", "d"]
-    taken, predicted = fit_candidate("run", "sum", sums, measured, np.ones(4), groups)
+    taken, predicted, _ = try_line("run", "sum", sums, measured, np.ones(4), groups)
     assert np.abs(leave_out(sums, measured, groups) / measured - 1).mean() > 0.15
     assert (taken.alpha, taken.beta_ms, predicted.tolist()) == (1.0, 0.0, sums.tolist())
     assert (taken.cv_mape, taken.fit_mape, taken.plain_mape) == pytest.approx((0.1, 0.1, 0.1))
-    fitted, _ = fit_candidate("run", "sum", sums, measured, np.ones(4), None)  # nothing tells how good the sum is
+    fitted = try_line("run", "sum", sums, measured, np.ones(4), None).candidate  # nothing tells how good the sum is
     assert fitted.alpha != 1.0
 
 
@@ -199,7 +200,7 @@ def test_kernels_of_the_left_out_family_are_in_no_training(trained: Workspace, m
         seen.append(set(rows.ids))
         return fit(rows, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("training.composition.left_out.fit_kernel_model", spy)
+    monkeypatch.setattr("training.composition.held_out.fit_kernel_model", spy)
     left_out, groups = left_out_groups(models)
     times = predict_out_of_fold(rows, models, groups, left_out, "run", [], QUICK)
     assert set(times) == {model.record.model for model in models}

@@ -11,9 +11,9 @@ from made_up_dataset import chain, draw_kernels
 from graph_model.simulation.tracks import Tracks
 from records.labels import GPU_LABEL
 from training.composition.default_composition import shipped_costs
-from training.composition.few_models import fit_pace, try_few_models
-from training.composition.fit_pipeline import MeasuredTracks, latencies_ms
-from training.composition.measured_models import MeasuredModel, tracks
+from training.composition.fitting import fit_pace, try_few_models
+from training.composition.formulas import latencies_ms
+from training.composition.measured_models import MeasuredModel, MeasuredTracks, tracks
 from training.kernels.settings import LAUNCHES
 
 KERNELS = draw_kernels(30)

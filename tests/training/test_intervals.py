@@ -15,21 +15,22 @@ from graph_model.simulation.tracks import OffGpu
 from inference import predict
 from inference.core.targets import fitted_for
 from records.labels import GPU_LABEL
-from training.composition.error_sources import KNOWN, Sources, Stranger, sources
-from training.composition.held_out import HeldOut
+from training.composition.held_out import Fold, HeldOut, folds_of, novelties_of
 from training.composition.host_side import NodesOffGpu
 from training.composition.intervals import (
     ALWAYS,
+    KNOWN,
     LEAST_FAMILIES,
     CalibratedInterval,
     Case,
+    Novelty,
+    Sources,
     calibrate,
     for_any_host,
-    intervals_without_own,
+    intervals_held_out,
+    sources,
 )
-from training.composition.left_out import Fold, folds_of
 from training.composition.measured_models import MeasuredModel
-from training.composition.strangers import strangers
 from training.kernels.settings import LAUNCHES
 from training.kernels.training_set import read_training_set
 from utils.paths import Workspace
@@ -54,7 +55,7 @@ def made_up_cases(collections: int, families: int, each: int, seed: int = 0) -> 
 def test_intervals_of_a_new_collection_hold_nine_of_ten() -> None:
     """… whatever they rest on, since those that rest on operators that were never measured are wider."""
     cases = made_up_cases(4, 15, 12)
-    ends = intervals_without_own(cases)
+    ends = intervals_held_out(cases)
     inside = np.array([low <= math.exp(case.error) <= high for (low, high), case in zip(ends, cases, strict=True)])
     width = np.array([math.log(high / low) for low, high in ends])
     share = np.array([case.sources.unmeasured for case in cases])
@@ -95,27 +96,28 @@ def test_a_host_of_unknown_pace_widens_in_quadrature() -> None:
 
 def test_sources_by_hand() -> None:
     """The GPU works for 8 of 10 ms: 2 of them measured, 1 known, 2 never measured, 3 four times beyond."""
-    kernels = [(2.0, None), (1.0, KNOWN), (2.0, Stranger("unmeasured")), (3.0, Stranger("beyond", 4.0))]
+    kernels = [(2.0, None), (1.0, KNOWN), (2.0, Novelty("unmeasured")), (3.0, Novelty("beyond", 4.0))]
     assert sources(kernels, 10.0) == pytest.approx(
         Sources(predicted=0.4, unmeasured=0.2, other_form=0.0, beyond=0.3 * math.log(4), host=0.2))
     assert sources([(1.0, KNOWN)], 0.5) == pytest.approx(Sources(predicted=1.0))  # never more than the whole latency
     assert sources([], 1.0) == Sources(host=1.0)
 
 
-def test_strangers_of_a_fold(workspace: Workspace) -> None:
+def test_novelties_of_a_fold(workspace: Workspace) -> None:
     """An operator that only the held-out models have, a form that others lack, a size beyond; and what is like the others."""
     write_workspace(workspace, sampled=60)
     rows = read_training_set(workspace, TARGET.name)
     far, known, other = conv(side=32 * 64), conv(), relu(channels=16)
     half = other.model_copy(update={"inputs": tuple(one.model_copy(update={"dtype": "float16"}) for one in other.inputs)})
     fold = Fold(frozenset({"x"}), (), {kernel.id: kernel for kernel in (far, known, gemm())}, rows.types != "Gemm")
-    found = strangers(fold, rows, "run")
+    found = novelties_of(fold, rows, "run")
     assert found.keys() == {far.id, gemm().id}
-    assert found[gemm().id].how == "unmeasured"
-    assert found[far.id].how == "beyond"
+    assert found[gemm().id].kind == "unmeasured"
+    assert found[far.id].kind == "beyond"
     assert found[far.id].times > 4
     batched = conv().model_copy(update={"inputs": (half.inputs[0], *conv().inputs[1:])})
-    assert strangers(Fold(frozenset({"x"}), (), {batched.id: batched}, rows.idle), rows, "run")[batched.id].how == "other form"
+    novelties = novelties_of(Fold(frozenset({"x"}), (), {batched.id: batched}, rows.idle), rows, "run")
+    assert novelties[batched.id].kind == "other form"
 
 
 def test_cases_of_held_out_models(workspace: Workspace) -> None:

@@ -23,15 +23,31 @@ from records.kernel_types import describe_kernel
 from runtimes.ort.control_flow import CONDITION_MS
 from runtimes.ort.graph.analysis import analyze
 from runtimes.targets import local_target
+from training.composition.cuda_nodes import (
+    HOST_RANGE,
+    guessed_ms,
+    host_range,
+    reading_loops,
+    row_selection_ms,
+    selection_ms,
+    selects_boxes,
+    selects_in_rows,
+)
 from training.composition.default_composition import shipped_costs
-from training.composition.fit_copies import GPU_NODE_MS, HOST_NODE_MS, Step, fit_copies, simulated_ms
-from training.composition.fit_pipeline import latencies_ms
 from training.composition.fitted import read_composition
-from training.composition.host_costs import DEFAULT_COSTS, CopyCurve
-from training.composition.host_side import HostSide, read_host_side
+from training.composition.formulas import latencies_ms
+from training.composition.host_side import (
+    DEFAULT_COSTS,
+    GPU_NODE_MS,
+    HOST_NODE_MS,
+    CopyCurve,
+    HostSide,
+    Step,
+    fit_copies,
+    read_host_side,
+    simulated_ms,
+)
 from training.composition.measured_models import MeasuredModel, tracks
-from training.composition.off_gpu import HOST_RANGE, guessed_ms, host_range, reading_loops
-from training.composition.selection import row_selection_ms, selection_ms, selects_boxes, selects_in_rows
 from training.kernels.saving import copy_predictors
 from training.kernels.training_set import measured_times
 from utils import files

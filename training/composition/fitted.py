@@ -3,8 +3,7 @@
 Σ is the sum of the kernels' times under one label, or the longest path through the graph. α corrects for conditions that
 differ in a model (caches, layouts). β is the cost of a run besides its kernels. γ is the cost of a node besides its kernel: the
 host's dispatch, or, if negative, what the profiler added to a label. The fit minimises relative errors, so that short models
-count as much as long ones; α is positive and β not negative. History of the schema: version 2 has the groups of the models.
-`calibrated` came later; older files leave it out.
+count as much as long ones; α is positive and β not negative.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pydantic import Field
 from graph_model.simulation.pipeline import PipelineCosts
 from records.kernel_costs import is_control_flow
 from records.kernel_record import ModelRecord
-from training.composition.intervals import CalibratedInterval
+from training.composition.intervals import CalibratedInterval, ErrorRange
 from utils import files
 from utils.errors import UserError
 from utils.frozen import Frozen
@@ -85,19 +84,6 @@ class FittedModel(Frozen):
     predicted_ms: float
 
 
-class ErrorRange(Frozen):
-    """A prediction interval as multiples of the prediction: a share COVERAGE of all models has its latency in it.
-
-    Attributes:
-        low, high: the multiples.
-        coverage: the share of models that lay in the interval made from the other families' errors alone.
-    """
-
-    low: float
-    high: float
-    coverage: float
-
-
 class HostIo(Frozen):
     """What a run with numpy arrays takes longer: a constant, and a time for each MiB copied in and out.
 
@@ -116,7 +102,8 @@ class HostIo(Frozen):
 
 
 class GraphReplay(Frozen):
-    """The costs of a run that was captured as a CUDA graph; the host does next to nothing. Other attributes as of HostIo."""
+    """The costs of a run that was captured as a CUDA graph; the host does next to nothing. The other attributes are those of
+    `HostIo`."""
 
     costs: PipelineCosts
     models: int
@@ -178,7 +165,7 @@ def read_composition(folder: Path, trained_on: str | None = None) -> Composition
     """The composition of the target whose predictors lie in `folder`.
 
     Args:
-        folder: the predictors' own.
+        folder: of the predictors.
         trained_on: the hash of the predictors' dataset; None: it is read from their sidecar.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from graph_model.simulation.tracks import Tracks, node_kind
+from graph_model.simulation.tracks import OffGpu, Tracks, node_kind
 from records.dataset_files import model_table_path
 from records.dataset_reading import read_model_table
 from records.host_pace import idle_models
@@ -17,9 +17,8 @@ from records.kernel_costs import is_control_flow
 from records.kernel_record import REMAKE, ModelRecord
 from records.kernel_record_files import read_model_record, record_path
 from records.labels import COLLECT, Label
-from training.composition.fit_pipeline import MeasuredTracks
+from training.composition.cuda_nodes import selection_launches, selection_ms, selects_boxes
 from training.composition.host_side import NodesOffGpu, read_host_side
-from training.composition.selection import selection_launches, selection_ms, selects_boxes
 from training.kernels.predictors import ON_GPU
 from training.kernels.sidecar import Sidecar
 from utils import files
@@ -60,6 +59,25 @@ class MeasuredModel:
         return self.record.collection
 
 
+@dataclass(frozen=True)
+class MeasuredTracks:
+    """A model of the fit.
+
+    Attributes:
+        tracks: its nodes.
+        host_ms: measured time of the host; NaN where it is not known.
+        latency_ms: measured latency.
+        pace: how many times as long as usual the host took meanwhile, a ratio.
+        off_gpu: what its nodes do off the GPU; None where all run on the GPU.
+    """
+
+    tracks: Tracks
+    host_ms: float
+    latency_ms: float
+    pace: float = 1.0
+    off_gpu: OffGpu | None = None
+
+
 def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, for_judging: bool = False) -> list[MeasuredModel]:
     """The models of the dataset that a composition may be fitted to: measured idle, with a record, of no held-out family, and
     without Loop, If and Scan.
@@ -73,7 +91,7 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, for_jud
     Raises:
         UserError: there is none.
     """
-    found = []
+    models = []
     host = read_host_side(workspace.predictors(target)) if sidecar.target.flavour.device == "cuda" else None
     for name, times in idle_models(read_model_table(workspace, target), for_judging).iterrows():
         path = record_path(workspace, sidecar.target.flavour, str(name))
@@ -89,11 +107,11 @@ def measured_models(workspace: Workspace, target: str, sidecar: Sidecar, for_jud
             continue
         latency_ms, host_ms, host_io_ms, cuda_graph_ms, pace = (float(times[column]) for column in (
             "median_ms", "host_ms", "host_io_ms", "cuda_graph_ms", "pace"))
-        found.append(MeasuredModel(record, record.group, latency_ms, host_ms, host_io_ms, cuda_graph_ms, pace,
-                                   host.off_gpu(record) if host and not bodies else None))
-    if not found:
+        models.append(MeasuredModel(record, record.group, latency_ms, host_ms, host_io_ms, cuda_graph_ms, pace,
+                                    host.off_gpu(record) if host and not bodies else None))
+    if not models:
         raise UserError(f"{target}: no idle latency of a model to fit a composition to; measure models with: {COLLECT}")
-    return found
+    return models
 
 
 def left_out_groups(models: Sequence[MeasuredModel]) -> tuple[Literal["family", "model", "nothing"], list[str]]:
@@ -120,8 +138,8 @@ def tracks(model: MeasuredModel, gpu_ms: Mapping[str, float], launches: Mapping[
     off = model.off_gpu
     gpu = [selection_ms(kernel) if selects_boxes(kernel) else gpu_ms[kernel.id] for kernel in kernels]
     count = [selection_launches(kernel) if selects_boxes(kernel) else launches[kernel.id] for kernel in kernels]
-    there = [False] * len(kernels) if off is None else off.off.tolist()
-    kinds = [node_kind(kernel, on_gpu=not out) for kernel, out in zip(kernels, there, strict=True)]
+    off_gpu = [False] * len(kernels) if off is None else off.off.tolist()
+    kinds = [node_kind(kernel, on_gpu=not is_off) for kernel, is_off in zip(kernels, off_gpu, strict=True)]
     of_run = Tracks(np.array(gpu) if off is None else np.where(off.off, off.gpu_ms, gpu),
                     np.array(count) if off is None else np.where(off.off, off.launches, count), np.array(kinds, dtype=int))
     return MeasuredTracks(of_run, host_ms=model.host_ms, latency_ms=model.latency_ms, pace=model.pace,
