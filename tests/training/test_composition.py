@@ -288,9 +288,9 @@ def test_the_command(trained: Workspace) -> None:
     assert shown.splitlines()[0].split("\t") == [
         "label", "composition", "CV_MAPE_%", "CV_max_%", "alpha", "beta_ms", "node_us", "fit_MAPE_%", "plain_MAPE_%",
         "alone_MAPE_%", "used"]
-    found = json.loads(printed(*command, "--json"))
-    assert found[TARGET.name]["label"] == "run"
-    assert read_composition(trained.predictors(TARGET.name)).alpha == found[TARGET.name]["alpha"]
+    shown_json = json.loads(printed(*command, "--json"))
+    assert shown_json[TARGET.name]["label"] == "run"
+    assert read_composition(trained.predictors(TARGET.name)).alpha == shown_json[TARGET.name]["alpha"]
 
 
 def test_a_forced_composition_is_kept_until_another_is_asked_for(trained: Workspace) -> None:
@@ -314,10 +314,10 @@ def test_an_interval_holds_nine_of_ten() -> None:
     draw = np.random.default_rng(2)
     predicted = draw.uniform(1.0, 20.0, 400)
     measured = predicted * draw.normal(1.02, 0.05, 400)
-    found = error_range_of(predicted, measured, [f"family{place % 10}" for place in range(400)])
-    assert found is not None
-    assert (found.low, found.high) == pytest.approx((1.02 - 1.645 * 0.05, 1.02 + 1.645 * 0.05), abs=0.015)
-    assert 0.85 <= found.coverage <= 0.95
+    interval = error_range_of(predicted, measured, [f"family{place % 10}" for place in range(400)])
+    assert interval is not None
+    assert (interval.low, interval.high) == pytest.approx((1.02 - 1.645 * 0.05, 1.02 + 1.645 * 0.05), abs=0.015)
+    assert 0.85 <= interval.coverage <= 0.95
 
 
 def test_too_few_models_tell_no_interval() -> None:
@@ -326,6 +326,6 @@ def test_too_few_models_tell_no_interval() -> None:
 
 def test_a_family_unlike_the_others_lowers_the_coverage() -> None:
     predicted, measured = np.ones(40), np.where(np.arange(40) < 10, 2.0, 1.0)
-    found = error_range_of(predicted, measured, ["odd"] * 10 + [f"usual{place % 3}" for place in range(30)])
-    assert found is not None
-    assert found.coverage == 0.75
+    interval = error_range_of(predicted, measured, ["odd"] * 10 + [f"usual{place % 3}" for place in range(30)])
+    assert interval is not None
+    assert interval.coverage == 0.75
