@@ -12,12 +12,11 @@ from made_up_dataset import TARGET, chain, draw_kernels, true_ms, write_workspac
 
 from records.dataset_files import model_table_path
 from training.composition.fitted import Candidate, Kind, composition_path, latency_ms, read_composition
-from training.composition.fitting import Tried, choose, exceeds_noise, try_line
+from training.composition.fitting import Tried, choose, exceeds_noise, fit_target, kept_composition, try_line
 from training.composition.formulas import fit_line, leave_out
 from training.composition.held_out import predict_out_of_fold
 from training.composition.intervals import error_range_of
 from training.composition.measured_models import MeasuredModel, kernels_overlap, left_out_groups, measured_models, tracks
-from training.fit_composition import fit_target, kept_composition
 from training.kernels import estimators
 from training.kernels.label_training import train_label
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings

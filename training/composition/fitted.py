@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
 
 from graph_model.simulation.pipeline import PipelineCosts
 from records.kernel_costs import is_control_flow
@@ -143,7 +142,7 @@ class Composition(Formula):
     models: tuple[FittedModel, ...]
     interval: ErrorRange | None = None
     interval_measured: ErrorRange | None = None
-    calibrated: CalibratedInterval | None = Field(None, exclude_if=lambda calibrated: calibrated is None)
+    calibrated: CalibratedInterval | None = None
     host_io: HostIo | None = None
     cuda_graph: GraphReplay | None = None
     assumed: bool = False

@@ -155,7 +155,7 @@ def simulated_models(workspace: Workspace, target: str, config: TrainingConfig) 
     """The models of a target's fit, ready for simulation.
 
     Raises:
-        UserError: as `training.fit_composition.fit_target`, or the target's composition is not a GPU's two tracks.
+        UserError: no predictors, dataset or measured models, or the composition is not a GPU's two tracks.
     """
     composition, predictors = read_composition(workspace.predictors(target)), read_predictors(workspace.predictors(target))
     if composition.kind != "pipeline":
