@@ -56,18 +56,18 @@ def library() -> ctypes.CDLL:
     if not torch.backends.cudnn.is_available():
         raise UserError("cuDNN is not available: this torch was built without it; install the wheels of requirements.txt")
     try:
-        found = ctypes.CDLL(_path_of_loaded())
-        found.cudnnGetErrorString.restype = c_char_p
-        found.cudnnConvolutionForward.argtypes = [
+        loaded = ctypes.CDLL(_path_of_loaded())
+        loaded.cudnnGetErrorString.restype = c_char_p
+        loaded.cudnnConvolutionForward.argtypes = [
             c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_size_t, c_void_p, c_void_p,
             c_void_p]
-        found.cudnnGetConvolutionForwardWorkspaceSize.argtypes = [c_void_p] * 5 + [c_int, POINTER(c_size_t)]
-        found.cudnnGetConvolutionForwardAlgorithm_v7.argtypes = [c_void_p] * 5 + [c_int, POINTER(c_int), POINTER(_Choice)]
-        found.cudnnSetStream.argtypes = [c_void_p, c_void_p]
+        loaded.cudnnGetConvolutionForwardWorkspaceSize.argtypes = [c_void_p] * 5 + [c_int, POINTER(c_size_t)]
+        loaded.cudnnGetConvolutionForwardAlgorithm_v7.argtypes = [c_void_p] * 5 + [c_int, POINTER(c_int), POINTER(_Choice)]
+        loaded.cudnnSetStream.argtypes = [c_void_p, c_void_p]
     except (OSError, AttributeError) as error:
         raise UserError(f"cuDNN is not available: {error}; algorithms are forced through its legacy API, which cuDNN 8 and 9 "
                         "have") from None
-    return found
+    return loaded
 
 
 def check(status: int) -> None:
@@ -167,12 +167,12 @@ class Cudnn:
 
     def choices(self, made: Descriptors) -> list[Choice]:
         """The algorithms that cuDNN's heuristic names for a convolution, the best first."""
-        found, count = (_Choice * MOST_CHOICES)(), c_int()
+        ranked, count = (_Choice * MOST_CHOICES)(), c_int()
         check(library().cudnnGetConvolutionForwardAlgorithm_v7(
-            self._handle, made.images, made.weights, made.convolution, made.output, MOST_CHOICES, byref(count), found))
-        names = {one.number: name for name, one in ON_GPU.items() if one.number is not None}
-        return [Choice(names[one.algorithm], one.math) for one in found[:count.value]
-                if one.status == SUCCESS and one.algorithm in names]
+            self._handle, made.images, made.weights, made.convolution, made.output, MOST_CHOICES, byref(count), ranked))
+        names = {choice.number: name for name, choice in ON_GPU.items() if choice.number is not None}
+        return [Choice(names[choice.algorithm], choice.math) for choice in ranked[:count.value]
+                if choice.status == SUCCESS and choice.algorithm in names]
 
     def forward(self, made: Descriptors, number: int, images: Tensor, weights: Tensor, output: Tensor,
                 workspace: Tensor | None) -> None:

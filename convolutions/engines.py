@@ -316,16 +316,16 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def output_error(plan: Plan, layer: Convolution, images: Tensor) -> float:
     """Runs a plan once; the difference to torch's output in single precision without TF32, relative, by the Euclidean norm."""
-    found = plan.run(images).float()
+    output = plan.run(images).float()
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         expected = layer._conv_forward(images.float(), layer.weight.float(), None if layer.bias is None else layer.bias.float())
-    return relative_error(found, expected)
+    return relative_error(output, expected)
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(output: Tensor, expected: Tensor) -> float:
     """The difference of two tensors relative to the second, by the Euclidean norm."""
     scale = torch.linalg.vector_norm(expected).item()
-    difference = torch.linalg.vector_norm(found - expected).item()
+    difference = torch.linalg.vector_norm(output - expected).item()
     return difference / scale if scale else difference
 
 

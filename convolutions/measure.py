@@ -246,15 +246,15 @@ def measure_energy(run: Callable[[], Any], by: Instruments, latency_ms: float) -
         wait_for(by.device)
 
     with PowerMonitor(by.sensor) as monitor:
-        found = energy_of_runs(monitor, run_to_the_end, by.energy_s)
+        measured = energy_of_runs(monitor, run_to_the_end, by.energy_s)
     quantities: dict[str, tuple[float, ...]] = {
-        "energy_j": (found.energy_j,), "power_w": (found.used.mean_w,), "energy_window_s": (found.used.seconds,)}
-    if found.used.agreement is not None:
-        quantities["energy_agreement"] = (found.used.agreement,)
+        "energy_j": (measured.energy_j,), "power_w": (measured.used.mean_w,), "energy_window_s": (measured.used.seconds,)}
+    if measured.used.agreement is not None:
+        quantities["energy_agreement"] = (measured.used.agreement,)
     if by.idle_w is not None:
         quantities["idle_power_w"] = (by.idle_w,)
-    doubts = list(found.used.doubts)
-    if (slower := float(np.mean(found.samples_ms)) / latency_ms) > SLOWDOWN_ADMITTED:
+    doubts = list(measured.used.doubts)
+    if (slower := float(np.mean(measured.samples_ms)) / latency_ms) > SLOWDOWN_ADMITTED:
         doubts.append(f"runs took {slower:.2f} times as long as before: other work ran meanwhile")
     return quantities, "; ".join(doubts)
 

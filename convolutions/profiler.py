@@ -100,10 +100,10 @@ class UnifiedProfiler:
                 return [Planned(unit.id, [unit]) for unit in todo]
 
             def time_units(units: Sequence[ProfileUnit], level: float) -> list[Measurement]:
-                found = [measure_profile(unit, self._forced(model), by) for unit in units]
-                for whole, *_ in found:
+                measured_units = [measure_profile(unit, self._forced(model), by) for unit in units]
+                for whole, *_ in measured_units:
                     log.info("%s", described(whole))
-                return list(chain.from_iterable(found))
+                return list(chain.from_iterable(measured_units))
 
             return measure_loads(bench, blocks_of, time_units, journal)
 

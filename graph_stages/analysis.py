@@ -115,9 +115,10 @@ def fit_stages(records: Iterable[StageRecord]) -> list[Regression]:
 
 
 def _fit_group(unit: str, stage: int, group: Sequence[StageRecord]) -> Regression:
-    if len(ran := sorted({f"{one.runtime} on {one.ran_on}" for one in group})) > 1:
+    if len(ran := sorted({f"{record.runtime} on {record.ran_on}" for record in group})) > 1:
         return Regression(unit, stage, len(group), reason=f"its sizes ran differently: {', '.join(ran)}")
-    return fit_line(unit, stage, [one.bytes_in + one.bytes_out for one in group], [one.statistics["mean"] for one in group])
+    return fit_line(unit, stage, [record.bytes_in + record.bytes_out for record in group],
+                    [record.statistics["mean"] for record in group])
 
 
 def _unless_arithmetic(fit: Regression, group: Sequence[StageRecord],
@@ -128,7 +129,7 @@ def _unless_arithmetic(fit: Regression, group: Sequence[StageRecord],
     """
     largest = max(group, key=lambda record: record.bytes_in + record.bytes_out)
     flops, moved = operations(fit.stage, largest.size), largest.bytes_in + largest.bytes_out
-    rates = {stage: max((one.bytes_in + one.bytes_out, _per_ms(one)) for one in records)[1]
+    rates = {stage: max((record.bytes_in + record.bytes_out, _per_ms(record)) for record in records)[1]
              for (unit, stage), records in grouped.items() if unit == fit.unit and not operations(stage, records[0].size)}
     if not flops or not fit.bandwidth or not rates:
         return fit

@@ -29,7 +29,7 @@ from graph_stages.units import (
     OPENVINO,
     ORT,
     TORCH,
-    StageUnit,
+    StageTask,
     choose_units,
     find_units,
     runtime_version,
@@ -114,21 +114,21 @@ def units_here(args: argparse.Namespace) -> tuple[list[UnitReport], list[UnitRep
     return reports, chosen
 
 
-def planned_work(args: argparse.Namespace, workspace: Workspace, chosen: list[UnitReport]) -> list[StageUnit]:
+def planned_work(args: argparse.Namespace, workspace: Workspace, chosen: list[UnitReport]) -> list[StageTask]:
     """Every stage on every unit, in the order of sizes, units and stages.
 
     Raises:
         UserError: a model is missing, or of other widths.
     """
     source, graphs = graphs_of(args)
-    work = [StageUnit(size=size, source=source, graph=graph, unit=unit.name, stage=stage.id, runtime=unit.runtime,
+    work = [StageTask(size=size, source=source, graph=graph, unit=unit.name, stage=stage.id, runtime=unit.runtime,
                       runtime_version=runtime_version(unit.runtime), threads=args.threads if unit.name == "CPU" else 0,
                       warmup=args.warmup, runs=args.runs, models=str(workspace.stage_models))
             for size, graph in graphs for unit in chosen for stage in STAGES]
-    for unit in work:
-        there = unit.file.has_ir if unit.runtime == OPENVINO else unit.file.has_onnx
-        if unit.runtime in (OPENVINO, ORT) and not there(unit.folder):
-            raise UserError(f"{unit.folder}: {unit.file.stem} is missing, or was exported with other widths or another seed; "
+    for task in work:
+        is_written = task.file.has_ir if task.runtime == OPENVINO else task.file.has_onnx
+        if task.runtime in (OPENVINO, ORT) and not is_written(task.folder):
+            raise UserError(f"{task.folder}: {task.file.stem} is missing, or was exported with other widths or another seed; "
                             "add --export to the same command")
     return work
 
@@ -143,9 +143,10 @@ def measure(args: argparse.Namespace, workspace: Workspace) -> list[dict[str, An
         raise UserError(f"no stage could be measured; the first: {bad[0].error}")
     if bad:
         log.warning("%d of %d stages failed; --retry-failed measures them again", len(bad), len(raw.records))
-    return [{"nodes": one.nodes, "edges": one.edges, "unit": one.unit, "stage": f"{one.stage} {one.stage_name}",
-             "by": f"{one.runtime} on {one.ran_on}", **{f"{name}_ms": value for name, value in one.statistics.items()},
-             "status": one.status} for one in raw.records]
+    return [{"nodes": record.nodes, "edges": record.edges, "unit": record.unit,
+             "stage": f"{record.stage} {record.stage_name}", "by": f"{record.runtime} on {record.ran_on}",
+             **{f"{name}_ms": value for name, value in record.statistics.items()}, "status": record.status}
+            for record in raw.records]
 
 
 def main() -> None:

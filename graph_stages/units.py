@@ -53,14 +53,14 @@ def find_units(cpu_runtime: str | None = None, devices: Mapping[str, str] | None
     Raises:
         UserError: that runtime is not installed.
     """
-    found = openvino_devices() if devices is None else dict(devices)
-    chosen = cpu_runtime or (OPENVINO if "CPU" in found else TORCH)
+    present = openvino_devices() if devices is None else dict(devices)
+    chosen = cpu_runtime or (OPENVINO if "CPU" in present else TORCH)
     if not runtime_version(chosen):
         raise UserError(f"--cpu-runtime {chosen}: it is not installed; {INSTALL}")
-    units = [_unit("CPU", found.get("CPU") or machine("cpu").device_name, chosen)]
+    units = [_unit("CPU", present.get("CPU") or machine("cpu").device_name, chosen)]
     for kind in ("GPU", "NPU"):
-        there = [name for name in found if kind_of(name) == kind]
-        units += [_unit(name, found[name], OPENVINO) for name in there] or [_absent(kind, _why_not_there(kind, found))]
+        names = [name for name in present if kind_of(name) == kind]
+        units += [_unit(name, present[name], OPENVINO) for name in names] or [_absent(kind, _why_absent(kind, present))]
     if why := _why_no_cuda():
         return [*units, _absent("CUDA", why)]
     return [*units, _unit("CUDA", gpu_facts()["name"], ORT)]
@@ -75,7 +75,7 @@ def _absent(name: str, why: str) -> UnitReport:
     return UnitReport(name=name, present=False, why=why)
 
 
-def _why_not_there(kind: str, devices: Mapping[str, str]) -> str:
+def _why_absent(kind: str, devices: Mapping[str, str]) -> str:
     if not devices:
         return f"the package openvino, which finds it, is not installed; {INSTALL}"
     return f"OpenVINO {runtime_version(OPENVINO)} finds none (it finds {', '.join(devices)}); it needs {NEEDS[kind]}"
@@ -106,7 +106,7 @@ def choose_units(found: Sequence[UnitReport], asked: Sequence[str]) -> list[Unit
     raise UserError("no unit to measure: " + "; ".join(f"{unit.name}: {unit.why}" for unit in wanted))
 
 
-class StageUnit(Frozen):
+class StageTask(Frozen):
     """What is measured.
 
     Attributes:
@@ -185,9 +185,9 @@ def _tensors(size: GraphSize, source: GraphSource, precision: str) -> dict[str, 
     return all_tensors(graph, weights if precision == "FP32" else weights.rounded(), source.seed)
 
 
-def facts_of(unit: StageUnit) -> dict[str, Any]:
+def facts_of(task: StageTask) -> dict[str, Any]:
     """What a measurement of it says of the unit, by the fields of `StageRecord`."""
-    size, stage = unit.size, unit.definition
-    return {"nodes": size.nodes, "edges": size.edges, "features": size.features, "hidden": size.hidden, "graph": unit.graph,
-            "unit": unit.unit, "stage": stage.id, "stage_name": stage.name, "precision": unit.precision,
+    size, stage = task.size, task.definition
+    return {"nodes": size.nodes, "edges": size.edges, "features": size.features, "hidden": size.hidden, "graph": task.graph,
+            "unit": task.unit, "stage": stage.id, "stage_name": stage.name, "precision": task.precision,
             "bytes_in": stage.bytes_in(size), "bytes_out": stage.bytes_out(size)}
