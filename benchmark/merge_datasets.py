@@ -17,7 +17,7 @@ from typing import Any
 
 from records.dataset_files import collected_targets
 from records.dataset_joining import merge_dataset
-from records.kernel_record_joining import Origin
+from records.kernel_record import ModelOrigin
 from utils import cli, files
 from utils.errors import UserError
 from utils.logger import get_logger
@@ -30,14 +30,14 @@ python benchmark/merge_datasets.py --from out/pool --workspace out/all
 """
 
 
-def read_origins(path: Path) -> dict[str, Origin]:
+def read_origins(path: Path) -> dict[str, ModelOrigin]:
     """Groups and collections of models by the stem of their file, from JSON: `{"resnet18": {"group": …, "collection": …}, …}`.
 
     Raises:
         UserError: it is no such file.
     """
     try:
-        return {str(stem): Origin(**{key: str(value) for key, value in one.items()})
+        return {str(stem): ModelOrigin(**{key: str(value) for key, value in one.items()})
                 for stem, one in files.read_json(path).items()}
     except (AttributeError, TypeError):
         raise UserError(f'{path}: not of the form {{"<file stem>": {{"group": "…", "collection": "…"}}, …}}') from None

@@ -29,10 +29,11 @@ from records.dataset_files import read_header, read_journal
 from records.journal import Journal
 from records.labels import COLLECT
 from records.measurement import Measurement
+from runtimes.targets import local_target
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError
-from utils.fingerprint import local_target, machine, resolve_device
+from utils.fingerprint import machine, resolve_device
 from utils.paths import ROOT, Workspace
 from utils.timing import error_statistics
 

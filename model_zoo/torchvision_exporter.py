@@ -24,10 +24,11 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from model_zoo.exporting.export_process import ExportProcess
 from model_zoo.exporting.export_report import report
 from model_zoo.exporting.zoo_config import CONFIG_FILE, ZooConfig, read_zoo_config
+from runtimes.targets import flavour_of
 from utils import cli
 from utils.config import validate
 from utils.errors import UserError
-from utils.fingerprint import flavour_of, resolve_device
+from utils.fingerprint import resolve_device
 from utils.logger import get_logger
 from utils.paths import Workspace
 

@@ -15,7 +15,8 @@ from records.dataset_files import (
     read_kernels,
 )
 from records.dataset_writer import add_descriptions, joined_header, write_tables
-from records.kernel_record_joining import Origin, joined_by_name, merge_records
+from records.kernel_record import ModelOrigin
+from records.kernel_record_joining import joined_by_name, merge_records
 from utils import files
 from utils.errors import UserError
 from utils.locks import sole_writer
@@ -33,7 +34,7 @@ class Merged(NamedTuple):
     records: int
 
 
-def with_origins(header: DatasetHeader, described: Iterable[DatasetKernel], origins: Mapping[str, Origin],
+def with_origins(header: DatasetHeader, described: Iterable[DatasetKernel], origins: Mapping[str, ModelOrigin],
                  collection: str) -> tuple[DatasetHeader, list[DatasetKernel]]:
     """A dataset's header and kernels with the right groups and collections.
 
@@ -68,7 +69,8 @@ def check_agreement(there: DatasetHeader, new: DatasetHeader) -> None:
     joined_by_name(before, after, "device")
 
 
-def merge_dataset(source: Workspace, into: Workspace, target: str, origins: Mapping[str, Origin], collection: str) -> Merged:
+def merge_dataset(source: Workspace, into: Workspace, target: str, origins: Mapping[str, ModelOrigin],
+                  collection: str) -> Merged:
     """Adds the dataset of a target, and the kernel records of its flavour, to those of another workspace.
 
     A block that is there already is not added again. The journal is replaced at once, after everything that it refers to; an

@@ -7,7 +7,7 @@ files leave them out.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -154,6 +154,13 @@ class Node(Frozen):
 
 
 BRANCHES = {"then": "then_branch", "else": "else_branch"}  # an If's attributes, by the names of dimensions
+
+
+class ModelOrigin(NamedTuple):
+    """Where a model comes from: its group and its collection; "" for one that is not given."""
+
+    group: str = ""
+    collection: str = ""
 
 
 class GuessedRuns(Frozen):

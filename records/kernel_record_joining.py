@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from records.kernel_record import IndexEntry, KernelIndex, ModelRecord
+from records.kernel_record import IndexEntry, KernelIndex, ModelOrigin, ModelRecord
 from records.kernel_record_files import index_path, read_index, record_path, records_in
 from utils import files
 from utils.errors import UserError
@@ -13,13 +13,6 @@ from utils.fingerprint import Flavour
 from utils.paths import Workspace
 
 V = TypeVar("V")
-
-
-class Origin(NamedTuple):
-    """Where a model comes from: its group and its collection; "" for one that is not given."""
-
-    group: str = ""
-    collection: str = ""
 
 
 def joined_by_name(there: Mapping[str, V], new: Mapping[str, V], what: str) -> dict[str, V]:
@@ -41,9 +34,9 @@ def index_in(workspace: Workspace, flavour: Flavour) -> KernelIndex | None:
     return read_index(path) if path.is_file() else None
 
 
-def with_origin(record: ModelRecord, origins: Mapping[str, Origin], collection: str) -> ModelRecord:
+def with_origin(record: ModelRecord, origins: Mapping[str, ModelOrigin], collection: str) -> ModelRecord:
     """The record with the group and the collection that `origins` gives for its file's stem; `collection` where it has none."""
-    given = origins.get(record.file_stem, Origin())
+    given = origins.get(record.file_stem, ModelOrigin())
     return record.model_copy(update={"group": given.group or record.group,
                                      "collection": given.collection or record.collection or collection})
 
@@ -80,8 +73,8 @@ def joined_index(flavour: Flavour, indexes: Iterable[KernelIndex], records: Iter
     return KernelIndex(flavour=flavour, groups=groups, collections=collections, kernels=by_type)
 
 
-def merge_records(source: Workspace, into: Workspace, flavour: Flavour, origins: Mapping[str, Origin],
-                  collection: str) -> tuple[dict[str, Origin], int]:
+def merge_records(source: Workspace, into: Workspace, flavour: Flavour, origins: Mapping[str, ModelOrigin],
+                  collection: str) -> tuple[dict[str, ModelOrigin], int]:
     """Adds the records of `source` to those of `into`, and writes their index.
 
     Args:
@@ -115,4 +108,4 @@ def merge_records(source: Workspace, into: Workspace, flavour: Flavour, origins:
         for record in new:
             files.write_json(record_path(into, flavour, record.model), record)
         files.write_json(index_path(into, flavour), whole)
-    return {record.model: Origin(record.group, record.collection) for record in own}, len(new)
+    return {record.model: ModelOrigin(record.group, record.collection) for record in own}, len(new)

@@ -254,10 +254,10 @@ def commands(path: Path, root: Path, target: str) -> list[str]:
         return [f"read_config(Path({quoted}), {schema})" for schema in
                 ("CollectorConfig", "TrainingConfig", "InferenceConfig", "ZooConfig")]
     if place.endswith("index.json"):
-        return [f"read_kernels(Path({quoted}))"]
+        return [f"kernels_in_file(Path({quoted}))"]
     if place.startswith("ort_analysis"):
         return [f"answers.append(predict({quoted}, target={target!r}, workspace=workspace).latency_ms)",
-                f"read_kernels(Path({quoted}))", "read_model_records(workspace, flavour_of('cpu'))"]
+                f"kernels_in_file(Path({quoted}))", "read_model_records(workspace, flavour_of('cpu'))"]
     if place.startswith("training/predictors"):
         return [predicting]
     if place.startswith("training/kernel_errors"):
@@ -271,18 +271,18 @@ def commands(path: Path, root: Path, target: str) -> list[str]:
 NAMES = """
 from pathlib import Path
 from benchmark.collecting.config import CollectorConfig
-from records.dataset_files import read_journal, read_kernels as read_kernels_of
+from records.dataset_files import read_journal, kernels_in_file as read_kernels_of
 from inference.evaluation.evaluate import evaluate
 from inference import predict
 from inference.live.load import InferenceConfig
-from runtimes.ort.building.kernel_models import read_kernels
+from records.kernel_record_files import kernels_in_file
 from kernel_model.sampling.kernel_errors import read_errors
 from model_zoo.exporting.zoo_config import ZooConfig
 from records.kernel_record_files import read_model_records
 from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import read_training_set
 from utils.config import read_config
-from utils.fingerprint import flavour_of
+from runtimes.targets import flavour_of
 """  # what `commands` calls
 
 
@@ -454,9 +454,9 @@ def main() -> int:
     sys.path.insert(0, str(ROOT / "tests"))
     from trained_workspace import train
 
-    from runtimes.ort.graph.analysis import update_index
+    from records.kernel_record_files import update_index
+    from runtimes.targets import flavour_of, local_target
     from tests.conftest import small_model
-    from utils.fingerprint import flavour_of, local_target
     from utils.paths import Workspace
 
     target = local_target("cpu").name

@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from model_zoo.exporting.zoo_config import GROUP_KEY
 from records.blocks import Block
 from records.dataset_files import (
     DatasetHeader,
@@ -27,8 +26,10 @@ from records.kernel_record import Kernel, ModelRecord
 from records.labels import DEFAULT_LABELS
 from records.measurement import Measurement
 from runtimes.ort.graph.analysis import analyze
+from runtimes.targets import local_target
 from utils import files
-from utils.fingerprint import local_target, machine
+from utils.fingerprint import machine
+from utils.model_files import GROUP_KEY
 from utils.paths import ROOT, Workspace
 
 METRIC = "DCGM_FI_DEV_CPU_UTIL_TOTAL"  # one that a CPU has, so that a collector can go on

@@ -20,7 +20,7 @@ import numpy as np
 
 from kernel_model.sampling.seeds import SEED_FILE, Seeds, read_seeds
 from records.kernel_record import Kernel
-from runtimes.ort.graph.analysis import update_index
+from records.kernel_record_files import update_index
 from runtimes.tvm.drawn import DRAWS, OperatorSizes
 from runtimes.tvm.functions import write_functions
 from runtimes.tvm.package import FUSED, tvm_flavour

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from inference.core.prediction import predict, predict_energy
 from inference.core.sources import record_of
-from measuring.blocks import describe_load
+from measuring.loads import describe_load
 from records.blocks import Block
 from records.dataset_files import read_journal
 from records.dataset_tables import energy_doubts, model_rows, model_sessions
@@ -21,7 +21,7 @@ from records.host_pace import paced_rows
 from records.kernel_record import ModelRecord
 from records.labels import ENERGY
 from records.measurement import Measurement
-from runtimes.ort.graph.recording import crashed
+from runtimes.analysis import crashed
 from runtimes.ort.graph.source import own_sizes
 from training.sharing.learned import busy_share
 from utils import cli

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from inference.core.targets import Fitted
 from inference.live.prometheus import PrometheusConfig, PrometheusError, Server, server_for
-from measuring.metrics.dcgm_names import NAMES, in_unit
-from measuring.metrics.soundness import Unsound, checked
-from measuring.metrics.source import values
+from measuring.metrics.names import NAMES, in_unit
+from measuring.metrics.source import Unsound, checked, values
 from training.sharing.learned import BUSY_FIELDS
 from utils import files
 from utils.config import Config
@@ -118,9 +117,7 @@ def current_load(config: InferenceConfig, metrics_file: Path | None = None, fiel
 
 def _of_prometheus(server: Server, fields: Collection[str], probe: bool, pace: bool) -> Load:
     """The load as Prometheus reports it, with the readings of the probes that are wanted."""
-    from inference.live.prometheus_metrics import PrometheusSource
-    from inference.live.prometheus_pace import latest_host_probe
-    from inference.live.prometheus_probe import latest_probe
+    from inference.live.prometheus_readings import PrometheusSource, latest_host_probe, latest_probe
 
     load = Load(values(PrometheusSource(server, fields).latest()))
     if probe:

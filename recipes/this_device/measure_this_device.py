@@ -31,10 +31,11 @@ from recipes.this_device.commands import run_json
 from recipes.this_device.expected import expected_errors
 from records.dataset_reading import read_model_table
 from records.kernel_record_files import index_path, read_index
+from runtimes.targets import local_target
 from training.kernels.sidecar import sidecar_path
 from utils import cli, files
 from utils.errors import UserError
-from utils.fingerprint import local_target, resolve_device
+from utils.fingerprint import resolve_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.model_files import weight_files

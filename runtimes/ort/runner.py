@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from measuring.affinity import off_the_workers_cores
-from measuring.effort import Effort
+from measuring.bench import Effort
+from measuring.quiet_host import off_the_workers_cores
 from records.elements import numpy_dtype, session_dtype
 from records.kernel_record import zeros
 from records.measurement import now
@@ -21,13 +21,12 @@ from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.graph.bodies import open_branches
 from runtimes.ort.graph.source import read_source
 from utils.errors import UserError
-from utils.fingerprint import Runtime, resolve_device
+from utils.fingerprint import DEFAULT_RUNTIME, resolve_device
 from utils.frozen import Frozen
 from utils.lazy import onnxruntime
 from utils.ort_sessions import CUDA_GRAPH, model_errors, open_session
 from utils.timing import LatencyStatistics, summarize
 
-RUNTIME = "ort"
 DEFAULT_WARMUP = 5
 DEFAULT_LOOPS = 50
 
@@ -37,7 +36,7 @@ class Timing(Frozen):
 
     model: str
     device: str
-    runtime: Runtime = RUNTIME
+    runtime: str = DEFAULT_RUNTIME
     io: str
     warmup: int
     samples_ms: tuple[float, ...]

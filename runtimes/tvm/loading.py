@@ -14,7 +14,8 @@ from utils import files
 from utils.errors import UserError
 from utils.lazy import onnx, torch, tvm
 from utils.model_files import read_whole_model
-from utils.paths import TORCH_SUFFIX
+
+TORCH_SUFFIX = ".pt2"  # of a program that torch.export.save wrote
 
 
 def _input_shapes(source: Source) -> dict[str, list[int]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from records.kernel_record import ModelRecord
+from records.kernel_record import ModelOrigin, ModelRecord
 from records.kernel_record_files import record_path
 from runtimes.ort.graph.source import Source
 from runtimes.tvm.functions import write_functions
@@ -19,6 +19,8 @@ from utils.paths import Workspace
 
 if TYPE_CHECKING:
     import onnx
+
+NOTHING_GIVEN = ModelOrigin()
 
 
 class Parsed(NamedTuple):
@@ -56,12 +58,14 @@ def parse_at(level: str, model: Path | onnx.ModelProto, dims: Mapping[str, int] 
     return parsed._replace(record=parsed.record.model_copy(update={"flavour": tvm_flavour(device, level)}))
 
 
-def write_parsed(workspace: Workspace, parsed: Mapping[str, Parsed]) -> list[ModelRecord]:
+def write_parsed(workspace: Workspace, parsed: Mapping[str, Parsed],
+                 origin: ModelOrigin = NOTHING_GIVEN) -> list[ModelRecord]:
     """Writes a model's records, UNFUSED and FUSED, and the functions of its kernels where there is none yet; returns the
-    records."""
+    records. `origin` wins over what the model's file says."""
     records = []
     for level in (UNFUSED, FUSED):
         _, graph, record = parsed[level]
+        record = record.model_copy(update={name: text for name, text in origin._asdict().items() if text})
         files.write_json(record_path(workspace, record.flavour, record.model), record)
         write_functions(workspace, record.flavour, graph.kernels, graph.functions)
         records.append(record)

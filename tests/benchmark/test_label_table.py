@@ -18,9 +18,9 @@ from records.kernel_record import Kernel, Tensor
 from records.kernel_record_files import read_model_record, record_path
 from records.kernel_types import describe_kernel
 from records.measurement import Measurement
+from runtimes.targets import local_target
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import local_target
 from utils.paths import Workspace
 
 A, B, C = draw_kernels(3)

@@ -17,7 +17,7 @@ from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.planning import plan
 from benchmark.collecting.work import LEAST_IN_BATCH, MOST_IN_BATCH, energy_batches, find_work
 from measuring import power
-from measuring.effort import Effort
+from measuring.bench import Effort
 from measuring.metrics import power_sensors
 from measuring.metrics.power_sensors import NoPowerSensor, PowerSample, PowerSensor
 from records.blocks import Block
@@ -30,7 +30,8 @@ from records.measurement import Measurement
 from runtimes.ort import energy
 from runtimes.ort.worker import answer
 from runtimes.protocol import Request
-from utils.fingerprint import local_target, machine
+from runtimes.targets import local_target
+from utils.fingerprint import machine
 from utils.paths import Workspace
 
 EFFORT = Effort(warmup=1, budget_s=0.01, least_runs=4, most_runs=4)

@@ -24,10 +24,10 @@ from benchmark.load import burners
 from benchmark.load.burners import AHEAD_S, Work, as_work, bursts, cpu_step
 from benchmark.stressor import EXAMPLES
 from measuring.stress import Stress, _end, _wait_until_ready, options, stress
-from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY
 from records.backgrounds import COMPUTE, KINDS, QUEUES, Background, Queue
 from utils import files
 from utils.errors import UserError
+from utils.model_files import DEFAULT_DIMS_KEY
 from utils.paths import ROOT, Workspace
 
 TOTAL = "DCGM_FI_DEV_CPU_UTIL_TOTAL"

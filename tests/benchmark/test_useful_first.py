@@ -29,10 +29,11 @@ from records.kernel_record import Kernel
 from records.kernel_record_files import index_path, read_index
 from records.measurement import Measurement, now
 from runtimes.ort.building.kernel_models import kernel_build
+from runtimes.targets import local_target
 from training.kernels.training_set import read_training_set
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import local_target, machine
+from utils.fingerprint import machine
 from utils.paths import Workspace
 
 TARGET = local_target("cpu")

@@ -16,10 +16,10 @@ from records.dataset_writer import write_tables
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_records
 from records.measurement import Measurement
+from runtimes.targets import flavour_of, local_target
 from training.energy.learned import energy_path, read_energy
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import flavour_of, local_target
 from utils.paths import Workspace
 
 TARGET = local_target("cpu").name

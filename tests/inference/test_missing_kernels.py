@@ -25,6 +25,7 @@ from records.dataset_files import DatasetKernel, header_path, journal_path, read
 from records.kernel_record import Tensor
 from records.kernel_types import describe_kernel
 from runtimes.ort.graph.analysis import analyze
+from runtimes.targets import local_target
 from training.fit_composition import kept_composition
 from training.kernels.predictors import read_predictors
 from training.kernels.settings import TrainingConfig
@@ -33,7 +34,7 @@ from training.kernels.training_set import read_training_set
 from training.train_kernel_model import kept_sidecar
 from utils.config import read_config
 from utils.errors import UserError
-from utils.fingerprint import has_cuda, local_target, machine
+from utils.fingerprint import has_cuda, machine
 from utils.paths import Workspace
 
 TARGET = local_target("cpu").name
@@ -162,7 +163,7 @@ def test_what_was_measured_but_not_noted_down_is_looked_up(workspace: Workspace)
     """As after a kill between the two."""
     record = analyze(conv_net(workspace.root / "newnet.onnx", channels=20, size=12), "cpu")
     missing = missing_kernels.missing_kernels(fitted_for(workspace, TARGET), [record])
-    missing_kernels.build(missing, workspace.kernel_onnx / record.flavour.name)
+    missing_kernels.build(missing, record.flavour, workspace)
     with start_crew(CONFIG, "cpu", ("run",)) as crew:
         collect_kernels(workspace, CONFIG.model_copy(update={"device": "cpu", "labels": ("run",)}), [
             DatasetKernel.held_by(kernel, [record]) for kernel in missing.values()], crew)

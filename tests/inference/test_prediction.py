@@ -22,15 +22,15 @@ from inference.core.run_modes import RunMode
 from inference.core.targets import choose_target, fitted_for
 from inference.live.load import InferenceConfig, Load, current_load
 from inference.prediction_speed import copies
-from measuring.anatomy import measured_trace
-from measuring.gpu_trace import GpuRun, GpuWork, Launch
-from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY
+from measuring.gpu_trace import GpuRun, GpuWork, Launch, measured_trace
 from records.kernel_record import ModelRecord
 from runtimes.ort.graph.analysis import analyze
+from runtimes.targets import flavour_of, local_target
 from utils import files
 from utils.config import read_config
 from utils.errors import UserError
-from utils.fingerprint import Target, flavour_of, has_cuda, local_target
+from utils.fingerprint import Target, has_cuda
+from utils.model_files import DEFAULT_DIMS_KEY
 from utils.paths import ROOT, Workspace
 
 TARGET = local_target("cpu").name

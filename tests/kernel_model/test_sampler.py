@@ -19,11 +19,11 @@ from kernel_model.sampling.float_types import FLOAT_TYPES, in_float_type, on_cud
 from kernel_model.sampling.free_shapes.table import DRAWS
 from kernel_model.sampling.seeds import SEED_FILE, read_seeds
 from records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
-from records.kernel_record_files import index_path, read_index
+from records.kernel_record_files import build_index, index_path, read_index
 from records.kernel_types import describe_kernel
 from runtimes.ort.building.dummy_data import dummy_inputs, dummy_tensor
 from runtimes.ort.building.kernel_models import build_model, built_kernel, check_kernel
-from runtimes.ort.graph.analysis import analyze, build_index
+from runtimes.ort.graph.analysis import analyze
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Flavour

@@ -17,8 +17,8 @@ from model_zoo.networks.other import NormedConv
 from recipes.cuda_kernels.measure_copies import WAITING, WAITING_ELEMENTS, measure
 from records.kernel_record_files import read_model_records, record_path
 from runtimes.ort.graph.analysis import analyze
+from runtimes.targets import flavour_of, local_target
 from utils import files
-from utils.fingerprint import flavour_of, local_target
 from utils.paths import ROOT, Workspace
 
 

@@ -17,9 +17,9 @@ from recipes.this_device.budget import LEAST_MEASURING_S, LEAST_MEASURING_SHARE,
 from recipes.this_device.commands import run_json
 from recipes.this_device.measure_this_device import prediction_command, put_models, shipped_for
 from records.dataset_files import journal_path, read_journal
+from runtimes.targets import local_target
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import local_target
 from utils.paths import ROOT, Workspace
 
 TARGET = local_target("cpu").name

@@ -21,12 +21,21 @@ from test_tvm_collection import CONFIG, layers
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from records.dataset_files import header_path, read_header
-from runtimes.ort.graph.analysis import update_index
+from records.kernel_record_files import update_index
 from runtimes.protocol import Setting
 from runtimes.tvm import tuning
 from runtimes.tvm.compiling import built_function, compiled_model, cuda_sources
-from runtimes.tvm.cuda_code import FOLDER, compiled_cubin, kept_cubin
-from runtimes.tvm.package import FUSED, LEVELS, check_tvm, gpu_target, target_to_run_on, tvm_flavour
+from runtimes.tvm.package import (
+    FOLDER,
+    FUSED,
+    LEVELS,
+    check_tvm,
+    compiled_cubin,
+    gpu_target,
+    kept_cubin,
+    target_to_run_on,
+    tvm_flavour,
+)
 from runtimes.tvm.recording import Parsed, parse, parse_at, write_parsed
 from utils import files
 from utils.config import validate

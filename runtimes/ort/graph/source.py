@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model_zoo.exporting.torch_models import group_of
-from model_zoo.exporting.zoo_config import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
 from runtimes.ort.graph.bodies import body_sizes, made_within, steering_inputs
 from runtimes.ort.graph.open_shapes import DETECTIONS, selects_boxes
 from utils import cli, files
 from utils.errors import UserError
 from utils.lazy import onnx
 from utils.logger import get_logger
-from utils.model_files import check_plain_file, external_files, read_whole_model
+from utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY, check_plain_file, external_files, read_whole_model
 from utils.ort_sessions import model_errors
 from utils.safe_names import as_file_name
 
@@ -132,11 +130,9 @@ def default_dims(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 def origin_in(proto: onnx.ModelProto) -> tuple[str, str]:
-    """The group and the collection that an exporter wrote into a model; "" where there is none. Older files of the torchvision
-    exporter have only the model's name."""
-    found = {prop.key: prop.value for prop in proto.metadata_props}
-    group = found.get(GROUP_KEY) or (group_of(found["hase.model"]) if "hase.model" in found else "")
-    return group, found.get(COLLECTION_KEY) or ("torchvision" if "hase.torchvision" in found else "")
+    """The group and the collection that an exporter wrote into a model; "" where there is none."""
+    metadata = {prop.key: prop.value for prop in proto.metadata_props}
+    return metadata.get(GROUP_KEY, ""), metadata.get(COLLECTION_KEY, "")
 
 
 def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> Source:

@@ -1,4 +1,4 @@
-"""What else runs on the device and how fast its host is, from the sources that a command was given."""
+"""The sources that a command was given of the device's load and of its host's pace, and what they say now."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class LoadSources:
     """The sources.
 
     Attributes:
