@@ -155,13 +155,13 @@ def kind_of(shape: ConvShape) -> Kind:
     return shape.kernel, shape.stride, shape.dilation, min(shape.groups, 2), shape.dtype
 
 
-def able(cases: Sequence[Case]) -> dict[Kind, dict[str, float]]:
+def shares_able(cases: Sequence[Case]) -> dict[Kind, dict[str, float]]:
     """By kind of convolution, the share of the measured ones that each algorithm could run."""
     ran: dict[Kind, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for case in cases:
         for name in (*case.times_ms, *case.refused):
             ran[kind_of(case.shape)][name].append(name in case.times_ms)
-    return {kind: {name: sum(those) / len(those) for name, those in names.items()} for kind, names in ran.items()}
+    return {kind: {name: sum(could) / len(could) for name, could in names.items()} for kind, names in ran.items()}
 
 
 def predicted_rows(cases: Sequence[Case], layers: Sequence[tuple[str, ConvShape]]) -> list[dict[str, Any]]:
@@ -174,7 +174,7 @@ def predicted_rows(cases: Sequence[Case], layers: Sequence[tuple[str, ConvShape]
         cases: measured, of one device.
         layers: names and shapes.
     """
-    model, shares = fit(cases), able(cases)
+    model, shares = fit(cases), shares_able(cases)
     shapes = [shape for _, shape in layers]
     times = {name: predict_ms(model, shapes, name) for name in model.type_codes}
     rows = []

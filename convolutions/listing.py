@@ -97,13 +97,13 @@ def status_rows(root: Path) -> list[dict[str, Any]]:
 def _status_row(root: Path, folder: Path) -> dict[str, Any]:
     settings = read_settings(folder)
     assert settings is not None  # its file was just found
-    found = {m.id: m for block in read_blocks(folder / JOURNAL) for m in block.measurements if m.subject == PROFILE}
-    ok = sum(m.status == "ok" for m in found.values())
+    measured = {m.id: m for block in read_blocks(folder / JOURNAL) for m in block.measurements if m.subject == PROFILE}
+    ok = sum(m.status == "ok" for m in measured.values())
     logs = sorted(folder.glob("*.out"), key=lambda path: path.stat().st_mtime)
     lines = files.read_lines(logs[-1]) if logs else []
-    return {"results": str(folder.relative_to(root)), "state": state_of(settings, ok, len(found)), "measured": ok,
-            "failed": len(found) - ok, "left": max(len(settings.input_sizes) - len(found), 0),
-            "last": max((m.ended for m in found.values()), default=None), "log": lines[-1] if lines else None}
+    return {"results": str(folder.relative_to(root)), "state": state_of(settings, ok, len(measured)), "measured": ok,
+            "failed": len(measured) - ok, "left": max(len(settings.input_sizes) - len(measured), 0),
+            "last": max((m.ended for m in measured.values()), default=None), "log": lines[-1] if lines else None}
 
 
 def state_of(settings: ProfileSettings, ok: int, tried: int) -> str:

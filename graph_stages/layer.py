@@ -156,7 +156,7 @@ def all_tensors(graph: Graph, weights: Weights, seed: int = 0) -> dict[str, Arra
     """Every tensor of the layer by name, computed by torch on the CPU: the inputs of each stage, and what it should give."""
     features = weights.root.shape[1]
     tensors = {"x": torch.from_numpy(draw_features(graph.nodes, features, seed)), "source": torch.from_numpy(graph.source),
-             "target": torch.from_numpy(graph.target), "node_count": torch.tensor([graph.nodes])}
+               "target": torch.from_numpy(graph.target), "node_count": torch.tensor([graph.nodes])}
     with torch.inference_mode():
         for stage in STAGES:
             tensors[stage.outputs[0]] = stage_function(stage, weights)(tensors)

@@ -114,29 +114,29 @@ def units_here(args: argparse.Namespace) -> tuple[list[UnitReport], list[UnitRep
     return reports, chosen
 
 
-def planned_work(args: argparse.Namespace, workspace: Workspace, chosen: list[UnitReport]) -> list[StageTask]:
+def planned_tasks(args: argparse.Namespace, workspace: Workspace, chosen: list[UnitReport]) -> list[StageTask]:
     """Every stage on every unit, in the order of sizes, units and stages.
 
     Raises:
         UserError: a model is missing, or of other widths.
     """
     source, graphs = graphs_of(args)
-    work = [StageTask(size=size, source=source, graph=graph, unit=unit.name, stage=stage.id, runtime=unit.runtime,
-                      runtime_version=runtime_version(unit.runtime), threads=args.threads if unit.name == "CPU" else 0,
-                      warmup=args.warmup, runs=args.runs, models=str(workspace.stage_models))
-            for size, graph in graphs for unit in chosen for stage in STAGES]
-    for task in work:
+    tasks = [StageTask(size=size, source=source, graph=graph, unit=unit.name, stage=stage.id, runtime=unit.runtime,
+                       runtime_version=runtime_version(unit.runtime), threads=args.threads if unit.name == "CPU" else 0,
+                       warmup=args.warmup, runs=args.runs, models=str(workspace.stage_models))
+             for size, graph in graphs for unit in chosen for stage in STAGES]
+    for task in tasks:
         is_written = task.file.has_ir if task.runtime == OPENVINO else task.file.has_onnx
         if task.runtime in (OPENVINO, ORT) and not is_written(task.folder):
             raise UserError(f"{task.folder}: {task.file.stem} is missing, or was exported with other widths or another seed; "
                             "add --export to the same command")
-    return work
+    return tasks
 
 
 def measure(args: argparse.Namespace, workspace: Workspace) -> list[dict[str, Any]]:
     """Measures what is left, and returns a row for each record."""
     reports, chosen = units_here(args)
-    profile = Profile(planned_work(args, workspace, chosen), reports, args.warmup, args.runs, args.seed, args.retry_failed)
+    profile = Profile(planned_tasks(args, workspace, chosen), reports, args.warmup, args.runs, args.seed, args.retry_failed)
     raw = measure_profile(workspace, profile)
     bad = [record for record in raw.records if record.status != "ok"]
     if len(bad) == len(raw.records):

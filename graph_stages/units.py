@@ -90,24 +90,24 @@ def _why_no_cuda() -> str:
     return ""
 
 
-def choose_units(found: Sequence[UnitReport], asked: Sequence[str]) -> list[UnitReport]:
-    """The units to measure, in the order of `found`: those that are there and asked for; all where `asked` is empty.
+def choose_units(reports: Sequence[UnitReport], asked: Sequence[str]) -> list[UnitReport]:
+    """The units to measure, in the order of `reports`: those that are there and asked for; all where `asked` is empty.
 
     Raises:
         UserError: no such unit, or none of them is there. The message says why each is out.
     """
-    names = [unit.name for unit in found]
+    names = [unit.name for unit in reports]
     for name in asked:
         if name not in names and name not in KINDS:
             raise UserError(f"--units {name}: no such unit; this machine was asked for {', '.join(names)}")
-    wanted = [unit for unit in found if not asked or unit.name in asked or kind_of(unit.name) in asked]
+    wanted = [unit for unit in reports if not asked or unit.name in asked or kind_of(unit.name) in asked]
     if present := [unit for unit in wanted if unit.present]:
         return present
     raise UserError("no unit to measure: " + "; ".join(f"{unit.name}: {unit.why}" for unit in wanted))
 
 
 class StageTask(Frozen):
-    """What is measured.
+    """One stage to measure on one unit, on one graph.
 
     Attributes:
         size: of the graph and the layer.
@@ -136,7 +136,7 @@ class StageTask(Frozen):
 
     @property
     def id(self) -> str:
-        """Says all that matters, so that other settings are other units of the journal."""
+        """Says all that matters, so that the journal tells other settings apart."""
         size = self.size
         parts = (self.unit, f"stage{self.stage}", size.name, f"f{size.features}", f"h{size.hidden}", self.graph,
                  f"s{self.source.seed}", f"{self.runtime}{self.runtime_version}", f"t{self.threads}", f"w{self.warmup}",
@@ -186,7 +186,7 @@ def _tensors(size: GraphSize, source: GraphSource, precision: str) -> dict[str, 
 
 
 def facts_of(task: StageTask) -> dict[str, Any]:
-    """What a measurement of it says of the unit, by the fields of `StageRecord`."""
+    """What every measurement of a task says of it, by the fields of `StageRecord`."""
     size, stage = task.size, task.definition
     return {"nodes": size.nodes, "edges": size.edges, "features": size.features, "hidden": size.hidden, "graph": task.graph,
             "unit": task.unit, "stage": stage.id, "stage_name": stage.name, "precision": task.precision,

@@ -31,6 +31,22 @@ STEPS = 9  # numbers of bytes of copies, evenly spaced on a logarithmic scale
 FEWEST_BYTES = 4096
 
 
+class Copy(Frozen):
+    """A copy to time: its direction, and its bytes, a multiple of 4."""
+
+    direction: Direction
+    bytes: int
+
+
+class Request(Frozen):
+    """`measure` a unit, run it a few times as the `canary`, or time a `copy` between the host's memory and its own. For the
+    last two the stage stays open."""
+
+    do: Literal["measure", "canary", "copy"]
+    task: StageTask
+    copied: Copy | None = None
+
+
 def measure_stage(task: StageTask) -> Measurement:
     """The times of a stage's runs, after some that do not count; a stage that nothing can run is a measurement that says so."""
     began = now()
@@ -70,22 +86,6 @@ def rounded(samples_ms: Iterable[float]) -> tuple[float, ...]:
     return tuple(round(sample, 6) for sample in samples_ms)
 
 
-class Copy(Frozen):
-    """A copy to time: its direction, and its bytes, a multiple of 4."""
-
-    direction: Direction
-    bytes: int
-
-
-class Request(Frozen):
-    """`measure` a unit, run it a few times as the `canary`, or time a `copy` between the host's memory and its own. For the
-    last two the stage stays open."""
-
-    do: Literal["measure", "canary", "copy"]
-    task: StageTask
-    copied: Copy | None = None
-
-
 @lru_cache(maxsize=1)
 def _canary(task: StageTask) -> tuple[OpenedStage, Feed]:
     return open_stage(task)[0], task.tensors
@@ -101,14 +101,11 @@ def run_canary(task: StageTask) -> Measurement:
                        samples_ms=rounded(time_opened(opened, feed, CANARY_WARMUP, CANARY_RUNS)))
 
 
-def sizes_of_copies(largest: int) -> list[int]:
-    """Numbers of bytes to measure: up to the largest tensor, whole float32 values."""
-    return sorted({4 * round(size / 4) for size in np.geomspace(FEWEST_BYTES, max(largest, 2 * FEWEST_BYTES), STEPS)})
-
-
-def copies_to_time(largest: int) -> list[Copy]:
-    """Both directions at each number of bytes."""
-    return [Copy(direction=direction, bytes=moved) for moved in sizes_of_copies(largest) for direction in DIRECTIONS]
+def copies_to_time(largest_bytes: int) -> list[Copy]:
+    """Both directions at several sizes, whole float32 values, up to the largest tensor."""
+    sizes = np.geomspace(FEWEST_BYTES, max(largest_bytes, 2 * FEWEST_BYTES), STEPS)
+    return [Copy(direction=direction, bytes=size) for size in sorted({4 * round(size / 4) for size in sizes})
+            for direction in DIRECTIONS]
 
 
 def time_copy(copy: Copy, to_device: Callable[[Any], Any], to_host: Callable[[Any], Any], warmup: int,
@@ -139,7 +136,7 @@ def run_copy(task: StageTask, copy: Copy) -> Measurement:
 
 
 def answer(request: Request) -> Measurement:
-    """What a request asks for; an error of the graph's file is one of the unit."""
+    """What a request asks for. A graph's file that can't be read makes the task fail."""
     try:
         if request.copied:
             return run_copy(request.task, request.copied)
