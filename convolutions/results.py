@@ -67,7 +67,7 @@ class ResultsJournal(JournalFile):
         name: how the tables' names begin.
 
     Raises:
-        UserError: a damaged line, see `read_blocks`.
+        UserError: a line of the journal is damaged.
     """
 
     def __init__(self, folder: Path, name: str) -> None:

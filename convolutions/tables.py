@@ -126,7 +126,7 @@ def read_cases(folder: Path) -> list[Case]:
     """Every layer that at least one algorithm ran, with the times (medians) of all that ran it.
 
     Raises:
-        UserError: see `read_table`.
+        UserError: there are no tables, or one is damaged.
     """
     table = read_table(folder, "layers")
     table = table[table["in_channels"].notna()]

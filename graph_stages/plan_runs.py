@@ -161,7 +161,7 @@ def run_with_chains(tables: StageTables, tasks: Mapping[tuple[str, int, Size], S
         rounds: how often each has its turn.
 
     Raises:
-        UserError: as `run_plans`.
+        UserError: a stage can't be opened, or a plan computes something else than the reference.
     """
     opened, tensors = opened_at(tasks, size)
     samples = ChainSamples()

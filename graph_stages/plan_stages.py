@@ -141,7 +141,7 @@ def time_chains(tables: StageTables, folders: list[tuple[str, Path]], args: argp
             log.info("%d nodes, %d edges (%d of %d)", *size, number, len(left))
             opened, tensors = opened_at(tasks, size)
             append_chains(folder, time_in_chains(size, tables.units, opened, tensors, args.warmup, args.runs, args.rounds))
-    log.info("%d sizes timed in chains, %d were there: %s", len(left), len(done), folder / CHAINS)
+    log.info("%d sizes timed in chains, %d timed before: %s", len(left), len(done), folder / CHAINS)
 
 
 def run_all(tables: StageTables, folders: list[tuple[str, Path]], args: argparse.Namespace) -> None:

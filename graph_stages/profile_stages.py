@@ -91,7 +91,7 @@ def graphs_of(args: argparse.Namespace) -> tuple[GraphSource, list[tuple[GraphSi
 def export(workspace: Workspace, sizes: list[GraphSize], seed: int) -> None:
     """Writes the models, and says how many."""
     done = export_stages(workspace.stage_models, list(model_files(sizes, seed)))
-    log.info("%d ONNX models written, %d were there; %d IR models written, %d were there; %.0f MB in %s", done.onnx_written,
+    log.info("%d ONNX models written, %d kept; %d IR models written, %d kept; %.0f MB in %s", done.onnx_written,
              done.onnx_kept, done.ir_written, done.ir_kept, done.megabytes, workspace.stage_models)
     if not has_openvino():
         log.warning("no IR models were written: OpenVINO is not installed; %s", INSTALL)

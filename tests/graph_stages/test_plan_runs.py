@@ -80,7 +80,7 @@ def test_times_in_chains_replace_those_alone(profiled: Mapping[str, Path]) -> No
     alone = read_tables(folders)
     done = run_script("graph_stages/plan_stages.py", *options, "--time-chains", "--runs", "2", "--rounds", "2")
     assert done.returncode == 0, done.stderr
-    assert "3 sizes timed in chains, 0 were there" in done.stderr
+    assert "3 sizes timed in chains, 0 timed before" in done.stderr
     records = read_chains(profiled["ort"]).stages
     assert len(records) == 3 * (2 * 7 + 2 * 6)  # the first stage has none before it
     tables = read_tables(folders)
