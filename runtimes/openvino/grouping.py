@@ -22,8 +22,7 @@ class Group(NamedTuple):
 
 
 def groups_of(nodes: Sequence[onnx.NodeProto], layers: Mapping[str, Layer]) -> list[Group]:
-    """The kernels of a model, in the order in which they run. Layers that OpenVINO inserted are kernels of their own, and not in
-    the result.
+    """The kernels of a model, in the order in which they run, without those that OpenVINO inserted.
 
     Nodes that one layer computes are a kernel, and so are layers that compute one node. A layer that names no node (the
     normalisation within a LayerNormalization) and a node that no layer names (a MatMul whose bias has given the layer its name)
@@ -36,9 +35,9 @@ def groups_of(nodes: Sequence[onnx.NodeProto], layers: Mapping[str, Layer]) -> l
     readers = readers_of(layers)
     for layer in reversed(own.values()):
         if not layer.nodes:
-            after = beyond_inserted(readers[layer.name], layers, readers)
-            before = beyond_inserted(layer.sources, layers, {name: one.sources for name, one in layers.items()})
-            join(together, layer.name, [one for one in after if one in own], [one for one in before if one in own])
+            reading = beyond_inserted(readers[layer.name], layers, readers)
+            read = beyond_inserted(layer.sources, layers, {name: each.sources for name, each in layers.items()})
+            join(together, layer.name, [name for name in reading if name in own], [name for name in read if name in own])
     made_by = {name: place for place, node in enumerate(nodes) for name in node.output if name}
     before_of = [[made_by[name] for name in node.input if name in made_by] for node in nodes]
     after_of: list[list[int]] = [[] for _ in nodes]
@@ -54,7 +53,7 @@ def groups_of(nodes: Sequence[onnx.NodeProto], layers: Mapping[str, Layer]) -> l
 
 def join(together: Any, key: Key, readers: Iterable[Key], sources: Sequence[Key]) -> None:
     """Puts a layer or a node to the only kernel that reads it, or else to the first one that it reads."""
-    reading = {together[one] for one in readers}
+    reading = {together[reader] for reader in readers}
     if len(reading) == 1:
         together.union(key, reading.pop())
     elif sources:
@@ -71,7 +70,7 @@ def in_order(count: int, own: Mapping[str, Layer], together: Any, after_of: Sequ
     """The groups in the order of their layers. Groups that wait for each other become one."""
     when = {name: order for order, name in enumerate(own)}
     while True:
-        graph = networkx.DiGraph()
+        graph: Any = networkx.DiGraph()
         graph.add_nodes_from({together[key] for key in (*range(count), *own)})
         graph.add_edges_from((together[place], together[reader]) for place in range(count) for reader in after_of[place]
                              if together[place] != together[reader])

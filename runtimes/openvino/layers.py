@@ -1,7 +1,7 @@
 """The layers of a compiled graph.
 
-A layer is a step of OpenVINO's own graph: mostly several ONNX nodes in one (`originalLayersNames`), sometimes a part of a node, or
-a copy of a tensor into another memory layout, which OpenVINO inserts.
+A layer is a step of OpenVINO's own graph: mostly several ONNX nodes in one (`originalLayersNames`), sometimes a part of a node,
+or a copy of a tensor into another memory layout, which OpenVINO inserts.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from utils.lazy import openvino
 
 NAME = "openvino"  # of the package, and of the runtime
 FUSED = "fused"  # the only level: the kernels that OpenVINO makes of operators
+REMAKE = "python ort_analysis/fusion_detector.py --runtime openvino"  # makes the records of models
 INSTALL = "pip install -r requirements-openvino.txt"
 
 
@@ -38,8 +39,8 @@ def openvino_flavour() -> Flavour:
 def configuration(threads: int = 0) -> dict[str, Any]:
     """How a model is compiled, with layers that are timed; `threads` 0: one for each physical core.
 
-    In float32, since OpenVINO takes bfloat16 by itself where the CPU has it. Threads are not pinned: a target without `cores` is
-    not, under any runtime.
+    In float32, since OpenVINO takes bfloat16 by itself where the CPU has it. Threads are not pinned, as a target without
+    `cores` says.
     """
     return {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY", "ENABLE_CPU_PINNING": False, "PERF_COUNT": True,
             "INFERENCE_NUM_THREADS": threads or physical_cores()}

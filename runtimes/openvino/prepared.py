@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import onnx.reference
 
 PLACE = re.compile(r"(?:^|[,/ ])(\d+)#")  # of a node, in the names that OpenVINO makes of its own
+SHAPE = "Shape"
 RANDOM_OPS = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout"}
 
 
@@ -62,7 +63,8 @@ def prepare(source: Source) -> Prepared:
     proto = (read_whole_model(source.loadable) if isinstance(source.loadable, Path)
              else onnx.load_model_from_string(source.loadable))
     fix_sizes(proto, source.dims)
-    shapes = tensors_of(read(proto, source.name))
+    asks_sizes = any(node.op_type == SHAPE for node in proto.graph.node)
+    shapes = tensors_of(read(proto, source.name)) if asks_sizes else {}
     constants = fold(proto, shapes)
     names = tuple(node.name or (node.output[0] if node.output else "") for node in proto.graph.node)
     for place, node in enumerate(proto.graph.node):
@@ -111,7 +113,7 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
 
 
 def fold(proto: onnx.ModelProto, shapes: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Replaces the nodes whose outputs do not depend on the model's inputs by constants, as OpenVINO does; returns the constants.
+    """Replaces nodes whose outputs do not depend on the model's inputs by constants, as OpenVINO does; returns the constants.
 
     Args:
         proto: the model, which is changed.
@@ -135,7 +137,7 @@ def fold(proto: onnx.ModelProto, shapes: Mapping[str, Tensor]) -> dict[str, np.n
 def folded(node: onnx.NodeProto, constants: Mapping[str, np.ndarray], shapes: Mapping[str, Tensor],
            opsets: Any) -> Iterator[tuple[str, np.ndarray]]:
     """The outputs of a node by name, if they can be computed from constants and shapes alone."""
-    if node.op_type == "Shape" and node.input[0] in shapes and not node.attribute:
+    if node.op_type == SHAPE and node.input[0] in shapes and not node.attribute:
         yield node.output[0], np.array(shapes[node.input[0]].shape, np.int64)
         return
     if (node.op_type in RANDOM_OPS or not all(name in constants for name in node.input if name)
@@ -147,7 +149,7 @@ def folded(node: onnx.NodeProto, constants: Mapping[str, np.ndarray], shapes: Ma
     try:
         evaluator = onnx.reference.ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=opsets))
         values = evaluator.run(None, {name: constants[name] for name in given})
-    except Exception:  # an operator that ONNX's evaluator lacks: OpenVINO computes it
+    except Exception:  # noqa: BLE001  ONNX's evaluator raises all sorts where it lacks an operator; OpenVINO then computes it
         return
     yield from zip((name for name in node.output if name), map(np.asarray, values), strict=True)
 

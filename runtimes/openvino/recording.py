@@ -65,7 +65,8 @@ def steps_of(prepared: Prepared, layers: Mapping[str, Layer]) -> list[Step]:
     groups = groups_of(prepared.nodes, layers)
     group_of = {layer.name: number for number, group in enumerate(groups) for layer in group.layers}
     order = list(layers)
-    steps = [(max((order.index(layer.name) for layer in group.layers), default=-1), step_of(prepared, group)) for group in groups]
+    steps = [(max((order.index(layer.name) for layer in group.layers), default=-1), step_of(prepared, group))
+             for group in groups]
     readers = readers_of(layers)
     inserted: dict[str, str] = {}  # by the name of an inserted layer, the tensor that it writes
     for layer in (one for one in layers.values() if one.inserted):

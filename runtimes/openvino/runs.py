@@ -1,16 +1,17 @@
 """Times models under OpenVINO: whole runs by the clock, layers by OpenVINO's own times.
 
-OpenVINO keeps one number for each layer: the mean of all runs of a compiled model so far, each cut to whole microseconds and the
-mean cut again. So a run has no times of its own, and the first runs (in which code is generated) count. They are read before and
-after the runs that count, and what was there before is taken off. Both cuts lose half a microsecond on the average, which is
-added again.
+OpenVINO keeps one number for each layer: the mean of all runs of a compiled model so far, each cut to whole microseconds, and
+the mean cut again. So a single run has no times of its own, and the first runs (in which code is generated) count. The number
+is read after each run: times the number of runs, it is what all took, and what the first runs took is taken off. Both cuts lose
+half a microsecond on the average, which is added again. What a layer took longer than usual in some run, because other work had
+the core, shows in the difference of two readings, and is taken off too.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping
-from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from runtimes.openvino.package import compile_model, refused
 from utils.lazy import openvino
 
 CUT_US = 0.5  # what cutting to whole microseconds loses, on the average
+MOST_READ = 40  # runs in which layers are timed: after more, a reading does not show what disturbs one
 SESSIONS = 3  # times that a model is compiled anew: each gives one mean time of each layer
 
 
@@ -61,39 +63,50 @@ class Session:
         self._runs += 1
         return 1e3 * (time.perf_counter() - start)
 
-    def total_us(self) -> tuple[int, dict[str, float]]:
-        """The number of runs so far, and what each layer took in all of them together."""
-        return self._runs, {name: self._runs * (mean_us + CUT_US) for name, mean_us in times_us(self._request).items() if mean_us}
+    def time(self, effort: Effort, layers: bool = True) -> Timed:
+        """Times runs and then, in as many runs more (at most MOST_READ), layers."""
+        self._runs_ms(effort.warmup + 1, effort.warmup_s)
+        count = effort.runs(1e-3 * self.run_ms())
+        runs_ms = self._runs_ms(count)
+        return Timed(runs_ms, self._layers_ms(min(count, MOST_READ)) if layers else {})
 
-    def time(self, effort: Effort) -> Timed:
-        """Times runs and layers.
+    def _layers_ms(self, count: int) -> dict[str, float]:
+        totals: dict[str, list[float]] = defaultdict(list)
+        first = self._runs
+        for _ in range(count + 1):
+            for name, mean_us in times_us(self._request).items():
+                totals[name].append(self._runs * (mean_us + CUT_US) if mean_us else 0.0)
+            self.run_ms()
+        return {name: 1e-3 * usual_us(np.array(total), first) for name, total in totals.items()}
 
-        A run that other work disturbs counts in the mean of a layer. So layers are scaled by what the runs say: the median of
-        their times over the mean.
-        """
-        one_run_ms = min(self._warmed_up(effort))
-        runs_before, before_us = self.total_us()
-        runs_ms = tuple(self.run_ms() for _ in range(effort.runs(1e-3 * one_run_ms)))
-        runs_after, after_us = self.total_us()
-        undisturbed = median(runs_ms) / fmean(runs_ms)
-        counted = runs_after - runs_before
-        # In a layer that has no time, runs take less than a microsecond.
-        layers_ms = {name: 1e-3 * undisturbed * max((total - before_us.get(name, 0.0)) / counted + CUT_US, CUT_US)
-                     for name, total in after_us.items()}
-        return Timed(runs_ms, layers_ms)
-
-    def _warmed_up(self, effort: Effort) -> list[float]:
-        times_ms, began = [self.run_ms()], time.perf_counter()
-        while len(times_ms) <= effort.warmup or time.perf_counter() - began < effort.warmup_s:
+    def _runs_ms(self, count: int, seconds: float = 0.0) -> tuple[float, ...]:
+        times_ms, began = list[float](), time.perf_counter()
+        while len(times_ms) < count or time.perf_counter() - began < seconds:
             times_ms.append(self.run_ms())
-        return times_ms
+        return tuple(times_ms)
+
+
+def usual_us(totals: np.ndarray, first: int) -> float:
+    """The time of a layer in a run that nothing disturbs, in microseconds.
+
+    Args:
+        totals: what it took in all runs together, read after each run; 0 while its mean is below a microsecond.
+        first: the number of runs at the first reading.
+    """
+    steps = np.diff(totals)
+    usual = float(np.median(steps))
+    # A reading is off by as many microseconds as there were runs, since the mean is cut.
+    resolution = 2.0 * (first + 1 + np.arange(len(steps)))
+    disturbed = np.where(steps - usual > np.maximum(usual, 2.0 * resolution), steps - usual, 0.0)
+    return max(float((steps - disturbed).mean()) + CUT_US, CUT_US)
 
 
 def time_sessions(model: Any, inputs: Mapping[str, np.ndarray], name: str, effort: Effort, threads: int,
-                  sessions: int = SESSIONS) -> list[Timed]:
-    """The times of a model of OpenVINO that is compiled `sessions` times; together they take about as long as `effort` says.
+                  layers: bool = True) -> list[Timed]:
+    """The times of a model of OpenVINO in SESSIONS sessions, which together take about as long as `effort` says.
 
     Raises:
         UserError: OpenVINO can't compile or run it.
     """
-    return [Session(compile_model(model, name, threads), inputs, name).time(effort.part(sessions)) for _ in range(sessions)]
+    part = effort.part(SESSIONS)
+    return [Session(compile_model(model, name, threads), inputs, name).time(part, layers) for _ in range(SESSIONS)]

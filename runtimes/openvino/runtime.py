@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from records.kernel_record import ModelOrigin, ModelRecord
 from runtimes.openvino.kernels import build_kernel
-from runtimes.openvino.package import FUSED, NAME, check_openvino, version
+from runtimes.openvino.package import FUSED, NAME, REMAKE, check_openvino, version
 from runtimes.openvino.recording import parse, write_parsed
 from runtimes.ort.building.kernel_models import built_kernel
 from runtimes.runtime import DeviceLabels, Runtime
@@ -36,5 +36,4 @@ RUNTIME = Runtime(
     name=NAME, title="OpenVINO", package=NAME, version=version, check=check_openvino, levels=(FUSED,), devices={"cpu": LABELS},
     model_suffixes=(".onnx",), kernel_suffix=".onnx", analyze=analyze_in, write_records=write_records, read_kernel=built_kernel,
     build_kernel=build_kernel, worker="runtimes.openvino.worker",
-    analyze_with="python ort_analysis/fusion_detector.py --runtime openvino", build_with="python kernel_model/kernel_builder.py",
-    takes_setting=True)
+    analyze_with=REMAKE, build_with="python kernel_model/kernel_builder.py", takes_setting=True)

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from measuring.effort import Effort
+from records.kernel_record import zeros
 from records.kernel_record_files import read_model_record
 from records.measurement import Measurement, Place
 from runtimes.openvino.layers import Layer, layers_of
-from runtimes.openvino.package import FUSED, check_openvino
+from runtimes.openvino.package import FUSED, REMAKE, check_openvino, compile_model
 from runtimes.openvino.prepared import read
 from runtimes.openvino.recording import Parsed, parse
-from runtimes.openvino.runs import CUT_US, SESSIONS, Session, Timed, compile_model, time_sessions
+from runtimes.openvino.runs import CUT_US, Session, Timed, time_sessions
 from runtimes.ort.building.dummy_data import dummy_inputs, random_floats
 from runtimes.ort.building.kernel_models import built_kernel
 from runtimes.ort.session_timing import memory_in_use_mib
@@ -76,7 +77,7 @@ def canary(threads: int) -> Session:
 def time_canary(request: Request) -> Reply:
     """The canary, as often as the effort says."""
     return Reply(measurements=(Measurement(subject=NAME, id=NAME, label="run", context="alone", place="alone",
-                                           samples_ms=canary(threads_of(request)).time(request.effort).runs_ms),))
+                                           samples_ms=canary(threads_of(request)).time(request.effort, layers=False).runs_ms),))
 
 
 def of_kernel(name: str, label: str, place: Place, samples_ms: Sequence[float], context: str = "") -> Measurement:
@@ -88,7 +89,8 @@ def time_alone(request: Request) -> Reply:
     """Label `run`: a kernel in a session of its own, by the clock."""
     path, threads = Path(request.paths[0]), threads_of(request)
     kernel, model = built_kernel(path), read(read_whole_model(path), path.stem)
-    [timed] = time_sessions(model, dummy_inputs(kernel), path.stem, request.effort, threads, sessions=1)
+    session = Session(compile_model(model, path.stem, threads), dummy_inputs(kernel), path.stem)
+    timed = session.time(request.effort, layers=False)
     return Reply(measurements=(of_kernel(kernel.id, "run", "alone", timed.runs_ms),))
 
 
@@ -114,9 +116,9 @@ def built_carrier(paths: Sequence[Path]) -> tuple[onnx.ModelProto, dict[str, np.
 
 
 def layers_by_kernel(layers: Mapping[str, Layer]) -> dict[int, list[str]]:
-    """The layers of each kernel of a carrier, by its number, without copies to other memory layouts that OpenVINO inserted: in a
-    network, other kernels are next to it."""
-    graph = networkx.Graph()
+    """The layers of each kernel of a carrier, by its number. Copies to other memory layouts, which OpenVINO inserted, do not
+    count: in a network, they are kernels of their own."""
+    graph: Any = networkx.Graph()
     graph.add_nodes_from(layers)
     graph.add_edges_from((source, layer.name) for layer in layers.values() for source in layer.sources)
     found: dict[int, list[str]] = {}
@@ -154,14 +156,14 @@ def parsed_model(request: Request, threads: int) -> Parsed:
     if request.record:
         record = read_model_record(Path(request.record))
         if [node.kernel_id for node in parsed.record.nodes] != [node.kernel_id for node in record.nodes]:
-            raise UserError(f"{request.paths[0]}: OpenVINO's graph is not the one in its record; make the record anew: python "
-                            "ort_analysis/fusion_detector.py --runtime openvino")
+            raise UserError(f"{request.paths[0]}: OpenVINO's graph is not the one in its record; make the record anew: "
+                            f"{REMAKE}")
     return parsed
 
 
 def model_sessions(parsed: Parsed, effort: Effort, threads: int) -> list[Timed]:
     """The times of a model in some sessions, with random numbers as inputs, and zeros for whole numbers."""
-    inputs = {name: random_floats(tensor.shape, tensor.dtype) if "float" in tensor.dtype else np.zeros(tensor.shape, tensor.dtype)
+    inputs = {name: random_floats(tensor.shape, tensor.dtype) if "float" in tensor.dtype else zeros(tensor.shape, tensor.dtype)
               for name, tensor in parsed.record.inputs.items()}
     return time_sessions(parsed.model, inputs, parsed.record.model, effort, threads)
 
