@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from inference.core.answers import Prediction
     from inference.core.energy import EnergyPrediction
     from inference.core.missing_kernels import measure_missing
-    from inference.core.predicted_run import PredictedRun
+    from inference.core.model_run import PredictedRun
     from inference.core.prediction import (
         predict,
         predict_curve,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from inference.core.predictor import Predictor
     from inference.live.watch import Watch
-    from inference.sharing.slo import check_slo, highest_busy_share
+    from inference.sharing.shared_models import check_slo, highest_busy_share
 
 __all__ = ["EnergyPrediction", "PredictedRun", "Prediction", "Predictor", "Watch", "check_slo", "highest_busy_share",
            "measure_missing", "predict", "predict_curve", "predict_energy", "predict_many", "predict_pair", "shared_model",

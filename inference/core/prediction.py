@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from inference.core.predictor import POINTS, Predictor
 from inference.core.run_modes import AS_USUAL, RunMode
-from inference.sharing.slo import PERCENTILE
+from inference.sharing.shared_models import PERCENTILE
 
 if TYPE_CHECKING:
     from graph_model.simulation.sharing import CoRunner
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from inference.core.energy import EnergyPrediction
     from inference.core.host_pace import HostPace
     from inference.core.sources import Source
-    from inference.sharing.load_curve import LoadCurve
-    from inference.sharing.pair import Pair
-    from inference.sharing.shared_models import SharedModel
-    from inference.sharing.slo import SloUnderLoad
+    from inference.sharing.shared_models import LoadCurve, Pair, SharedModel, SloUnderLoad
     from training.composition.fitted import Composition
     from utils.paths import Workspace
 

@@ -23,8 +23,8 @@ from inference import (
     shared_model,
     slo_under_load,
 )
+from inference.core.model_run import trace_of
 from inference.core.run_modes import RunMode
-from inference.core.timeline import trace_of
 from inference.sharing.co_runner import NotShared
 from recipes.same_predictions.questions import unpacked
 from records.kernel_record import ModelRecord

@@ -183,17 +183,15 @@ def test_half_precision_is_another_kernel() -> None:
 
 def test_a_model_is_of_the_group_and_collection_that_its_file_names(tmp_path: Path) -> None:
     """Or of the one that is asked for; else it is a group of its own."""
-    plain, stamped, older = small_model(), small_model(), small_model()
+    plain, stamped = small_model(), small_model()
     helper.set_model_props(stamped, {GROUP_KEY: "wide|nets", COLLECTION_KEY: "timm"})
-    # as the torchvision exporter stamped files before groups:
-    helper.set_model_props(older, {"hase.model": "wide_resnet50_2", "hase.torchvision": "0.26"})
-    paths = [tmp_path / f"net{number}@b.onnx" for number in range(3)]
-    for path, proto in zip(paths, (plain, stamped, older), strict=True):
+    paths = [tmp_path / f"net{number}@b.onnx" for number in range(2)]
+    for path, proto in zip(paths, (plain, stamped), strict=True):
         onnx.save(proto, path)
     records = [analyze(path, "cpu") for path in paths]
-    assert [record.group for record in records] == ["net0@b", "wide_nets", "resnet"]  # "|" separates groups in tables
-    assert [record.collection for record in records] == ["", "timm", "torchvision"]
-    assert [record.file_stem for record in records] == ["net0@b", "net1@b", "net2@b"]
+    assert [record.group for record in records] == ["net0@b", "wide_nets"]  # "|" separates groups in tables
+    assert [record.collection for record in records] == ["", "timm"]
+    assert [record.file_stem for record in records] == ["net0@b", "net1@b"]
     asked = analyze(paths[1], "cpu", group="mine", collection="ours")
     assert (asked.group, asked.collection) == ("mine", "ours")
     subprocess.run([sys.executable, "ort_analysis/fusion_detector.py", "--model", str(paths[1]), "--device", "cpu",
