@@ -17,7 +17,7 @@ from runtimes.openvino.layers import Layer
 from runtimes.openvino.prepared import Prepared, node_name
 from runtimes.ort.building.dummy_data import input_name, output_name, weight_value
 from runtimes.ort.building.kernel_models import IR_VERSION, KERNEL_KEY, kernel_build, onnx_prop, shareable, shared_weight
-from runtimes.ort.graph.parsed_nodes import attribute_value
+from runtimes.ort.graph.nodes import attribute_value
 from utils import files
 from utils.errors import UserError
 from utils.lazy import onnx

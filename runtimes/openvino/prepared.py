@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from records.elements import type_name
 from records.kernel_record import KernelInput, Tensor
 from runtimes.openvino.package import check_openvino, refused
-from runtimes.ort.graph.constants import FLOAT_VALUES_MATTER, SMALL_INTS
 from runtimes.ort.graph.source import Source
+from runtimes.ort.graph.tensor_shapes import constant_inputs
 from utils.lazy import onnx, openvino
 from utils.model_files import read_whole_model
 
@@ -65,16 +64,16 @@ def prepare(source: Source) -> Prepared:
     fix_sizes(proto, source.dims)
     asks_sizes = any(node.op_type == SHAPE for node in proto.graph.node)
     shapes = tensors_of(read(proto, source.name)) if asks_sizes else {}
-    constants = fold(proto, shapes)
+    fold(proto, shapes)
     names = tuple(node.name or (node.output[0] if node.output else "") for node in proto.graph.node)
     for place, node in enumerate(proto.graph.node):
         node.name = node_name(place, node.op_type)
     model = read(proto, source.name)
-    by_values = {name for node in proto.graph.node if node.op_type in FLOAT_VALUES_MATTER for name in node.input[1:]}
     tensors = {name: KernelInput(**tensor.model_dump()) for name, tensor in {**shapes, **tensors_of(model)}.items()}
+    constants = constant_inputs(proto.graph, Path())
     return Prepared(
         source, tuple(proto.graph.node), names,
-        {**tensors, **{name: constant_input(value, name in by_values) for name, value in constants.items()}},
+        {**tensors, **constants},
         next((one.version for one in proto.opset_import if one.domain in ("", "ai.onnx")), 1),
         tuple(value.name for value in proto.graph.input if value.name not in constants),
         tuple(value.name for value in proto.graph.output), model)
@@ -112,8 +111,8 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
             for name in output.get_names()}
 
 
-def fold(proto: onnx.ModelProto, shapes: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Replaces nodes whose outputs do not depend on the model's inputs by constants, as OpenVINO does; returns the constants.
+def fold(proto: onnx.ModelProto, shapes: Mapping[str, Tensor]) -> None:
+    """Replaces nodes whose outputs do not depend on the model's inputs by constants, as OpenVINO does.
 
     Args:
         proto: the model, which is changed.
@@ -131,7 +130,6 @@ def fold(proto: onnx.ModelProto, shapes: Mapping[str, Tensor]) -> dict[str, np.n
             kept.append(node)
     del graph.node[:]
     graph.node.extend(kept)
-    return constants
 
 
 def folded(node: onnx.NodeProto, constants: Mapping[str, np.ndarray], shapes: Mapping[str, Tensor],
@@ -152,15 +150,3 @@ def folded(node: onnx.NodeProto, constants: Mapping[str, np.ndarray], shapes: Ma
     except Exception:  # noqa: BLE001  ONNX's evaluator raises all sorts where it lacks an operator; OpenVINO then computes it
         return
     yield from zip((name for name in node.output if name), map(np.asarray, values), strict=True)
-
-
-def constant_input(value: np.ndarray, values_matter: bool) -> KernelInput:
-    """A constant as an input of kernels, with its values if they decide what the kernel does."""
-    dtype = type_name(onnx.helper.np_dtype_to_tensor_dtype(value.dtype))
-    whole = value.dtype.kind in "iub"
-    plain = KernelInput(dtype=dtype, shape=value.shape, constant=True)
-    if value.size == 1 or (value.size <= SMALL_INTS and (whole or values_matter)):
-        return plain.model_copy(update={"values": tuple(value.ravel().tolist())})
-    if value.dtype.kind in "iu" and value.size:
-        return plain.model_copy(update={"value_range": (int(value.min()), int(value.max()))})
-    return plain

@@ -12,14 +12,19 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from measuring.effort import Effort
+from measuring.bench import Effort
+from records.kernel_record import Kernel
 from runtimes.openvino.layers import times_us
 from runtimes.openvino.package import compile_model, refused
+from runtimes.openvino.prepared import read
+from runtimes.ort.building.dummy_data import dummy_inputs
 from utils.lazy import openvino
+from utils.model_files import read_whole_model
 
 CUT_US = 0.5  # what cutting to whole microseconds loses, on the average
 MOST_READ = 40  # runs in which layers are timed: after more, a reading does not show what disturbs one
@@ -99,6 +104,15 @@ def usual_us(totals: np.ndarray, first: int) -> float:
     resolution = 2.0 * (first + 1 + np.arange(len(steps)))
     disturbed = np.where(steps - usual > np.maximum(usual, 2.0 * resolution), steps - usual, 0.0)
     return max(float((steps - disturbed).mean()) + CUT_US, CUT_US)
+
+
+def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
+    """Runs a built kernel once on dummy inputs.
+
+    Raises:
+        UserError: OpenVINO can't read, compile or run it.
+    """
+    Session(compile_model(read(read_whole_model(path), path.stem), path.stem), dummy_inputs(kernel), path.stem).run_ms()
 
 
 def time_sessions(model: Any, inputs: Mapping[str, np.ndarray], name: str, effort: Effort, threads: int,

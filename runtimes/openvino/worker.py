@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
-from measuring.effort import Effort
+from measuring.bench import Effort
 from records.kernel_record import zeros
 from records.kernel_record_files import read_model_record
 from records.measurement import Measurement, Place
@@ -23,9 +24,7 @@ from runtimes.openvino.recording import Parsed, parse
 from runtimes.openvino.runs import CUT_US, Session, Timed, time_sessions
 from runtimes.ort.building.dummy_data import dummy_inputs, random_floats
 from runtimes.ort.building.kernel_models import built_kernel
-from runtimes.ort.session_timing import memory_in_use_mib
-from runtimes.protocol import Reply, Request, Setting
-from runtimes.serving import serve
+from runtimes.protocol import Reply, Request, Setting, serve
 from utils.errors import UserError
 from utils.lazy import networkx, onnx
 from utils.model_files import read_whole_model
@@ -199,12 +198,17 @@ def time_session(request: Request) -> Reply:
     """As `time_model`, without a record, and with the memory that opening and running the model took."""
     threads = threads_of(request)
     parsed = parse(Path(request.paths[0]), request.dims, threads)
-    before_mib = memory_in_use_mib("cpu")
+    before_mib = memory_in_use_mib()
     sessions = model_sessions(parsed, request.effort, threads)
     return Reply(measurements=(Measurement(
         subject="model", id=request.model_name, label="latency", context=request.model_name, place="alone",
         samples_ms=tuple(sample for timed in sessions for sample in timed.runs_ms)),),
-        memory_mib=memory_in_use_mib("cpu") - before_mib)
+        memory_mib=memory_in_use_mib() - before_mib)
+
+
+def memory_in_use_mib() -> float:
+    """Memory that this process holds, in MiB."""
+    return float(psutil.Process().memory_info().rss) / 2**20
 
 
 def prepare(request: Request) -> Reply:
