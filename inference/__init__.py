@@ -28,12 +28,12 @@ __all__ = ["EnergyPrediction", "PredictedRun", "Prediction", "Predictor", "Watch
            "slo_under_load"]
 ELSEWHERE = {
     "EnergyPrediction": "core.energy",
-    "PredictedRun": "core.predicted_run",
+    "PredictedRun": "core.model_run",
     "Prediction": "core.answers",
     "Predictor": "core.predictor",
     "Watch": "live.watch",
-    "check_slo": "sharing.slo",
-    "highest_busy_share": "sharing.slo",
+    "check_slo": "sharing.shared_models",
+    "highest_busy_share": "sharing.shared_models",
     "measure_missing": "core.missing_kernels",
 }  # the modules of what is not in `core.prediction`
 
