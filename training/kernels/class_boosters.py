@@ -22,14 +22,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from records.kernel_costs import REDUCE_OPS
 from records.kernel_types import operator_of
-from training.kernels.operator_classes import CODES, KINDS, PRODUCTS, class_of_operator, kind_of_operator
+from records.operators import OperatorClass, OperatorKind, operator_row
 
 if TYPE_CHECKING:
     import xgboost
@@ -40,21 +39,22 @@ TELLTALE = ("op_class", "activation", "adds")  # features that follow from the o
 MOST_KERNELS = 400  # of an operator; more change nothing
 LEAST_KERNELS = 20  # of a kind or class, else the next wider group speaks for it
 OTHER_KINDS, OTHER_CLASSES = 0.3, 0.1  # weights of a kernel of another kind of the class, and of another class
+CODES = {name: float(place) for place, name in enumerate((*get_args(OperatorKind), *get_args(OperatorClass)))}
 PREFIX = "class "
 RELATED_WEIGHT = 0.1
-RELATED: tuple[frozenset[str], ...] = (PRODUCTS, frozenset(REDUCE_OPS), KINDS["softmax"], KINDS["joint"], KINDS["pool"])
+RELATED_KINDS = ("softmax", "joint", "pool")  # of operators, each of which is a group
 ANY = "class other"  # the booster for operators without a class, and for classes that were not measured
 
 
 def class_names(kernel_type: str) -> tuple[str, str, str]:
     """The boosters that a type may have: of its kind, its class, and all. They are no names of types: these have no spaces."""
-    operator = operator_of(kernel_type)
-    return PREFIX + kind_of_operator(operator), PREFIX + class_of_operator(operator), ANY
+    row = operator_row(operator_of(kernel_type))
+    return PREFIX + row.kind_or_class, PREFIX + row.operator_class, ANY
 
 
 def kind_code(kernel_type: str) -> float:
     """The number of a type's kind, which takes the place of the type's own."""
-    return CODES[kind_of_operator(operator_of(kernel_type))]
+    return CODES[operator_row(operator_of(kernel_type)).kind_or_class]
 
 
 def is_class(name: str) -> bool:
@@ -146,7 +146,7 @@ def class_rows(matrix: Matrix, log_ratios: Floats, types: npt.NDArray[np.str_], 
     kept = matrix[chosen].copy()
     kept[:, [place for place, name in enumerate(columns) if name in TELLTALE]] = np.nan
     kept[:, len(columns):] = np.nan
-    kept[:, len(columns)] = [CODES[kind_of_operator(operator)] for operator in operators[chosen].tolist()]
+    kept[:, len(columns)] = [CODES[operator_row(operator).kind_or_class] for operator in operators[chosen].tolist()]
     return ClassRows(kept, log_ratios[chosen], operators[chosen])
 
 
@@ -206,13 +206,23 @@ class WithClasses(Mapping[str, "xgboost.Booster"]):
         return len(self._of_types) + len(self._of_classes)
 
 
+def group_of(operator: str) -> str:
+    """The group of operators that learn from each other: one of RELATED_KINDS, all products, or all reductions; "" for the
+    rest."""
+    row = operator_row(operator)
+    if row.kind in RELATED_KINDS:
+        return row.kind
+    reduces = row.operator_class == "reduction" and row.dispatch == "reducing"
+    return row.operator_class if reduces or row.operator_class == "product" else ""
+
+
 def related_types(name: str, types: npt.NDArray[np.str_]) -> frozenset[str]:
     """The types that the booster of type `name` learns from besides its own; `types` is the type of each row."""
-    group = next((group for group in RELATED if operator_of(name) in group), None)
-    if group is None:
+    group = group_of(operator_of(name))
+    if not group:
         return frozenset()
     counts = {str(kernel_type): int(count) for kernel_type, count in zip(*np.unique(types, return_counts=True), strict=True)
-              if operator_of(str(kernel_type)) in group}
+              if group_of(operator_of(str(kernel_type))) == group}
     related = frozenset(counts) - {name}
     return related if max((counts[kernel_type] for kernel_type in related), default=0) > counts.get(name, 0) else frozenset()
 

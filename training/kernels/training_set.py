@@ -12,10 +12,10 @@ from records.dataset_files import DatasetHeader, kernel_table_path, kernels_path
 from records.dataset_reading import read_kernel_table, run_ms
 from records.dataset_tables import UNFINISHED
 from records.kernel_record import Kernel
+from records.kernel_types import form_of
 from records.labels import COLLECT, LABELS
 from training.admission.interface import KernelRows
 from training.kernels.features import KERNEL_FEATURES
-from training.kernels.operator_classes import form_of
 from training.kernels.schema import FeatureSchema
 from training.kernels.settings import LAUNCHES
 from utils import files
@@ -143,11 +143,11 @@ def measured_times(workspace: Workspace, target: str) -> dict[str, dict[str, flo
     """
     header, table = read_header(workspace.dataset(target)), read_kernel_table(workspace, target)
     idle = table[table["Status"].isin(["ok", UNFINISHED]) & (table["Level"] == 0)]
-    times: dict[str, dict[str, float]] = {}
+    measured: dict[str, dict[str, float]] = {}
     for label, times in _times(idle, header.target.flavour.device).items():
         for name, time_ms in pd.Series(times).groupby(idle["Kernel_ID"].to_numpy()).median().dropna().items():
-            times.setdefault(str(name), {})[label] = float(time_ms)
-    return times
+            measured.setdefault(str(name), {})[label] = float(time_ms)
+    return measured
 
 
 def _measured(table: pd.DataFrame) -> pd.DataFrame:
