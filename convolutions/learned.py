@@ -14,8 +14,8 @@ import numpy.typing as npt
 from convolutions.algorithms import ConvShape
 from convolutions.features import CONVOLUTION_FEATURES
 from convolutions.tables import Case
-from training.admission.interface import KernelRows
 from training.kernels.estimators import SHARED, KernelModel, problem_of, train_booster
+from training.kernels.schema import KernelRows
 from training.kernels.settings import XgboostSettings
 from utils.errors import UserError
 

@@ -19,13 +19,13 @@ from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write
 from records.kernel_record import Kernel
 from records.kernel_types import operator_of
 from records.operators import operator_row
-from training.admission.interface import KernelRows
 from training.kernels.boosters import as_arrays, from_arrays
 from training.kernels.class_boosters import ANY, LEAST_KERNELS, class_names, is_class, kind_code
 from training.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
 from training.kernels.operator_table import ADDING, markdown, operator_rows, summary_rows
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
 from training.kernels.predictors import read_predictors
+from training.kernels.schema import KernelRows
 from training.kernels.settings import TrainingConfig, XgboostSettings
 from training.kernels.sidecar import save_predictors
 from training.kernels.training_set import TrainingSet, read_training_set

@@ -12,10 +12,10 @@ from command import printed, run_script
 from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, relu, true_ms, write_dataset, write_workspace
 
 from records.dataset_files import kernel_table_path
-from training.admission.interface import KernelRows
 from training.kernels import estimators
 from training.kernels.estimators import SHARED, fit_roofline
 from training.kernels.label_training import LeftOut, cross_validate, train_label, type_errors
+from training.kernels.schema import KernelRows
 from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
 from training.kernels.training_set import TrainingSet, measured_times, read_training_set
 from utils.config import read_config

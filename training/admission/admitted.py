@@ -29,9 +29,10 @@ import numpy as np
 import numpy.typing as npt
 
 from records.kernel_record import Kernel
-from training.admission.interface import EnvironmentPattern, Estimator, KernelRows
+from training.admission.interface import EnvironmentPattern, Estimator
 from training.kernels.estimators import KernelModel
 from training.kernels.saved_form import ESTIMATOR_PREFIX, Saved, open_estimator, save_estimator
+from training.kernels.schema import KernelRows
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Target

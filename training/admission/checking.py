@@ -13,11 +13,11 @@ import numpy.typing as npt
 from records.dataset_files import read_kernels
 from records.kernel_record import Kernel
 from training.admission.admitted import Admitted, KnownEstimator, checked_times, find_estimator
-from training.admission.interface import Estimator, Floats, KernelRows, Measured
+from training.admission.interface import Estimator, Floats, Measured
 from training.kernels.estimators import assign_folds
 from training.kernels.label_training import OWN_MARGIN
 from training.kernels.replay import family_folds
-from training.kernels.schema import FeatureSchema
+from training.kernels.schema import FeatureSchema, KernelRows
 from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import TrainingSet
 from utils.errors import UserError

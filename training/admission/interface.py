@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from records.kernel_record import Kernel
 from records.kernel_types import operator_of
 from records.operators import OperatorClass, operator_row
-from training.kernels.schema import FeatureSchema
+from training.kernels.schema import FeatureSchema, KernelRows
 from utils.fingerprint import Target
 from utils.frozen import Frozen
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from training.kernels.training_set import TrainingSet  # needs pandas, which a prediction does not
 
 Floats = npt.NDArray[np.float64]
-Types = npt.NDArray[np.str_]
 
 
 class EnvironmentPattern(Frozen):
@@ -44,35 +43,6 @@ class EnvironmentPattern(Frozen):
     def holds_for(self, target: Target) -> bool:
         return (self.device in ("", target.flavour.device) and self.runtime in ("", target.flavour.runtime)
                 and fnmatchcase(target.name, self.target or "*"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelRows:
-    """Kernels as estimators read them, a row each.
-
-    Attributes:
-        types: kernel type of each row.
-        features: rows × the estimator's features.
-        flops, bytes_moved: of each row.
-        load: rows × metrics; None: an idle device.
-    """
-
-    types: Types
-    features: Floats
-    flops: Floats
-    bytes_moved: Floats
-    load: Floats | None = None
-
-    def __len__(self) -> int:
-        return len(self.types)
-
-    @classmethod
-    def of(cls, kernels: Sequence[Kernel], features: Floats, load: Sequence[float] | None = None) -> KernelRows:
-        """The rows of `kernels`, all under one load (a value for each metric)."""
-        return cls(types=np.array([kernel.type for kernel in kernels], dtype=np.str_), features=features,
-                   flops=np.array([kernel.flops for kernel in kernels], dtype=float),
-                   bytes_moved=np.array([kernel.bytes_read + kernel.bytes_written for kernel in kernels], dtype=float),
-                   load=None if load is None else np.tile(np.array(load, dtype=float), (len(kernels), 1)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from training.admission.interface import KernelRows
 from training.kernels.estimators import KernelModel, assign_folds, design_matrix, fit_kernel_model, learning_problem
+from training.kernels.schema import KernelRows
 from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import TrainingSet
 from utils.lazy import sklearn

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from records.labels import GPU_LABEL
-from training.admission.interface import Estimator, KernelRows, Measured
+from training.admission.interface import Estimator, Measured
 from training.kernels.class_boosters import (
     ClassBoosters,
     WithClasses,
@@ -24,7 +24,7 @@ from training.kernels.class_boosters import (
     row_weights,
 )
 from training.kernels.features import KERNEL_FEATURES
-from training.kernels.schema import FeatureSchema
+from training.kernels.schema import FeatureSchema, KernelRows
 from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, XgboostSettings
 from utils.config import Config
 from utils.lazy import sklearn, xgboost

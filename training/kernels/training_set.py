@@ -14,9 +14,8 @@ from records.dataset_tables import UNFINISHED
 from records.kernel_record import Kernel
 from records.kernel_types import form_of
 from records.labels import COLLECT, LABELS
-from training.admission.interface import KernelRows
 from training.kernels.features import KERNEL_FEATURES
-from training.kernels.schema import FeatureSchema
+from training.kernels.schema import FeatureSchema, KernelRows
 from training.kernels.settings import LAUNCHES
 from utils import files
 from utils.errors import UserError

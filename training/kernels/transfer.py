@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from training.admission.interface import Estimator, KernelRows, Measured
+from training.admission.interface import Estimator, Measured
 from training.kernels.estimators import TABLES, KernelModel, Roofline, fit_kernel_model, table_counts
 from training.kernels.features import KERNEL_FEATURES
-from training.kernels.schema import FeatureSchema
+from training.kernels.schema import FeatureSchema, KernelRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
