@@ -37,6 +37,9 @@ Bits = npt.NDArray[np.bool_]
 # the change of a time, too, since it is the logarithm of one.
 LEAF_STEP = 2.0 ** -18
 NO_PARENT = 2 ** 31 - 1
+UNREAD = ("base_weights", "loss_changes", "sum_hessian")  # of a node: XGBoost saves them, but no prediction reads them
+NO_CATEGORIES = {"categories": np.zeros(0, ">i4"), "categories_nodes": np.zeros(0, ">i4"),
+                 "categories_segments": np.zeros(0, ">i8"), "categories_sizes": np.zeros(0, ">i8")}
 SUMMED = ("reg:squarederror", "reg:absoluteerror")  # objectives whose predictions are the plain sum of leaves
 
 
@@ -94,23 +97,30 @@ def from_arrays(numbers: Mapping[str, float], arrays: Mapping[str, Array]) -> xg
     """
     xgboost = import_xgboost()
     tree_nodes = _whole(arrays["tree_nodes"])
-    total = int(tree_nodes.sum())
+    total, starts = int(tree_nodes.sum()), np.cumsum(tree_nodes) - tree_nodes
     is_leaf = np.unpackbits(arrays["is_leaf"], count=total).astype(bool)
-    inner, cut_features = _whole(arrays["features"]), _whole(arrays["cut_features"])
-    left = _left_children(tree_nodes, is_leaf).astype(np.int32)
-    features, values, missing_left = (np.zeros(total, dtype=kind) for kind in (np.int32, np.float32, np.uint8))
-    features[~is_leaf] = inner
-    first = np.searchsorted(cut_features, inner)  # of a feature's cuts
-    values[~is_leaf] = _from_planes(arrays["cuts"], np.float32)[first + _whole(arrays["cut_places"])]
+    inner, start_of = np.flatnonzero(~is_leaf), np.repeat(starts, tree_nodes)
+    left = _left_children(tree_nodes, is_leaf)
+    parents, right = np.full(total, NO_PARENT), np.where(is_leaf, -1, left + 1)
+    for children in (left, right):
+        parents[(start_of + children)[inner]] = (np.arange(total) - start_of)[inner]
+    features, values, missing_left = np.zeros(total, ">i4"), np.zeros(total, ">f4"), np.zeros(total, np.uint8)
+    features[inner] = split_features = _whole(arrays["features"])
+    first = np.searchsorted(_whole(arrays["cut_features"]), split_features)  # of a feature's cuts
+    values[inner] = _from_planes(arrays["cuts"], np.float32)[first + _whole(arrays["cut_places"])]
     doubled = _whole(arrays["leaves"])
     values[is_leaf] = LEAF_STEP * np.where(doubled % 2, -(doubled + 1) // 2, doubled // 2)
     if "missing_left" in arrays:
-        missing_left[~is_leaf] = np.unpackbits(arrays["missing_left"], count=total - int(is_leaf.sum()))
-    ends = np.cumsum(tree_nodes).tolist()
+        missing_left[inner] = np.unpackbits(arrays["missing_left"], count=len(inner))
+    columns = {
+        "left_children": left.astype(">i4"), "right_children": right.astype(">i4"), "parents": parents.astype(">i4"),
+        "split_indices": features, "split_conditions": values, "default_left": missing_left,
+        "split_type": np.zeros(total, np.uint8), **dict.fromkeys(UNREAD, np.zeros(total, ">f4"))}
     count = f"{numbers['features']:.0f}"
-    trees = [_tree(number, count, *(column[end - nodes:end] for column in (left, features, values, missing_left)))
-             for number, (end, nodes) in enumerate(zip(ends, tree_nodes.tolist(), strict=True))]
-    model = {"cats": {"enc": [], "feature_segments": np.zeros(0, np.int32), "sorted_idx": np.zeros(0, np.int32)},
+    trees = [{**{name: column[start:start + nodes] for name, column in columns.items()}, **NO_CATEGORIES, "id": number,
+              "tree_param": {"num_deleted": "0", "num_feature": count, "num_nodes": str(nodes), "size_leaf_vector": "1"}}
+             for number, (start, nodes) in enumerate(zip(starts.tolist(), tree_nodes.tolist(), strict=True))]
+    model = {"cats": {"enc": [], "feature_segments": np.zeros(0, ">i4"), "sorted_idx": np.zeros(0, ">i4")},
              "gbtree_model_param": {"num_parallel_tree": "1", "num_trees": str(len(trees))},
              "iteration_indptr": list(range(len(trees) + 1)), "tree_info": [0] * len(trees), "trees": trees}
     saved = {"learner": {
@@ -157,20 +167,6 @@ class SavedBoosters(Mapping[str, "xgboost.Booster"]):
     def opened(self) -> set[str]:
         """The names of the boosters that have been read."""
         return set(self._opened)
-
-
-def _tree(number: int, features: str, left: Array, split_by: Array, values: Array, missing_left: Array) -> dict[str, Any]:
-    """A tree as XGBoost saves it; what no prediction reads is zero."""
-    nodes, inner = len(left), left >= 0
-    parents = np.full(nodes, NO_PARENT, dtype=np.int32)
-    parents[1:] = np.repeat(np.flatnonzero(inner), 2)
-    unread, none = np.zeros(nodes, np.float32), np.zeros(0, np.int32)
-    return {"base_weights": unread, "categories": none, "categories_nodes": none, "categories_segments": np.zeros(0, np.int64),
-            "categories_sizes": np.zeros(0, np.int64), "default_left": missing_left, "id": number, "left_children": left,
-            "loss_changes": unread, "parents": parents, "right_children": np.where(inner, left + 1, left).astype(np.int32),
-            "split_conditions": values, "split_indices": split_by, "split_type": np.zeros(nodes, np.uint8),
-            "sum_hessian": unread,
-            "tree_param": {"num_deleted": "0", "num_feature": features, "num_nodes": str(nodes), "size_leaf_vector": "1"}}
 
 
 def _left_children(tree_nodes: Array, is_leaf: Bits) -> Array:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 NUMBERS = {"i": ">i1", "U": ">u1", "I": ">i2", "l": ">i4", "L": ">i8", "d": ">f4", "D": ">f8"}  # by UBJSON's letter
-LETTERS = {np.dtype(kind).newbyteorder("="): letter for letter, kind in NUMBERS.items()}
+HEADS = {np.dtype(kind): f"[${letter}#".encode() for letter, kind in NUMBERS.items()}  # of an array of such numbers
 CONSTANTS = {"T": True, "F": False, "Z": None}
 
 
@@ -66,7 +66,8 @@ def _read_array(data: memoryview, at: int) -> tuple[Any, int]:
 
 
 def write(value: Any) -> bytes:
-    """The opposite of `read`, for texts, whole numbers, mappings, lists and numpy arrays of one dimension."""
+    """The opposite of `read`, for texts, whole numbers, dictionaries, lists, and numpy arrays of one dimension with their bytes
+    in UBJSON's order (`>`)."""
     parts: list[bytes] = []
     _write(value, parts)
     return b"".join(parts)
@@ -78,9 +79,8 @@ def _write(value: Any, parts: list[bytes]) -> None:
     elif isinstance(value, int):
         parts.append(_count(value))
     elif isinstance(value, np.ndarray):
-        kind = value.dtype.newbyteorder("=")
-        parts += (f"[${LETTERS[kind]}#".encode(), _count(len(value)), value.astype(kind.newbyteorder(">")).tobytes())
-    elif isinstance(value, Mapping):
+        parts += (HEADS[value.dtype], _count(len(value)), value.tobytes())
+    elif isinstance(value, dict):
         parts.append(b"{")
         for key, member in value.items():
             parts.append(_text(key))
@@ -96,6 +96,7 @@ def _count(number: int) -> bytes:
     return struct.pack(">cq", b"L", number)
 
 
+@lru_cache(10_000)
 def _text(text: str) -> bytes:
     encoded = text.encode()
     return _count(len(encoded)) + encoded
