@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from records.elements import type_code
 from records.kernel_costs import bytes_read, bytes_written, flops
-from records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_record import Kernel, KernelInput, Tensor, type_code
 from records.kernel_types import describe_kernel, kernel_id, normalize
 from records.operators import VIEWS
 from runtimes.openvino.layers import Layer

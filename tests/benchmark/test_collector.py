@@ -41,8 +41,8 @@ from records.dataset_files import (
     read_header,
     read_journal,
     read_kernels,
+    read_table,
 )
-from records.dataset_reading import read_table
 from records.dataset_tables import input_shape, kernel_rows, model_rows, model_sessions
 from records.dataset_writer import DatasetWriter
 from records.host_pace import idle_models, is_undisturbed, usual_probe_us

@@ -14,7 +14,7 @@ from benchmark.collecting.config import CollectorConfig
 from inference import measure_missing
 from measuring.bench import Effort
 from records.dataset_files import read_header, read_journal
-from records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
+from records.measurement import DEFAULT_LABELS, IN_MODEL_LABELS
 from runtimes.ort.profile import LEAST_SHARE, NodeEvent, ProfiledRun, profile_model, profiler_ms, unprofiled_ms
 from tests.inference.test_missing_kernels import TARGET
 from tests.inference.test_no_training import CONFIG

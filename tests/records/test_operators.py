@@ -13,7 +13,7 @@ from records.kernel_costs import bytes_read, copied_tables, flops
 from records.kernel_record import KernelInput, Tensor
 from records.kernel_types import describe_kernel
 from records.operators import CONTROL_FLOW, COPIES, TABLE, VIEWS, Operator, operator_row
-from runtimes.ort.cuda.kernels import cuda_operators
+from runtimes.ort.cuda.placement import cuda_operators
 
 OF_ONNX = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
 OF_ORT = {schema.name for schema in get_all_operator_schema()}

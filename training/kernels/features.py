@@ -7,9 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from records.elements import DTYPE_BYTES
 from records.kernel_costs import copied_tables, einsum_product
-from records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_record import DTYPE_BYTES, Kernel, KernelInput, Tensor
 from records.operators import operator_row
 from training.kernels.schema import FeatureSchema
 
