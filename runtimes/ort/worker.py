@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 import pynvml
-import torch
 
 from measuring import quiet_host
 from measuring.bench import Effort
@@ -52,6 +51,7 @@ from runtimes.ort.runner import Runner, bind, device_binding, dispatcher, open_r
 from runtimes.protocol import Reply, Request
 from utils.errors import UserError
 from utils.fingerprint import gpu_facts
+from utils.lazy import torch
 from utils.ort_sessions import model_errors, open_session
 from utils.temporary import temporary_folder
 from utils.timing import covered_us
