@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from recipe_commands import commands_of
 
-from model_zoo.exporting.zoo_config import read_zoo_config
+from model_zoo.torchvision_exporter import asked_config, command_line
 from utils.fingerprint import has_cuda
 from utils.paths import ROOT
 
@@ -34,7 +35,6 @@ TINY = {  # instead of what a config says; all else stays as it says
         "feature_dim": 16, "hidden_dim": 8,
         "test_cases": [{"nodes": 50 * size, "edges": 200 * size} for size in (1, 2, 4)]},
     "recipes/demo/model_zoo.yaml": {"models": ["resnet18", "mnasnet1_0"], "image_sizes": [32]},
-    "recipes/demo/open_sizes.yaml": {"image_sizes": [32]},
     "recipes/demo/collector.yaml": {"levels": [0.0], **yaml.safe_load(QUICK_COLLECTOR)},
     "training/config.yaml": {"folds": 2, "xgboost": {"trees": 40}, "forest": {"trees": 3}},
 }
@@ -126,11 +126,12 @@ def test_the_demo_then_the_first_prediction(copy: Path) -> None:
                 run_or_refuse(smaller(line), copy)
 
 
-def test_the_demo_exports_what_the_first_prediction_asks_for() -> None:
+def test_the_demo_exports_what_the_first_prediction_asks_for(tmp_path: Path) -> None:
     """The other tests run a smaller demo; here are the files' names as `make demo` writes them."""
     demo = (ROOT / "recipes" / "demo" / "run.sh").read_text(encoding="utf-8")
-    configs = re.findall(r"torchvision_exporter\.py --config (\S+)", demo)
-    written = {f"{export.stem}.onnx" for name in configs for export in read_zoo_config(ROOT / name).exports()}
+    asked_of_exporter = [command_line().parse_args(options) for script, *options in commands_of("recipes/demo/run.sh", tmp_path)
+                         if script == "model_zoo/torchvision_exporter.py"]
+    written = {f"{export.stem}.onnx" for args in asked_of_exporter for export in asked_config(args).exports()}
     asked = re.findall(r"model (\S+\.onnx)", "\n".join([demo, *fenced("bash", documents())]))
     assert len(asked) >= 6
     assert set(asked) <= written

@@ -854,13 +854,13 @@ def test_a_damaged_journal_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "message"), [
     ("levls: [0]", "levls: unknown key; did you mean levels?"), ("levels: [1.5]", "levels.0: .*less than or equal to 1"),
-    ("levels: []", "levels: "), ("levels: [0.3, 0.3]", "levels: one stands twice"),
+    ("levels: []", "levels: "), ("levels: [0.3, 0.3]", "levels: duplicate value"),
     ("stress: {kind: heat}", r"stress.kind: unknown key \(allowed: backgrounds, settle_s\)"),
     ("stress: {backgrounds: [{name: a, kind: heat}]}", "stress.backgrounds.0.kind: .*compute"),
     ("stress: {backgrounds: [{name: a, queu: deep}]}", "stress.backgrounds.0.queu: unknown key; did you mean queue?"),
     ("stress: {backgrounds: []}", "stress.backgrounds: "),
-    ("stress: {backgrounds: [{name: a}, {name: a, kind: memory}]}", "stress.backgrounds: one name stands twice"),
-    ("held_out_backgrounds: [net]", "held_out_backgrounds: net is none of stress.backgrounds, which are compute"),
+    ("stress: {backgrounds: [{name: a}, {name: a, kind: memory}]}", "stress.backgrounds: two backgrounds have one name"),
+    ("held_out_backgrounds: [net]", "held_out_backgrounds: stress.backgrounds has no net, but compute"),
     ("kernel: {warmup: -1}", "kernel.warmup: .*0"),
     ("device: tpu", "device: .*auto")])
 def test_config_errors(tmp_path: Path, text: str, message: str) -> None:

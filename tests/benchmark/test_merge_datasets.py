@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 from command import printed
-from made_up_dataset import MACHINE, METRIC, TARGET, chain, conv, gemm, relu
+from made_up_dataset import MACHINE, TARGET, chain, collect, conv, gemm, relu
 
-from records.blocks import Block
 from records.dataset_files import (
-    DatasetHeader,
-    DatasetKernel,
     kernel_table_path,
     read_header,
     read_journal,
@@ -20,37 +17,13 @@ from records.dataset_files import (
 )
 from records.dataset_joining import merge_dataset
 from records.dataset_reading import read_kernel_table
-from records.dataset_writer import DatasetWriter
-from records.kernel_record import ModelRecord
 from records.kernel_record_files import index_path, read_index, read_model_record, record_path
-from records.measurement import Measurement
 from utils import files
 from utils.errors import UserError
 from utils.paths import Workspace
 
 OTHER = MACHINE.model_copy(update={"uuid": "1"})
 SHARED = conv()
-
-
-def collect(root: Path, *records: ModelRecord, uuid: str = "0", labels: tuple[str, ...] = ("run",)) -> Workspace:
-    """A workspace with a dataset of these models, whose kernels a machine measured, and with their records."""
-    workspace = Workspace(root)
-    machine = MACHINE.model_copy(update={"uuid": uuid})
-    header = DatasetHeader(target=TARGET, metrics=(METRIC,), machines={uuid: machine}, labels=labels,
-                           groups={record.model: record.group for record in records},
-                           collections={record.model: record.collection for record in records if record.collection})
-    kernels = {name: kernel for record in records for name, kernel in record.kernels.items()}
-    writer = DatasetWriter(workspace.dataset(TARGET.name), header,
-                           [DatasetKernel.held_by(kernel, records) for kernel in kernels.values()])
-    found = [Measurement(subject="kernel", id=name, label="run", context="alone", place="alone",
-                         samples_ms=(0.5 + float(uuid), 0.25 + float(uuid)), started="2026-01-01", ended="2026-01-02")
-             for name in kernels]
-    writer.append(Block(level=0.0, key="k", background={METRIC: 1.0}, during={}, canary_before_ms=1.0, canary_after_ms=1.0,
-                        attempts=1, machine=uuid, measurements=tuple(found)))
-    writer.write_tables()
-    for record in records:
-        files.write_json(record_path(workspace, record.flavour, record.model), record)
-    return workspace
 
 
 def test_two_machines_become_one_dataset(tmp_path: Path) -> None:

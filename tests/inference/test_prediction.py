@@ -171,14 +171,12 @@ def test_another_cudnn_widens_the_interval(workspace: Workspace, record: ModelRe
     folder = other.predictors(target.name)
     shutil.copytree(workspace.predictors(TARGET), folder)
     sidecar = json.loads((folder / "predictors.json").read_text())
-    sidecar.pop(files.DIGEST, None)  # it is of the numbers before
     sidecar["machines"][-1]["versions"]["cudnn"] = "9.19.0.56"
-    files.write_json(folder / "predictors.json", sidecar | {"target": target.model_dump()})
+    files.write_json(folder / "predictors.json", files.with_digest(sidecar | {"target": target.model_dump()}))
     composition = json.loads((folder / "composition.json").read_text())
-    composition.pop(files.DIGEST, None)
     spans = {"interval": (0.9, 1.2), "interval_measured": (0.4, 0.99)}
-    files.write_json(folder / "composition.json", composition | {
-        name: {"low": low, "high": high, "coverage": 0.9} for name, (low, high) in spans.items()})
+    files.write_json(folder / "composition.json", files.with_digest(composition | {
+        name: {"low": low, "high": high, "coverage": 0.9} for name, (low, high) in spans.items()}))
     monkeypatch.setattr(targets, "local_targets", lambda: (target,))
 
     def interval(cudnn: str, strict: bool) -> tuple[list[float], bool]:
@@ -225,8 +223,7 @@ def test_new_predictors_are_noticed(workspace: Workspace, record: ModelRecord, t
     before = predict(record, workspace=Workspace(tmp_path))
     file = Workspace(tmp_path).predictors(TARGET) / "composition.json"
     document = json.loads(file.read_text())
-    document.pop(files.DIGEST, None)  # it is of the numbers before
-    file.write_text(json.dumps(document | {"beta_ms": document["beta_ms"] + 7}))
+    files.write_json(file, files.with_digest(document | {"beta_ms": document["beta_ms"] + 7}))
     assert predict(record, workspace=Workspace(tmp_path)).latency_ms == pytest.approx(before.latency_ms + 7)
 
 
@@ -264,9 +261,7 @@ def test_a_gpu_s_graph_is_derived_without_one(workspace: Workspace, tmp_path: Pa
     target, other = Target.model_validate(there), Workspace(tmp_path)
     shutil.copytree(workspace.predictors(TARGET), other.predictors(target.name))
     sidecar = other.predictors(target.name) / "predictors.json"
-    document = json.loads(sidecar.read_text())
-    document.pop(files.DIGEST, None)
-    files.write_json(sidecar, document | {"target": target.model_dump()})
+    files.write_json(sidecar, files.with_digest(files.read_json(sidecar) | {"target": target.model_dump()}))
     found = predict(workspace.models / "anet_c16.onnx", workspace=other)
     assert found.target == target.name
     assert {"Conv", "Relu"} <= {kernel.type for kernel in found.kernels}  # which the CPU runs as one

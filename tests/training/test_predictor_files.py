@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import lzma
 import pickle
 import re
 import shutil
@@ -17,7 +16,6 @@ import pytest
 import xgboost
 from made_up_dataset import METRIC, TARGET, conv, draw_kernels, gemm, relu, tensor, true_ms, write_workspace
 
-from recipes.convert.convert_files import convert_all
 from records.kernel_record import Kernel, Tensor
 from records.kernel_types import describe_kernel
 from training.kernels import estimators, saving
@@ -171,7 +169,7 @@ def plant(folder: Path, data: bytes) -> None:
     sidecar = json.loads(sidecar_path(folder).read_text())
     (folder / sidecar["labels"]["run"]["file"]).write_bytes(data)
     sidecar["labels"]["run"]["sha256"] = hashlib.sha256(data).hexdigest()
-    sidecar_path(folder).write_text(json.dumps(sidecar | {files.DIGEST: None}))
+    files.write_json(sidecar_path(folder), files.with_digest(sidecar))
 
 
 class _Attack:
@@ -211,8 +209,7 @@ def test_no_pickle_at_all_is_refused(folder: Path) -> None:
     ({"packages": {"xgboost": "0.9.0"}}, "made with xgboost 0.9.0"), ({"target": "mine"}, "damaged at target"),
 ])
 def test_foreign_sidecars_are_refused(folder: Path, change: dict[str, object], message: str) -> None:
-    sidecar = json.loads(sidecar_path(folder).read_text()) | change | {files.DIGEST: None}
-    sidecar_path(folder).write_text(json.dumps(sidecar))
+    files.write_json(sidecar_path(folder), files.with_digest(files.read_json(sidecar_path(folder)) | change))
     with pytest.raises(UserError, match=rf"{message}.*train_kernel_model"):
         read_predictors(folder)
 
@@ -333,34 +330,6 @@ def test_measured_times_are_looked_up_one_by_one() -> None:
     assert (read, len(read), set(read), read.whole()) == (times, 5, set(times), times)
     assert [read.get(name) for name in ("a", "ab", "abc", "", "z")] == [times["a"], times["ab"], None, None, None]
     assert MeasuredTimes(MeasuredTimes.text({})) == {}
-
-
-def test_predictors_of_version_1_are_rewritten_and_predict_the_same(folder: Path) -> None:
-    new = read_predictors(folder)
-    sidecar = json.loads(sidecar_path(folder).read_text()) | {"version": 1}
-    del sidecar[files.DIGEST]
-
-    def older(stem: str, data: bytes) -> tuple[str, str]:
-        path = folder / f"{stem}.xz"
-        path.write_bytes(lzma.compress(data))
-        return path.name, files.sha256(path)
-
-    for label, about in sidecar["labels"].items():
-        assert new.pickles[about["file"]]  # read before it goes
-        boosters = getattr(new.kernel_model(label), "boosters")  # noqa: B009 - not of a model that starts from another target
-        (folder / about["file"]).unlink()
-        about["file"], about["sha256"] = older(label, pickle.dumps(dict(boosters), protocol=5))
-    (folder / sidecar["measured"]).unlink()
-    sidecar["measured"], sidecar["measured_sha256"] = older("measured", json.dumps(dict(new.measured)).encode())
-    sidecar_path(folder).write_text(json.dumps(sidecar))
-    with pytest.raises(UserError, match="version 1, this Hase reads version 3; convert it"):
-        read_predictors(folder)
-    assert convert_all([folder]) == {"predictors": 1}
-    assert not list(folder.glob("*.xz"))
-    again = read_predictors(folder)
-    assert again.predict(NEW, {}, "run") == new.predict(NEW, {}, "run")
-    assert again.measured == new.measured
-    assert not convert_all([folder])
 
 
 def test_a_command_ends_without_a_word_of_its_boosters(tmp_path: Path) -> None:

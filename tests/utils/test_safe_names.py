@@ -59,13 +59,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 def renamed(source: Path, to: Path, old: str, new: str) -> Path:
-    """A copy of a JSON file in which the string `old` is `new` wherever it stands; without a digest, as an attacker would."""
+    """A copy of a JSON file in which the string `old` is `new` everywhere, with the digest that an attacker would give it."""
     def walk(value: Any) -> Any:
         if isinstance(value, dict):
-            return {new if key == old else key: walk(one) for key, one in value.items() if key != files.DIGEST}
-        return [walk(one) for one in value] if isinstance(value, list) else new if value == old else value
+            return {new if key == old else key: walk(item) for key, item in value.items()}
+        return [walk(item) for item in value] if isinstance(value, list) else new if value == old else value
 
-    to.write_text(json.dumps(walk(json.loads(source.read_text()))))
+    files.write_json(to, files.with_digest(walk(files.read_json(source))))
     return to
 
 
