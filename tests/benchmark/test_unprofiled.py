@@ -79,5 +79,5 @@ def test_a_collector_goes_on_with_its_labels(workspace: Workspace) -> None:
 def test_it_is_for_a_cpu() -> None:
     config = CollectorConfig(labels=("unprofiled",))
     assert config.labels_on("cpu") == ("unprofiled",)
-    with pytest.raises(UserError, match="labels: unprofiled: on a GPU"):
+    with pytest.raises(UserError, match="labels: unprofiled: ONNX Runtime has no such labels on cuda"):
         config.labels_on("cuda")
