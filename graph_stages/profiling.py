@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from graph_stages.layer import TENSORS
 from graph_stages.records import TRANSFERS, RawMeasurements, StageRecord, TransferRecord, UnitReport, raw_path, write_transfers
-from graph_stages.units import PACKAGES, TORCH, StageUnit, runtime_version
+from graph_stages.units import OPENVINO, PACKAGES, TORCH, StageUnit, runtime_version
 from graph_stages.worker import RESIDENT, Request, copies_to_time, failed
 from measuring.bench import Bench, Steadiness
 from measuring.loads import measure_loads
@@ -106,7 +106,7 @@ def installed() -> dict[str, str]:
 def record_of(unit: StageUnit, measured: Measurement) -> StageRecord:
     """A measurement as a record of `raw_measurements.json`."""
     own = measured.facts["runtime"] == unit.runtime != TORCH
-    model = (unit.file.ir if unit.runtime == "openvino" else unit.file.onnx)(unit.folder).name if own else ""
+    model = (unit.file.ir if unit.runtime == OPENVINO else unit.file.onnx)(unit.folder).name if own else ""
     return StageRecord.model_validate(measured.facts | {
         "samples_ms": measured.samples_ms, "resident_samples_ms": measured.quantities.get(RESIDENT, ()), "model": model,
         "status": measured.status, "error": measured.error})

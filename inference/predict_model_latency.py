@@ -94,7 +94,7 @@ def options() -> argparse.ArgumentParser:
     cli.add_dim(parser)
     cli.add_static(parser)
     cli.add_target(parser)
-    cli.add_load(parser)
+    cli.add_load(parser, CONFIG_FILE)
     cli.add_run_mode(parser)
     parser.add_argument("--top", type=cli.whole, default=5, metavar="N",
                         help="show the N kernels with the most time (default: 5)")
@@ -181,7 +181,7 @@ def watch(args: argparse.Namespace, sources: LoadSources, dims: dict[str, int]) 
     from inference.live.watch import follow
 
     if not sources.change:
-        raise UserError(f"--watch: nothing says what else runs; set prometheus.url in {args.config or CONFIG_FILE}, or "
+        raise UserError(f"--watch: nothing says what else runs; set prometheus.url in {args.config}, or "
                         "give --metrics FILE, which is read each time, or --probe on the GPU itself")
     if sources.asks_prometheus and not sources.fields():
         raise UserError("--watch: the predictors were trained without metrics, so they predict the same under any load")
@@ -244,10 +244,10 @@ def main() -> int:
         gc.freeze()  # Boosters, which must still be found then, are not there yet, nor is xgboost
         gc.enable()
     real = read_processes(args.beside, MEASURED, 2) if args.beside else []  # before the predictions: it may be no trace
-    config = read_config(args.config or CONFIG_FILE, InferenceConfig)
+    config = read_config(args.config, InferenceConfig, args.changes)
     if args.measure_missing and config.prometheus.url is not None:
-        raise UserError("--measure-missing: idle times are not looked up under a load; set prometheus.url to null in "
-                        f"{args.config or CONFIG_FILE}")
+        raise UserError("--measure-missing: idle times are not looked up under a load; leave prometheus.url out, or give "
+                        "--set prometheus.url=null")
     sources = LoadSources(
         Predictor(workspace, args.target, strict=args.strict, force=args.force, estimators=args.estimators),
         RunMode(io=args.io, cuda_graph=args.cuda_graph), config, args.metrics, args.probe,

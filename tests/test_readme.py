@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from recipe_commands import commands_of
 
-from model_zoo.exporting.zoo_config import read_zoo_config
+from model_zoo.torchvision_exporter import asked_config, command_line
 from utils.fingerprint import has_cuda
 from utils.paths import ROOT
 
@@ -34,7 +35,6 @@ TINY = {  # instead of what a config says; all else stays as it says
         "feature_dim": 16, "hidden_dim": 8,
         "test_cases": [{"nodes": 50 * size, "edges": 200 * size} for size in (1, 2, 4)]},
     "recipes/demo/model_zoo.yaml": {"models": ["resnet18", "mnasnet1_0"], "image_sizes": [32]},
-    "recipes/demo/open_sizes.yaml": {"image_sizes": [32]},
     "recipes/demo/collector.yaml": {"levels": [0.0], **yaml.safe_load(QUICK_COLLECTOR)},
     "training/config.yaml": {"folds": 2, "xgboost": {"trees": 40}, "forest": {"trees": 3}},
 }
@@ -112,6 +112,7 @@ def run_or_refuse(command: str, folder: Path) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_the_demo_then_the_first_prediction(copy: Path) -> None:
     """What `make demo` runs after its install ends in the table; then the commands that ask for its models."""
     table = run("bash recipes/demo/run.sh out/demo", copy)
@@ -125,11 +126,12 @@ def test_the_demo_then_the_first_prediction(copy: Path) -> None:
                 run_or_refuse(smaller(line), copy)
 
 
-def test_the_demo_exports_what_the_first_prediction_asks_for() -> None:
+def test_the_demo_exports_what_the_first_prediction_asks_for(tmp_path: Path) -> None:
     """The other tests run a smaller demo; here are the files' names as `make demo` writes them."""
     demo = (ROOT / "recipes" / "demo" / "run.sh").read_text(encoding="utf-8")
-    configs = re.findall(r"torchvision_exporter\.py --config (\S+)", demo)
-    written = {f"{export.stem}.onnx" for name in configs for export in read_zoo_config(ROOT / name).exports()}
+    asked_of_exporter = [command_line().parse_args(options) for script, *options in commands_of("recipes/demo/run.sh", tmp_path)
+                         if script == "model_zoo/torchvision_exporter.py"]
+    written = {f"{export.stem}.onnx" for args in asked_of_exporter for export in asked_config(args).exports()}
     asked = re.findall(r"model (\S+\.onnx)", "\n".join([demo, *fenced("bash", documents())]))
     assert len(asked) >= 6
     assert set(asked) <= written
@@ -145,6 +147,7 @@ def test_scripts_that_take_long_can_be_read_by_the_shell() -> None:
         assert all((ROOT / script).is_file() for script in re.findall(r"(?:python|hase) (\w+(?:/\w+)*\.py)", text)), name
 
 
+@pytest.mark.slow
 def test_every_phase_of_the_table_in_its_order(copy: Path) -> None:
     commands = PHASE.findall(readme())
     assert len(commands) >= 14
@@ -152,6 +155,7 @@ def test_every_phase_of_the_table_in_its_order(copy: Path) -> None:
         assert run_or_refuse(f"{smaller(command)} 2>&1", copy).strip(), command  # one with nothing to print says so on stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/predicting.md"])
 def test_the_python_examples(page: str, copy: Path) -> None:
     """After the table's commands: on the exporter's dynamic model. (docs/adding_a_unit.md and

@@ -13,6 +13,8 @@ import pytest
 
 from utils.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "sklearn", "xgboost", "pandas", "matplotlib", "scipy", "networkx")
 FORBID = f"""
 import sys

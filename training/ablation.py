@@ -222,7 +222,7 @@ def main() -> int:
     parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="(repeatable; default: all)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    config = read_config(args.config, TrainingConfig)
+    config = read_config(args.config, TrainingConfig, args.changes)
     chosen = {name: VARIANTS[name] for name in args.variant or VARIANTS}
 
     def compare(target: str, show: Show) -> list[dict[str, Any]]:

@@ -127,7 +127,7 @@ def main() -> int:
                              "measured")
     args = parser.parse_args()
     workspace = cli.start(args)
-    config = read_config(args.config, TrainingConfig)
+    config = read_config(args.config, TrainingConfig, args.changes)
 
     def fit(target: str, show: Show) -> dict[str, Any]:
         path = composition_path(workspace.predictors(target))

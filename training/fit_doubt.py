@@ -25,7 +25,7 @@ from training.kernels.operators_left_out import LeftOutOperator, leave_operators
 from training.kernels.saving import renew_classes
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import TRAIN, Sidecar, read_sidecar, schema_of
-from training.kernels.targets import CONFIG
+from training.kernels.targets import add_config
 from training.kernels.training_set import TrainingSet, read_training_set
 from training.kernels.uncertainty import Uncertainty, save_uncertainty
 from utils import cli
@@ -71,10 +71,10 @@ def main() -> int:
     parser.add_argument("--target", help="name of a dataset in benchmark/dataset (default: all)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write into this folder (default: the target's predictors)")
     parser.add_argument("--classes", action="store_true", help="learn the estimates anew, too")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="settings (default: training/config.yaml)")
+    add_config(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
-    config = read_config(args.config, TrainingConfig)
+    config = read_config(args.config, TrainingConfig, args.changes)
     rows = []
     for target in [args.target] if args.target else collected_targets(workspace):
         folder = args.out or workspace.predictors(target)

@@ -36,7 +36,7 @@ def main() -> int:
     add_options(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
-    judge_targets(workspace, args, read_config(args.config, TrainingConfig), "collection")
+    judge_targets(workspace, args, read_config(args.config, TrainingConfig, args.changes), "collection")
     return 0
 
 

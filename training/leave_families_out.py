@@ -37,7 +37,7 @@ def main() -> int:
                         help="hold out families in at most N parts, several at a time (default: `folds` of the settings)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    config = read_config(args.config, TrainingConfig)
+    config = read_config(args.config, TrainingConfig, args.changes)
     if args.at_most:
         config = config.model_copy(update={"folds": args.at_most})
     judge_targets(workspace, args, config, "family")

@@ -72,7 +72,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.markdown and not args.target:
         parser.error("--markdown needs a --target: a page shows one")
-    workspace, config = cli.start(args), read_config(args.config, TrainingConfig)
+    workspace, config = cli.start(args), read_config(args.config, TrainingConfig, args.changes)
     targets = [args.target] if args.target else trained_targets(workspace)
     found = for_each_target(targets, lambda target, show: report(workspace, target, config, args.markdown, show), args.json)
     if args.json:

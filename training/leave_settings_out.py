@@ -25,7 +25,7 @@ from records.dataset_files import collected_targets, read_header
 from records.environment import Environment
 from training.kernels.estimators import fit_kernel_model, predict_rows
 from training.kernels.settings import TrainingConfig
-from training.kernels.targets import CONFIG
+from training.kernels.targets import add_config
 from training.kernels.training_set import TrainingSet, read_training_set
 from utils import cli
 from utils.config import read_config
@@ -108,11 +108,10 @@ def main() -> None:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--level", choices=("unfused", "fused", "tuned"), default="fused",
                         help="the flavour's level (default: fused)")
-    parser.add_argument("--config", type=Path, default=CONFIG, metavar="FILE",
-                        help="default: training/config.yaml")
+    add_config(parser)
     args = parser.parse_args()
     workspace = cli.start(args)
-    config, settings = read_config(args.config, TrainingConfig), settings_of(workspace, args.level)
+    config, settings = read_config(args.config, TrainingConfig, args.changes), settings_of(workspace, args.level)
     rows = [row for target in settings for row in left_out_rows(settings, target, config)]
     cli.print_rows(rows, args.json, "settings left out")
 

@@ -43,7 +43,7 @@ def on_host(record: ModelRecord) -> ModelRecord:
 
 def host_index(records: Sequence[ModelRecord], flavour: Flavour) -> KernelIndex:
     """The index of the CPU provider's kernels in some CUDA graphs, as kernels of `flavour`."""
-    held = [one for one in map(on_host, records) if one.kernels]
+    held = [record for record in map(on_host, records) if record.kernels]
     return build_index(flavour, held)
 
 

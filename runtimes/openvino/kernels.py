@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from records.elements import type_code
-from records.kernel_costs import VIEW_OPS, bytes_read, bytes_written, flops
+from records.kernel_costs import bytes_read, bytes_written, flops
 from records.kernel_record import Kernel, KernelInput, Tensor
 from records.kernel_types import describe_kernel, kernel_id, normalize
+from records.operators import VIEWS
 from runtimes.openvino.layers import Layer
 from runtimes.openvino.prepared import Prepared, node_name
 from runtimes.ort.building.dummy_data import input_name, output_name, weight_value
@@ -48,7 +49,7 @@ def operator_flops(prepared: Prepared, node: NodeProto) -> int:
 def main_node(prepared: Prepared, nodes: Sequence[NodeProto]) -> int:
     """The place of the node that decides a kernel's time: the one with most operations, or else the first that moves data."""
     return max(range(len(nodes)), key=lambda place: (operator_flops(prepared, nodes[place]),
-                                                     nodes[place].op_type not in VIEW_OPS, -place))
+                                                     nodes[place].op_type not in VIEWS, -place))
 
 
 class Ends:
@@ -89,7 +90,7 @@ def describe(prepared: Prepared, nodes: Sequence[NodeProto], ends: Ends, in_plac
         inputs.pop()
     outputs = [tensor_of(prepared, name) for name in (nodes[0].output if len(nodes) == 1 else ends.outputs)]
     main, [*others] = nodes[ends.main], (node.op_type for place, node in enumerate(nodes) if place != ends.main)
-    if len(nodes) == 1 and (not in_place or main.op_type in VIEW_OPS):
+    if len(nodes) == 1 and (not in_place or main.op_type in VIEWS):
         opset = prepared.opset if main.domain in ("", "ai.onnx") else 1
         return describe_kernel(main.op_type, main.domain, opset, operator_attributes(main), inputs, outputs)
     attributes = operator_attributes(main)
@@ -99,7 +100,7 @@ def describe(prepared: Prepared, nodes: Sequence[NodeProto], ends: Ends, in_plac
         attributes |= {"perm": list(range(len(inputs[0].shape)))} if main.op_type == "Transpose" and inputs else {}
     if main.op_type == "Conv" and len(inputs) > 1:
         attributes["kernel_shape"] = list(inputs[1].shape[2:])
-    others = [name for name in others if name not in VIEW_OPS]
+    others = [name for name in others if name not in VIEWS]
     if others:
         attributes["activation"] = others[-1]
     kind = "_".join([main.op_type, *others[:NAMED]]) + (f"_and{len(others) - NAMED}" if len(others) > NAMED else "")

@@ -58,6 +58,8 @@ from utils import files
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
+pytestmark = pytest.mark.slow
+
 TARGET = "nvidia-h200-cuda-ort1.31-all"
 ENGINE = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
 METRICS = {ENGINE: 0.4, "DCGM_FI_DEV_GPU_UTIL": 50.0}

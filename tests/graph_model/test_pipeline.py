@@ -89,8 +89,6 @@ def test_a_librarys_call_costs_the_host_more() -> None:
     assert dispatched_ms(tracks, costs).tolist() == [21.0, 24.0, 24.5, 30.5, 37.0]
     no_library = tracks._replace(kinds=np.minimum(kinds, NodeKind.OWN))
     assert dispatched_ms(no_library, costs).tolist() == [14.0, 17.0, 17.5, 20.5, 25.5]
-    older = PipelineCosts.model_validate(COSTS.model_dump(exclude={"convolution_ms", "product_ms"}) | {"library_ms": 7.0})
-    assert (older.convolution_ms, older.product_ms) == (7.0, 7.0)
     twice = costs.at_pace(2.0)
     assert (twice.convolution_ms, twice.product_ms, twice.recurrent_launch_ms, twice.gap_ms) == (14.0, 6.0, 1.0, 0.25)
 

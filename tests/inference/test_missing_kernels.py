@@ -37,6 +37,8 @@ from utils.errors import UserError
 from utils.fingerprint import has_cuda, machine
 from utils.paths import Workspace
 
+pytestmark = [pytest.mark.measuring, pytest.mark.slow]
+
 TARGET = local_target("cpu").name
 CONFIG = CollectorConfig.model_validate({
     "window_s": 0.2, "attempts": 1, "patience_s": 0,

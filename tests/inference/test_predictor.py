@@ -78,6 +78,7 @@ def record(folder: Path, name: str = "resnet18@batch=1") -> ModelRecord:
     return read_model_record(folder / "records" / "cuda" / f"{name}.json")
 
 
+@pytest.mark.slow
 def test_methods_say_what_the_functions_say(folder: Path) -> None:
     one, two = record(folder), record(folder, "bert_mask_static")
     predictor = Predictor(target="h200")
@@ -92,6 +93,7 @@ def test_methods_say_what_the_functions_say(folder: Path) -> None:
     assert Predictor(target=TARGET, strict=True).predict(one) == predict(one, target=TARGET, strict=True)
 
 
+@pytest.mark.slow
 def test_files_are_read_once(folder: Path, workspace: Workspace) -> None:
     """Predictors, composition, sharing and doubt, whatever is asked; and by a second predictor not at all."""
     one = record(folder)

@@ -19,12 +19,12 @@ from kernel_model.sampling.free_shapes.sizes import Generator
 from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
 from records.kernel_record import Kernel
 from records.kernel_types import operator_of
+from records.operators import operator_row
 from training.fit_doubt import classes_anew
 from training.kernels.boosters import SavedBoosters, pack_booster
 from training.kernels.class_boosters import ANY, LEAST_KERNELS, class_names, is_class, kind_code
 from training.kernels.estimators import SHARED, KernelModel, fit_kernel_model, predict_kernels
-from training.kernels.operator_classes import class_of_type
-from training.kernels.operator_table import markdown, operator_rows, summary_rows
+from training.kernels.operator_table import ADDING, markdown, operator_rows, summary_rows
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
 from training.kernels.predictors import read_predictors
 from training.kernels.saving import renew_classes, save_predictors
@@ -34,7 +34,7 @@ from training.kernels.training_set import TrainingSet, read_training_set
 from training.kernels.uncertainty import ranges_of
 from training.leave_operators_out import report
 from utils.errors import UserError
-from utils.paths import Workspace
+from utils.paths import ROOT, Workspace
 
 CONFIG = TrainingConfig(threads=1, xgboost=XgboostSettings(trees=20, learning_rate=0.3), folds=2,
                         xgboost_class=XgboostSettings(trees=60, learning_rate=0.2))
@@ -79,7 +79,8 @@ def estimated(model: KernelModel, kernels: list[Kernel], rows: TrainingSet) -> n
 
 
 def test_classes_go_by_the_operator_of_a_type() -> None:
-    assert [class_of_type(name) for name in ("Conv_Add_Relu", "LSTM", "IsNaN", "ScatterND", "ReduceL2", "Abracadabra")] == [
+    types = ("Conv_Add_Relu", "LSTM", "IsNaN", "ScatterND", "ReduceL2", "Abracadabra")
+    assert [operator_row(operator_of(name)).operator_class for name in types] == [
         "convolution", "recurrent", "elementwise", "gather", "reduction", "other"]
     assert operator_of("Conv_Add_Relu") == "Conv"
     assert class_names("Tile") == ("class part", "class movement", ANY)
@@ -170,6 +171,9 @@ def test_operators_left_out(rows: TrainingSet, made: tuple[Workspace, dict[str, 
     assert f"{7 * EACH} kernels of 7 operators." in page
     assert "is predicted by the operator's class" in page
     assert "- recurrent: GRU, LSTM, RNN" in page
+    assert "- no row: Affine, BiasDropout" in page
+    assert ADDING in page
+    assert ADDING in (ROOT / "docs/operators.md").read_text(encoding="utf-8")
     assert " Sigmoid," not in page.split("## Not measured")[1]
 
 

@@ -26,6 +26,8 @@ from utils import files
 from utils.errors import UserError
 from utils.paths import Workspace
 
+pytestmark = pytest.mark.slow
+
 QUICK = TrainingConfig(
     folds=3, threads=1, own_min_kernels=60, xgboost=XgboostSettings(trees=150, learning_rate=0.1, bins=64),
     forest=ForestSettings(trees=3))

@@ -172,6 +172,7 @@ def write_copies(workspace: Workspace, target: str) -> None:
                      MeasuredCopies(target=target, machine=machine("cpu"), copies=copies, waits=()))
 
 
+@pytest.mark.slow
 def test_kernels_of_the_host_are_measured_and_learned(with_host: Workspace) -> None:
     measured, other, unknown = (chain("Relu", op, "Sigmoid", size=size) for op, size in (
         ("Sinh", 4096 * 7), ("Sinh", 50_000), ("Cosh", 50_000)))
@@ -185,6 +186,7 @@ def test_kernels_of_the_host_are_measured_and_learned(with_host: Workspace) -> N
     assert sinh.latency_ms == row[1]["unprofiled"]
 
 
+@pytest.mark.slow
 def test_copies_take_what_was_measured_and_the_composition_knows_it_too(with_host: Workspace) -> None:
     record = chain("Relu", "Sinh", "Sigmoid", size=4096 * 7)
     found = predict(record, target=TARGET, workspace=with_host)
@@ -218,6 +220,7 @@ def test_the_host_waits_inside_a_node_whose_output_size_depends_on_data() -> Non
     assert alone.run.waits.tolist() == [False, True]
 
 
+@pytest.mark.slow
 def test_a_model_is_judged_with_kernels_that_were_learned_without_its_family(with_host: Workspace) -> None:
     plain, mixed = chain("Relu", "Sigmoid"), chain("Relu", "Sinh", "Sigmoid", size=4096 * 7)
     assert [uses_host(record) for record in (plain, mixed)] == [False, True]

@@ -3,8 +3,7 @@
 Σ is the sum of the kernels' times under one label, or the longest path through the graph. α corrects for conditions that
 differ in a model (caches, layouts). β is the cost of a run besides its kernels. γ is the cost of a node besides its kernel: the
 host's dispatch, or, if negative, what the profiler added to a label. The fit minimises relative errors, so that short models
-count as much as long ones; α is positive and β not negative. History of the schema: version 2 has the groups of the models.
-`calibrated` came later; older files leave it out.
+count as much as long ones; α is positive and β not negative.
 """
 
 from __future__ import annotations

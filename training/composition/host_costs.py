@@ -3,7 +3,7 @@
 `training/fit_host.py` writes it into the folder of a target's predictors. Targets without it have defaults, which were measured
 once on an NVIDIA H200 (ONNX Runtime 1.31.1, Intel Xeon host). A copy to the host is part of the GPU's stream, writes to pinned
 memory, and the host waits for it. A copy to the GPU reads pageable memory, which keeps the host busy. Besides, either costs as
-much as a node with one launch. History of the schema: version 1 is the first.
+much as a node with one launch.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from records.kernel_costs import is_control_flow
 from records.kernel_record import Kernel, ModelRecord
-from runtimes.ort.cuda.capture import COPIES
-from training.kernels.operator_classes import operator_class
+from records.operators import operator_row
 
 HOST_KERNEL_MS = 0.001  # of a kernel that does next to nothing; a guess, like the two rates
 HOST_FLOPS_PER_MS = 150e6
@@ -18,27 +17,26 @@ HOST_BYTES_PER_MS = 10e6
 # Of each number that a slow kernel reads; a choice. On a Xeon of 16 threads Atan takes 2 ns, Unique 5, Multinomial 10, Asinh 25
 # and STFT 100 (geometric mean 12; 8 with Col2Im, which takes 0.9 but only adds and moves).
 SLOW_MS = 8e-6
-FUNCTIONS = frozenset({"Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "Sinh", "Tan"})
 HOST_RANGE = (0.2, 6.0)  # plausible range of a CPU kernel's time, as multiples of the guess; a choice
-WAITING = ("NonZero", "NonMaxSuppression", "Compress")  # of ONNX Runtime 1.31: their kernels copy a size to the host
 SERIAL_RANGE = (0.2, 30.0)  # the same for kernels of serial steps (recurrent ones) and of unknown operators
 
 
 def is_slow(kernel: Kernel) -> bool:
     """Whether a kernel is of an operator of ONNX's own set that the CPU provider computes number by number, such as most that
     CUDA lacks: it chooses, sorts or transforms, or it is a function that takes many steps."""
-    slow = operator_class(kernel) == "other" or kernel.op_type in FUNCTIONS
-    return slow and not kernel.domain and kernel.op_type not in ("Col2Im", "DynamicQuantizeLinear")
+    row = operator_row(kernel.op_type)
+    return not kernel.domain and (row.operator_class == "other" if row.slow_on_cpu is None else row.slow_on_cpu)
 
 
 def host_range(kernel: Kernel) -> tuple[float, float]:
     """The plausible range of a kernel's time, as multiples of `guessed_ms`."""
-    return SERIAL_RANGE if is_slow(kernel) or operator_class(kernel) in ("recurrent", "other") else HOST_RANGE
+    serial = operator_row(kernel.op_type).operator_class in ("recurrent", "other")
+    return SERIAL_RANGE if serial or is_slow(kernel) else HOST_RANGE
 
 
 def is_copy(kernel: Kernel) -> bool:
     """Whether a kernel is a copy between host and GPU that ONNX Runtime inserted."""
-    return kernel.op_type in COPIES
+    return operator_row(kernel.op_type).copies
 
 
 def is_off_gpu(kernel: Kernel, provider: str) -> bool:
@@ -49,7 +47,7 @@ def is_off_gpu(kernel: Kernel, provider: str) -> bool:
 
 def reads_shape(kernel: Kernel) -> bool:
     """Whether a kernel only reads a tensor's shape, which the host knows, so that the GPU has nothing to do."""
-    return kernel.op_type in ("Shape", "Size") and not kernel.domain
+    return operator_row(kernel.op_type).launches == "none" and not kernel.domain
 
 
 def to_host(kernel: Kernel) -> bool:
@@ -65,7 +63,7 @@ def on_host(kernel: Kernel, provider: str) -> bool:
 
 def waits_inside(kernel: Kernel) -> bool:
     """Whether a GPU kernel reads from the GPU how large its output is, so that the host waits."""
-    return kernel.op_type in WAITING and not kernel.domain
+    return operator_row(kernel.op_type).waits_for_size and not kernel.domain
 
 
 def reading_loops(record: ModelRecord) -> set[str]:

@@ -1,8 +1,8 @@
 """What was learned of a device's energy: energy = idle power · time + Σ coefficient · work.
 
 The coefficients are those of physics: W while kernels of a class run, further W while they fill the device, pJ per operation by
-class, J per GB moved, J per launch, and W while the model runs at all. None is negative. History of the schema: since version 2
-all element types of a class have one coefficient.
+class, J per GB moved, J per launch, and W while the model runs at all. None is negative. All
+element types of a class have one coefficient.
 """
 
 from __future__ import annotations
