@@ -98,6 +98,8 @@ def options() -> argparse.ArgumentParser:
     cli.add_run_mode(parser)
     parser.add_argument("--top", type=cli.whole, default=5, metavar="N",
                         help="show the N kernels with the most time (default: 5)")
+    parser.add_argument("--show-sum", action="store_true",
+                        help="show the plain α·Σ+β beside the prediction (--json always has it as sum_latency_ms)")
     parser.add_argument("--trace", type=cli.out_file, metavar="FILE",
                         help="write the predicted timeline, for ui.perfetto.dev or chrome://tracing")
     parser.add_argument("--measure-missing", action="store_true",
@@ -222,7 +224,7 @@ def report(args: argparse.Namespace, found: Sequence[Prediction], slos: Sequence
                 for slo, energy in itertools.zip_longest(slos, energies)]
         cli.print_json([one.model_dump(mode="json") | also for one, also in zip(found, more, strict=True)])
     else:
-        print_predictions(found, args.top, energies)
+        print_predictions(found, args.top, energies, args.show_sum)
         for one, slo in zip(found, slos, strict=True):
             if slo:
                 print(verdict(one, slo))

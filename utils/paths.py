@@ -80,8 +80,8 @@ class Workspace:
         return self.root / "graph_model" / "model_DAG" / flavour
 
     def predictors(self, target: str) -> Path:
-        """What is learned for one target. Written by train_kernel_model, fit_composition (composition.json), fit_sharing
-        (sharing.json), fit_doubt (doubt.json), fit_energy (energy.json), check_estimator (estimators.json) and
+        """What is learned for one target. Written by train_kernel_model (doubt.json too), fit_composition
+        (composition.json), fit_sharing (sharing.json), fit_energy (energy.json), check_estimator (estimators.json) and
         predict_model_latency --measure-missing (measured times); read by the predictor."""
         return self.root / "training" / "predictors" / target
 

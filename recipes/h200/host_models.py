@@ -26,12 +26,20 @@ from inference.core.run_modes import AS_USUAL
 from inference.core.targets import Fitted, fitted_for
 from records.kernel_costs import is_control_flow
 from records.kernel_record import ModelRecord
-from training.composition.fit_pipeline import fit_pipeline
+from training.composition.cuda_nodes import (
+    guessed_ms,
+    is_copy,
+    reads_shape,
+    row_selection_ms,
+    selects_boxes,
+    selects_in_rows,
+    takes_no_time,
+    waits_inside,
+)
+from training.composition.formulas import fit_pipeline
+from training.composition.held_out import predict_as_learned
 from training.composition.host_side import HOST_LABEL, host_predictors
-from training.composition.left_out import predict_as_learned
 from training.composition.measured_models import MeasuredModel, TimesOfModels, measured_models, tracks_of
-from training.composition.off_gpu import guessed_ms, is_copy, reads_shape, takes_no_time, waits_inside
-from training.composition.selection import row_selection_ms, selects_boxes, selects_in_rows
 from training.kernels.predictors import ON_GPU, read_predictors
 from training.kernels.settings import TrainingConfig
 from training.kernels.targets import add_config

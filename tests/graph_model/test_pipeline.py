@@ -20,16 +20,8 @@ from graph_model.simulation.pipeline import (
 from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks, node_kind
 from records.kernel_record import KernelInput, Tensor
 from records.kernel_types import describe_kernel
-from training.composition.fit_pipeline import (
-    FOLLOWING,
-    HOST_BOUND,
-    MeasuredTracks,
-    can_fit,
-    fit_pipeline,
-    hosts_ms,
-    latencies_ms,
-    left_out_ms,
-)
+from training.composition.formulas import FOLLOWING, HOST_BOUND, can_fit, fit_pipeline, hosts_ms, latencies_ms, left_out_ms
+from training.composition.measured_models import MeasuredTracks
 
 AROUND_A_VIEW = np.array([NodeKind.OWN, NodeKind.VIEW, NodeKind.OWN])
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0003, launch_ms=0.004, start_ms=0.008, gap_ms=0.001, lead_ms=-0.004,

@@ -26,6 +26,7 @@ from records.kernel_record import ModelRecord
 from runtimes.ort.graph import analysis
 from runtimes.ort.graph.analysis import analyze
 from runtimes.targets import flavour_of, local_target
+from training.composition.fitted import composition_path, read_composition
 from utils import files
 from utils.config import read_config
 from utils.errors import UserError
@@ -121,6 +122,24 @@ def test_the_longest_path_is_used_where_the_composition_says_so(workspace: Works
     assert found.latency_ms == pytest.approx(2.0 * found.kernel_sum_ms + 1.0)
     assert found.composition.kind == "critical_path"
     assert found.sum_latency_ms == pytest.approx(predict(record, target=TARGET, workspace=workspace).latency_ms, rel=1e-3)
+
+
+def test_the_plain_sum_stands_beside_another_composition(workspace: Workspace) -> None:
+    folder = workspace.predictors(TARGET)
+    fitted = read_composition(folder)
+    path = fitted.model_copy(update={"kind": "critical_path", "alpha": 2.0, "beta_ms": 1.0})
+    files.write_json(composition_path(folder), path)
+    try:
+        asked = ("--model", "anet_c16.onnx", "--target", TARGET, "--show-sum")
+        header, row = (line.split("\t") for line in shell(workspace, *asked, "--top", "0").stdout.splitlines())
+        [found] = json.loads(shell(workspace, *asked, "--json").stdout)
+    finally:
+        files.write_json(composition_path(folder), fitted)
+    shown = dict(zip(header, row, strict=True))
+    plain = next(c for c in fitted.candidates if (c.label, c.kind) == (fitted.label, "sum"))
+    assert found["sum_latency_ms"] == pytest.approx(plain.alpha * found["kernel_sum_ms"] + plain.beta_ms)
+    assert float(shown["α·Σ+β (ms)"]) == pytest.approx(found["sum_latency_ms"], rel=1e-3)
+    assert float(shown["latency (ms)"]) == pytest.approx(2.0 * found["kernel_sum_ms"] + 1.0, rel=1e-3)
 
 
 def test_path_model_and_record_give_the_same(workspace: Workspace, record: ModelRecord) -> None:

@@ -32,7 +32,7 @@ from records.dataset_files import (
 from records.dataset_writer import write_tables
 from records.kernel_record_files import read_model_record
 from training.baselines.kernels_under_load import measured_under_load, summed_ms
-from training.composition.fitting import fit_line
+from training.composition.formulas import fit_line
 from training.kernels.settings import TrainingConfig
 from training.kernels.sidecar import read_sidecar
 from training.kernels.training_set import TrainingSet

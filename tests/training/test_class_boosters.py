@@ -20,20 +20,17 @@ from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write
 from records.kernel_record import Kernel
 from records.kernel_types import operator_of
 from records.operators import operator_row
-from training.fit_doubt import classes_anew
 from training.kernels.boosters import SavedBoosters, pack_booster
 from training.kernels.class_boosters import ANY, LEAST_KERNELS, class_names, is_class, kind_code
-from training.kernels.estimators import SHARED, KernelModel, fit_kernel_model, predict_kernels
+from training.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
 from training.kernels.operator_table import ADDING, markdown, operator_rows, summary_rows
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes
 from training.kernels.predictors import read_predictors
-from training.kernels.saving import renew_classes, save_predictors
+from training.kernels.saving import save_predictors
 from training.kernels.settings import TrainingConfig, XgboostSettings
-from training.kernels.sidecar import read_sidecar
 from training.kernels.training_set import TrainingSet, read_training_set
 from training.kernels.uncertainty import ranges_of
 from training.leave_operators_out import report
-from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 
 CONFIG = TrainingConfig(threads=1, xgboost=XgboostSettings(trees=20, learning_rate=0.3), folds=2,
@@ -129,24 +126,6 @@ def test_boosters_of_classes_are_saved_and_read(rows: TrainingSet, made: tuple[W
     found = predictors.predict([new], {})
     assert found.provenance == ["estimated"]
     assert found.latency_ms[0] == pytest.approx(float(estimated(model, [new], rows)[0]))
-
-
-def test_classes_are_learned_anew_in_saved_predictors(rows: TrainingSet, made: tuple[Workspace, dict[str, Kernel]],
-                                                      tmp_path: Path) -> None:
-    """The other predictors stay as they are; predictors of another dataset are refused."""
-    left_out = {"run": leave_operators_out(rows, "run", CONFIG)}
-    model = fit_kernel_model(rows, "run", (), CONFIG, steady=steady_classes(left_out["run"]))
-    old = dataclasses.replace(model, boosters={SHARED: model.boosters[SHARED]})
-    save_predictors(tmp_path, {"run": old}, {"run": ()}, {}, about(rows))
-    known, new = next(iter(made[1].values())), unary("Abs", "float32", 2, np.random.default_rng(5))
-    before = read_predictors(tmp_path).predict([known, new], {}).latency_ms
-    renew_classes(tmp_path, classes_anew(rows, read_sidecar(tmp_path), left_out, CONFIG))
-    after = read_predictors(tmp_path).predict([known, new], {}).latency_ms
-    assert after[0] == before[0]
-    assert after[1] == pytest.approx(float(estimated(model, [new], rows)[0])) != before[1]
-    other = dataclasses.replace(rows, sha256="other")
-    with pytest.raises(UserError, match="were trained on another dataset; train them again"):
-        classes_anew(other, read_sidecar(tmp_path), left_out, CONFIG)
 
 
 def test_operators_left_out(rows: TrainingSet, made: tuple[Workspace, dict[str, Kernel]]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from command import printed, run_script
 from made_up_dataset import TARGET, conv, draw_kernels, relu, true_ms, write_dataset, write_workspace
 
-from training.composition.left_out import predict_as_learned
+from training.composition.held_out import predict_as_learned
 from training.composition.measured_models import measured_models
 from training.kernels.estimators import KernelModel, fit_kernel_model, predict_kernels
 from training.kernels.features import KERNEL_FEATURES

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from training.composition.fitted import ErrorRange
+from training.composition.intervals import ErrorRange
 from training.energy.work import RUN, kind_of_work, without_type, without_types
 from utils import files
 from utils.errors import UserError

@@ -23,6 +23,7 @@ from records.kernel_types import form_of
 from records.operators import OperatorClass, operator_row
 from training.kernels.operators_left_out import LeftOutOperator
 from training.kernels.settings import LAUNCHES
+from training.kernels.sidecar import TRAIN
 from utils import files
 from utils.frozen import Frozen
 from utils.paths import Workspace
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 UNCERTAINTY_VERSION = 1
 FILE = "doubt.json"
-FIT = "python training/fit_doubt.py"
 LEAST_OPERATORS = 3
 TAIL = 0.05  # share of the ratios that is cut off at each end, which leaves 90 %
 PARTS = 101  # quantiles that stand for the kernels of an operator, so that operators count alike
@@ -149,7 +149,7 @@ def read_uncertainty(folder: Path) -> Uncertainty:
         UserError: the file is damaged or of another version.
     """
     path = uncertainty_path(folder)
-    return files.read_record(path, Uncertainty, UNCERTAINTY_VERSION, FIT) if path.exists() else NOTHING_LEARNED
+    return files.read_record(path, Uncertainty, UNCERTAINTY_VERSION, TRAIN) if path.exists() else NOTHING_LEARNED
 
 
 def save_uncertainty(workspace: Workspace, rows: TrainingSet, folder: Path,
