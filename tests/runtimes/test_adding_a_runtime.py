@@ -26,7 +26,8 @@ def test_what_was_added_is_what_is_there() -> None:
 
 def test_what_was_edited_names_the_runtime() -> None:
     edited = listed("edited")
-    assert edited == {"runtimes/__init__.py", "requirements-stages.txt", "benchmark/config.yaml", "README.md", "docs/packages.md"}
+    assert edited == {"runtimes/__init__.py", "requirements-stages.txt", "benchmark/config.yaml", "README.md",
+                      "docs/packages.md"}
     assert all("openvino" in (ROOT / name).read_text(encoding="utf-8") for name in edited)
 
 
