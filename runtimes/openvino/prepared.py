@@ -74,7 +74,7 @@ def prepare(source: Source) -> Prepared:
     return Prepared(
         source, tuple(proto.graph.node), names,
         {**tensors, **constants},
-        next((one.version for one in proto.opset_import if one.domain in ("", "ai.onnx")), 1),
+        next((opset.version for opset in proto.opset_import if opset.domain in ("", "ai.onnx")), 1),
         tuple(value.name for value in proto.graph.input if value.name not in constants),
         tuple(value.name for value in proto.graph.output), model)
 
