@@ -18,7 +18,7 @@ from typing import Any
 
 from kernel_model.sampling.kernel_errors import REMAKE, KernelError, read_errors
 from records.dataset_files import read_kernels
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from training.kernels.operator_table import markdown, operator_rows, summary_rows
 from training.kernels.operators_left_out import leave_operators_out
 from training.kernels.settings import LAUNCHES, TrainingConfig

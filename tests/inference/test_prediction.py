@@ -107,7 +107,7 @@ def test_a_way_that_was_not_measured_is_refused(workspace: Workspace, record: Mo
 def test_an_unknown_kernel_type_is_named_and_estimated(workspace: Workspace) -> None:
     model = conv_net(workspace.root / "odd.onnx", extra="Erf")
     found = predict(model, target=TARGET, workspace=workspace)
-    assert found.types_without_predictor == ("Erf",)
+    assert found.estimated_operators == ("Erf",)
     assert found.kernel_count["estimated"] == 1
     assert 0 < found.time_share["estimated"] < 1
     assert any("Erf" in warning for warning in found.warnings)

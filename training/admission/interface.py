@@ -52,7 +52,7 @@ class Measured(KernelRows):
     Attributes:
         times_ms: of each row.
         target: device, runtime, threads.
-        label: which time of a kernel it is (records/labels.py).
+        label: which time of a kernel it is (records/measurement.py).
         config: of the training.
         all_rows: everything that may be learned from: kernels of other types, and rows under load, too.
     """

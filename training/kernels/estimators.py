@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from training.admission.interface import Estimator, Measured
 from training.kernels.class_boosters import (
     ClassBoosters,

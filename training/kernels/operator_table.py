@@ -11,7 +11,7 @@ from kernel_model.sampling.kernel_errors import KernelError
 from records.kernel_record import Kernel
 from records.kernel_types import operator_of
 from records.operators import VIEWS, operator_row
-from runtimes.ort.cuda.kernels import cuda_operators
+from runtimes.ort.cuda.placement import cuda_operators
 from training.kernels.operators_left_out import LeftOutOperator
 from training.kernels.training_set import TrainingSet
 from utils.markdown import markdown_table

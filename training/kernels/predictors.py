@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from records.kernel_record import Kernel
-from records.labels import GPU_LABEL
+from records.measurement import GPU_LABEL
 from training.kernels.estimators import KernelModel, predict_kernels
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.saved_form import open_estimator
@@ -113,7 +113,7 @@ class Predictors:
         Args:
             kernels: any number of them; the same one may come several times.
             load: metrics of the background by DCGM field name; empty: idle.
-            label: which time (records/labels.py); by default the first label that was trained.
+            label: which time (records/measurement.py); by default the first label that was trained.
             strict: don't look up measured times.
 
         Raises:

@@ -158,14 +158,15 @@ def test_sizes_that_are_computed_are_folded(tmp_path: Path) -> None:
         parse(model)
 
 
-def test_each_kernel_is_a_model_of_its_own_that_computes_the_same(tmp_path: Path) -> None:
-    """The built kernels, run one after another by ONNX's own evaluator on the same numbers, are the operators of the record."""
+@pytest.mark.slow
+def test_each_kernel_is_a_model_of_its_own(tmp_path: Path) -> None:
+    """OpenVINO runs it, and ONNX's own evaluator gives outputs of the kernel's shapes."""
     record = parse(residual(tmp_path)).record
     for kernel in record.kernels.values():
         path = build_kernel(kernel, tmp_path / "kernels")
         assert built_kernel(path) == kernel
         check_kernel(path, kernel, "cpu")
-        outputs = ReferenceEvaluator(onnx.load(path)).run(None, dummy_inputs(kernel))
+        outputs = [np.asarray(output) for output in ReferenceEvaluator(onnx.load(path)).run(None, dummy_inputs(kernel))]
         assert [output.shape for output in outputs] == [tensor.shape for tensor in kernel.outputs]
         if kernel.type.endswith("Relu"):
             assert min(output.min() for output in outputs) >= 0
