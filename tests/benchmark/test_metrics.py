@@ -186,11 +186,11 @@ def test_a_gpm_window_is_the_time_meant_although_samples_lag(fake: FakeNvml, mon
                         lambda: taken.append(time.monotonic()) or 1)  # type: ignore[func-returns-value]
     opened = time.monotonic()
     window = source.start()
-    assert time.monotonic() - opened < 0.1  # nobody waits for the first sample
+    assert not taken  # nobody waits for the first sample
     time.sleep(0.3)
     closed = time.monotonic()
     source.stop(window)
-    assert [taken[0] - opened, taken[1] - closed] == pytest.approx([nvml_metrics.GPM_LAG_SECONDS] * 2, abs=0.1)
+    assert min(taken[0] - opened, taken[1] - closed) >= nvml_metrics.GPM_LAG_SECONDS
 
 
 def test_an_outlier_of_the_counters_is_an_error(fake: FakeNvml) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 
 import pytest
 
@@ -51,11 +50,3 @@ def test_outside_is_an_error_or_marked() -> None:
     assert found.basis == "extrapolated"
     assert found.ms == pytest.approx(0.05 + 2e-4 * 20000 + 7e-5 * 30000)
     assert estimated({size: 1e-6 * size[1] for size in SIZES}, (500, 500), extrapolate=True).ms == pytest.approx(5e-4)
-
-
-def test_it_is_quick_enough_for_a_runtime() -> None:
-    surrounding(tuple(SIZES), (4000, 6000))
-    began_s = time.perf_counter()
-    for step in range(20):
-        surrounding(tuple(SIZES), (4000 + step, 6000))
-    assert (time.perf_counter() - began_s) / 20 < 0.05
