@@ -1,4 +1,4 @@
-"""Phase 7.2: compares predicted with measured latencies, model by model, and reports the predictor's errors.
+"""Compares predicted with measured latencies, model by model, and reports the predictor's errors.
 
 Reads ONNX models (files or folders) and what training learned for the target. Measures the models here, either under the load
 that inference/config.yaml describes, or under the backgrounds of a collector's config, which it starts itself (--under-load).

@@ -1,4 +1,4 @@
-"""Phase 6.2: whether ONNX Runtime ran a model's kernels one after another, and how fast a run could be if they overlapped.
+"""Whether ONNX Runtime ran a model's kernels one after another, and how fast a run could be if they overlapped.
 
 Reads a profile that ONNX Runtime wrote (--profile), or runs a model under its profiler (--model). Prints how much the events
 of nodes overlap and how long the device pauses between them. Then it compares the critical path, the longest chain of

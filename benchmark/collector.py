@@ -1,4 +1,4 @@
-"""Phase 4.3: the dataset: every kernel and every model, at every level and kind of load, with the device's metrics.
+"""The dataset: every kernel and every model, at every level and kind of load, with the device's metrics.
 
 Reads kernel_model/kernel_onnx/<flavour> (each kernel is timed alone, and among others in a carrier), the models' records and
 files (each model is timed whole, and its kernels in it), and benchmark/config.yaml. Writes benchmark/dataset/<target>/:

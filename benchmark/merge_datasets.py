@@ -1,4 +1,4 @@
-"""Phase 4.12: adds the datasets of other workspaces to this one, so that what several machines measured is one dataset.
+"""Adds the datasets of other workspaces to this one, so that what several machines measured is one dataset.
 
 Reads benchmark/dataset/<target>/ and the kernel records of its flavour from each workspace that --from names, and adds them to
 --workspace, which may be empty. Blocks that are there already are not added again, so a merge can be repeated. Datasets of

@@ -1,4 +1,4 @@
-"""Phase 4.10: serves this machine's metrics, or replayed ones, to Prometheus where NVIDIA's dcgm-exporter is missing.
+"""Serves this machine's metrics, or replayed ones, to Prometheus where NVIDIA's dcgm-exporter is missing.
 
 Names, labels and units are those of dcgm-exporter: the old names, or with `--names new` those since its version 4.9, some of
 which have other units. The values are means over `--interval` seconds, from any source of benchmark/metrics/sources.py.

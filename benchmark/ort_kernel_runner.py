@@ -1,4 +1,4 @@
-"""Phase 4.1: how long ONNX Runtime takes to run an ONNX file, a kernel or a whole model.
+"""How long ONNX Runtime takes to run an ONNX file, a kernel or a whole model.
 
 Reads the file; prints mean, median, p95, standard deviation, minimum and maximum in ms, with start and end (UTC). Inputs are
 random. They lie on the device by default, so that copies from the host do not count (IOBinding); `--io host` counts them.

@@ -1,4 +1,4 @@
-"""Phase 4.14: profiles a GraphSAGE layer in seven stages on the processing units of this machine (CPU, GPU, NPU, NVIDIA's GPU).
+"""Profiles a GraphSAGE layer in seven stages on the processing units of this machine (CPU, GPU, NPU, NVIDIA's GPU).
 
 Writes to benchmark/profiling/ in the workspace:
   exported_models/   the stages as ONNX models and OpenVINO's IR: dynamic for CPU and GPU, for each size for NPUs (--export)

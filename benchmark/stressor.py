@@ -1,4 +1,4 @@
-"""Phase 4.2: keeps the device busy for a share of the time, so that latency under load can be measured.
+"""Keeps the device busy for a share of the time, so that latency under load can be measured.
 
 `--intensity` is that share: in every period the stressor works for intensity × period and sleeps for the rest. On a GPU it
 multiplies matrices or copies within the GPU's memory (torch CUDA, in bursts of about 0.5 ms). On a CPU, one process per logical

@@ -1,4 +1,4 @@
-"""Phase 6.1: which kernel waits for which, and how long a whole run takes, given the time of each kernel.
+"""Which kernel waits for which, and how long a whole run takes, given the time of each kernel.
 
 Reads kernel records (by default all of ort_analysis/ort_kernel_record). Writes one DAG per record to
 graph_model/model_DAG/<flavour>/<model>.json: its nodes in execution order and the tensors between them.

@@ -1,4 +1,4 @@
-"""Phase 7.6: two models on one GPU: the latency of each while the other runs in a loop, in a process of its own.
+"""Two models on one GPU: the latency of each while the other runs in a loop, in a process of its own.
 
 Reads both models and what training learned for the target, above all how its GPU is shared. Each model waits for the other's
 turns, which follow from the other's predicted run: it has the GPU until all that it dispatched is done, or for the longest
@@ -38,7 +38,7 @@ def main() -> int:
     workspace = cli.start(args)
     predictor = Predictor(workspace, args.target, strict=args.strict, force=args.force)
     pair = predictor.pair(args.model, args.beside_model, dims=cli.one_size_dims(args.dim),
-                          two_dims=cli.one_size_dims(args.beside_dim), static=args.static)
+                          second_dims=cli.one_size_dims(args.beside_dim), static=args.static)
     for warning in pair.warnings:
         log.warning("%s", warning)
     if args.json:

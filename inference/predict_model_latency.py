@@ -1,4 +1,4 @@
-"""Phase 7.1: how long ONNX Runtime takes to run a model on a target, without running it there.
+"""How long ONNX Runtime takes to run a model on a target, without running it there.
 
 Reads the model (any ONNX file; a bare name is also looked for in model_zoo), what training learned for the target, and
 inference/config.yaml. Prints the latency, where it comes from and which kernels dominate. With several sizes of a dynamic

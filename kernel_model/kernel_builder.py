@@ -1,4 +1,4 @@
-"""Phase 3.1: every kernel as an ONNX model of its own, which ONNX Runtime loads as it stands.
+"""Every kernel as an ONNX model of its own, which ONNX Runtime loads as it stands.
 
 Reads a model's record, the index, or one kernel's JSON (by default the index of every flavour in
 ort_analysis/ort_kernel_record). Writes kernel_model/kernel_onnx/<flavour>/<kernel id>.onnx, each with its description in

@@ -1,4 +1,4 @@
-"""Phase 3.2: further kernels around those of the models, so that predictors learn how time follows shape.
+"""Further kernels around those of the models, so that predictors learn how time follows shape.
 
 Reads the index of every flavour in ort_analysis/ort_kernel_record. Draws kernels of the index at random and changes
 their sizes: batch, channels, height and width, kernel and stride, or rows, columns and depth of a product. ONNX Runtime

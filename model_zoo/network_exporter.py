@@ -1,4 +1,4 @@
-"""Phase 1.4: exports further networks to ONNX: torchvision models for other tasks, kinds that image and text collections lack,
+"""Exports further networks to ONNX: torchvision models for other tasks, kinds that image and text collections lack,
 and networks drawn at random.
 
 Reads model_zoo/pool.yaml, or takes names. Collection torchvision holds segmentation, detection and video; other holds

@@ -1,4 +1,4 @@
-"""Phase 1.2: exports models of timm (PyTorch Image Models) to ONNX, so that predictors learn from more than torchvision.
+"""Exports models of timm (PyTorch Image Models) to ONNX, so that predictors learn from more than torchvision.
 
 Reads model_zoo/pool.yaml, or takes names of any models that timm has. Writes `<model>.onnx` and, with --dtype fp16,
 `<model>_fp16.onnx` to model_zoo/models, with a dynamic batch and the image size that the model is made for. Each file is

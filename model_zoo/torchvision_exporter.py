@@ -1,4 +1,4 @@
-"""Phase 1.1: exports torchvision classification models to ONNX, so that there is something to analyse and to measure.
+"""Exports torchvision classification models to ONNX, so that there is something to analyse and to measure.
 
 For every model × dtype × batch size × image size of the config it writes, to model_zoo/models/:
   <model>_<dtype>_b<batch>_<H>x<W>.onnx                    the model as torch exports it

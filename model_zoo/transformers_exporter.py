@@ -1,4 +1,4 @@
-"""Phase 1.3: exports architectures of the transformers library to ONNX: encoders, decoders, models of images and of speech.
+"""Exports architectures of the transformers library to ONNX: encoders, decoders, models of images and of speech.
 
 Reads model_zoo/pool.yaml, or takes names; the small configurations are those of model_zoo/networks/from_transformers.py.
 Writes `<model>.onnx` and, with --dtype fp16, `<model>_fp16.onnx` to model_zoo/models, with dynamic batch and sequence length.

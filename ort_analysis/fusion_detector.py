@@ -1,4 +1,4 @@
-"""Phase 2.2: finds the original nodes that ORT fused into each node, and describes every kernel of a model in a record.
+"""Finds the original nodes that ORT fused into each node, and describes every kernel of a model in a record.
 
 Reads ONNX files, by default all in model_zoo/models. Writes one record per model to
 ort_analysis/ort_kernel_record/<flavour>/<model>.json, and index.json next to them with every kernel of all models by type.

@@ -1,4 +1,4 @@
-"""Phase 2.1: the graph that ONNX Runtime really runs, node by node, with every shape known.
+"""The graph that ONNX Runtime really runs, node by node, with every shape known.
 
 Reads any ONNX file (or a model in memory). ORT optimises it and saves the result to a temporary file, which is read
 back; shapes come from ORT itself, since the saved graph has none and ONNX's own inference stops at ORT's operators.

@@ -76,7 +76,7 @@ SLOW_TESTS = {  # by file
         "test_the_evaluator_predicts_at_the_pace_beside_each_model", "test_the_hosts_costs_are_taken_at_the_pace"],
     "inference/test_memory.py": ["test_it_is_what_onnx_runtime_holds", "test_the_error_is_measured_in_a_process_of_its_own"],
     "training/test_estimators.py": ["test_the_page_as_it_stands"],
-    "inference/test_predictor.py": ["test_methods_say_what_the_functions_say", "test_files_are_read_once"],
+    "inference/test_predictor.py": ["test_the_function_and_the_methods_say_the_same", "test_files_are_read_once"],
     "kernel_model/test_kernel_builder.py": ["test_the_command_takes_a_kernel_a_record_and_the_index"],
     "kernel_model/test_sampler.py": ["test_a_second_call_tops_up"],
     "ort_analysis/test_bodies.py": ["test_a_loop_costs_what_its_nodes_cost_unrolled"],

@@ -1,4 +1,4 @@
-"""Phase 5.5: how wrong the estimated time of a kernel may be whose operator was never measured.
+"""How wrong the estimated time of a kernel may be whose operator was never measured.
 
 Reads the dataset of each target (default: of all). Writes training/predictors/<target>/doubt.json. With --classes, it also
 learns anew how such times are estimated, for the predictors there. You rarely need it: training/train_kernel_model.py does the

@@ -1,4 +1,4 @@
-"""Phase 5.1: learns the time of a kernel from its shape and from what else runs on the device.
+"""Learns the time of a kernel from its shape and from what else runs on the device.
 
 Reads training/config.yaml and the datasets in benchmark/dataset (default: of every target). Writes to
 training/predictors/<target>/ the boosters of each label, a sidecar that describes them, and the measured times for look-up.

@@ -18,7 +18,7 @@ from benchmark.records.host_pace import paced_rows
 from benchmark.records.labels import ENERGY
 from benchmark.records.measurement import Measurement
 from benchmark.records.tables import energy_doubts, model_rows, model_sessions
-from inference.core.prediction import predict, predict_energy
+from inference.core.predictor import Predictor, predict
 from inference.core.sources import record_of
 from ort_analysis.graph.recording import crashed
 from ort_analysis.graph.source import own_sizes
@@ -194,5 +194,5 @@ def predict_model(model: EvaluatedModel, target: str, run_mode: RunMode, workspa
                     force=force, co_runner=model.co_runner, host_pace=model.host_pace)
             for strict in (False, True))
         if with_energy and model.energies_j:
-            model.energy = predict_energy(model.record, target=target, run_mode=run_mode, workspace=workspace, force=force,
-                                          host_pace=model.host_pace)
+            model.energy = Predictor(workspace, target, force=force).energy(model.record, run_mode=run_mode,
+                                                                            host_pace=model.host_pace)

@@ -47,7 +47,7 @@ from benchmark.load.probe_reading import ProbeReading, summarised
 from benchmark.metrics_exporter import ProbeSampler
 from benchmark.records.blocks import Block
 from inference.core.answers import Prediction
-from inference.core.prediction import predict
+from inference.core.predictor import predict
 from inference.core.targets import fitted_for
 from inference.evaluation.here import LoadsHere
 from inference.live.load import InferenceConfig, Load, current_load, fields_asked

@@ -17,7 +17,7 @@ from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms
 
 from benchmark.traces.anatomy import measured_trace
 from benchmark.traces.gpu_trace import GpuRun, GpuWork, Launch
-from inference import predict, predict_many
+from inference import Predictor, predict
 from inference.core import targets
 from inference.core.run_modes import RunMode
 from inference.core.targets import choose_target, fitted_for
@@ -134,7 +134,7 @@ def test_path_model_and_record_give_the_same(workspace: Workspace, record: Model
 
 def test_many_records_at_once(workspace: Workspace, record: ModelRecord) -> None:
     other = analyze(workspace.models / "bnet_c32.onnx", "cpu")
-    found = predict_many([record, other] * 100, target=TARGET, workspace=workspace)
+    found = Predictor(workspace, TARGET).predict_many([record, other] * 100)
     alone = [predict(one, target=TARGET, workspace=workspace) for one in (record, other)]
     assert found == alone * 100
 
@@ -145,7 +145,7 @@ def test_copies_share_nothing_and_are_predicted_alike(workspace: Workspace, reco
     assert [one.model for one in many] == [f"{record.model}_{number}" for number in range(3)]
     assert len({id(kernel) for one in many for kernel in one.kernels.values()}) == 3 * len(record.kernels)
     alone = predict(record, target=TARGET, workspace=workspace)
-    assert predict_many(many, target=TARGET, workspace=workspace) == [
+    assert Predictor(workspace, TARGET).predict_many(many) == [
         alone.model_copy(update={"model": one.model}) for one in many]
 
 

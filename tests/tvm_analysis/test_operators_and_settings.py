@@ -19,7 +19,7 @@ from kernel_model.operator_sampler import sample
 from kernel_model.operators.drawn import DRAWS, OperatorSizes
 from kernel_model.sampling.seeds import read_seeds
 from training.kernels.settings import TrainingConfig
-from training.leave_settings_out import FEATURES, left_out_rows, settings_of
+from training.kernels.settings_left_out import FEATURES, left_out_rows, settings_of
 from tvm_analysis.package import tvm_flavour
 from utils.config import validate
 from utils.errors import UserError
@@ -93,7 +93,7 @@ def test_drawn_kernels_are_measured_under_each_setting(settings: Workspace) -> N
 def test_each_setting_is_left_out_once(settings: Workspace, tmp_path: Path) -> None:
     config = tmp_path / "training.yaml"
     config.write_text("folds: 2\nxgboost: {trees: 30}\nforest: {trees: 3}\n")
-    done = run_script("training/leave_settings_out.py", "--workspace", settings.root, "--config", config, "--json")
+    done = run_script("training/held_out.py", "--by", "setting", "--workspace", settings.root, "--config", config, "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert sorted((row["threads"], row["cores"]) for row in rows) == sorted(SETTINGS)
