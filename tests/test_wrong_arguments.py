@@ -90,6 +90,7 @@ CASES = [  # the command, its exit code, and a part of the line; {here} is a wor
     ("benchmark/collector.py", 1, "index.json: no such file; make it with: python ort_analysis/fusion_detector.py"),
     ("evaluator.py dyn.onnx --rounds 0", 2, "--rounds: '0' is not a whole number, 1 or more"),
     ("evaluator.py dyn.onnx --patience-s nan", 2, "--patience-s"),
+    ("model_zoo/pool_exporter.py --model seresnet50", 2, "--model needs one --collection"),
     ("model_zoo/torchvision_exporter.py --model resnet81", 1, "resnet81"),
     ("model_zoo/torchvision_exporter.py --batch-size -1", 1, "batch_sizes"),
     ("model_zoo/torchvision_exporter.py --image-size 0x3", 1, "image_sizes"),

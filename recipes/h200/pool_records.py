@@ -67,7 +67,8 @@ def main() -> int:
     work = [(path, sizes) for path, every in zip(paths, found, strict=True) if not isinstance(every, UserError)
             for sizes in every]
     if not work:
-        raise UserError(f"{workspace.models}: no models of the pool; export them with: python model_zoo/timm_exporter.py")
+        raise UserError(f"{workspace.models}: no models of the pool; export them with: "
+                        "python model_zoo/pool_exporter.py")
     with sole_writer(workspace.kernel_records):
         done = write_records(workspace, work, args.device, args.jobs, static=True)
         flavours = {one.flavour.name: one.flavour for one in done if not isinstance(one, UserError)}
