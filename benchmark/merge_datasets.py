@@ -1,7 +1,7 @@
 """Adds the datasets of other workspaces to this one, so that what several machines measured is one dataset.
 
-Reads benchmark/dataset/<target>/ and the kernel records of its flavour from each workspace that --from names, and adds them to
---workspace, which may be empty. Blocks that are there already are not added again, so a merge can be repeated. Datasets of
+Reads benchmark/dataset/<target>/ and the kernel records of its flavour from each workspace that --from names, and writes them to
+those of --workspace, which may be empty. Blocks that are there already are not added again, so a merge can be repeated. Datasets of
 different targets, or with other labels or metrics, are refused, as are two models of one name that differ.
 """
 

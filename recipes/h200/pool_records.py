@@ -2,7 +2,7 @@
 
 As ort_analysis/fusion_detector.py does at sizes that are the same for all models. Each file says at which sizes of its dynamic
 dimensions it is measured (model_zoo/exporting/network.py); a detector is taken with the number of boxes that it finds in random
-images. Files that other exporters wrote are left out.
+images. Files that other exporters wrote are left out. Writes ort_analysis/ort_kernel_record/, with its index.
 """
 
 from __future__ import annotations

@@ -1,0 +1,84 @@
+"""The pages of docs/ and the README: tables agree with themselves, names and links exist, what is generated is up to date."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recipes.commands_page import PAGE, all_commands, anchor, page
+from utils.fingerprint import RUNTIMES
+from utils.paths import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "recipes").glob("*/*.md"))]
+NUMBER = re.compile(r"-?[\d,]*\.?\d+")
+
+
+def cells(line: str) -> list[str]:
+    """The cells of a line of a Markdown table."""
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
+
+
+def tables(text: str) -> Iterator[list[dict[str, str]]]:
+    """The tables of a page: their rows by the columns' names."""
+    for block in re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE):
+        header, _, *rows = map(cells, block.splitlines())
+        yield [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def is_met(bar: str, reached: str) -> bool:
+    """Whether a row says that its bar is met. A bar is "at most 8%", "at least 90%", or a number, which is at most that."""
+    limit, value = (float(match[0].replace(",", "")) for match in (NUMBER.search(bar), NUMBER.search(reached)) if match)
+    assert ("%" in bar) == ("%" in reached.split(",")[0].split(" of ")[0].split(":")[0]), (bar, reached)
+    return value >= limit if bar.startswith("at least") else value <= limit
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+def test_met_agrees_with_its_row(path: Path) -> None:
+    """In each table with a column `met`: "yes" or "no" where there is a bar, "-" where there is none."""
+    for table in tables(path.read_text(encoding="utf-8")):
+        for row in table:
+            if "met" in row:
+                assert row["met"] == (("yes" if is_met(row["bar"], row["reached"]) else "no") if row["bar"] else "-"), row
+
+
+def test_a_row_that_contradicts_itself_is_found() -> None:
+    assert not is_met("at most 33.3%", "52.0%, 13: qdq_resnet18 (nvidia-h200, +7.6%)")
+    assert is_met("at least 90%", "90.5% of 87")
+    assert not is_met("0", "2: bf16_whole, other")
+    assert is_met("0", "0")
+    with pytest.raises(AssertionError):
+        is_met("at most 30%", "13: qdq_resnet18 (+7.6%)")  # a number is no share
+    (table,) = tables("| what | met |\n|---|---|\n| a \\| b | yes |\n")
+    assert table == [{"what": "a \\| b", "met": "yes"}]
+
+
+def test_the_page_of_commands_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(all_commands()), "make it anew: python recipes/commands_page.py"
+
+
+def test_each_command_says_what_it_writes_or_prints() -> None:
+    said = re.compile(r"\b(writes?|prints?|serves|reports|converts)\b", re.IGNORECASE)
+    commands = [command for chosen in all_commands().values() for command in chosen]
+    assert not [command.path for command in commands if not said.search(f"{command.summary} {command.details}")]
+
+
+def test_links_within_the_page_of_commands_lead_somewhere() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    headings = {anchor(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+    assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= headings
+
+
+def test_no_phase_numbers_are_kept_by_hand() -> None:
+    """The plan's phases have numbers in the README's table alone."""
+    numbered = re.compile(r"\b[Pp]hase \d")
+    pages = [path for path in PAGES if path.name != "README.md"]
+    scripts = [ROOT / command.path for commands in all_commands().values() for command in commands]
+    assert not [path for path in (*pages, *scripts) if numbered.search(path.read_text(encoding="utf-8"))]
+
+
+def test_how_it_works_names_every_runtime() -> None:
+    text = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+    assert not [runtime for runtime in RUNTIMES if f"`{runtime}`" not in text]
