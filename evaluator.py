@@ -32,10 +32,10 @@ log = get_logger("evaluator")
 
 TOLD_WARNINGS = 5  # on the console; the most frequent ones first
 EXAMPLES = """
-python evaluator.py models/
+python evaluator.py model_zoo/models/
 python evaluator.py resnet18.onnx --dim batch=1,4,16 --io host
-python evaluator.py resnet50.onnx --dim batch=16 --under-load recipes/h200/live.yaml --probe
-python evaluator.py --recorded --target nvidia-h200-cuda-ort1.31-all
+python evaluator.py --recorded
+python evaluator.py resnet18.onnx --dim batch=16 --under-load recipes/h200/live.yaml --probe  # needs a GPU
 """
 
 

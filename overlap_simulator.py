@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.measuring.effort import Effort
-from benchmark.runtimes.ort.model_profile import profile_model
-from benchmark.runtimes.ort.profile import NodeEvent, ProfiledRun, kernel_times_ms, read_profile
 from graph_model.dag.dag import build_dag, calculate_latency, longest_path, record_paths
-from ort_analysis.graph.analysis import record_of
-from ort_analysis.records.kernel_costs import is_control_flow
-from ort_analysis.records.kernel_record import REMAKE, ModelRecord
-from ort_analysis.records.reading import read_model_record
+from measuring.effort import Effort
+from records.kernel_costs import is_control_flow
+from records.kernel_record import REMAKE, ModelRecord
+from records.kernel_record_files import read_model_record
+from runtimes.ort.graph.analysis import record_of
+from runtimes.ort.model_profile import profile_model
+from runtimes.ort.profile import NodeEvent, ProfiledRun, kernel_times_ms, read_profile
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import resolve_device
@@ -39,7 +39,7 @@ CONTROL_FLOW = ("If", "Loop", "Scan")  # their events span those of the nodes in
 WARMUP_RUNS = 3
 EXAMPLES = """
 python overlap_simulator.py --model resnet18.onnx --dim batch=1
-python overlap_simulator.py --profile onnxruntime_profile.json --record ort_analysis/ort_kernel_record/cpu/resnet18.json --json
+python overlap_simulator.py --profile profile.json  # needs a profile that ONNX Runtime wrote of a model with a record
 """
 
 

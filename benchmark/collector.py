@@ -34,8 +34,8 @@ from utils.paths import ROOT
 log = get_logger("collector")
 EXAMPLES = """
 python benchmark/collector.py
-python benchmark/collector.py --config my.yaml --workspace out/demo
 python benchmark/collector.py --minutes 15
+python benchmark/collector.py --config recipes/demo/collector.yaml --workspace out/demo  # needs make demo
 """
 
 

@@ -19,14 +19,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmark.measuring.ties import TimedUnit, Times, idle_units, median_times, tie_rows
-from benchmark.records.files import DatasetHeader, collected_targets, read_header, read_journal
-from benchmark.records.tables import model_sessions
+from measuring.ties import TimedUnit, Times, idle_units, median_times, tie_rows
+from records.dataset_files import DatasetHeader, collected_targets, read_header, read_journal
+from records.dataset_tables import model_sessions
 from utils import cli
 from utils.logger import get_logger
 
 if TYPE_CHECKING:
-    from benchmark.records.blocks import Block
+    from records.blocks import Block
 
 log = get_logger("ties")
 EXAMPLES = """

@@ -1,8 +1,8 @@
 """Adds the datasets of other workspaces to this one, so that what several machines measured is one dataset.
 
-Reads benchmark/dataset/<target>/ and the kernel records of its flavour from each workspace that --from names, and writes them to
-those of --workspace, which may be empty. Blocks that are there already are not added again, so a merge can be repeated. Datasets of
-different targets, or with other labels or metrics, are refused, as are two models of one name that differ.
+Reads benchmark/dataset/<target>/ and the kernel records of its flavour from each workspace that --from names, and writes what
+is new in them to --workspace, which may be empty; so a merge can be repeated. Datasets of different targets, or with other
+labels or metrics, are refused, as are two models of one name that differ.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from benchmark.records.files import collected_targets
-from benchmark.records.joining import merge_dataset
-from ort_analysis.records.joining import Origin
+from records.dataset_files import collected_targets
+from records.dataset_joining import merge_dataset
+from records.kernel_record import ModelOrigin
 from utils import cli, files
 from utils.errors import UserError
 from utils.logger import get_logger
@@ -30,14 +30,14 @@ python benchmark/merge_datasets.py --from out/pool --workspace out/all
 """
 
 
-def read_origins(path: Path) -> dict[str, Origin]:
+def read_origins(path: Path) -> dict[str, ModelOrigin]:
     """Groups and collections of models by the stem of their file, from JSON: `{"resnet18": {"group": …, "collection": …}, …}`.
 
     Raises:
         UserError: it is no such file.
     """
     try:
-        return {str(stem): Origin(**{key: str(value) for key, value in one.items()})
+        return {str(stem): ModelOrigin(**{key: str(value) for key, value in one.items()})
                 for stem, one in files.read_json(path).items()}
     except (AttributeError, TypeError):
         raise UserError(f'{path}: not of the form {{"<file stem>": {{"group": "…", "collection": "…"}}, …}}') from None

@@ -1,7 +1,7 @@
 """Serves this machine's metrics, or replayed ones, to Prometheus where NVIDIA's dcgm-exporter is missing.
 
 Names, labels and units are those of dcgm-exporter: the old names, or with `--names new` those since its version 4.9, some of
-which have other units. The values are means over `--interval` seconds, from any source of benchmark/metrics/sources.py.
+which have other units. The values are means over `--interval` seconds, from any source of measuring/metrics/sources.py.
 `hase_exporter_last_sample_timestamp_seconds` is the time of the latest sample. Samples that can't be right are never served. If
 the latest good sample is older than STALE intervals, the answer is HTTP 503 with the reason, so that Prometheus sees the target
 as down and does not take old values for new ones.
@@ -32,16 +32,16 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from prometheus_client.core import GaugeMetricFamily
 
-from benchmark.load import pace_reading
-from benchmark.load.pace_reading import HostProbed
-from benchmark.load.probe_metrics import MEANINGS, OWN_LABELS, Probed, samples_of
-from benchmark.load.probe_reading import summarised
-from benchmark.load.sharing_probe import SharingProbe
-from benchmark.metrics.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
-from benchmark.metrics.fields import FIELDS
-from benchmark.metrics.source import Mean, MetricSource, Window
-from benchmark.metrics.sources import SOURCES, open_source
-from benchmark.runtimes.ort.host_pace import check_gpu, measure_pace
+from measuring.metrics.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
+from measuring.metrics.fields import FIELDS
+from measuring.metrics.probe_metrics import MEANINGS, OWN_LABELS, Probed, samples_of
+from measuring.metrics.source import Mean, MetricSource, Window
+from measuring.metrics.sources import SOURCES, open_source
+from records import host_pace
+from records.host_pace import HostProbed
+from records.probe_reading import summarised
+from runtimes.ort.host_pace import check_gpu, measure_pace
+from runtimes.ort.sharing_probe import SharingProbe
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import machine, resolve_device
@@ -209,8 +209,8 @@ class DeviceMetrics:
             yield family
         yield GaugeMetricFamily(LAST_SAMPLE, "time of the latest good sample (s since 1970)", value=self.sampler.sampled_s)
         if (paced := self.paces.fresh() if self.paces else None) is not None:
-            for name, value in ((pace_reading.PROBE, paced.probe_us / 1e6), (pace_reading.TAKEN, paced.taken_s)):
-                family = GaugeMetricFamily(name, pace_reading.MEANINGS[name], labels=list(self.labels))
+            for name, value in ((host_pace.PROBE, paced.probe_us / 1e6), (host_pace.TAKEN, paced.taken_s)):
+                family = GaugeMetricFamily(name, host_pace.MEANINGS[name], labels=list(self.labels))
                 family.add_metric(list(self.labels.values()), value)
                 yield family
         probed = self.probes.fresh() if self.probes else None

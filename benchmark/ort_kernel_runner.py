@@ -16,7 +16,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections.abc import Mapping
 from typing import Any
 
-from benchmark.runtimes.ort.runner import DEFAULT_LOOPS, DEFAULT_WARMUP, Timing, open_runner
+from runtimes.ort.runner import DEFAULT_LOOPS, DEFAULT_WARMUP, Timing, open_runner
 from utils import cli, files
 from utils.fingerprint import resolve_device
 from utils.locks import measuring
@@ -25,7 +25,7 @@ from utils.logger import get_logger
 log = get_logger("runner")
 EXAMPLES = """
 python benchmark/ort_kernel_runner.py --model resnet18.onnx --dim batch=1
-python benchmark/ort_kernel_runner.py --model kernel_model/kernel_onnx/cpu-avx512-ort1.31-all/conv.onnx --loops 100
+python benchmark/ort_kernel_runner.py --model "$(ls kernel_model/kernel_onnx/*/*.onnx | head -1)" --loops 100
 python benchmark/ort_kernel_runner.py --model resnet18.onnx --budget-s 5 --io host --json
 """
 

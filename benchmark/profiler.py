@@ -3,7 +3,7 @@
     profiler = UnifiedProfiler(settings)
     profiler.profile(folder)
 
-They are thin: the power monitor is that of benchmark/measuring, the measuring loop too, and what a profile is lies in
+They are thin: the power monitor is that of measuring, the measuring loop too, and what a profile is lies in
 benchmark/convolutions. The command is benchmark/run_profile.py.
 """
 
@@ -23,15 +23,15 @@ from benchmark.convolutions.measure import Instruments, measure_profile
 from benchmark.convolutions.profile_unit import ProfileSettings, ProfileUnit
 from benchmark.convolutions.results import ResultsJournal, write_settings
 from benchmark.convolutions.timing import LayerTimer
-from benchmark.measuring.bench import Bench, Steadiness
-from benchmark.measuring.loads import Totals, measure_loads
-from benchmark.measuring.pending import Planned, pending
-from benchmark.measuring.power import PowerMonitor
-from benchmark.measuring.run_times import time_warm_runs_ms
-from benchmark.metrics.power_sensors import NoPowerSensor, open_power_sensor
-from benchmark.records.blocks import Block
-from benchmark.records.measurement import Measurement
+from measuring.bench import Bench, Steadiness
+from measuring.loads import Totals, measure_loads
+from measuring.metrics.power_sensors import NoPowerSensor, open_power_sensor
+from measuring.pending import Planned, pending
+from measuring.power import PowerMonitor
+from measuring.run_times import time_warm_runs_ms
 from model_zoo.exporting.torch_models import build, check_names
+from records.blocks import Block
+from records.measurement import Measurement
 from utils.fingerprint import machine
 from utils.lazy import torch
 from utils.locks import measuring, sole_writer

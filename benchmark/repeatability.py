@@ -22,17 +22,18 @@ from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import start_crew
 from benchmark.collecting.units import KernelUnits, open_bench
 from benchmark.collecting.work import Item, find_work
-from benchmark.measuring.loads import measure_loads
-from benchmark.measuring.pending import Planned, chunks
-from benchmark.records.blocks import Block
-from benchmark.records.files import read_header, read_journal
-from benchmark.records.journal import Journal
-from benchmark.records.labels import COLLECT
-from benchmark.records.measurement import Measurement
+from measuring.loads import measure_loads
+from measuring.pending import Planned, chunks
+from records.blocks import Block
+from records.dataset_files import read_header, read_journal
+from records.journal import Journal
+from records.labels import COLLECT
+from records.measurement import Measurement
+from runtimes.targets import local_target
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError
-from utils.fingerprint import local_target, machine, resolve_device
+from utils.fingerprint import machine, resolve_device
 from utils.paths import ROOT, Workspace
 from utils.timing import error_statistics
 

@@ -19,14 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmark.measuring.effort import Effort
-from benchmark.measuring.quiet_host import PATIENCE
-from benchmark.runtimes.protocol import Reply, Request
-from benchmark.runtimes.worker_client import Worker, WorkerFailed
-from benchmark.traces.anatomy import PARTS, Anatomy, anatomy_of, measured_trace, typical_run
-from benchmark.traces.gpu_trace import GpuRun
-from ort_analysis.graph.source import own_sizes, read_source
-from ort_analysis.records.kernel_record import record_name
+from measuring.anatomy import PARTS, Anatomy, anatomy_of, measured_trace, typical_run
+from measuring.effort import Effort
+from measuring.gpu_trace import GpuRun
+from measuring.quiet_host import PATIENCE
+from records.kernel_record import record_name
+from runtimes.ort.graph.source import own_sizes, read_source
+from runtimes.protocol import Reply, Request
+from runtimes.worker_client import Worker, WorkerFailed
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda

@@ -25,8 +25,8 @@ from benchmark.convolutions.algorithms import algorithm_named, algorithms_of
 from benchmark.convolutions.listing import MODELS, algorithm_rows, cuda_row, model_rows, status_rows
 from benchmark.convolutions.profile_unit import DEFAULT_LARGEST, DEFAULT_SMALLEST, ProfileSettings, even_sizes
 from benchmark.convolutions.results import finished_rows
-from benchmark.measuring.bench import Steadiness
 from benchmark.profiler import UnifiedProfiler
+from measuring.bench import Steadiness
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import machine, resolve_device

@@ -19,8 +19,8 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from benchmark.load.probe_reading import ProbeReading
-from benchmark.load.sharing_probe import SECONDS, probe
+from records.probe_reading import ProbeReading
+from runtimes.ort.sharing_probe import SECONDS, probe
 from utils import cli, files
 from utils.errors import UserError
 from utils.logger import get_logger

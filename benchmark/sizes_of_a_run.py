@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmark.runtimes.ort.sizes_of_a_run import sizes_of_a_run
+from runtimes.ort.sizes_of_a_run import sizes_of_a_run
 from utils import cli
 from utils.errors import UserError
 from utils.logger import get_logger

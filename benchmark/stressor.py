@@ -32,10 +32,10 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 import psutil
 
-from benchmark.load.backgrounds import COMPUTE, KINDS, LONGEST_PERIOD_MS, QUEUES, Background
 from benchmark.load.burners import burn_core, bursts, cuda_work
-from benchmark.metrics.source import MetricSource, values
-from benchmark.metrics.sources import open_source
+from measuring.metrics.source import MetricSource, values
+from measuring.metrics.sources import open_source
+from records.backgrounds import COMPUTE, KINDS, LONGEST_PERIOD_MS, QUEUES, Background
 from utils import cli
 from utils.config import validate
 from utils.errors import UserError
@@ -45,9 +45,9 @@ from utils.paths import Workspace
 from utils.processes import die_with_parent, set_by_signal
 
 EXAMPLES = """
-  python benchmark/stressor.py --kind compute --intensity 0.6 --duration 30
-  python benchmark/stressor.py --kind memory --queue deep --intensity 1 --device cuda --report-every 1 --json
-  python benchmark/stressor.py --kind model --model resnet18.onnx --dim batch=4 --period-ms 200 --intensity 0.5
+python benchmark/stressor.py --kind compute --intensity 0.6 --duration 10
+python benchmark/stressor.py --kind model --model resnet18.onnx --dim batch=4 --period-ms 200 --intensity 0.5 --duration 10
+python benchmark/stressor.py --kind memory --queue deep --intensity 1 --device cuda --report-every 1 --json  # needs a GPU
 """
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 

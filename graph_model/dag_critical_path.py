@@ -16,8 +16,8 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from typing import Any
 
 from graph_model.dag.dag import dag_file, dag_of, longest_path, record_paths
-from ort_analysis.records.kernel_record import REMAKE
-from ort_analysis.records.reading import read_model_record
+from records.kernel_record import REMAKE
+from records.kernel_record_files import read_model_record
 from utils import cli, files
 from utils.errors import UserError
 from utils.lazy import networkx as nx
@@ -26,7 +26,7 @@ from utils.logger import get_logger
 log = get_logger("dag")
 EXAMPLES = """
 python graph_model/dag_critical_path.py
-python graph_model/dag_critical_path.py --record ort_analysis/ort_kernel_record/cpu-avx2-ort1.31-all/resnet18.json --json
+python graph_model/dag_critical_path.py --record ort_analysis/ort_kernel_record/*/resnet18_fp32_b16_224x224.json --json
 """
 
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.runtimes.ort.runner import bind, random_feed
-from benchmark.runtimes.ort.session_timing import memory_in_use_mib
 from inference.core.memory import peak_memory
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.graph.source import own_sizes
-from ort_analysis.records.elements import numpy_dtype, session_dtype
+from records.elements import numpy_dtype, session_dtype
+from runtimes.ort.graph.analysis import analyze
+from runtimes.ort.graph.source import own_sizes
+from runtimes.ort.runner import bind, random_feed
+from runtimes.ort.session_timing import memory_in_use_mib
 from utils import cli
 from utils.errors import UserError
 from utils.lazy import onnx

@@ -42,7 +42,6 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmark.load.pace_reading import read_pace
 from inference.core.host_pace import PaceAsked
 from inference.core.predictor import Predictor
 from inference.core.report import log_measured, print_predictions, verdict
@@ -53,7 +52,8 @@ from inference.core.timeline import trace_of
 from inference.live.load import CONFIG_FILE, InferenceConfig, Load
 from inference.live.surroundings import Surroundings
 from inference.sharing.slo import PERCENTILE, SloUnderLoad
-from ort_analysis.graph.optimized_once import optimized_once
+from records.host_pace import read_pace
+from runtimes.ort.graph.optimized_once import optimized_once
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError
@@ -73,17 +73,18 @@ WATCH_S = 15.0
 EXAMPLES = """
 python inference/predict_model_latency.py --model resnet18.onnx
 python inference/predict_model_latency.py --model resnet18.onnx --dim batch=1,2,4,8
-python inference/predict_model_latency.py --model model.onnx --strict --top 10 --json
-python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --metrics busy.json --slo-ms 5
-python inference/predict_model_latency.py --model model.onnx --config prometheus.yaml --watch --slo-ms 5 --export 9401
-python inference/predict_model_latency.py --model model.onnx --probe --watch 5
-python inference/predict_model_latency.py --model model.onnx --dim batch=1,2,4,8 --energy
-python inference/predict_model_latency.py --model model.onnx --measure-missing
-python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace timeline.json
-python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --cuda-graph
-python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --machine machine.json
-python inference/predict_model_latency.py --model model.onnx --host-pace measure
-python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --trace both.json --beside real.json
+python inference/predict_model_latency.py --model resnet18.onnx --strict --top 10 --json
+python inference/predict_model_latency.py --model resnet18.onnx --measure-missing
+python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --dim batch=1,2,4,8 --energy
+python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --host-pace 1.15 --slo-ms 50
+python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --cuda-graph
+python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --trace timeline.json
+python inference/predict_model_latency.py --model resnet18.onnx --trace t.json --beside real.json  # needs run_anatomy.py --trace
+python inference/predict_model_latency.py --model resnet18.onnx --target h200 --metrics busy.json  # needs its load, in a file
+python inference/predict_model_latency.py --model resnet18.onnx --config my.yaml --watch --export 9401  # needs a Prometheus
+python inference/predict_model_latency.py --model resnet18.onnx --probe --watch 5  # needs a GPU
+python inference/predict_model_latency.py --model resnet18.onnx --host-pace measure  # needs a GPU
+python inference/predict_model_latency.py --model resnet18.onnx --target h200 --machine host.json  # needs host_pace.py --out
 """
 
 

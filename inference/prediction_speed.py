@@ -31,7 +31,7 @@ from utils.paths import ROOT, Workspace
 from utils.timing import summarize
 
 if TYPE_CHECKING:
-    from ort_analysis.records.kernel_record import ModelRecord
+    from records.kernel_record import ModelRecord
 
 MANY = 1000
 SHELLS = 3  # predictions from the shell, at most

@@ -20,18 +20,18 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from benchmark.records.files import collected_targets, read_header, read_journal
-from benchmark.records.host_pace import idle_models
-from benchmark.records.reading import read_model_table
 from graph_model.dag.dag import build_dag, longest_path
-from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import read_model_record, record_path
+from records.dataset_files import collected_targets, read_header, read_journal
+from records.dataset_reading import read_model_table
+from records.host_pace import idle_models
+from records.kernel_record import ModelRecord
+from records.kernel_record_files import read_model_record, record_path
+from runtimes.tvm.functions import function_path
+from runtimes.tvm.operators import network_kind
+from runtimes.tvm.package import FUSED, TUNED
 from training.composition.candidates import compose
 from training.composition.fitted import composition_path, read_composition
 from training.kernels.training_set import measured_times
-from tvm_analysis.functions import function_path
-from tvm_analysis.operators import network_kind
-from tvm_analysis.package import FUSED, TUNED
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import Target

@@ -15,10 +15,11 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from kernel_model.building.kernel_models import check_kernel, default_sources, kernel_build, read_kernels
+from runtimes.ort.building.kernel_models import check_kernel, default_sources, kernel_build, read_kernels
+from runtimes.targets import flavour_of
 from utils import cli
 from utils.errors import UserError
-from utils.fingerprint import flavour_of, resolve_device
+from utils.fingerprint import resolve_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import Workspace
@@ -26,8 +27,8 @@ from utils.paths import Workspace
 log = get_logger("builder")
 EXAMPLES = """
 python kernel_model/kernel_builder.py
-python kernel_model/kernel_builder.py --record ort_analysis/ort_kernel_record/cpu-avx512-ort1.31-all/resnet18.json
-python kernel_model/kernel_builder.py --kernel one_kernel.json --check
+python kernel_model/kernel_builder.py --record ort_analysis/ort_kernel_record/*/resnet18_fp32_b16_224x224.json
+python kernel_model/kernel_builder.py --record ort_analysis/ort_kernel_record/*/resnet18@batch=8.json --check
 """
 
 

@@ -24,15 +24,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernel_model.building.kernel_models import default_sources, kernel_build
 from kernel_model.sampling.draws import draw_kernel
 from kernel_model.sampling.float_types import FLOAT_TYPES, on_cuda
 from kernel_model.sampling.free_shapes.table import draw_free_kernel
 from kernel_model.sampling.kernel_errors import KernelErrors, draw_weights, read_errors
 from kernel_model.sampling.seeds import SEED_FILE, Families, Seeds, read_seeds
-from ort_analysis.records.kernel_costs import VIEW_OPS
-from ort_analysis.records.kernel_record import Kernel, KernelInput
-from ort_analysis.records.reading import read_index
+from records.kernel_costs import VIEW_OPS
+from records.kernel_record import Kernel, KernelInput
+from records.kernel_record_files import read_index
+from runtimes.ort.building.kernel_models import default_sources, kernel_build
 from utils import cli, files
 from utils.errors import UserError
 from utils.locks import sole_writer

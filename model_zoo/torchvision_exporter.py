@@ -24,17 +24,18 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from model_zoo.exporting.export_process import ExportProcess
 from model_zoo.exporting.export_report import report
 from model_zoo.exporting.zoo_config import CONFIG_FILE, ZooConfig, read_zoo_config
+from runtimes.targets import flavour_of
 from utils import cli
 from utils.config import validate
 from utils.errors import UserError
-from utils.fingerprint import flavour_of, resolve_device
+from utils.fingerprint import resolve_device
 from utils.logger import get_logger
 from utils.paths import Workspace
 
 EXAMPLES = """
-  python model_zoo/torchvision_exporter.py
-  python model_zoo/torchvision_exporter.py --model mobilenet_v2 --model vgg11 --batch-size 1 --image-size 224
-  python model_zoo/torchvision_exporter.py --model resnet18 --dtype fp16 --device cuda --no-dynamic
+python model_zoo/torchvision_exporter.py
+python model_zoo/torchvision_exporter.py --model mnasnet1_0 --batch-size 1 --batch-size 8 --image-size 224 --no-dynamic
+python model_zoo/torchvision_exporter.py --model resnet18 --dtype fp16 --device cuda  # needs a GPU
 """
 log = get_logger("exporter")
 

@@ -1,4 +1,4 @@
-"""Finds the original nodes that ORT fused into each node, and describes every kernel of a model in a record.
+"""Finds the original nodes that the runtime fused into each node, and describes every kernel in a record.
 
 Reads ONNX files, by default all in model_zoo/models. Writes one record per model to
 ort_analysis/ort_kernel_record/<flavour>/<model>.json, and index.json next to them with every kernel of all models by type.
@@ -15,12 +15,13 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections import Counter
 from typing import Any
 
-from ort_analysis.graph.analysis import update_index
-from ort_analysis.graph.recording import write_records
-from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import index_path
+from records.kernel_record import ModelOrigin, ModelRecord
+from records.kernel_record_files import index_path, update_index
+from runtimes import MODULES, runtime_named
+from runtimes.analysis import analyze_all
 from utils import cli
 from utils.errors import UserError
+from utils.fingerprint import DEFAULT_RUNTIME, resolve_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import model_files
@@ -29,7 +30,7 @@ log = get_logger("fusion")
 EXAMPLES = """
 python ort_analysis/fusion_detector.py
 python ort_analysis/fusion_detector.py --model resnet18.onnx --dim batch=1,8,64
-python ort_analysis/fusion_detector.py --model model.onnx --device cuda --json
+python ort_analysis/fusion_detector.py --model resnet18.onnx --device cuda --json
 """
 
 
@@ -47,7 +48,7 @@ def summary(record: ModelRecord) -> dict[str, Any]:
 def fusion_rows(record: ModelRecord) -> list[dict[str, Any]]:
     """One row per node: its kernel type and id, and the original nodes in it."""
     return [{"node": node.name, "type": record.kernel_of(node).type, "kernel": node.kernel_id,
-             "origins": " + ".join(f"{o.op_type}({o.name})" for o in node.origins) or "(inserted by ORT)"}
+             "origins": " + ".join(f"{o.op_type}({o.name})" for o in node.origins) or "(inserted by the runtime)"}
             for node in record.nodes]
 
 
@@ -55,6 +56,8 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--model", type=Path, action="append",
                         help="an ONNX file (repeatable; default: all in model_zoo/models)")
+    parser.add_argument("--runtime", choices=tuple(MODULES), default=DEFAULT_RUNTIME,
+                        help="whose graph (default: ort, ONNX Runtime)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto",
                         help="whose graph; cuda also works without a GPU (default: auto)")
     cli.add_dim(parser)
@@ -67,18 +70,20 @@ def main() -> int:
     parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="models analysed at a time (default: 1)")
     args = parser.parse_args()
     workspace = cli.start(args)
-    paths = workspace.find_models(args.model) if args.model else model_files([workspace.models])
+    runtime = runtime_named(args.runtime)
+    runtime.check()
+    paths = workspace.find_models(args.model) if args.model else model_files([workspace.models], runtime.model_suffixes)
     if not paths:
         raise UserError(f"{workspace.models}: no models; export some with: python model_zoo/torchvision_exporter.py")
     sizes = cli.parse_dims(args.dim)
     work = [(path, dims) for path in paths for dims in cli.combinations(sizes)]
     with sole_writer(workspace.kernel_records):
-        done = write_records(workspace, work, args.device, args.jobs, args.static, args.group,
-                             args.collection)
-        records = [record for record in done if isinstance(record, ModelRecord)]
+        done = analyze_all(workspace, args.runtime, work, resolve_device(args.device), args.jobs, args.static,
+                           ModelOrigin(args.group, args.collection))
+        records = [record for of_model in done if not isinstance(of_model, UserError) for record in of_model]
         indexes = [update_index(workspace, flavour) for flavour in {one.flavour.name: one.flavour for one in records}.values()]
-    failed = [path.name for (path, _), found in zip(work, done, strict=True) if isinstance(found, UserError)]
-    for error in (found for found in done if isinstance(found, UserError)):
+    failed = [path.name for (path, _), of_model in zip(work, done, strict=True) if isinstance(of_model, UserError)]
+    for error in (of_model for of_model in done if isinstance(of_model, UserError)):
         log.error("%s", error)
     for index in indexes:
         log.info("%s: %d kernels of %d types in the index", index_path(workspace, index.flavour),
@@ -87,7 +92,7 @@ def main() -> int:
     if args.json:
         cli.print_json({"records": rows, "failed": failed})
     elif len(records) == 1:
-        cli.print_table(fusion_rows(records[0]), f"{records[0].model}: what ORT fused")
+        cli.print_table(fusion_rows(records[0]), f"{records[0].model}: what {runtime.title} fused")
     else:
         cli.print_table(rows, "kernel records")
     if failed:

@@ -15,7 +15,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from ort_analysis.graph.parsing import ParsedGraph, parse_graph, shape_text
+from runtimes.ort.graph.parsing import ParsedGraph, parse_graph, shape_text
 from utils import cli
 from utils.logger import get_logger
 
@@ -23,7 +23,7 @@ log = get_logger("parser")
 
 EXAMPLES = """
 python ort_analysis/ort_graph_parser.py --model resnet18.onnx --dim batch=1
-python ort_analysis/ort_graph_parser.py --model model.onnx --device cuda --json
+python ort_analysis/ort_graph_parser.py --model resnet18.onnx --device cuda --json
 """
 
 

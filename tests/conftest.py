@@ -17,16 +17,17 @@ from filelock import FileLock
 from onnx import TensorProto, helper, numpy_helper
 from xdist.scheduler import LoadScopeScheduling
 
-from kernel_model.building.kernel_models import kernel_build
 from kernel_model.sampling.free_shapes.table import DRAWS
 from model_zoo.exporting.torch_models import group_of
-from model_zoo.exporting.zoo_config import GROUP_KEY
-from ort_analysis.graph.analysis import analyze, update_index
-from ort_analysis.records.kernel_record import Kernel
-from ort_analysis.records.reading import record_path
+from records.kernel_record import Kernel
+from records.kernel_record_files import record_path, update_index
+from runtimes.ort.building.kernel_models import kernel_build
+from runtimes.ort.graph.analysis import analyze
+from runtimes.targets import flavour_of
 from utils import files
-from utils.fingerprint import Flavour, flavour_of
+from utils.fingerprint import Flavour
 from utils.locks import FOLDER_VARIABLE
+from utils.model_files import GROUP_KEY
 from utils.paths import Workspace
 
 TORCH_MODELS = {"resnet18": 64, "mobilenet_v3_small": 64, "vit_tiny": 32}  # name: side of the image

@@ -271,18 +271,18 @@ def commands(path: Path, root: Path, target: str) -> list[str]:
 NAMES = """
 from pathlib import Path
 from benchmark.collecting.config import CollectorConfig
-from benchmark.records.files import read_journal, read_kernels as read_kernels_of
+from records.dataset_files import read_journal, read_kernels as read_kernels_of
 from inference.evaluation.evaluate import evaluate
 from inference import predict
 from inference.live.load import InferenceConfig
-from kernel_model.building.kernel_models import read_kernels
+from runtimes.ort.building.kernel_models import read_kernels
 from kernel_model.sampling.kernel_errors import read_errors
 from model_zoo.exporting.zoo_config import ZooConfig
-from ort_analysis.records.reading import read_model_records
+from records.kernel_record_files import read_model_records
 from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import read_training_set
 from utils.config import read_config
-from utils.fingerprint import flavour_of
+from runtimes.targets import flavour_of
 """  # what `commands` calls
 
 
@@ -454,9 +454,9 @@ def main() -> int:
     sys.path.insert(0, str(ROOT / "tests"))
     from trained_workspace import train
 
-    from ort_analysis.graph.analysis import update_index
+    from records.kernel_record_files import update_index
+    from runtimes.targets import flavour_of, local_target
     from tests.conftest import small_model
-    from utils.fingerprint import flavour_of, local_target
     from utils.paths import Workspace
 
     target = local_target("cpu").name

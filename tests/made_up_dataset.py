@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.records.files import DatasetHeader, DatasetKernel, header_path, kernel_table_path, kernels_path, model_table_path
-from benchmark.records.tables import input_shape, kernel_columns, model_columns
 from model_zoo.exporting.torch_models import group_of
-from ort_analysis.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
-from ort_analysis.records.reading import record_path
+from records.dataset_files import DatasetHeader, DatasetKernel, header_path, kernel_table_path, kernels_path, model_table_path
+from records.dataset_tables import input_shape, kernel_columns, model_columns
+from records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
+from records.kernel_record_files import record_path
+from records.kernel_types import describe_kernel
 from utils import files
 from utils.fingerprint import Flavour, Machine, Target
 from utils.paths import Workspace

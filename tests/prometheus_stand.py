@@ -25,9 +25,9 @@ import pytest
 import requests
 import yaml
 
-from benchmark.metrics.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, UUID_LABEL
-from benchmark.metrics.replay import TIME, ReplaySource
 from benchmark.metrics_exporter import PaceSampler, ProbeSampler, Sampler, make_exporter
+from measuring.metrics.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, UUID_LABEL
+from measuring.metrics.replay import TIME, ReplaySource
 from utils.paths import ROOT
 
 NEEDED = "HASE_NEEDS_PROMETHEUS"  # set where a missing Prometheus is a failure

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from runtimes.targets import local_target
 from tests.fuzzing import Outcome, files_of, fuzz_files, fuzz_models
-from utils.fingerprint import local_target
 from utils.paths import Workspace
 
 TARGET = local_target("cpu").name

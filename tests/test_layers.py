@@ -13,8 +13,8 @@ import pytest
 
 from utils.paths import ROOT
 
-ORDER = ("utils", "model_zoo", "ort_analysis", "tvm_analysis", "kernel_model", "benchmark", "graph_model", "overlap_simulator",
-         "training", "inference", "evaluator", "recipes")
+ORDER = ("utils", "records", "measuring", "runtimes", "model_zoo", "ort_analysis", "kernel_model", "tvm_analysis", "benchmark",
+         "graph_model", "overlap_simulator", "training", "inference", "evaluator", "recipes")
 FILES = [path for room in ORDER for path in (sorted((ROOT / room).glob("**/*.py")) or [ROOT / f"{room}.py"])]
 
 

@@ -7,13 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_layers import ORDER
 
 from recipes.commands_page import PAGE, all_commands, anchor, page
-from utils.fingerprint import RUNTIMES
+from runtimes import MODULES as RUNTIMES
 from utils.paths import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "recipes").glob("*/*.md"))]
+PYTHON = re.compile(r"^```python\n.*?^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:]+)\)")
+FILE = re.compile(r"(?<![\w/<>.…-])((?:\w+/)+[\w.]+\.(?:py|sh|yaml))\b")
 NUMBER = re.compile(r"-?[\d,]*\.?\d+")
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def cells(line: str) -> list[str]:
@@ -82,3 +90,40 @@ def test_no_phase_numbers_are_kept_by_hand() -> None:
 def test_how_it_works_names_every_runtime() -> None:
     text = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
     assert not [runtime for runtime in RUNTIMES if f"`{runtime}`" not in text]
+
+
+def test_no_other_page_has_python() -> None:
+    """Those that have are run: by tests/test_readme.py, test_adding_a_unit.py and test_estimators.py."""
+    assert {path.name for path in PAGES if PYTHON.search(path.read_text(encoding="utf-8"))} == {
+        "README.md", "predicting.md", "adding_a_unit.md", "estimators.md"}
+
+
+def test_make_knows_what_the_readme_asks_of_it() -> None:
+    asked = re.findall(r"^make (\w+)", readme(), re.MULTILINE)
+    assert len(asked) >= 3
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert not [target for target in asked if not re.search(rf"^{target}: ", makefile, re.MULTILINE)]
+
+
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
+    assert len(readme().splitlines()) < 130
+    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= set(LINK.findall(readme()))
+
+
+def test_the_readmes_tree_is_the_repository() -> None:
+    """Its folders and scripts at the top, in the order in which they may import one another."""
+    tree = re.findall(r"^(\w+)(?:/|\.py) ", readme().partition("```text\nutils/")[1] + readme().partition("```text\nutils/")[2],
+                      re.MULTILINE)
+    assert [name for name in tree if name in ORDER] == [name for name in ORDER if name in tree]
+    assert set(ORDER) <= {"utils", *tree}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+def test_what_a_page_names_exists(path: Path) -> None:
+    """In its prose and its commands: an example in Python may name a file that the reader would make, and moved.md says what
+    was."""
+    text = PYTHON.sub("", path.read_text(encoding="utf-8"))
+    if path.name == "moved.md":
+        text = "\n".join(row["is"] for table in tables(text) for row in table)
+    links = [path.parent / link for link in LINK.findall(text)]
+    assert not [str(named) for named in (*links, *(ROOT / name for name in FILE.findall(text))) if not named.exists()]

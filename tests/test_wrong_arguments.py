@@ -10,9 +10,9 @@ from conftest import small_model
 
 from inference import predict
 from inference.core.sources import record_of
+from runtimes.targets import flavour_of
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import flavour_of
 from utils.paths import Workspace
 
 PREDICT = "inference/predict_model_latency.py --model dyn.onnx"

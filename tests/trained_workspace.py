@@ -11,8 +11,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmark.records.blocks import Block
-from benchmark.records.files import (
+from records.blocks import Block
+from records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
     header_path,
@@ -21,14 +21,15 @@ from benchmark.records.files import (
     kernels_path,
     model_table_path,
 )
-from benchmark.records.labels import DEFAULT_LABELS
-from benchmark.records.measurement import Measurement
-from benchmark.records.tables import kernel_columns, kernel_rows, model_columns, model_rows, model_sessions
-from model_zoo.exporting.zoo_config import GROUP_KEY
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.kernel_record import Kernel, ModelRecord
+from records.dataset_tables import kernel_columns, kernel_rows, model_columns, model_rows, model_sessions
+from records.kernel_record import Kernel, ModelRecord
+from records.labels import DEFAULT_LABELS
+from records.measurement import Measurement
+from runtimes.ort.graph.analysis import analyze
+from runtimes.targets import local_target
 from utils import files
-from utils.fingerprint import local_target, machine
+from utils.fingerprint import machine
+from utils.model_files import GROUP_KEY
 from utils.paths import ROOT, Workspace
 
 METRIC = "DCGM_FI_DEV_CPU_UTIL_TOTAL"  # one that a CPU has, so that a collector can go on
@@ -120,7 +121,7 @@ def make_dataset(workspace: Workspace, records: list[ModelRecord]) -> None:
 
 def make_models(workspace: Workspace) -> list[ModelRecord]:
     """Exports the small models and writes their records; `dynnet` has a dynamic batch and is in no dataset."""
-    from ort_analysis.records.reading import record_path
+    from records.kernel_record_files import record_path
 
     paths = [conv_net(workspace.models / f"{name}_c{channels}.onnx", channels=channels, batch=batch)
              for name, batch in (("anet", 1), ("bnet", 2), ("cnet", 4)) for channels in (8, 16, 24, 32, 48, 64)]

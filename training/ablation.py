@@ -22,9 +22,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.records.files import read_kernels
-from benchmark.records.labels import GPU_LABEL
-from benchmark.records.reading import read_kernel_table
+from records.dataset_files import read_kernels
+from records.dataset_reading import read_kernel_table
+from records.labels import GPU_LABEL
 from training.composition.left_out import kernel_errors, predict_out_of_fold
 from training.composition.measured_models import MeasuredModel, TimesOfModels, left_out_groups, measured_models
 from training.kernels.cuda_classes import cuda_class, fit_two_stages

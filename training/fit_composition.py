@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.records.host_pace import usual_probe_us
-from benchmark.records.reading import read_model_table
+from records.dataset_reading import read_model_table
+from records.host_pace import usual_probe_us
 from training.composition.candidates import try_lines, try_pipeline
 from training.composition.few_models import try_few_models
 from training.composition.fitted import Composition, FittedModel, composition_path, read_composition

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmark.records.files import collected_targets
+from records.dataset_files import collected_targets
 from training.kernels.estimators import learn_classes, pose
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out, steady_classes

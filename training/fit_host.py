@@ -16,10 +16,10 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from benchmark.records.copies import MEASURE, WaitTimes, read_copies
 from graph_model.simulation.pipeline import PipelineCosts
-from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
+from records.copies import MEASURE, WaitTimes, read_copies
+from records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_types import describe_kernel
 from training.composition.default_composition import shipped_costs
 from training.composition.fit_copies import fit_copies
 from training.composition.fitted import composition_path, read_composition

@@ -33,9 +33,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.load.backgrounds import Background
-from benchmark.load.probe_reading import QUANTILES
-from benchmark.records.files import collected_targets, read_header, read_journal
+from records.backgrounds import Background
+from records.dataset_files import collected_targets, read_header, read_journal
+from records.probe_reading import QUANTILES
 from training.baselines.kernels_under_load import measured_under_load, summed_ms
 from training.kernels.settings import TrainingConfig
 from training.kernels.targets import Show, add_options, for_each_target, trained_targets

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.records.files import collected_targets, read_kernels
-from benchmark.records.labels import GPU_LABEL
 from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
+from records.dataset_files import collected_targets, read_kernels
+from records.labels import GPU_LABEL
 from training.kernels.estimators import pose
 from training.kernels.label_training import Trained, train_label
 from training.kernels.saving import save_predictors
@@ -48,8 +48,8 @@ log = get_logger("training")
 HEAD_COLUMNS = ("batch", "channels", "height", "width", "out_channels", "kernel_height", "stride", "log_flops", "log_bytes")
 EXAMPLES = """
 python training/train_kernel_model.py
-python training/train_kernel_model.py --target h200-cuda-ort1.31-all --json
-python training/train_kernel_model.py --workspace out/a100 --start-from nvidia-h200-cuda-ort1.31-all
+python training/train_kernel_model.py --force --json
+python training/train_kernel_model.py --start-from nvidia-h200-cuda-ort1.31-all  # needs a GPU's dataset
 """
 
 

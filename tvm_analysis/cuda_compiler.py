@@ -17,16 +17,17 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ort_analysis.records.reading import records_in
-from tvm_analysis.compiling import built_function, compiled_model, cuda_sources, with_searched_schedules
-from tvm_analysis.cuda_code import FOLDER, check_compiler, compile_for, kept_cubin
-from tvm_analysis.functions import SUFFIX, read_function
-from tvm_analysis.package import FUSED, TUNED, arch_here, check_tvm, gpu_target, runs_on_gpus, tvm_flavour
-from tvm_analysis.recording import parse_at
+from records.kernel_record_files import records_in
+from runtimes.tvm.compiling import built_function, compiled_model, cuda_sources, with_searched_schedules
+from runtimes.tvm.cuda_code import FOLDER, check_compiler, compile_for, kept_cubin
+from runtimes.tvm.functions import SUFFIX, read_function
+from runtimes.tvm.package import FUSED, TUNED, arch_here, check_tvm, gpu_target, runs_on_gpus, tvm_flavour
+from runtimes.tvm.recording import parse_at
+from runtimes.tvm.runtime import RUNTIME
 from utils import cli
 from utils.errors import UserError
 from utils.logger import get_logger
-from utils.paths import MODEL_SUFFIXES, Workspace, model_files
+from utils.paths import Workspace, model_files
 from utils.processes import each_in_a_process
 
 log = get_logger("cuda_compiler")
@@ -84,7 +85,7 @@ def tasks(workspace: Workspace, arch: str) -> list[Task]:
     Raises:
         UserError: there is nothing.
     """
-    files = {path.stem: path for path in model_files([workspace.models], MODEL_SUFFIXES["tvm"])}
+    files = {path.stem: path for path in model_files([workspace.models], RUNTIME.model_suffixes)}
     models, kernels = list[Task](), list[Task]()
     for level in (FUSED, TUNED):
         flavour = tvm_flavour("cuda", level)

@@ -17,16 +17,17 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from collections import Counter
 from typing import Any
 
-from ort_analysis.graph.analysis import update_index
-from ort_analysis.records.kernel_record import ModelRecord
-from tvm_analysis.operators import kind_of_all, network_kind, onnx_name, operator_kind
-from tvm_analysis.package import FUSED, UNFUSED, check_tvm, tvm_flavour
-from tvm_analysis.recording import parse, write_parsed
+from records.kernel_record import ModelRecord
+from records.kernel_record_files import update_index
+from runtimes.tvm.operators import kind_of_all, network_kind, onnx_name, operator_kind
+from runtimes.tvm.package import FUSED, UNFUSED, check_tvm, tvm_flavour
+from runtimes.tvm.recording import parse, write_parsed
+from runtimes.tvm.runtime import RUNTIME
 from utils import cli
 from utils.errors import UserError
 from utils.locks import sole_writer
 from utils.logger import get_logger
-from utils.paths import MODEL_SUFFIXES, model_files
+from utils.paths import model_files
 
 log = get_logger("tvm")
 EXAMPLES = """
@@ -71,7 +72,7 @@ def main() -> int:
     args = parser.parse_args()
     workspace = cli.start(args)
     check_tvm()
-    paths = workspace.find_models(args.model) if args.model else model_files([workspace.models], MODEL_SUFFIXES["tvm"])
+    paths = workspace.find_models(args.model) if args.model else model_files([workspace.models], RUNTIME.model_suffixes)
     if not paths:
         raise UserError(f"{workspace.models}: no models; export some with: python model_zoo/torchvision_exporter.py")
     done: list[list[ModelRecord]] = []

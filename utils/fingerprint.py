@@ -8,14 +8,13 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import psutil
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from utils.errors import UserError
 from utils.lazy import pynvml
@@ -30,15 +29,6 @@ SharingMode = Literal["time_slices", "mps", "mig"]  # how processes share a GPU;
 DEFAULT_RUNTIME = "ort"
 
 
-def _known_runtime(runtime: str) -> str:
-    if runtime not in RUNTIMES:
-        raise ValueError(f"{runtime} is no runtime that this version knows ({', '.join(RUNTIMES)})")
-    return runtime
-
-
-Runtime = Annotated[str, AfterValidator(_known_runtime)]  # a name of RUNTIMES
-
-
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,14 +38,14 @@ class Flavour(_Frozen):
 
     Attributes:
         device: `cpu` or `cuda`.
-        runtime: what optimises the graph and runs it, one of RUNTIMES.
+        runtime: what optimises the graph and runs it: a name of the table in runtimes/__init__.py.
         runtime_version: the runtime's, major and minor, e.g. `1.31`.
         optimization: the runtime's graph optimisation level.
         instruction_set: the CPU's vector width class, which sets the block size of NCHWc layouts; "" on CUDA.
     """
 
     device: FileNamePart
-    runtime: Runtime = DEFAULT_RUNTIME
+    runtime: FileNamePart = DEFAULT_RUNTIME
     runtime_version: FileNamePart
     optimization: FileNamePart = "all"
     instruction_set: FileNamePart = ""
@@ -184,6 +174,16 @@ def _cpu_info() -> tuple[str, frozenset[str]]:
     return name, flags
 
 
+def cpu_name() -> str:
+    """The CPU's model name."""
+    return _cpu_info()[0]
+
+
+def physical_cores() -> int:
+    """The number of the CPU's cores, without hyperthreads."""
+    return psutil.cpu_count(logical=False) or 1
+
+
 def instruction_set() -> str:
     """The widest vector class of this CPU for which ORT has CPU kernels of their own."""
     flags = _cpu_info()[1]
@@ -234,48 +234,14 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def tvm_version() -> str:
-    """TVM's full version; "" where it is not installed."""
-    return package_version("apache-tvm")
-
-
-# By name, what gives the full version that is installed here.
-RUNTIMES: dict[str, Callable[[], str]] = {"ort": ort_version, "tvm": tvm_version}
-
-
-def flavour_of(device: str, runtime: str = DEFAULT_RUNTIME, optimization: str = "all") -> Flavour:
-    """The flavour that this machine's `runtime` gives graphs for `cpu` or `cuda` at a level of optimisation."""
-    return Flavour(
-        device=device, runtime=runtime, runtime_version=".".join(RUNTIMES[runtime]().split(".")[:2]),
-        optimization=optimization, instruction_set=instruction_set() if device == "cpu" else "",
-    )
-
-
 def boot_id() -> str:
     """An identifier of the operating system's current run; a restart changes it."""
     return BOOT_ID.read_text(encoding="utf-8").strip() if BOOT_ID.exists() else f"since {psutil.boot_time():.0f}"
 
 
-def local_target(device: str, runtime: str = DEFAULT_RUNTIME, optimization: str = "all", threads: int = 0,
-                 cores: int = 0) -> Target:
-    """The target that this machine is, with the runtime's default options.
-
-    Args:
-        device: `cpu` or `cuda`.
-        runtime, optimization: of the flavour.
-        threads: on a CPU; 0: one for each physical core.
-        cores: that the threads are pinned to; 0: they are not pinned.
-    """
-    flavour = flavour_of(device, runtime, optimization)
-    if device == "cuda":
-        return Target(device_name=gpu_facts()["name"], flavour=flavour)
-    return Target(device_name=_cpu_info()[0], flavour=flavour, threads=threads or psutil.cpu_count(logical=False) or 1,
-                  cores=cores)
-
-
 def machine(device: str) -> Machine:
     """The machine that this process runs on, described as its `cpu` or its `cuda` device."""
-    cpu, _ = _cpu_info()
+    cpu = cpu_name()
     gpu = gpu_facts() if device == "cuda" else {}
     identity = MACHINE_ID.read_text(encoding="utf-8").strip() if MACHINE_ID.exists() else ""  # may be there and empty
     frequency = psutil.cpu_freq()

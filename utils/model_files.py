@@ -22,6 +22,9 @@ _EXTERNAL_KEY = b"location"  # the key of the file in which a weight is stored
 SHOWN = 200  # characters of a file name in errors
 _PACKED_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}  # bits per element
 DEEPEST = 100  # graphs within graphs; protobuf reads no deeper either
+DEFAULT_DIMS_KEY = "hase.default_dims"  # metadata of a dynamic model: default sizes, used where the user gives none
+GROUP_KEY = "hase.group"  # metadata of every model: the name of its variants, which are held out together
+COLLECTION_KEY = "hase.collection"  # metadata of every model: where its architecture comes from, for example `timm`
 
 
 def check_plain_file(path: Path, whose: str = "") -> None:

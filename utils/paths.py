@@ -14,8 +14,6 @@ ESTIMATORS = ROOT / "training" / "estimators"  # estimators that come with Hase,
 SIDECAR = "predictors.json"  # describes the predictors of a target. Training writes it last: without it they do not count
 ADMITTED = "estimators.json"  # estimators that were admitted for a target, beside its sidecar
 COMPOSITION = "composition.json"  # how kernel times add up to a model's time
-TORCH_SUFFIX = ".pt2"  # of a program that torch.export.save wrote, which TVM reads
-MODEL_SUFFIXES = {"ort": (".onnx",), "tvm": (".onnx", TORCH_SUFFIX)}  # of the models that a runtime reads
 OPTIMIZED_SUFFIX = ".ort.onnx"  # ORT's optimised graph of a model: `<model>.<flavour>.ort.onnx`; never taken for a model
 
 
@@ -161,7 +159,7 @@ def targets_in(folder: Path, holding: str, none: str) -> list[str]:
     return found
 
 
-def model_files(folders: Iterable[Path], suffixes: Sequence[str] = MODEL_SUFFIXES["ort"]) -> list[Path]:
+def model_files(folders: Iterable[Path], suffixes: Sequence[str] = (".onnx",)) -> list[Path]:
     """The models directly in `folders`, sorted; without ORT's optimised graphs and files that are being written."""
     return sorted(
         path for folder in folders for suffix in suffixes for path in folder.glob(f"*{suffix}")

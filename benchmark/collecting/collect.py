@@ -13,16 +13,16 @@ from benchmark.collecting.crew import Crew, start_crew
 from benchmark.collecting.planning import plan_by_usefulness, plan_load
 from benchmark.collecting.units import KernelUnits, open_bench
 from benchmark.collecting.work import Item, KernelItem, ModelItem, Work, find_work
-from benchmark.load.backgrounds import Background
-from benchmark.load.stress import Stress
-from benchmark.measuring.loads import Start, measure_loads, started
-from benchmark.measuring.pending import Planned
-from benchmark.records.blocks import Block
-from benchmark.records.dataset_writer import DatasetWriter
-from benchmark.records.files import DatasetHeader, DatasetKernel, header_path, read_header, read_kernels
-from benchmark.records.measurement import Measurement
-from benchmark.runtimes.protocol import Setting
 from kernel_model.sampling.kernel_errors import KernelError, read_errors
+from measuring.loads import Start, measure_loads, started
+from measuring.pending import Planned
+from measuring.stress import Stress
+from records.backgrounds import Background
+from records.blocks import Block
+from records.dataset_files import DatasetHeader, DatasetKernel, header_path, read_header, read_kernels
+from records.dataset_writer import DatasetWriter
+from records.measurement import Measurement
+from runtimes.protocol import Setting
 from utils.errors import UserError
 from utils.fingerprint import Machine, Target, machine, resolve_device
 from utils.locks import sole_writer
@@ -56,7 +56,7 @@ def collect(workspace: Workspace, config: CollectorConfig, minutes: float | None
     work = find_work(workspace, target, config.held_out)
     with (sole_writer(workspace.dataset(target.name)),
           start_crew(config, device, config.labels_on(device),
-                     Setting.of(target, workspace.kernel_onnx, config.tvm.memory_limit_mib)) as crew):
+                     Setting.of(target, workspace.kernel_onnx, config.setting.memory_limit_mib)) as crew):
         return collect_work(workspace, config, target, work, crew, stop_at_s=stop_at_s)
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from benchmark.load.backgrounds import COMPUTE, Background
-from benchmark.measuring.effort import Effort
-from benchmark.metrics.power_sensors import NoPowerSensor, open_power_sensor
-from benchmark.metrics.source import MetricSource
-from benchmark.metrics.sources import SourceName, open_source
-from benchmark.records.environment import Environment, environment_of
-from benchmark.records.labels import DEFAULT_LABELS, ENERGY, GPU_LABEL, UNPROFILED, VARIANTS, Label, Variant
-from tvm_analysis.package import check_tvm
+from measuring.effort import Effort
+from measuring.metrics.power_sensors import NoPowerSensor, open_power_sensor
+from measuring.metrics.source import MetricSource
+from measuring.metrics.sources import SourceName, open_source
+from records.backgrounds import COMPUTE, Background
+from records.environment import Environment, environment_of
+from records.labels import ENERGY, Label, Variant
+from runtimes import MODULES, runtime_named
+from runtimes.targets import local_target
 from utils.config import Config
 from utils.errors import UserError
-from utils.fingerprint import DEFAULT_RUNTIME, Target, local_target
+from utils.fingerprint import DEFAULT_RUNTIME, Target
 from utils.logger import get_logger
 
 log = get_logger("collector")
@@ -47,10 +48,11 @@ class StressConfig(Config):
         return backgrounds
 
 
-class TvmConfig(Config):
-    """How TVM runs what is measured; see `Setting`. With 0 threads it has one for each physical core."""
+class SettingConfig(Config):
+    """How a runtime with settings runs what is measured; see `Setting`. Without a level it is the runtime's usual one; with 0
+    threads there is one for each physical core."""
 
-    level: Literal["unfused", "fused", "tuned"] = "fused"
+    level: str = ""
     threads: int = Field(0, ge=0)
     cores: int = Field(0, ge=0)
     memory_limit_mib: float = Field(0.0, ge=0)
@@ -60,8 +62,8 @@ class CollectorConfig(Config):
     """See the comments in benchmark/config.yaml."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    runtime: Literal["ort", "tvm"] = "ort"
-    tvm: TvmConfig = TvmConfig()
+    runtime: str = DEFAULT_RUNTIME
+    setting: SettingConfig = SettingConfig()
     labels: tuple[Label, ...] = ()
     model_labels: bool = True
     variants: tuple[Variant, ...] | None = None
@@ -92,6 +94,22 @@ class CollectorConfig(Config):
     timeout_s: float = Field(120.0, gt=0)
     held_out: tuple[str, ...] = ()
     held_out_backgrounds: tuple[str, ...] = ()
+
+    @field_validator("runtime")
+    @classmethod
+    def _known_runtime(cls, runtime: str) -> str:
+        if runtime not in MODULES:
+            raise ValueError(f"not a runtime of this version; it knows {', '.join(MODULES)}")
+        return runtime
+
+    @model_validator(mode="after")
+    def _fits_the_runtime(self) -> CollectorConfig:
+        runtime = runtime_named(self.runtime)
+        if self.setting != SettingConfig() and not runtime.takes_setting:
+            raise ValueError(f"setting: {runtime.title} has none; leave it out")
+        if self.setting.level and self.setting.level not in runtime.levels:
+            raise ValueError(f"setting: level {self.setting.level}: {runtime.title} has {', '.join(runtime.levels)}")
+        return self
 
     @field_validator("levels", "labels", "variants")
     @classmethod
@@ -139,33 +157,27 @@ class CollectorConfig(Config):
         Raises:
             UserError: the runtime is not installed.
         """
-        if self.runtime == DEFAULT_RUNTIME:
-            return local_target(device)
-        check_tvm()
-        return local_target(device, self.runtime, self.tvm.level, self.tvm.threads, self.tvm.cores)
+        runtime, setting = runtime_named(self.runtime), self.setting
+        runtime.check()
+        return local_target(device, self.runtime, setting.level, setting.threads, setting.cores)
 
     def environment(self, target: Target) -> Environment | None:
-        """The environment to be kept with a dataset; None under ONNX Runtime, whose targets say it all."""
-        return None if self.runtime == DEFAULT_RUNTIME else environment_of(target, self.tvm.memory_limit_mib)
+        """The environment to be kept with a dataset; None under a runtime without settings, whose targets say it all."""
+        has_setting = runtime_named(self.runtime).takes_setting
+        return environment_of(target, self.setting.memory_limit_mib) if has_setting else None
 
     def variants_on(self, device: str) -> tuple[str, ...]:
-        """The further ways in which whole models are run on `cpu` or `cuda`; TVM has none.
+        """The further ways in which whole models are run on `cpu` or `cuda`.
 
         Raises:
-            UserError: `cuda_graph` is asked for on a CPU.
+            UserError: the runtime has not all of them there.
         """
-        if self.runtime != DEFAULT_RUNTIME:
-            return ()
-        if self.variants is None:
-            return VARIANTS if device == "cuda" else VARIANTS[:1]
-        if device == "cpu" and "cuda_graph" in self.variants:
-            raise UserError("variants: cuda_graph: only a GPU has CUDA graphs, and this is a CPU target")
-        return self.variants
+        return self._chosen("variants", device, self.variants)
 
     def with_energy_on(self, device: str) -> CollectorConfig:
         """This config for `cpu` or `cuda`; without energy, and with a warning that says why, where the device has no sensor."""
-        if self.energy_s and self.runtime != DEFAULT_RUNTIME:
-            log.warning("no energy is measured: that needs ONNX Runtime")
+        if self.energy_s and not runtime_named(self.runtime).measures_energy:
+            log.warning("no energy is measured: %s has no way to", runtime_named(self.runtime).title)
             return self.model_copy(update={"energy_s": 0.0})
         if self.energy_s:
             try:
@@ -183,15 +195,23 @@ class CollectorConfig(Config):
         """The labels that every kernel gets on `cpu` or `cuda`; a kernel without the first one counts as not measured.
 
         Raises:
-            UserError: `gpu` is asked for on a CPU, `unprofiled` on a GPU, or anything but `run` under TVM.
+            UserError: the runtime takes not all of them there.
         """
-        if self.runtime != DEFAULT_RUNTIME:
-            if other := sorted(set(self.labels) - {"run"}):
-                raise UserError(f"labels: {', '.join(other)}: under {self.runtime}, kernels are timed alone (label run)")
-            return ("run",)
-        if device == "cpu" and GPU_LABEL in self.labels:
-            raise UserError("labels: gpu: only a GPU has this label, and this is a CPU target")
-        if device == "cuda" and UNPROFILED in self.labels:
-            raise UserError("labels: unprofiled: on a GPU the host's runs do not wait for the kernels; label gpu has no "
-                            "profiler's part either")
-        return self.labels or (*DEFAULT_LABELS, *((GPU_LABEL,) if device == "cuda" else ()))
+        return self._chosen("labels", device, self.labels or None)
+
+    def _chosen(self, what: Literal["labels", "variants"], device: str, chosen: tuple[str, ...] | None) -> tuple[str, ...]:
+        """The labels or variants of the config, else those that the runtime takes by default on `cpu` or `cuda`.
+
+        Raises:
+            UserError: it has not all of them there.
+        """
+        runtime = runtime_named(self.runtime)
+        on_device = runtime.on(device)
+        possible, by_default = {"labels": (on_device.labels, on_device.default_labels),
+                                "variants": (on_device.variants, on_device.default_variants)}[what]
+        if chosen is None:
+            return by_default
+        if missing := [name for name in chosen if name not in possible]:
+            raise UserError(f"{what}: {', '.join(missing)}: {runtime.title} has no such {what} on {device}"
+                            + (f"; it has {', '.join(possible)}" if possible else ""))
+        return chosen

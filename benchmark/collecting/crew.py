@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.tracers import Tracers
-from benchmark.measuring.effort import Effort
-from benchmark.records.labels import GPU_LABEL
-from benchmark.runtimes.protocol import Request, Setting
-from benchmark.runtimes.worker_client import Worker
+from measuring.effort import Effort
+from records.labels import GPU_LABEL
+from runtimes.protocol import Request, Setting
+from runtimes.worker_client import Worker
 from utils.locks import measuring
 
 

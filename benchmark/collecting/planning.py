@@ -9,13 +9,13 @@ import numpy as np
 
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.work import Item, KernelItem, ModelItem, Work
-from benchmark.measuring.pending import Planned, choose_ties, chunks, first_names, in_blocks, pending, shuffled
-from benchmark.records.blocks import Block
-from benchmark.records.labels import IN_MODEL_LABELS
-from benchmark.records.measurement import Measurement
-from benchmark.records.tables import model_sessions
 from kernel_model.sampling.kernel_errors import KernelError
 from kernel_model.sampling.usefulness import useful_kernels
+from measuring.pending import Planned, choose_ties, chunks, first_names, in_blocks, pending, shuffled
+from records.blocks import Block
+from records.dataset_tables import model_sessions
+from records.labels import IN_MODEL_LABELS
+from records.measurement import Measurement
 
 
 def sessions_missing(models: Sequence[ModelItem], blocks: Iterable[Block], wanted: int, variants: Sequence[str]) -> list[int]:

@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TypeVar
 
-from benchmark.runtimes.protocol import Request
-from benchmark.runtimes.worker_client import Worker
+from runtimes.protocol import Request
+from runtimes.worker_client import Worker
 from utils.temporary import temporary_folder
 
 R = TypeVar("R")

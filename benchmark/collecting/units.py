@@ -9,17 +9,18 @@ from functools import partial
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import Crew
 from benchmark.collecting.work import Item, KernelItem, ModelItem, carriers, energy_batches
-from benchmark.load.probe_reading import ProbeReading
-from benchmark.measuring.bench import Bench, Steadiness
-from benchmark.measuring.effort import Effort
-from benchmark.measuring.pending import chunks
-from benchmark.metrics.source import MetricSource
-from benchmark.records.labels import ENERGY, GPU_LABEL, IN_MODEL_LABELS, KERNELS
-from benchmark.records.measurement import Measurement, Place, Status, now
-from benchmark.runtimes.protocol import Reply, Request
-from benchmark.runtimes.worker_client import Worker, WorkerFailed
+from measuring.bench import Bench, Steadiness
+from measuring.effort import Effort
+from measuring.metrics.source import MetricSource
+from measuring.pending import chunks
+from records.labels import ENERGY, GPU_LABEL, IN_MODEL_LABELS, KERNELS
+from records.measurement import Measurement, Place, Status, now
+from records.probe_reading import ProbeReading
+from runtimes import runtime_named
+from runtimes.protocol import Reply, Request
+from runtimes.worker_client import Worker, WorkerFailed
 from utils.errors import UserError
-from utils.fingerprint import DEFAULT_RUNTIME, Target
+from utils.fingerprint import Target
 from utils.logger import get_logger
 
 log = get_logger("collector")
@@ -177,13 +178,14 @@ def _canary_ms(worker: Worker, device: str, loaded: bool) -> tuple[float, ...]:
 
 
 def _probe(config: CollectorConfig, device: str, worker: Worker) -> ProbeReading | None:
-    """How long tiny work waits for other work on the GPU. None on a CPU, under another runtime than ONNX Runtime, if the
-    config turns the probe off, and if only idle levels are measured, so that there is nothing to compare.
+    """How long tiny work waits for other work on the GPU. None on a CPU, under a runtime that can't probe, if the config turns
+    the probe off, and if only idle levels are measured, so that there is nothing to compare.
 
     Raises:
         UserError: the probe itself does not run.
     """
-    if device == "cpu" or config.runtime != DEFAULT_RUNTIME or not config.probe_s or not any(config.levels):
+    can_probe = device == "cuda" and runtime_named(config.runtime).probes_sharing
+    if not can_probe or not config.probe_s or not any(config.levels):
         return None
     reply, status = ask(worker, Request(do="sharing_probe", device=device, effort=Effort(budget_s=config.probe_s)))
     if status != "ok":

@@ -6,20 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmark.records.files import DatasetKernel
-from kernel_model.building.carrier import carrier_bytes
-from kernel_model.building.kernel_models import built_kernel
 from kernel_model.sampling.seeds import read_seeds
-from ort_analysis.records.kernel_record import Kernel, ModelRecord
-from ort_analysis.records.reading import index_path, read_index, record_path, records_in
-from tvm_analysis.functions import SUFFIX, read_kernel
+from records.dataset_files import DatasetKernel
+from records.kernel_record import Kernel, ModelRecord
+from records.kernel_record_files import index_path, read_index, record_path, records_in
+from runtimes import runtime_named
+from runtimes.ort.building.carrier import carrier_bytes
 from utils.errors import UserError
 from utils.fingerprint import Target
-from utils.paths import MODEL_SUFFIXES, Workspace, model_files
+from utils.paths import Workspace, model_files
 from utils.safe_names import as_file_name
 
 CARRIER_BYTES = {"cpu": 512 << 20, "cuda": 16 << 30}  # largest memory of one carrier's kernels
-SUFFIXES = {"ort": ".onnx", "tvm": SUFFIX}  # of built kernels, by runtime
 LEAST_IN_BATCH, MOST_IN_BATCH = 4, 16  # kernels whose energy is measured together
 CARRIER_WEIGHTS = 1 << 30  # largest bytes of weights in one carrier: they are in its file, which must stay below 2 GiB
 
@@ -83,7 +81,7 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
     Raises:
         UserError: no kernels were built, or the model file of a record is missing.
     """
-    folder = workspace.kernel_onnx / target.flavour.name
+    folder, runtime = workspace.kernel_onnx / target.flavour.name, runtime_named(target.flavour.runtime)
     index = read_index(index_path(workspace, target.flavour))
     seeds = read_seeds(folder)
     fitted = {entry.kernel.id: [model for model in entry.models if index.groups[model] not in held_out]
@@ -93,21 +91,20 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
                                groups=tuple(sorted({index.groups[model] for model in models})))
                  for name, models in fitted.items() if models]
     items = []
-    for path in sorted(folder.glob(f"*{SUFFIXES[target.flavour.runtime]}")):
+    for path in sorted(folder.glob(f"*{runtime.kernel_suffix}")):
         models = fitted.get(path.stem, [])
         if path.stem in seeds and not models:
             groups = tuple(name for name in seeds[path.stem] if name not in held_out)
             if seeds[path.stem] and not groups:
                 continue
-            kernels[path.stem] = kernel_in_file(path)
+            kernels[path.stem] = runtime.read_kernel(path)
             described.append(DatasetKernel(kernel=kernels[path.stem], models=(), groups=groups, sampled=True))
         elif not models:
             continue
         items.append(KernelItem(path, kernels[path.stem]))
     if not items:
-        made_by = "tvm_analysis/relax_parser.py" if target.flavour.runtime == "tvm" else "kernel_model/kernel_builder.py"
-        raise UserError(f"{folder}: no kernels built for {target.flavour.name}; build them with: python {made_by}")
-    paths = model_files([workspace.models], MODEL_SUFFIXES[target.flavour.runtime])
+        raise UserError(f"{folder}: no kernels built for {target.flavour.name}; build them with: {runtime.build_with}")
+    paths = model_files([workspace.models], runtime.model_suffixes)
     by_stem = {as_file_name(path.stem): path for path in paths}
     models_found = []
     for record in records_in(workspace, target.flavour):
@@ -118,15 +115,6 @@ def find_work(workspace: Workspace, target: Target, held_out: Sequence[str]) -> 
         models_found.append(ModelItem(model_path, record_path(workspace, target.flavour, record.model), record,
                                       labels=record.group not in held_out))
     return Work(tuple(items), tuple(models_found), tuple(described), index.groups, index.collections)
-
-
-def kernel_in_file(path: Path) -> Kernel:
-    """The kernel that was built into a file.
-
-    Raises:
-        UserError: it is not one of Hase's.
-    """
-    return read_kernel(path) if path.suffix == SUFFIX else built_kernel(path)
 
 
 def energy_batches(items: Sequence[KernelItem], device: str) -> list[list[KernelItem]]:

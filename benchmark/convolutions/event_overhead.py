@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 
 from benchmark.convolutions.timing import hold_for_trace, time_layers
-from benchmark.measuring.run_times import wait_for
-from benchmark.traces.gpu_trace import in_range, read, record_ranges
+from measuring.gpu_trace import in_range, read, record_ranges
+from measuring.run_times import wait_for
 from utils.lazy import torch
 from utils.logger import get_logger
 

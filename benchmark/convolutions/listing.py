@@ -10,7 +10,7 @@ from benchmark.convolutions.engines import AI3_REQUIREMENTS, ai3_missing
 from benchmark.convolutions.measure import PROFILE
 from benchmark.convolutions.profile_unit import ProfileSettings
 from benchmark.convolutions.results import JOURNAL, SETTINGS, read_settings
-from benchmark.records.journal import read_blocks
+from records.journal import read_blocks
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import gpu_facts, has_cuda, package_version

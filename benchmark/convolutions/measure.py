@@ -23,12 +23,12 @@ from benchmark.convolutions.kernel_names import counted
 from benchmark.convolutions.profile_unit import ProfileUnit
 from benchmark.convolutions.shapes import NotSupported
 from benchmark.convolutions.timing import CallTimes, hold_for_trace, time_layers
-from benchmark.measuring.power import PowerMonitor, energy_of_runs
-from benchmark.measuring.run_times import time_runs_ms, wait_for
-from benchmark.metrics.power_sensors import PowerSensor
-from benchmark.records.labels import SLOWDOWN_ADMITTED
-from benchmark.records.measurement import Measurement, now
-from benchmark.traces.gpu_trace import KERNEL, GpuRun, in_range, read, record_ranges
+from measuring.gpu_trace import KERNEL, GpuRun, in_range, read, record_ranges
+from measuring.metrics.power_sensors import PowerSensor
+from measuring.power import PowerMonitor, energy_of_runs
+from measuring.run_times import time_runs_ms, wait_for
+from records.labels import SLOWDOWN_ADMITTED
+from records.measurement import Measurement, now
 from utils.lazy import torch
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import numpy as np
 from benchmark.convolutions.kernel_names import counted, unexpected
 from benchmark.convolutions.measure import CONVOLUTION, PROFILE
 from benchmark.convolutions.profile_unit import REMAKE, VERSION, ProfileSettings
-from benchmark.records.blocks import Block
-from benchmark.records.journal import JournalFile, read_blocks
-from benchmark.records.measurement import Measurement
+from records.blocks import Block
+from records.journal import JournalFile, read_blocks
+from records.measurement import Measurement
 from utils import files
 from utils.errors import UserError
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from benchmark.measuring.run_times import Stopwatch, wait_for
+from measuring.run_times import Stopwatch, wait_for
 from utils.lazy import torch
 
 AHEAD = 1.5  # how long the GPU is held before a layer that is timed, relative to the host's time of the layer

@@ -18,9 +18,9 @@ from typing import Protocol
 
 import numpy as np
 
-from benchmark.load.backgrounds import Background
-from benchmark.runtimes.ort.runner import device_binding, open_runner, queue_run, random_feed
-from ort_analysis.graph.source import default_dims, open_dims
+from records.backgrounds import Background
+from runtimes.ort.graph.source import default_dims, open_dims
+from runtimes.ort.runner import device_binding, open_runner, queue_run, random_feed
 from utils.errors import UserError
 from utils.lazy import onnx, torch
 from utils.ort_sessions import model_errors

@@ -9,9 +9,9 @@ from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
 
-from benchmark.measuring.run_times import time_warm_runs_ms
 from benchmark.stages.opening import OpenedStage
 from benchmark.stages.transfers import Direction
+from measuring.run_times import time_warm_runs_ms
 from model_zoo.stages.definition import GRAPH_INPUTS, HOST, OUTPUT, STAGES
 from model_zoo.stages.layer import Array
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from benchmark.measuring.run_times import time_warm_runs_ms
-from benchmark.records.measurement import Measurement, Status, now
 from benchmark.stages.opening import Feed, OpenedStage, Refused, open_stage, wrong
 from benchmark.stages.work import StageUnit, facts_of
+from measuring.run_times import time_warm_runs_ms
 from model_zoo.stages.definition import HOST
+from records.measurement import Measurement, Status, now
 
 SUBJECT = "stage"
 RESIDENT = "resident_ms"

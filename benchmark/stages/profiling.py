@@ -8,20 +8,20 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from benchmark.measuring.bench import Bench, Steadiness
-from benchmark.measuring.loads import measure_loads
-from benchmark.measuring.pending import Planned, pending
-from benchmark.measuring.worker_process import WorkerFailed, WorkerProcess
-from benchmark.records.blocks import Block
-from benchmark.records.journal import Journal, JournalFile
-from benchmark.records.measurement import Measurement
 from benchmark.stages.measure import RESIDENT, failed
 from benchmark.stages.records import RawMeasurements, StageRecord, UnitReport, raw_path
 from benchmark.stages.transfers import TRANSFERS, TransferRecord, copies_to_time, write_transfers
 from benchmark.stages.units import PACKAGES, runtime_version
 from benchmark.stages.work import TORCH, StageUnit
 from benchmark.stages.worker import Request
+from measuring.bench import Bench, Steadiness
+from measuring.loads import measure_loads
+from measuring.pending import Planned, pending
+from measuring.worker_process import WorkerFailed, WorkerProcess
 from model_zoo.stages.definition import TENSORS
+from records.blocks import Block
+from records.journal import Journal, JournalFile
+from records.measurement import Measurement
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Machine, machine, package_version

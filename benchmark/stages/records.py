@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from pydantic import computed_field, model_validator
 
-from benchmark.records.measurement import Status
 from model_zoo.stages.definition import STAGES, GraphSize, Stage
+from records.measurement import Status
 from utils import files
 from utils.frozen import Frozen
 from utils.paths import Workspace

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from benchmark.measuring.run_times import time_warm_runs_ms
 from benchmark.stages.records import statistics
+from measuring.run_times import time_warm_runs_ms
 from utils import files
 from utils.frozen import Frozen
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import Literal
 
-from benchmark.records.measurement import Measurement
 from benchmark.stages.measure import SUBJECT, failed, measure_stage, rounded, time_opened
 from benchmark.stages.opening import Feed, OpenedStage, Refused, open_stage
 from benchmark.stages.transfers import Copy, time_copy
 from benchmark.stages.work import StageUnit
 from model_zoo.stages.definition import HOST
+from records.measurement import Measurement
 from utils.allocator import keep_freed_memory
 from utils.errors import UserError
 from utils.frozen import Frozen

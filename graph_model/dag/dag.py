@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ort_analysis.records.kernel_record import ModelRecord
+from records.kernel_record import ModelRecord
 from utils import files
 from utils.errors import UserError
 from utils.frozen import Frozen

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_costs import CONVOLUTION_OPS, PRODUCT_OPS, RECURRENT_OPS, REDUCING_OPS
-from ort_analysis.records.kernel_record import Kernel
+from records.kernel_costs import CONVOLUTION_OPS, PRODUCT_OPS, RECURRENT_OPS, REDUCING_OPS
+from records.kernel_record import Kernel
 
 Floats = npt.NDArray[np.float64]
 Kinds = npt.NDArray[np.int_]  # the NodeKind of each node

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from benchmark.load.pace_reading import MEASURE, MachinePace, read_pace
 from inference.core.targets import Fitted, is_here, local_targets
+from records.host_pace import MEASURE, MachinePace, read_pace
 from utils.errors import UserError
 from utils.files import cached, signature
 from utils.fingerprint import gpu_facts
@@ -114,7 +114,7 @@ def measured_pace(fitted: Fitted, seconds: float | None = None) -> HostPace:
     Raises:
         UserError: this machine is not the target, or (without `seconds`) another process measures on its GPU.
     """
-    from benchmark.runtimes.ort.host_pace import SECONDS, measure_pace
+    from runtimes.ort.host_pace import SECONDS, measure_pace
 
     check_host(fitted, fitted.composition)
     if not is_here(fitted.target):

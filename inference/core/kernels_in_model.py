@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
-from benchmark.runtimes.ort.control_flow import RANGE, trip_ms
 from graph_model.simulation.tracks import NodeKind, node_kind
 from inference.core.answers import Provenance
 from inference.core.memory import Layout, layout_of
 from inference.core.uncertainty import CERTAIN, KernelUncertainty, Span, kernel_uncertainties
-from ort_analysis.records.kernel_costs import is_control_flow
-from ort_analysis.records.kernel_record import Kernel, ModelRecord
+from records.kernel_costs import is_control_flow
+from records.kernel_record import Kernel, ModelRecord
+from runtimes.ort.control_flow import RANGE, trip_ms
 from training.composition.host_side import HOST_LABEL
 from training.composition.off_gpu import (
     host_range,

@@ -32,8 +32,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ort_analysis.records.kernel_record import Kernel, ModelRecord, Node
-from utils.fingerprint import DEFAULT_RUNTIME
+from records.kernel_record import Kernel, ModelRecord, Node
+from runtimes import runtime_named
 from utils.frozen import Frozen
 
 MIB = 2**20
@@ -153,7 +153,7 @@ def peak_memory(record: ModelRecord, workspace_mib: float | None = None,
 
 def _surplus(record: ModelRecord, activations: Activations, used: Sequence[Layout]) -> tuple[float, float, float]:
     """Bytes beyond weights and activations: the arena's surplus, the kernels' scratch, and what loading leaves in the heap."""
-    if record.flavour.runtime != DEFAULT_RUNTIME:
+    if not runtime_named(record.flavour.runtime).keeps_arena:
         return 0.0, 0.0, 0.0
     if record.flavour.device == "cuda":
         operators = {kernel.op_type for kernel in record.kernels.values()}

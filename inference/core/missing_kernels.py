@@ -16,13 +16,13 @@ from benchmark.collecting.collect import collect_in_models, collect_kernels
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import Crew, start_crew
 from benchmark.collecting.work import ModelItem
-from benchmark.records.files import DatasetKernel, header_path
-from benchmark.records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
 from inference.core.sources import Source, record_of
 from inference.core.targets import MAKE_PREDICTORS, Fitted, check_target, fitted_for, local_targets, predictor_folders
-from kernel_model.building.kernel_models import kernel_build
-from ort_analysis.records.kernel_costs import is_control_flow
-from ort_analysis.records.kernel_record import Kernel, ModelRecord
+from records.dataset_files import DatasetKernel, header_path
+from records.kernel_costs import is_control_flow
+from records.kernel_record import Kernel, ModelRecord
+from records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
+from runtimes.ort.building.kernel_models import kernel_build
 from training.composition.default_composition import default_composition, save_default, untrained
 from training.kernels.predictors import ON_GPU, leaves_gpu_idle
 from training.kernels.saving import copy_predictors, renew_measured

@@ -13,14 +13,14 @@ from graph_model.simulation.pipeline import pipeline_ms
 from graph_model.simulation.tracks import OffGpu, Tracks
 from inference.core.kernels_in_model import KernelInModel, Placed, placed_kernels
 from inference.core.uncertainty import BEYOND_POWER, CALIBRATED, CERTAIN, Span, hosts_between
-from ort_analysis.records.run_order import at_guess, run_order, runs_in_order, shortest_cut
+from records.run_order import at_guess, run_order, runs_in_order, shortest_cut
 from training.composition.error_sources import KNOWN, Sources, Stranger, sources
 from training.composition.fitted import copied_mib, host_io_ms, latency_ms, working_nodes
 
 if TYPE_CHECKING:
     from graph_model.simulation.pipeline import PipelineCosts
     from inference.core.run_modes import RunMode
-    from ort_analysis.records.kernel_record import ModelRecord
+    from records.kernel_record import ModelRecord
     from training.composition.fitted import Composition
 
 

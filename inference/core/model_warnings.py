@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from inference.core.kernels_in_model import KernelInModel, Placed, runs_of_kernels
-from ort_analysis.cuda.capture import capture_obstacle
+from runtimes.ort.cuda.capture import capture_obstacle
 from utils.errors import UserError
 
 if TYPE_CHECKING:
     from inference.core.run_modes import RunMode
-    from ort_analysis.records.kernel_record import ModelRecord
+    from records.kernel_record import ModelRecord
 
 
 def model_warnings(record: ModelRecord, known: Mapping[Placed, KernelInModel], run_mode: RunMode) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ from inference.sharing.co_runner import UnderLoad, under_load
 
 if TYPE_CHECKING:
     from inference.core.conditions import Conditions
-    from ort_analysis.records.kernel_record import Kernel, ModelRecord
+    from records.kernel_record import Kernel, ModelRecord
     from training.composition.fitted import Composition
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from inference.live.watch import Watch
     from inference.sharing.load_curve import LoadCurve
     from inference.sharing.pair import Pair
-    from ort_analysis.records.kernel_record import ModelRecord
+    from records.kernel_record import ModelRecord
     from training.composition.fitted import Composition
 
 POINTS = 21  # of a curve over the load
@@ -201,7 +201,7 @@ class Predictor:
 
     def curve(self, model: Source | PredictedRun, points: int = POINTS, **options: Unpack[Options]) -> LoadCurve:
         """The latency of a model for `points` loads: the background's busy share goes from 0 to 1 in even steps. From 0.95 on
-        the background never pauses (`benchmark.load.probe_reading.ALWAYS`).
+        the background never pauses (`records.probe_reading.ALWAYS`).
 
         Raises:
             UserError, NotShared: see `shared`.

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import read_model_record
+from records.kernel_record import ModelRecord
+from records.kernel_record_files import read_model_record
+from runtimes import runtime_named
 from utils.errors import UserError
 from utils.files import cached, signature
-from utils.fingerprint import DEFAULT_RUNTIME, Flavour
+from utils.fingerprint import Flavour
 from utils.lazy import onnx
 from utils.model_files import weight_files
 
@@ -33,7 +34,7 @@ def record_of(source: Source, wanted: Flavour,
         source: an ONNX file, the JSON file of a record, a model in memory, or a record, which is returned as it is.
         wanted: the graph's device, runtime and level. Its version and instruction set are those of this machine.
         dims: sizes of dynamic dimensions by name.
-        static: whether they are fixed before ONNX Runtime optimises the model. TVM always fixes them.
+        static: whether they are fixed before the runtime optimises the model. Some always fix them.
 
     Raises:
         UserError: the model can't be read or analysed, or `dims` are given for a record, whose shapes are fixed.
@@ -69,13 +70,7 @@ def _record_of_file(path: Path, wanted: Flavour, dims: dict[str, int], static: b
 
 
 def _analysed(source: Path | onnx.ModelProto, wanted: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
-    if wanted.runtime != DEFAULT_RUNTIME:
-        from tvm_analysis.recording import parse_at
-
-        return parse_at(wanted.optimization, source, dims, wanted.device).record
-    from ort_analysis.graph.analysis import analyze  # a record needs none of it
-
-    return analyze(source, wanted.device, dims, static=static)
+    return runtime_named(wanted.runtime).analyze(source, wanted, dims, static)
 
 
 def _refuse_other_dims(record: ModelRecord, dims: Mapping[str, int] | None) -> None:

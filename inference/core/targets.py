@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ort_analysis.records.kernel_record import ModelRecord
+from records.kernel_record import ModelRecord
+from runtimes import runtime_named
+from runtimes.targets import local_target
 from training.composition.fitted import Composition, read_composition
 from training.composition.host_side import NOTHING_MEASURED, HostSide, read_host_side
 from training.kernels.predictors import Predictors, read_predictors
@@ -17,7 +19,7 @@ from training.kernels.uncertainty import Uncertainty, read_uncertainty
 from training.sharing.learned import Sharing, read_sharing
 from utils.errors import UserError
 from utils.files import cached
-from utils.fingerprint import CUDNN, DEFAULT_RUNTIME, RUNTIMES, Target, has_cuda, local_target, package_version
+from utils.fingerprint import CUDNN, Target, has_cuda, package_version
 from utils.paths import SHIPPED, SIDECAR, Workspace
 
 if TYPE_CHECKING:
@@ -117,7 +119,8 @@ def is_here(target: Target) -> bool:
     """Whether this machine is the target."""
     flavour = target.flavour
     own = local_targets()
-    if flavour.runtime != DEFAULT_RUNTIME and RUNTIMES[flavour.runtime]() and (flavour.device == "cpu" or has_cuda()):
+    runtime = runtime_named(flavour.runtime)
+    if runtime.takes_setting and runtime.version() and (flavour.device == "cpu" or has_cuda()):
         own = (local_target(flavour.device, flavour.runtime, flavour.optimization, target.threads, target.cores),)
     return target.name in {local.name for local in own}
 
@@ -126,7 +129,8 @@ def other_cudnn(sidecar: Sidecar) -> tuple[str, str] | None:
     """The minor versions of cuDNN that was measured and of this machine's, where it is the target and they differ; else
     None."""
     flavour = sidecar.target.flavour
-    if (flavour.device, flavour.runtime) != ("cuda", DEFAULT_RUNTIME) or not sidecar.machines or not is_here(sidecar.target):
+    depends = flavour.device == "cuda" and runtime_named(flavour.runtime).uses_cudnn
+    if not depends or not sidecar.machines or not is_here(sidecar.target):
         return None
     then, now = (minor(version) for version in (sidecar.machines[-1].versions.get("cudnn", ""), package_version(CUDNN)))
     return (then, now) if then and now and then != now else None
@@ -141,10 +145,10 @@ def version_notice(sidecar: Sidecar) -> str:
     measured = sidecar.machines[-1] if sidecar.machines else None
     if measured is None or is_here(sidecar.target):
         return ""
-    if sidecar.target.flavour.runtime != DEFAULT_RUNTIME:
-        return f"the predictions hold for {sidecar.target.name}"
-    about = [f"{what} {measured.versions[key]}" for what, key in (("ONNX Runtime", "onnxruntime"), ("cuDNN", "cudnn"))
-             if measured.versions.get(key)]
+    flavour = sidecar.target.flavour
+    runtime = runtime_named(flavour.runtime)
+    about = [f"{runtime.title} {measured.versions.get(runtime.package) or flavour.runtime_version}"]
+    about += [f"cuDNN {measured.versions['cudnn']}"] if runtime.uses_cudnn and measured.versions.get("cudnn") else []
     return f"the predictions hold for {measured.device_name} with {', '.join(about)}, driver {measured.driver}"
 
 

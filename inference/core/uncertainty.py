@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ort_analysis.records.kernel_record import Kernel
+from records.kernel_record import Kernel
 from training.composition import fit_pipeline
 from training.composition.error_sources import Strangeness
 from training.kernels.settings import LAUNCHES

@@ -10,7 +10,7 @@ from inference.core.kernels_in_model import KernelInModel, Placed, runs_of_kerne
 
 if TYPE_CHECKING:
     from inference.core.conditions import Conditions
-    from ort_analysis.records.kernel_record import ModelRecord
+    from records.kernel_record import ModelRecord
     from training.admission.admitted import Admitted
 
 

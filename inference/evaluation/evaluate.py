@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark.records.files import header_path, read_header
 from inference.core.conditions import check_run_mode
 from inference.core.host_pace import USUAL, counts
 from inference.core.run_modes import AS_USUAL, RunMode
@@ -14,8 +13,9 @@ from inference.core.targets import MAKE_PREDICTORS, Fitted, fitted_for, is_here,
 from inference.evaluation.comparison import Evaluation, compare, summarise
 from inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset, models_of, predict_model
 from inference.evaluation.here import LoadsHere, MeasuredHere, MeasuringPlan, measure_all
-from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import read_model_records
+from records.dataset_files import header_path, read_header
+from records.kernel_record import ModelRecord
+from records.kernel_record_files import read_model_records
 from training.energy.learned import energy_path
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace

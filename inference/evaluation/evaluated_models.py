@@ -11,18 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmark.measuring.blocks import describe_load
-from benchmark.records.blocks import Block
-from benchmark.records.files import read_journal
-from benchmark.records.host_pace import paced_rows
-from benchmark.records.labels import ENERGY
-from benchmark.records.measurement import Measurement
-from benchmark.records.tables import energy_doubts, model_rows, model_sessions
 from inference.core.predictor import Predictor, predict
 from inference.core.sources import record_of
-from ort_analysis.graph.recording import crashed
-from ort_analysis.graph.source import own_sizes
-from ort_analysis.records.kernel_record import ModelRecord
+from measuring.blocks import describe_load
+from records.blocks import Block
+from records.dataset_files import read_journal
+from records.dataset_tables import energy_doubts, model_rows, model_sessions
+from records.host_pace import paced_rows
+from records.kernel_record import ModelRecord
+from records.labels import ENERGY
+from records.measurement import Measurement
+from runtimes.analysis import crashed
+from runtimes.ort.graph.source import own_sizes
 from training.sharing.learned import busy_share
 from utils import cli
 from utils.errors import UserError

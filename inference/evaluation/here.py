@@ -12,22 +12,22 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmark.load.backgrounds import COMPUTE, Background
-from benchmark.load.stress import Stress, stress
-from benchmark.measuring.blocks import describe_load
-from benchmark.measuring.canary import Canary
-from benchmark.measuring.effort import Effort
-from benchmark.metrics.source import MetricSource, values
-from benchmark.records.files import model_table_path
-from benchmark.records.reading import read_model_table
-from benchmark.runtimes.protocol import Reply, Request, Setting
-from benchmark.runtimes.worker_client import Worker, WorkerFailed
 from inference.core.conditions import check_mode_while_shared
 from inference.core.host_pace import HostPace, compares, ratio_of
 from inference.evaluation.evaluated_models import EvaluatedModel, Failures, predict_model
 from inference.live.load import InferenceConfig, Load, current_load, fields_asked, read_metrics
 from inference.live.prometheus import server_for
 from inference.sharing.co_runner import probe_of, probed
+from measuring.blocks import describe_load
+from measuring.canary import Canary
+from measuring.effort import Effort
+from measuring.metrics.source import MetricSource, values
+from measuring.stress import Stress, stress
+from records.backgrounds import COMPUTE, Background
+from records.dataset_files import model_table_path
+from records.dataset_reading import read_model_table
+from runtimes.protocol import Reply, Request, Setting
+from runtimes.worker_client import Worker, WorkerFailed
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import machine

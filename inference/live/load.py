@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from benchmark.metrics.dcgm_names import NAMES, in_unit
-from benchmark.metrics.soundness import Unsound, checked
-from benchmark.metrics.source import values
 from inference.core.targets import Fitted
 from inference.live.prometheus import PrometheusConfig, PrometheusError, Server, server_for
+from measuring.metrics.dcgm_names import NAMES, in_unit
+from measuring.metrics.soundness import Unsound, checked
+from measuring.metrics.source import values
 from training.sharing.learned import BUSY_FIELDS
 from utils import files
 from utils.config import Config
@@ -20,7 +20,7 @@ from utils.errors import UserError
 from utils.paths import ROOT
 
 if TYPE_CHECKING:
-    from benchmark.load.probe_reading import ProbeSummary
+    from records.probe_reading import ProbeSummary
 
 T = TypeVar("T")
 CONFIG_FILE = ROOT / "inference" / "config.yaml"

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmark.metrics.dcgm_names import HOST_LABEL, INDEX_LABEL, NAMES, PART_LABEL, PROFILE_LABEL, UUID_LABEL, names_of
 from inference.live.prometheus import FOREIGN_SERIES, PrometheusError, Server, quoted
+from measuring.metrics.dcgm_names import HOST_LABEL, INDEX_LABEL, NAMES, PART_LABEL, PROFILE_LABEL, UUID_LABEL, names_of
 
 IDENTITY = (UUID_LABEL, INDEX_LABEL, HOST_LABEL, "job", "instance")  # labels that distinguish devices and their exporters
 LISTED = 8  # how many devices a message lists

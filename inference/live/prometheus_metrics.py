@@ -1,4 +1,4 @@
-"""The metrics of one device from a Prometheus: a source like those of benchmark/metrics/sources.py.
+"""The metrics of one device from a Prometheus: a source like those of measuring/metrics/sources.py.
 
 One query fetches the raw samples of all metrics, a second one whether their exporter is up. `avg_over_time` would return a
 number even if the exporter is dead, frozen, or reported NaN or nothing for a while. Series of MIG instances are never taken:
@@ -10,10 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
-from benchmark.metrics.dcgm_names import NAMES, in_unit, names_of
-from benchmark.metrics.fields import FIELDS
-from benchmark.metrics.soundness import AT_WORK, UTILISATION, Unsound
-from benchmark.metrics.source import Mean, MetricSource, Window
 from inference.live.prometheus import PrometheusError, Server
 from inference.live.prometheus_devices import (
     IDENTITY,
@@ -26,6 +22,10 @@ from inference.live.prometheus_devices import (
     selector,
     series_of,
 )
+from measuring.metrics.dcgm_names import NAMES, in_unit, names_of
+from measuring.metrics.fields import FIELDS
+from measuring.metrics.soundness import AT_WORK, UTILISATION, Unsound
+from measuring.metrics.source import Mean, MetricSource, Window
 
 LONG_AGO = "1h"  # how far back to look for the reason if the window is empty
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from benchmark.load.pace_reading import MEANINGS, PROBE, TAKEN
 from inference.live.prometheus import PrometheusError, Server
 from inference.live.prometheus_devices import device_name, latest_of_one_exporter
+from records.host_pace import MEANINGS, PROBE, TAKEN
 
 
 def latest_host_probe(server: Server, fields: Collection[str]) -> tuple[float, float] | None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from benchmark.load.probe_metrics import MEANINGS, Sample, Unreadable, probed_of
-from benchmark.load.probe_reading import ProbeSummary
 from inference.live.prometheus import PrometheusError, Server
 from inference.live.prometheus_devices import device_name, latest_of_one_exporter
+from measuring.metrics.probe_metrics import MEANINGS, Sample, Unreadable, probed_of
+from records.probe_reading import ProbeSummary
 
 
 def latest_probe(server: Server, fields: Collection[str]) -> tuple[ProbeSummary, float] | None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmark.load.probe_reading import read_reading
 from inference.live.load import InferenceConfig, Load, current_load, fields_asked
 from inference.sharing.co_runner import probe_of, probed
+from records.probe_reading import read_reading
 
 if TYPE_CHECKING:
     from graph_model.simulation.sharing import CoRunner

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from benchmark.metrics.soundness import checked
 from graph_model.simulation.pipeline import PipelineCosts
 from graph_model.simulation.sharing import CoRunner, shared_runs_ms
 from graph_model.simulation.tracks import Tracks
 from inference.core.targets import Fitted, is_here, local_targets
+from measuring.metrics.soundness import checked
 from training.sharing.learned import (
     BUSY_FIELDS,
     FIT,
@@ -26,8 +26,8 @@ from utils.frozen import Frozen
 from utils.sharing_mode import check_sharing_mode, sharing_mode
 
 if TYPE_CHECKING:
-    from benchmark.load.probe_reading import ProbeReading
     from inference.live.load import Load
+    from records.probe_reading import ProbeReading
 
 SHOWN_PERCENTILES = (50, 95, 99)
 LoadSource = Literal["probe", "metrics", "share", "prediction"]
@@ -125,7 +125,7 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> CoRunner:
     if fitted.sharing is None:
         raise NotShared(fitted.target.name)
     if reading is None:
-        from benchmark.load.sharing_probe import probe
+        from runtimes.ort.sharing_probe import probe
 
         if not is_here(fitted.target):
             raise UserError(f"the probe has to run on the GPU in question, a {fitted.target.name}, and this machine is "

@@ -34,7 +34,7 @@ class LoadCurve(Frozen):
 
 def load_curve(model: SharedModel, points: int) -> LoadCurve:
     """The latency of a model for `points` loads: the background's busy share goes from 0 to 1 in even steps. From 0.95 on the
-    background never pauses (`benchmark.load.probe_reading.ALWAYS`)."""
+    background never pauses (`records.probe_reading.ALWAYS`)."""
     found = []
     for place in range(points):
         share = place / (points - 1)

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from kernel_model.building.dummy_data import index_limit
-from kernel_model.building.kernel_models import build_model, shareable
 from kernel_model.sampling.float_types import float_types, in_float_type
-from ort_analysis.records.elements import session_dtype
-from ort_analysis.records.kernel_costs import BASE_NAMES
-from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
+from records.elements import session_dtype
+from records.kernel_costs import BASE_NAMES
+from records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_types import describe_kernel
+from runtimes.ort.building.dummy_data import index_limit
+from runtimes.ort.building.kernel_models import build_model, shareable
 from utils.errors import UserError
 from utils.ort_sessions import open_session
 

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ort_analysis.cuda.kernels import cuda_kernel
-from ort_analysis.records.elements import type_code
-from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
+from records.elements import type_code
+from records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_types import describe_kernel
+from runtimes.ort.cuda.kernels import cuda_kernel
 from utils.errors import UserError
 
 FLOAT_TYPES = ("float32", "float16")  # that a kernel may be drawn in

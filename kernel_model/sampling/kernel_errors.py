@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_record import Kernel
+from records.kernel_record import Kernel
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Target

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kernel_model.sampling.kernel_errors import MOST_LOG_ERROR, KernelError
-from ort_analysis.records.kernel_record import Kernel, Tensor
+from records.kernel_record import Kernel, Tensor
 
 AXES = 4  # of a tensor's shape, the last ones
 SIZES = 3 * AXES + 4  # numbers in a position

@@ -14,11 +14,11 @@ import numpy as np
 from model_zoo.exporting.network import Network, outputs_of
 from model_zoo.exporting.onnx_export import LARGEST_FILE, add_metadata, difference, quiet, without_paths
 from model_zoo.exporting.torch_models import weight_bytes
-from model_zoo.exporting.zoo_config import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import package_version
 from utils.lazy import onnx, torch
+from utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
 from utils.ort_sessions import model_errors, open_session
 
 EXPORTER_VERSION = 1  # of what is made here; files of another version are made anew

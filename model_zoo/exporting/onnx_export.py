@@ -16,12 +16,14 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from model_zoo.exporting.torch_models import SEED, build, check_names, group_of, is_sized, reference, weight_bytes
-from model_zoo.exporting.zoo_config import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY, SMALLEST_IMAGE, Export
+from model_zoo.exporting.zoo_config import SMALLEST_IMAGE, Export
+from runtimes.targets import flavour_of, local_target
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import flavour_of, local_target, ort_version, package_version
+from utils.fingerprint import ort_version, package_version
 from utils.lazy import onnx, onnxruntime, torch
 from utils.logger import get_logger
+from utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY
 from utils.ort_sessions import model_errors, open_session
 from utils.paths import OPTIMIZED_SUFFIX, Workspace
 

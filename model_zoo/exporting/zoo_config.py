@@ -14,9 +14,6 @@ from utils.paths import ROOT
 
 CONFIG_FILE = ROOT / "model_zoo" / "config.yaml"
 SMALLEST_IMAGE = 32  # pixels a side; below, no classification model has anything left to pool
-DEFAULT_DIMS_KEY = "hase.default_dims"  # metadata of a dynamic model: default sizes, used where the user gives none
-GROUP_KEY = "hase.group"  # metadata of every model: the name of its variants, which are held out together
-COLLECTION_KEY = "hase.collection"  # metadata of every model: where its architecture comes from, for example `timm`
 
 Dtype = Literal["fp32", "fp16"]
 

@@ -24,10 +24,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from benchmark.records.files import header_path
 from recipes.convert.boosters import to_version_2
 from recipes.convert.datasets import convert_dataset, converted_tables
 from recipes.convert.documents import Document, Kind, kind_of
+from records.dataset_files import header_path
 from utils import cli, files
 from utils.errors import UserError
 from utils.logger import get_logger

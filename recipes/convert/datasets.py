@@ -8,9 +8,9 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from benchmark.records.files import header_path, journal_path, kernel_table_path, kernels_path, model_table_path
 from model_zoo.exporting.torch_models import group_of
 from recipes.convert.documents import Document, header, reading
+from records.dataset_files import header_path, journal_path, kernel_table_path, kernels_path, model_table_path
 from utils import files
 
 SAMPLED = "sampled:"  # in `Models`, where no model contains the kernel; a group follows, if there is one

@@ -25,8 +25,8 @@ from benchmark.convolutions import gpus
 from benchmark.convolutions.algorithms import DEFAULT, algorithm_named, algorithms_of
 from benchmark.convolutions.listing import MODELS
 from benchmark.convolutions.profile_unit import ProfileSettings
-from benchmark.measuring.bench import Steadiness
 from benchmark.profiler import UnifiedProfiler, open_instruments
+from measuring.bench import Steadiness
 from model_zoo.exporting.torch_models import build, check_names
 from utils import cli
 from utils.fingerprint import machine, resolve_device

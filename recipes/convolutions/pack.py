@@ -14,7 +14,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmark.convolutions.results import JOURNAL, SETTINGS, read_settings, write_tables
-from benchmark.records.journal import read_blocks
+from records.journal import read_blocks
 from utils import cli
 from utils.errors import UserError
 from utils.files import replacing

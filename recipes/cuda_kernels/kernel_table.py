@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ort_analysis.records.elements import session_dtype
 from recipes.cuda_kernels.probes import probes_of, schemas
+from records.elements import session_dtype
 from utils import files
 
 

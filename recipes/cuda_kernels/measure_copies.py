@@ -23,11 +23,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from benchmark.measuring.affinity import off_the_workers_cores
-from benchmark.records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path
+from measuring.affinity import off_the_workers_cores
+from records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path
+from runtimes.targets import local_target
 from utils import cli, files
 from utils.errors import UserError
-from utils.fingerprint import has_cuda, local_target, machine
+from utils.fingerprint import has_cuda, machine
 from utils.lazy import onnx, onnxruntime
 from utils.ort_sessions import open_session
 

@@ -40,7 +40,7 @@ SKIPPED = {"Constant", "ATen", "If", "Loop", "Scan", "BeamSearch", "GreedySearch
            "SequenceMap", "ExpandDims"}
 EXAMPLES = """
 python recipes/cuda_kernels/probe_kernels.py --out answers.json
-python recipes/cuda_kernels/probe_kernels.py --table answers.json --out ort_analysis/cuda/cuda_kernels.json
+python recipes/cuda_kernels/probe_kernels.py --table answers.json --out runtimes/ort/cuda/cuda_kernels.json
 """
 
 

@@ -14,17 +14,18 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from benchmark.measuring.effort import Effort
-from benchmark.runtimes.ort.model_profile import counted_runs, profile_runs
-from benchmark.runtimes.ort.runner import bind, random_feed
-from ort_analysis.graph.parsed_nodes import name_nodes
-from ort_analysis.graph.parsing import optimize
-from ort_analysis.graph.source import read_source
-from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import read_model_records
+from measuring.effort import Effort
+from records.kernel_record import ModelRecord
+from records.kernel_record_files import read_model_records
+from runtimes.ort.graph.parsed_nodes import name_nodes
+from runtimes.ort.graph.parsing import optimize
+from runtimes.ort.graph.source import read_source
+from runtimes.ort.model_profile import counted_runs, profile_runs
+from runtimes.ort.runner import bind, random_feed
+from runtimes.targets import flavour_of
 from utils import cli, files
 from utils.errors import UserError
-from utils.fingerprint import flavour_of, machine, resolve_device
+from utils.fingerprint import machine, resolve_device
 from utils.lazy import onnx
 from utils.logger import get_logger
 from utils.ort_sessions import model_errors, open_session

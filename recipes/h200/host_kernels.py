@@ -14,14 +14,14 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from collections.abc import Sequence
 
-from ort_analysis.graph.analysis import build_index
-from ort_analysis.records.kernel_costs import is_control_flow
-from ort_analysis.records.kernel_record import KernelIndex, ModelRecord
-from ort_analysis.records.reading import index_path, read_model_record
+from records.kernel_costs import is_control_flow
+from records.kernel_record import KernelIndex, ModelRecord
+from records.kernel_record_files import build_index, index_path, read_model_record
+from runtimes.targets import flavour_of
 from training.composition.off_gpu import is_copy, reads_shape
 from utils import cli, files
 from utils.errors import UserError
-from utils.fingerprint import Flavour, flavour_of
+from utils.fingerprint import Flavour
 from utils.logger import get_logger
 from utils.paths import Workspace
 

@@ -23,8 +23,8 @@ from inference.core.kernels_in_model import KernelInModel, Placed, kernels_in_mo
 from inference.core.model_run import ModelRun
 from inference.core.run_modes import AS_USUAL
 from inference.core.targets import Fitted, fitted_for
-from ort_analysis.records.kernel_costs import is_control_flow
-from ort_analysis.records.kernel_record import ModelRecord
+from records.kernel_costs import is_control_flow
+from records.kernel_record import ModelRecord
 from training.composition.fit_pipeline import fit_pipeline
 from training.composition.host_side import HOST_LABEL, host_predictors
 from training.composition.left_out import predict_as_learned

@@ -18,13 +18,13 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmark.records.files import read_header
-from benchmark.records.reading import idle_rows, read_model_table
 from inference.core.answers import Prediction
 from inference.core.host_pace import UNKNOWN, HostPace, given_pace, ratio_of
 from inference.core.predictor import Predictor
-from ort_analysis.records.kernel_record import REMAKE
-from ort_analysis.records.reading import read_model_record, record_path
+from records.dataset_files import read_header
+from records.dataset_reading import idle_rows, read_model_table
+from records.kernel_record import REMAKE
+from records.kernel_record_files import read_model_record, record_path
 from utils import cli
 from utils.errors import UserError
 from utils.logger import get_logger

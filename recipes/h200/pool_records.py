@@ -19,10 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from model_zoo.exporting.metadata import read_metadata
 from model_zoo.exporting.network_export import DATA_SIZED_KEY, POOL_SIZES_KEY
-from ort_analysis.graph.analysis import update_index
-from ort_analysis.graph.recording import write_records
+from records.kernel_record_files import update_index
+from runtimes.analysis import analyze_all
 from utils import cli
 from utils.errors import UserError
+from utils.fingerprint import DEFAULT_RUNTIME, resolve_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT, model_files
@@ -70,8 +71,9 @@ def main() -> int:
         raise UserError(f"{workspace.models}: no models of the pool; export them with: "
                         "python model_zoo/pool_exporter.py")
     with sole_writer(workspace.kernel_records):
-        done = write_records(workspace, work, args.device, args.jobs, static=True)
-        flavours = {one.flavour.name: one.flavour for one in done if not isinstance(one, UserError)}
+        done = analyze_all(workspace, DEFAULT_RUNTIME, work, resolve_device(args.device), args.jobs, static=True)
+        flavours = {record.flavour.name: record.flavour for records in done if not isinstance(records, UserError)
+                    for record in records}
         for flavour in flavours.values():
             update_index(workspace, flavour)
     failed = [one for one in (*found, *done) if isinstance(one, UserError)]

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from benchmark.measuring.effort import Effort
-from benchmark.measuring.quiet_host import all_samples_ms
-from benchmark.runtimes.ort.host_probe import host_probe
-from benchmark.runtimes.ort.runner import Runner, bind
-from ort_analysis.graph.source import read_source
+from measuring.effort import Effort
+from measuring.quiet_host import all_samples_ms
 from recipes.kinds.manifest import MadeModel
 from recipes.kinds.node_lists import feed_of
+from runtimes.ort.graph.source import read_source
+from runtimes.ort.host_probe import host_probe
+from runtimes.ort.runner import Runner, bind
 from utils.ort_sessions import model_errors, open_session
 from utils.timing import summarize
 
@@ -24,7 +24,7 @@ class GpuLatency(BaseModel):
 
     Attributes:
         io: `device`: tensors stay on the device; `host`: numpy in and out.
-        host_probe_us: time of the host probe meanwhile (benchmark/measuring/quiet_host.py); None in older files.
+        host_probe_us: time of the host probe meanwhile (measuring/quiet_host.py); None in older files.
     """
 
     model_config = ConfigDict(frozen=True)

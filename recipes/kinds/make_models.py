@@ -15,9 +15,9 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from concurrent.futures.process import BrokenProcessPool
 
-from benchmark.runtimes.ort.sizes_of_a_run import sizes_of_a_run
 from recipes.kinds.manifest import MANIFEST, MadeModel, Manifest, read_manifest
 from recipes.kinds.recipe_list import recipes
+from runtimes.ort.sizes_of_a_run import sizes_of_a_run
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import package_version

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from ort_analysis.cuda.capture import COPIES
 from recipes.kinds.node_lists import NodeList, NodeRow
+from runtimes.ort.cuda.capture import COPIES
 
 
 class Difference(BaseModel):

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from kernel_model.building.dummy_data import random_floats
-from ort_analysis.cuda.capture import COPIES
-from ort_analysis.graph.analysis import analyze, kernel_of
-from ort_analysis.graph.parsed_nodes import name_nodes
-from ort_analysis.graph.parsing import EXTERNAL_BYTES, parse_graph, shape_text
-from ort_analysis.graph.shape_query import assignments
-from ort_analysis.graph.source import read_source
-from ort_analysis.records.elements import numpy_dtype, session_dtype
 from recipes.kinds.manifest import MadeModel
+from records.elements import numpy_dtype, session_dtype
+from runtimes.ort.building.dummy_data import random_floats
+from runtimes.ort.cuda.capture import COPIES
+from runtimes.ort.graph.analysis import analyze, kernel_of
+from runtimes.ort.graph.parsed_nodes import name_nodes
+from runtimes.ort.graph.parsing import EXTERNAL_BYTES, parse_graph, shape_text
+from runtimes.ort.graph.shape_query import assignments
+from runtimes.ort.graph.source import read_source
 from utils.errors import UserError
 from utils.fingerprint import package_version
 from utils.lazy import onnx, onnxruntime

@@ -22,7 +22,7 @@ from unittest import mock
 
 import numpy as np
 
-from benchmark.load.probe_reading import ProbedRuns, ProbeReading
+from records.probe_reading import ProbedRuns, ProbeReading
 from utils import files
 from utils.paths import SIDECAR
 

@@ -20,8 +20,8 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-from ort_analysis.graph.analysis import analyze
 from recipes.same_predictions import questions as asked
+from runtimes.ort.graph.analysis import analyze
 from utils import cli, files
 from utils.logger import get_logger
 

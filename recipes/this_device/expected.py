@@ -7,7 +7,7 @@ from statistics import mean, median
 from typing import Any
 
 from inference import predict
-from ort_analysis.records.reading import read_model_record, record_path
+from records.kernel_record_files import read_model_record, record_path
 from training.composition.fitted import Composition, read_composition
 from training.kernels.sidecar import Sidecar, read_sidecar
 from utils.paths import Workspace

@@ -25,16 +25,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from benchmark.records.reading import read_model_table
 from kernel_model.sampling.seeds import read_seeds
-from ort_analysis.records.reading import index_path, read_index
 from recipes.this_device.budget import TRAINING_SHARE, Budget
 from recipes.this_device.commands import run_json
 from recipes.this_device.expected import expected_errors
+from records.dataset_reading import read_model_table
+from records.kernel_record_files import index_path, read_index
+from runtimes.targets import local_target
 from training.kernels.sidecar import sidecar_path
 from utils import cli, files
 from utils.errors import UserError
-from utils.fingerprint import local_target, resolve_device
+from utils.fingerprint import resolve_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.model_files import weight_files

@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-out/tvm_gpu} minutes=${2:-10} search_minutes=${3:-30}
 hase() { python "$1" --workspace "$out" "${@:2}"; }
-draw() { hase kernel_model/operator_sampler.py --device cuda --config recipes/tvm/gpu_sizes.yaml "$@"; }
+draw() { hase tvm_analysis/operator_sampler.py --device cuda --config recipes/tvm/gpu_sizes.yaml "$@"; }
 
 mkdir -p "$out"
 hase model_zoo/torchvision_exporter.py --config recipes/tvm/model_zoo.yaml --image-size 224 --batch-size 8 \
@@ -17,7 +17,7 @@ draw --count 300
 draw --count 300 --operators product,convolution --seed 1
 hase tvm_analysis/cuda_compiler.py
 hase benchmark/collector.py --config recipes/tvm/gpu.yaml --minutes "$minutes"
-hase benchmark/tune_kernels.py --device cuda --trials 16 --minutes "$search_minutes" --model resnet18 --model squeezenet
+hase tvm_analysis/tune_kernels.py --device cuda --trials 16 --minutes "$search_minutes" --model resnet18 --model squeezenet
 hase tvm_analysis/cuda_compiler.py
 hase benchmark/collector.py --config recipes/tvm/gpu_tuned.yaml
 hase training/train_kernel_model.py

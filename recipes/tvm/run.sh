@@ -11,8 +11,8 @@ hase() { python "$1" --workspace "$out" "${@:2}"; }
 mkdir -p "$out"
 hase model_zoo/torchvision_exporter.py --config recipes/tvm/model_zoo.yaml > "$out/exported.txt"
 hase tvm_analysis/relax_parser.py
-hase kernel_model/operator_sampler.py --count 400
-hase kernel_model/operator_sampler.py --count 550 --operators product,convolution --seed 1
+hase tvm_analysis/operator_sampler.py --count 400
+hase tvm_analysis/operator_sampler.py --count 550 --operators product,convolution --seed 1
 hase ort_analysis/fusion_detector.py --device cpu > "$out/analysed.txt"
 hase kernel_model/kernel_builder.py > "$out/kernels.txt"
 hase benchmark/collector.py --config recipes/tvm/two_threads.yaml
@@ -20,8 +20,8 @@ for setting in two_threads_one_core one_thread; do
   hase benchmark/collector.py --config "recipes/tvm/$setting.yaml" --minutes "$setting_minutes"
 done
 # all kernels of three networks, which can then be summed up; then those of the others with most work
-hase benchmark/tune_kernels.py --trials 16 --model resnet18 --model squeezenet --model shufflenet
-hase benchmark/tune_kernels.py --trials 16 --minutes "$search_minutes"
+hase tvm_analysis/tune_kernels.py --trials 16 --model resnet18 --model squeezenet --model shufflenet
+hase tvm_analysis/tune_kernels.py --trials 16 --minutes "$search_minutes"
 hase benchmark/collector.py --config recipes/tvm/tuned.yaml
 hase benchmark/collector.py --config recipes/tvm/ort.yaml
 hase training/train_kernel_model.py

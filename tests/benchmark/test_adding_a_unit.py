@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from benchmark.metrics.source import MetricSource, Window
-from benchmark.records.journal import read_blocks
-from benchmark.records.measurement import Measurement
+from measuring.metrics.source import MetricSource, Window
+from records.journal import read_blocks
+from records.measurement import Measurement
 from utils.paths import ROOT
 
 PRETENDED_W = 40.0

@@ -13,13 +13,13 @@ import onnx
 import pytest
 from conftest import small_model
 
-from benchmark.measuring.effort import Effort
-from benchmark.records.measurement import Measurement
 from benchmark.run_anatomy import TracedModel, as_json, ask, measure, row, runs_of
-from benchmark.runtimes.protocol import Reply, Request
-from benchmark.runtimes.worker_client import Worker, WorkerFailed
-from benchmark.traces.anatomy import PARTS, anatomy_of, measured_trace, typical_run
-from benchmark.traces.gpu_trace import GpuRun, GpuWork, Launch, attribute
+from measuring.anatomy import PARTS, anatomy_of, measured_trace, typical_run
+from measuring.effort import Effort
+from measuring.gpu_trace import GpuRun, GpuWork, Launch, attribute
+from records.measurement import Measurement
+from runtimes.protocol import Reply, Request
+from runtimes.worker_client import Worker, WorkerFailed
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda

@@ -26,13 +26,13 @@ from benchmark.collecting.crew import start_crew
 from benchmark.collecting.planning import plan
 from benchmark.collecting.units import KernelUnits, open_bench
 from benchmark.collecting.work import KernelItem, ModelItem, Work, carriers, find_work
-from benchmark.load.backgrounds import COMPUTE, KINDS, QUEUES, Background
-from benchmark.measuring.blocks import idle, measure_block
-from benchmark.measuring.effort import Effort
-from benchmark.metrics.sources import open_source
-from benchmark.records.blocks import Block
-from benchmark.records.dataset_writer import DatasetWriter
-from benchmark.records.files import (
+from kernel_model.sampling.seeds import SEED_FILE
+from measuring.blocks import idle, measure_block
+from measuring.effort import Effort
+from measuring.metrics.sources import open_source
+from records.backgrounds import COMPUTE, KINDS, QUEUES, Background
+from records.blocks import Block
+from records.dataset_files import (
     DatasetKernel,
     header_path,
     journal_path,
@@ -42,23 +42,24 @@ from benchmark.records.files import (
     read_journal,
     read_kernels,
 )
-from benchmark.records.host_pace import idle_models, is_undisturbed, usual_probe_us
-from benchmark.records.measurement import Measurement
-from benchmark.records.reading import read_table
-from benchmark.records.tables import input_shape, kernel_rows, model_rows, model_sessions
-from benchmark.runtimes.ort import worker as worker_process
-from benchmark.runtimes.protocol import Request
-from benchmark.runtimes.worker_client import Worker, WorkerFailed
-from kernel_model.building.kernel_models import KERNEL_KEY, build_model, kernel_build
-from kernel_model.sampling.seeds import SEED_FILE
-from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
-from ort_analysis.records.reading import index_path, read_index, read_model_records, record_path
+from records.dataset_reading import read_table
+from records.dataset_tables import input_shape, kernel_rows, model_rows, model_sessions
+from records.dataset_writer import DatasetWriter
+from records.host_pace import idle_models, is_undisturbed, usual_probe_us
+from records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_record_files import index_path, read_index, read_model_records, record_path
+from records.kernel_types import describe_kernel
+from records.measurement import Measurement
+from runtimes.ort import worker as worker_process
+from runtimes.ort.building.kernel_models import KERNEL_KEY, build_model, kernel_build
+from runtimes.protocol import Request
+from runtimes.targets import local_target
+from runtimes.worker_client import Worker, WorkerFailed
 from training.kernels.training_set import read_training_set
 from utils import files
 from utils.config import read_config
 from utils.errors import UserError
-from utils.fingerprint import Flavour, instruction_set, local_target, machine
+from utils.fingerprint import Flavour, instruction_set, machine
 from utils.paths import ROOT, Workspace
 
 METRICS = ["DCGM_FI_DEV_CPU_UTIL_TOTAL", "DCGM_FI_DEV_CPU_UTIL_SYS"]
@@ -313,7 +314,7 @@ def test_what_another_machine_measured(tmp_path: Path, each_machine: bool, block
 
 
 def test_the_gpu_s_own_time_needs_a_gpu() -> None:
-    with pytest.raises(UserError, match="labels: gpu: only a GPU has this label"):
+    with pytest.raises(UserError, match="labels: gpu: ONNX Runtime has no such labels on cpu; it has run, "):
         CollectorConfig(labels=("gpu",)).labels_on("cpu")
     assert CollectorConfig().labels_on("cpu") == ("run", "kernel_time", "node_span")
     assert CollectorConfig().labels_on("cuda") == ("run", "kernel_time", "node_span", "gpu")
@@ -596,7 +597,7 @@ def test_what_a_worker_prepares_is_not_its_next_reply() -> None:
         assert worker.ask(preparing).measurements == ()
         worker.prepare(Request(do="alone", device="cpu", effort=Effort(), paths=("none.onnx",)))
         assert worker.ask(canary).error == ""
-        [process] = [child for child in psutil.Process().children() if "benchmark.runtimes.ort.worker" in child.cmdline()]
+        [process] = [child for child in psutil.Process().children() if "runtimes.ort.worker" in child.cmdline()]
         process.suspend()  # or it might have answered by the time it is killed
         worker.prepare(preparing)
         process.kill()
@@ -632,11 +633,11 @@ def test_a_worker_that_hangs_dies_with_the_collector(tmp_path: Path) -> None:
     """Even where the collector is killed without warning and the worker never comes to read the end of its input."""
     endless(tmp_path / "hangs.onnx")
     script = f"""
-from benchmark.load.backgrounds import COMPUTE, KINDS, QUEUES, Background
-from benchmark.measuring.blocks import idle, measure_block
-from benchmark.measuring.effort import Effort
-from benchmark.runtimes.protocol import Request
-from benchmark.runtimes.worker_client import Worker
+from records.backgrounds import COMPUTE, KINDS, QUEUES, Background
+from measuring.blocks import idle, measure_block
+from measuring.effort import Effort
+from runtimes.protocol import Request
+from runtimes.worker_client import Worker
 with Worker(60) as worker:
     worker.ask(Request(do="canary", device="cpu", effort=Effort()))
     print("ready", flush=True)

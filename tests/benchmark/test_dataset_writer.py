@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from made_up_dataset import MACHINE, METRIC, TARGET, conv, draw_kernels, gemm, relu
 
-from benchmark.records import dataset_writer
-from benchmark.records.blocks import Block
-from benchmark.records.dataset_writer import DatasetWriter
-from benchmark.records.files import (
+from records import dataset_writer
+from records.blocks import Block
+from records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
     header_path,
@@ -24,8 +23,9 @@ from benchmark.records.files import (
     read_journal,
     read_kernels,
 )
-from benchmark.records.measurement import Measurement
-from ort_analysis.records.kernel_record import Kernel
+from records.dataset_writer import DatasetWriter
+from records.kernel_record import Kernel
+from records.measurement import Measurement
 from utils import files
 from utils.errors import UserError
 

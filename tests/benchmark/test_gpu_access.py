@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.collecting.tracers import Tracers
-from benchmark.measuring import gpu_access
-from benchmark.runtimes.worker_client import Worker
+from measuring import gpu_access
+from runtimes.worker_client import Worker
 
 ROUNDS, WORKERS = 4, 3
 

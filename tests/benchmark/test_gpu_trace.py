@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.traces.gpu_trace import GpuRun, GpuWork, attribute, split_carrier
+from measuring.gpu_trace import GpuRun, GpuWork, attribute, split_carrier
 from utils.timing import covered_us
 
 ABS = "void onnxruntime::cuda::_UnaryElementWise<float, float, onnxruntime::cuda::OP_Abs<float>, 256, 4>(float const*)"

@@ -12,15 +12,15 @@ from made_up_dataset import FLAVOUR, TARGET, chain, draw_kernels, true_ms, write
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from benchmark.label_table import add_up, in_model_times, model_labels, model_row, summaries
-from benchmark.records.blocks import Block
-from benchmark.records.measurement import Measurement
-from benchmark.records.reading import read_kernel_table, read_model_table
-from ort_analysis.records.kernel_record import Kernel, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
-from ort_analysis.records.reading import read_model_record, record_path
+from records.blocks import Block
+from records.dataset_reading import read_kernel_table, read_model_table
+from records.kernel_record import Kernel, Tensor
+from records.kernel_record_files import read_model_record, record_path
+from records.kernel_types import describe_kernel
+from records.measurement import Measurement
+from runtimes.targets import local_target
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import local_target
 from utils.paths import Workspace
 
 A, B, C = draw_kernels(3)

@@ -16,13 +16,14 @@ from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.planning import takes_label
 from benchmark.collecting.work import KernelItem
 from benchmark.machine_ties import idle_times, machine_rows
-from benchmark.measuring.pending import choose_ties
-from benchmark.measuring.ties import compare, tie_rows
-from benchmark.records.blocks import Block
-from benchmark.records.files import DatasetHeader, journal_path, read_journal, read_kernels
-from benchmark.records.measurement import Measurement
-from ort_analysis.records.kernel_record import Kernel
-from utils.fingerprint import local_target, machine
+from measuring.pending import choose_ties
+from measuring.ties import compare, tie_rows
+from records.blocks import Block
+from records.dataset_files import DatasetHeader, journal_path, read_journal, read_kernels
+from records.kernel_record import Kernel
+from records.measurement import Measurement
+from runtimes.targets import local_target
+from utils.fingerprint import machine
 from utils.paths import Workspace
 
 KERNELS = [conv(side=8 + place) for place in range(40)]

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from made_up_dataset import MACHINE, METRIC, TARGET, chain, conv, gemm, relu
 
-from benchmark.records.blocks import Block
-from benchmark.records.dataset_writer import DatasetWriter
-from benchmark.records.files import (
+from records.blocks import Block
+from records.dataset_files import (
     DatasetHeader,
     DatasetKernel,
     kernel_table_path,
@@ -20,11 +19,12 @@ from benchmark.records.files import (
     read_journal,
     read_kernels,
 )
-from benchmark.records.joining import merge_dataset
-from benchmark.records.measurement import Measurement
-from benchmark.records.reading import read_kernel_table
-from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import index_path, read_index, read_model_record, record_path
+from records.dataset_joining import merge_dataset
+from records.dataset_reading import read_kernel_table
+from records.dataset_writer import DatasetWriter
+from records.kernel_record import ModelRecord
+from records.kernel_record_files import index_path, read_index, read_model_record, record_path
+from records.measurement import Measurement
 from utils import files
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace

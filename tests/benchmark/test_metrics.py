@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmark.metrics import nvml as nvml_metrics
-from benchmark.metrics.cpu import CpuSource
-from benchmark.metrics.dcgm_names import is_blank
-from benchmark.metrics.fields import FIELDS
-from benchmark.metrics.soundness import MANY, History, check_together, checked
-from benchmark.metrics.source import Mean, values
-from benchmark.metrics.sources import open_source
+from measuring.metrics import nvml as nvml_metrics
+from measuring.metrics.cpu import CpuSource
+from measuring.metrics.dcgm_names import is_blank
+from measuring.metrics.fields import FIELDS
+from measuring.metrics.soundness import MANY, History, check_together, checked
+from measuring.metrics.source import Mean, values
+from measuring.metrics.sources import open_source
 from utils.errors import UserError
 
 TOTAL, USER = "DCGM_FI_DEV_CPU_UTIL_TOTAL", "DCGM_FI_DEV_CPU_UTIL_USER"

@@ -16,21 +16,22 @@ from conftest import build_workspace, small_model
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.planning import plan
 from benchmark.collecting.work import LEAST_IN_BATCH, MOST_IN_BATCH, energy_batches, find_work
-from benchmark.measuring import power
-from benchmark.measuring.effort import Effort
-from benchmark.metrics import power_sensors
-from benchmark.metrics.power_sensors import NoPowerSensor, PowerSample, PowerSensor
-from benchmark.records.blocks import Block
-from benchmark.records.dataset_writer import DatasetWriter, joined_header
-from benchmark.records.files import DatasetHeader, header_path, model_table_path, read_header
-from benchmark.records.labels import ENERGY
-from benchmark.records.measurement import Measurement
-from benchmark.records.reading import read_table
-from benchmark.records.tables import energy_doubts
-from benchmark.runtimes.ort import energy
-from benchmark.runtimes.ort.worker import answer
-from benchmark.runtimes.protocol import Request
-from utils.fingerprint import local_target, machine
+from measuring import power
+from measuring.effort import Effort
+from measuring.metrics import power_sensors
+from measuring.metrics.power_sensors import NoPowerSensor, PowerSample, PowerSensor
+from records.blocks import Block
+from records.dataset_files import DatasetHeader, header_path, model_table_path, read_header
+from records.dataset_reading import read_table
+from records.dataset_tables import energy_doubts
+from records.dataset_writer import DatasetWriter, joined_header
+from records.labels import ENERGY
+from records.measurement import Measurement
+from runtimes.ort import energy
+from runtimes.ort.worker import answer
+from runtimes.protocol import Request
+from runtimes.targets import local_target
+from utils.fingerprint import machine
 from utils.paths import Workspace
 
 EFFORT = Effort(warmup=1, budget_s=0.01, least_runs=4, most_runs=4)

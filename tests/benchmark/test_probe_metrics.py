@@ -26,7 +26,16 @@ from prometheus_stand import (
     wait_for,
 )
 
-from benchmark.load.probe_metrics import (
+from benchmark.metrics_exporter import ProbeSampler
+from inference.core.answers import Prediction
+from inference.core.predictor import predict
+from inference.core.targets import fitted_for
+from inference.evaluation.here import LoadsHere
+from inference.live.load import InferenceConfig, Load, current_load, fields_asked
+from inference.live.prometheus import PrometheusConfig, PrometheusError
+from inference.sharing.co_runner import probe_of
+from inference.sharing.co_runner import probed as probed_work
+from measuring.metrics.probe_metrics import (
     ALL,
     AT,
     BUSY,
@@ -43,17 +52,8 @@ from benchmark.load.probe_metrics import (
     probed_of,
     samples_of,
 )
-from benchmark.load.probe_reading import ProbeReading, summarised
-from benchmark.metrics_exporter import ProbeSampler
-from benchmark.records.blocks import Block
-from inference.core.answers import Prediction
-from inference.core.predictor import predict
-from inference.core.targets import fitted_for
-from inference.evaluation.here import LoadsHere
-from inference.live.load import InferenceConfig, Load, current_load, fields_asked
-from inference.live.prometheus import PrometheusConfig, PrometheusError
-from inference.sharing.co_runner import probe_of
-from inference.sharing.co_runner import probed as probed_work
+from records.blocks import Block
+from records.probe_reading import ProbeReading, summarised
 from utils import files
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace

@@ -10,10 +10,10 @@ from functools import partial
 
 import pytest
 
-from benchmark.measuring.effort import Effort
-from benchmark.measuring.quiet_host import HostProbe, quiet_samples_ms
-from benchmark.records.labels import DISTURBANCE_ADMITTED
-from benchmark.runtimes.ort.host_probe import host_probe
+from measuring.effort import Effort
+from measuring.quiet_host import HostProbe, quiet_samples_ms
+from records.labels import DISTURBANCE_ADMITTED
+from runtimes.ort.host_probe import host_probe
 
 FAST_S, SLOWER = 0.0002, 1.5
 ODD_S = FAST_S * 5 / 6

@@ -16,14 +16,14 @@ from conftest import build_workspace, small_model
 from onnx import numpy_helper
 
 from benchmark import ort_kernel_runner
-from benchmark.measuring.effort import Effort
 from benchmark.ort_kernel_runner import measure
-from benchmark.runtimes.ort.profile import kernel_times_ms, node_spans_ms, read_profile
-from benchmark.runtimes.ort.runner import open_runner
-from benchmark.runtimes.ort.worker import WORK, answer
-from benchmark.runtimes.protocol import Reply, Request
-from kernel_model.building.kernel_models import built_kernel
-from ort_analysis.records.reading import read_model_record, record_path
+from measuring.effort import Effort
+from records.kernel_record_files import read_model_record, record_path
+from runtimes.ort.building.kernel_models import built_kernel
+from runtimes.ort.profile import kernel_times_ms, node_spans_ms, read_profile
+from runtimes.ort.runner import open_runner
+from runtimes.ort.worker import WORK, answer
+from runtimes.protocol import Reply, Request
 from utils import logger, timing
 from utils.errors import UserError
 from utils.fingerprint import Flavour, has_cuda

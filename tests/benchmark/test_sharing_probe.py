@@ -13,12 +13,12 @@ import pytest
 from pydantic import ValidationError
 
 from benchmark import sharing_probe
-from benchmark.load.backgrounds import COMPUTE
-from benchmark.load.probe_reading import ProbedRuns, ProbeReading, read_reading
-from benchmark.load.sharing_probe import LEAST_RUNS, LONG_PRODUCTS, LONG_SIDE, SharingProbe, _kept, probe
-from benchmark.load.stress import stress
 from benchmark.sharing_probe import rows
-from kernel_model.building.dummy_data import random_floats
+from measuring.stress import stress
+from records.backgrounds import COMPUTE
+from records.probe_reading import ProbedRuns, ProbeReading, read_reading
+from runtimes.ort.building.dummy_data import random_floats
+from runtimes.ort.sharing_probe import LEAST_RUNS, LONG_PRODUCTS, LONG_SIDE, SharingProbe, _kept, probe
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import SharingMode, machine

@@ -15,24 +15,25 @@ from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.planning import plan_by_usefulness
 from benchmark.collecting.work import Item, find_work
-from benchmark.load.stress import Stress
-from benchmark.measuring.bench import Bench
-from benchmark.measuring.loads import measure_loads
-from benchmark.measuring.pending import Planned
-from benchmark.records.blocks import Block
-from benchmark.records.files import read_journal
-from benchmark.records.journal import Journal
-from benchmark.records.measurement import Measurement, now
-from kernel_model.building.kernel_models import kernel_build
 from kernel_model.sampling.draws import draw_kernel
 from kernel_model.sampling.kernel_errors import KernelError
 from kernel_model.sampling.seeds import SEED_FILE
-from ort_analysis.records.kernel_record import Kernel
-from ort_analysis.records.reading import index_path, read_index
+from measuring.bench import Bench
+from measuring.loads import measure_loads
+from measuring.pending import Planned
+from measuring.stress import Stress
+from records.blocks import Block
+from records.dataset_files import read_journal
+from records.journal import Journal
+from records.kernel_record import Kernel
+from records.kernel_record_files import index_path, read_index
+from records.measurement import Measurement, now
+from runtimes.ort.building.kernel_models import kernel_build
+from runtimes.targets import local_target
 from training.kernels.training_set import read_training_set
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import local_target, machine
+from utils.fingerprint import machine
 from utils.paths import Workspace
 
 TARGET = local_target("cpu")

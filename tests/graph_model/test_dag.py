@@ -13,8 +13,8 @@ from command import printed, run_script
 from conftest import small_model
 
 from graph_model.dag.dag import build_dag, calculate_latency, dag_file, longest_path, read_dag
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.reading import record_path
+from records.kernel_record_files import record_path
+from runtimes.ort.graph.analysis import analyze
 from utils import files
 from utils.errors import UserError
 from utils.paths import Workspace

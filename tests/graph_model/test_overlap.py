@@ -11,12 +11,12 @@ from command import printed, run_script
 from conftest import small_model
 from onnx import TensorProto, helper
 
-from benchmark.measuring.effort import Effort
-from benchmark.runtimes.ort.model_profile import profile_model
-from benchmark.runtimes.ort.profile import NodeEvent, ProfiledRun
-from ort_analysis.graph.analysis import analyze, record_of
-from ort_analysis.records.reading import record_path
+from measuring.effort import Effort
 from overlap_simulator import critical_path, matching_record, node_times_ms, overlap_of
+from records.kernel_record_files import record_path
+from runtimes.ort.graph.analysis import analyze, record_of
+from runtimes.ort.model_profile import profile_model
+from runtimes.ort.profile import NodeEvent, ProfiledRun
 from utils import files
 from utils.paths import Workspace
 

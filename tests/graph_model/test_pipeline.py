@@ -18,8 +18,8 @@ from graph_model.simulation.pipeline import (
     timeline,
 )
 from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks, node_kind
-from ort_analysis.records.kernel_record import KernelInput, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
+from records.kernel_record import KernelInput, Tensor
+from records.kernel_types import describe_kernel
 from training.composition.fit_pipeline import (
     FOLLOWING,
     HOST_BOUND,

@@ -12,9 +12,9 @@ import pytest
 
 from inference import predict
 from inference.core import sources
-from ort_analysis.records.reading import read_model_records
+from records.kernel_record_files import read_model_records
+from runtimes.targets import flavour_of, local_target
 from training.kernels import predictors
-from utils.fingerprint import flavour_of, local_target
 from utils.paths import ROOT, Workspace
 
 TARGET = local_target("cpu").name

@@ -10,16 +10,16 @@ import pytest
 from command import run_script
 from trained_workspace import HELD_OUT, model_ms
 
-from benchmark.records.dataset_writer import write_tables
-from benchmark.records.files import header_path, journal_path, read_header, read_journal
-from benchmark.records.measurement import Measurement
 from inference import Predictor
-from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import read_model_records
+from records.dataset_files import header_path, journal_path, read_header, read_journal
+from records.dataset_writer import write_tables
+from records.kernel_record import ModelRecord
+from records.kernel_record_files import read_model_records
+from records.measurement import Measurement
+from runtimes.targets import flavour_of, local_target
 from training.energy.learned import energy_path, read_energy
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import flavour_of, local_target
 from utils.paths import Workspace
 
 TARGET = local_target("cpu").name

@@ -20,10 +20,6 @@ from prometheus_stand import prometheus
 from trained_workspace import HELD_OUT, METRIC, OPSETS, conv_net, model_ms
 
 from benchmark.collecting.config import CollectorConfig, StressConfig
-from benchmark.load.backgrounds import Background
-from benchmark.records.files import header_path, journal_path, read_header, read_journal
-from benchmark.records.measurement import Measurement
-from benchmark.runtimes.worker_client import Worker
 from graph_model.simulation.sharing import CoRunner
 from inference import predict
 from inference.core.run_modes import RunMode
@@ -35,12 +31,17 @@ from inference.evaluation.here import LoadsHere, MeasuringPlan
 from inference.evaluation.tables import summary_table, table, warned_of
 from inference.live.load import InferenceConfig
 from inference.live.prometheus import PrometheusConfig
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.reading import read_model_records
+from records.backgrounds import Background
+from records.dataset_files import header_path, journal_path, read_header, read_journal
+from records.kernel_record_files import read_model_records
+from records.measurement import Measurement
+from runtimes.ort.graph.analysis import analyze
+from runtimes.targets import flavour_of, local_target
+from runtimes.worker_client import Worker
 from utils import cli, files
 from utils.config import read_config
 from utils.errors import UserError
-from utils.fingerprint import Target, flavour_of, instruction_set, local_target
+from utils.fingerprint import Target, instruction_set
 from utils.paths import Workspace
 
 TARGET = local_target("cpu").name

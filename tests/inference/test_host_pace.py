@@ -22,12 +22,7 @@ from prometheus_stand import READINGS, Exporter, device_labels, prometheus, reco
 import benchmark.host_pace
 import inference.core.host_pace
 from benchmark.host_pace import learned_pace
-from benchmark.load.pace_reading import HostProbed, MachinePace, read_pace
-from benchmark.measuring.quiet_host import HostProbe, all_samples_ms, readings_s
 from benchmark.metrics_exporter import PaceSampler
-from benchmark.runtimes.ort.host_pace import measure_pace
-from benchmark.runtimes.ort.host_probe import host_probe
-from benchmark.runtimes.worker_client import Worker
 from inference import Watch, predict
 from inference.core.answers import Prediction
 from inference.core.host_pace import HostPace, PaceAsked, measured_pace, pace_of_file, recent_pace
@@ -41,7 +36,12 @@ from inference.evaluation.tables import table
 from inference.live.load import InferenceConfig, current_load
 from inference.live.prediction_exporter import HOST_PACE, PredictedLatency
 from inference.live.prometheus import PrometheusConfig, PrometheusError
-from ort_analysis.graph.analysis import analyze
+from measuring.quiet_host import HostProbe, all_samples_ms, readings_s
+from records.host_pace import HostProbed, MachinePace, read_pace
+from runtimes.ort.graph.analysis import analyze
+from runtimes.ort.host_pace import measure_pace
+from runtimes.ort.host_probe import host_probe
+from runtimes.worker_client import Worker
 from training.composition.fitted import read_composition
 from utils import files
 from utils.errors import UserError
@@ -116,7 +116,7 @@ def test_a_reading_is_the_slower_of_two_neighbours() -> None:
 
 def test_all_windows_count_beside_a_model() -> None:
     """FAKE: a host that is never as fast as it was."""
-    from benchmark.measuring.effort import Effort
+    from measuring.effort import Effort
 
     probe = HostProbe(lambda: 3e-4, [2e-4] * 100)
     samples, disturbance, probe_us = all_samples_ms(probe, lambda: 0.001, Effort(budget_s=0.0, least_runs=30, most_runs=1000))
@@ -135,7 +135,7 @@ def test_without_a_gpu_the_script_says_so(tmp_path: Path) -> None:
 def test_the_script_writes_where_predictions_look_and_prints_the_ratio(
         made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """FAKE: the GPU, and what its host takes."""
-    monkeypatch.setattr("benchmark.runtimes.ort.host_pace.has_cuda", lambda: True)
+    monkeypatch.setattr("runtimes.ort.host_pace.has_cuda", lambda: True)
     monkeypatch.setattr(benchmark.host_pace, "local_target", lambda _: fitted_for(Workspace(), TARGET).target)
     monkeypatch.setattr(benchmark.host_pace, "measure_pace", lambda seconds: made(1.2))
     monkeypatch.setattr(sys, "argv", ["host_pace.py", "--workspace", str(tmp_path), "--json"])
@@ -263,7 +263,7 @@ def test_measured_on_request_on_the_target_alone(made: Made, monkeypatch: pytest
         asked.append(seconds)
         return made(1 + len(asked) / 10)
 
-    monkeypatch.setattr("benchmark.runtimes.ort.host_pace.measure_pace", fake)
+    monkeypatch.setattr("runtimes.ort.host_pace.measure_pace", fake)
     assert PaceAsked("measure").now(fitted, AS_USUAL) == (pytest.approx(1.1), "measured")
     watched = PaceAsked(watched=True)
     assert [watched.now(fitted, AS_USUAL) for _ in range(2)] == [

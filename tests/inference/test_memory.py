@@ -17,8 +17,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from inference import memory_error
 from inference.core.memory import Activations, layout_of, live_activations, peak_memory
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
+from records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
+from runtimes.ort.graph.analysis import analyze
 from utils.errors import UserError
 from utils.fingerprint import Flavour
 

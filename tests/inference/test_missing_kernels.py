@@ -17,14 +17,15 @@ from trained_workspace import HELD_OUT, conv_net
 from benchmark.collecting.collect import collect_kernels
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import start_crew
-from benchmark.records.blocks import Block
-from benchmark.records.files import DatasetKernel, header_path, journal_path, read_header, read_journal, read_kernels
 from inference import measure_missing, predict
 from inference.core import missing_kernels, targets
 from inference.core.targets import Fitted, fitted_for
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.kernel_record import Tensor
-from ort_analysis.records.kernel_types import describe_kernel
+from records.blocks import Block
+from records.dataset_files import DatasetKernel, header_path, journal_path, read_header, read_journal, read_kernels
+from records.kernel_record import Tensor
+from records.kernel_types import describe_kernel
+from runtimes.ort.graph.analysis import analyze
+from runtimes.targets import local_target
 from training.fit_composition import kept_composition
 from training.kernels.predictors import read_predictors
 from training.kernels.settings import TrainingConfig
@@ -33,7 +34,7 @@ from training.kernels.training_set import read_training_set
 from training.train_kernel_model import kept_sidecar
 from utils.config import read_config
 from utils.errors import UserError
-from utils.fingerprint import has_cuda, local_target, machine
+from utils.fingerprint import has_cuda, machine
 from utils.paths import Workspace
 
 TARGET = local_target("cpu").name

@@ -8,11 +8,11 @@ import pytest
 from trained_workspace import conv_net
 
 from benchmark.collecting.config import CollectorConfig
-from benchmark.records.files import read_header, read_journal
-from benchmark.records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
 from inference import measure_missing, predict
 from inference.core.targets import fitted_for
-from ort_analysis.graph.analysis import analyze
+from records.dataset_files import read_header, read_journal
+from records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
+from runtimes.ort.graph.analysis import analyze
 from tests.inference.test_missing_kernels import TARGET, command
 from tests.inference.test_uncertainty import recurrent
 from training.kernels.predictors import read_predictors

@@ -15,21 +15,22 @@ from command import run_script
 from onnx import TensorProto, helper
 from trained_workspace import METRIC, conv_net, copies_ms, made_up_ms, model_ms
 
-from benchmark.traces.anatomy import measured_trace
-from benchmark.traces.gpu_trace import GpuRun, GpuWork, Launch
 from inference import Predictor, predict
 from inference.core import targets
 from inference.core.run_modes import RunMode
 from inference.core.targets import choose_target, fitted_for
 from inference.live.load import InferenceConfig, Load, current_load
 from inference.prediction_speed import copies
-from model_zoo.exporting.zoo_config import DEFAULT_DIMS_KEY
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.kernel_record import ModelRecord
+from measuring.anatomy import measured_trace
+from measuring.gpu_trace import GpuRun, GpuWork, Launch
+from records.kernel_record import ModelRecord
+from runtimes.ort.graph.analysis import analyze
+from runtimes.targets import flavour_of, local_target
 from utils import files
 from utils.config import read_config
 from utils.errors import UserError
-from utils.fingerprint import Target, flavour_of, has_cuda, local_target
+from utils.fingerprint import Target, has_cuda
+from utils.model_files import DEFAULT_DIMS_KEY
 from utils.paths import ROOT, Workspace
 
 TARGET = local_target("cpu").name
@@ -199,7 +200,7 @@ def test_a_file_is_read_once_and_again_when_it_changed(workspace: Workspace) -> 
     path = conv_net(workspace.root / "changing.onnx", channels=16)
     first = predict(path, target=TARGET, workspace=workspace)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("ort_analysis.graph.analysis.analyze", None)  # the file is not analysed again
+        patched.setattr("inference.core.sources.runtime_named", None)  # the file is not analysed again
         assert predict(path, target=TARGET, workspace=workspace) == first
     stamp = path.stat()
     conv_net(path, channels=16, size=32)

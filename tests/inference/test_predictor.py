@@ -18,9 +18,9 @@ from inference import Predictor, predict
 from inference.core.run_modes import RunMode
 from inference.core.timeline import trace_of
 from inference.sharing.co_runner import NotShared
-from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import read_model_record
 from recipes.same_predictions.questions import unpacked
+from records.kernel_record import ModelRecord
+from records.kernel_record_files import read_model_record
 from training.composition.fitted import read_composition
 from training.sharing.learned import read_sharing, sharing_path
 from utils import files

@@ -35,12 +35,12 @@ from prometheus_stand import (
 )
 from trained_workspace import METRIC
 
-from benchmark.metrics.dcgm_names import PART_LABEL, PROFILE_LABEL
-from benchmark.metrics.fields import FIELDS
-from benchmark.metrics.source import values
 from inference.live.load import InferenceConfig, current_load
 from inference.live.prometheus import PrometheusConfig, PrometheusError, Server, server_for
 from inference.live.prometheus_metrics import PrometheusSource
+from measuring.metrics.dcgm_names import PART_LABEL, PROFILE_LABEL
+from measuring.metrics.fields import FIELDS
+from measuring.metrics.source import values
 from utils.config import read_config
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace

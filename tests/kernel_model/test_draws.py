@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from conftest import free_kernel
 
-from kernel_model.building.dummy_data import dummy_inputs
-from kernel_model.building.kernel_models import build_model
 from kernel_model.sampling.draws import draw_kernel
-from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
+from records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_types import describe_kernel
+from runtimes.ort.building.dummy_data import dummy_inputs
+from runtimes.ort.building.kernel_models import build_model
 from utils.errors import UserError
 from utils.ort_sessions import open_session
 

@@ -16,13 +16,14 @@ from command import run_script
 from conftest import TORCH_MODELS, small_model
 from onnx import TensorProto, helper, numpy_helper
 
-from kernel_model.building.carrier import build_carrier, carrier_bytes, node_name
-from kernel_model.building.dummy_data import dummy_inputs, dummy_tensor, input_name, output_name
-from kernel_model.building.kernel_models import INLINE_BYTES, build_model, built_kernel, check_kernel, kernel_build
-from ort_analysis.graph.analysis import analyze, build_index, record_of
-from ort_analysis.graph.parsing import parse_into
-from ort_analysis.records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
+from records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
+from records.kernel_record_files import build_index
+from records.kernel_types import describe_kernel
+from runtimes.ort.building.carrier import build_carrier, carrier_bytes, node_name
+from runtimes.ort.building.dummy_data import dummy_inputs, dummy_tensor, input_name, output_name
+from runtimes.ort.building.kernel_models import INLINE_BYTES, build_model, built_kernel, check_kernel, kernel_build
+from runtimes.ort.graph.analysis import analyze, record_of
+from runtimes.ort.graph.parsing import parse_into
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda

@@ -12,7 +12,6 @@ import pytest
 from conftest import build_workspace, small_model
 from made_up_dataset import TARGET, conv, gemm, relu, tensor, write_workspace
 
-from kernel_model.building.kernel_models import built_kernel
 from kernel_model.kernel_sampler import FREE, NEAR_SPREAD, Drawn, near_batch, sample_again
 from kernel_model.sampling.kernel_errors import (
     MOST_LOG_ERROR,
@@ -23,8 +22,9 @@ from kernel_model.sampling.kernel_errors import (
     write_errors,
 )
 from kernel_model.sampling.seeds import read_seeds
-from ort_analysis.records.kernel_record import Kernel
-from ort_analysis.records.kernel_types import describe_kernel
+from records.kernel_record import Kernel
+from records.kernel_types import describe_kernel
+from runtimes.ort.building.kernel_models import built_kernel
 from tests.kernel_model.test_sampler import run_sampler
 from training.kernels.label_training import train_label
 from training.kernels.settings import ForestSettings, TrainingConfig, XgboostSettings
@@ -144,7 +144,7 @@ def test_training_writes_the_errors_of_kernels_left_out(workspace: Workspace) ->
 
 
 def _kernels_of(workspace: Workspace, name: str) -> list[Kernel]:
-    from benchmark.records.files import read_kernels
+    from records.dataset_files import read_kernels
 
     return [entry.kernel for entry in read_kernels(workspace.dataset(TARGET.name))
             if name in entry.groups]

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from conftest import TORCH_MODELS, build_workspace, free_kernel, small_model
 
-from kernel_model.building.dummy_data import dummy_inputs, dummy_tensor
-from kernel_model.building.kernel_models import build_model, built_kernel, check_kernel
 from kernel_model.kernel_sampler import FREE, MOST_MIB, Drawn, footprint_mib, sample, sample_free
 from kernel_model.sampling.draws import draw_kernel
 from kernel_model.sampling.float_types import FLOAT_TYPES, in_float_type, on_cuda
 from kernel_model.sampling.free_shapes.table import DRAWS
 from kernel_model.sampling.seeds import SEED_FILE, read_seeds
-from ort_analysis.graph.analysis import analyze, build_index
-from ort_analysis.records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
-from ort_analysis.records.reading import index_path, read_index
+from records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
+from records.kernel_record_files import build_index, index_path, read_index
+from records.kernel_types import describe_kernel
+from runtimes.ort.building.dummy_data import dummy_inputs, dummy_tensor
+from runtimes.ort.building.kernel_models import build_model, built_kernel, check_kernel
+from runtimes.ort.graph.analysis import analyze
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import Flavour
@@ -71,7 +71,7 @@ def test_sampled_kernels_are_new_valid_and_within_limits(entries: list[Drawn]) -
 
 def test_every_type_draws_something_that_runs(entries: list[Drawn], tmp_path: Path) -> None:
     """Attention's products and ORT's blocked layouts too."""
-    from kernel_model.building.kernel_models import kernel_build
+    from runtimes.ort.building.kernel_models import kernel_build
 
     generator = np.random.default_rng(0)
     for kernel_type in sorted({kernel.type for kernel, _ in entries if "Reshape" not in kernel.type}):

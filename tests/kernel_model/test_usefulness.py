@@ -16,8 +16,8 @@ from kernel_model.sampling.usefulness import (
     position,
     useful_kernels,
 )
-from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
+from records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_types import describe_kernel
 
 
 def unary(op_type: str, *shape: int, dtype: str = "float32") -> Kernel:

@@ -23,9 +23,9 @@ from model_zoo.exporting.onnx_export import Exporter, check_outputs, trace
 from model_zoo.exporting.torch_models import build, check_names, reference
 from model_zoo.exporting.zoo_config import Export, ZooConfig, read_zoo_config
 from model_zoo.torchvision_exporter import export_all
+from runtimes.targets import flavour_of
 from utils import fingerprint
 from utils.errors import UserError
-from utils.fingerprint import flavour_of
 from utils.paths import ROOT, Workspace, model_files
 
 MODEL, SIZE = "squeezenet1_1", (64, 96)

@@ -10,14 +10,14 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmark.records.blocks import Block
-from benchmark.records.files import journal_path, read_header
 from inference import predict
 from inference.core.run_modes import RunMode
-from ort_analysis.cuda.capture import capture_obstacle
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import read_model_record, record_path
+from records.blocks import Block
+from records.dataset_files import journal_path, read_header
+from records.kernel_record import ModelRecord
+from records.kernel_record_files import read_model_record, record_path
+from runtimes.ort.cuda.capture import capture_obstacle
+from runtimes.ort.graph.analysis import analyze
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
 

@@ -11,10 +11,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from ort_analysis.cuda.kernels import cuda_kernel
-from ort_analysis.cuda.placement import place, refuses
-from ort_analysis.graph.parsing import ParsedGraph, parse_graph
-from ort_analysis.records.kernel_record import KernelInput
+from records.kernel_record import KernelInput
+from runtimes.ort.cuda.kernels import cuda_kernel
+from runtimes.ort.cuda.placement import place, refuses
+from runtimes.ort.graph.parsing import ParsedGraph, parse_graph
 from utils.fingerprint import has_cuda
 from utils.ort_sessions import open_session
 

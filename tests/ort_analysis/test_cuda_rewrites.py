@@ -11,9 +11,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from ort_analysis.cuda.rewrites import bias_alignment
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.graph.parsing import parse_graph
+from runtimes.ort.cuda.rewrites import bias_alignment
+from runtimes.ort.graph.analysis import analyze
+from runtimes.ort.graph.parsing import parse_graph
 from tests.conftest import small_model
 from utils.errors import UserError
 from utils.fingerprint import has_cuda
@@ -148,7 +148,7 @@ def test_a_model_that_mixes_types_in_an_old_operator_set_is_refused() -> None:
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "vit_tiny"])
 def test_the_derived_graph_is_the_gpus_own(torch_models: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = analyze(torch_models[name], "cuda")
-    monkeypatch.setattr("ort_analysis.graph.parsing.has_cuda", lambda: False)
+    monkeypatch.setattr("runtimes.ort.graph.parsing.has_cuda", lambda: False)
     derived = analyze(torch_models[name], "cuda")
     assert derived.derived
     assert not own.derived

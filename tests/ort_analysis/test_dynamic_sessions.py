@@ -11,15 +11,15 @@ import pytest
 from conftest import small_model
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmark.measuring.effort import Effort
-from benchmark.runtimes.ort.model_profile import profile_model
-from benchmark.runtimes.ort.runner import open_runner
-from kernel_model.building.dummy_data import dummy_inputs
-from kernel_model.building.kernel_models import build_model
-from ort_analysis.graph import parsing
-from ort_analysis.graph.analysis import analyze, kernel_of
-from ort_analysis.graph.optimized_once import optimized_once
-from ort_analysis.graph.parsing import parse_graph
+from measuring.effort import Effort
+from runtimes.ort.building.dummy_data import dummy_inputs
+from runtimes.ort.building.kernel_models import build_model
+from runtimes.ort.graph import parsing
+from runtimes.ort.graph.analysis import analyze, kernel_of
+from runtimes.ort.graph.optimized_once import optimized_once
+from runtimes.ort.graph.parsing import parse_graph
+from runtimes.ort.model_profile import profile_model
+from runtimes.ort.runner import open_runner
 from utils.ort_sessions import open_session
 
 WIDTH, HEADS = 16, 4

@@ -10,17 +10,17 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from benchmark.measuring.effort import Effort
-from benchmark.runtimes.ort.model_profile import profile_model
-from benchmark.runtimes.ort.runner import open_runner
 from inference.core.memory import peak_memory
-from kernel_model.building.dummy_data import dummy_inputs
-from kernel_model.building.kernel_models import build_model
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.graph.parsing import parse_graph
-from ort_analysis.graph.recording import write_record
-from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import read_model_record, record_path
+from measuring.effort import Effort
+from records.kernel_record import ModelRecord
+from records.kernel_record_files import read_model_record, record_path
+from runtimes.analysis import analyze_all
+from runtimes.ort.building.dummy_data import dummy_inputs
+from runtimes.ort.building.kernel_models import build_model
+from runtimes.ort.graph.analysis import analyze
+from runtimes.ort.graph.parsing import parse_graph
+from runtimes.ort.model_profile import profile_model
+from runtimes.ort.runner import open_runner
 from training.kernels.features import KERNEL_FEATURES, kernel_features
 from utils import cli
 from utils.errors import UserError
@@ -46,7 +46,9 @@ def test_a_record_holds_infinite_values(tmp_path: Path) -> None:
     pad = helper.make_node("Pad", ["x", "borders", "least"], ["y"])
     onnx.save(graph([pad], [value("x", 2, 3)], [value("y", 2, 5)], constants), tmp_path / "pad.onnx")
     workspace = Workspace(tmp_path)
-    record = write_record(workspace, tmp_path / "pad.onnx", "cpu", {}, static=False)
+    [records] = analyze_all(workspace, "ort", [(tmp_path / "pad.onnx", {})], "cpu", 1)
+    assert not isinstance(records, UserError)
+    [record] = records
     assert isinstance(record, ModelRecord)
     read = read_model_record(record_path(workspace, record.flavour, record.model))
     assert read == record

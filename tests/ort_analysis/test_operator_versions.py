@@ -10,11 +10,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from kernel_model.building.kernel_models import build_model
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
-from ort_analysis.records.operator_versions import canonical
+from records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_types import describe_kernel
+from records.operator_versions import canonical
+from runtimes.ort.building.kernel_models import build_model
+from runtimes.ort.graph.analysis import analyze
 from training.kernels.features import KERNEL_FEATURES, kernel_features
 from utils.ort_sessions import open_session
 

@@ -9,7 +9,7 @@ import torchvision
 import yaml
 
 from benchmark.collecting.config import CollectorConfig
-from benchmark.measuring.power import WINDOW_S
+from measuring.power import WINDOW_S
 from model_zoo.exporting.zoo_config import read_zoo_config
 from utils.config import read_config
 from utils.paths import ROOT

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from benchmark.load.pace_reading import read_pace
-from benchmark.load.probe_reading import read_reading
-from benchmark.records.files import read_header, read_journal, read_kernels
-from benchmark.records.reading import read_model_table
 from inference import predict
 from inference.core import targets
 from kernel_model.sampling.kernel_errors import read_errors
-from ort_analysis.records.reading import read_index, read_model_record
 from recipes.convert.convert_files import main
+from records.dataset_files import read_header, read_journal, read_kernels
+from records.dataset_reading import read_model_table
+from records.host_pace import read_pace
+from records.kernel_record_files import read_index, read_model_record
+from records.probe_reading import read_reading
 from training.composition.fitted import read_composition
 from training.kernels.sidecar import read_sidecar
 from training.kernels.training_set import read_training_set

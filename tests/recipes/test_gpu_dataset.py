@@ -17,8 +17,8 @@ import pandas as pd
 import pytest
 from conftest import TORCH_MODELS
 
-from benchmark.records.dataset_writer import write_tables
-from benchmark.records.files import (
+from inference import predict
+from records.dataset_files import (
     journal_path,
     kernel_lines,
     kernels_path,
@@ -26,8 +26,8 @@ from benchmark.records.files import (
     read_header,
     read_journal,
 )
-from inference import predict
-from ort_analysis.records.reading import read_model_record
+from records.dataset_writer import write_tables
+from records.kernel_record_files import read_model_record
 from training.baselines.kernels_under_load import measured_under_load, summed_ms
 from training.composition.fitting import fit_line
 from training.kernels.settings import TrainingConfig

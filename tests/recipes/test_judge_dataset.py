@@ -9,14 +9,14 @@ import pytest
 from command import run_script
 from onnx import TensorProto, helper
 
-from benchmark.records.blocks import Block
-from benchmark.records.dataset_writer import write_tables
-from benchmark.records.files import DatasetHeader, DatasetKernel, header_path, kernels_path
-from benchmark.records.measurement import Measurement
 from inference import predict
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.kernel_record import ModelRecord
-from ort_analysis.records.reading import record_path
+from records.blocks import Block
+from records.dataset_files import DatasetHeader, DatasetKernel, header_path, kernels_path
+from records.dataset_writer import write_tables
+from records.kernel_record import ModelRecord
+from records.kernel_record_files import record_path
+from records.measurement import Measurement
+from runtimes.ort.graph.analysis import analyze
 from training.composition.fitted import read_composition
 from training.kernels.sidecar import read_sidecar
 from utils import files

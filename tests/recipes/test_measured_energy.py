@@ -15,10 +15,10 @@ import pandas as pd
 import pytest
 from command import run_script
 
-from benchmark.records.files import model_table_path, read_journal
-from benchmark.records.labels import ENERGY
 from inference import Predictor
-from ort_analysis.records.reading import read_model_record
+from records.dataset_files import model_table_path, read_journal
+from records.kernel_record_files import read_model_record
+from records.labels import ENERGY
 from training.energy.learned import EnergyModel, energy_path, read_energy
 from utils.paths import ROOT, SHIPPED, Workspace
 

@@ -14,11 +14,11 @@ from benchmark.collecting.work import find_work
 from model_zoo.exporting.network import Network, NetworkInput
 from model_zoo.exporting.network_export import COLLECTION_KEY, DATA_SIZED_KEY, POOL_SIZES_KEY, write_network
 from model_zoo.networks.other import NormedConv
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.reading import read_model_records, record_path
 from recipes.cuda_kernels.measure_copies import WAITING, WAITING_ELEMENTS, measure
+from records.kernel_record_files import read_model_records, record_path
+from runtimes.ort.graph.analysis import analyze
+from runtimes.targets import flavour_of, local_target
 from utils import files
-from utils.fingerprint import flavour_of, local_target
 from utils.paths import ROOT, Workspace
 
 

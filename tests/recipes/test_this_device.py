@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from conftest import small_model
 
-from benchmark.records.files import journal_path, read_journal
 from recipes.this_device.budget import LEAST_MEASURING_S, LEAST_MEASURING_SHARE, TRAINING_SHARE, Budget
 from recipes.this_device.commands import run_json
 from recipes.this_device.measure_this_device import prediction_command, put_models, shipped_for
+from records.dataset_files import journal_path, read_journal
+from runtimes.targets import local_target
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import local_target
 from utils.paths import ROOT, Workspace
 
 TARGET = local_target("cpu").name

@@ -17,8 +17,8 @@ from kernel_model.sampling.free_shapes.elementwise import unary
 from kernel_model.sampling.free_shapes.reductions import reduction
 from kernel_model.sampling.free_shapes.sizes import Generator
 from kernel_model.sampling.kernel_errors import KernelError, KernelErrors, write_errors
-from ort_analysis.records.kernel_record import Kernel
-from ort_analysis.records.kernel_types import operator_of
+from records.kernel_record import Kernel
+from records.kernel_types import operator_of
 from training.fit_doubt import classes_anew
 from training.kernels.boosters import SavedBoosters, pack_booster
 from training.kernels.class_boosters import ANY, LEAST_KERNELS, class_names, is_class, kind_code

@@ -10,7 +10,7 @@ import pytest
 from command import printed
 from made_up_dataset import TARGET, chain, draw_kernels, true_ms, write_workspace
 
-from benchmark.records.files import model_table_path
+from records.dataset_files import model_table_path
 from training.composition.fitted import composition_path, latency_ms, read_composition
 from training.composition.fitting import best, error_range_of, fit_candidate, fit_line, leave_out
 from training.composition.left_out import predict_out_of_fold

@@ -20,10 +20,10 @@ import pytest
 from command import run_script
 from made_up_dataset import chain, conv, gemm, relu, tensor
 
-from benchmark.records.files import model_table_path
-from ort_analysis.records.kernel_record import Kernel, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
-from ort_analysis.records.reading import read_model_record, record_path
+from records.dataset_files import model_table_path
+from records.kernel_record import Kernel, Tensor
+from records.kernel_record_files import read_model_record, record_path
+from records.kernel_types import describe_kernel
 from training.composition.fitted import read_composition
 from training.energy.fitting import MeasuredEnergy, fit_coefficients, fit_energy
 from training.energy.learned import EnergyModel, energy_path, read_energy

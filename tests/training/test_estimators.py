@@ -19,9 +19,10 @@ from command import run_script
 from conftest import Once
 
 from inference.core.predictor import Predictor
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.kernel_record import Kernel
-from ort_analysis.records.reading import record_path
+from records.kernel_record import Kernel
+from records.kernel_record_files import record_path
+from runtimes.ort.graph.analysis import analyze
+from runtimes.targets import local_target
 from training.admission import admitted, finding
 from training.admission.checking import task_for
 from training.admission.finding import VARIABLE, find_estimator, find_estimators
@@ -32,7 +33,6 @@ from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import read_training_set
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import local_target
 from utils.paths import ADMITTED, ROOT, Workspace
 
 CHECK = "training/check_estimator.py"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from made_up_dataset import conv, gemm, relu, tensor
 
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
+from records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_types import describe_kernel
+from runtimes.ort.graph.analysis import analyze
 from training.kernels.features import KERNEL_FEATURES, OP_CLASSES, kernel_features
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from made_up_dataset import chain, draw_kernels
 
-from benchmark.records.labels import GPU_LABEL
 from graph_model.simulation.tracks import Tracks
+from records.labels import GPU_LABEL
 from training.composition.default_composition import shipped_costs
 from training.composition.few_models import fit_pace, try_few_models
 from training.composition.fit_pipeline import MeasuredTracks, latencies_ms

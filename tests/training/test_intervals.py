@@ -11,10 +11,10 @@ import pytest
 from conftest import small_model
 from made_up_dataset import TARGET, conv, gemm, relu, write_workspace
 
-from benchmark.records.labels import GPU_LABEL
 from graph_model.simulation.tracks import OffGpu
 from inference import predict
 from inference.core.targets import fitted_for
+from records.labels import GPU_LABEL
 from training.composition.error_sources import KNOWN, Sources, Stranger, sources
 from training.composition.held_out import HeldOut
 from training.composition.host_side import NodesOffGpu

@@ -10,18 +10,19 @@ import pytest
 from command import run_script
 from onnx import TensorProto, helper
 
-from benchmark.records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path, read_copies
-from benchmark.runtimes.ort.control_flow import CONDITION_MS
 from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms, pipeline_ms, timeline
 from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks
 from inference import Predictor, predict
 from inference.core.answers import Prediction
 from inference.core.timeline import trace_of
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
-from ort_analysis.records.reading import record_path
 from recipes.h200.host_models import held_out_kernels, on_cpu, uses_host
+from records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path, read_copies
+from records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
+from records.kernel_record_files import record_path
+from records.kernel_types import describe_kernel
+from runtimes.ort.control_flow import CONDITION_MS
+from runtimes.ort.graph.analysis import analyze
+from runtimes.targets import local_target
 from training.composition.default_composition import shipped_costs
 from training.composition.fit_copies import GPU_NODE_MS, HOST_NODE_MS, Step, fit_copies, simulated_ms
 from training.composition.fit_pipeline import latencies_ms
@@ -34,7 +35,7 @@ from training.composition.selection import row_selection_ms, selection_ms, selec
 from training.kernels.saving import copy_predictors
 from training.kernels.training_set import measured_times
 from utils import files
-from utils.fingerprint import local_target, machine
+from utils.fingerprint import machine
 from utils.paths import ROOT, SHIPPED, SIDECAR, Workspace
 
 TARGET = "nvidia-h200"

@@ -17,9 +17,9 @@ import pytest
 import xgboost
 from made_up_dataset import METRIC, TARGET, chain, conv, draw_kernels, gemm, relu, tensor, true_ms, write_workspace
 
-from ort_analysis.records.kernel_record import Kernel, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
 from recipes.convert.convert_files import convert_all
+from records.kernel_record import Kernel, Tensor
+from records.kernel_types import describe_kernel
 from training.kernels import estimators, saving
 from training.kernels.boosters import SavedBoosters, pack_booster
 from training.kernels.label_training import train_label
@@ -55,7 +55,7 @@ def folder(trained: Workspace, tmp_path: Path) -> Path:
 
 
 def measured_kernels(workspace: Workspace) -> list[Kernel]:
-    from benchmark.records.files import read_kernels
+    from records.dataset_files import read_kernels
 
     return [described.kernel for described in read_kernels(workspace.dataset(TARGET.name))
             if not all(name.startswith("cnet") for name in described.models)]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from made_up_dataset import TARGET, gemm, tensor, write_dataset
 
-from benchmark.records.labels import GPU_LABEL
-from ort_analysis.records.kernel_record import Kernel, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
+from records.kernel_record import Kernel, Tensor
+from records.kernel_types import describe_kernel
+from records.labels import GPU_LABEL
 from training.kernels.estimators import fit_kernel_model, predict_kernels
 from training.kernels.relatives import WEIGHT, relatives, row_weights
 from training.kernels.settings import TrainingConfig, XgboostSettings

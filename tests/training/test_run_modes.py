@@ -10,7 +10,7 @@ import pytest
 
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
 from graph_model.simulation.tracks import NodeKind, Tracks
-from ort_analysis.records.kernel_record import ModelRecord, Tensor
+from records.kernel_record import ModelRecord, Tensor
 from training.composition.fit_pipeline import MeasuredTracks
 from training.composition.measured_models import MeasuredModel
 from training.composition.run_modes import fit_graph_replay, fit_host_io

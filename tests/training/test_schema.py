@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from made_up_dataset import METRIC, TARGET, conv, gemm, relu, tensor, write_workspace
 
-from benchmark.records.files import read_kernels
-from ort_analysis.records.kernel_record import Kernel, Tensor
-from ort_analysis.records.kernel_types import describe_kernel
+from records.dataset_files import read_kernels
+from records.kernel_record import Kernel, Tensor
+from records.kernel_types import describe_kernel
 from training.kernels import features
 from training.kernels.estimators import SHARED, fit_kernel_model, predict_kernels, table_counts
 from training.kernels.features import FIRST_FEATURES, KERNEL_FEATURES, SCHEMAS

@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from benchmark.load.backgrounds import Background
-from benchmark.load.probe_reading import ProbedRuns, ProbeReading, summarised
-from benchmark.records.blocks import Block
-from benchmark.records.files import DatasetHeader, header_path
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
 from graph_model.simulation.sharing import CoRunner, gpu_work_ms, shared_runs_ms
 from graph_model.simulation.tracks import NodeKind, Tracks
+from records.backgrounds import Background
+from records.blocks import Block
+from records.dataset_files import DatasetHeader, header_path
+from records.probe_reading import ProbedRuns, ProbeReading, summarised
+from runtimes.targets import local_target
 from training.fit_sharing import SLICES_MS, Evaluation, backgrounds_of, errors_of, typical
 from training.sharing.learned import (
     DEFAULT_SWITCH_MS,
@@ -38,7 +39,7 @@ from training.sharing.pairs import Pairs, looped_models
 from training.sharing.shared_runs import SharedRuns, Simulated, SimulatedModels, alone_ms, measured_elsewhere
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import SharingMode, local_target
+from utils.fingerprint import SharingMode
 from utils.paths import ROOT, Workspace
 
 COSTS = PipelineCosts(node_ms=0.002, view_ms=0.0, launch_ms=0.004, start_ms=0.02, gap_ms=0.001, lead_ms=-0.01, end_ms=0.01)

@@ -11,7 +11,7 @@ import pytest
 from command import printed, run_script
 from made_up_dataset import METRIC, NOISE, TARGET, conv, draw_kernels, gemm, relu, true_ms, write_dataset, write_workspace
 
-from benchmark.records.files import kernel_table_path
+from records.dataset_files import kernel_table_path
 from training.kernels import estimators
 from training.kernels.estimators import SHARED
 from training.kernels.label_training import LeftOut, cross_validate, train_label, type_errors

@@ -13,17 +13,18 @@ from optional_packages import needs
 
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
-from benchmark.records.environment import cache_kib, container_limit_mib, environment_of
-from benchmark.records.files import read_header, read_kernels
-from kernel_model.operator_sampler import sample
-from kernel_model.operators.drawn import DRAWS, OperatorSizes
 from kernel_model.sampling.seeds import read_seeds
+from records.dataset_files import read_header, read_kernels
+from records.environment import cache_kib, container_limit_mib, environment_of
+from runtimes.targets import flavour_of
+from runtimes.tvm.drawn import DRAWS, OperatorSizes
+from runtimes.tvm.package import tvm_flavour
 from training.kernels.settings import TrainingConfig
 from training.kernels.settings_left_out import FEATURES, left_out_rows, settings_of
-from tvm_analysis.package import tvm_flavour
+from tvm_analysis.operator_sampler import sample
 from utils.config import validate
 from utils.errors import UserError
-from utils.fingerprint import Target, flavour_of
+from utils.fingerprint import Target
 from utils.paths import Workspace
 
 SMALL = OperatorSizes(batch=(1, 2), channels=(1, 16), side=(4, 12), rows=(4, 32), inner=(8, 32), columns=(8, 32),

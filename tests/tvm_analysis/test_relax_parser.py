@@ -16,15 +16,15 @@ from onnx import TensorProto, helper, numpy_helper
 from optional_packages import needs
 
 from graph_model.dag.dag import build_dag, longest_path
-from ort_analysis.records.kernel_costs import VIEW_OPS
-from ort_analysis.records.reading import read_index, read_model_record, read_model_records, record_path
-from tvm_analysis.functions import function_path, hash_of, read_function
-from tvm_analysis.kernels import graph_of
-from tvm_analysis.loading import relax_of_torch
-from tvm_analysis.lowering import lower
-from tvm_analysis.operators import kind_of_all, network_kind, onnx_name, operator_kind, operator_of_function
-from tvm_analysis.package import FUSED, UNFUSED, check_tvm, llvm_target, tvm_flavour
-from tvm_analysis.recording import Parsed, parse, write_parsed
+from records.kernel_costs import VIEW_OPS
+from records.kernel_record_files import read_index, read_model_record, read_model_records, record_path
+from runtimes.tvm.functions import function_path, hash_of, read_function
+from runtimes.tvm.kernels import graph_of
+from runtimes.tvm.loading import relax_of_torch
+from runtimes.tvm.lowering import lower
+from runtimes.tvm.operators import kind_of_all, network_kind, onnx_name, operator_kind, operator_of_function
+from runtimes.tvm.package import FUSED, UNFUSED, check_tvm, llvm_target, tvm_flavour
+from runtimes.tvm.recording import Parsed, parse, write_parsed
 from utils.errors import UserError
 from utils.lazy import tvm
 from utils.paths import Workspace
@@ -162,7 +162,7 @@ def test_a_model_that_tvm_cannot_read_is_an_error_of_one_line(tmp_path: Path) ->
 
 
 def test_without_tvm_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tvm_analysis.package.find_spec", lambda name: None)
+    monkeypatch.setattr("runtimes.tvm.package.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -r requirements-tvm\.txt"):
         check_tvm()
 

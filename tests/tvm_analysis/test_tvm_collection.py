@@ -16,23 +16,22 @@ from optional_packages import needs
 
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
-from benchmark.measuring.effort import Effort
-from benchmark.records.files import kernel_table_path, model_table_path, read_header, read_journal
-from benchmark.runtimes.protocol import Request, Setting
-from benchmark.runtimes.tvm.tuning import DATABASE
-from benchmark.runtimes.tvm.worker import PLACEMENTS
-from benchmark.runtimes.worker_client import Worker
-from benchmark.tune_kernels import tune_kernels
 from graph_model.dag.dag import build_dag, calculate_latency
 from inference.sum_and_path import check_families, chosen_by_others, kernel_times, target_rows
-from kernel_model.operators.drawn import OperatorSizes
+from measuring.effort import Effort
 from model_zoo.exporting.zoo_config import read_zoo_config
-from ort_analysis.graph.analysis import update_index
-from ort_analysis.records.reading import read_model_records, record_path
+from records.dataset_files import kernel_table_path, model_table_path, read_header, read_journal
+from records.kernel_record_files import read_model_records, record_path, update_index
+from runtimes.protocol import Request, Setting
+from runtimes.tvm.drawn import OperatorSizes
+from runtimes.tvm.functions import function_path
+from runtimes.tvm.package import TUNED, tvm_flavour
+from runtimes.tvm.recording import parse, write_parsed
+from runtimes.tvm.tuning import DATABASE
+from runtimes.tvm.worker import PLACEMENTS
+from runtimes.worker_client import Worker
 from training.kernels.training_set import measured_times
-from tvm_analysis.functions import function_path
-from tvm_analysis.package import TUNED, tvm_flavour
-from tvm_analysis.recording import parse, write_parsed
+from tvm_analysis.tune_kernels import tune_kernels
 from utils.config import read_config, validate
 from utils.errors import UserError
 from utils.paths import ROOT, Workspace
@@ -134,7 +133,7 @@ def test_a_worker_keeps_its_setting_and_says_what_is_wrong(measured: tuple[Works
 
 def test_a_config_asks_only_for_what_tvm_has() -> None:
     config = validate(CONFIG | {"labels": ["run", "kernel_time"]}, CollectorConfig, "test")
-    with pytest.raises(UserError, match="labels: kernel_time: under tvm, kernels are timed alone"):
+    with pytest.raises(UserError, match="labels: kernel_time: TVM has no such labels on cpu; it has run"):
         config.labels_on("cpu")
     assert validate(CONFIG, CollectorConfig, "test").variants_on("cpu") == ()
     assert validate(CONFIG | {"energy_s": 3}, CollectorConfig, "test").with_energy_on("cpu").energy_s == 0
@@ -258,7 +257,8 @@ def test_the_recipes_configs_are_valid() -> None:
     folder = ROOT / "recipes" / "tvm"
     found = {path.stem: read_config(path, CollectorConfig) for path in folder.glob("*.yaml")
              if path.stem not in ("model_zoo", "gpu_sizes")}
-    of_tvm = {(one.device, one.tvm.level, one.tvm.threads, one.tvm.cores) for one in found.values() if one.runtime == "tvm"}
+    of_tvm = {(config.device, config.setting.level, config.setting.threads, config.setting.cores)
+              for config in found.values() if config.runtime == "tvm"}
     assert of_tvm == {("cpu", "fused", 2, 2), ("cpu", "fused", 2, 1), ("cpu", "fused", 1, 1), ("cpu", "tuned", 2, 2),
                       ("cuda", "fused", 0, 0), ("cuda", "tuned", 0, 0)}
     assert found["ort"].runtime == "ort"

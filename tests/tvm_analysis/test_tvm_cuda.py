@@ -20,14 +20,14 @@ from test_tvm_collection import CONFIG, layers
 
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
-from benchmark.records.files import header_path, read_header
-from benchmark.runtimes.protocol import Setting
-from benchmark.runtimes.tvm import tuning
-from ort_analysis.graph.analysis import update_index
-from tvm_analysis.compiling import built_function, compiled_model, cuda_sources
-from tvm_analysis.cuda_code import FOLDER, compiled_cubin, kept_cubin
-from tvm_analysis.package import FUSED, LEVELS, check_tvm, gpu_target, target_to_run_on, tvm_flavour
-from tvm_analysis.recording import Parsed, parse, parse_at, write_parsed
+from records.dataset_files import header_path, read_header
+from records.kernel_record_files import update_index
+from runtimes.protocol import Setting
+from runtimes.tvm import tuning
+from runtimes.tvm.compiling import built_function, compiled_model, cuda_sources
+from runtimes.tvm.cuda_code import FOLDER, compiled_cubin, kept_cubin
+from runtimes.tvm.package import FUSED, LEVELS, check_tvm, gpu_target, target_to_run_on, tvm_flavour
+from runtimes.tvm.recording import Parsed, parse, parse_at, write_parsed
 from utils import files
 from utils.config import validate
 from utils.errors import UserError

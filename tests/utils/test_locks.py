@@ -22,10 +22,10 @@ from benchmark.collecting.crew import start_crew
 from inference.core.run_modes import AS_USUAL
 from inference.evaluation.evaluated_models import Failures
 from inference.evaluation.here import LoadsHere, MeasuringPlan, measure_all
+from runtimes.targets import local_target
 from tests.conftest import build_workspace, small_model
 from utils import cli, locks
 from utils.errors import UserError
-from utils.fingerprint import local_target
 from utils.locks import measuring, sole_writer
 from utils.paths import ROOT, Workspace
 from utils.temporary import remove_left_over, temporary_folder

@@ -12,12 +12,13 @@ import pytest
 
 from inference.evaluation import evaluated_models as evaluation_cases
 from inference.evaluation.evaluated_models import Failures, models_of
-from ort_analysis.graph import recording
-from ort_analysis.graph.recording import write_records
-from ort_analysis.records.kernel_record import ModelRecord
+from records.kernel_record import ModelOrigin, ModelRecord
+from runtimes import analysis, runtime_named
+from runtimes.analysis import analyze_all
+from runtimes.targets import flavour_of
 from tests.conftest import small_model
 from utils.errors import UserError
-from utils.fingerprint import Flavour, flavour_of
+from utils.fingerprint import Flavour
 from utils.paths import ROOT, Workspace
 from utils.processes import each_in_a_process
 
@@ -66,12 +67,12 @@ def test_a_child_that_is_asked_to_end_raises_nothing_into_what_it_runs(tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-def analyzed_or_dead(workspace: Workspace, device: str, static: bool, group: str, collection: str,
-                     one: tuple[Path, dict[str, int]]) -> ModelRecord | UserError:
+def analyzed_or_dead(workspace: Workspace, runtime: str, device: str, static: bool, origin: ModelOrigin,
+                     model: tuple[Path, dict[str, int]]) -> list[ModelRecord] | UserError:
     """Analyses a model, and dies at those that are called so."""
-    if one[0].stem == "dies":
+    if model[0].stem == "dies":
         os.kill(os.getpid(), signal.SIGABRT)
-    return recording.write_record(workspace, one[0], device, one[1], static, group, collection)
+    return runtime_named(runtime).write_records(workspace, model[0], device, model[1], static, origin)
 
 
 def recorded_or_dead(flavour: Flavour, static: bool, sized: tuple[Path, dict[str, int]]) -> ModelRecord | Exception:
@@ -86,10 +87,10 @@ def test_folder_runs_survive_a_crash(workspace: Workspace, monkeypatch: pytest.M
     paths = [workspace.root / f"{name}.onnx" for name in ("a", "b", "dies", "z")]
     for path in paths:
         path.write_bytes(small_model().SerializeToString())
-    monkeypatch.setattr(recording, "_write_one", analyzed_or_dead)
-    found = write_records(workspace, [(path, {}) for path in paths], "cpu", 1)
-    assert [isinstance(one, ModelRecord) for one in found] == [True, True, False, True]
-    assert "takes ONNX Runtime down" in str(found[2])
+    monkeypatch.setattr(analysis, "_analyze_one", analyzed_or_dead)
+    done = analyze_all(workspace, "ort", [(path, {}) for path in paths], "cpu", 1)
+    assert [isinstance(of_model, UserError) for of_model in done] == [False, False, True, False]
+    assert "takes ONNX Runtime down" in str(done[2])
     monkeypatch.setattr(evaluation_cases, "_analysed", recorded_or_dead)
     failures = Failures()
     assert [model.record.model for model in models_of(paths, {}, flavour_of("cpu"), failures)] == ["a", "b", "z"]

@@ -15,17 +15,17 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from pydantic import TypeAdapter, ValidationError
 
-from benchmark.runtimes.ort.runner import open_runner
 from inference.core.sources import record_of
-from kernel_model.building.kernel_models import built_kernel, read_kernels
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.records.kernel_record import record_name
-from ort_analysis.records.reading import index_path, read_model_record, record_path
+from records.kernel_record import record_name
+from records.kernel_record_files import index_path, read_model_record, record_path
+from runtimes.ort.building.kernel_models import built_kernel, read_kernels
+from runtimes.ort.graph.analysis import analyze
+from runtimes.ort.runner import open_runner
+from runtimes.targets import flavour_of
 from tests.conftest import build_workspace, small_model
 from training.kernels.sidecar import read_sidecar, sidecar_path
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import flavour_of
 from utils.paths import ROOT, SHIPPED, Workspace
 from utils.safe_names import LONGEST_BYTES, FileName, as_file_name
 

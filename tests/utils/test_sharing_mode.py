@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
+from runtimes.targets import flavour_of
 from utils import sharing_mode
 from utils.errors import UserError
-from utils.fingerprint import Target, flavour_of
+from utils.fingerprint import Target
 from utils.sharing_mode import PIPE_DIRECTORY, check_sharing_mode, mps_daemon_answers
 
 MIG_OFF, MIG_ON = 0, 1

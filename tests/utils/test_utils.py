@@ -12,17 +12,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from benchmark.runtimes import MODULES, worker_module
+from runtimes.targets import flavour_of, local_target
 from utils import cli, files, fingerprint, logger, timing
 from utils.config import Config, read_config
 from utils.errors import UserError
-from utils.fingerprint import RUNTIMES, Flavour, Target, flavour_of, has_cuda, local_target, resolve_device, slug
+from utils.fingerprint import Flavour, Target, has_cuda, resolve_device, slug
 from utils.paths import ROOT, Workspace, model_files
 from utils.safe_names import as_file_name
 
@@ -495,20 +494,6 @@ def test_names_of_flavours_and_targets() -> None:
     assert Flavour(device="cuda", runtime_version="1.31").name == "cuda-ort1.31-all"
     assert Target(device_name="Some CPU @ 2.0GHz", flavour=cpu, threads=2).name == "some-cpu-2.0ghz-2t-cpu-avx2-ort1.31-all"
     assert slug(" NVIDIA H200 / x ") == "nvidia-h200-x"
-
-
-def test_a_flavour_names_its_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RUNTIMES, "tvm", lambda: "0.20.1")
-    assert flavour_of("cuda", "tvm").name == "cuda-tvm0.20-all"
-    assert local_target("cpu", "tvm").flavour.runtime == "tvm"
-    with pytest.raises(ValidationError, match="abacus is no runtime that this version knows"):
-        Flavour(device="cuda", runtime="abacus", runtime_version="1.0")
-
-
-def test_every_runtime_has_a_worker() -> None:
-    assert RUNTIMES.keys() == MODULES.keys()
-    for runtime in RUNTIMES:
-        assert find_spec(worker_module(runtime))
 
 
 def test_the_local_target_names_what_runs() -> None:

@@ -10,8 +10,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from ort_analysis.graph.analysis import analyze
-from ort_analysis.graph.optimized_once import optimized_once
+from runtimes.ort.graph.analysis import analyze
+from runtimes.ort.graph.optimized_once import optimized_once
 from utils.errors import UserError
 from utils.model_files import with_values
 

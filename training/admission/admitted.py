@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_record import Kernel
+from records.kernel_record import Kernel
 from training.admission.finding import find_estimator
 from training.admission.interface import Estimator
 from training.admission.saved_form import CHECK, from_bytes, to_bytes

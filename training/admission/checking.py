@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.records.files import read_kernels
-from ort_analysis.records.kernel_record import Kernel
+from records.dataset_files import read_kernels
+from records.kernel_record import Kernel
 from training.admission.admitted import Admitted, checked_times
 from training.admission.finding import Found, find_estimator
 from training.admission.interface import Estimator, Floats, Measured

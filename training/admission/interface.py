@@ -12,15 +12,15 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel
 
-from ort_analysis.records.kernel_record import Kernel
-from ort_analysis.records.kernel_types import operator_of
+from records.kernel_record import Kernel
+from records.kernel_types import operator_of
 from training.kernels.operator_classes import OperatorClass, class_of_type
 from training.kernels.schema import FeatureSchema
 from utils.fingerprint import Target
 from utils.frozen import Frozen
 
 if TYPE_CHECKING:
-    from benchmark.records.environment import Environment
+    from records.environment import Environment
     from training.kernels.settings import TrainingConfig
     from training.kernels.training_set import TrainingSet  # needs pandas, which a prediction does not
 
@@ -55,7 +55,7 @@ class Measured:
         features: rows × the estimator's features.
         times_ms: of each row, measured on an idle device.
         target: device, runtime, threads.
-        label: which time of a kernel it is (benchmark/records/labels.py).
+        label: which time of a kernel it is (records/labels.py).
         config: of the training.
         all_rows: everything that may be learned from: kernels of other types, and rows under load, too.
     """

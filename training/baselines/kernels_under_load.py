@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.records.files import kernel_table_path
-from benchmark.records.reading import read_kernel_table
+from records.dataset_files import kernel_table_path
+from records.dataset_reading import read_kernel_table
 from training.composition.fitted import latency_ms
 from training.composition.fitting import fit_line
 from training.kernels.estimators import KernelModel, fit_kernel_model, parallel_map, predict_kernels
 from training.kernels.training_set import TrainingSet, read_training_set
 
 if TYPE_CHECKING:
-    from ort_analysis.records.kernel_record import ModelRecord
+    from records.kernel_record import ModelRecord
     from training.kernels.settings import TrainingConfig
     from training.sharing.shared_runs import SharedRuns
     from utils.paths import Workspace

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graph_model.dag.dag import build_dag, calculate_latency
-from ort_analysis.records.kernel_record import ModelRecord
+from records.kernel_record import ModelRecord
 from training.composition.fit_pipeline import MeasuredTracks, can_fit, fit_pipeline_candidate
 from training.composition.fitted import KINDS, Candidate, working_nodes
 from training.composition.fitting import fit_candidate

@@ -9,8 +9,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmark.records.labels import GPU_LABEL, UNPROFILED
 from graph_model.simulation.pipeline import PipelineCosts
+from records.labels import GPU_LABEL, UNPROFILED
 from training.composition.fitted import Composition, composition_path
 from training.kernels.estimators import LEAST_LAUNCHES
 from training.kernels.features import KERNEL_FEATURES

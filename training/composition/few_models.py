@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.records.labels import GPU_LABEL
 from graph_model.simulation.pipeline import PipelineCosts
+from records.labels import GPU_LABEL
 from training.composition.candidates import Tried, compose
 from training.composition.default_composition import shipped_costs
 from training.composition.fit_pipeline import MeasuredTracks, latencies_ms

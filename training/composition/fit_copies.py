@@ -1,4 +1,4 @@
-"""What copies cost, from the latencies of small graphs with and without them (benchmark/records/copies.py).
+"""What copies cost, from the latencies of small graphs with and without them (records/copies.py).
 
 Each graph is simulated like a model, and the copy's time is what makes the simulated difference of two graphs the measured one.
 """
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmark.records.copies import CopyTimes, MeasuredCopies, WaitTimes
 from graph_model.simulation.pipeline import PipelineCosts, pipeline_ms
 from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks
+from records.copies import CopyTimes, MeasuredCopies, WaitTimes
 from training.composition.host_costs import DEFAULT_COSTS, CopyCurve, HostCosts
 
 HOST_NODE_MS = 0.001  # of the CPU provider's node on the smallest tensor, which a session's own time hides

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.records.labels import GPU_LABEL
 from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms, pipeline_ms
 from graph_model.simulation.tracks import OffGpu, Tracks
+from records.labels import GPU_LABEL
 from training.composition.fitted import Candidate
 from utils.lazy import scipy
 

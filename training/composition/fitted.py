@@ -18,8 +18,8 @@ import numpy.typing as npt
 from pydantic import Field
 
 from graph_model.simulation.pipeline import PipelineCosts
-from ort_analysis.records.kernel_costs import is_control_flow
-from ort_analysis.records.kernel_record import ModelRecord
+from records.kernel_costs import is_control_flow
+from records.kernel_record import ModelRecord
 from training.composition.intervals import CalibratedInterval
 from utils import files
 from utils.errors import UserError

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.records.labels import GPU_LABEL
+from records.labels import GPU_LABEL
 from training.composition.error_sources import Stranger
 from training.composition.fit_pipeline import LeftOut, MeasuredTracks, can_fit, left_out_ms
 from training.composition.intervals import CalibratedInterval, Case, calibrate

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.records.labels import GPU_LABEL
+from records.labels import GPU_LABEL
 from training.baselines import nn_meter
 from training.composition.error_sources import Sources
 from training.composition.fitting import leave_out

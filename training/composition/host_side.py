@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.records.labels import UNPROFILED
 from graph_model.simulation.tracks import OffGpu
-from ort_analysis.records.kernel_record import Kernel, ModelRecord
+from records.kernel_record import Kernel, ModelRecord
+from records.labels import UNPROFILED
 from training.composition.host_costs import DEFAULT_COSTS, HostCosts, read_host_costs
 from training.composition.off_gpu import guessed_ms, is_copy, is_off_gpu, takes_no_time, to_host, waits_inside
 from training.kernels.predictors import Predictors, read_predictors

@@ -18,7 +18,7 @@ from utils.logger import get_logger
 from utils.timing import time_weighted_error
 
 if TYPE_CHECKING:
-    from ort_analysis.records.kernel_record import Kernel
+    from records.kernel_record import Kernel
     from training.kernels.settings import TrainingConfig
     from training.kernels.training_set import TrainingSet
 

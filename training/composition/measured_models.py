@@ -9,14 +9,14 @@ from typing import Literal
 
 import numpy as np
 
-from benchmark.records.files import model_table_path
-from benchmark.records.host_pace import idle_models
-from benchmark.records.labels import COLLECT
-from benchmark.records.reading import read_model_table
 from graph_model.simulation.tracks import Tracks, node_kind
-from ort_analysis.records.kernel_costs import is_control_flow
-from ort_analysis.records.kernel_record import REMAKE, ModelRecord
-from ort_analysis.records.reading import read_model_record, record_path
+from records.dataset_files import model_table_path
+from records.dataset_reading import read_model_table
+from records.host_pace import idle_models
+from records.kernel_costs import is_control_flow
+from records.kernel_record import REMAKE, ModelRecord
+from records.kernel_record_files import read_model_record, record_path
+from records.labels import COLLECT
 from training.composition.fit_pipeline import MeasuredTracks
 from training.composition.host_side import NodesOffGpu, read_host_side
 from training.composition.selection import selection_launches, selection_ms, selects_boxes

@@ -7,9 +7,9 @@ estimated everywhere.
 
 from __future__ import annotations
 
-from ort_analysis.cuda.capture import COPIES
-from ort_analysis.records.kernel_costs import is_control_flow
-from ort_analysis.records.kernel_record import Kernel, ModelRecord
+from records.kernel_costs import is_control_flow
+from records.kernel_record import Kernel, ModelRecord
+from runtimes.ort.cuda.capture import COPIES
 from training.kernels.operator_classes import operator_class
 
 HOST_KERNEL_MS = 0.001  # of a kernel that does next to nothing; a guess, like the two rates

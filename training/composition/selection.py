@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 
-from ort_analysis.records.kernel_record import Kernel
+from records.kernel_record import Kernel
 
 BASE_MS = 0.07
 BOX_MS = 1.108e-4

@@ -13,7 +13,7 @@ from training.kernels.beyond import times_beyond
 from training.kernels.uncertainty import Uncertainty
 
 if TYPE_CHECKING:
-    from ort_analysis.records.kernel_record import Kernel
+    from records.kernel_record import Kernel
     from training.kernels.training_set import TrainingSet
 
 

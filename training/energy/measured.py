@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from benchmark.records.files import read_journal, read_kernels
-from benchmark.records.labels import ENERGY, KERNELS
-from benchmark.records.reading import idle_rows, read_model_table
-from ort_analysis.records.kernel_costs import is_control_flow
-from ort_analysis.records.kernel_record import REMAKE, Kernel, ModelRecord
-from ort_analysis.records.reading import read_model_record, record_path
+from records.dataset_files import read_journal, read_kernels
+from records.dataset_reading import idle_rows, read_model_table
+from records.kernel_costs import is_control_flow
+from records.kernel_record import REMAKE, Kernel, ModelRecord
+from records.kernel_record_files import read_model_record, record_path
+from records.labels import ENERGY, KERNELS
 from training.composition.fitted import Composition
 from training.composition.off_gpu import is_off_gpu
 from training.energy.fitting import MeasuredEnergy

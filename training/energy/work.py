@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ort_analysis.records.kernel_record import Kernel
+from records.kernel_record import Kernel
 from training.kernels.operator_classes import operator_class
 
 EnergyClass = Literal["convolution", "product", "other"]

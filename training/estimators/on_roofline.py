@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_record import Kernel
+from records.kernel_record import Kernel
 from training.admission.interface import Estimator, Floats, Measured
 from training.kernels.estimators import design_matrix, encode_types
 from training.kernels.features import KERNEL_FEATURES, kernel_features

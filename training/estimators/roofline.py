@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ort_analysis.records.kernel_record import Kernel
+from records.kernel_record import Kernel
 from training.admission.interface import Estimator, Floats, Measured
 from training.kernels.roofline import Roofline, fit_roofline
 from training.kernels.schema import FeatureSchema

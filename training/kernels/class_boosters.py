@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_types import operator_of
+from records.kernel_types import operator_of
 from training.kernels.operator_classes import CODES, class_of_operator, kind_of_operator
 
 if TYPE_CHECKING:

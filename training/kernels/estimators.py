@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.records.labels import GPU_LABEL
+from records.labels import GPU_LABEL
 from training.kernels.class_boosters import ClassBoosters, WithClasses, class_names, class_rows, kind_code
 from training.kernels.relatives import row_weights
 from training.kernels.roofline import Roofline, fit_roofline
@@ -20,7 +20,7 @@ from training.kernels.settings import LAUNCHES, ForestSettings, TrainingConfig, 
 from utils.lazy import sklearn, xgboost
 
 if TYPE_CHECKING:
-    from ort_analysis.records.kernel_record import Kernel
+    from records.kernel_record import Kernel
     from training.kernels.training_set import TrainingSet
 
 Floats = npt.NDArray[np.float64]

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ort_analysis.records.elements import DTYPE_BYTES
-from ort_analysis.records.kernel_costs import copied_tables, einsum_product
-from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
+from records.elements import DTYPE_BYTES
+from records.kernel_costs import copied_tables, einsum_product
+from records.kernel_record import Kernel, KernelInput, Tensor
 from training.kernels.schema import FeatureSchema
 
 CONVOLUTIONS = {"Conv": 1, "FusedConv": 1, "NhwcConv": 1, "NhwcFusedConv": 1, "ConvTranspose": 1, "ConvInteger": 1,

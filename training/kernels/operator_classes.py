@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ort_analysis.records.kernel_record import Kernel
-from ort_analysis.records.kernel_types import operator_of
+from records.kernel_record import Kernel
+from records.kernel_types import operator_of
 from training.kernels.features import CONVOLUTIONS
 
 OperatorClass = Literal["elementwise", "reduction", "normalisation", "recurrent", "gather", "movement", "product",

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.records.files import read_kernels
-from benchmark.records.labels import GPU_LABEL
 from kernel_model.sampling.kernel_errors import REMAKE, KernelError, read_errors
-from ort_analysis.cuda.kernels import cuda_operators
-from ort_analysis.records.kernel_costs import VIEW_OPS
-from ort_analysis.records.kernel_record import Kernel
-from ort_analysis.records.kernel_types import operator_of
+from records.dataset_files import read_kernels
+from records.kernel_costs import VIEW_OPS
+from records.kernel_record import Kernel
+from records.kernel_types import operator_of
+from records.labels import GPU_LABEL
+from runtimes.ort.cuda.kernels import cuda_operators
 from training.kernels.operator_classes import class_of_operator
 from training.kernels.operators_left_out import LeftOutOperator, leave_operators_out
 from training.kernels.settings import LAUNCHES, TrainingConfig

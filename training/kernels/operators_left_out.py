@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_types import operator_of
+from records.kernel_types import operator_of
 from training.kernels.class_boosters import LEAST_KERNELS, PREFIX, class_names, kind_code
 from training.kernels.estimators import learn_classes, parallel_map, pose, table_counts
 from training.kernels.operator_classes import OperatorClass, class_of_operator

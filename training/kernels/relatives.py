@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_costs import REDUCE_OPS
-from ort_analysis.records.kernel_types import operator_of
+from records.kernel_costs import REDUCE_OPS
+from records.kernel_types import operator_of
 from training.kernels.operator_classes import KINDS, PRODUCTS
 
 WEIGHT = 0.1

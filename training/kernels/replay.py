@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.records.files import read_kernels
 from kernel_model.sampling.usefulness import Points, error_weights, order_by_usefulness
+from records.dataset_files import read_kernels
 from training.kernels.estimators import TimePredictor, assign_folds, fit_kernel_model, parallel_map
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.transfer import OtherPredictors, fit_transferred
 from utils.timing import time_weighted_error
 
 if TYPE_CHECKING:
-    from ort_analysis.records.kernel_record import Kernel, Tensor
+    from records.kernel_record import Kernel, Tensor
     from training.kernels.settings import TrainingConfig
     from training.kernels.training_set import TrainingSet
     from utils.paths import Workspace

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.records.environment import Environment
-from benchmark.records.files import collected_targets, read_header
+from records.dataset_files import collected_targets, read_header
+from records.environment import Environment
 from training.kernels.estimators import fit_kernel_model, predict_rows
 from training.kernels.settings import TrainingConfig
 from training.kernels.training_set import TrainingSet, read_training_set

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.records.files import DatasetHeader, kernel_table_path, kernels_path, read_header, read_kernels
-from benchmark.records.labels import COLLECT, LABELS
-from benchmark.records.reading import read_kernel_table, run_ms
-from benchmark.records.tables import UNFINISHED
-from ort_analysis.records.kernel_record import Kernel
+from records.dataset_files import DatasetHeader, kernel_table_path, kernels_path, read_header, read_kernels
+from records.dataset_reading import read_kernel_table, run_ms
+from records.dataset_tables import UNFINISHED
+from records.kernel_record import Kernel
+from records.labels import COLLECT, LABELS
 from training.kernels.features import KERNEL_FEATURES
 from training.kernels.operator_classes import form_of
 from training.kernels.schema import FeatureSchema

@@ -23,7 +23,7 @@ from training.kernels.schema import FeatureSchema
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ort_analysis.records.kernel_record import Kernel
+    from records.kernel_record import Kernel
     from training.kernels.settings import TrainingConfig
     from training.kernels.training_set import TrainingSet
 

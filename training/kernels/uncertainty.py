@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ort_analysis.records.kernel_record import Kernel
+from records.kernel_record import Kernel
 from training.kernels.operator_classes import OperatorClass, form_of, operator_class
 from training.kernels.operators_left_out import LeftOutOperator
 from training.kernels.settings import LAUNCHES
@@ -155,7 +155,7 @@ def save_uncertainty(workspace: Workspace, rows: TrainingSet, folder: Path,
                      left_out: Mapping[str, Sequence[LeftOutOperator]]) -> Uncertainty:
     """Learns the uncertainty from the dataset of `rows` and its operators that were `left_out`, by label; writes it into
     `folder`."""
-    from benchmark.records.files import read_kernels
+    from records.dataset_files import read_kernels
 
     described = read_kernels(workspace.dataset(rows.header.target.name), set(rows.ids.tolist()))
     uncertainty = learn_uncertainty(rows, (entry.kernel for entry in described), left_out)

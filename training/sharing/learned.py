@@ -15,10 +15,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.load.probe_reading import ALWAYS, ProbeReading, ProbeSummary, phases_ms, waiting_from_ms
 from graph_model.simulation.pipeline import PipelineCosts
 from graph_model.simulation.sharing import CoRunner, gpu_work_ms, turns_ms
 from graph_model.simulation.tracks import Tracks
+from records.probe_reading import ALWAYS, ProbeReading, ProbeSummary, phases_ms, waiting_from_ms
 from utils import files
 from utils.frozen import Frozen
 from utils.sharing_mode import check_sharing_mode

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from benchmark.load.probe_reading import ALWAYS
-from ort_analysis.records.kernel_record import record_name
+from records.kernel_record import record_name
+from records.probe_reading import ALWAYS
 from training.sharing.learned import Sharing, in_a_loop
 from training.sharing.shared_runs import SharedRuns, Simulated
 from utils import cli
 
 if TYPE_CHECKING:
-    from benchmark.load.backgrounds import Background
+    from records.backgrounds import Background
 
 Floats = npt.NDArray[np.float64]
 SWITCHES_MS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)  # costs of a switch to choose from; about 0.2 on an H200

@@ -23,9 +23,9 @@ from training.sharing.learned import TracksAndCosts, busy_share, co_runner_probe
 from utils.errors import UserError
 
 if TYPE_CHECKING:
-    from benchmark.records.blocks import Block
-    from benchmark.records.measurement import Measurement
-    from ort_analysis.records.kernel_record import ModelRecord
+    from records.blocks import Block
+    from records.kernel_record import ModelRecord
+    from records.measurement import Measurement
     from training.kernels.settings import TrainingConfig
     from utils.paths import Workspace
 

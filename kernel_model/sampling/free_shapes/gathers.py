@@ -15,7 +15,7 @@ from kernel_model.sampling.free_shapes.sizes import (
     side,
     tensor,
 )
-from ort_analysis.records.kernel_record import Kernel, KernelInput, Tensor
+from records.kernel_record import Kernel, KernelInput, Tensor
 
 MOST_TABLE = 1 << 27  # numbers in a table: 512 MiB in single precision
 

@@ -14,7 +14,7 @@ from kernel_model.sampling.free_shapes.sizes import (
     tensor,
     tokens,
 )
-from ort_analysis.records.kernel_record import Kernel
+from records.kernel_record import Kernel
 
 FAR = 2**63 - 1  # the end of a Slice that goes on to the end
 ORDERS = (  # the axes of tensors as `Sizes` names them, and how models permute them

@@ -12,7 +12,7 @@ from kernel_model.sampling.free_shapes.sizes import (
     tensor,
     tokens,
 )
-from ort_analysis.records.kernel_record import Kernel
+from records.kernel_record import Kernel
 
 
 def layer_norm(dtype: str, batch: int, generator: Generator) -> Kernel:

@@ -15,7 +15,7 @@ from kernel_model.sampling.free_shapes.sizes import (
     tensor,
     tokens,
 )
-from ort_analysis.records.kernel_record import Kernel
+from records.kernel_record import Kernel
 
 ROWS = (16, 49, 50, 64, 144, 196, 197, 256, 784, 3136)  # tokens of an image, or pixels
 LONG = (1125, 1569, 2048, 3136, 4096, 6272)  # tokens of a video, a large image, a long text

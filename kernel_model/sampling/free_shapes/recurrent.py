@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kernel_model.sampling.free_shapes.sizes import ABSENT, Generator, channels, kernel, log_uniform, pick, tensor
-from ort_analysis.records.kernel_record import Kernel
+from records.kernel_record import Kernel
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 HIDDEN = (16, 32, 48, 64, 96, 100, 128, 192, 256, 300, 384, 512, 640, 768, 1024, 1536)

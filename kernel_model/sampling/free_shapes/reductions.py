@@ -15,7 +15,7 @@ from kernel_model.sampling.free_shapes.sizes import (
     tensor,
     tokens,
 )
-from ort_analysis.records.kernel_record import Kernel, Tensor
+from records.kernel_record import Kernel, Tensor
 
 # The tensors that models reduce, and along which axes.
 FORMS = (("bcss", (2, 3)), ("bcss", (-1, -2)), ("bssc", (1, 2)), ("btx", (-1,)), ("btx", (1,)), ("bhtt", (-1,)), ("bhtd", (3,)),

@@ -21,7 +21,7 @@ from kernel_model.sampling.free_shapes import (
     reductions,
 )
 from kernel_model.sampling.free_shapes.sizes import Generator
-from ort_analysis.records.kernel_record import Kernel
+from records.kernel_record import Kernel
 
 FLOATS = ("float32", "float16")
 SEEDED = {"Relu", "Sigmoid", "Gelu", "QuickGelu", "HardSwish", "HardSigmoid", "Clip"}  # well known from image models

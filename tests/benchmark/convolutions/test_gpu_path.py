@@ -24,8 +24,8 @@ from benchmark.convolutions.measure import Instruments, measure_profile
 from benchmark.convolutions.profile_unit import ProfileSettings
 from benchmark.convolutions.results import layer_rows, overall_rows
 from benchmark.convolutions.timing import SHORTEST_HOLD_MS, time_layers
-from benchmark.traces import gpu_trace
-from benchmark.traces.gpu_trace import GpuRun, GpuWork, Recording
+from measuring import gpu_trace
+from measuring.gpu_trace import GpuRun, GpuWork, Recording
 from utils.fingerprint import has_cuda
 
 

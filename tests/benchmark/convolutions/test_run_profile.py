@@ -25,12 +25,12 @@ from benchmark.convolutions.profile_unit import ProfileSettings
 from benchmark.convolutions.results import LAYERS, OVERALL, ResultsJournal
 from benchmark.convolutions.shapes import NotSupported
 from benchmark.convolutions.timing import CallTimes, LayerTimer, time_layers
-from benchmark.measuring.bench import Steadiness
-from benchmark.measuring.run_times import time_runs_ms
-from benchmark.metrics.power_sensors import PowerSample, PowerSensor
 from benchmark.profiler import UnifiedProfiler, described
-from benchmark.records.journal import read_blocks
-from benchmark.traces.gpu_trace import GpuRun, GpuWork
+from measuring.bench import Steadiness
+from measuring.gpu_trace import GpuRun, GpuWork
+from measuring.metrics.power_sensors import PowerSample, PowerSensor
+from measuring.run_times import time_runs_ms
+from records.journal import read_blocks
 from utils.paths import ROOT
 
 SCRIPT = "benchmark/run_profile.py"

@@ -1,7 +1,7 @@
 """An example: how to measure a unit that is no kernel, with power and energy.
 
 The unit is a matrix product in numpy. A unit of your own needs the same four things: an id, a function that times units, a
-canary, and a few lines that put them together. benchmark/measuring does the rest.
+canary, and a few lines that put them together. measuring does the rest.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmark.measuring.bench import Bench, Steadiness
-from benchmark.measuring.loads import Totals, measure_loads
-from benchmark.measuring.pending import Planned, plan_blocks
-from benchmark.measuring.window import close_window, open_window
-from benchmark.metrics.source import MetricSource, Window
-from benchmark.records.blocks import Block
-from benchmark.records.journal import JournalFile, read_blocks
-from benchmark.records.measurement import Measurement, now
-from benchmark.records.unit_table import write_units
+from measuring.bench import Bench, Steadiness
+from measuring.loads import Totals, measure_loads
+from measuring.metrics.source import MetricSource, Window
+from measuring.pending import Planned, plan_blocks
+from measuring.window import close_window, open_window
+from records.blocks import Block
+from records.journal import JournalFile, read_blocks
+from records.measurement import Measurement, now
+from records.unit_table import write_units
 
 POWER = "DCGM_FI_DEV_POWER_USAGE"
 PRETENDED_W = 50.0
@@ -52,7 +52,7 @@ class Product:
         return time.perf_counter() - began_s
 
 
-# 2. A source of power. A real one would ask the device; see benchmark/metrics -------------------------------------------
+# 2. A source of power. A real one would ask the device; see measuring/metrics -------------------------------------------
 
 class PretendedPower(MetricSource):
     """Pretends to be a power sensor: a test has none. It always says PRETENDED_W."""

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmark.load.backgrounds import COMPUTE, Background
-from benchmark.load.stress import Stress
-from benchmark.measuring import canary
-from benchmark.measuring.bench import Bench, Steadiness
-from benchmark.measuring.blocks import Conditions, best_canary_ms, idle, measure_block
-from benchmark.measuring.canary import Canary
-from benchmark.measuring.loads import measure_loads
-from benchmark.measuring.pending import Planned, in_blocks, pending, plan_blocks
-from benchmark.metrics.sources import open_source
-from benchmark.records.blocks import Block
-from benchmark.records.journal import Journal
-from benchmark.records.measurement import Measurement
+from measuring import canary
+from measuring.bench import Bench, Steadiness
+from measuring.blocks import Conditions, best_canary_ms, idle, measure_block
+from measuring.canary import Canary
+from measuring.loads import measure_loads
+from measuring.metrics.sources import open_source
+from measuring.pending import Planned, in_blocks, pending, plan_blocks
+from measuring.stress import Stress
+from records.backgrounds import COMPUTE, Background
+from records.blocks import Block
+from records.journal import Journal
+from records.measurement import Measurement
 from utils.errors import UserError
 
 

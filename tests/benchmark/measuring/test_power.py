@@ -11,10 +11,10 @@ from typing import Any
 import pynvml
 import pytest
 
-from benchmark.measuring import power
-from benchmark.measuring.power import Energy, PowerMonitor, energy_between, energy_of_runs, integral_j
-from benchmark.metrics import nvml_device, power_sensors
-from benchmark.metrics.power_sensors import NoPowerSensor, NvmlPower, PowerSample, PowerSensor, RaplPower, open_power_sensor
+from measuring import power
+from measuring.metrics import nvml_device, power_sensors
+from measuring.metrics.power_sensors import NoPowerSensor, NvmlPower, PowerSample, PowerSensor, RaplPower, open_power_sensor
+from measuring.power import Energy, PowerMonitor, energy_between, energy_of_runs, integral_j
 from utils.errors import UserError
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from conftest import small_model
 
-from benchmark.measuring.effort import Effort
-from benchmark.records.blocks import Block
-from benchmark.records.measurement import Measurement
-from benchmark.runtimes.ort.worker import answer
-from benchmark.runtimes.protocol import Reply, Request
-from kernel_model.building.kernel_models import kernel_build
-from ort_analysis.graph.analysis import analyze
+from measuring.effort import Effort
+from records.blocks import Block
+from records.measurement import Measurement
+from runtimes.ort.building.kernel_models import kernel_build
+from runtimes.ort.graph.analysis import analyze
+from runtimes.ort.worker import answer
+from runtimes.protocol import Reply, Request
 from utils import files
 
 EFFORT = Effort(warmup=1, budget_s=0.002, least_runs=2, most_runs=4)

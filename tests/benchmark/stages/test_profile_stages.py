@@ -22,16 +22,16 @@ import pytest
 from command import run_script
 from optional_packages import needs
 
-from benchmark.measuring.worker_process import WorkerFailed
-from benchmark.records.journal import read_blocks
 from benchmark.stages import opening, profiling
 from benchmark.stages.measure import RESIDENT, measure_stage
 from benchmark.stages.opening import OpenedStage, Refused, open_stage
 from benchmark.stages.records import RawMeasurements, read_raw
 from benchmark.stages.units import choose_units, find_units
 from benchmark.stages.work import GraphSource, StageUnit
+from measuring.worker_process import WorkerFailed
 from model_zoo.stages.definition import STAGES, GraphSize
 from model_zoo.stages.export import export_stages, model_files
+from records.journal import read_blocks
 from utils.errors import UserError
 from utils.ort_sessions import open_session
 from utils.paths import ROOT, Workspace
@@ -210,7 +210,7 @@ def test_each_unit_is_compared_with_its_own_canary(cases: Path, tmp_path: Path, 
         waited.append(best_ms)
         return time_ms()
 
-    monkeypatch.setattr("benchmark.measuring.canary.wait_until_steady", steady)
+    monkeypatch.setattr("measuring.canary.wait_until_steady", steady)
     for runtime in ("torch", "ort"):
         done = run_script(SCRIPT, "--workspace", tmp_path, "--cases", cases, "--units", "CPU", "--cpu-runtime", runtime,
                           "--export", "--measure", *QUICK)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmark.records.measurement import Measurement
 from benchmark.stages import worker
 from benchmark.stages.opening import OpenedStage
 from benchmark.stages.profiling import Profile, measure_copies
 from benchmark.stages.transfers import TransferTable, copies_to_time, read_transfers, time_copy, write_transfers
 from benchmark.stages.work import StageUnit
 from model_zoo.stages.definition import GraphSize
+from records.measurement import Measurement
 from utils.errors import UserError
 
 SIZE = GraphSize(nodes=30, edges=4000, features=8, hidden=4)  # the largest tensor: messages, 128,000 bytes

@@ -1,1 +1,0 @@
-"""The dataset on disk: journal, header, tables."""

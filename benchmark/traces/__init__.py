@@ -1,1 +1,0 @@
-"""Traces of the GPU's work in a run, by CUPTI."""

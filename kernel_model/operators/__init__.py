@@ -1,1 +1,0 @@
-"""Small models of operators of drawn sizes, for runtimes that fuse operators themselves."""

@@ -1,0 +1,103 @@
+"""Which units are still to be measured, in which blocks, and which are measured again on a second machine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from records.blocks import Block
+from records.measurement import Measurement
+from utils import cli
+
+T = TypeVar("T")
+
+
+class Unit(Protocol):
+    """Anything that can be measured. Its measurements bear its id."""
+
+    @property
+    def id(self) -> str: ...
+
+
+U = TypeVar("U", bound=Unit)
+U_co = TypeVar("U_co", bound=Unit, covariant=True)
+Counts = Callable[[Measurement], bool]  # whether a measurement is the one that a unit was measured for
+
+
+class Planned(NamedTuple, Generic[U_co]):
+    """A block to be measured: its name, and its units."""
+
+    key: str
+    units: Sequence[U_co]
+
+
+def every(measurement: Measurement) -> bool:
+    """Counts every measurement."""
+    return True
+
+
+def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """`items` in pieces of `size`; the last may be shorter."""
+    for begin in range(0, len(items), size):
+        yield items[begin:begin + size]
+
+
+def shuffled(items: Sequence[T], seed: int = 0) -> list[T]:
+    """`items` in an order that is the same each time."""
+    return [items[place] for place in np.random.default_rng(seed).permutation(len(items))]
+
+
+def pending(units: Iterable[U], blocks: Iterable[Block], counts: Counts = every) -> list[U]:
+    """The units that no block holds a measurement of, failed ones included."""
+    measured = {m.id for block in blocks for m in block.measurements if counts(m)}
+    return [unit for unit in units if unit.id not in measured]
+
+
+def choose_ties(units: Sequence[U], blocks: Iterable[Block], machine_uuid: str, count: int, counts: Counts = every) -> list[U]:
+    """The units to measure on a machine although others have, so that `count` of its units tie it to them.
+
+    Those that most machines have measured come first, so that the same ones tie all; then the order is that of their ids'
+    hashes, which is the same each time and prefers no kind of unit. One that failed on this machine is not tried again.
+    """
+    machines: dict[str, set[str]] = defaultdict(set)
+    for block in blocks:
+        for m in block.measurements:
+            if counts(m) and (m.status == "ok" or block.machine == machine_uuid):
+                machines[m.id].add(block.machine)
+    elsewhere = [unit for unit in units if machines[unit.id] - {machine_uuid}]
+    new = [unit for unit in elsewhere if machine_uuid not in machines[unit.id]]
+    new.sort(key=lambda unit: (-len(machines[unit.id]), hashlib.sha256(unit.id.encode()).digest()))
+    return new[:max(0, count - (len(elsewhere) - len(new)))]
+
+
+def first_names(units: Sequence[Unit]) -> str:
+    """The name of a block: its first unit, and how many more there are."""
+    return cli.first_of([unit.id for unit in units])
+
+
+def in_blocks(units: Sequence[U], size: int, name: Callable[[Sequence[U]], str] = first_names) -> list[Planned[U]]:
+    """Units in blocks of `size`, in an order that is the same each time but mixes kinds, so that none is measured at one time
+    of day alone."""
+    return [Planned(name(chunk), chunk) for chunk in chunks(shuffled(units), size)]
+
+
+def plan_blocks(units: Sequence[U], blocks: Sequence[Block], machine_uuid: str, *, size: int = 32, each_machine: bool = True,
+                ties: int = 0, counts: Counts = every) -> list[Planned[U]]:
+    """The blocks that a machine has still to measure under one load.
+
+    Args:
+        units: to be measured.
+        blocks: all blocks of this load, of every machine.
+        machine_uuid: the machine that will measure.
+        size: units in a block.
+        each_machine: whether a unit is measured on each machine. If not, what one measured the others leave out, but for
+            `ties`: so many units that they measure too.
+        counts: the measurements that a unit is measured for.
+    """
+    own = [block for block in blocks if block.machine == machine_uuid]
+    again = [] if each_machine else pending(choose_ties(units, blocks, machine_uuid, ties, counts), own, counts)
+    return in_blocks(again, size) + in_blocks(pending(units, own if each_machine else blocks, counts), size)

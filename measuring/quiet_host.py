@@ -1,0 +1,184 @@
+"""Times a GPU's work at moments in which other work does not disturb the host.
+
+A virtual machine shares its cores with others. For tenths of a second at a time its host dispatches 1.4 to 1.7 times more
+slowly, on every core alike. A short model becomes slower with it, although the GPU's own times stay the same.
+
+So a model is timed in slots of some hundredths of a second. Before and after each slot a probe is read: a fixed graph that
+is all dispatch. A slot counts if the probe was about as fast as in the fastest tenth of its readings: of all readings so
+far, or of those up to an earlier moment if they were faster, so that a long disturbance is not taken for the normal state.
+(The very fastest reading is no measure: on an undisturbed host, too, the probe sometimes takes a sixth less.)
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+from measuring.affinity import off_the_workers_cores
+from measuring.effort import Effort
+from records.labels import DISTURBANCE_ADMITTED
+
+READINGS = 3  # the shortest one counts
+FASTEST = 10  # a tenth of the readings: the slowest of the fastest tenth is that of an undisturbed host
+SLOT_S = 0.02
+LEAST_READINGS = 3  # of the probe, however short the time
+PATIENCE = 4.0  # times the budget: how long to wait for enough undisturbed slots
+
+
+@dataclass
+class HostProbe:
+    """A probe of the host's pace.
+
+    Attributes:
+        dispatch_s: dispatches a fixed graph and returns the seconds it took.
+        sorted_s: all readings so far in seconds, ascending; at first those of the first look, at least one.
+        good_s: what a dispatch takes on an undisturbed host: the slowest of the fastest tenth of the readings, and the
+            smallest such value since the first look.
+    """
+
+    dispatch_s: Callable[[], float]
+    sorted_s: list[float]
+    good_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.good_s = self._tenth_s()
+
+    def reading_s(self) -> float:
+        """What the probe takes now, in seconds."""
+        found = shortest_s(self.dispatch_s)
+        bisect.insort(self.sorted_s, found)
+        self.good_s = min(self.good_s, self._tenth_s())
+        return found
+
+    def _tenth_s(self) -> float:
+        return self.sorted_s[len(self.sorted_s) // FASTEST]
+
+
+def first_look(dispatch_s: Callable[[], float], seconds: float) -> HostProbe:
+    """A probe that has been read for `seconds`, at least once, so that it knows what is normal."""
+    first, until = [shortest_s(dispatch_s)], time.monotonic() + seconds
+    while time.monotonic() < until:
+        first.append(shortest_s(dispatch_s))
+    return HostProbe(dispatch_s, sorted(first))
+
+
+def shortest_s(dispatch_s: Callable[[], float]) -> float:
+    """The shortest of a few dispatches, in seconds."""
+    return min(dispatch_s() for _ in range(READINGS))
+
+
+@dataclass(frozen=True)
+class TimeSlot:
+    """Runs between two readings of the probe: their times in ms, and the slower reading in seconds."""
+
+    samples_ms: tuple[float, ...]
+    probe_s: float
+
+
+class Timed(NamedTuple):
+    """Samples of one function, and the state of the host meanwhile.
+
+    Attributes:
+        samples_ms: one per run.
+        disturbance: of the worst slot: the probe's reading over a good one, minus 1.
+        probe_us: the probe's median reading, in microseconds.
+    """
+
+    samples_ms: tuple[float, ...]
+    disturbance: float
+    probe_us: float
+
+
+def quiet_samples_ms(probe: HostProbe, timed: Mapping[str, Callable[[], float]], effort: Effort) -> dict[str, Timed]:
+    """Samples of several functions, in alternating slots, from the moments in which the host was least disturbed.
+
+    Args:
+        probe: of the host.
+        timed: functions by label; each runs once and returns the seconds it took.
+        effort: undisturbed time and runs wanted of each. If PATIENCE ends first, the least disturbed slots fill up what is
+            missing.
+    """
+    slots: dict[str, list[TimeSlot]] = {label: [] for label in timed}
+    with off_the_workers_cores():
+        until = time.monotonic() + PATIENCE * effort.budget_s * len(timed)
+        missing = list(timed)
+        while missing:
+            for label in missing:
+                slots[label].append(_time_slot(probe, timed[label]))
+            late = time.monotonic() > until
+            missing = [label for label in timed if not _enough(slots[label], probe, effort, late)]
+    return {label: _least_disturbed(of_label, probe, effort) for label, of_label in slots.items()}
+
+
+def all_samples_ms(probe: HostProbe, run_s: Callable[[], float], effort: Effort) -> Timed:
+    """Samples of one function with the host as it is: disturbed slots count too, and the probe's median is that of all slots.
+
+    Args:
+        probe: of the host.
+        run_s: runs once and returns the seconds it took.
+        effort: time and runs wanted.
+    """
+    slots: list[TimeSlot] = []
+    with off_the_workers_cores():
+        until = time.monotonic() + effort.budget_s
+        while time.monotonic() < until or sum(len(slot.samples_ms) for slot in slots) < effort.least_runs:
+            slots.append(_time_slot(probe, run_s))
+    return _joined(slots, probe, effort)
+
+
+def readings_s(probe: HostProbe, seconds: float) -> list[float]:
+    """What the probe takes over a while, in seconds. The probe does not remember these readings.
+
+    Each value is taken as during a model's runs: the slower one of the readings before and after a slot, in which the probe
+    itself keeps the host at work.
+    """
+    found = [shortest_s(probe.dispatch_s)]
+    with off_the_workers_cores():
+        until = time.monotonic() + seconds
+        while time.monotonic() < until or len(found) <= LEAST_READINGS:
+            slot_ends = time.monotonic() + SLOT_S
+            while time.monotonic() < slot_ends:
+                probe.dispatch_s()
+            found.append(shortest_s(probe.dispatch_s))
+    return [max(both) for both in itertools.pairwise(found)]
+
+
+def _least_disturbed(slots: list[TimeSlot], probe: HostProbe, effort: Effort) -> Timed:
+    """The samples of all undisturbed slots, in order, and of as few others as are needed for the least number of runs."""
+    counted = [slot for slot in slots if _is_quiet(slot, probe)]
+    for slot in sorted((w for w in slots if not _is_quiet(w, probe)), key=lambda slot: slot.probe_s):
+        if sum(len(one.samples_ms) for one in counted) >= effort.least_runs:
+            break
+        counted.append(slot)
+    return _joined(counted, probe, effort)
+
+
+def _joined(counted: list[TimeSlot], probe: HostProbe, effort: Effort) -> Timed:
+    samples = [sample for slot in counted for sample in slot.samples_ms]
+    worst = max(slot.probe_s for slot in counted) / probe.good_s - 1.0
+    return Timed(tuple(round(sample, 6) for sample in samples[:effort.most_runs]), round(max(worst, 0.0), 4),
+                 round(1e6 * median(slot.probe_s for slot in counted), 2))
+
+
+def _time_slot(probe: HostProbe, run_s: Callable[[], float]) -> TimeSlot:
+    before, began, samples = probe.reading_s(), time.monotonic(), list[float]()
+    while not samples or time.monotonic() - began < SLOT_S:
+        samples.append(1000 * run_s())
+    return TimeSlot(tuple(samples), max(before, probe.reading_s()))
+
+
+def _is_quiet(slot: TimeSlot, probe: HostProbe) -> bool:
+    return slot.probe_s <= probe.good_s * (1 + DISTURBANCE_ADMITTED)
+
+
+def _enough(slots: list[TimeSlot], probe: HostProbe, effort: Effort, late: bool) -> bool:
+    """Whether the slots that count (all of them if it is late) hold the runs and the time that are wanted."""
+    samples = [sample for slot in slots if late or _is_quiet(slot, probe) for sample in slot.samples_ms]
+    if late or len(samples) < effort.least_runs:
+        return len(samples) >= effort.least_runs
+    return len(samples) >= effort.most_runs or sum(samples) >= 1000 * effort.budget_s

@@ -1,0 +1,199 @@
+"""The rows and columns of a dataset's two tables."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from records.blocks import Block
+from records.dataset_files import DatasetKernel
+from records.dataset_reading import means_add_up
+from records.host_pace import is_undisturbed
+from records.kernel_record import Kernel
+from records.labels import DEFAULT_LABELS, ENERGY, GPU_LABEL, LABELS, SLOWDOWN_ADMITTED, VARIANTS
+from records.measurement import Measurement
+from utils.errors import UserError
+from utils.timing import summarize
+
+UNFINISHED = "unfinished"  # status of a kernel that has labels, but not (yet) the first
+
+
+def input_shape(kernel: Kernel) -> str:
+    """The shapes of a kernel's inputs as text, `16x64x56x56;64x64x3x3`; an omitted input is an empty part."""
+    return ";".join("x".join(map(str, tensor.shape)) for tensor in kernel.inputs)
+
+
+GPU_COLUMNS = ("gpu_launches", "gpu_kernels")
+ENERGY_QUANTITIES = ("energy_j", "counter_j", "power_w", "idle_w", "window_s", "runs")  # of a model's label `energy`
+ENERGY_COLUMNS = ("energy_ms", *ENERGY_QUANTITIES[:4], "energy_s", "energy_runs", "energy_doubts")
+KERNEL_COLUMNS = ("Level", "Background", "Machine", "Context", "Models", "Canary_ms", "Drift", "Runs", "Started", "Ended",
+                  "Status", "Error", "Groups")
+
+
+def kernel_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS) -> list[str]:
+    """The columns of `kernel_latency.csv`: first those of every dataset, then other labels, medians, windows and where a row is
+    from."""
+    metrics = list(metrics)
+    return [
+        "Kernel_ID", "OpType", "Input_Shape", *metrics, "Latency_ms",
+        *(f"{label}_ms" for label in LABELS if label != "run" and label in labels), "run_median_ms",
+        *(GPU_COLUMNS if GPU_LABEL in labels else ()), *(f"{metric}_during" for metric in metrics), *KERNEL_COLUMNS,
+    ]
+
+
+def model_columns(metrics: Iterable[str], labels: Sequence[str] = DEFAULT_LABELS, energy: bool = False) -> list[str]:
+    """The columns of `model_latency.csv`; with those of the energy, if the dataset has it."""
+    metrics = list(metrics)
+    return ["Model", "Level", "Background", *metrics, "Latency_ms", "median_ms", "p95_ms", "std_ms", "Runs",
+            *(("host_ms", "gpu_ms", "gpu_launches") if GPU_LABEL in labels else ()),
+            *(f"{name}_ms" for name in VARIANTS), *(ENERGY_COLUMNS if energy else ()),
+            "Canary_ms", "Drift", "Disturbance", "Probe_us", *(f"{metric}_during" for metric in metrics), "Machine", "Started",
+            "Ended", "Status", "Error", "Groups"]
+
+
+def _metrics(block: Block) -> dict[str, float]:
+    """Both windows of a block as columns."""
+    return block.background | {f"{name}_during": value for name, value in block.during.items()}
+
+
+def typical(samples: Sequence[float], level: float, device: str) -> float:
+    """The figure for a label's samples: their median, or their mean if `means_add_up`."""
+    return float(np.mean(samples) if means_add_up(level, device) else np.median(samples))
+
+
+def kernel_rows(blocks: Iterable[Block], described: dict[str, DatasetKernel],
+                first_label: str = "run", device: str = "cpu") -> list[dict[str, Any]]:
+    """One row a kernel, level and background (and machine). Labels of one kernel from several contexts are joined:
+
+    in-model times win over a carrier's, and a label's figure is the `typical` of its samples. `Latency_ms` is the mean of
+    label `run`, as the user defined it.
+
+    Args:
+        blocks: the journal.
+        described: the dataset's kernels by id.
+        first_label: the label without which a row is unfinished.
+        device: the target's.
+    """
+    found: dict[tuple[str, tuple[float, str], str], list[tuple[Block, Measurement]]] = defaultdict(list)
+    for block in blocks:
+        for measurement in block.measurements:
+            if measurement.subject == "kernel":
+                found[measurement.id, block.load, block.machine].append((block, measurement))
+    rows = []
+    for (kernel_id, (level, background), machine), parts in found.items():
+        if kernel_id not in described:
+            raise UserError(f"kernel {kernel_id} is measured but not described in kernels.jsonl: the dataset is damaged")
+        kernel = described[kernel_id].kernel
+        row: dict[str, Any] = {"Kernel_ID": kernel_id, "OpType": kernel.type, "Input_Shape": input_shape(kernel),
+                               "Level": level, "Background": background, "Machine": machine,
+                               "Models": described[kernel_id].owners, "Groups": "|".join(described[kernel_id].groups)}
+        failures = [m for _, m in parts if m.status != "ok"]
+        by_label: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for _, m in parts:
+            if m.status == "ok":
+                by_label[m.label][m.place] += m.samples_ms
+        contexts = []
+        for label, contexts_of_label in by_label.items():
+            context = next(c for c in ("in_model", "carrier", "alone") if c in contexts_of_label)
+            samples = contexts_of_label[context]
+            contexts.append(f"{label}:{context}")
+            if label == "run":
+                row["Latency_ms"] = round(float(np.mean(samples)), 6)
+                row["run_median_ms"] = round(float(np.median(samples)), 6)
+                row["Runs"] = len(samples)
+            else:
+                row[f"{label}_ms"] = round(typical(samples, level, device), 6)
+        traced = [m for _, m in parts if m.launches is not None]
+        if traced:
+            row |= {"gpu_launches": traced[-1].launches, "gpu_kernels": "|".join(traced[-1].cuda_kernels)}
+        block = next((b for b, m in parts if m.label == first_label), parts[0][0])
+        row |= _metrics(block) | {
+            "Context": "|".join(sorted(contexts)), "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2,
+            "Drift": round(block.drift, 4),
+            "Started": min(m.started for _, m in parts), "Ended": max(m.ended for _, m in parts),
+            "Status": failures[0].status if failures else "ok" if first_label in by_label else UNFINISHED,
+            "Error": "; ".join(sorted({m.error for m in failures})),
+        }
+        rows.append(row)
+    return rows
+
+
+class ModelSession(NamedTuple):
+    """What one block measured of a whole model in the sessions opened for it: its measurements by label."""
+
+    model: str
+    block: Block
+    labels: dict[str, Measurement]
+
+    @property
+    def undisturbed(self) -> bool:
+        """Whether there is a latency, and no busy host changed it."""
+        latency, host = self.labels.get("latency"), self.labels.get("host")
+        if latency is None or latency.status != "ok":
+            return False
+        host_ms = float(np.median(host.samples_ms)) if host and host.status == "ok" else math.nan
+        disturbance = math.nan if latency.disturbance is None else latency.disturbance
+        return is_undisturbed(float(np.median(latency.samples_ms)), host_ms, disturbance)
+
+
+def model_sessions(blocks: Iterable[Block]) -> list[ModelSession]:
+    """Every session in which a block measured a whole model, in order."""
+    found = []
+    for block in blocks:
+        labels: dict[str, dict[str, Measurement]] = defaultdict(dict)
+        for m in block.measurements:
+            if m.subject == "model":
+                labels[m.id][m.label] = m
+        found += [ModelSession(model, block, of_model) for model, of_model in labels.items()]
+    return found
+
+
+def energy_doubts(measured: Measurement, latency: Measurement) -> str:
+    """What is doubtful about a model's energy: what its measurement says, and whether its runs took much longer than those of
+    its latency, since other work then ran meanwhile and took energy too. "" for a sound one."""
+    doubts = [measured.error] if measured.error else []
+    if latency.samples_ms and measured.samples_ms:
+        slower = float(np.median(measured.samples_ms) / np.median(latency.samples_ms))
+        if slower > SLOWDOWN_ADMITTED:
+            doubts.append(f"its runs took {slower:.1f} times as long as for its latency")
+    return "; ".join(doubts)
+
+
+def energy_columns(measured: Measurement, latency: Measurement) -> dict[str, Any]:
+    """What a model's row says of its energy: J of a run (by the integral of power, and by the counter), W, and s."""
+    found = {name: measured.quantities[name][0] for name in ENERGY_QUANTITIES if name in measured.quantities}
+    renamed = {"window_s": "energy_s", "runs": "energy_runs"}
+    return {renamed.get(name, name): value for name, value in found.items()} | {
+        "energy_doubts": energy_doubts(measured, latency)}
+
+
+def model_rows(sessions: Iterable[ModelSession], groups: Mapping[str, str]) -> list[dict[str, Any]]:
+    """One row per session that timed a model: statistics of its latency, the medians of its other labels, and its group
+    (from `groups`, by the model's name)."""
+    rows = []
+    for model, block, labels in sessions:
+        if "latency" not in labels:
+            continue
+        m = labels["latency"]
+        row: dict[str, Any] = {"Model": model, "Level": block.level, "Background": block.background_name,
+                               "Machine": block.machine, "Started": m.started, "Ended": m.ended, "Status": m.status,
+                               "Error": m.error, "Drift": round(block.drift, 4), "Groups": groups.get(model, ""),
+                               "Canary_ms": (block.canary_before_ms + block.canary_after_ms) / 2}
+        row |= _metrics(block)
+        if m.status == "ok":
+            s = summarize(m.samples_ms)
+            row |= {"Latency_ms": round(s.mean_ms, 6), "median_ms": round(s.median_ms, 6), "p95_ms": round(s.p95_ms, 6),
+                    "std_ms": round(s.std_ms, 6), "Runs": s.runs, "Disturbance": m.disturbance, "Probe_us": m.probe_us}
+        for label, other in labels.items():
+            if label != "latency" and other.status == "ok":
+                row[f"{label}_ms"] = round(float(np.median(other.samples_ms)), 6)
+                if label == ENERGY:
+                    row |= energy_columns(other, m)
+                if other.launches is not None:
+                    row["gpu_launches"] = other.launches
+        rows.append(row)
+    return rows

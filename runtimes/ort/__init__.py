@@ -1,0 +1,1 @@
+"""ONNX Runtime: the graph that it runs, its kernels as models of their own, and its worker process."""

@@ -1,0 +1,103 @@
+"""Tensors of a kind that an operator accepts: indices in range, no NaN, nothing denormal."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from records.elements import numpy_dtype
+from records.kernel_record import Kernel, KernelInput
+from runtimes.ort.building.chosen_data import chosen
+from runtimes.ort.graph.known_words import first_taught
+
+INDEX_INPUTS = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1,
+                "EmbedLayerNormalization": 0, "RoiAlign": 2}
+BY_SEVERAL_AXES = {"GatherND", "ScatterND"}  # the last axis of the indices has one for each of the first axes of the data
+SHAPE_INPUTS = {"Reshape": 1, "Expand": 1}  # inputs that hold the output's shape
+POSITIVE_OPS = {"Sqrt", "Log", "Pow", "Div", "Reciprocal", "Mod", "BatchNormalization"}
+POOL_ELEMENTS = 1 << 22
+
+
+@functools.cache
+def _pool() -> np.ndarray:
+    """Random numbers in [-1, 1), none of them smaller than 1e-3 in size, that tensors are cut from; twice in a row."""
+    values = np.random.default_rng(0).uniform(1e-3, 1.0, POOL_ELEMENTS).astype(np.float32)
+    values[1::2] *= -1
+    return np.tile(values, 2)
+
+
+def random_floats(shape: tuple[int, ...], dtype: str, offset: int = 0, positive: bool = False) -> np.ndarray:
+    """Random numbers in [-1, 1), or (0, 1) when `positive`; the same for the same arguments."""
+    count = int(np.prod(shape, dtype=np.int64))
+    start = offset % POOL_ELEMENTS
+    values = np.resize(_pool()[start:start + min(max(count, 1), POOL_ELEMENTS)], count).reshape(shape)
+    return (np.abs(values) if positive else values).astype(numpy_dtype(dtype))
+
+
+def index_limit(kernel: Kernel, position: int) -> int | None:
+    """One more than the largest index that input `position` may hold; None where it holds no indices."""
+    if INDEX_INPUTS.get(kernel.op_type) != position:
+        return None
+    data = kernel.inputs[2 if kernel.op_type == "EmbedLayerNormalization" else 0].shape
+    if kernel.op_type in BY_SEVERAL_AXES and data:
+        first = int(kernel.attributes.get("batch_dims", 0))
+        return max(1, min(data[first:first + kernel.inputs[1].shape[-1]], default=1))
+    axis = int(kernel.attributes.get("axis", 0)) if kernel.op_type != "EmbedLayerNormalization" else 0
+    return max(1, data[axis]) if data else 1
+
+
+def dummy_tensor(kernel: Kernel, position: int, seed: int = 0) -> np.ndarray:
+    """A value for input `position` of `kernel`: the recorded one where there is one, else random and acceptable."""
+    tensor: KernelInput = kernel.inputs[position]
+    if tensor.dtype == "string":
+        return np.full(tensor.shape, first_taught(kernel.attributes), object)
+    dtype = numpy_dtype(tensor.dtype)
+    if tensor.values is not None:
+        return np.asarray(tensor.values).astype(dtype).reshape(tensor.shape)
+    if (value := chosen(kernel, position)) is not None:
+        return value.astype(dtype)
+    generator = np.random.default_rng([seed, position])
+    if np.issubdtype(dtype, np.floating) or tensor.dtype == "bfloat16":
+        positive = kernel.op_type in POSITIVE_OPS or (tensor.constant and len(tensor.shape) <= 1)
+        return random_floats(tensor.shape, tensor.dtype, seed * 7919 + position * 104729, positive)
+    if dtype == np.bool_:
+        return generator.integers(0, 2, tensor.shape).astype(dtype)
+    limit = index_limit(kernel, position)
+    if tensor.value_range is not None:
+        low, high = tensor.value_range
+        if limit is not None:  # of a kernel drawn near another, which may be larger
+            low, high = max(low, -limit), min(max(high, low), limit - 1)
+        return generator.integers(min(low, high), high + 1, tensor.shape).astype(dtype)
+    if SHAPE_INPUTS.get(kernel.op_type) == position:
+        return np.asarray(kernel.outputs[0].shape, dtype)
+    if limit is not None:
+        return generator.integers(0, limit, tensor.shape).astype(dtype)
+    return np.ones(tensor.shape, dtype)
+
+
+def input_name(position: int) -> str:
+    """The name that a built kernel gives its input `position`."""
+    return f"x{position}"
+
+
+def output_name(position: int) -> str:
+    """The name that a built kernel gives its output `position`."""
+    return f"y{position}"
+
+
+def dummy_inputs(kernel: Kernel, seed: int = 0) -> dict[str, np.ndarray]:
+    """A value for every input that changes from run to run, by its name in the built model.
+
+    Raises:
+        UserError: an element type that numpy lacks.
+    """
+    return {input_name(position): dummy_tensor(kernel, position, seed)
+            for position, tensor in enumerate(kernel.inputs) if tensor.present and not tensor.constant}
+
+
+def weight_value(kernel: Kernel, position: int, given: Mapping[int, Any] | None = None) -> np.ndarray:
+    """A value for constant input `position`: the one in `given`, else a dummy."""
+    return np.asarray(given[position]) if given and position in given else dummy_tensor(kernel, position)

@@ -1,0 +1,215 @@
+"""The graph that ONNX Runtime runs, with all shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from records.kernel_record import GuessedRuns, KernelInput, Tensor
+from runtimes.ort.cuda.optimizers import cover_pools, cuda_optimizers, runs_on_whole_numbers, uncover_pools
+from runtimes.ort.cuda.placement import assign_providers
+from runtimes.ort.cuda.reduced_precision import as_single, holds_reduced, restore_types
+from runtimes.ort.cuda.rewrites import rewrite_for_cuda
+from runtimes.ort.graph.bodies import all_tensors, made_within, unused_trips
+from runtimes.ort.graph.flat_graph import flat_bodies
+from runtimes.ort.graph.inferred import Body, InferredTensors, Values
+from runtimes.ort.graph.open_shapes import Shape
+from runtimes.ort.graph.optimized_once import keep
+from runtimes.ort.graph.parsed_nodes import ParsedNode, name_nodes
+from runtimes.ort.graph.shape_query import shapes_of_any_size
+from runtimes.ort.graph.source import Source, open_dims, read_source, tensor_of_size
+from runtimes.ort.graph.tensor_shapes import infer_tensors
+from runtimes.targets import flavour_of
+from utils.errors import UserError
+from utils.fingerprint import Flavour, has_cuda, resolve_device
+from utils.lazy import onnx
+from utils.logger import get_logger
+from utils.ort_sessions import open_session
+from utils.temporary import temporary_folder
+
+log = get_logger("parser")
+SHOWN_SIZES = 3  # in a warning
+EXTERNAL_BYTES = 1024  # constants above this stay outside the proto while it is analysed
+
+
+@dataclass(frozen=True)
+class ParsedGraph:
+    """The optimised graph of a model in one flavour.
+
+    Attributes:
+        source: the model as given.
+        derived: this machine lacks the flavour's provider, so the graph is derived from the CPU provider's.
+        static: all sizes were fixed before ORT optimised the model; else the session takes any sizes.
+        nodes: in execution order, with unique names; the nodes of a body follow the node that holds it.
+        tensors: type and shape of every tensor by name, constants with their small values.
+        inputs, outputs: the graph's own.
+        opsets: operator-set versions by domain.
+        proto: the optimised graph itself, without large weights.
+        computed: values of small integer tensors that it computes from shapes and constants, at the given sizes.
+        assumed: by tensor name, shapes that depend on data; the largest that ONNX allows are assumed.
+        guessed: by node name, the range of the number of runs of its body if that is a guess.
+        bodies: by node name, its body before the model was optimised.
+    """
+
+    source: Source
+    flavour: Flavour
+    derived: bool
+    static: bool
+    nodes: tuple[ParsedNode, ...]
+    tensors: dict[str, KernelInput]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    opsets: dict[str, int]
+    proto: onnx.ModelProto
+    computed: dict[str, Values] = field(default_factory=dict)
+    assumed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    guessed: dict[str, GuessedRuns] = field(default_factory=dict)
+    bodies: dict[str, onnx.GraphProto] = field(default_factory=dict)
+
+
+def _check_sizes_by_data(source: Source, used: Iterable[str], tensors: Iterable[str]) -> None:
+    """Warns of given sizes of tensors that change nothing.
+
+    Args:
+        source: the model, with the given sizes.
+        used: the names of the sizes that a tensor of the optimised graph has.
+        tensors: of the optimised graph.
+
+    Raises:
+        UserError: neither the model nor the optimised graph has a tensor with that name.
+    """
+    there = {*tensors, *made_within(source.graph_only.graph.node)}
+    given = source.dims.keys() - open_dims(source.graph_only).keys()
+    unused = sorted(name for name in given - set(used) if tensor_of_size(name))
+    for name in unused:
+        if tensor_of_size(name) not in there:
+            raise UserError(f"{source.name}: no dynamic dimension {name}: there is no tensor {tensor_of_size(name)}")
+    if unused:
+        more = f" and {len(unused) - SHOWN_SIZES} more" if len(unused) > SHOWN_SIZES else ""
+        log.warning("%s: %s%s changes nothing: the model itself says how large these tensors are, or ONNX Runtime left "
+                    "them out", source.name, ", ".join(f"{name}={source.dims[name]}" for name in unused[:SHOWN_SIZES]), more)
+
+
+def optimize(source: Source, flavour: Flavour, derived: bool, save_to: Path, static: bool) -> None:
+    """Lets ORT optimise `source` and save the graph to `save_to`, with weights over 1 KiB in a second file.
+
+    With `static`, dynamic dimensions are fixed first, so that ORT folds what it computes from them into constants.
+    """
+    dims = source.dims if static else {}
+    entries = {
+        "session.optimized_model_external_initializers_file_name": save_to.name + ".weights",
+        "session.optimized_model_external_initializers_min_size_in_bytes": str(EXTERNAL_BYTES),
+    }
+    if derived:
+        level, disabled = cuda_optimizers(source.graph_only.graph)
+        open_session(source.loadable, "cpu", optimize=level, disabled=disabled, dims=dims, save_to=save_to,
+                     name=source.name, entries=entries)
+    else:
+        open_session(source.loadable, flavour.device, optimize=flavour.optimization, dims=dims,
+                     save_to=save_to, name=source.name, entries=entries)
+
+
+def _optimized(path: Path, source: Source, loadable: Path | bytes, flavour: Flavour, derived: bool,
+               static: bool) -> onnx.ModelProto:
+    """Writes the optimised graph of the source to `path`, and returns it with named nodes.
+
+    Args:
+        loadable: what ORT loads for the source, perhaps with other types.
+    """
+    if derived and runs_on_whole_numbers(source.graph_only.graph):
+        loadable = cover_pools(loadable)
+    work = partial(optimize, replace(source, loadable=loadable), flavour, derived, path, static)
+    if static or not source.dims:
+        work()
+    else:
+        keep(f"{source.sha256}-{flavour.name}-{path.name}", path, work)
+    proto = onnx.load(str(path), load_external_data=False)
+    name_nodes(proto.graph)
+    uncover_pools(proto.graph)
+    onnx.save(proto, str(path))
+    return proto
+
+
+def _check_trips(source: Source, inferred: InferredTensors, proto: onnx.ModelProto) -> None:
+    """Warns of given numbers of trips that change nothing."""
+    given = {dim: size for dim, size in source.dims.items() if dim not in open_dims(proto)}
+    for unused in unused_trips(inferred.held, given):
+        log.warning("%s: %s=%d changes nothing: the model itself says how often its loops run", source.name, unused,
+                    source.dims[unused])
+
+
+def parse_graph(model: Path | onnx.ModelProto, device: str = "auto", dims: Mapping[str, int] | None = None,
+                name: str | None = None, static: bool = False) -> ParsedGraph:
+    """The optimised graph of a model for `cpu` or `cuda` (`auto`: what this machine has).
+
+    A model with dynamic dimensions is optimised as for a session that takes any sizes, which keeps the computation of shapes;
+    then all shapes are those at `dims`. With `static`, it is optimised as if it had been exported at these sizes.
+
+    For `cuda` on a machine without it, the graph comes from the CPU provider with the optimisers of the CUDA provider, and is
+    marked as derived.
+
+    Raises:
+        UserError: as `read_source`, and where ORT can't load the model.
+    """
+    with temporary_folder() as folder:
+        return parse_into(folder / "optimized.onnx", model, device, dims, name, static)
+
+
+def parse_into(path: Path, model: Path | onnx.ModelProto, device: str = "auto",
+               dims: Mapping[str, int] | None = None, name: str | None = None, static: bool = False) -> ParsedGraph:
+    """Like `parse_graph`; also writes the optimised graph to `path`, with the node names of the result.
+
+    ORT gives the nodes that it inserts other names each time, so a graph and its description must come from one run.
+
+    Raises:
+        UserError: as `read_source`, and where ORT can't load the model.
+    """
+    provider = resolve_device(device) if device == "auto" else device
+    flavour = flavour_of(provider)
+    derived = provider == "cuda" and not has_cuda()
+    source = read_source(model, dims, name)
+    reduced = as_single(source.loadable, source.name) if derived and holds_reduced(source.graph_only.graph) else None
+    proto = _optimized(path, source, reduced.model if reduced else source.loadable, flavour, derived, static)
+    inferred = infer_tensors(proto, "cpu" if derived else provider, source.name, path.parent, source.dims)
+    _check_trips(source, inferred, proto)
+    _check_sizes_by_data(source, inferred.used, all_tensors(inferred))
+    tensors, original, fixed = inferred.tensors, source.graph_only.graph, static or not source.dims
+
+    def on_provider(proto: onnx.ModelProto, tensors: dict[str, KernelInput], original: onnx.GraphProto,
+                    shapes_known: Callable[[], Mapping[str, Shape]], outside: frozenset[str] = frozenset(),
+                    inner: Mapping[str, str] | None = None) -> tuple[dict[str, KernelInput], list[str]]:
+        """Turns a graph into that of the flavour's provider; returns its tensors and the provider of each node."""
+        if not derived:
+            found = {**(inner or {}), **inferred.providers}
+            return tensors, [found.get(node.name, provider) for node in proto.graph.node]
+        rewrite_for_cuda(proto, original, tensors, shapes_known)
+        tensors = restore_types(proto, reduced, tensors) if reduced else tensors
+        return tensors, [*assign_providers(proto, tensors, outside)]
+
+    def finish(body: Body, original: onnx.GraphProto) -> tuple[dict[str, KernelInput], list[str]]:
+        return on_provider(body.proto, body.inferred.tensors, original, lambda: body.inferred.plain, body.captured,
+                           body.inferred.providers)
+
+    tensors, assigned = on_provider(proto, tensors, original,
+                                    lambda: inferred.plain if fixed else shapes_of_any_size(proto, source.name))
+    if derived:
+        onnx.save(proto, str(path))
+    flat = flat_bodies(proto.graph.node, assigned, inferred.held, original, finish)
+    tensors = tensors | flat.tensors | {"": KernelInput(dtype="")}
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    return ParsedGraph(
+        source=source, flavour=flavour, derived=derived, static=fixed, nodes=tuple(flat.nodes),
+        tensors=tensors,
+        inputs=tuple(value.name for value in proto.graph.input if value.name not in constants),
+        outputs=tuple(value.name for value in proto.graph.output),
+        opsets={entry.domain: entry.version for entry in proto.opset_import}, proto=proto,
+        computed=inferred.computed | flat.computed, assumed=inferred.assumed | flat.assumed, guessed=flat.guessed,
+        bodies=flat.originals,
+    )
+
+
+def shape_text(tensor: Tensor) -> str:
+    """`float32[16,64,56,56]`, or a dash for an input that is missing."""
+    return f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]" if tensor.present else "-"

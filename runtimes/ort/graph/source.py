@@ -1,0 +1,186 @@
+"""An ONNX model as the user gives it, with sizes for its dynamic dimensions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtimes.ort.graph.bodies import body_sizes, made_within, steering_inputs
+from runtimes.ort.graph.open_shapes import DETECTIONS, selects_boxes
+from utils import cli, files
+from utils.errors import UserError
+from utils.lazy import onnx
+from utils.logger import get_logger
+from utils.model_files import COLLECTION_KEY, DEFAULT_DIMS_KEY, GROUP_KEY, check_plain_file, external_files, read_whole_model
+from utils.ort_sessions import model_errors
+from utils.safe_names import as_file_name
+
+log = get_logger("parser")
+OWN_ENDING = re.compile(r"_token_\d+$")  # of names that ONNX Runtime derives from other names
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as the user gave it.
+
+    Attributes:
+        name: the file's stem, or the name given for a model in memory.
+        group, collection: those that the file names; "" where it names none.
+        graph_only: the graph, without external weights.
+        loadable: the file or the serialised model that ORT loads.
+        sha256: the hash of the file, or of the serialised model.
+        dims: the sizes of its dynamic dimensions.
+    """
+
+    name: str
+    group: str
+    collection: str
+    graph_only: onnx.ModelProto
+    loadable: Path | bytes
+    sha256: str
+    dims: dict[str, int]
+
+    @property
+    def steering(self) -> dict[str, Any]:
+        """Values for inputs that decide how often a Loop runs or which branch of an If, and strings that the model knows (see
+        `steering_inputs`)."""
+        return steering_inputs(self.graph_only.graph, self.dims)
+
+    @property
+    def batch(self) -> int | None:
+        """The first dimension of the first input; None where there is none."""
+        constants = {tensor.name for tensor in self.graph_only.graph.initializer}
+        first = next((value for value in self.graph_only.graph.input if value.name not in constants), None)
+        shape = first.type.tensor_type.shape.dim if first else ()
+        return (self.dims[shape[0].dim_param] if shape[0].dim_param else shape[0].dim_value) if shape else None
+
+
+def open_dims(proto: onnx.ModelProto) -> dict[str, list[str]]:
+    """The dynamic dimensions of the graph's inputs by name, each with the places where it occurs.
+
+    Writes a name into `proto` for every dimension that has none: `<input>.<axis>`.
+    """
+    found: dict[str, list[str]] = {}
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    for value in proto.graph.input:
+        if value.name in constants or not value.type.HasField("tensor_type"):
+            continue
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.HasField("dim_value") and dim.dim_value >= 0:
+                continue
+            if not dim.dim_param:
+                dim.dim_param = f"{value.name}.{axis}"
+            found.setdefault(dim.dim_param, []).append(f"{value.name}, axis {axis}")
+    return found
+
+
+def own_sizes(model: Path, dims: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+    """All combinations of sizes, of those `dims` that are dynamic in the file `model`. At least one; it may be empty.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    if not dims:
+        return [{}]
+    with model_errors(str(model)):
+        proto = onnx.load(str(model), load_external_data=False)
+        dynamic = {*open_dims(proto), *_sizes_by_data(proto, dims)}
+    return cli.combinations({name: sizes for name, sizes in dims.items() if name in dynamic})
+
+
+def _sizes_by_data(proto: onnx.ModelProto, names: Iterable[str]) -> set[str]:
+    """Those of `names` that may be a size inside the graph.
+
+    Such a size has a name in the graph or is called `<tensor>.<axis>`; or it is the number of boxes that NonMaxSuppression
+    selects, the trips of a Loop, or a branch of an If. Tensors that ORT moves out of a branch or a function get longer names,
+    which end in the model's own.
+    """
+    graph = proto.graph
+    named = {dim.dim_param for value in (*graph.output, *graph.value_info) for dim in value.type.tensor_type.shape.dim}
+    named |= body_sizes(graph)
+    if selects_boxes(graph):
+        named.add(DETECTIONS)
+    made = tuple(made_within(graph.node)) + tuple(out for function in proto.functions for out in made_within(function.node))
+
+    def stands_for_a_size(name: str) -> bool:
+        tensor = tensor_of_size(name)
+        return bool(tensor) and OWN_ENDING.sub("", tensor).endswith(made)
+
+    return {name for name in names if name in named or stands_for_a_size(name)}
+
+
+def tensor_of_size(name: str) -> str:
+    """The tensor in a name of the form `<tensor>.<axis>`; "" for another name."""
+    tensor, _, axis = name.rpartition(".")
+    return tensor if axis.isdigit() else ""
+
+
+def default_dims(proto: onnx.ModelProto) -> dict[str, int]:
+    """The default sizes that the exporter wrote into a dynamic model; empty where there are none."""
+    for prop in proto.metadata_props:
+        if prop.key == DEFAULT_DIMS_KEY:
+            return {str(name): int(size) for name, size in json.loads(prop.value).items()}
+    return {}
+
+
+def origin_in(proto: onnx.ModelProto) -> tuple[str, str]:
+    """The group and the collection that an exporter wrote into a model; "" where there is none."""
+    metadata = {prop.key: prop.value for prop in proto.metadata_props}
+    return metadata.get(GROUP_KEY, ""), metadata.get(COLLECTION_KEY, "")
+
+
+def read_source(model: Path | onnx.ModelProto, dims: Mapping[str, int] | None = None, name: str | None = None) -> Source:
+    """Reads a model and checks it: it has nodes, and every dynamic dimension has a size.
+
+    Raises:
+        UserError: no such file, no ONNX, no nodes, weights missing, an unknown dimension, or one left open.
+    """
+    given = dict(dims or {})
+    if isinstance(model, Path):
+        shown = str(model)
+        check_plain_file(model)
+        with model_errors(shown):
+            proto = onnx.load(str(model), load_external_data=False)
+        external_files(model, proto)
+        digest, stem = files.kept_sha256(model), model.stem
+    else:
+        proto, shown, stem = model, name or model.graph.name or "model", name or model.graph.name or "model"
+        external_files(Path(as_file_name(shown)), proto)
+        digest = hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
+    if not proto.graph.node:
+        raise UserError(f"{shown}: no ONNX model with nodes in it (an empty graph)")
+    unnamed_before = proto.SerializeToString() if not isinstance(model, Path) else b""
+    dynamic = open_dims(proto)
+    unknown = sorted(set(given) - set(dynamic) - _sizes_by_data(proto, given))
+    if unknown:
+        there = f"its dynamic dimensions are {', '.join(sorted(dynamic))}" if dynamic else "all its dimensions are fixed"
+        within = sorted(body_sizes(proto.graph))
+        there += f"; of Loops and Ifs {', '.join(within)} can be given" if within else ""
+        raise UserError(f"{shown}: no dynamic dimension {', '.join(unknown)}; {there}")
+    stamped = {dim: size for dim, size in default_dims(proto).items() if dim in dynamic and dim not in given}
+    if stamped:
+        log.info("%s: %s, as its file suggests (--dim says otherwise)", stem,
+                 ", ".join(f"{dim}={size}" for dim, size in stamped.items()))
+    given |= stamped
+    missing = [f"{dim} ({'; '.join(places)})" for dim, places in dynamic.items() if dim not in given]
+    if missing:
+        option = shlex.quote(f"{next(d for d in dynamic if d not in given)}=1")
+        raise UserError(f"{shown}: dimension {', '.join(missing)} is open; give its size, for example --dim {option}")
+    renamed = any("." in dim for dim in dynamic)
+    if isinstance(model, Path) and not renamed:
+        loadable: Path | bytes = model
+    elif isinstance(model, Path):
+        whole = read_whole_model(model)
+        open_dims(whole)
+        loadable = whole.SerializeToString()
+    else:
+        loadable = proto.SerializeToString() if renamed else unnamed_before
+    group, collection = origin_in(proto)
+    return Source(name=name or stem, group=group, collection=collection, graph_only=proto, loadable=loadable, sha256=digest,
+                  dims=given)

@@ -1,0 +1,219 @@
+"""Opens a model in ONNX Runtime and times its runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from measuring.affinity import off_the_workers_cores
+from measuring.effort import Effort
+from records.elements import numpy_dtype, session_dtype
+from records.kernel_record import zeros
+from records.measurement import now
+from runtimes.ort.building.dummy_data import dummy_inputs, random_floats
+from runtimes.ort.building.kernel_models import kernel_in
+from runtimes.ort.graph.analysis import analyze
+from runtimes.ort.graph.bodies import open_branches
+from runtimes.ort.graph.source import read_source
+from utils.errors import UserError
+from utils.fingerprint import DEFAULT_RUNTIME, resolve_device
+from utils.frozen import Frozen
+from utils.lazy import onnxruntime
+from utils.ort_sessions import CUDA_GRAPH, model_errors, open_session
+from utils.timing import LatencyStatistics, summarize
+
+DEFAULT_WARMUP = 5
+DEFAULT_LOOPS = 50
+
+
+class Timing(Frozen):
+    """One timed session: the raw samples (ms, in order), when (UTC, ISO 8601), and how."""
+
+    model: str
+    device: str
+    runtime: str = DEFAULT_RUNTIME
+    io: str
+    warmup: int
+    samples_ms: tuple[float, ...]
+    started: str
+    ended: str
+
+    @property
+    def statistics(self) -> LatencyStatistics:
+        return summarize(self.samples_ms)
+
+
+def warm_up(run_once: Callable[[], Any], runs: int, seconds: float = 0.0) -> tuple[int, float]:
+    """Runs untimed, `runs` times and for at least `seconds`.
+
+    Returns:
+        How often it ran, and the seconds that the last run took (0 if there was none).
+    """
+    began, done, last_s = time.perf_counter(), 0, 0.0
+    while done < runs or time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        run_once()
+        last_s = time.perf_counter() - start
+        done += 1
+    return done, last_s
+
+
+def timer(run_once: Callable[[], Any]) -> Callable[[], float]:
+    """A function that runs once and returns the seconds that took."""
+    def run_s() -> float:
+        start = time.perf_counter()
+        run_once()
+        return time.perf_counter() - start
+
+    return run_s
+
+
+@dataclass
+class Runner:
+    """An open session with its inputs (`feed`) in place; `run_once` runs it and waits for the result."""
+
+    session: onnxruntime.InferenceSession
+    name: str
+    device: str
+    io: str
+    run_once: Callable[[], Any]
+    feed: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def run_s(self) -> float:
+        """Runs once; the seconds that took."""
+        return timer(self.run_once)()
+
+    def warm_up(self, runs: int, seconds: float = 0.0) -> float:
+        """Runs untimed, see `warm_up`; returns the seconds that the last run took (0 if there was none).
+
+        Raises:
+            UserError: the model fails while running.
+        """
+        with model_errors(self.name), off_the_workers_cores():
+            return warm_up(self.run_once, runs, seconds)[1]
+
+    def time(self, *, warmup: int = DEFAULT_WARMUP, loops: int | None = None, budget_s: float | None = None,
+             least_runs: int = 3) -> Timing:
+        """Runs `warmup` times untimed, then `loops` times, or for `budget_s` seconds (at least `least_runs` runs).
+
+        Raises:
+            UserError: the model fails while running.
+        """
+        if loops is None and budget_s is None:
+            loops = DEFAULT_LOOPS
+        self.warm_up(warmup)
+        with model_errors(self.name), off_the_workers_cores():
+            started, began = now(), time.perf_counter()
+            samples: list[float] = []
+            while len(samples) < (loops or least_runs) or (loops is None and time.perf_counter() - began < (budget_s or 0)):
+                samples.append(1000 * self.run_s())
+        return Timing(model=self.name, device=self.device, io=self.io, warmup=warmup,
+                      samples_ms=tuple(round(sample, 6) for sample in samples), started=started, ended=now())
+
+    def time_as(self, effort: Effort) -> Timing:
+        """Warms up and runs as often as `effort` says.
+
+        Raises:
+            UserError: the model fails while running.
+        """
+        one_run_s = self.warm_up(effort.warmup + 1, effort.warmup_s)
+        return self.time(warmup=0, loops=effort.runs(one_run_s))
+
+
+def random_feed(session: onnxruntime.InferenceSession, dims: Mapping[str, int] | None = None,
+                steering: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
+    """A value for every input of a session: random floats, zeros for whole numbers. `dims` gives the sizes that the session
+    leaves open.
+
+    Whole-number inputs of a model are indices or masks, and 0 is always a valid one. `steering` inputs, which decide how
+    often a Loop runs or which branch of an If, get the given value (see `steering_inputs`); so do inputs of text.
+    """
+    feed = {}
+    for value in session.get_inputs():
+        dtype = session_dtype(value.type)
+        shape = tuple((dims or {}).get(size, size) for size in value.shape)
+        feed[value.name] = random_floats(shape, dtype) if "float" in dtype else zeros(shape, dtype)
+        if value.name in (steering or {}):
+            feed[value.name] = np.full(shape, (steering or {})[value.name], numpy_dtype(dtype))
+    return feed
+
+
+def bind(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], device: str,
+         io: str) -> Callable[[], Any]:
+    """A function that runs the session once, with inputs and outputs on the device (`device`) or as numpy arrays (`host`).
+    Inputs of text are always arrays, because ORT can't bind them."""
+    if io == "host" or any(array.dtype == object for array in feed.values()):
+        fed = dict(feed)
+        return lambda: session.run(None, fed)
+    binding = device_binding(session, feed, "cuda" if device == "cuda" else "cpu")
+    return lambda: session.run_with_iobinding(binding)
+
+
+def device_binding(session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray], device: str,
+                   outputs_on: str | None = None) -> onnxruntime.IOBinding:
+    """Binds a session's inputs on `device`, and its outputs there or on the device that `outputs_on` names."""
+    binding = session.io_binding()
+    for name, array in feed.items():
+        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0))
+    for output in session.get_outputs():
+        binding.bind_output(output.name, outputs_on or device)
+    return binding
+
+
+def queue_run(session: onnxruntime.InferenceSession, binding: onnxruntime.IOBinding) -> Callable[[], None]:
+    """A function that dispatches one run to the GPU without waiting for it."""
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return lambda: session.run_with_iobinding(binding, options)
+
+
+def dispatcher(session: onnxruntime.InferenceSession, binding: onnxruntime.IOBinding) -> Callable[[], float]:
+    """A function that dispatches one run to an idle GPU, without waiting for it, and returns the seconds that took."""
+    run_s = timer(queue_run(session, binding))
+
+    def dispatch_s() -> float:
+        binding.synchronize_outputs()
+        return run_s()
+
+    return dispatch_s
+
+
+def open_runner(model: Path, device: str = "auto", *, dims: Mapping[str, int] | None = None, io: str = "device",
+                cuda_graph: bool = False, profile_prefix: Path | None = None,
+                provider_options: Mapping[str, str] | None = None, static: bool = False) -> Runner:
+    """Opens a file to be run: optimised as ORT does by default, or unchanged if it is a built kernel.
+
+    If an input decides which branch of an If runs, and `dims` do not, the branch is the one that a prediction counts.
+
+    Args:
+        model: the ONNX file.
+        device: `auto`, `cpu` or `cuda`.
+        dims: sizes of dynamic dimensions.
+        io: `device` or `host`.
+        cuda_graph: whether its first run is captured and then replayed.
+        profile_prefix: where ORT's profiler writes; None leaves it off.
+        provider_options: options of the CUDA provider.
+        static: whether `dims` are fixed before ONNX Runtime optimises the model; else its session takes any sizes.
+
+    Raises:
+        UserError: as `read_source`; ORT can't load it; a CUDA graph is asked for where there can be none.
+    """
+    device = resolve_device(device)
+    if cuda_graph and (device != "cuda" or io == "host"):
+        raise UserError("a CUDA graph needs an NVIDIA GPU, and reads and writes tensors at fixed places on it: leave "
+                        "--cuda-graph out, or run on device cuda with --io device")
+    options = {**(provider_options or {}), **(CUDA_GRAPH if cuda_graph else {})}
+    source = read_source(model, dims)
+    kernel = kernel_in(source.graph_only, str(model))
+    session = open_session(source.loadable, device, optimize="none" if kernel else "all", dims=source.dims if static else {},
+                           profile_prefix=profile_prefix, provider_options=options, name=str(model))
+    if not kernel and open_branches(source.graph_only.graph, source.dims):  # run what a prediction counts
+        source = replace(source, dims=analyze(model, device, dims, static=static).dims_run)
+    feed = dummy_inputs(kernel) if kernel else random_feed(session, source.dims, source.steering)
+    return Runner(session=session, name=model.stem, device=device, io=io,
+                  run_once=bind(session, feed, device, io), feed=feed)

@@ -1,0 +1,304 @@
+"""The process that runs kernels and models for the collector, so that one that crashes or hangs takes nothing with it.
+
+Reads one Request a line on standard input, writes one Reply a line on standard output, and ends when its input does.
+The collector starts it. To start it manually:
+echo '{"do": "canary", "device": "cpu", "effort": {}}' | python -m runtimes.ort.worker
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from measuring import gpu_access
+from measuring.affinity import off_the_workers_cores
+from measuring.effort import Effort
+from measuring.gpu_trace import GpuRun, read, record, split_carrier, trace
+from measuring.quiet_host import quiet_samples_ms
+from records.kernel_costs import CONTROL_FLOW, is_control_flow
+from records.kernel_record_files import read_model_record
+from records.labels import GPU_LABEL, UNPROFILED
+from records.measurement import Measurement, Place
+from runtimes import serving
+from runtimes.ort.building.carrier import WRITER, WRITER_OP, build_carrier, node_name
+from runtimes.ort.building.kernel_models import built_kernel
+from runtimes.ort.canary import NAME, canary
+from runtimes.ort.control_flow import trip_ms
+from runtimes.ort.energy import energy_of_kernels, energy_of_model
+from runtimes.ort.graph.analysis import kernel_of
+from runtimes.ort.host_probe import host_probe
+from runtimes.ort.model_profile import counted_runs, plain_runs_ms, profile_model, profile_runs
+from runtimes.ort.profile import ProfiledRun, kernel_times_ms, node_spans_ms
+from runtimes.ort.runner import Runner, bind, device_binding, dispatcher, open_runner, timer
+from runtimes.ort.session_timing import time_session
+from runtimes.ort.shared_memory import SharedMemory
+from runtimes.ort.sharing_probe import probe
+from runtimes.ort.unprofiled import unprofiled_ms
+from runtimes.protocol import Reply, Request
+from utils.errors import UserError
+from utils.ort_sessions import model_errors, open_session
+from utils.temporary import temporary_folder
+from utils.timing import covered_us
+
+TRACED_RUNS = 5
+CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
+
+
+def time_canary(request: Request) -> Reply:
+    """The canary, as often as the effort says."""
+    timing = canary(request.device).time_as(request.effort)
+    return Reply(measurements=(Measurement(subject=NAME, id=NAME, label="run", context="alone", place="alone",
+                                           samples_ms=timing.samples_ms),))
+
+
+def probe_sharing(request: Request) -> Reply:
+    """How long tiny work waits for other processes."""
+    return Reply(probe=probe(request.device, request.effort.budget_s))
+
+
+def time_alone(request: Request) -> Reply:
+    """Label `run`: a kernel in a session of its own, wall time."""
+    path = Path(request.paths[0])
+    runner = open_runner(path, request.device, provider_options=request.provider_options)
+    return Reply(measurements=(Measurement(subject="kernel", id=path.stem, label="run", context="alone", place="alone",
+                                           samples_ms=runner.time_as(request.effort).samples_ms),))
+
+
+def labels_of(runs: list[ProfiledRun], ids: Mapping[str, str], context: str, place: Place,
+              nodes_ms: float | None = None) -> list[Measurement]:
+    """Labels `kernel_time`, `node_span` and `unprofiled` of profiled runs, by kernel id.
+
+    Args:
+        runs: the runs that count.
+        ids: the kernel's id by node name; other nodes are omitted.
+        context, place: where they ran, as in a Measurement.
+        nodes_ms: the time of all nodes together without the profiler (see `unprofiled_ms`); None omits that label.
+    """
+    found, by_label = [], {"kernel_time": kernel_times_ms(runs), "node_span": node_spans_ms(runs)}
+    if nodes_ms is not None:
+        by_label[UNPROFILED] = unprofiled_ms(runs, nodes_ms)
+    for label, times in by_label.items():
+        by_kernel: dict[str, list[float]] = {}
+        for node, samples in times.items():
+            if node in ids:
+                by_kernel.setdefault(ids[node], []).extend(samples)
+        found += [Measurement(subject="kernel", id=kernel, label=label, context=context, place=place,
+                              samples_ms=tuple(round(s, 6) for s in samples))
+                  for kernel, samples in by_kernel.items()]
+    return found
+
+
+@functools.cache
+def shared_memory() -> SharedMemory:
+    """The block on the GPU that all carriers read from."""
+    return SharedMemory()
+
+
+def time_carrier(request: Request) -> Reply:
+    """Several kernels one after another in one graph: their in-model labels and, if asked for, `gpu`.
+
+    Raises:
+        UserError: the GPU's work can't be assigned to kernels; with fewer kernels in a carrier it can.
+    """
+    kernels = [built_kernel(Path(path)) for path in request.paths]
+    on_gpu = request.device == "cuda"
+    model, feed = build_carrier(kernels, request.device, with_floats=not on_gpu)
+    with temporary_folder() as folder, model_errors("carrier"):
+        with gpu_access.preparing(request.turns):
+            session = open_session(model.SerializeToString(), request.device, optimize="none", name="carrier",
+                                   profile_prefix=folder / "carrier", provider_options=request.provider_options)
+            run = shared_memory().bind(session, feed) if on_gpu else bind(session, feed, "cpu", "device")
+            counted = profile_runs(run, request.effort)
+        with gpu_access.alone(request.turns):
+            recording = record([run] * TRACED_RUNS) if GPU_LABEL in request.labels else None
+        traced = read(recording) if recording else []
+        runs = counted_runs(session.end_profiling(), [*counted, *[False] * len(traced)])
+        nodes_ms = median(plain_runs_ms(run, counted)) if UNPROFILED in request.labels else None
+    ids = {node_name(number): kernel.id for number, kernel in enumerate(kernels)}
+    like_writers = {node_name(number) for number, kernel in enumerate(kernels) if kernel.op_type == WRITER_OP}
+    found = [m for m in labels_of(runs, ids, "carrier", "carrier", nodes_ms) if m.label in request.labels]
+    return Reply(measurements=(*found, *gpu_measurements(traced, [node.node for node in runs[-1].nodes], ids, like_writers)))
+
+
+def gpu_measurements(traced: Sequence[GpuRun], executed: Sequence[str], ids: Mapping[str, str],
+                     like_writers: Collection[str] = ()) -> list[Measurement]:
+    """Label `gpu` of a carrier's kernels.
+
+    Args:
+        traced: runs of the carrier on the GPU.
+        executed: the names of its nodes in the order of a run.
+        ids: the kernels' ids by node name.
+        like_writers: names of nodes that run the same operator as those that write inputs.
+
+    Raises:
+        UserError: the work can't be assigned to kernels.
+    """
+    order = [name for name in executed if name in ids or name.startswith(WRITER)]
+    by_node = [split_carrier(run, order, WRITER, like_writers) for run in traced]
+    split = [work for work in by_node if work is not None]
+    if len(split) < len(traced):
+        raise UserError("carrier: the GPU's work can't be assigned to kernels")
+    return [Measurement(subject="kernel", id=ids[name], label=GPU_LABEL, context="carrier", place="carrier",
+                        samples_ms=tuple(round(covered_us(work[name]) / 1000, 6) for work in split),
+                        launches=len(split[0][name]), cuda_kernels=tuple(one.name for one in split[0][name]))
+            for name in (split[0] if split else ())]
+
+
+def time_model(request: Request) -> Reply:
+    """A whole model's latency (and, on a GPU, the host's dispatch), its kernels' in-model labels, and its energy."""
+    path, device, effort = Path(request.paths[0]), request.device, request.effort
+    name = request.model_name
+    runner = open_runner(path, device, dims=request.dims, provider_options=request.provider_options, static=request.static)
+    one_run_s = runner.warm_up(effort.warmup + 1, effort.warmup_s)
+    timed = {"latency": runner.run_s}
+    if request.host:
+        binding = device_binding(runner.session, runner.feed, "cuda")
+        timed["host"] = dispatcher(runner.session, binding)
+    if request.host_io:
+        timed["host_io"] = timer(bind(runner.session, runner.feed, device, "host"))
+
+    def in_model() -> list[Measurement]:
+        return [m for m in model_labels(path, request) if m.label in request.labels] if request.labels else []
+
+    found = ([*beside_the_probe(name, timed, request), *in_model()] if request.watch_host else
+             in_halves(name, runner, timed, effort.runs(one_run_s), effort, in_model))
+    energy = [energy_of_model(runner, name, request.energy_s)] if request.energy_s else []
+    return Reply(measurements=(*found, *energy))
+
+
+def of_model(model: str, label: str, **found: Any) -> Measurement:
+    """A measurement of a whole model; `found` are its further fields."""
+    return Measurement(subject="model", id=model, label=label, context=model, place="alone", **found)
+
+
+def beside_the_probe(model: str, timed: Mapping[str, Callable[[], float]], request: Request) -> list[Measurement]:
+    """Samples of a model's runs, by label, from moments in which the host was undisturbed."""
+    return [of_model(model, label, **one._asdict())
+            for label, one in quiet_samples_ms(host_probe(request.device), timed, request.effort).items()]
+
+
+def time_model_as_graph(request: Request) -> Reply:
+    """A whole model, captured once as a CUDA graph and then replayed; tensors on the device.
+
+    Raises:
+        UserError: ONNX Runtime can't capture it (see runtimes.ort.cuda.capture), load it or run it.
+    """
+    runner = open_runner(Path(request.paths[0]), "cuda", dims=request.dims, cuda_graph=True,
+                         provider_options=request.provider_options, static=request.static)
+    one_run_s = runner.warm_up(request.effort.warmup + CAPTURING_RUNS, request.effort.warmup_s)
+    timed = {"cuda_graph": runner.run_s}
+    if request.watch_host:
+        return Reply(measurements=tuple(beside_the_probe(request.model_name, timed, request)))
+    runs = request.effort.runs(one_run_s)
+    return Reply(measurements=tuple(in_halves(request.model_name, runner, timed, runs, request.effort, list)))
+
+
+def in_halves(model: str, runner: Runner, timed: Mapping[str, Callable[[], float]], runs: int, effort: Effort,
+              between: Callable[[], list[Measurement]]) -> list[Measurement]:
+    """Runs of a model in two halves, before and after something else, so that a drift of the machine's speed affects both."""
+    samples: dict[str, list[float]] = {label: [] for label in timed}
+    meanwhile: list[Measurement] = []
+    for second in (False, True):
+        with model_errors(model), off_the_workers_cores():
+            for label, run_s in timed.items():
+                samples[label] += [round(1000 * run_s(), 6) for _ in range(max(2, runs // 2))]
+        if not second:
+            meanwhile = between()
+            runner.warm_up(effort.warmup, effort.warmup_s)
+    return [*(of_model(model, label, samples_ms=tuple(found)) for label, found in samples.items()), *meanwhile]
+
+
+def traced_runs(request: Request) -> list[GpuRun]:
+    """A few whole runs of a model, traced."""
+    runner = open_runner(Path(request.paths[0]), request.device, dims=request.dims,
+                         provider_options=request.provider_options, static=request.static)
+    runner.warm_up(request.effort.warmup + 1, request.effort.warmup_s)
+    return trace([runner.run_once] * (TRACED_RUNS + 1))[1:]
+
+
+def trace_model(request: Request) -> Reply:
+    """The traced runs of a model themselves."""
+    return Reply(runs=tuple(traced_runs(request)))
+
+
+def time_model_on_gpu(request: Request) -> Reply:
+    """Label `gpu` of a whole model: the GPU's own time per run, and the number of launches."""
+    traced = traced_runs(request)
+    return Reply(measurements=(of_model(request.model_name, GPU_LABEL, launches=len(traced[0].work),
+                                        samples_ms=tuple(round(run.busy_us / 1000, 6) for run in traced)),))
+
+
+def model_labels(path: Path, request: Request) -> list[Measurement]:
+    """The in-model labels of a model's kernels, in half the time of its whole latency. Nodes that hold bodies get none: their
+    times are those of the bodies.
+
+    Args:
+        path: the model.
+        request: how to run it, and the model's record.
+
+    Raises:
+        UserError: the graph is not the one that the record describes.
+    """
+    effort = request.effort.model_copy(update={"budget_s": request.effort.budget_s / 2})
+    runs, graph, plain_ms = profile_model(path, request.device, request.dims, effort, request.provider_options,
+                                          request.static, plain=UNPROFILED in request.labels)
+    ids, record = {node.name: kernel_of(graph, node).id for node in graph.nodes}, read_model_record(Path(request.record))
+    if sorted(ids.values()) != sorted(node.kernel_id for node in record.nodes):
+        raise UserError(f"{path}: ORT's graph is not the one in its record; make the record anew: "
+                        "python ort_analysis/fusion_detector.py")
+    ran = {event.node for run in runs for event in run.nodes}
+    idle = {kernel for name, kernel in ids.items() if name not in ran}  # their body did not run: they are measured alone
+    bodies_ms = sum(node.runs * trip_ms(kernel, request.device) for node in record.nodes
+                    if is_control_flow(kernel := record.kernel_of(node)))
+    return labels_of(runs, {node.name: ids[node.name] for node in graph.nodes
+                            if ids[node.name] not in idle and node.op_type not in CONTROL_FLOW}, record.model, "in_model",
+                     median(plain_ms) - bodies_ms if plain_ms else None)
+
+
+def time_kernels_in_model(request: Request) -> Reply:
+    """The in-model labels of a model's kernels alone.
+
+    If several nodes run a kernel, the nodes' shortest samples are averaged, then their second shortest, and so on. The
+    kernel's median is then the mean of its nodes' medians: multiplied by their number it is what they take together, and a
+    disturbance of one node in some run does not count.
+    """
+    path, record = Path(request.paths[0]), read_model_record(Path(request.record))
+    count = Counter(node.kernel_id for node in record.nodes)
+    found = []
+    for m in model_labels(path, request):
+        by_node = np.array(m.samples_ms).reshape(count[m.id], -1)  # `labels_of` appends one node's samples to another's
+        found.append(m.model_copy(update={"samples_ms": tuple(np.sort(by_node, axis=1).mean(axis=0).round(6).tolist())}))
+    return Reply(measurements=tuple(m for m in found if m.label in request.labels))
+
+
+def prepare(request: Request) -> Reply:
+    """Loads ONNX Runtime and runs something on the device; for label `gpu` also loads torch and CUPTI, by tracing it."""
+    runner = canary(request.device)
+    runner.warm_up(1)
+    if GPU_LABEL in request.labels:
+        trace([runner.run_once])
+    return Reply()
+
+
+WORK: dict[str, Callable[[Request], Reply]] = {  # each returns the reply, without its times
+    "alone": time_alone, "carrier": time_carrier, "model": time_model, "model_labels": time_kernels_in_model,
+    "model_gpu": time_model_on_gpu, "session": time_session,
+    "model_trace": trace_model, "model_graph": time_model_as_graph, "canary": time_canary, "sharing_probe": probe_sharing,
+    "prepare": prepare, "kernels_energy": energy_of_kernels}
+
+
+answer = functools.partial(serving.answer, WORK)
+
+
+def main() -> None:
+    serving.serve(WORK)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""What a client asks of a worker process, and what it gets back: one JSON object per line, both ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from measuring.effort import Effort
+from measuring.gpu_trace import GpuRun
+from records.kernel_record import record_name
+from records.measurement import Measurement
+from records.probe_reading import ProbeReading
+from runtimes import runtime_named
+from utils.fingerprint import Target
+from utils.frozen import Frozen
+
+
+class Setting(Frozen):
+    """How a runtime is to run everything that it is asked for; for runtimes that do not take it from a request's options.
+
+    Attributes:
+        level: the flavour's optimisation.
+        threads: of the runtime.
+        cores: the first cores of the process, to which all threads are pinned together; 0: they are not pinned.
+        memory_limit_mib: a model that needs more is not run; 0: no limit.
+        kernels: the folder with the functions of the flavour's kernels.
+    """
+
+    level: str
+    threads: int = Field(1, ge=1)
+    cores: int = Field(0, ge=0)
+    memory_limit_mib: float = Field(0.0, ge=0)
+    kernels: str = ""
+
+    @classmethod
+    def of(cls, target: Target, kernels: Path, memory_limit_mib: float = 0.0) -> Setting | None:
+        """How a worker is to run everything for a target, whose built kernels are in a folder below `kernels`; None for a
+        runtime whose worker takes that from requests."""
+        if not runtime_named(target.flavour.runtime).takes_setting:
+            return None
+        return cls(level=target.flavour.optimization, threads=max(target.threads, 1), cores=target.cores,
+                   kernels=str(kernels / target.flavour.name), memory_limit_mib=memory_limit_mib)
+
+
+class Request(Frozen):
+    """One piece of work.
+
+    Attributes:
+        do: `alone` times a built kernel in its own session; `carrier` times several one after another in one graph; `model`
+            times a whole model and profiles its kernels, `model_labels` only profiles them; `model_gpu` traces a whole model
+            on the GPU for its label `gpu`, `model_trace` for the runs themselves; `model_graph` times it as a CUDA graph;
+            `canary` times a fixed piece of work; `sharing_probe` reads for `effort.budget_s` seconds how long tiny work
+            waits for other processes; `prepare` loads what the others need, so that none waits for it; `session` times a
+            whole model as the evaluator does; `kernels_energy` measures the energy of a batch of built kernels, one run of
+            each after another.
+        paths: the files of the kernels, or of the model.
+        record: for a model whose kernels get labels, its record.
+        dims: for a model, the sizes of its dynamic dimensions.
+        static: for a model, whether they are fixed before ONNX Runtime optimises it.
+        labels: for a carrier or a model, the labels of its kernels, of IN_MODEL_LABELS and (carrier only) `gpu`;
+            for `prepare`, `gpu` if it will be asked for; for a session, how it is run: `latency`, `host_io` or `cuda_graph`.
+        host: for a model on a GPU, whether the host's dispatch is timed too.
+        host_io: for a model, whether runs with numpy arrays in and out are timed too.
+        energy_s: for a model or a batch of kernels, how long a window its energy is measured in, in seconds; 0: it is not.
+        watch_host: for a model on an idle GPU, whether only runs on an undisturbed host count.
+        turns: the folder of the locks for exclusive GPU access; "" for a worker that shares the GPU with none.
+        setting: how it is run, where the runtime has such settings.
+    """
+
+    do: Literal["alone", "carrier", "model", "model_labels", "model_gpu", "model_trace", "model_graph", "canary",
+                "sharing_probe", "prepare", "session", "kernels_energy"]
+    device: str
+    effort: Effort
+    paths: tuple[str, ...] = ()
+    record: str = ""
+    dims: dict[str, int] = {}
+    static: bool = False
+    labels: tuple[str, ...] = ()
+    host: bool = False
+    host_io: bool = False
+    energy_s: float = 0.0
+    watch_host: bool = False
+    provider_options: dict[str, str] = {}
+    turns: str = ""
+    setting: Setting | None = None
+
+    @property
+    def model_name(self) -> str:
+        """The name of a request's model, which its record bears too."""
+        return record_name(Path(self.paths[0]).stem, self.dims, self.static)
+
+
+class Reply(Frozen):
+    """The result of a request: measurements, traced runs, a probe's reading, the memory (MiB) that a session took, or an error
+    of the unit itself (the worker goes on)."""
+
+    measurements: tuple[Measurement, ...] = ()
+    runs: tuple[GpuRun, ...] = ()
+    probe: ProbeReading | None = None
+    memory_mib: float | None = None
+    error: str = ""
+    started: str = ""
+    ended: str = ""

@@ -1,0 +1,1 @@
+"""Apache TVM: its fused functions as kernels, searched schedules, and its worker process."""

@@ -1,0 +1,142 @@
+"""Draws small ONNX models: one operator each, alone or with what is usually fused to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from utils.config import Config
+from utils.lazy import onnx
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
+OPSET, IR_VERSION = 17, 10
+Span = tuple[int, int]
+Draw = Callable[["OperatorSizes", np.random.Generator], "ModelProto"]
+ACTIVATIONS = ("", "Relu", "Sigmoid", "Tanh")
+ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Relu", "Sigmoid", "Tanh", "Exp", "Sqrt", "Neg")
+
+
+class OperatorSizes(Config):
+    """See the comments in tvm_analysis/operator_sizes.yaml."""
+
+    batch: Span = (1, 16)
+    channels: Span = (1, 512)
+    side: Span = (4, 112)
+    rows: Span = (1, 1024)
+    inner: Span = (8, 16384)
+    columns: Span = (8, 8192)
+    windows: tuple[int, ...] = Field((1, 3, 5, 7), min_length=1)
+    most_gflop: float = Field(0.2, gt=0)
+    most_mib: float = Field(192.0, gt=0)
+
+    @field_validator("batch", "channels", "side", "rows", "inner", "columns")
+    @classmethod
+    def _ascends(cls, span: Span) -> Span:
+        if not 1 <= span[0] <= span[1]:
+            raise ValueError("the smallest size comes first, and is at least 1")
+        return span
+
+
+def _size(span: Span, numbers: np.random.Generator) -> int:
+    return round(math.exp(numbers.uniform(math.log(span[0]), math.log(span[1]))))
+
+
+def _width(span: Span, numbers: np.random.Generator) -> int:
+    """A size; half of them are 2ⁿ or 3·2ⁿ, as in real layers. A column of such a matrix falls into few sets of a cache, and
+    pushes itself out of it."""
+    size = _size(span, numbers)
+    if numbers.random() < 0.5:
+        return size
+    power = 2 ** round(math.log2(size))
+    near = [one for one in (power, 3 * power // 2, 3 * power // 4) if span[0] <= one <= span[1]]
+    return min(near, key=lambda one: abs(math.log(one / size)), default=size)
+
+
+def _model(nodes: list[NodeProto], inputs: dict[str, list[int]], weights: dict[str, list[int]], output: str) -> ModelProto:
+    """A model with inputs and weights of some shapes; ONNX infers its output's shape."""
+    helper, float32 = onnx.helper, onnx.TensorProto.FLOAT
+    graph = helper.make_graph(
+        nodes, "drawn", [helper.make_tensor_value_info(name, float32, shape) for name, shape in inputs.items()],
+        [helper.make_tensor_value_info(output, float32, None)],
+        [onnx.numpy_helper.from_array(np.full(shape, 0.01, np.float32), name) for name, shape in weights.items()])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    return onnx.shape_inference.infer_shapes(model)
+
+
+def _activated(nodes: list[NodeProto], last: str, numbers: np.random.Generator) -> str:
+    """Adds an activation or none; returns the name of the last tensor."""
+    if name := str(numbers.choice(ACTIVATIONS)):
+        nodes.append(onnx.helper.make_node(name, [last], ["activated"]))
+        return "activated"
+    return last
+
+
+def _convolution(sizes: OperatorSizes, numbers: np.random.Generator, channels: int, out: int, groups: int) -> ModelProto:
+    """A convolution of images with bias, perhaps with an activation."""
+    side, window, stride = _size(sizes.side, numbers), int(numbers.choice(sizes.windows)), int(numbers.integers(1, 3))
+    nodes = [onnx.helper.make_node("Conv", ["x", "w", "b"], ["y"], pads=[window // 2] * 4, kernel_shape=[window] * 2,
+                                   strides=[stride] * 2, group=groups)]
+    weights = {"w": [out, channels // groups, window, window], "b": [out]}
+    return _model(nodes, {"x": [_size(sizes.batch, numbers), channels, side, side]}, weights, _activated(nodes, "y", numbers))
+
+
+def draw_convolution(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
+    """A convolution, perhaps depthwise."""
+    channels = _width(sizes.channels, numbers)
+    if numbers.random() < 0.25:
+        return _convolution(sizes, numbers, channels, channels, channels)
+    return _convolution(sizes, numbers, channels, _width(sizes.channels, numbers), 1)
+
+
+def draw_grouped(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
+    """A convolution with 2 groups or more of 2 to 64 channels each, as many as there are in its output."""
+    channels = max(4, _width(sizes.channels, numbers))
+    each = 2 ** int(numbers.integers(1, min(6, int(math.log2(channels)) - 1) + 1))
+    groups = channels // each
+    return _convolution(sizes, numbers, each * groups, each * groups, groups)
+
+
+def draw_product(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
+    """A fully connected layer: a product with a matrix of weights, a bias, perhaps an activation. Its rows lie in a matrix, in
+    a sequence, or in an image whose channels come last."""
+    rows, inner, columns = _size(sizes.rows, numbers), _width(sizes.inner, numbers), _width(sizes.columns, numbers)
+    height = round(math.sqrt(rows))
+    shape = [[rows], [1, rows], [1, height, rows // height]][int(numbers.integers(3))]
+    nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["p"]), onnx.helper.make_node("Add", ["p", "b"], ["y"])]
+    return _model(nodes, {"x": [*shape, inner]}, {"w": [inner, columns], "b": [columns]}, _activated(nodes, "y", numbers))
+
+
+def draw_elementwise(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
+    """One elementwise operator on images or on a matrix."""
+    shape = ([_size(sizes.batch, numbers), _size(sizes.channels, numbers), *[_size(sizes.side, numbers)] * 2]
+             if numbers.random() < 0.5 else [_size(sizes.rows, numbers), _size(sizes.columns, numbers)])
+    name = str(numbers.choice(ELEMENTWISE))
+    inputs = {"a": shape, "b": shape} if name in ("Add", "Sub", "Mul", "Div") else {"a": shape}
+    return _model([onnx.helper.make_node(name, list(inputs), ["y"])], inputs, {}, "y")
+
+
+def draw_pool(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
+    """A pool of images, or the mean of each channel."""
+    shape = [_size(sizes.batch, numbers), _size(sizes.channels, numbers), *[_size(sizes.side, numbers)] * 2]
+    name, window = str(numbers.choice(["MaxPool", "AveragePool", "GlobalAveragePool"])), int(numbers.integers(2, 4))
+    attributes: dict[str, Any] = {} if name.startswith("Global") else {"kernel_shape": [window] * 2, "strides": [2, 2]}
+    return _model([onnx.helper.make_node(name, ["x"], ["y"], **attributes)], {"x": shape}, {}, "y")
+
+
+def draw_rows(sizes: OperatorSizes, numbers: np.random.Generator) -> ModelProto:
+    """A softmax, a mean or a layer normalisation of the rows of a matrix, or its transpose."""
+    rows, columns = _size(sizes.rows, numbers), _size(sizes.columns, numbers)
+    name = str(numbers.choice(["Softmax", "ReduceMean", "LayerNormalization", "Transpose"]))
+    weights = {"scale": [columns], "bias": [columns]} if name == "LayerNormalization" else {}
+    attributes: dict[str, Any] = {"Transpose": {"perm": [1, 0]}, "ReduceMean": {"axes": [1]}}.get(name, {"axis": -1})
+    return _model([onnx.helper.make_node(name, ["x", *weights], ["y"], **attributes)], {"x": [rows, columns]}, weights, "y")
+
+
+DRAWS: dict[str, Draw] = {"convolution": draw_convolution, "grouped": draw_grouped, "product": draw_product,
+                          "elementwise": draw_elementwise, "pool": draw_pool, "rows": draw_rows}

@@ -1,0 +1,135 @@
+"""TVM's operators: their names and attributes in ONNX's words, and their classes.
+
+Records describe kernels in ONNX's words, so that costs and features are computed as for kernels of ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from records.kernel_costs import CONVOLUTION_OPS, PRODUCT_OPS, REDUCING_OPS, VIEW_OPS
+
+OperatorKind = Literal["linear", "multiplicative", "nonlinear"]
+NetworkKind = Literal["fully connected", "convolutional", "other"]
+ONNX_NAMES = {  # of TVM's operators; the others' are the same but for capitals
+    "conv1d": "Conv", "conv2d": "Conv", "conv3d": "Conv", "conv1d_transpose": "ConvTranspose", "conv2d_transpose":
+    "ConvTranspose", "conv3d_transpose": "ConvTranspose", "matmul": "MatMul", "subtract": "Sub", "multiply": "Mul", "divide":
+    "Div", "power": "Pow", "maximum": "Max", "minimum": "Min", "negative": "Neg", "leakyrelu": "LeakyRelu", "prelu": "PRelu",
+    "max_pool1d": "MaxPool", "max_pool2d": "MaxPool", "max_pool3d": "MaxPool", "avg_pool1d": "AveragePool", "avg_pool2d":
+    "AveragePool", "avg_pool3d": "AveragePool", "adaptive_avg_pool1d": "GlobalAveragePool", "adaptive_avg_pool2d":
+    "GlobalAveragePool", "adaptive_avg_pool3d": "GlobalAveragePool", "mean": "ReduceMean", "sum": "ReduceSum", "max":
+    "ReduceMax", "min": "ReduceMin", "prod": "ReduceProd", "permute_dims": "Transpose", "expand_dims": "Unsqueeze",
+    "broadcast_to": "Expand", "take": "Gather", "gather_nd": "GatherND", "scatter_nd": "ScatterND", "strided_slice": "Slice",
+    "dynamic_strided_slice": "Slice", "astype": "Cast", "layer_norm": "LayerNormalization", "group_norm":
+    "GroupNormalization", "instance_norm": "InstanceNormalization", "batch_norm": "BatchNormalization", "rms_norm":
+    "RMSNormalization", "resize2d": "Resize", "resize3d": "Resize", "gelu_tanh": "Gelu", "logical_and": "And", "logical_or":
+    "Or", "logical_not": "Not", "less_equal": "LessOrEqual", "greater_equal": "GreaterOrEqual", "argmax": "ArgMax", "argmin":
+    "ArgMin", "cumsum": "CumSum", "topk": "TopK", "full": "ConstantOfShape", "arange": "Range"}
+LINEAR_OPS = {  # additions, comparisons, and what only moves data
+    "Add", "Sub", "Neg", "Sum", "Mean", "ReduceSum", "ReduceMean", "Less", "LessOrEqual", "Greater", "GreaterOrEqual",
+    "Equal", "And", "Or", "Not", "Transpose", "Concat", "Split", "Slice", "Gather", "GatherND", "GatherElements", "Expand",
+    "Cast", "Pad", "Tile", "Where", "ReorderInput", "ReorderOutput", "ConstantOfShape", "Range", *VIEW_OPS}
+ACTIVATION_OPS = {
+    "Relu", "Sigmoid", "Tanh", "Gelu", "FastGelu", "BiasGelu", "QuickGelu", "Silu", "LeakyRelu", "PRelu", "Clip", "Elu",
+    "Selu", "HardSigmoid", "HardSwish", "Erf", "Exp", "Max", "Min", "Softplus", "Mish", "Swish"}
+MULTIPLICATIVE_OPS = ({"Mul", "Div", "Reciprocal", "Pow", "Sqrt", "Rsqrt"} | ACTIVATION_OPS | PRODUCT_OPS) - {
+    "Attention", "MultiHeadAttention"}  # these hold a softmax
+USUAL_OPS = {"Relu", "MaxPool", "AveragePool", "GlobalAveragePool", "BatchNormalization", "LRN"} | CONVOLUTION_OPS
+SHORT_OF_COMPUTING = LINEAR_OPS - {"Add", "Sub", "Neg", "Sum"}  # move data, or nearly
+
+class Operator(NamedTuple):
+    """An operator of a graph in ONNX's words.
+
+    Attributes:
+        name: ONNX's, or TVM's in ONNX's style where ONNX has none.
+        attributes: those that decide its costs and features.
+        relax: TVM's own name.
+    """
+
+    name: str
+    attributes: dict[str, Any]
+    relax: str
+
+
+def onnx_name(relax: str) -> str:
+    """ONNX's name of an operator of TVM: `Conv` for `relax.nn.conv2d`."""
+    last = relax.rpartition(".")[2].removeprefix("tir_")
+    return ONNX_NAMES.get(last) or "".join(part[:1].upper() + part[1:] for part in last.split("_"))
+
+
+def operator_of_function(function: str) -> str:
+    """The name of the operator that a function of TVM computes: `add` for `add12`. TVM numbers functions of one name."""
+    plain = function.removeprefix("tir_")
+    base = plain if plain in ONNX_NAMES else re.sub(r"\d+$", "", plain)
+    return {"transpose": "permute_dims"}.get(base, base)
+
+
+def _numbers(values: Iterable[Any]) -> list[int]:
+    return [int(value) for value in values]
+
+
+def attributes_of(relax: str, attrs: Any) -> dict[str, Any]:
+    """The attributes of a call of a Relax operator, by ONNX's names. Those of operators that are not listed are left out: the
+    kernel's function says what it computes, and is part of its id.
+
+    Args:
+        relax: the operator's name.
+        attrs: of the call; None where it has none.
+    """
+    last, found = relax.rpartition(".")[2], dict[str, Any]()
+    for name, own in (("strides", "strides"), ("pads", "padding"), ("dilations", "dilation"), ("kernel_shape", "pool_size")):
+        if (values := getattr(attrs, own, None)) is not None and last.startswith(("conv", "max_pool", "avg_pool")):
+            found[name] = _numbers(values)
+    if last.startswith("conv"):
+        found["group"] = int(attrs.groups)
+    for name in ("ceil_mode", "count_include_pad"):
+        if "pool" in last and (flag := getattr(attrs, name, None)) is not None:
+            found[name] = int(flag)
+    if last == "permute_dims" and attrs.axes is not None:
+        found["perm"] = _numbers(attrs.axes)
+    if (axis := getattr(attrs, "axis", None)) is not None:
+        if isinstance(axis, int):
+            found["axis"] = axis
+        elif not hasattr(axis, "dtype"):
+            found["axes"] = _numbers(axis)
+    if last in ("layer_norm", "rms_norm"):
+        found["axis"] = min(_numbers(attrs.axes))
+    return found
+
+
+def operator_kind(name: str) -> OperatorKind:
+    """The class of an operator by its name in ONNX: linear (additions, comparisons, and what only moves data), multiplicative
+    (products, matrix products, activations of single elements) or nonlinear (convolutions, pools, normalisations and the rest).
+
+    The document counts activations twice, as multiplicative and as nonlinear. Since fully connected networks have only linear
+    and multiplicative operators there, activations of single elements are multiplicative here.
+    """
+    if name in LINEAR_OPS:
+        return "linear"
+    return "multiplicative" if name in MULTIPLICATIVE_OPS else "nonlinear"
+
+
+def kind_of_all(names: Iterable[str]) -> OperatorKind:
+    """The class of a kernel of several operators: that of the one that is furthest from linear."""
+    kinds = {operator_kind(name) for name in names}
+    return "nonlinear" if "nonlinear" in kinds else "multiplicative" if "multiplicative" in kinds else "linear"
+
+
+def network_kind(names: Iterable[str]) -> NetworkKind:
+    """The stage of the document that a network belongs to, from the names of its operators. A softmax at the end of a fully
+    connected network does not make it another one."""
+    there = set(names) - {"Softmax", "LogSoftmax"}
+    if not there & CONVOLUTION_OPS:
+        return "fully connected" if kind_of_all(there) != "nonlinear" else "other"
+    return "convolutional" if kind_of_all(there - USUAL_OPS) != "nonlinear" else "other"
+
+
+def anchor(operators: Sequence[Operator]) -> int:
+    """The place of the operator in a kernel that decides its time: the first convolution, else product, else reduction or
+    normalisation, else one that computes, else one that moves data."""
+    ranks = [0 if one.name in CONVOLUTION_OPS else 1 if one.name in PRODUCT_OPS else
+             2 if one.name in REDUCING_OPS or one.name.startswith(("Reduce", "Arg")) else
+             5 if one.name in VIEW_OPS else 4 if one.name in SHORT_OF_COMPUTING else 3 for one in operators]
+    return ranks.index(min(ranks))

@@ -1,0 +1,43 @@
+"""Apache TVM, as the rest of Hase knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from records.kernel_record import ModelOrigin, ModelRecord
+from runtimes.runtime import DeviceLabels, Runtime
+from runtimes.tvm.functions import SUFFIX, read_kernel
+from runtimes.tvm.loading import TORCH_SUFFIX
+from runtimes.tvm.package import FUSED, TUNED, UNFUSED, check_tvm
+from runtimes.tvm.recording import parse, parse_at, write_parsed
+from utils.fingerprint import Flavour, package_version
+from utils.paths import Workspace
+
+if TYPE_CHECKING:
+    import onnx
+
+ALONE = DeviceLabels(("run",), ("run",))  # kernels are timed alone: TVM fuses and schedules them before
+
+
+def version() -> str:
+    return package_version("apache-tvm")
+
+
+def analyze_in(model: Path | onnx.ModelProto, flavour: Flavour, dims: Mapping[str, int], static: bool) -> ModelRecord:
+    """TVM fixes all sizes, whatever `static` says."""
+    return parse_at(flavour.optimization, model, dims, flavour.device).record
+
+
+def write_records(workspace: Workspace, model: Path, device: str, dims: Mapping[str, int], static: bool,
+                  origin: ModelOrigin) -> list[ModelRecord]:
+    """A record of each level that is not searched, and the functions of the kernels. `static` changes nothing."""
+    return write_parsed(workspace, parse(model, dims, device=device), origin)
+
+
+RUNTIME = Runtime(
+    name="tvm", title="TVM", package="apache-tvm", version=version, check=check_tvm, levels=(FUSED, UNFUSED, TUNED),
+    runs_as={TUNED: FUSED}, devices={"cpu": ALONE, "cuda": ALONE}, model_suffixes=(".onnx", TORCH_SUFFIX), kernel_suffix=SUFFIX,
+    analyze=analyze_in, write_records=write_records, read_kernel=read_kernel, worker="runtimes.tvm.worker",
+    analyze_with="python tvm_analysis/relax_parser.py", build_with="python tvm_analysis/relax_parser.py", takes_setting=True)

@@ -1,0 +1,88 @@
+"""The seam between runtimes and the rest: the table, what each runtime says of itself, and that nobody else asks for a name."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from test_layers import FILES
+
+import runtimes
+from benchmark.collecting.config import CollectorConfig
+from runtimes import MODULES, runtime_named
+from runtimes.targets import flavour_of, local_target
+from utils.errors import UserError
+from utils.paths import ROOT
+
+SEAM = ("runtimes/__init__.py", *(f"runtimes/{name}/" for name in MODULES))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_runtime_says_what_it_is(name: str) -> None:
+    runtime = runtime_named(name)
+    assert runtime.name == name
+    assert find_spec(runtime.worker)
+    assert runtime.levels
+    for device, labels in runtime.devices.items():
+        assert device in ("cpu", "cuda")
+        assert set(labels.default_labels) <= set(labels.labels)
+        assert set(labels.default_variants) <= set(labels.variants)
+    for command in (runtime.analyze_with, runtime.build_with):
+        assert (ROOT / command.removeprefix("python ").split()[0]).is_file()
+
+
+def test_a_flavour_names_its_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    tvm = dataclasses.replace(runtime_named("tvm"), version=lambda: "0.20.1")
+    monkeypatch.setattr(runtimes.targets, "runtime_named", lambda name: tvm)
+    assert flavour_of("cuda", "tvm").name == "cuda-tvm0.20-fused"
+    assert flavour_of("cuda", "tvm", "tuned").name == "cuda-tvm0.20-tuned"
+    assert local_target("cpu", "tvm").flavour.runtime == "tvm"
+
+
+def test_an_unknown_runtime_is_refused() -> None:
+    with pytest.raises(UserError, match="runtime abacus: unknown to this version; it knows ort, tvm"):
+        flavour_of("cpu", "abacus")
+    with pytest.raises(ValueError, match="not a runtime of this version; it knows ort, tvm"):
+        CollectorConfig(runtime="abacus")
+
+
+def test_settings_are_for_runtimes_that_have_some() -> None:
+    with pytest.raises(ValueError, match="setting: ONNX Runtime has none; leave it out"):
+        CollectorConfig.model_validate({"setting": {"threads": 2}})
+    with pytest.raises(ValueError, match="setting: level all: TVM has fused, unfused, tuned"):
+        CollectorConfig.model_validate({"runtime": "tvm", "setting": {"level": "all"}})
+    with pytest.raises(UserError, match="labels: kernel_time: TVM has no such labels on cpu; it has run"):
+        CollectorConfig.model_validate({"runtime": "tvm", "labels": ["kernel_time"]}).labels_on("cpu")
+    assert CollectorConfig.model_validate({"runtime": "tvm"}).variants_on("cuda") == ()
+
+
+def compared_texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and value of each text that a module compares with something, or takes as a key of a look-up."""
+    for node in ast.walk(tree):
+        parts: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            parts = [part for side in (node.left, *node.comparators) for part in ast.walk(side)]
+        elif isinstance(node, ast.Subscript):
+            parts = [node.slice]
+        elif isinstance(node, ast.Dict):
+            parts = [key for key in node.keys if key is not None]
+        elif isinstance(node, ast.MatchValue):
+            parts = [node.value]
+        yield from ((part.lineno, part.value) for part in parts
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str))
+
+
+def test_nothing_outside_the_seam_compares_a_runtimes_name() -> None:
+    outside = [path for path in FILES if not str(path.relative_to(ROOT)).startswith(SEAM)]
+    compared = [f"{path.relative_to(ROOT)}:{line} {text}" for path in outside
+                for line, text in compared_texts(ast.parse(path.read_text(encoding="utf-8"))) if text in MODULES]
+    assert not compared
+
+
+def test_a_compared_name_is_found(tmp_path: Path) -> None:
+    text = 'a = runtime == "tvm"\nb = {"ort": 1}[runtime]\nc = table["tvm"]\nd = runtime in ("ort", other)\ne = "tvm"\n'
+    assert sorted(compared_texts(ast.parse(text))) == [(1, "tvm"), (2, "ort"), (3, "tvm"), (4, "ort")]
