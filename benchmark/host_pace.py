@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
   python benchmark/host_pace.py
   python benchmark/host_pace.py --out machine.json
-  python inference/predict_model_latency.py --model model.onnx --target nvidia-h200 --machine machine.json
+  python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --machine machine.json
 """
 
 

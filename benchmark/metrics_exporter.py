@@ -56,7 +56,7 @@ EXAMPLES = """
   python benchmark/metrics_exporter.py
   python benchmark/metrics_exporter.py --probe-every 15 --host-pace-every 60
   python benchmark/metrics_exporter.py --port 9401 --interval 2 --source psutil --names new
-  python benchmark/metrics_exporter.py --source replay --replay readings.jsonl --duration 60
+  python benchmark/metrics_exporter.py --source replay --replay readings.jsonl --duration 60  # needs readings
 """
 PORT = 9400  # dcgm-exporter's
 INTERVAL_S = 5.0

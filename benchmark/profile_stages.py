@@ -34,7 +34,7 @@ CASES = ROOT / "benchmark" / "test_cases.json"
 EXAMPLES = """
 python benchmark/profile_stages.py --all
 python benchmark/profile_stages.py --export --measure --units CPU --cpu-runtime torch --threads 4
-python benchmark/profile_stages.py --all --edges cora.txt --undirected --features 1433
+python benchmark/profile_stages.py --all --edges cora.txt --undirected --features 1433  # needs a list of edges
 python benchmark/profile_stages.py --analyze
 """
 log = get_logger("profiler")

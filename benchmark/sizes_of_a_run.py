@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 log = get_logger("sizes")
 EXAMPLES = """
-python benchmark/sizes_of_a_run.py --model detector.onnx
-python benchmark/sizes_of_a_run.py --model detector.onnx --dim batch=1 --inputs image.npz
+python benchmark/sizes_of_a_run.py --model resnet18.onnx
+python benchmark/sizes_of_a_run.py --model detector.onnx --dim batch=1 --inputs image.npz  # needs your own
 """
 
 

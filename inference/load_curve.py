@@ -20,9 +20,9 @@ from utils.lazy import matplotlib
 from utils.logger import get_logger
 
 EXAMPLES = """
-python inference/load_curve.py --model model.onnx --target nvidia-h200
-python inference/load_curve.py --model model.onnx --target nvidia-h200 --dim batch=8 --out curve.csv
-python inference/load_curve.py --model model.onnx --target nvidia-h200 --plot curve.png --slo-ms 5
+python inference/load_curve.py --model resnet18.onnx --target nvidia-h200
+python inference/load_curve.py --model resnet18.onnx --target nvidia-h200 --dim batch=8 --out curve.csv
+python inference/load_curve.py --model resnet18.onnx --target nvidia-h200 --plot curve.png --slo-ms 5
 """
 
 log = get_logger("load_curve")

@@ -37,7 +37,7 @@ RUNS = 4
 STATUS, RESET_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 EXAMPLES = """
 python inference/memory_error.py --model resnet18.onnx
-python inference/memory_error.py --model resnet50.onnx --model mobilenet_v2.onnx --dim batch=1,8 --json
+python inference/memory_error.py --model resnet18.onnx --dim batch=1,8 --json
 """
 
 

@@ -18,8 +18,8 @@ from utils import cli
 from utils.logger import get_logger
 
 EXAMPLES = """
-python inference/pair_latency.py --model resnet18.onnx --beside-model resnet50.onnx --target nvidia-h200
-python inference/pair_latency.py --model a.onnx --dim batch=1 --beside-model b.onnx --beside-dim batch=16 --target nvidia-h200
+python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --target nvidia-h200
+python inference/pair_latency.py --model resnet18.onnx --beside-model resnet18.onnx --beside-dim batch=16 --target nvidia-h200
 """
 
 log = get_logger("pair_latency")

@@ -79,12 +79,12 @@ python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --host-pace 1.15 --slo-ms 50
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --cuda-graph
 python inference/predict_model_latency.py --model resnet18.onnx --target nvidia-h200 --trace timeline.json
-python inference/predict_model_latency.py --model resnet18.onnx --trace t.json --beside real.json  # needs run_anatomy.py --trace
+python inference/predict_model_latency.py --model resnet18.onnx --trace t.json --beside real.json  # needs run_anatomy.py
 python inference/predict_model_latency.py --model resnet18.onnx --target h200 --metrics busy.json  # needs its load, in a file
 python inference/predict_model_latency.py --model resnet18.onnx --config my.yaml --watch --export 9401  # needs a Prometheus
 python inference/predict_model_latency.py --model resnet18.onnx --probe --watch 5  # needs a GPU
 python inference/predict_model_latency.py --model resnet18.onnx --host-pace measure  # needs a GPU
-python inference/predict_model_latency.py --model resnet18.onnx --target h200 --machine host.json  # needs host_pace.py --out
+python inference/predict_model_latency.py --model resnet18.onnx --target h200 --machine host.json  # needs host_pace.py
 """
 
 

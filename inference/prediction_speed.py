@@ -37,9 +37,9 @@ MANY = 1000
 SHELLS = 3  # predictions from the shell, at most
 EXAMPLES = """
 python inference/prediction_speed.py --model resnet18.onnx
-python inference/prediction_speed.py --workspace out/demo --model resnet18_fp32_b1_224x224.onnx --repeats 20
-python inference/prediction_speed.py --model resnet50.onnx --target nvidia-h200
-python inference/prediction_speed.py --model resnet50.onnx --target nvidia-h200 --config prometheus.yaml
+python inference/prediction_speed.py --workspace out/demo --model resnet18_fp32_b1_224x224.onnx  # needs make demo
+python inference/prediction_speed.py --model resnet18.onnx --target nvidia-h200
+python inference/prediction_speed.py --model resnet18.onnx --target nvidia-h200 --config my.yaml  # needs a Prometheus
 """
 
 

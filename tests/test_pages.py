@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROO
 PYTHON = re.compile(r"^```python\n.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 FILE = re.compile(r"(?<![\w/<>.…-])((?:\w+/)+[\w.]+\.(?:py|sh|yaml))\b")
+WRITTEN = ("--out", "--raw", "--trace", "--markdown", "--plot", "--output-dir")  # options that name what a command writes
+MADE = {"resnet18.onnx", "resnet18_fp32_b16_224x224.json", "resnet18@batch=8.json"}  # by the first phases, as configs say
 NUMBER = re.compile(r"-?[\d,]*\.?\d+")
 
 
@@ -127,3 +131,25 @@ def test_what_a_page_names_exists(path: Path) -> None:
         text = "\n".join(row["is"] for table in tables(text) for row in table)
     links = [path.parent / link for link in LINK.findall(text)]
     assert not [str(named) for named in (*links, *(ROOT / name for name in FILE.findall(text))) if not named.exists()]
+
+
+def test_scripts_that_take_long_can_be_read_by_the_shell() -> None:
+    """They take a quarter of an hour and more, or a GPU: not run here, but bash parses them, and what they call exists."""
+    named = {name for path in PAGES for name in re.findall(r"`(\w+(?:/\w+)+\.sh)`", path.read_text(encoding="utf-8"))}
+    assert named
+    for name in sorted(named):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert subprocess.run(["bash", "-n", name], cwd=ROOT, check=False).returncode == 0, name
+        assert all((ROOT / script).is_file() for script in re.findall(r"(?:python|hase) (\w+(?:/\w+)*\.py)", text)), name
+
+
+def test_examples_name_files_that_are_there() -> None:
+    """In the repository, written by the phases or by an example; else a comment says what the example needs."""
+    examples = [line for chosen in all_commands().values() for command in chosen for line in command.examples.splitlines()]
+    words = [line.partition("  # needs ")[0].split() for line in examples]
+    written = {after for line in words for word, after in itertools.pairwise(line) if word in WRITTEN}
+    asked = {(word, line) for line in examples if "  # needs " not in line for word in line.split()
+             if re.search(r"\w\.(onnx|json|jsonl|yaml|txt|npz|pt2|csv|pkl|xz)$", word)}
+    assert not sorted(line for word, line in asked if not word.startswith("out/") and word not in written
+                      and Path(word).name not in MADE and not any(ROOT.glob(word))
+                      and "recipes/convert/" not in line)

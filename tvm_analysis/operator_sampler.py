@@ -34,7 +34,7 @@ from utils.paths import ROOT, Workspace
 log = get_logger("sampler")
 EXAMPLES = """
 python tvm_analysis/operator_sampler.py --count 500
-python tvm_analysis/operator_sampler.py --count 200 --operators convolution,product --config my_sizes.yaml --seed 7
+python tvm_analysis/operator_sampler.py --count 200 --operators convolution,product --seed 7
 """
 
 

@@ -33,7 +33,7 @@ log = get_logger("tvm")
 EXAMPLES = """
 python tvm_analysis/relax_parser.py
 python tvm_analysis/relax_parser.py --model resnet18.onnx --dim batch=1
-python tvm_analysis/relax_parser.py --model my_network.pt2
+python tvm_analysis/relax_parser.py --model my_network.pt2  # needs your own
 python tvm_analysis/relax_parser.py --device cuda
 """
 
