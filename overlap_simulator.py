@@ -19,13 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from graph_model.dag.dag import build_dag, calculate_latency, longest_path, record_paths
-from measuring.effort import Effort
+from measuring.bench import Effort
 from records.kernel_costs import is_control_flow
 from records.kernel_record import REMAKE, ModelRecord
 from records.kernel_record_files import read_model_record
 from runtimes.ort.graph.analysis import record_of
-from runtimes.ort.model_profile import profile_model
-from runtimes.ort.profile import NodeEvent, ProfiledRun, kernel_times_ms, read_profile
+from runtimes.ort.profile import NodeEvent, ProfiledRun, kernel_times_ms, profile_model, read_profile
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import resolve_device

@@ -18,7 +18,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from runtimes.ort.host_pace import SECONDS, check_gpu, measure_pace
+from runtimes.ort.probes import PACE_SECONDS, check_gpu, measure_pace
 from runtimes.targets import local_target
 from utils import cli, files
 from utils.locks import measuring
@@ -61,8 +61,8 @@ def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
     parser.add_argument("--out", type=cli.out_file, metavar="FILE",
                         help="where the record goes (default: benchmark/host_pace.json of the workspace)")
-    parser.add_argument("--seconds", type=cli.positive, default=SECONDS, metavar="S",
-                        help=f"length of the measurement (default: {SECONDS:g})")
+    parser.add_argument("--seconds", type=cli.positive, default=PACE_SECONDS, metavar="S",
+                        help=f"length of the measurement (default: {PACE_SECONDS:g})")
     args = parser.parse_args()
     workspace = cli.start(args)
     check_gpu()

@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from measuring.ties import TimedUnit, Times, idle_units, median_times, tie_rows
+from measuring.pending import TimedUnit, Times, idle_units, median_times, tie_rows
 from records.dataset_files import DatasetHeader, collected_targets, read_header, read_journal
 from records.dataset_tables import model_sessions
 from utils import cli

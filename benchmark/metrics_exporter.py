@@ -32,16 +32,14 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from prometheus_client.core import GaugeMetricFamily
 
-from measuring.metrics.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
-from measuring.metrics.fields import FIELDS
+from measuring.metrics.names import DEVICE_LABEL, FIELDS, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, NAMES, UUID_LABEL, new_name
 from measuring.metrics.probe_metrics import MEANINGS, OWN_LABELS, Probed, samples_of
 from measuring.metrics.source import Mean, MetricSource, Window
 from measuring.metrics.sources import SOURCES, open_source
 from records import host_pace
 from records.host_pace import HostProbed
 from records.probe_reading import summarised
-from runtimes.ort.host_pace import check_gpu, measure_pace
-from runtimes.ort.sharing_probe import SharingProbe
+from runtimes.ort.probes import SharingProbe, check_gpu, measure_pace
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import machine, resolve_device
@@ -210,7 +208,7 @@ class DeviceMetrics:
         yield GaugeMetricFamily(LAST_SAMPLE, "time of the latest good sample (s since 1970)", value=self.sampler.sampled_s)
         if (paced := self.paces.fresh() if self.paces else None) is not None:
             for name, value in ((host_pace.PROBE, paced.probe_us / 1e6), (host_pace.TAKEN, paced.taken_s)):
-                family = GaugeMetricFamily(name, host_pace.MEANINGS[name], labels=list(self.labels))
+                family = GaugeMetricFamily(name, host_pace.PACE_MEANINGS[name], labels=list(self.labels))
                 family.add_metric(list(self.labels.values()), value)
                 yield family
         probed = self.probes.fresh() if self.probes else None

@@ -19,14 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from measuring.anatomy import PARTS, Anatomy, anatomy_of, measured_trace, typical_run
-from measuring.effort import Effort
-from measuring.gpu_trace import GpuRun
+from measuring.bench import Effort
+from measuring.gpu_trace import PARTS, Anatomy, GpuRun, anatomy_of, measured_trace, typical_run
 from measuring.quiet_host import PATIENCE
 from records.kernel_record import record_name
 from runtimes.ort.graph.source import own_sizes, read_source
-from runtimes.protocol import Reply, Request
-from runtimes.worker_client import Worker, WorkerFailed
+from runtimes.protocol import Reply, Request, Worker, WorkerFailed
 from utils import cli, files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda

@@ -20,7 +20,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 from typing import Any
 
 from records.probe_reading import ProbeReading
-from runtimes.ort.sharing_probe import SECONDS, probe
+from runtimes.ort.probes import PROBE_SECONDS, probe
 from utils import cli, files
 from utils.errors import UserError
 from utils.logger import get_logger
@@ -48,8 +48,8 @@ def rows(reading: ProbeReading) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = cli.parser(__doc__, EXAMPLES)
-    parser.add_argument("--seconds", type=cli.positive, default=SECONDS, metavar="S",
-                        help=f"length, both pieces of work together (default: {SECONDS:g})")
+    parser.add_argument("--seconds", type=cli.positive, default=PROBE_SECONDS, metavar="S",
+                        help=f"length, both pieces of work together (default: {PROBE_SECONDS:g})")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: the GPU if there is one")
     parser.add_argument("--out", type=cli.out_file, metavar="FILE", help="write the raw reading as JSON")
     args = parser.parse_args()

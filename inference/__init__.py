@@ -9,21 +9,21 @@ if TYPE_CHECKING:
     from inference.core.answers import Prediction
     from inference.core.energy import EnergyPrediction
     from inference.core.missing_kernels import measure_missing
-    from inference.core.predicted_run import PredictedRun
+    from inference.core.model_run import PredictedRun
     from inference.core.predictor import Predictor, predict
     from inference.live.watch import Watch
-    from inference.sharing.slo import check_slo, highest_busy_share
+    from inference.sharing.shared_models import check_slo, highest_busy_share
 
 __all__ = ["EnergyPrediction", "PredictedRun", "Prediction", "Predictor", "Watch", "check_slo", "highest_busy_share",
            "measure_missing", "predict"]
 MODULES = {
     "EnergyPrediction": "core.energy",
-    "PredictedRun": "core.predicted_run",
+    "PredictedRun": "core.model_run",
     "Prediction": "core.answers",
     "Predictor": "core.predictor",
     "Watch": "live.watch",
-    "check_slo": "sharing.slo",
-    "highest_busy_share": "sharing.slo",
+    "check_slo": "sharing.shared_models",
+    "highest_busy_share": "sharing.shared_models",
     "measure_missing": "core.missing_kernels",
     "predict": "core.predictor",
 }

@@ -14,7 +14,7 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from inference.core.predictor import POINTS, Predictor
-from inference.sharing.load_curve import LoadCurve, LoadPoint
+from inference.sharing.shared_models import LoadCurve, LoadPoint
 from utils import cli, files
 from utils.lazy import matplotlib
 from utils.logger import get_logger

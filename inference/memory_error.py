@@ -26,7 +26,7 @@ from records.elements import numpy_dtype, session_dtype
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.graph.source import own_sizes
 from runtimes.ort.runner import bind, random_feed
-from runtimes.ort.session_timing import memory_in_use_mib
+from runtimes.ort.worker import memory_in_use_mib
 from utils import cli
 from utils.errors import UserError
 from utils.lazy import onnx

@@ -43,17 +43,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from inference.core.host_pace import PaceAsked
+from inference.core.model_run import trace_of
 from inference.core.predictor import Predictor
 from inference.core.report import log_measured, print_predictions, verdict
 from inference.core.run_modes import RunMode
 from inference.core.sizes import never_falling
 from inference.core.targets import local_targets
-from inference.core.timeline import trace_of
-from inference.live.load import CONFIG_FILE, InferenceConfig, Load
-from inference.live.surroundings import Surroundings
-from inference.sharing.slo import PERCENTILE, SloUnderLoad
+from inference.live.load import CONFIG_FILE, InferenceConfig, Load, Surroundings
+from inference.sharing.shared_models import PERCENTILE, SloUnderLoad
 from records.host_pace import read_pace
-from runtimes.ort.graph.optimized_once import optimized_once
+from runtimes.ort.graph.parsing import optimized_once
 from utils import cli
 from utils.config import read_config
 from utils.errors import UserError
@@ -65,7 +64,7 @@ from utils.trace_events import MEASURED, document, read_processes
 if TYPE_CHECKING:
     from inference.core.answers import Prediction
     from inference.core.energy import EnergyPrediction
-    from inference.core.predicted_run import PredictedRun
+    from inference.core.model_run import PredictedRun
 
 log = get_logger("predict")
 
@@ -179,7 +178,7 @@ def watch(args: argparse.Namespace, surroundings: Surroundings, dims: dict[str, 
     Raises:
         UserError: no source says what else runs, or the first prediction, for an idle device, fails.
     """
-    from inference.live.follow import follow
+    from inference.live.watch import follow
 
     if not surroundings.change:
         raise UserError(f"--watch: nothing says what else runs; set prometheus.url in {args.config or CONFIG_FILE}, or "

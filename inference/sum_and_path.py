@@ -26,9 +26,8 @@ from records.dataset_reading import read_model_table
 from records.host_pace import idle_models
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_record, record_path
-from runtimes.tvm.functions import function_path
+from runtimes import runtime_named
 from runtimes.tvm.operators import network_kind
-from runtimes.tvm.package import FUSED, TUNED
 from training.composition.candidates import compose
 from training.composition.fitted import composition_path, read_composition
 from training.kernels.training_set import measured_times
@@ -64,12 +63,15 @@ def kernel_times(record: ModelRecord, measured: Mapping[str, Mapping[str, float]
 def times_without_search(workspace: Workspace, target: Target) -> dict[str, dict[str, float]]:
     """The measured times (ms) by kernel id and label of the kernels that no schedule was searched for yet, if the target is one
     of searched schedules: its networks run them as they are without, and those were measured under a target of their own."""
-    flavour = target.flavour
-    without = target.model_copy(update={"flavour": flavour.model_copy(update={"optimization": FUSED})})
-    if flavour.optimization != TUNED or without.name not in collected_targets(workspace):
+    flavour, runtime = target.flavour, runtime_named(target.flavour.runtime)
+    if (level := runtime.runs_as.get(flavour.optimization)) is None:
         return {}
+    without = target.model_copy(update={"flavour": flavour.model_copy(update={"optimization": level})})
+    if without.name not in collected_targets(workspace):
+        return {}
+    built = workspace.kernel_onnx / flavour.name
     return {name: times for name, times in measured_times(workspace, without.name).items()
-            if not function_path(workspace, flavour, name).is_file()}
+            if not (built / f"{name}{runtime.kernel_suffix}").is_file()}
 
 
 def chosen_by_others(rows: Sequence[Mapping[str, Any]], place: int, families: Sequence[str] = ()) -> str:
@@ -124,7 +126,7 @@ def target_rows(workspace: Workspace, target: str, families: Sequence[str] = ())
         except UserError as error:
             log.warning("%s: left out: %s", target, error)
             continue
-        if header.target.flavour.optimization == TUNED:
+        if header.target.flavour.optimization in runtime_named(header.target.flavour.runtime).runs_as:
             row["unsearched"] = len(unsearched.keys() & record.kernels.keys())
         rows.append({"target": target, "label": label, **row, "peak_MiB": memory.get(record.model)})
     if rows and (missing := set(families) - {row["family"] for row in rows}):

@@ -15,7 +15,8 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from runtimes.ort.building.kernel_models import check_kernel, default_sources, kernel_build, read_kernels
+from records.kernel_record_files import index_paths, kernels_in_file
+from runtimes import runtime_named
 from runtimes.targets import flavour_of
 from utils import cli
 from utils.errors import UserError
@@ -33,8 +34,8 @@ python kernel_model/kernel_builder.py --record ort_analysis/ort_kernel_record/*/
 
 
 def build_all(source: Path, workspace: Workspace, check: bool, force: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    """Builds the kernels in one of the files that `read_kernels` reads: a row for each that is there then, and the ids of those
-    that can't be built.
+    """Builds the kernels in one of the files that `kernels_in_file` reads. Returns a row for each that is there then, and the
+    ids of those that can't be built.
 
     Args:
         source: the file.
@@ -47,17 +48,20 @@ def build_all(source: Path, workspace: Workspace, check: bool, force: bool) -> t
     """
     built: list[dict[str, Any]] = []
     failed: list[str] = []
-    found, kernels = read_kernels(source)
-    flavour = found or flavour_of(resolve_device("auto"))
-    folder = workspace.kernel_onnx / flavour.name
+    flavour, kernels = kernels_in_file(source)
+    flavour = flavour or flavour_of(resolve_device("auto"))
+    folder, runtime = workspace.kernel_onnx / flavour.name, runtime_named(flavour.runtime)
+    if runtime.build_kernel is None or runtime.check_kernel is None:
+        log.info("%s: %s builds its kernels when it takes a model apart: %s", source, runtime.title, runtime.build_with)
+        return [], []
     for kernel in cli.progress(kernels, "building"):
-        path = folder / f"{kernel.id}.onnx"
+        path = folder / f"{kernel.id}{runtime.kernel_suffix}"
         try:
             kept = path.exists() and not force
             if not kept:
-                kernel_build(kernel, folder)
+                runtime.build_kernel(kernel, folder)
             if check:
-                check_kernel(path, kernel, flavour.device)
+                runtime.check_kernel(path, kernel, flavour.device)
         except UserError as error:
             log.error("%s", error)
             failed.append(kernel.id)
@@ -75,7 +79,7 @@ def main() -> int:
     args = parser.parse_args()
     workspace = cli.start(args)
     with sole_writer(workspace.kernel_onnx):
-        done = [build_all(source, workspace, args.check, args.force) for source in args.sources or default_sources(workspace)]
+        done = [build_all(source, workspace, args.check, args.force) for source in args.sources or index_paths(workspace)]
     built, failed = ([one for part in parts for one in part] for parts in zip(*done, strict=True))
     kept_count = sum(row["kept"] for row in built)
     log.info("%d kernels built, %d kept, %d failed", len(built) - kept_count, kept_count, len(failed))

@@ -31,8 +31,8 @@ from kernel_model.sampling.kernel_errors import KernelErrors, draw_weights, read
 from kernel_model.sampling.seeds import SEED_FILE, Families, Seeds, read_seeds
 from records.kernel_costs import VIEW_OPS
 from records.kernel_record import Kernel, KernelInput
-from records.kernel_record_files import read_index
-from runtimes.ort.building.kernel_models import default_sources, kernel_build
+from records.kernel_record_files import index_paths, read_index
+from runtimes.ort.building.kernel_models import kernel_build
 from utils import cli, files
 from utils.errors import UserError
 from utils.locks import sole_writer
@@ -291,7 +291,7 @@ def main() -> int:
         parser.error("--errors and --free don't go together: call the sampler once for each")
     workspace = cli.start(args)
     errors = read_errors(args.errors) if args.errors else None
-    sources = [(errors.target.flavour.name, ())] if errors else map(indexed, default_sources(workspace))
+    sources = [(errors.target.flavour.name, ())] if errors else map(indexed, index_paths(workspace))
     rows = []
     with sole_writer(workspace.kernel_onnx):
         for flavour, entries in sources:

@@ -1,13 +1,21 @@
-"""What a machine measures with: its canary, its metrics, its sharing probe."""
+"""What a block is measured with: the device, its canary and metrics, and how often a unit runs.
+
+It is timed before and after each block of measurements. If the two times differ, the machine was disturbed and the block is
+measured again. What the work is, is the runtime's choice (runtimes/ort/probes.py).
+"""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 from pydantic import Field
 
-from measuring.metrics.source import MetricSource
+from measuring.metrics.source import MetricSource, Window, values
 from records.probe_reading import ProbeReading
 from utils.errors import UserError
 from utils.frozen import Frozen
@@ -62,3 +70,115 @@ class Bench:
         if self.source is not None and self.window_s < self.source.minimum_window_s:
             raise UserError(f"window_s {self.window_s:g}: {self.source.name} needs at least "
                             f"{self.source.minimum_window_s:g} s")
+
+
+class Effort(Frozen):
+    """How long to measure one thing.
+
+    Attributes:
+        warmup: untimed runs at first.
+        warmup_s: how long these last at least, in seconds: threads that slept take a while to spread over the processors.
+        budget_s: seconds of timed runs.
+        least_runs, most_runs: limits of the number of timed runs.
+    """
+
+    warmup: int = 2
+    warmup_s: float = 0.0
+    budget_s: float = 0.05
+    least_runs: int = 5
+    most_runs: int = 50
+
+    def part(self, parts: int) -> Effort:
+        """An effort of which `parts` together are as this one, or a little more."""
+        return self.model_copy(update={"budget_s": self.budget_s / parts, "least_runs": math.ceil(self.least_runs / parts),
+                                       "most_runs": math.ceil(self.most_runs / parts)})
+
+    def runs(self, one_run_s: float) -> int:
+        """The number of runs that fits the budget when one takes `one_run_s` seconds."""
+        return max(self.least_runs, min(self.most_runs, int(self.budget_s / max(one_run_s, 1e-6))))
+
+
+IDLE_EFFORT = Effort(warmup=2, warmup_s=0.02, budget_s=0.03, least_runs=15, most_runs=15)
+LOADED_EFFORT = Effort(warmup=2, warmup_s=0.02, budget_s=0.3, least_runs=15, most_runs=300)
+PAUSE_S = 0.5
+
+
+@dataclass
+class Canary:
+    """The canary under one load.
+
+    Attributes:
+        run_ms: runs the canary a few times and returns the times in ms. Its argument says whether the device is loaded, which
+            takes more runs (LOADED_EFFORT in place of IDLE_EFFORT).
+        loaded: whether other work is kept running on the device.
+        best_ms: the shortest time so far; 0 while none is known, and under load, where it varies.
+    """
+
+    run_ms: Callable[[bool], Sequence[float]]
+    loaded: bool = False
+    best_ms: float = 0.0
+
+    def now_ms(self) -> float:
+        """The time now: the median of a few runs; under load the mean of more runs, because the load comes in bursts."""
+        samples_ms = self.run_ms(self.loaded)
+        if self.loaded:
+            return float(np.mean(samples_ms))
+        found_ms = float(np.median(samples_ms))
+        self.best_ms = min(found_ms, self.best_ms or found_ms)
+        return found_ms
+
+    def steady_ms(self, tolerance: float, patience_s: float) -> float:
+        """The time now. On an idle device it first waits until the machine is as fast as at its best, as
+        `wait_until_steady` does."""
+        if self.loaded:
+            return self.now_ms()
+        return wait_until_steady(self.now_ms, self.best_ms, tolerance, patience_s)
+
+
+def wait_until_steady(time_ms: Callable[[], float], reference_ms: float, tolerance: float, patience_s: float) -> float:
+    """Times the canary until the machine is as fast as at its best, or until patience ends; returns the last time in ms.
+
+    Args:
+        time_ms: times the canary.
+        reference_ms: the canary's time on the machine at its best; 0 where that is not known: no waiting.
+        tolerance: how much slower still counts as steady, a ratio.
+        patience_s: how long to wait at most.
+    """
+    until = time.monotonic() + patience_s
+    found_ms = time_ms()
+    while reference_ms and found_ms > reference_ms * (1 + tolerance) and time.monotonic() < until:
+        time.sleep(PAUSE_S)
+        found_ms = time_ms()
+    return found_ms
+
+
+class MetricsWindow(NamedTuple):
+    """The mean of each metric by name, and how long the window lasted in seconds."""
+
+    means: dict[str, float]
+    seconds: float
+
+
+NO_WINDOW = MetricsWindow({}, 0.0)
+
+
+def read_window(source: MetricSource | None, seconds: float) -> MetricsWindow:
+    """The means over the next `seconds`; NO_WINDOW at once where there is no source."""
+    if source is None:
+        return NO_WINDOW
+    opened = source.start()
+    time.sleep(seconds)
+    return close_window(source, opened)
+
+
+def open_window(source: MetricSource | None) -> Window | None:
+    """Opens a window, for `close_window`."""
+    return None if source is None else source.start()
+
+
+def close_window(source: MetricSource | None, opened: Window | None) -> MetricsWindow:
+    """The means since the window was opened; NO_WINDOW where it was too short to be valid, or where there is no source."""
+    if source is None or opened is None:
+        return NO_WINDOW
+    seconds = time.monotonic() - opened.began_s
+    return NO_WINDOW if seconds < source.minimum_window_s else MetricsWindow(values(source.stop(opened)), seconds)

@@ -1,4 +1,7 @@
-"""Times a GPU's work at moments in which other work does not disturb the host.
+"""Keeps runs apart from other work on the host: cores, turns on the GPU, and moments in which the host is undisturbed.
+
+ONNX Runtime pins each of its worker threads to a core and leaves the caller's thread free. Now and then the system puts the
+caller on a worker's core. The two then share it, and the whole session takes twice as long.
 
 A virtual machine shares its cores with others. For tenths of a second at a time its host dispatches 1.4 to 1.7 times more
 slowly, on every core alike. A short model becomes slower with it, although the GPU's own times stay the same.
@@ -7,21 +10,63 @@ So a model is timed in slots of some hundredths of a second. Before and after ea
 is all dispatch. A slot counts if the probe was about as fast as in the fastest tenth of its readings: of all readings so
 far, or of those up to an earlier moment if they were faster, so that a long disturbance is not taken for the normal state.
 (The very fastest reading is no measure: on an undisturbed host, too, the probe sometimes takes a sixth less.)
+
+Most of a carrier's time goes into its session and into cuDNN's choices, on the host. The locks are files in a common folder.
+A process that waits for exclusive access holds the turnstile, so that no other begins to prepare before it.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
+import fcntl
 import itertools
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from measuring.affinity import off_the_workers_cores
-from measuring.effort import Effort
+from measuring.bench import Effort
 from records.labels import DISTURBANCE_ADMITTED
+
+THREADS = Path("/proc/self/task")
+
+
+def free_cores() -> set[int]:
+    """The cores that this thread may use and to which no other thread of this process is pinned; empty if the system does not
+    say."""
+    if not hasattr(os, "sched_getaffinity") or not THREADS.is_dir():
+        return set()
+    allowed = os.sched_getaffinity(0)
+    pinned: set[int] = set()
+    for thread in os.listdir(THREADS):
+        try:
+            cores = os.sched_getaffinity(int(thread))
+        except ProcessLookupError:  # it has just ended
+            continue
+        if cores < allowed:
+            pinned |= cores
+    return allowed - pinned
+
+
+@contextmanager
+def off_the_workers_cores() -> Iterator[None]:
+    """Keeps the calling thread on the cores that `free_cores` finds, if there are any."""
+    cores = free_cores()
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
 
 READINGS = 3  # the shortest one counts
 FASTEST = 10  # a tenth of the readings: the slowest of the fastest tenth is that of an undisturbed host
@@ -182,3 +227,32 @@ def _enough(slots: list[TimeSlot], probe: HostProbe, effort: Effort, late: bool)
     if late or len(samples) < effort.least_runs:
         return len(samples) >= effort.least_runs
     return len(samples) >= effort.most_runs or sum(samples) >= 1000 * effort.budget_s
+
+
+@contextlib.contextmanager
+def _locked(path: Path, how: int) -> Iterator[None]:
+    with path.open("a") as file:
+        fcntl.flock(file, how)
+        yield  # closing the file releases the lock
+
+
+@contextlib.contextmanager
+def preparing(folder: str) -> Iterator[None]:
+    """Work on the GPU that is not measured, while others may prepare too; folder "" is for a process that shares with none."""
+    if not folder:
+        yield
+        return
+    with contextlib.ExitStack() as held:
+        with _locked(Path(folder) / "turnstile", fcntl.LOCK_EX):
+            held.enter_context(_locked(Path(folder) / "room", fcntl.LOCK_SH))
+        yield
+
+
+@contextlib.contextmanager
+def alone(folder: str) -> Iterator[None]:
+    """Exclusive access to the GPU: no other process prepares or measures."""
+    if not folder:
+        yield
+        return
+    with _locked(Path(folder) / "turnstile", fcntl.LOCK_EX), _locked(Path(folder) / "room", fcntl.LOCK_EX):
+        yield

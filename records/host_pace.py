@@ -28,7 +28,7 @@ HOST_IDLES = 0.7  # share of a latency: if the host needs less, the GPU decides 
 MODEL_TIMES = ("median_ms", "host_ms", "gpu_ms", *(f"{name}_ms" for name in VARIANTS))  # of a whole model, in its table
 MEASURE = "python benchmark/host_pace.py"
 PROBE, TAKEN = "hase_host_probe_seconds", "hase_host_probe_timestamp_seconds"
-MEANINGS = {
+PACE_MEANINGS = {
     PROBE: "time that the host takes to dispatch a fixed graph to the device, median over a while (s)",
     TAKEN: "time of that measurement (s since 1970)",
 }

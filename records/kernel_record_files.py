@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from records.kernel_costs import recosted
 from records.kernel_record import INDEX_VERSION, RECORD_VERSION, REMAKE, IndexEntry, Kernel, KernelIndex, ModelRecord
 from utils import files
@@ -78,3 +80,35 @@ def update_index(workspace: Workspace, flavour: Flavour) -> KernelIndex:
     index = build_index(flavour, records_in(workspace, flavour))
     files.write_json(index_path(workspace, flavour), index)
     return index
+
+
+def kernels_in_file(path: Path) -> tuple[Flavour | None, list[Kernel]]:
+    """The kernels in a model's record, an index, or a single kernel's JSON, with their flavour (None for the last).
+
+    Raises:
+        UserError: no such file, or none of the three.
+    """
+    data = files.read_json(path)
+    if isinstance(data, dict) and "nodes" in data:
+        record: ModelRecord = read_model_record(path)
+        return record.flavour, list(record.kernels.values())
+    if isinstance(data, dict) and "op_type" in data:
+        try:
+            return None, [Kernel.model_validate(data)]
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UserError(f"{path}: not a kernel: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    index: KernelIndex = read_index(path)
+    return index.flavour, index.all_kernels()
+
+
+def index_paths(workspace: Workspace) -> list[Path]:
+    """The index of every flavour that was analysed.
+
+    Raises:
+        UserError: there is none.
+    """
+    paths = sorted(workspace.kernel_records.glob("*/index.json"))
+    if not paths:
+        raise UserError(f"{workspace.kernel_records}: no kernel records; make them with: {REMAKE}")
+    return paths

@@ -1,20 +1,24 @@
-"""What a client asks of a worker process, and what it gets back: one JSON object per line, both ways."""
+"""What a client asks of a worker process and what it gets back, one JSON object per line both ways; both ends of that."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from measuring.effort import Effort
+from measuring.bench import IDLE_EFFORT, LOADED_EFFORT, Effort
 from measuring.gpu_trace import GpuRun
+from measuring.worker_process import WorkerFailed, WorkerProcess
 from records.kernel_record import record_name
-from records.measurement import Measurement
+from records.measurement import Measurement, now
 from records.probe_reading import ProbeReading
 from runtimes import runtime_named
-from utils.fingerprint import Target
+from utils.errors import UserError
+from utils.fingerprint import DEFAULT_RUNTIME, Target
 from utils.frozen import Frozen
+from utils.processes import serve_lines
 
 
 class Setting(Frozen):
@@ -103,3 +107,55 @@ class Reply(Frozen):
     error: str = ""
     started: str = ""
     ended: str = ""
+
+
+Work = Mapping[str, Callable[[Request], Reply]]  # by `Request.do`; each returns the reply, without its times
+
+
+def answer(work: Work, request: Request) -> Reply:
+    """Does one piece of work, and stamps its measurements. An error of the unit itself is the reply's error."""
+    started = now()
+    try:
+        if request.do not in work:
+            raise UserError(f"this runtime has no {request.do}; it has {', '.join(work)}")
+        reply = work[request.do](request)
+    except UserError as error:
+        reply = Reply(error=str(error))
+    times = {"started": started, "ended": now()}
+    return reply.model_copy(update={**times, "measurements": tuple(m.model_copy(update=times) for m in reply.measurements)})
+
+
+def serve(work: Work) -> None:
+    """Answers every request until the input ends."""
+    serve_lines(lambda line: answer(work, Request.model_validate_json(line)).model_dump_json())
+
+
+__all__ = ["Worker", "WorkerFailed"]
+
+
+class Worker(WorkerProcess[Request, Reply]):
+    """A worker process that speaks runtimes/protocol.py.
+
+    Args:
+        timeout_s: for one request.
+        runtime: whose work it does, by name.
+        setting: of every request.
+    """
+
+    def __init__(self, timeout_s: float, runtime: str = DEFAULT_RUNTIME, setting: Setting | None = None) -> None:
+        super().__init__(runtime_named(runtime).worker, Reply, timeout_s)
+        self._setting = setting
+
+    def _send(self, request: Request) -> None:
+        super()._send(request if self._setting is None else request.model_copy(update={"setting": self._setting}))
+
+    def canary_ms(self, device: str, loaded: bool = False) -> tuple[float, ...]:
+        """Times of the canary on `cpu` or `cuda` in ms; see `measuring.bench.Canary.run_ms`.
+
+        Raises:
+            WorkerFailed: it does not run.
+        """
+        reply = self.ask(Request(do="canary", device=device, effort=LOADED_EFFORT if loaded else IDLE_EFFORT))
+        if reply.error:
+            raise WorkerFailed("failed", reply.error)
+        return reply.measurements[0].samples_ms

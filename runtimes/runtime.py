@@ -80,6 +80,7 @@ class Runtime:
         analyze, write_records: take models apart.
         read_kernel: the kernel that a built file holds.
         build_kernel: builds a kernel that a record describes into a folder; None where analysing a model builds its kernels.
+        check_kernel: runs a built kernel once on `cpu` or `cuda`, and raises a UserError if it fails; None as for build_kernel.
         worker: the module that a worker process runs; it speaks runtimes/protocol.py.
         takes_setting: whether threads, cores and a memory limit can be set (`Setting`).
         measures_energy, probes_sharing: whether its worker can measure the energy of runs, and read the sharing probe.
@@ -104,6 +105,7 @@ class Runtime:
     analyze_with: str
     build_with: str
     build_kernel: Callable[[Kernel, Path], object] | None = None
+    check_kernel: Callable[[Path, Kernel, str], None] | None = None
     runs_as: Mapping[str, str] = field(default_factory=dict)
     takes_setting: bool = False
     measures_energy: bool = False

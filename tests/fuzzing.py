@@ -254,10 +254,10 @@ def commands(path: Path, root: Path, target: str) -> list[str]:
         return [f"read_config(Path({quoted}), {schema})" for schema in
                 ("CollectorConfig", "TrainingConfig", "InferenceConfig", "ZooConfig")]
     if place.endswith("index.json"):
-        return [f"read_kernels(Path({quoted}))"]
+        return [f"kernels_in_file(Path({quoted}))"]
     if place.startswith("ort_analysis"):
         return [f"answers.append(predict({quoted}, target={target!r}, workspace=workspace).latency_ms)",
-                f"read_kernels(Path({quoted}))", "read_model_records(workspace, flavour_of('cpu'))"]
+                f"kernels_in_file(Path({quoted}))", "read_model_records(workspace, flavour_of('cpu'))"]
     if place.startswith("training/predictors"):
         return [predicting]
     if place.startswith("training/kernel_errors"):
@@ -271,11 +271,11 @@ def commands(path: Path, root: Path, target: str) -> list[str]:
 NAMES = """
 from pathlib import Path
 from benchmark.collecting.config import CollectorConfig
-from records.dataset_files import read_journal, read_kernels as read_kernels_of
+from records.dataset_files import read_journal, kernels_in_file as read_kernels_of
 from inference.evaluation.evaluate import evaluate
 from inference import predict
 from inference.live.load import InferenceConfig
-from runtimes.ort.building.kernel_models import read_kernels
+from records.kernel_record_files import kernels_in_file
 from kernel_model.sampling.kernel_errors import read_errors
 from model_zoo.exporting.zoo_config import ZooConfig
 from records.kernel_record_files import read_model_records

@@ -26,8 +26,8 @@ import requests
 import yaml
 
 from benchmark.metrics_exporter import PaceSampler, ProbeSampler, Sampler, make_exporter
-from measuring.metrics.dcgm_names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, UUID_LABEL
-from measuring.metrics.replay import TIME, ReplaySource
+from measuring.metrics.names import DEVICE_LABEL, HOST_LABEL, INDEX_LABEL, MODEL_LABEL, UUID_LABEL
+from measuring.metrics.sources import TIME, ReplaySource
 from utils.paths import ROOT
 
 NEEDED = "HASE_NEEDS_PROMETHEUS"  # set where a missing Prometheus is a failure

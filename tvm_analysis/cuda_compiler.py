@@ -18,9 +18,17 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from records.kernel_record_files import records_in
-from runtimes.tvm.compiling import built_function, compiled_model, cuda_sources, with_searched_schedules
-from runtimes.tvm.cuda_code import FOLDER, check_compiler, compile_for, kept_cubin
-from runtimes.tvm.functions import SUFFIX, read_function
+from runtimes.tvm.compiling import (
+    FOLDER,
+    built_function,
+    check_compiler,
+    compile_for,
+    compiled_model,
+    cuda_sources,
+    kept_cubin,
+    with_searched_schedules,
+)
+from runtimes.tvm.kernels import SUFFIX, read_function
 from runtimes.tvm.package import FUSED, TUNED, arch_here, check_tvm, gpu_target, runs_on_gpus, tvm_flavour
 from runtimes.tvm.recording import parse_at
 from runtimes.tvm.runtime import RUNTIME

@@ -22,6 +22,7 @@ from records.blocks import Block
 from records.dataset_files import DatasetHeader, DatasetKernel, header_path, read_header, read_kernels
 from records.dataset_writer import DatasetWriter
 from records.measurement import Measurement
+from runtimes import runtime_named
 from runtimes.protocol import Setting
 from utils.errors import UserError
 from utils.fingerprint import Machine, Target, machine, resolve_device
@@ -123,7 +124,8 @@ def _quick(workspace: Workspace, config: CollectorConfig, target: Target,
         config = config.model_copy(update={"labels": header.labels, "metrics": header.metrics, "held_out": header.held_out})
     there = {entry.kernel.id: entry for entry in read_kernels(folder, {entry.kernel.id for entry in kernels})}
     described = tuple(entry.with_owners_of(there.get(entry.kernel.id)) for entry in kernels)
-    items = tuple(KernelItem(built / f"{entry.kernel.id}.onnx", entry.kernel) for entry in kernels)
+    suffix = runtime_named(target.flavour.runtime).kernel_suffix
+    items = tuple(KernelItem(built / f"{entry.kernel.id}{suffix}", entry.kernel) for entry in kernels)
     return config, target, Work(items, (), described)
 
 

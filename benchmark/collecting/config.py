@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from measuring.effort import Effort
+from measuring.bench import Effort
 from measuring.metrics.power_sensors import NoPowerSensor, open_power_sensor
 from measuring.metrics.source import MetricSource
 from measuring.metrics.sources import SourceName, open_source

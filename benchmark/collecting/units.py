@@ -9,16 +9,14 @@ from functools import partial
 from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.crew import Crew
 from benchmark.collecting.work import Item, KernelItem, ModelItem, carriers, energy_batches
-from measuring.bench import Bench, Steadiness
-from measuring.effort import Effort
+from measuring.bench import Bench, Effort, Steadiness
 from measuring.metrics.source import MetricSource
 from measuring.pending import chunks
 from records.labels import ENERGY, GPU_LABEL, IN_MODEL_LABELS, KERNELS
 from records.measurement import Measurement, Place, Status, now
 from records.probe_reading import ProbeReading
 from runtimes import runtime_named
-from runtimes.protocol import Reply, Request
-from runtimes.worker_client import Worker, WorkerFailed
+from runtimes.protocol import Reply, Request, Worker, WorkerFailed
 from utils.errors import UserError
 from utils.fingerprint import Target
 from utils.logger import get_logger

@@ -11,7 +11,7 @@ from records.dataset_files import DatasetKernel
 from records.kernel_record import Kernel, ModelRecord
 from records.kernel_record_files import index_path, read_index, record_path, records_in
 from runtimes import runtime_named
-from runtimes.ort.building.carrier import carrier_bytes
+from runtimes.ort.building.kernel_models import carrier_bytes
 from utils.errors import UserError
 from utils.fingerprint import Target
 from utils.paths import Workspace, model_files

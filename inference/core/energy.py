@@ -11,7 +11,7 @@ from utils.errors import UserError
 from utils.frozen import Frozen
 
 if TYPE_CHECKING:
-    from inference.core.predicted_run import PredictedRun
+    from inference.core.model_run import PredictedRun
     from training.energy.learned import EnergyModel, RunEnergy
 
 ENERGY_VERSION = 1

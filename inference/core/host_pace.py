@@ -114,7 +114,7 @@ def measured_pace(fitted: Fitted, seconds: float | None = None) -> HostPace:
     Raises:
         UserError: this machine is not the target, or (without `seconds`) another process measures on its GPU.
     """
-    from runtimes.ort.host_pace import SECONDS, measure_pace
+    from runtimes.ort.probes import PACE_SECONDS, measure_pace
 
     check_host(fitted, fitted.composition)
     if not is_here(fitted.target):
@@ -122,7 +122,7 @@ def measured_pace(fitted: Fitted, seconds: float | None = None) -> HostPace:
                         f"{' and '.join(own.name for own in local_targets())}; run there: {MEASURE} --out machine.json, and "
                         "give that file with --machine")
     with nullcontext() if seconds else measuring("cuda"):
-        return HostPace(ratio_of(measure_pace(seconds=seconds or SECONDS).probe_us, fitted), "measured")
+        return HostPace(ratio_of(measure_pace(seconds=seconds or PACE_SECONDS).probe_us, fitted), "measured")
 
 
 def recent_pace(fitted: Fitted, workspace: Workspace) -> HostPace:

@@ -12,7 +12,7 @@ from inference.core.memory import Layout, layout_of
 from inference.core.uncertainty import CERTAIN, KernelUncertainty, Span, kernel_uncertainties
 from records.kernel_costs import is_control_flow
 from records.kernel_record import Kernel, ModelRecord
-from runtimes.ort.control_flow import RANGE, trip_ms
+from runtimes.ort.profile import RANGE, trip_ms
 from training.composition.host_side import HOST_LABEL
 from training.composition.off_gpu import (
     host_range,

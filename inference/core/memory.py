@@ -1,5 +1,4 @@
-"""The memory that a model's session holds: weights, the activations alive at the peak, the arena's surplus, the kernels'
-scratch, and what loading leaves behind.
+"""The memory that a model's session holds, and that of the target's device.
 
 It counts as ONNX Runtime's allocation plan does: a buffer lives from the node that makes it to the last node that reads it;
 a node that only renames a tensor (Reshape) shares its input's buffer; a node that may work in place takes over an input
@@ -34,6 +33,7 @@ from typing import NamedTuple
 
 from records.kernel_record import Kernel, ModelRecord, Node
 from runtimes import runtime_named
+from utils.fingerprint import Machine, Target
 from utils.frozen import Frozen
 
 MIB = 2**20
@@ -219,3 +219,26 @@ def live_activations(record: ModelRecord, layouts: Mapping[str, Layout] | None =
                 if not pending[buffer] and buffer not in kept:
                     own -= sizes[buffer]
     return Activations(peak, own_peak)
+
+
+GPU_MEMORY_MIB = {"NVIDIA H200": 143771.0}  # by device name, as nvidia-smi shows it
+
+
+def device_memory_mib(target: Target, machines: Sequence[Machine]) -> float | None:
+    """The memory of a target's device in MiB; None where it is not known.
+
+    Args:
+        target: the target.
+        machines: those that were measured; for a CPU the smallest of their memories is taken.
+    """
+    if target.flavour.device == "cpu":
+        return min((1024 * machine.memory_gib for machine in machines), default=None)
+    return GPU_MEMORY_MIB.get(target.device_name)
+
+
+def memory_warnings(needed_mib: float, there_mib: float | None) -> tuple[str, ...]:
+    """A warning where a model needs more memory than its device has."""
+    if there_mib is None or needed_mib <= there_mib:
+        return ()
+    return (f"it can't run there: it needs at least {needed_mib / 1024:.4g} GiB of memory, and the device has "
+            f"{there_mib / 1024:.4g} GiB; the latency is one that no run has",)

@@ -22,7 +22,7 @@ from records.dataset_files import DatasetKernel, header_path
 from records.kernel_costs import is_control_flow
 from records.kernel_record import Kernel, ModelRecord
 from records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
-from runtimes.ort.building.kernel_models import kernel_build
+from runtimes import runtime_named
 from training.composition.default_composition import default_composition, save_default, untrained
 from training.kernels.predictors import ON_GPU, leaves_gpu_idle
 from training.kernels.saving import copy_predictors, renew_measured
@@ -32,6 +32,7 @@ from training.kernels.uncertainty import NOTHING_LEARNED
 from utils.config import read_config
 from utils.errors import UserError
 from utils.files import write_json
+from utils.fingerprint import Flavour
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT, Workspace
@@ -75,18 +76,20 @@ def missing_kernels(fitted: Fitted, records: Sequence[ModelRecord]) -> dict[str,
                    for label in looked_up(fitted.composition))}
 
 
-def build(kernels: Mapping[str, Kernel], folder: Path) -> set[str]:
-    """Builds the kernels that `folder` lacks; returns the ids of those that it then holds."""
-    there = set()
+def build(kernels: Mapping[str, Kernel], flavour: Flavour, workspace: Workspace) -> set[str]:
+    """Builds the kernels of a flavour that a workspace lacks; returns the ids of those that it then holds."""
+    built, folder, runtime = set(), workspace.kernel_onnx / flavour.name, runtime_named(flavour.runtime)
     for name, kernel in kernels.items():
-        if not (folder / f"{name}.onnx").exists():
+        if not (folder / f"{name}{runtime.kernel_suffix}").exists():
             try:
-                kernel_build(kernel, folder)
+                if runtime.build_kernel is None:
+                    raise UserError(f"{name}: {runtime.title} can't build a kernel from its record: {runtime.build_with}")
+                runtime.build_kernel(kernel, folder)
             except UserError as error:
                 log.warning("%s", error)
                 continue
-        there.add(name)
-    return there
+        built.add(name)
+    return built
 
 
 def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), *, target: str | None = None,
@@ -131,7 +134,7 @@ def measure_missing(source: Source, sizes: Sequence[Mapping[str, int]] = ({},), 
             measured, measuring_s = _measure_in_model(source, records, missing, fitted, workspace, config, crew)
             missing = missing_kernels(fitted_for(workspace, name), records) if measured else missing
         with sole_writer(workspace.kernel_onnx):
-            built = build(missing, workspace.kernel_onnx / flavour.name)
+            built = build(missing, flavour, workspace)
         kernels = [DatasetKernel.held_by(kernel, records) for kernel in missing.values() if kernel.id in built]
         if kernels:
             alone, alone_s = _measure(kernels, fitted, workspace, config, crew)

@@ -21,14 +21,23 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from inference.core.conditions import Conditions, check_run_mode, pace_of, shared_gpu_of, sharing_warning
 from inference.core.energy import EnergyPrediction, energy_of
 from inference.core.kernels_in_model import kernels_in_models
+from inference.core.model_run import PredictedRun, predicted_run
 from inference.core.model_warnings import model_warnings
-from inference.core.predicted_run import PredictedRun, predicted_run
 from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.sources import Source, record_of
 from inference.core.targets import Fitted, check_target, fitted_for, predictor_folders
 from inference.core.used_estimators import estimator_warnings
-from inference.sharing.shared_models import SharedModel, shared_model_of
-from inference.sharing.slo import PERCENTILE, SloUnderLoad, objective_of
+from inference.sharing.shared_models import (
+    PERCENTILE,
+    LoadCurve,
+    Pair,
+    SharedModel,
+    SloUnderLoad,
+    load_curve,
+    objective_of,
+    pair,
+    shared_model_of,
+)
 from training.energy.learned import EnergyModel, read_energy
 from utils.paths import Workspace
 
@@ -39,8 +48,6 @@ if TYPE_CHECKING:
     from inference.core.host_pace import HostPace
     from inference.core.missing_kernels import Filled
     from inference.live.watch import Watch
-    from inference.sharing.load_curve import LoadCurve
-    from inference.sharing.pair import Pair
     from records.kernel_record import ModelRecord
     from training.composition.fitted import Composition
 
@@ -206,8 +213,6 @@ class Predictor:
         Raises:
             UserError, NotShared: see `shared`.
         """
-        from inference.sharing.load_curve import load_curve
-
         return load_curve(self.shared(model, **options), points)
 
     def pair(self, first: Source | PredictedRun, second: Source | PredictedRun, *, dims: Mapping[str, int] | None = None,
@@ -222,8 +227,6 @@ class Predictor:
         Raises:
             UserError, NotShared: see `shared`.
         """
-        from inference.sharing.pair import pair
-
         return pair(self.shared(first, dims=dims, static=static), self.shared(second, dims=second_dims, static=static))
 
     def objective(self, model: Source | PredictedRun, limit_ms: float, percentile: float = PERCENTILE, *,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from inference.core.answers import Prediction
     from inference.core.energy import EnergyPrediction
     from inference.core.missing_kernels import Filled
-    from inference.sharing.slo import SloUnderLoad
+    from inference.sharing.shared_models import SloUnderLoad
 
 log = get_logger("predict")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from inference.core.predictor import Predictor, predict
 from inference.core.sources import record_of
-from measuring.blocks import describe_load
+from measuring.loads import describe_load
 from records.blocks import Block
 from records.dataset_files import read_journal
 from records.dataset_tables import energy_doubts, model_rows, model_sessions

@@ -18,16 +18,14 @@ from inference.evaluation.evaluated_models import EvaluatedModel, Failures, pred
 from inference.live.load import InferenceConfig, Load, current_load, fields_asked, read_metrics
 from inference.live.prometheus import server_for
 from inference.sharing.co_runner import probe_of, probed
-from measuring.blocks import describe_load
-from measuring.canary import Canary
-from measuring.effort import Effort
+from measuring.bench import Canary, Effort
+from measuring.loads import describe_load
 from measuring.metrics.source import MetricSource, values
 from measuring.stress import Stress, stress
 from records.backgrounds import COMPUTE, Background
 from records.dataset_files import model_table_path
 from records.dataset_reading import read_model_table
-from runtimes.protocol import Reply, Request, Setting
-from runtimes.worker_client import Worker, WorkerFailed
+from runtimes.protocol import Reply, Request, Setting, Worker, WorkerFailed
 from utils import cli
 from utils.errors import UserError
 from utils.fingerprint import machine

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from measuring.metrics.dcgm_names import HOST_LABEL, INDEX_LABEL, UUID_LABEL
+from measuring.metrics.names import HOST_LABEL, INDEX_LABEL, UUID_LABEL
 from utils.config import Config
 from utils.errors import UserError
 from utils.lazy import requests

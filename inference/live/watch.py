@@ -1,4 +1,4 @@
-"""Repeats a prediction as the load changes; a prediction that fails has a line too."""
+"""Repeats a prediction as the load changes, prints a line for each, and serves the latest one to Prometheus."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from threading import Event
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from inference.core.answers import Prediction
-from inference.sharing.slo import PERCENTILE, Slo, check_slo
+from inference.sharing.co_runner import SHOWN_PERCENTILES
+from inference.sharing.shared_models import PERCENTILE, Slo, check_slo
 from training.sharing.learned import busy_share
+from utils import cli
 from utils.errors import UserError
 from utils.frozen import Frozen
 from utils.logger import get_logger
-from utils.scrape_server import stale
+from utils.processes import set_by_signal
+from utils.scrape_server import scrape_server, stale
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
 
 log = get_logger("watch")
 
@@ -99,3 +108,85 @@ def _busy_share(found: Prediction) -> float | None:
     if found.under_load:
         return found.under_load.busy_share
     return None if found.load == "idle" else busy_share(dict(found.load))
+
+
+LATENCY, MEAN = "hase_predicted_latency_seconds", "hase_predicted_latency_mean_seconds"
+ROUGH, HOST_PACE = "hase_prediction_rough_estimate", "hase_prediction_host_pace"
+PREDICTED, FAILED = "hase_prediction_timestamp_seconds", "hase_prediction_failed_readings"
+
+
+@dataclass(frozen=True, eq=False)  # a registry holds it by identity
+class PredictedLatency:
+    """A collector of `prometheus_client` with the metrics of a watched prediction."""
+
+    watch: Watch
+
+    def collect(self) -> Iterator[Any]:
+        """The metric families of the latest prediction; quantiles only where it has a distribution."""
+        found = self.watch.latest
+        if found is None:
+            return
+        labels = {"model": found.model, "target": found.target}
+
+        def gauge(name: str, meaning: str, value: float) -> Any:
+            family = GaugeMetricFamily(name, meaning, labels=list(labels))
+            family.add_metric(list(labels.values()), value)
+            return family
+
+        if found.under_load:
+            family = GaugeMetricFamily(LATENCY, "predicted latency under the current load (s)", labels=[*labels, "quantile"])
+            for percent in SHOWN_PERCENTILES:
+                family.add_metric([*labels.values(), f"{percent / 100:g}"], found.under_load.percentile_ms(percent) / 1e3)
+            yield family
+        yield gauge(MEAN, "mean predicted latency under the current load (s)", found.latency_ms / 1e3)
+        yield gauge(ROUGH, "whether the prediction is a rough estimate (1) or not (0)", float(found.rough_estimate))
+        if found.host_pace is not None:
+            yield gauge(HOST_PACE, "how many times as long as usual the host takes to dispatch (ratio)", found.host_pace)
+        yield gauge(PREDICTED, "time of the last good prediction (s since 1970)", self.watch.predicted_s)
+        yield CounterMetricFamily(FAILED, "readings of the load that failed", value=self.watch.failed)
+
+
+def export(watch: Watch, host: str, port: int) -> WSGIServer:
+    """Starts a server of the predictions of `watch`, in a thread; `port` 0 takes a free one.
+
+    Raises:
+        UserError: the port can't be used.
+    """
+    server = scrape_server(PredictedLatency(watch), watch.trouble, host, port)
+    Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def columns(reading: WatchLine) -> dict[str, Any]:
+    """A reading as a row of a table."""
+    slo = reading.slo
+    return {
+        "time": reading.time, "busy share": None if reading.busy_share is None else f"{reading.busy_share:.0%}",
+        "mean (ms)": reading.mean_ms, "p50 (ms)": reading.p50_ms, "p95 (ms)": reading.p95_ms,
+        "rough estimate": None if reading.rough_estimate is None else "yes" if reading.rough_estimate else "no",
+        "host pace": reading.host_pace,
+        "SLO": None if slo is None else "met" if slo.met else "missed",
+        "trouble": f"reading failed ({reading.failed} so far): {reading.trouble}" if reading.trouble else None}
+
+
+def follow(watch: Watch, address: tuple[str, int] | None = None, as_json: bool = False) -> None:
+    """Prints a line on stdout for each prediction of a watch, until Ctrl-C or SIGTERM, and serves the latest one at `address`,
+    if any.
+
+    Raises:
+        UserError: the address can't be used.
+    """
+    over = set_by_signal()
+    server = export(watch, *address) if address else None
+    if server:
+        log.info("the latest prediction: http://%s:%d/metrics", server.server_address[0], server.server_port)
+    count = 0
+    for count, reading in enumerate(watch.readings(over), 1):
+        if as_json:
+            print(reading.model_dump_json(), flush=True)
+        else:
+            cli.print_line(columns(reading), heading=count == 1)
+    if server:
+        server.shutdown()
+        server.server_close()
+    log.info("%d readings, of which %d failed", count, watch.failed)

@@ -11,7 +11,7 @@ from graph_model.simulation.pipeline import PipelineCosts
 from graph_model.simulation.sharing import CoRunner, shared_runs_ms
 from graph_model.simulation.tracks import Tracks
 from inference.core.targets import Fitted, is_here, local_targets
-from measuring.metrics.soundness import checked
+from measuring.metrics.source import checked
 from training.sharing.learned import (
     BUSY_FIELDS,
     FIT,
@@ -125,7 +125,7 @@ def probed(fitted: Fitted, reading: ProbeReading | None = None) -> CoRunner:
     if fitted.sharing is None:
         raise NotShared(fitted.target.name)
     if reading is None:
-        from runtimes.ort.sharing_probe import probe
+        from runtimes.ort.probes import probe
 
         if not is_here(fitted.target):
             raise UserError(f"the probe has to run on the GPU in question, a {fitted.target.name}, and this machine is "

@@ -1,20 +1,21 @@
-"""A model on a GPU that other processes share: its latency next to any co-runner."""
+"""Models on a GPU that others share: next to any co-runner, over the load, two on one GPU, and against an objective."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from inference.core.run_modes import AS_USUAL
 from inference.sharing.co_runner import LoadSource, NotShared, UnderLoad, check_mode_here, under_load
 from training.sharing.learned import Sharing, co_runner_guessed, in_a_loop
+from utils.frozen import Frozen
 
 if TYPE_CHECKING:
     from graph_model.simulation.pipeline import PipelineCosts
     from graph_model.simulation.sharing import CoRunner
     from graph_model.simulation.tracks import Tracks
     from inference.core.answers import Prediction
-    from inference.core.predicted_run import PredictedRun
-
+    from inference.core.model_run import PredictedRun
 
 @dataclass(frozen=True)
 class SharedModel:
@@ -62,3 +63,166 @@ def shared_model_of(run: PredictedRun) -> SharedModel:
     if sharing is None or costs is None:
         raise NotShared(run.fitted.target.name)
     return SharedModel(run.prediction, run.alone_ms, run.run.tracks, costs, sharing, run.run.off_gpu_ms(costs))
+
+
+class OneOfTwo(Frozen):
+    """A model's latency alone, and its distribution while the other model runs in a loop. It is a rough estimate if the
+    prediction of either model is."""
+
+    model: str
+    dims: dict[str, int]
+    idle_ms: float
+    under_load: UnderLoad
+    rough_estimate: bool = False
+    estimated_operators: tuple[str, ...] = ()
+
+
+class Pair(Frozen):
+    """Two models on one GPU, in the order in which they were given, with the warnings of both predictions."""
+
+    target: str
+    models: tuple[OneOfTwo, OneOfTwo]
+    warnings: tuple[str, ...]
+
+
+def pair(one: SharedModel, two: SharedModel) -> Pair:
+    """Two models on one GPU, each in a process of its own that runs it again and again without a pause."""
+    return Pair(target=one.prediction.target, models=(_of_pair(one, two), _of_pair(two, one)),
+                warnings=tuple(dict.fromkeys((*one.prediction.warnings, *two.prediction.warnings))))
+
+
+def _of_pair(model: SharedModel, other: SharedModel) -> OneOfTwo:
+    of = model.prediction
+    return OneOfTwo(model=of.model, dims=of.dims, idle_ms=model.alone_ms,
+                    under_load=model.next_to(other.in_a_loop(model), "prediction"),
+                    rough_estimate=of.rough_estimate or other.prediction.rough_estimate,
+                    estimated_operators=of.estimated_operators)
+
+
+class LoadPoint(Frozen):
+    """The latency next to a background that is busy for `busy_share` (a ratio) of the time."""
+
+    busy_share: float
+    mean_ms: float
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+
+
+class LoadCurve(Frozen):
+    """A model's latency for loads from idle to a background that is always busy, with the warnings of its prediction."""
+
+    model: str
+    target: str
+    dims: dict[str, int]
+    points: tuple[LoadPoint, ...]
+    rough_estimate: bool = False
+    estimated_operators: tuple[str, ...] = ()
+    warnings: tuple[str, ...]
+
+
+def load_curve(model: SharedModel, points: int) -> LoadCurve:
+    """The latency of a model for `points` loads: the background's busy share goes from 0 to 1 in even steps. From 0.95 on the
+    background never pauses (`records.probe_reading.ALWAYS`)."""
+    found = []
+    for place in range(points):
+        share = place / (points - 1)
+        under = model.at_share(share)
+        p50, p95, p99 = (under.percentile_ms(percent) for percent in (50, 95, 99))
+        found.append(LoadPoint(busy_share=share, mean_ms=under.mean_ms, p50_ms=p50, p95_ms=p95, p99_ms=p99))
+    of = model.prediction
+    return LoadCurve(model=of.model, target=of.target, dims=of.dims, points=tuple(found), rough_estimate=of.rough_estimate,
+                     estimated_operators=of.estimated_operators, warnings=of.warnings)
+
+
+PERCENTILE = 95.0
+PRECISION = 0.005  # of the highest share, a ratio
+
+
+class Slo(Frozen):
+    """A latency objective, and how a prediction compares with it.
+
+    Attributes:
+        limit_ms: the highest latency that is allowed.
+        percentile: of the runs, in per cent, must keep to it.
+        latency_ms: that percentile of the predicted distribution. Where there is no distribution, as on an idle device, the
+            predicted latency: the median of the runs, for any percentile, since their spread is not predicted there.
+        met: whether latency_ms is at most limit_ms.
+        headroom_ms, headroom_percent: how far latency_ms is below the limit (in per cent of the limit); negative if missed.
+        could_be_ms: the upper end of the prediction's interval, which holds nine of ten models. Under load, the percentile
+            times the ratio of that end to the mean. It says how wrong the prediction may be, not how the runs spread.
+    """
+
+    limit_ms: float
+    percentile: float
+    latency_ms: float
+    met: bool
+    headroom_ms: float
+    headroom_percent: float
+    could_be_ms: float
+
+
+class SloUnderLoad(Slo):
+    """A latency objective, and the highest load at which it is still met.
+
+    Attributes:
+        highest_busy_share: the largest share of the time (a ratio) for which a background may be busy. None where the objective
+            is missed on an idle device already, or where `unknown_because` says why the share is not known.
+    """
+
+    highest_busy_share: float | None = None
+    unknown_because: str | None = None
+
+
+def check_slo(prediction: Prediction, limit_ms: float, percentile: float = PERCENTILE) -> Slo:
+    """Compares a prediction with the objective that `percentile` % of the runs take at most `limit_ms`."""
+    shared = prediction.under_load
+    latency, could_be = prediction.latency_ms, prediction.interval_ms[1]
+    if shared is not None:
+        latency, could_be = shared.percentile_ms(percentile), could_be * shared.percentile_ms(percentile) / latency
+    return Slo(limit_ms=limit_ms, percentile=percentile, latency_ms=latency, met=latency <= limit_ms,
+               headroom_ms=limit_ms - latency, headroom_percent=100 * (1 - latency / limit_ms),
+               could_be_ms=could_be)
+
+
+def highest_busy_share(model: SharedModel, limit_ms: float, percentile: float = PERCENTILE,
+                       like: CoRunner | None = None) -> float | None:
+    """The largest share of the time (a ratio) for which a background may be busy so that `percentile` % of the runs still take
+    at most `limit_ms`; None where they take longer on an idle device.
+
+    It is found by bisection, to PRECISION, over backgrounds with the waits and phases of those that were measured, or of
+    `like`. The same runs are simulated at each share, so percentiles grow with it. High percentiles rest on few runs.
+    """
+    def met(share: float) -> bool:
+        return model.at_share(share, like).percentile_ms(percentile) <= limit_ms
+
+    if not met(0.0):
+        return None
+    if met(1.0):
+        return 1.0
+    low, high = 0.0, 1.0
+    while high - low > PRECISION:
+        middle = (low + high) / 2
+        low, high = (middle, high) if met(middle) else (low, middle)
+    return low
+
+
+def objective_of(run: PredictedRun, limit_ms: float, percentile: float = PERCENTILE,
+                 like: CoRunner | None = None) -> SloUnderLoad:
+    """Compares a predicted run with an objective, and finds the highest load at which it is still met.
+
+    Args:
+        run: of the model.
+        limit_ms, percentile: the objective: `percentile` % of the runs take at most `limit_ms`.
+        like: the co-runner as a probe saw it; the highest load is taken to have the same waits and phases.
+    """
+    prediction = run.prediction
+    found = check_slo(prediction, limit_ms, percentile).model_dump()
+    if prediction.way != AS_USUAL:
+        why = f"a model run {prediction.way.description} was not measured while the GPU was shared"
+        return SloUnderLoad(**found, unknown_because=why)
+    try:
+        model = shared_model_of(run)
+    except NotShared as error:
+        return SloUnderLoad(**found, unknown_because=str(error))
+    return SloUnderLoad(**found, highest_busy_share=highest_busy_share(model, limit_ms, percentile, like))

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from measuring.metrics.dcgm_names import IDS
-from measuring.metrics.soundness import LOOKS_BACK, PROFILED, UTILISATION
-from measuring.metrics.source import MetricSource, Window
+from measuring.metrics.names import IDS
+from measuring.metrics.source import LOOKS_BACK, PROFILED, UTILISATION, MetricSource, Window
 from utils.errors import UserError
 from utils.fingerprint import gpu_facts
 

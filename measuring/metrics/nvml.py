@@ -1,4 +1,7 @@
-"""GPU metrics from NVML: from performance counters (GPM) if the GPU has them, else from plain NVML.
+"""Metrics of an NVIDIA GPU by NVML.
+
+Source: NVML API reference, nvmlDeviceGetFieldValues, nvmlDeviceGetPowerUsage and nvmlDeviceGetTotalEnergyConsumption. Since
+Ampere (except GA100), PowerUsage is a mean over 1 s; the field POWER_INSTANT is not.
 
 Sources: NVML API reference, "GPM"; DCGM field identifiers. A GPM sample is a snapshot of counters, and two samples give the
 mean between them. It shows the counters as they were 0.09 to 0.17 s before (measured on an H200, driver 580), so both samples
@@ -16,13 +19,54 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import pynvml
-
-from measuring.metrics.nvml_device import POWER, energy_counter_j, mean_power_w
-from measuring.metrics.soundness import LOOKS_BACK
-from measuring.metrics.source import Mean, MetricSource, Window
+from measuring.metrics.source import LOOKS_BACK, Mean, MetricSource, Window
 from utils.errors import UserError
 from utils.fingerprint import driver_fails, gpu_facts
+from utils.lazy import pynvml
+
+POWER_INSTANT = 186  # NVML_FI_DEV_POWER_INSTANT in nvml.h; older versions of pynvml lack the name
+POWER = "DCGM_FI_DEV_POWER_USAGE"  # the metric's name, in W
+
+
+def first_gpu() -> Any:
+    """NVML's handle of the GPU that `utils.fingerprint` names.
+
+    Raises:
+        NVMLError: the driver does not answer.
+    """
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByUUID(gpu_facts()["uuid"])
+
+
+def instant_power_w(gpu: Any) -> float:
+    """The power at this moment in W.
+
+    Raises:
+        NVMLError: this GPU or its driver does not have the field.
+    """
+    [field] = pynvml.nvmlDeviceGetFieldValues(gpu, [POWER_INSTANT])
+    if field.nvmlReturn != pynvml.NVML_SUCCESS:
+        raise pynvml.NVMLError(field.nvmlReturn)
+    return field.value.uiVal / 1e3
+
+
+def mean_power_w(gpu: Any) -> float:
+    """The mean power of the last second in W (on older GPUs that of this moment).
+
+    Raises:
+        NVMLError: this GPU or its driver does not say.
+    """
+    return pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
+
+
+def energy_counter_j(gpu: Any) -> float:
+    """The energy that the GPU took since the driver was loaded, in J.
+
+    Raises:
+        NVMLError: this GPU has no such counter (since Volta).
+    """
+    return pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
+
 
 MIB = 2**20
 GPM = {  # field -> (GPM metric, our unit over GPM's: per cent to ratio, MiB/s to bytes/s)

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from measuring.metrics import nvml_device
-from measuring.metrics.nvml_device import POWER
-from measuring.metrics.soundness import checked
+from measuring.metrics import nvml
+from measuring.metrics.nvml import POWER
+from measuring.metrics.source import checked
 from utils.errors import UserError
 from utils.fingerprint import driver_fails, resolve_device
 from utils.lazy import pynvml
@@ -67,20 +67,20 @@ class NvmlPower(PowerSensor):
 
     def __init__(self) -> None:
         try:
-            self._gpu = nvml_device.first_gpu()
+            self._gpu = nvml.first_gpu()
         except pynvml.NVMLError as error:
             raise NoPowerSensor(f"power: {driver_fails('NVML', error)}") from None
         self._power_w, self.name, self.averages_s = self._best_reader()
         self._counter_j: Callable[[Any], float] | None = None
         with suppress(pynvml.NVMLError):
-            nvml_device.energy_counter_j(self._gpu)
-            self._counter_j = nvml_device.energy_counter_j
+            nvml.energy_counter_j(self._gpu)
+            self._counter_j = nvml.energy_counter_j
 
     def _best_reader(self) -> tuple[Callable[[Any], float], str, float]:
         """What reads the power, its name, and the seconds that it averages over."""
         failures = []
-        for reader, name, averages_s in ((nvml_device.instant_power_w, "NVML's instant power", 0.1),
-                                         (nvml_device.mean_power_w, "NVML's power, a mean over 1 s", 1.0)):
+        for reader, name, averages_s in ((nvml.instant_power_w, "NVML's instant power", 0.1),
+                                         (nvml.mean_power_w, "NVML's power, a mean over 1 s", 1.0)):
             try:
                 reader(self._gpu)
             except pynvml.NVMLError as error:

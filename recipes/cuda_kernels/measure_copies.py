@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from measuring.affinity import off_the_workers_cores
+from measuring.quiet_host import off_the_workers_cores
 from records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path
 from runtimes.targets import local_target
 from utils import cli, files

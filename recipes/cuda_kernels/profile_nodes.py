@@ -14,13 +14,13 @@ if not __package__:  # run as a file: put the repo root first, as `python -m` do
 
 from typing import Any
 
-from measuring.effort import Effort
+from measuring.bench import Effort
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_records
-from runtimes.ort.graph.parsed_nodes import name_nodes
+from runtimes.ort.graph.nodes import name_nodes
 from runtimes.ort.graph.parsing import optimize
 from runtimes.ort.graph.source import read_source
-from runtimes.ort.model_profile import counted_runs, profile_runs
+from runtimes.ort.profile import counted_runs, profile_runs
 from runtimes.ort.runner import bind, random_feed
 from runtimes.targets import flavour_of
 from utils import cli, files

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from measuring.effort import Effort
+from measuring.bench import Effort
 from measuring.quiet_host import all_samples_ms
 from recipes.kinds.manifest import MadeModel
 from recipes.kinds.node_lists import feed_of
 from runtimes.ort.graph.source import read_source
-from runtimes.ort.host_probe import host_probe
+from runtimes.ort.probes import host_probe
 from runtimes.ort.runner import Runner, bind
 from utils.ort_sessions import model_errors, open_session
 from utils.timing import summarize

@@ -16,10 +16,10 @@ from records.elements import numpy_dtype, session_dtype
 from runtimes.ort.building.dummy_data import random_floats
 from runtimes.ort.cuda.capture import COPIES
 from runtimes.ort.graph.analysis import analyze, kernel_of
-from runtimes.ort.graph.parsed_nodes import name_nodes
+from runtimes.ort.graph.nodes import name_nodes
 from runtimes.ort.graph.parsing import EXTERNAL_BYTES, parse_graph, shape_text
-from runtimes.ort.graph.shape_query import assignments
 from runtimes.ort.graph.source import read_source
+from runtimes.ort.graph.tensor_shapes import assignments
 from utils.errors import UserError
 from utils.fingerprint import package_version
 from utils.lazy import onnx, onnxruntime

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measuring.affinity import off_the_workers_cores
 from measuring.metrics.power_sensors import open_power_sensor
 from measuring.power import PowerMonitor, energy_of_runs
+from measuring.quiet_host import off_the_workers_cores
 from records.labels import ENERGY, KERNELS
 from records.measurement import Measurement
 from runtimes.ort.runner import Runner, open_runner

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from measuring.affinity import off_the_workers_cores
-from measuring.effort import Effort
+from measuring.bench import Effort
+from measuring.quiet_host import off_the_workers_cores
 from records.elements import numpy_dtype, session_dtype
 from records.kernel_record import zeros
 from records.measurement import now

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from records.kernel_record import ModelOrigin, ModelRecord
 from records.kernel_record_files import record_path
 from records.labels import DEFAULT_LABELS, GPU_LABEL, UNPROFILED, VARIANTS
-from runtimes.ort.building.kernel_models import built_kernel, kernel_build
+from runtimes.ort.building.kernel_models import built_kernel, check_kernel, kernel_build
 from runtimes.ort.graph.analysis import analyze
 from runtimes.runtime import DeviceLabels, Runtime
 from utils import files
@@ -40,6 +40,6 @@ RUNTIME = Runtime(
     devices={"cpu": DeviceLabels((*DEFAULT_LABELS, UNPROFILED), DEFAULT_LABELS, VARIANTS[:1], VARIANTS[:1]),
              "cuda": DeviceLabels((*DEFAULT_LABELS, GPU_LABEL), (*DEFAULT_LABELS, GPU_LABEL), VARIANTS, VARIANTS)},
     model_suffixes=(".onnx",), kernel_suffix=".onnx", analyze=analyze_in, write_records=write_records, read_kernel=built_kernel,
-    build_kernel=kernel_build, worker="runtimes.ort.worker", analyze_with="python ort_analysis/fusion_detector.py",
-    build_with="python kernel_model/kernel_builder.py", measures_energy=True, probes_sharing=True, keeps_arena=True,
-    uses_cudnn=True)
+    build_kernel=kernel_build, check_kernel=check_kernel, worker="runtimes.ort.worker",
+    analyze_with="python ort_analysis/fusion_detector.py", build_with="python kernel_model/kernel_builder.py",
+    measures_energy=True, probes_sharing=True, keeps_arena=True, uses_cudnn=True)

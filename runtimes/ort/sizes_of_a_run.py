@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from records.kernel_record import BRANCHES
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.graph.bodies import body_sizes, given_branch
-from runtimes.ort.graph.given_sizes import SizeNotKnown
-from runtimes.ort.graph.parsed_nodes import bodies_of, name_nodes
+from runtimes.ort.graph.nodes import bodies_of, name_nodes
+from runtimes.ort.graph.open_shapes import SizeNotKnown
 from runtimes.ort.graph.parsing import optimize
 from runtimes.ort.graph.source import read_source
 from runtimes.ort.profile import SUFFIX

@@ -1,4 +1,4 @@
-"""The process that runs kernels and models for the collector, so that one that crashes or hangs takes nothing with it.
+"""The process that runs kernels and models under ONNX Runtime for the collector and the evaluator.
 
 Reads one Request a line on standard input, writes one Reply a line on standard output, and ends when its input does.
 The collector starts it. To start it manually:
@@ -7,44 +7,124 @@ echo '{"do": "canary", "device": "cpu", "effort": {}}' | python -m runtimes.ort.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
+import pynvml
+import torch
 
-from measuring import gpu_access
-from measuring.affinity import off_the_workers_cores
-from measuring.effort import Effort
+from measuring import quiet_host
+from measuring.bench import Effort
 from measuring.gpu_trace import GpuRun, read, record, split_carrier, trace
-from measuring.quiet_host import quiet_samples_ms
+from measuring.quiet_host import off_the_workers_cores, quiet_samples_ms
+from records.elements import numpy_dtype, session_dtype
 from records.kernel_costs import CONTROL_FLOW, is_control_flow
 from records.kernel_record_files import read_model_record
 from records.labels import GPU_LABEL, UNPROFILED
 from records.measurement import Measurement, Place
-from runtimes import serving
-from runtimes.ort.building.carrier import WRITER, WRITER_OP, build_carrier, node_name
-from runtimes.ort.building.kernel_models import built_kernel
-from runtimes.ort.canary import NAME, canary
-from runtimes.ort.control_flow import trip_ms
+from runtimes import protocol
+from runtimes.ort.building.dummy_data import random_floats
+from runtimes.ort.building.kernel_models import WRITER, WRITER_OP, build_carrier, built_kernel, node_name
 from runtimes.ort.energy import energy_of_kernels, energy_of_model
 from runtimes.ort.graph.analysis import kernel_of
-from runtimes.ort.host_probe import host_probe
-from runtimes.ort.model_profile import counted_runs, plain_runs_ms, profile_model, profile_runs
-from runtimes.ort.profile import ProfiledRun, kernel_times_ms, node_spans_ms
+from runtimes.ort.probes import NAME, canary, host_probe, probe
+from runtimes.ort.profile import (
+    ProfiledRun,
+    counted_runs,
+    kernel_times_ms,
+    node_spans_ms,
+    plain_runs_ms,
+    profile_model,
+    profile_runs,
+    trip_ms,
+    unprofiled_ms,
+)
 from runtimes.ort.runner import Runner, bind, device_binding, dispatcher, open_runner, timer
-from runtimes.ort.session_timing import time_session
-from runtimes.ort.shared_memory import SharedMemory
-from runtimes.ort.sharing_probe import probe
-from runtimes.ort.unprofiled import unprofiled_ms
 from runtimes.protocol import Reply, Request
 from utils.errors import UserError
+from utils.fingerprint import gpu_facts
 from utils.ort_sessions import model_errors, open_session
 from utils.temporary import temporary_folder
 from utils.timing import covered_us
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+
+def time_session(request: Request) -> Reply:
+    """Times a whole model's runs as the request's one label says, and the memory that opening and running it took.
+
+    The label is `latency`, `host_io` (numpy arrays in and out) or `cuda_graph`.
+    """
+    (label,) = request.labels or ("latency",)
+    path, device, effort = Path(request.paths[0]), request.device, request.effort
+    # opened first, so that its session does not count as the model's memory
+    probe = host_probe(device) if request.watch_host else None
+    before_mib = memory_in_use_mib(device)
+    runner = open_runner(path, device, dims=request.dims, io="host" if label == "host_io" else "device",
+                         cuda_graph=label == "cuda_graph", static=request.static)
+    if probe:
+        runner.warm_up(effort.warmup)
+        found = quiet_samples_ms(probe, {label: runner.run_s}, effort)[label]._asdict()
+    else:
+        found = {"samples_ms": runner.time(warmup=effort.warmup, budget_s=effort.budget_s).samples_ms}
+    name = request.model_name
+    return Reply(measurements=(Measurement(subject="model", id=name, label=label, context=name, place="alone", **found),),
+                 memory_mib=memory_in_use_mib(device) - before_mib)
+
+
+def memory_in_use_mib(device: str) -> float:
+    """Memory that this process holds on the CPU, or that all processes hold on the GPU, in MiB."""
+    if device == "cuda":
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(gpu_facts()["uuid"])).used / 2**20
+    with suppress(OSError, AttributeError):  # without malloc_trim, memory figures are rough
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what earlier models left, or it hides what this one takes
+    return psutil.Process().memory_info().rss / 2**20
+
+
+RANDOM_BYTES = 64 << 20  # made on the host once; a block repeats it
+LEAST_BYTES = 4 * RANDOM_BYTES
+
+
+class SharedMemory:
+    """A block of random numbers on the GPU for each floating type. It grows as inputs need more."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, Any] = {}
+
+    def address(self, dtype: str, size: int) -> int:
+        """The address on the GPU of at least `size` bytes of random numbers of type `dtype`. Needs torch with CUDA."""
+        block = self._blocks.get(dtype)
+        if block is None or block.numel() * block.element_size() < size:
+            self._blocks.pop(dtype, None)
+            values = torch.from_numpy(random_floats((RANDOM_BYTES // np.dtype(dtype).itemsize,), dtype)).cuda()
+            self._blocks[dtype] = block = values.repeat(-(-max(size, LEAST_BYTES) // RANDOM_BYTES))
+            torch.cuda.synchronize()
+        return int(block.data_ptr())
+
+    def bind(self, session: onnxruntime.InferenceSession, feed: Mapping[str, np.ndarray]) -> Callable[[], Any]:
+        """A function that runs the session once. Inputs that `feed` lacks are read from the start of the block."""
+        # a carrier's outputs are shapes: on the GPU, each would cost a copy that belongs to no kernel
+        binding = device_binding(session, feed, "cuda", outputs_on="cpu")
+        shared = {value.name: (session_dtype(value.type), list(value.shape)) for value in session.get_inputs()
+                  if value.name not in feed}
+        largest: dict[str, int] = {}
+        for dtype, shape in shared.values():
+            largest[dtype] = max(largest.get(dtype, 0), int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        addresses = {dtype: self.address(dtype, size) for dtype, size in largest.items()}
+        for name, (dtype, shape) in shared.items():
+            binding.bind_input(name, "cuda", 0, numpy_dtype(dtype), shape, addresses[dtype])
+        return lambda: session.run_with_iobinding(binding)
+
 
 TRACED_RUNS = 5
 CAPTURING_RUNS = 3  # ONNX Runtime runs a model twice before it captures it
@@ -110,12 +190,12 @@ def time_carrier(request: Request) -> Reply:
     on_gpu = request.device == "cuda"
     model, feed = build_carrier(kernels, request.device, with_floats=not on_gpu)
     with temporary_folder() as folder, model_errors("carrier"):
-        with gpu_access.preparing(request.turns):
+        with quiet_host.preparing(request.turns):
             session = open_session(model.SerializeToString(), request.device, optimize="none", name="carrier",
                                    profile_prefix=folder / "carrier", provider_options=request.provider_options)
             run = shared_memory().bind(session, feed) if on_gpu else bind(session, feed, "cpu", "device")
             counted = profile_runs(run, request.effort)
-        with gpu_access.alone(request.turns):
+        with quiet_host.alone(request.turns):
             recording = record([run] * TRACED_RUNS) if GPU_LABEL in request.labels else None
         traced = read(recording) if recording else []
         runs = counted_runs(session.end_profiling(), [*counted, *[False] * len(traced)])
@@ -293,11 +373,11 @@ WORK: dict[str, Callable[[Request], Reply]] = {  # each returns the reply, witho
     "prepare": prepare, "kernels_energy": energy_of_kernels}
 
 
-answer = functools.partial(serving.answer, WORK)
+answer = functools.partial(protocol.answer, WORK)
 
 
 def main() -> None:
-    serving.serve(WORK)
+    protocol.serve(WORK)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from runtimes.targets import flavour_of
-from runtimes.tvm.cuda_code import load_cuda_runtime
+from runtimes.tvm.compiling import load_cuda_runtime
 from utils.errors import UserError
 from utils.fingerprint import Flavour
 from utils.lazy import tvm

@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from measuring.effort import Effort
+from measuring.bench import Effort
 from records.kernel_record import Kernel
-from runtimes.tvm.compiling import built_function, on_gpu
-from runtimes.tvm.functions import MAIN
-from runtimes.tvm.gpu_schedules import scheduled
+from runtimes.tvm.compiling import built_function, on_gpu, scheduled
+from runtimes.tvm.kernels import MAIN
 from runtimes.tvm.package import target_to_run_on
-from runtimes.tvm.runs import samples_ms, tensor_for
+from runtimes.tvm.worker import samples_ms, tensor_for
 from utils.errors import UserError
 from utils.lazy import tvm
 

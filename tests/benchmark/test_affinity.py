@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from measuring.affinity import free_cores, off_the_workers_cores
+from measuring.quiet_host import free_cores, off_the_workers_cores
 
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")

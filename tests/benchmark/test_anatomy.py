@@ -14,12 +14,10 @@ import pytest
 from conftest import small_model
 
 from benchmark.run_anatomy import TracedModel, as_json, ask, measure, row, runs_of
-from measuring.anatomy import PARTS, anatomy_of, measured_trace, typical_run
-from measuring.effort import Effort
-from measuring.gpu_trace import GpuRun, GpuWork, Launch, attribute
+from measuring.bench import Effort
+from measuring.gpu_trace import PARTS, GpuRun, GpuWork, Launch, anatomy_of, attribute, measured_trace, typical_run
 from records.measurement import Measurement
-from runtimes.protocol import Reply, Request
-from runtimes.worker_client import Worker, WorkerFailed
+from runtimes.protocol import Reply, Request, Worker, WorkerFailed
 from utils import files
 from utils.errors import UserError
 from utils.fingerprint import has_cuda

@@ -27,8 +27,8 @@ from benchmark.collecting.planning import plan
 from benchmark.collecting.units import KernelUnits, open_bench
 from benchmark.collecting.work import KernelItem, ModelItem, Work, carriers, find_work
 from kernel_model.sampling.seeds import SEED_FILE
-from measuring.blocks import idle, measure_block
-from measuring.effort import Effort
+from measuring.bench import Effort
+from measuring.loads import idle, measure_block
 from measuring.metrics.sources import open_source
 from records.backgrounds import COMPUTE, KINDS, QUEUES, Background
 from records.blocks import Block
@@ -52,9 +52,8 @@ from records.kernel_types import describe_kernel
 from records.measurement import Measurement
 from runtimes.ort import worker as worker_process
 from runtimes.ort.building.kernel_models import KERNEL_KEY, build_model, kernel_build
-from runtimes.protocol import Request
+from runtimes.protocol import Request, Worker, WorkerFailed
 from runtimes.targets import local_target
-from runtimes.worker_client import Worker, WorkerFailed
 from training.kernels.training_set import read_training_set
 from utils import files
 from utils.config import read_config
@@ -634,10 +633,10 @@ def test_a_worker_that_hangs_dies_with_the_collector(tmp_path: Path) -> None:
     endless(tmp_path / "hangs.onnx")
     script = f"""
 from records.backgrounds import COMPUTE, KINDS, QUEUES, Background
-from measuring.blocks import idle, measure_block
-from measuring.effort import Effort
+from measuring.loads import idle, measure_block
+from measuring.bench import Effort
 from runtimes.protocol import Request
-from runtimes.worker_client import Worker
+from runtimes.protocol import Worker
 with Worker(60) as worker:
     worker.ask(Request(do="canary", device="cpu", effort=Effort()))
     print("ready", flush=True)

@@ -7,20 +7,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmark.collecting.tracers import Tracers
-from measuring import gpu_access
-from runtimes.worker_client import Worker
+from benchmark.collecting.crew import Tracers
+from measuring import quiet_host
+from runtimes.protocol import Worker
 
 ROUNDS, WORKERS = 4, 3
 
 
 def _take_turns(folder: str, out: Any) -> None:
     for _ in range(ROUNDS):
-        with gpu_access.preparing(folder):
+        with quiet_host.preparing(folder):
             began = time.monotonic()
             time.sleep(0.03)
             out.put(("preparing", began, time.monotonic()))
-        with gpu_access.alone(folder):
+        with quiet_host.alone(folder):
             began = time.monotonic()
             time.sleep(0.01)
             out.put(("alone", began, time.monotonic()))
@@ -43,7 +43,7 @@ def test_one_is_alone_and_nobody_starves(tmp_path: Path) -> None:
 
 
 def test_one_alone_needs_no_locks() -> None:
-    with gpu_access.preparing(""), gpu_access.alone(""):
+    with quiet_host.preparing(""), quiet_host.alone(""):
         pass
     with Tracers(1, 10.0) as tracers:
         assert tracers.turns == ""

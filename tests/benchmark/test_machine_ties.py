@@ -16,8 +16,7 @@ from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.planning import takes_label
 from benchmark.collecting.work import KernelItem
 from benchmark.machine_ties import idle_times, machine_rows
-from measuring.pending import choose_ties
-from measuring.ties import compare, tie_rows
+from measuring.pending import choose_ties, compare, tie_rows
 from records.blocks import Block
 from records.dataset_files import DatasetHeader, journal_path, read_journal, read_kernels
 from records.kernel_record import Kernel

@@ -17,12 +17,9 @@ from benchmark.collecting.config import CollectorConfig
 from measuring.metrics import dcgm as dcgm_metrics
 from measuring.metrics import nvml as nvml_metrics
 from measuring.metrics import sources as metrics
-from measuring.metrics.dcgm_names import IDS, NAMES, NEW_NAMES, Name, in_unit, names_of, new_name
-from measuring.metrics.fields import FIELDS
-from measuring.metrics.replay import ReplaySource
-from measuring.metrics.soundness import PROFILED
-from measuring.metrics.source import Mean
-from measuring.metrics.sources import open_source
+from measuring.metrics.names import FIELDS, IDS, NAMES, NEW_NAMES, Name, in_unit, names_of, new_name
+from measuring.metrics.source import PROFILED, Mean
+from measuring.metrics.sources import ReplaySource, open_source
 from utils.errors import UserError
 
 SM, ENGINE = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_GR_ENGINE_ACTIVE"

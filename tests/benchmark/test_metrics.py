@@ -14,12 +14,9 @@ import psutil
 import pytest
 
 from measuring.metrics import nvml as nvml_metrics
-from measuring.metrics.cpu import CpuSource
-from measuring.metrics.dcgm_names import is_blank
-from measuring.metrics.fields import FIELDS
-from measuring.metrics.soundness import MANY, History, check_together, checked
-from measuring.metrics.source import Mean, values
-from measuring.metrics.sources import open_source
+from measuring.metrics.names import FIELDS, is_blank
+from measuring.metrics.source import MANY, History, Mean, check_together, checked, values
+from measuring.metrics.sources import CpuSource, open_source
 from utils.errors import UserError
 
 TOTAL, USER = "DCGM_FI_DEV_CPU_UTIL_TOTAL", "DCGM_FI_DEV_CPU_UTIL_USER"

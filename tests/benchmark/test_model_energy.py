@@ -17,7 +17,7 @@ from benchmark.collecting.config import CollectorConfig
 from benchmark.collecting.planning import plan
 from benchmark.collecting.work import LEAST_IN_BATCH, MOST_IN_BATCH, energy_batches, find_work
 from measuring import power
-from measuring.effort import Effort
+from measuring.bench import Effort
 from measuring.metrics import power_sensors
 from measuring.metrics.power_sensors import NoPowerSensor, PowerSample, PowerSensor
 from records.blocks import Block

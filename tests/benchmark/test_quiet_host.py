@@ -10,10 +10,10 @@ from functools import partial
 
 import pytest
 
-from measuring.effort import Effort
+from measuring.bench import Effort
 from measuring.quiet_host import HostProbe, quiet_samples_ms
 from records.labels import DISTURBANCE_ADMITTED
-from runtimes.ort.host_probe import host_probe
+from runtimes.ort.probes import host_probe
 
 FAST_S, SLOWER = 0.0002, 1.5
 ODD_S = FAST_S * 5 / 6

@@ -12,12 +12,10 @@ from trained_workspace import conv_net
 from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from inference import measure_missing
-from measuring.effort import Effort
+from measuring.bench import Effort
 from records.dataset_files import read_header, read_journal
 from records.labels import DEFAULT_LABELS, IN_MODEL_LABELS
-from runtimes.ort.model_profile import profile_model
-from runtimes.ort.profile import NodeEvent, ProfiledRun
-from runtimes.ort.unprofiled import LEAST_SHARE, profiler_ms, unprofiled_ms
+from runtimes.ort.profile import LEAST_SHARE, NodeEvent, ProfiledRun, profile_model, profiler_ms, unprofiled_ms
 from tests.inference.test_missing_kernels import TARGET
 from tests.inference.test_no_training import CONFIG
 from utils.errors import UserError

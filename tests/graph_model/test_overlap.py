@@ -11,12 +11,11 @@ from command import printed, run_script
 from conftest import small_model
 from onnx import TensorProto, helper
 
-from measuring.effort import Effort
+from measuring.bench import Effort
 from overlap_simulator import critical_path, matching_record, node_times_ms, overlap_of
 from records.kernel_record_files import record_path
 from runtimes.ort.graph.analysis import analyze, record_of
-from runtimes.ort.model_profile import profile_model
-from runtimes.ort.profile import NodeEvent, ProfiledRun
+from runtimes.ort.profile import NodeEvent, ProfiledRun, profile_model
 from utils import files
 from utils.paths import Workspace
 

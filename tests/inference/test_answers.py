@@ -28,7 +28,7 @@ from inference import Predictor, Watch, check_slo, highest_busy_share, predict
 from inference.core.run_modes import RunMode
 from inference.core.targets import fitted_for
 from inference.live.load import fields_asked
-from inference.live.prediction_exporter import FAILED, LATENCY, MEAN, PREDICTED, ROUGH
+from inference.live.watch import FAILED, LATENCY, MEAN, PREDICTED, ROUGH
 from inference.sharing.co_runner import NotShared, UnderLoad
 from inference.sharing.shared_models import SharedModel
 from training.sharing.learned import Sharing, sharing_path

@@ -24,11 +24,10 @@ from graph_model.simulation.sharing import CoRunner
 from inference import predict
 from inference.core.run_modes import RunMode
 from inference.evaluation import here as evaluation_here
-from inference.evaluation.comparison import compare, percent, summarise
+from inference.evaluation.comparison import compare, percent, summarise, summary_table, table, warned_of
 from inference.evaluation.evaluate import evaluate
 from inference.evaluation.evaluated_models import EvaluatedModel, Failures, models_in_dataset
 from inference.evaluation.here import LoadsHere, MeasuringPlan
-from inference.evaluation.tables import summary_table, table, warned_of
 from inference.live.load import InferenceConfig
 from inference.live.prometheus import PrometheusConfig
 from records.backgrounds import Background
@@ -36,8 +35,8 @@ from records.dataset_files import header_path, journal_path, read_header, read_j
 from records.kernel_record_files import read_model_records
 from records.measurement import Measurement
 from runtimes.ort.graph.analysis import analyze
+from runtimes.protocol import Worker
 from runtimes.targets import flavour_of, local_target
-from runtimes.worker_client import Worker
 from utils import cli, files
 from utils.config import read_config
 from utils.errors import UserError

@@ -29,19 +29,17 @@ from inference.core.host_pace import HostPace, PaceAsked, measured_pace, pace_of
 from inference.core.run_modes import AS_USUAL, RunMode
 from inference.core.targets import fitted_for
 from inference.core.uncertainty import HOSTS, PACE_POWER, joined
-from inference.evaluation.comparison import compare
+from inference.evaluation.comparison import compare, table
 from inference.evaluation.evaluated_models import EvaluatedModel, Failures, predict_model
 from inference.evaluation.here import at_measured_pace, time_session
-from inference.evaluation.tables import table
 from inference.live.load import InferenceConfig, current_load
-from inference.live.prediction_exporter import HOST_PACE, PredictedLatency
 from inference.live.prometheus import PrometheusConfig, PrometheusError
+from inference.live.watch import HOST_PACE, PredictedLatency
 from measuring.quiet_host import HostProbe, all_samples_ms, readings_s
 from records.host_pace import HostProbed, MachinePace, read_pace
 from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.host_pace import measure_pace
-from runtimes.ort.host_probe import host_probe
-from runtimes.worker_client import Worker
+from runtimes.ort.probes import host_probe, measure_pace
+from runtimes.protocol import Worker
 from training.composition.fitted import read_composition
 from utils import files
 from utils.errors import UserError
@@ -116,7 +114,7 @@ def test_a_reading_is_the_slower_of_two_neighbours() -> None:
 
 def test_all_windows_count_beside_a_model() -> None:
     """FAKE: a host that is never as fast as it was."""
-    from measuring.effort import Effort
+    from measuring.bench import Effort
 
     probe = HostProbe(lambda: 3e-4, [2e-4] * 100)
     samples, disturbance, probe_us = all_samples_ms(probe, lambda: 0.001, Effort(budget_s=0.0, least_runs=30, most_runs=1000))
@@ -135,7 +133,7 @@ def test_without_a_gpu_the_script_says_so(tmp_path: Path) -> None:
 def test_the_script_writes_where_predictions_look_and_prints_the_ratio(
         made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """FAKE: the GPU, and what its host takes."""
-    monkeypatch.setattr("runtimes.ort.host_pace.has_cuda", lambda: True)
+    monkeypatch.setattr("runtimes.ort.probes.has_cuda", lambda: True)
     monkeypatch.setattr(benchmark.host_pace, "local_target", lambda _: fitted_for(Workspace(), TARGET).target)
     monkeypatch.setattr(benchmark.host_pace, "measure_pace", lambda seconds: made(1.2))
     monkeypatch.setattr(sys, "argv", ["host_pace.py", "--workspace", str(tmp_path), "--json"])
@@ -233,13 +231,13 @@ def test_the_command_takes_a_ratio_or_a_machines_file(made: Made, tmp_path: Path
 def test_a_recent_file_of_this_boot_is_read(change: str, is_read: bool, made: Made, tmp_path: Path) -> None:
     """Times are computed here, not in the list above: that is read when the tests are collected, long before they run."""
     workspace = Workspace(tmp_path)
-    changed: dict[str, object] = {
+    changes: dict[str, dict[str, object]] = {
         "none": {}, "another boot": {"boot_id": "another"},
         "taken 900 s ago": {"taken": datetime.now(UTC) - timedelta(seconds=900)},
         "taken in 900 s": {"taken": datetime.now(UTC) + timedelta(seconds=900)},
-        "another GPU": {"machine": made().machine.model_copy(update={"uuid": "GPU-elsewhere"})}}[change]
+        "another GPU": {"machine": made().machine.model_copy(update={"uuid": "GPU-elsewhere"})}}
     assert predicted(SHORT, workspace=workspace).host_pace_source == "unknown"
-    files.write_json(workspace.host_pace, made(1.3, **changed))
+    files.write_json(workspace.host_pace, made(1.3, **changes[change]))
     told = predicted(SHORT, workspace=workspace)
     assert told.host_pace_source == ("file" if is_read else "unknown")
     assert told.latency_ms == pytest.approx(predicted(SHORT, 1.3 if is_read else 1.0).latency_ms)
@@ -263,7 +261,7 @@ def test_measured_on_request_on_the_target_alone(made: Made, monkeypatch: pytest
         asked.append(seconds)
         return made(1 + len(asked) / 10)
 
-    monkeypatch.setattr("runtimes.ort.host_pace.measure_pace", fake)
+    monkeypatch.setattr("runtimes.ort.probes.measure_pace", fake)
     assert PaceAsked("measure").now(fitted, AS_USUAL) == (pytest.approx(1.1), "measured")
     watched = PaceAsked(watched=True)
     assert [watched.now(fitted, AS_USUAL) for _ in range(2)] == [

@@ -163,7 +163,7 @@ def test_what_was_measured_but_not_noted_down_is_looked_up(workspace: Workspace)
     """As after a kill between the two."""
     record = analyze(conv_net(workspace.root / "newnet.onnx", channels=20, size=12), "cpu")
     missing = missing_kernels.missing_kernels(fitted_for(workspace, TARGET), [record])
-    missing_kernels.build(missing, workspace.kernel_onnx / record.flavour.name)
+    missing_kernels.build(missing, record.flavour, workspace)
     with start_crew(CONFIG, "cpu", ("run",)) as crew:
         collect_kernels(workspace, CONFIG.model_copy(update={"device": "cpu", "labels": ("run",)}), [
             DatasetKernel.held_by(kernel, [record]) for kernel in missing.values()], crew)

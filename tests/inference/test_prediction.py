@@ -21,8 +21,7 @@ from inference.core.run_modes import RunMode
 from inference.core.targets import choose_target, fitted_for
 from inference.live.load import InferenceConfig, Load, current_load
 from inference.prediction_speed import copies
-from measuring.anatomy import measured_trace
-from measuring.gpu_trace import GpuRun, GpuWork, Launch
+from measuring.gpu_trace import GpuRun, GpuWork, Launch, measured_trace
 from records.kernel_record import ModelRecord
 from runtimes.ort.graph.analysis import analyze
 from runtimes.targets import flavour_of, local_target

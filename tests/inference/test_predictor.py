@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+import inference
 from inference import Predictor, predict
+from inference.core.model_run import trace_of
 from inference.core.run_modes import RunMode
-from inference.core.timeline import trace_of
 from inference.sharing.co_runner import NotShared
 from recipes.same_predictions.questions import unpacked
 from records.kernel_record import ModelRecord
@@ -68,6 +69,11 @@ def workspace(tmp_path: Path) -> Workspace:
 
 def record(folder: Path, name: str = "resnet18@batch=1") -> ModelRecord:
     return read_model_record(folder / "records" / "cuda" / f"{name}.json")
+
+
+@pytest.mark.parametrize("name", inference.__all__)
+def test_what_the_package_offers_is_there(name: str) -> None:
+    assert getattr(inference, name).__name__ == name
 
 
 def test_the_function_and_the_methods_say_the_same(folder: Path) -> None:

@@ -37,9 +37,8 @@ from trained_workspace import METRIC
 
 from inference.live.load import InferenceConfig, current_load
 from inference.live.prometheus import PrometheusConfig, PrometheusError, Server, server_for
-from inference.live.prometheus_metrics import PrometheusSource
-from measuring.metrics.dcgm_names import PART_LABEL, PROFILE_LABEL
-from measuring.metrics.fields import FIELDS
+from inference.live.prometheus_readings import PrometheusSource
+from measuring.metrics.names import FIELDS, PART_LABEL, PROFILE_LABEL
 from measuring.metrics.source import values
 from utils.config import read_config
 from utils.errors import UserError

@@ -19,9 +19,17 @@ from onnx import TensorProto, helper, numpy_helper
 from records.kernel_record import Kernel, KernelInput, ModelRecord, Node, Tensor
 from records.kernel_record_files import build_index
 from records.kernel_types import describe_kernel
-from runtimes.ort.building.carrier import build_carrier, carrier_bytes, node_name
 from runtimes.ort.building.dummy_data import dummy_inputs, dummy_tensor, input_name, output_name
-from runtimes.ort.building.kernel_models import INLINE_BYTES, build_model, built_kernel, check_kernel, kernel_build
+from runtimes.ort.building.kernel_models import (
+    INLINE_BYTES,
+    build_carrier,
+    build_model,
+    built_kernel,
+    carrier_bytes,
+    check_kernel,
+    kernel_build,
+    node_name,
+)
 from runtimes.ort.graph.analysis import analyze, record_of
 from runtimes.ort.graph.parsing import parse_into
 from utils import files

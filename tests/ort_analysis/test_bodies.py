@@ -13,14 +13,14 @@ from onnx import TensorProto, helper, numpy_helper
 
 from graph_model.dag.dag import build_dag, longest_path
 from inference import Predictor, predict
-from inference.core.timeline import trace_of
-from measuring.effort import Effort
+from inference.core.model_run import trace_of
+from measuring.bench import Effort
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_record
 from records.run_order import MOST_RUNS, run_order, runs_in_order, shortest_cut
-from runtimes.ort.control_flow import CONDITION_MS, CPU_TRIP_MS, CUDA_TRIP_MS
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.graph.source import own_sizes
+from runtimes.ort.profile import CONDITION_MS, CPU_TRIP_MS, CUDA_TRIP_MS
 from runtimes.ort.runner import open_runner
 from runtimes.ort.worker import labels_of
 from training.composition.fitted import working_nodes
@@ -341,7 +341,7 @@ def test_measured_on_the_cpu(tmp_path: Path) -> None:
     """The kernels of a body as the profile of the model tells them, composed, against a run; the fastest ones, since others
     may be at work here."""
     from runtimes.ort.graph.analysis import kernel_of
-    from runtimes.ort.model_profile import profile_model
+    from runtimes.ort.profile import profile_model
 
     path = tmp_path / "loop.onnx"
     onnx.save(loop(None, rows=256), path)  # the profiler's own part of each event is small beside such products

@@ -11,14 +11,13 @@ import pytest
 from conftest import small_model
 from onnx import TensorProto, helper, numpy_helper
 
-from measuring.effort import Effort
+from measuring.bench import Effort
 from runtimes.ort.building.dummy_data import dummy_inputs
 from runtimes.ort.building.kernel_models import build_model
 from runtimes.ort.graph import parsing
 from runtimes.ort.graph.analysis import analyze, kernel_of
-from runtimes.ort.graph.optimized_once import optimized_once
-from runtimes.ort.graph.parsing import parse_graph
-from runtimes.ort.model_profile import profile_model
+from runtimes.ort.graph.parsing import optimized_once, parse_graph
+from runtimes.ort.profile import profile_model
 from runtimes.ort.runner import open_runner
 from utils.ort_sessions import open_session
 

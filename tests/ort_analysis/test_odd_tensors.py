@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from inference.core.memory import peak_memory
-from measuring.effort import Effort
+from measuring.bench import Effort
 from records.kernel_record import ModelRecord
 from records.kernel_record_files import read_model_record, record_path
 from runtimes.analysis import analyze_all
@@ -19,7 +19,7 @@ from runtimes.ort.building.dummy_data import dummy_inputs
 from runtimes.ort.building.kernel_models import build_model
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.graph.parsing import parse_graph
-from runtimes.ort.model_profile import profile_model
+from runtimes.ort.profile import profile_model
 from runtimes.ort.runner import open_runner
 from training.kernels.features import KERNEL_FEATURES, kernel_features
 from utils import cli

@@ -14,14 +14,14 @@ from graph_model.simulation.pipeline import PipelineCosts, dispatched_ms, pipeli
 from graph_model.simulation.tracks import NodeKind, OffGpu, Tracks
 from inference import Predictor, predict
 from inference.core.answers import Prediction
-from inference.core.timeline import trace_of
+from inference.core.model_run import trace_of
 from recipes.h200.host_models import held_out_kernels, on_cpu, uses_host
 from records.copies import CopyTimes, MeasuredCopies, WaitTimes, copies_path, read_copies
 from records.kernel_record import Kernel, KernelInput, ModelRecord, Tensor
 from records.kernel_record_files import record_path
 from records.kernel_types import describe_kernel
-from runtimes.ort.control_flow import CONDITION_MS
 from runtimes.ort.graph.analysis import analyze
+from runtimes.ort.profile import CONDITION_MS
 from runtimes.targets import local_target
 from training.composition.default_composition import shipped_costs
 from training.composition.fit_copies import GPU_NODE_MS, HOST_NODE_MS, Step, fit_copies, simulated_ms

@@ -18,18 +18,17 @@ from benchmark.collecting.collect import collect
 from benchmark.collecting.config import CollectorConfig
 from graph_model.dag.dag import build_dag, calculate_latency
 from inference.sum_and_path import check_families, chosen_by_others, kernel_times, target_rows
-from measuring.effort import Effort
+from measuring.bench import Effort
 from model_zoo.exporting.zoo_config import read_zoo_config
 from records.dataset_files import kernel_table_path, model_table_path, read_header, read_journal
 from records.kernel_record_files import read_model_records, record_path, update_index
-from runtimes.protocol import Request, Setting
+from runtimes.protocol import Request, Setting, Worker
 from runtimes.tvm.drawn import OperatorSizes
-from runtimes.tvm.functions import function_path
+from runtimes.tvm.kernels import function_path
 from runtimes.tvm.package import TUNED, tvm_flavour
 from runtimes.tvm.recording import parse, write_parsed
 from runtimes.tvm.tuning import DATABASE
 from runtimes.tvm.worker import PLACEMENTS
-from runtimes.worker_client import Worker
 from training.kernels.training_set import measured_times
 from tvm_analysis.tune_kernels import tune_kernels
 from utils.config import read_config, validate

@@ -17,8 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from inference.core.sources import record_of
 from records.kernel_record import record_name
-from records.kernel_record_files import index_path, read_model_record, record_path
-from runtimes.ort.building.kernel_models import built_kernel, read_kernels
+from records.kernel_record_files import index_path, kernels_in_file, read_model_record, record_path
+from runtimes.ort.building.kernel_models import built_kernel
 from runtimes.ort.graph.analysis import analyze
 from runtimes.ort.runner import open_runner
 from runtimes.targets import flavour_of
@@ -99,7 +99,7 @@ def test_a_built_kernel_s_description_is_checked(built: Workspace, tmp_path: Pat
 def test_a_model_s_and_a_flavour_s_name_are_checked(old: str, new: str, built: Workspace, tmp_path: Path) -> None:
     planted = renamed(record_path(built, flavour_of("cpu"), "anet_b1"), tmp_path / "planted.json", old, new)
     with pytest.raises(UserError, match="can't be the name of a file"):
-        read_kernels(planted)
+        kernels_in_file(planted)
 
 
 def test_a_sidecar_s_files_lie_beside_it(tmp_path: Path) -> None:

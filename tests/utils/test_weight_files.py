@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from runtimes.ort.graph.analysis import analyze
-from runtimes.ort.graph.optimized_once import optimized_once
+from runtimes.ort.graph.parsing import optimized_once
 from utils.errors import UserError
 from utils.model_files import with_values
 

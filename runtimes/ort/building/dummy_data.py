@@ -11,7 +11,7 @@ import numpy as np
 from records.elements import numpy_dtype
 from records.kernel_record import Kernel, KernelInput
 from runtimes.ort.building.chosen_data import chosen
-from runtimes.ort.graph.known_words import first_taught
+from runtimes.ort.graph.nodes import first_taught
 
 INDEX_INPUTS = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1,
                 "EmbedLayerNormalization": 0, "RoiAlign": 2}

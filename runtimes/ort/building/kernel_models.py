@@ -1,24 +1,28 @@
-"""A kernel as an ONNX model of its own."""
+"""A kernel as an ONNX model of its own, or many in one carrier.
+
+A kernel run alone in a loop finds its weights in the cache and pays for a whole session run. In a carrier its inputs
+were just written by the operator before it, its weights were last used a whole run ago, and ORT's profile gives its own
+time. Each kernel stands between an `Abs` for every floating input and a `Shape` that uses up its outputs without
+reading them.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from pydantic import ValidationError
 
 from records.elements import type_code
-from records.kernel_record import Kernel, KernelIndex, KernelInput, ModelRecord
-from records.kernel_record_files import read_index, read_model_record
-from runtimes.ort.building.dummy_data import dummy_inputs, input_name, output_name, random_floats, weight_value
+from records.kernel_record import Kernel, KernelInput
+from runtimes.ort.building.chosen_data import chosen
+from runtimes.ort.building.dummy_data import dummy_inputs, dummy_tensor, input_name, output_name, random_floats, weight_value
 from utils import files
 from utils.errors import UserError
-from utils.fingerprint import Flavour
 from utils.lazy import onnx
 from utils.ort_sessions import model_errors, open_session
-from utils.paths import Workspace
 
 KERNEL_KEY = "hase.kernel"  # metadata of a built model: its Kernel as JSON
 INLINE_BYTES = 1 << 16  # larger weights go to the shared file …
@@ -158,30 +162,94 @@ def check_kernel(path: Path, kernel: Kernel, device: str) -> None:
         raise UserError(f"{path}: gives NaN on its dummy inputs")
 
 
-def read_kernels(path: Path) -> tuple[Flavour | None, list[Kernel]]:
-    """The kernels in a model's record, an index, or a single kernel's JSON, with their flavour (None for the last).
+WRITTEN_BEFORE = {"cpu": {"float32", "float64"}, "cuda": {"float32", "float64", "float16"}}  # types that Abs takes
+
+WRITER_OP = "Abs"
+WRITER = "abs_"  # how the names of the nodes that write a kernel's inputs begin
+
+
+def node_name(position: int) -> str:
+    """The name of the carrier's kernel number `position`."""
+    return f"kernel_{position}"
+
+
+def carrier_bytes(kernel: Kernel) -> int:
+    """Memory that a kernel takes in a carrier: its tensors, and its inputs a second time as the graph's."""
+    activations = sum(tensor.bytes for tensor in kernel.activations)
+    return kernel.weight_bytes + 2 * activations + sum(tensor.bytes for tensor in kernel.outputs)
+
+
+class _Graph:
+    """A carrier that grows by one kernel at a time.
+
+    Attributes:
+        nodes, constants, outputs: of the graph.
+        inputs: of the graph, by name.
+        values: of those inputs that have one, by name.
+    """
+
+    def __init__(self, device: str, with_floats: bool) -> None:
+        """Arguments are those of `build_carrier`."""
+        self._written_before = WRITTEN_BEFORE[device]
+        self._with_floats = with_floats
+        self.nodes: list[onnx.NodeProto] = []
+        self.constants: list[onnx.TensorProto] = []
+        self.outputs: list[onnx.ValueInfoProto] = []
+        self.inputs: dict[str, onnx.ValueInfoProto] = {}
+        self.values: dict[str, np.ndarray] = {}
+
+    def add(self, number: int, kernel: Kernel) -> None:
+        """Adds a kernel between the nodes that write its inputs and those that use up its outputs."""
+        names = [self._add_input(number, kernel, position) if tensor.present else ""
+                 for position, tensor in enumerate(kernel.inputs)]
+        outputs = [f"k{number}_y{position}" if tensor.present else "" for position, tensor in enumerate(kernel.outputs)]
+        self.nodes.append(kernel_node(kernel, names, outputs, node_name(number)))
+        for position, name in enumerate(outputs):
+            if name:
+                shape = f"k{number}_shape{position}"
+                self.nodes.append(onnx.helper.make_node("Shape", [name], [shape], name=f"shape_{number}_{position}"))
+                rank = len(kernel.outputs[position].shape)
+                self.outputs.append(onnx.helper.make_tensor_value_info(shape, type_code("int64"), [rank]))
+
+    def _add_input(self, number: int, kernel: Kernel, position: int) -> str:
+        """What input `position` of a kernel reads: a constant, what an `Abs` wrote, or an input of the graph; its name."""
+        name, tensor = f"k{number}_x{position}", kernel.inputs[position]
+        if tensor.constant:
+            value = dummy_tensor(kernel, position, number)
+            self.constants.append(onnx.numpy_helper.from_array(np.asarray(value, order="C"), name))
+        elif tensor.dtype in self._written_before:
+            own = chosen(kernel, position) is not None  # any numbers will not do
+            shared = f"in_{name}" if own else f"in_{tensor.dtype}_{'x'.join(map(str, tensor.shape))}"
+            self.inputs[shared] = onnx.helper.make_tensor_value_info(shared, type_code(tensor.dtype), tensor.shape)
+            if (own or self._with_floats) and shared not in self.values:
+                self.values[shared] = dummy_tensor(kernel, position, number)
+            self.nodes.append(onnx.helper.make_node(WRITER_OP, [shared], [name], name=f"{WRITER}{number}_{position}"))
+        else:
+            self.inputs[name] = onnx.helper.make_tensor_value_info(name, type_code(tensor.dtype), tensor.shape)
+            self.values[name] = dummy_tensor(kernel, position, number)
+        return name
+
+
+def build_carrier(kernels: Sequence[Kernel], device: str,
+                  with_floats: bool = True) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """The carrier of `kernels`, in order, and values for its inputs.
+
+    Node number i is called `node_name(i)`. Opsets are those of the first kernel of each domain.
+
+    Args:
+        kernels: what to carry.
+        device: `cpu` or `cuda`: whose `Abs` writes the inputs.
+        with_floats: whether there are values for those inputs that an `Abs` reads, too, for which any numbers will do.
 
     Raises:
-        UserError: no such file, or none of the three.
+        UserError: a kernel that can't be built.
     """
-    data = files.read_json(path)
-    if isinstance(data, dict) and "nodes" in data:
-        record: ModelRecord = read_model_record(path)
-        return record.flavour, list(record.kernels.values())
-    if isinstance(data, dict) and "op_type" in data:
-        try:
-            return None, [Kernel.model_validate(data)]
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise UserError(f"{path}: not a kernel: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    index: KernelIndex = read_index(path)
-    return index.flavour, index.all_kernels()
-
-
-def default_sources(workspace: Workspace) -> list[Path]:
-    """The index of every flavour that was analysed; `UserError` where there is none."""
-    found = sorted(workspace.kernel_records.glob("*/index.json"))
-    if not found:
-        raise UserError(f"{workspace.kernel_records}: no kernel records; make them with: "
-                        "python ort_analysis/fusion_detector.py")
-    return found
+    carrier = _Graph(device, with_floats)
+    opsets: dict[str, int] = {"": 20}
+    for number, kernel in enumerate(kernels):
+        opsets[kernel.domain] = kernel.opset
+        carrier.add(number, kernel)
+    graph = onnx.helper.make_graph(carrier.nodes, "carrier", list(carrier.inputs.values()), carrier.outputs, carrier.constants)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(d, v) for d, v in opsets.items()],
+                                   ir_version=IR_VERSION, producer_name="hase")
+    return model, carrier.values

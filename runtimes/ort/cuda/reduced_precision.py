@@ -16,7 +16,7 @@ import numpy as np
 
 from records.elements import type_code, type_name
 from records.kernel_record import KernelInput
-from runtimes.ort.graph.parsed_nodes import bodies_of
+from runtimes.ort.graph.nodes import bodies_of
 from utils.errors import UserError
 from utils.lazy import onnx
 from utils.model_files import read_whole_model

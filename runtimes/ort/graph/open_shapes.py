@@ -1,4 +1,4 @@
-"""Shapes that ONNX Runtime's inference leaves open, and other ways to find them.
+"""Sizes that a graph leaves open: those that the user gives, those that ONNX Runtime shows, and what follows from them.
 
 Operators outside ONNX's own set, such as those of ai.onnx.ml, often have no shape inference; nor have some that ONNX defines by
 other operators (LessOrEqual). Such a node is run once, alone, on zeros. A size that depends on data is the given one
@@ -8,7 +8,10 @@ other operators (LessOrEqual). Such a node is run once, alone, on zeros. A size 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from shlex import quote
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +20,9 @@ from records.kernel_record import KernelInput, zeros
 from utils.errors import UserError
 from utils.lazy import onnx
 from utils.ort_sessions import model_errors, open_session
+
+if TYPE_CHECKING:
+    import onnx
 
 # The output sizes of these operators depend on values, not on shapes alone, so a run on zeros would not show them.
 SIZED_BY_VALUES = frozenset({
@@ -120,3 +126,167 @@ def _most_boxes(node: onnx.NodeProto, tensors: Mapping[str, KernelInput],
     limit = node.input[2] if len(node.input) > 2 else ""
     given = (tensors[limit].values or values.get(limit)) if limit else (0,)  # ONNX: without this input nothing is selected
     return batch * classes * (boxes if given is None else min(int(given[0]), boxes))
+
+
+class SizeNotKnown(UserError):
+    """A shape depends on data, and ONNX sets it no bound.
+
+    Attributes:
+        tensor: the name under which its sizes can be given.
+    """
+
+    def __init__(self, message: str, tensor: str) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+
+
+@dataclass
+class GivenSizes:
+    """The sizes that the user gives to tensors of one graph whose sizes depend on data.
+
+    Attributes:
+        dims: all given sizes, by name.
+        prefix: of the names of a body's tensors.
+        selects: the graph selects boxes; their number may set other sizes too.
+        used: the names of the given sizes that were used.
+    """
+
+    dims: Mapping[str, int]
+    prefix: str
+    selects: bool
+    used: set[str] = field(default_factory=set)
+
+    def _take(self, *names: str) -> int | None:
+        name = next((name for name in names if name in self.dims), None)
+        self.used |= {name} if name else set()
+        return self.dims[name] if name else None
+
+    def shape(self, tensor: str, shape: Shape, boxes: bool) -> tuple[int, ...] | None:
+        """A tensor's shape with the given sizes; None if a size is still open.
+
+        Args:
+            tensor: its name.
+            shape: as far as it is known; if the rank is not known, the given sizes define it.
+            boxes: the tensor's first axis is the boxes that a node selects.
+        """
+        if shape is None:
+            rank = 0
+            while any(f"{prefix}{tensor}.{rank}" in self.dims for prefix in (self.prefix, "")):
+                rank += 1
+            shape = ("",) * rank or None
+        if shape is None:
+            return None
+        sizes: list[int | None] = []
+        for axis, size in enumerate(shape):
+            names = [f"{self.prefix}{tensor}.{axis}", f"{tensor}.{axis}"]
+            if isinstance(size, int):
+                self.used |= {name for name in names if self.dims.get(name) == size}
+                sizes.append(size)
+            else:
+                sizes.append(self._take(*names, size, *([DETECTIONS] if boxes and axis == 0 else [])))
+        return None if None in sizes else tuple(size for size in sizes if size is not None)
+
+    def as_many_as_boxes(self, shape: Shape) -> tuple[int, ...] | None:
+        """A shape in which every open size is the given number of boxes; None if none is given."""
+        if shape is None or (number := self._take(DETECTIONS)) is None:
+            return None
+        return tuple(size if isinstance(size, int) else number for size in shape)
+
+    def refusal(self, name: str, tensor: str, shape: Shape) -> SizeNotKnown:
+        """The error for a shape that is not known; it says how to give the size.
+
+        Args:
+            name: of the model.
+            tensor: its name.
+            shape: as far as it is known.
+        """
+        whole = f"{self.prefix}{tensor}"
+        if shape is None:
+            return SizeNotKnown(
+                f"{name}: the rank of tensor {whole} is not known; export the model with the shapes of its inputs, or give all "
+                f"sizes of this tensor, for example, where it has two axes, {_options(whole, range(2))}", whole)
+        sizes = ", ".join(str(size) or "?" for size in shape)
+        options = _options(whole, [axis for axis, size in enumerate(shape) if not isinstance(size, int)])
+        boxes = f", or --dim {DETECTIONS}=100 for all such sizes" if self.selects else ""
+        return SizeNotKnown(f"{name}: the shape of tensor {whole} ([{sizes}]) depends on data or on an open dimension; give "
+                            f"its size, for example {options}{boxes} (benchmark/sizes_of_a_run.py shows those of a run)", whole)
+
+
+def _options(tensor: str, axes: Iterable[int]) -> str:
+    """The options that give sizes of a tensor."""
+    return " ".join(f"--dim {quote(f'{tensor}.{axis}=100')}" for axis in axes)
+
+
+Values = tuple[int | float | bool, ...]
+
+
+@dataclass(frozen=True)
+class InferredTensors:
+    """What is known of a graph's tensors.
+
+    Attributes:
+        tensors: type and shape by name, constants with their small values.
+        computed: values of small integer tensors that the graph computes from shapes and constants, by name.
+        providers: by node name, the provider that ORT assigned.
+        assumed: by tensor name, shapes that depend on data; the largest possible ones are assumed.
+        plain: by tensor name, shapes as far as ORT infers them from shapes alone: what its optimisers know.
+        held: by node name, the bodies of nodes.
+        used: the names of the given sizes that a tensor of this graph, or of a body in it, has.
+    """
+
+    tensors: dict[str, KernelInput]
+    computed: dict[str, Values]
+    providers: dict[str, str]
+    assumed: dict[str, tuple[int, ...]]
+    plain: dict[str, Shape]
+    held: dict[str, Held] = field(default_factory=dict)
+    used: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Trips:
+    """How often a body runs per run of its node.
+
+    Attributes:
+        low, high: the range, as multiples of `count`, if it is a guess.
+        fixed: the model itself sets it, not a given size.
+    """
+
+    count: int
+    low: float = 1.0
+    high: float = 1.0
+    fixed: bool = True
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body as a model of its own.
+
+    Attributes:
+        attribute: of the node that holds it.
+        proto: the body as a model.
+        captured: the tensors that it takes from the graph around it.
+        inferred: what is known of its tensors.
+    """
+
+    attribute: str
+    proto: onnx.ModelProto
+    captured: frozenset[str]
+    inferred: InferredTensors
+
+
+@dataclass(frozen=True)
+class Held:
+    """The bodies of a node.
+
+    Attributes:
+        trips: of the body; a branch of an If runs once.
+        bodies: one; of an If, both branches.
+        chosen: the attribute of the If's branch that the user chose; "" if none.
+        shapes: of the node's outputs, from those of the bodies.
+    """
+
+    trips: Trips
+    bodies: tuple[Body, ...]
+    chosen: str
+    shapes: dict[str, tuple[int, ...]]

@@ -1,8 +1,11 @@
-"""The graph that ONNX Runtime runs, with all shapes."""
+"""From an ONNX file to the nodes that ONNX Runtime runs, with every shape known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,15 +15,11 @@ from runtimes.ort.cuda.optimizers import cover_pools, cuda_optimizers, runs_on_w
 from runtimes.ort.cuda.placement import assign_providers
 from runtimes.ort.cuda.reduced_precision import as_single, holds_reduced, restore_types
 from runtimes.ort.cuda.rewrites import rewrite_for_cuda
-from runtimes.ort.graph.bodies import all_tensors, made_within, unused_trips
-from runtimes.ort.graph.flat_graph import flat_bodies
-from runtimes.ort.graph.inferred import Body, InferredTensors, Values
-from runtimes.ort.graph.open_shapes import Shape
-from runtimes.ort.graph.optimized_once import keep
-from runtimes.ort.graph.parsed_nodes import ParsedNode, name_nodes
-from runtimes.ort.graph.shape_query import shapes_of_any_size
+from runtimes.ort.graph.bodies import all_tensors, flat_bodies, made_within, unused_trips
+from runtimes.ort.graph.nodes import ParsedNode, name_nodes
+from runtimes.ort.graph.open_shapes import Body, InferredTensors, Shape, Values
 from runtimes.ort.graph.source import Source, open_dims, read_source, tensor_of_size
-from runtimes.ort.graph.tensor_shapes import infer_tensors
+from runtimes.ort.graph.tensor_shapes import infer_tensors, shapes_of_any_size
 from runtimes.targets import flavour_of
 from utils.errors import UserError
 from utils.fingerprint import Flavour, has_cuda, resolve_device
@@ -28,6 +27,54 @@ from utils.lazy import onnx
 from utils.logger import get_logger
 from utils.ort_sessions import open_session
 from utils.temporary import temporary_folder
+
+_kept: Path | None = None  # where optimised graphs are kept, each in a folder of its own
+
+
+@contextmanager
+def optimized_once() -> Iterator[None]:
+    """While the block runs, optimised graphs of models with dynamic dimensions are kept and used again."""
+    global _kept
+    if _kept is not None:
+        yield
+        return
+    with temporary_folder() as folder:
+        _kept = Path(folder)
+        try:
+            yield
+        finally:
+            _kept = None
+
+
+def keep(model: str, save_to: Path, optimize: Callable[[], None]) -> None:
+    """Calls `optimize` to write a graph to `save_to`, or copies the graph that an earlier call wrote.
+
+    Args:
+        model: a file name that identifies the model and how it is optimised.
+        save_to: path of the graph.
+        optimize: writes the graph, and `<save_to>.weights` if it has large weights.
+    """
+    if _kept is None:
+        optimize()
+        return
+    folder, weights = _kept / model, save_to.with_name(save_to.name + ".weights")
+    if folder.exists():
+        shutil.copyfile(folder / save_to.name, save_to)
+        _link(folder / weights.name, weights)
+        return
+    optimize()
+    folder.mkdir()
+    shutil.copyfile(save_to, folder / save_to.name)  # a copy, since the graph is changed in place; weights never are
+    _link(weights, folder / weights.name)
+
+
+def _link(source: Path, to: Path) -> None:
+    if source.exists():
+        try:
+            os.link(source, to)
+        except OSError:  # a file system without links
+            shutil.copyfile(source, to)
+
 
 log = get_logger("parser")
 SHOWN_SIZES = 3  # in a warning

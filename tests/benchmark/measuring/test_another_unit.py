@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from measuring.bench import Bench, Steadiness
+from measuring.bench import Bench, Steadiness, close_window, open_window
 from measuring.loads import Totals, measure_loads
 from measuring.metrics.source import MetricSource, Window
 from measuring.pending import Planned, plan_blocks
-from measuring.window import close_window, open_window
 from records.blocks import Block
 from records.journal import JournalFile, read_blocks
 from records.measurement import Measurement, now

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from measuring import canary
-from measuring.bench import Bench, Steadiness
-from measuring.blocks import Conditions, best_canary_ms, idle, measure_block
-from measuring.canary import Canary
-from measuring.loads import measure_loads
+from measuring.bench import Bench, Canary, Steadiness
+from measuring.loads import Conditions, best_canary_ms, idle, measure_block, measure_loads
 from measuring.metrics.sources import open_source
 from measuring.pending import Planned, in_blocks, pending, plan_blocks
 from measuring.stress import Stress
@@ -68,7 +65,7 @@ def test_the_steadiest_of_the_attempts_is_kept(bench: Bench) -> None:
 
 
 def test_a_machine_that_is_slower_than_at_its_best_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canary, "PAUSE_S", 0.001)
+    monkeypatch.setattr("measuring.bench.PAUSE_S", 0.001)
     bench = bench_with([2.0, 1.5, 1.05, 1.05], patience_s=60.0)
     assert measure_block(bench, "k", list, idle(bench, best_canary_ms=1.0)).canary_before_ms == 1.05
     bench = bench_with([2.0, 2.0], attempts=1)  # no patience: it is measured, and said to be unsteady

@@ -11,7 +11,7 @@ FORBIDDEN = ("ort_analysis", "kernel_model", "benchmark.collecting", "runtimes")
 def test_measuring_knows_no_kernels() -> None:
     graph = of_the_house()[1]
     measuring = [name for name in graph if name.startswith("measuring.")]
-    assert {"measuring.loads", "measuring.blocks", "measuring.pending"} <= set(measuring)
+    assert {"measuring.loads", "measuring.pending"} <= set(measuring)
     reached = {(name, other) for name in measuring for other in nx.descendants(graph, name)}
     assert not sorted((name, other) for name, other in reached
                       if any(other == part or other.startswith(f"{part}.") for part in FORBIDDEN))

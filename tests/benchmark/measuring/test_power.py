@@ -12,7 +12,7 @@ import pynvml
 import pytest
 
 from measuring import power
-from measuring.metrics import nvml_device, power_sensors
+from measuring.metrics import nvml, power_sensors
 from measuring.metrics.power_sensors import NoPowerSensor, NvmlPower, PowerSample, PowerSensor, RaplPower, open_power_sensor
 from measuring.power import Energy, PowerMonitor, energy_between, energy_of_runs, integral_j
 from utils.errors import UserError
@@ -116,7 +116,7 @@ def test_a_sensor_that_fails_meanwhile_is_an_error() -> None:
 
 
 def test_the_field_is_nvmls() -> None:
-    assert nvml_device.POWER_INSTANT == pynvml.NVML_FI_DEV_POWER_INSTANT
+    assert nvml.POWER_INSTANT == pynvml.NVML_FI_DEV_POWER_INSTANT
 
 
 class PowerNvml(SimpleNamespace):
@@ -156,7 +156,7 @@ class PowerNvml(SimpleNamespace):
 def fake(monkeypatch: pytest.MonkeyPatch) -> PowerNvml:
     made = PowerNvml()
     monkeypatch.setitem(sys.modules, "pynvml", made)
-    monkeypatch.setattr(nvml_device, "gpu_facts", lambda: {"uuid": "GPU-0"})
+    monkeypatch.setattr(nvml, "gpu_facts", lambda: {"uuid": "GPU-0"})
     monkeypatch.setattr(power_sensors, "resolve_device", lambda device: "cuda")
     return made
 

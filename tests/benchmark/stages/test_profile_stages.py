@@ -210,7 +210,7 @@ def test_each_unit_is_compared_with_its_own_canary(cases: Path, tmp_path: Path, 
         waited.append(best_ms)
         return time_ms()
 
-    monkeypatch.setattr("measuring.canary.wait_until_steady", steady)
+    monkeypatch.setattr("measuring.bench.wait_until_steady", steady)
     for runtime in ("torch", "ort"):
         done = run_script(SCRIPT, "--workspace", tmp_path, "--cases", cases, "--units", "CPU", "--cpu-runtime", runtime,
                           "--export", "--measure", *QUICK)

@@ -1,12 +1,16 @@
-"""Nodes of an optimised graph as plain data, with unique names."""
+"""The nodes of an optimised graph, named, with the values that their attributes and text inputs give."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from utils.lazy import onnx
+
+if TYPE_CHECKING:
+    import onnx
 
 ONNX_DOMAINS = ("", "ai.onnx")
 BODIES = {"If": ("then_branch", "else_branch"), "Loop": ("body",), "Scan": ("body",)}  # attributes that hold a graph
@@ -95,3 +99,66 @@ def parsed_node(node: onnx.NodeProto, provider: str) -> ParsedNode:
     return ParsedNode(name=node.name, op_type=node.op_type, domain=node.domain, provider=provider,
                       attributes={a.name: attribute_value(a) for a in sorted(node.attribute, key=lambda a: a.name)},
                       inputs=tuple(node.input), outputs=tuple(node.output))
+
+
+TAUGHT = ("cats_strings", "keys_strings", "classlabels_strings", "pool_strings")  # attributes of encoders and n-gram operators
+UNKNOWN = ""
+
+
+def first_taught(attributes: Mapping[str, Any]) -> str:
+    """The first word of an operator's vocabulary; UNKNOWN if it has none."""
+    return next((str(attributes[name][0]) for name in TAUGHT if attributes.get(name)), UNKNOWN)
+
+
+def known_words(graph: onnx.GraphProto) -> dict[str, list[str]]:
+    """By text input that encoders read: one word per column, or one word for all columns.
+
+    The encoders are assumed to be in the order of the columns that they read, as converters of pipelines write them.
+    """
+    found = {}
+    for value in graph.input:
+        kind = value.type.tensor_type
+        if kind.elem_type != onnx.TensorProto.STRING:
+            continue
+        reached, words = {value.name}, []
+        for node in graph.node:
+            if not reached & set(node.input):
+                continue
+            word = first_taught({one.name: attribute_value(one) for one in node.attribute if one.name in TAUGHT})
+            if word:
+                words.append(word)
+            else:
+                reached.update(node.output)
+        columns = kind.shape.dim[-1].dim_value if len(kind.shape.dim) > 1 else 1
+        if words:
+            found[value.name] = words[:columns] if len(words) >= columns else words[:1]
+    return found
+
+
+CACHE, LAST_PLACES, TOTAL = 3, 5, 6  # inputs of GroupQueryAttention: the cache of keys, the last place of each row, the length
+COUNTED = ("Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "ReduceSum", "ReduceMax", "Sub", "Gather")
+
+
+def attention_lengths(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, int]:
+    """Values for the inputs that give GroupQueryAttention its lengths: the number of tokens in the cache and one more; 1 for a
+    mask whose sum is the length. (A mask of zeros would give length 0, which the operator refuses.)
+
+    Args:
+        graph: of the model.
+        dims: sizes of its dynamic dimensions.
+    """
+    inputs = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
+    maker = {out: node for node in graph.node for out in node.output if out}
+    found = {}
+    for node in graph.node:
+        if node.op_type != "GroupQueryAttention" or len(node.input) <= TOTAL:
+            continue
+        cache = inputs.get(node.input[CACHE], ())
+        cached = (cache[2].dim_value or dims.get(cache[2].dim_param, 0)) if len(cache) == 4 else 0
+        for place, length in ((LAST_PLACES, cached), (TOTAL, cached + 1)):
+            tensor = node.input[place]
+            while tensor in maker and maker[tensor].op_type in COUNTED:
+                tensor = maker[tensor].input[0]
+            if tensor in inputs:
+                found[tensor] = 1 if len(inputs[tensor]) > 1 else length
+    return found
