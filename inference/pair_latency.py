@@ -45,10 +45,10 @@ def main() -> int:
         cli.print_json(pair)
         return 0
     cli.print_table([
-        {"model": one.model, "beside": other.model, "alone (ms)": one.idle_ms, **one.under_load.columns(),
-         "mean / alone": one.under_load.mean_ms / one.idle_ms,
-         **({"rough estimate": "yes"} if one.rough_estimate else {})}
-        for one, other in (pair.models, pair.models[::-1])], f"side by side on {pair.target}")
+        {"model": model.model, "beside": neighbour.model, "alone (ms)": model.idle_ms, **model.under_load.columns(),
+         "mean / alone": model.under_load.mean_ms / model.idle_ms,
+         **({"rough estimate": "yes"} if model.rough_estimate else {})}
+        for model, neighbour in (pair.models, pair.models[::-1])], f"side by side on {pair.target}")
     return 0
 
 

@@ -80,26 +80,26 @@ def cases(model: Path, workspace: Workspace, target: str | None, repeats: int,
     target, _ = choose_target(workspace, target)
     cold, cold_strict = (milliseconds(partial(from_the_shell, model, workspace, target, strict), min(repeats, SHELLS))
                          for strict in (False, True))
-    one = partial(predict, target=target)
+    predict_one = partial(predict, target=target)
     flavour = fitted_for(workspace, target).target.flavour
-    first = milliseconds(lambda: one(model, workspace=workspace), 1)
-    again = milliseconds(lambda: one(model, workspace=workspace), repeats)
+    first = milliseconds(lambda: predict_one(model, workspace=workspace), 1)
+    again = milliseconds(lambda: predict_one(model, workspace=workspace), repeats)
     record = record_of(model, flavour)
-    from_record = milliseconds(lambda: one(record, workspace=workspace), repeats)
-    strict_first = milliseconds(lambda: one(record, workspace=workspace, strict=True), 1)
-    strict_again = milliseconds(lambda: one(record, workspace=workspace, strict=True), repeats)
+    from_record = milliseconds(lambda: predict_one(record, workspace=workspace), repeats)
+    strict_first = milliseconds(lambda: predict_one(record, workspace=workspace, strict=True), 1)
+    strict_again = milliseconds(lambda: predict_one(record, workspace=workspace, strict=True), repeats)
     loaded: list[tuple[str, float]] = []
     if read_load:
         def under_load() -> None:
             load = read_load()
-            one(model, workspace=workspace, load=load.metrics, co_runner=probe_of(fitted_for(workspace, target), load))
+            predict_one(model, workspace=workspace, load=load.metrics, co_runner=probe_of(fitted_for(workspace, target), load))
 
         loaded = [("reading the load", milliseconds(read_load, repeats)),
                   ("the same file under load, which is read each time", milliseconds(under_load, repeats))]
     records = copies(record, MANY)
     gc.collect()  # garbage from reading the records is no part of predicting
     many = milliseconds(lambda: Predictor(workspace, target).predict_many(records), 1)
-    return [{"case": case, "median_ms": found} for case, found in (
+    return [{"case": case, "median_ms": median_ms} for case, median_ms in (
         ("from the shell", cold), ("from the shell, --strict", cold_strict),
         ("in a running process, first prediction of all", first), ("the same file again", again),
         ("from its record", from_record), ("from its record, strict, first", strict_first),

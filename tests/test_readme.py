@@ -17,6 +17,7 @@ import yaml
 
 from model_zoo.exporting.zoo_config import read_zoo_config
 from recipes.commands_page import read_command
+from utils.fingerprint import has_cuda
 from utils.paths import ROOT
 
 QUICK_COLLECTOR = """
@@ -29,8 +30,6 @@ model: {warmup: 1, budget_s: 0.1, least_runs: 4, most_runs: 10}
 TINY = {  # instead of what a config says; all else stays as it says
     "model_zoo/config.yaml": {"image_sizes": [32], "batch_sizes": [16]},
     "benchmark/config.yaml": {"levels": [0.0, 0.5], "stress": {"settle_s": 0.2}, **yaml.safe_load(QUICK_COLLECTOR)},
-    "benchmark/test_cases.json": {"feature_dim": 16, "hidden_dim": 8,
-                                  "test_cases": [{"nodes": 50 * size, "edges": 200 * size} for size in (1, 2, 4)]},
     "recipes/demo/model_zoo.yaml": {"models": ["resnet18", "mnasnet1_0"], "image_sizes": [32]},
     "recipes/demo/open_sizes.yaml": {"image_sizes": [32]},
     "recipes/demo/collector.yaml": {"levels": [0.0], **yaml.safe_load(QUICK_COLLECTOR)},
@@ -38,6 +37,7 @@ TINY = {  # instead of what a config says; all else stays as it says
 }
 SMALLER = (("224x224", "32x32"), ("--image-size 224", "--image-size 32"), ("--count 1000", "--count 20"),
            ("--duration 10", "--duration 2"), ("--budget-s 5", "--budget-s 0.5"), ("--minutes 15", "--minutes 1"))
+NEEDS_GPU = ("python benchmark/run_anatomy.py", "python benchmark/host_pace.py")
 NEEDS = "  # needs "  # begins what an example's file or device has to be, where the steps before do not make it
 PLAN = {  # the scripts of the user's plan
     "model_zoo/torchvision_exporter.py", "ort_analysis/ort_graph_parser.py", "ort_analysis/fusion_detector.py",
@@ -98,6 +98,17 @@ def run(command: str, folder: Path) -> str:
     return done.stdout
 
 
+def run_or_refuse(command: str, folder: Path) -> str:
+    """What a command prints. One that needs a GPU says so in one line where there is none."""
+    if not command.startswith(NEEDS_GPU) or has_cuda():
+        return run(command, folder)
+    done = shell(command, folder)
+    said = done.stdout + done.stderr
+    assert (done.returncode, len(said.splitlines())) == (1, 1), said
+    assert "needs a GPU" in said
+    return said
+
+
 def test_the_demo_then_the_first_prediction(copy: Path) -> None:
     """What `make demo` runs after its install ends in the table; then the commands that ask for its models."""
     table = run("bash recipes/demo/run.sh out/demo", copy)
@@ -108,7 +119,7 @@ def test_the_demo_then_the_first_prediction(copy: Path) -> None:
     for block in fenced("bash", documents()):
         for line in block.splitlines():
             if line.startswith("python "):
-                run(smaller(line), copy)
+                run_or_refuse(smaller(line), copy)
 
 
 def test_the_demo_exports_what_the_first_prediction_asks_for() -> None:
