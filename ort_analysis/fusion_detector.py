@@ -21,7 +21,7 @@ from runtimes import MODULES, runtime_named
 from runtimes.analysis import analyze_all
 from utils import cli
 from utils.errors import UserError
-from utils.fingerprint import DEFAULT_RUNTIME, resolve_device
+from utils.fingerprint import DEFAULT_RUNTIME, graph_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import model_files
@@ -78,7 +78,7 @@ def main() -> int:
     sizes = cli.parse_dims(args.dim)
     work = [(path, dims) for path in paths for dims in cli.combinations(sizes)]
     with sole_writer(workspace.kernel_records):
-        done = analyze_all(workspace, args.runtime, work, resolve_device(args.device), args.jobs, args.static,
+        done = analyze_all(workspace, args.runtime, work, graph_device(args.device), args.jobs, args.static,
                            ModelOrigin(args.group, args.collection))
         records = [record for of_model in done if not isinstance(of_model, UserError) for record in of_model]
         indexes = [update_index(workspace, flavour) for flavour in {one.flavour.name: one.flavour for one in records}.values()]

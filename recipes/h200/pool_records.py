@@ -23,7 +23,7 @@ from records.kernel_record_files import update_index
 from runtimes.analysis import analyze_all
 from utils import cli
 from utils.errors import UserError
-from utils.fingerprint import DEFAULT_RUNTIME, resolve_device
+from utils.fingerprint import DEFAULT_RUNTIME, graph_device
 from utils.locks import sole_writer
 from utils.logger import get_logger
 from utils.paths import ROOT, model_files
@@ -71,7 +71,7 @@ def main() -> int:
         raise UserError(f"{workspace.models}: no models of the pool; export them with: "
                         "python model_zoo/pool_exporter.py")
     with sole_writer(workspace.kernel_records):
-        done = analyze_all(workspace, DEFAULT_RUNTIME, work, resolve_device(args.device), args.jobs, static=True)
+        done = analyze_all(workspace, DEFAULT_RUNTIME, work, graph_device(args.device), args.jobs, static=True)
         flavours = {record.flavour.name: record.flavour for records in done if not isinstance(records, UserError)
                     for record in records}
         for flavour in flavours.values():
